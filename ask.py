@@ -109,6 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
             "kv": args.kv,
             "attention": args.attention,
             "slot_cache": args.slot_cache,
+            "activations": args.activations,
         }
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (distributed/group.py), one answers

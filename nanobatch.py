@@ -162,12 +162,13 @@ class Engine:
         dtype: str = "auto",
         kv: str = "auto",
         attention: str = "auto",
+        activations: int = 32,
         report: Report = lambda stage: None,
         **options,
     ) -> Engine:
-        """An engine for a folder, a hub id, a GGUF file or "demo", with the options of `Engine`. `kv` and
-        `attention`: as `ModelReader` takes them. `report` is called with a line for each stage."""
-        checked = Source(str(model), dtype, kv, attention, report, options).check()
+        """An engine for a folder, a hub id, a GGUF file or "demo", with the options of `Engine`. `kv`,
+        `attention` and `activations`: as `ModelReader` takes them. `report` gets a line for each stage."""
+        checked = Source(str(model), dtype, kv, attention, activations, report, options).check()
         engine = cls(checked.read(), checked.text, sizes=checked.sizes, **options)
         engine._source = checked.source
         return engine

@@ -186,7 +186,7 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
 
     sizes = {"slots": args.slots or 4, "max_len": args.max_len, "usual_len": 8192}
     options = {"policy": args.policy, "max_queue": args.max_queue, "speculate": args.speculate}
-    options |= {"kv": args.kv, "attention": args.attention}
+    options |= {"kv": args.kv, "attention": args.attention, "activations": args.activations}
     options["slot_cache"] = args.slot_cache
     engine = Engine.load(args.model, **options, **sizes, **how)
     # Otherwise a bug in `forward` would look like a wrong option

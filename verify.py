@@ -157,8 +157,8 @@ def ended(handle: Handle) -> Bits:
 
 
 def load(args: argparse.Namespace, **options: Any) -> Engine:
-    options = {"max_len": LENGTH, "kv": args.kv, "attention": args.attention} | options
-    return Engine.load(args.model, **options)
+    arithmetic = {"kv": args.kv, "attention": args.attention, "activations": args.activations}
+    return Engine.load(args.model, **{"max_len": LENGTH} | arithmetic | options)
 
 
 def ask_alone(args: argparse.Namespace) -> list[Case]:
@@ -273,6 +273,7 @@ def compare_threads(args: argparse.Namespace, asked: Sequence[Case]) -> Tally:
     for threads in THREADS:
         command = [*cli.start("verify.py"), "--model", args.model, "--answers"]
         command += ["--kv", args.kv, "--attention", args.attention]
+        command += ["--activations", str(args.activations)]
         environment = os.environ | {"NANOBATCH_THREADS": threads}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
         if done.returncode:
@@ -302,10 +303,13 @@ def hash_of_the_demo() -> str:
         return answer_hash.compared(answer_hash.fingerprint(engine), device.mx.__version__)
 
 
-def receipt(model: str, asked: Sequence[Case], tallies: Sequence[Tally]) -> dict[str, Any]:
+def receipt(
+    args: argparse.Namespace, asked: Sequence[Case], tallies: Sequence[Tally]
+) -> dict[str, Any]:
     return {
-        "model": model,
-        "model_sha256": hash_of(model),
+        "model": args.model,
+        "model_sha256": hash_of(args.model),
+        "activations": args.activations,
         "processor": cli.processor(),
         "product": labelled(device.named()),
         "promises": device.is_batch_invariant(),
@@ -336,7 +340,7 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
     if not found["promises"]:
         yield "  Nothing is promised here: this product may sum in another order when the batch changes."
     yield f"  model      {found['model']}, sha256 {found['model_sha256'][:16]}"
-    yield f"  product    {found['product']}"
+    yield f"  product    {found['product']}; activations of {found['activations']} bits"
     yield f"  processor  {found['processor']}"
     yield f"  version    {found['version']}"
     yield f"  settings   {', '.join(found['settings'])}"
@@ -361,6 +365,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = cli.CommandLine("verify.py", description=says)
     add = parser.add_argument
     parser.add_model()
+    parser.add_activations()
     add("--ways", default=",".join(WAYS), help="which to try (default: %(default)s)")
     says = "how often each question is asked in company (default: 1)"
     parser.add_whole("--rounds", 1, 1000, says, default=1)
@@ -380,7 +385,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def verify(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     began = time.perf_counter()
     asked = ask_alone(args)
-    say(f"nanobatch: {args.model}; {labelled(device.named())}")
+    rounded = "; activations of 8 bits" * (args.activations == 8)
+    say(f"nanobatch: {args.model}; {labelled(device.named())}{rounded}")
     say(
         f"{len(asked)} answers of up to {TOKENS} tokens alone, in one slot. In company, or in "
         "other ways:"
@@ -389,7 +395,7 @@ def verify(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, An
     for tally in compare(args, asked):
         say(line(tally))
         tallies.append(tally)
-    return receipt(args.model, asked, tallies) | {"seconds": round(time.perf_counter() - began, 1)}
+    return receipt(args, asked, tallies) | {"seconds": round(time.perf_counter() - began, 1)}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -78,6 +78,7 @@ class Nanobatch:
             dtype=spec.dtype,
             kv=spec.kv,
             attention=spec.attention,
+            activations=spec.activations,
             policy=spec.contestant.split()[1],
             speculate=cli.read_speculate(spec.speculate),
             slots=slots,
@@ -378,7 +379,8 @@ def measure(spec: Spec, column: Contestant) -> dict:
     subtle: `subprocess.run` kills the process when it is interrupted, but not while it starts the
     process.
     """
-    spec = spec._replace(contestant=column.engine, dtype=column.dtype, speculate=column.speculate)
+    same = ("dtype", "activations", "speculate")
+    spec = spec._replace(contestant=column.engine, **{name: getattr(column, name) for name in same})
     if cli.backend():
         return {"figures": take(spec)}
     program = cli.start("bench.py")

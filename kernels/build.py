@@ -40,13 +40,21 @@ class Form(NamedTuple):
 
 
 FORMS = {  # the best one comes first
+    "avx512vnni": Form(
+        "x86_64",
+        "avx512f avx512bw avx512dq avx512vl avx512cd avx512_vnni avx2 fma f16c",
+        "-mavx512f -mavx512vnni -mavx2 -mfma -mf16c",
+        "SkylakeX",
+    ),
     "avx512": Form(
         "x86_64",
         "avx512f avx512bw avx512dq avx512vl avx512cd avx2 fma f16c",
-        "-mavx512f -mavx2 -mfma -mf16c",
+        "-mavx512f -mavx512bw -mavx2 -mfma -mf16c",
         "SkylakeX",
     ),
+    "avxvnni": Form("x86_64", "avx2 fma f16c avx_vnni", "-mavxvnni -mavx2 -mfma -mf16c", "Haswell"),
     "avx2": Form("x86_64", "avx2 fma f16c", "-mavx2 -mfma -mf16c", "Haswell"),
+    "neondot": Form("aarch64", "asimddp", "-march=armv8.2-a+dotprod"),
     "neon": Form("aarch64", "", ""),
     "plain": Form("x86_64", "", ""),  # older than 2013: without fused multiply-adds
 }

@@ -37,7 +37,9 @@
 
    Weights may be packed: 16 bits each, or 8 or 4 bits with a scale and an offset for each group of them. A packed weight
    is made into the float32 that it stands for, in a register or in a scratch, and then the sums are the same. So packed
-   weights change no bit, and take as much less time to read as they are smaller.
+   weights change no bit, and take as much less time to read as they are smaller. By choice, activations are rounded to 8
+   bits, too, and multiplied as whole numbers: twice as fast, less precise, and another result. Sums of whole numbers are
+   exact, so there, too, a row has the same bits in any company and on any processor.
 
    In place of a matrix there may also be the name of an operation on each row: a softmax, a gate or a norm. Each of them
    works on one row alone, in one order. Attention is an operation, too, with the keys and values of a layer in place of a
@@ -97,7 +99,7 @@ INLINE float float16(uint16_t bits) { /* moved to their places in a float32, whe
 #if defined(__AVX512F__)
 
 #include <immintrin.h>
-enum { LANES = 16, ROWS = 6 };
+enum { LANES = 16, ROWS = 6, ROUNDED_ROWS = 8 };
 typedef __m512 vec;
 typedef __m128 four;
 #define KEEP(v) __asm__("" : "+v"(v))
@@ -138,7 +140,7 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) {
 #elif defined(__AVX2__) && defined(__FMA__)
 
 #include <immintrin.h>
-enum { LANES = 8, ROWS = 3 };
+enum { LANES = 8, ROWS = 3, ROUNDED_ROWS = 4 };
 typedef __m256 vec;
 typedef __m128 four;
 #define KEEP(v) __asm__("" : "+x"(v))
@@ -172,7 +174,7 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) {
 #elif defined(__aarch64__)
 
 #include <arm_neon.h>
-enum { LANES = 4, ROWS = 6 };
+enum { LANES = 4, ROWS = 6, ROUNDED_ROWS = 4 };
 typedef float32x4_t vec, four;
 #define KEEP(v) __asm__("" : "+w"(v))
 #define REST() __asm__ volatile("yield")
@@ -202,7 +204,7 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) { return vpaddq_f32(halves_of(
 
 #else /* any other processor */
 
-enum { LANES = 4, ROWS = 3 };
+enum { LANES = 4, ROWS = 3, ROUNDED_ROWS = 4 };
 typedef float vec __attribute__((vector_size(16), aligned(4), may_alias));
 typedef vec four;
 #define KEEP(v)
@@ -245,6 +247,7 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) { return (four){halves_of(a), 
 #endif
 
 enum { PARTS = ORDER / LANES };
+typedef int32_t ints __attribute__((vector_size(4 * LANES))); /* also what a comparison says: all bits of a lane, or none */
 static long at_most(long number, long limit) { return number < limit ? number : limit; }
 
 /* --- packed weights ----------------------------------------------------------------------------------------------------
@@ -266,7 +269,9 @@ static long at_most(long number, long limit) { return number < limit ? number : 
 
    A form may also be an operation. Then no matrix lies behind the `Packed`. Behind that of a norm lie the norm's weights. */
 
-enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION }; /* of numbers; of operations */
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, /* of numbers; */
+       ROUNDED_4, ROUNDED_6, ROUNDED_8, /* for activations in 8 bits: numbers of 4 bits, of 6 in 8, and of 8; */
+       SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION }; /* of operations */
 
 typedef struct {
   uint64_t key[2];
@@ -295,8 +300,11 @@ INLINE const Packed *packed_at(const void *at) {
   return memcmp(at, key, sizeof(float)) || memcmp(at, key, sizeof key) ? NULL : at;
 }
 INLINE int is_operation(const Packed *a) { return a && a->form >= SOFTMAX; }
+INLINE int is_rounded(const int form) { return ROUNDED_4 <= form && form <= ROUNDED_8; }
 INLINE const char *line(const Packed *a, long count) { return (const char *)a + count * LINE_NBYTES; }
-INLINE long bits_of(const int form) { return form == FOUR_BITS ? 4 : form == EIGHT_BITS ? 8 : 16; }
+INLINE long bits_of(const int form) {
+  return form == FOUR_BITS || form == ROUNDED_4 ? 4 : form == EIGHT_BITS || is_rounded(form) ? 8 : 16;
+}
 
 /* Bytes of a row. Of 4 bits it ends with a whole block. */
 INLINE long row_nbytes(long K, const int form) {
@@ -402,6 +410,9 @@ typedef struct { /* y = alpha x W + beta y */
   const Packed *packed; /* what lies at w, if w is packed */
   vec *kept;            /* if the sums are cut along K: COLS sums for each row, in PARTS, as was left by what came before */
   int is_first, is_last; /* of these parts */
+  int8_t *rounded;       /* activations in 8 bits, (M, K); */
+  float *steps;          /* of each group what 1 means, and that times its sum, (M, groups, 2); */
+  int is_rounding;       /* and whether they are made now */
   const long *tiles;     /* attention: the first row of each tile, */
   long tile_count;       /* and at last M */
 } Product;
@@ -818,6 +829,187 @@ static void multiply_many(const Product *p, long m0, long m1, long j0, long j1) 
     }
 }
 
+/* --- activations in 8 bits ---------------------------------------------------------------------------------------------
+
+   If W was laid down for it, each group of a row of x becomes whole numbers a, -127 to 127, and a `step`: what 1 means.
+   With w = scale q + offset, a group adds step scale (sum of q a) + step (sum of a) offset to the result. Sums of whole
+   numbers are exact in any order, so each processor takes its own instructions for them. What is left are four roundings
+   for each group, always the same: here, too, a row has its own bits.
+
+   W lies in panels of 16 rows. A line of the cache has the next 4 weights of each row; or the next 8, if they have four
+   bits: the first four of them in the lower halves of its bytes. The 16 scales of a group lie side by side, and so do the
+   offsets. `dot` adds the products of four weights and four numbers of x to each lane of a `partial` sum. */
+
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+INLINE ints dot(ints sum, words w, const int8_t *x) { /* (around the intrinsic GCC 12 copies registers) */
+  __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*(const int8_t(*)[4])x));
+  return sum;
+}
+#elif defined(__AVXVNNI__)
+INLINE ints dot(ints sum, words w, const int8_t *x) {
+  __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(_mm256_broadcastd_epi32(_mm_loadu_si32(x))));
+  return sum;
+}
+#elif defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#if defined(__AVX512F__)
+#define WIDE(name) _mm512_##name
+#else
+#define WIDE(name) _mm256_##name
+#endif
+typedef int16_t partial __attribute__((vector_size(4 * LANES)));
+#define FULL(form, group) at_most((form) == ROUNDED_6 ? 8 : 32, group) /* more weights could be too much for 16 bits */
+INLINE ints whole(partial sum) { return (ints)WIDE(madd_epi16)((words)sum, WIDE(set1_epi16)(1)); }
+INLINE partial dot(partial sum, words w, const int8_t *x) {
+  int32_t four;
+  memcpy(&four, x, sizeof four);
+  return sum + (partial)WIDE(maddubs_epi16)(w, WIDE(set1_epi32)(four));
+}
+#elif defined(__aarch64__)
+INLINE ints dot(ints sum, words w, const int8_t *x) {
+  const int8x16_t q = vreinterpretq_s8_u32(w), a = vreinterpretq_s8_s32(vld1q_dup_s32((const int32_t *)x));
+#ifdef __ARM_FEATURE_DOTPROD
+  return (ints)vdotq_s32((int32x4_t)sum, q, a);
+#else
+  return (ints)vpadalq_s16((int32x4_t)sum, vpaddq_s16(vmull_s8(vget_low_s8(q), vget_low_s8(a)), vmull_high_s8(q, a)));
+#endif
+}
+#else
+INLINE ints dot(ints sum, words w, const int8_t *x) {
+  for (int b = 0; b < 4; b++) sum += (ints)(w >> 8 * b & 255) * x[b];
+  return sum;
+}
+#endif
+#ifndef FULL
+#define FULL(form, group) (group)
+typedef ints partial;
+INLINE ints whole(partial sum) { return sum; }
+#endif
+
+/* Rows are rounded in strips of ROUNDED_ROWS: there four numbers of each row are followed by the next four of each. */
+static void round_rows(const Product *p, long m0, long m1) {
+  const long group = p->packed->group, groups = p->packed->groups;
+  for (long m = m0; m < m1; m++)
+    for (long g = 0; g < groups; g++) {
+      const long r = m % ROUNDED_ROWS, first = m - r, rows = at_most(ROUNDED_ROWS, p->M - first);
+      const float *x = p->x + m * p->ldx + g * group;
+      float *step = p->steps + 2 * (first * groups + g * rows + r);
+      int32_t bits[BLOCK], most = 0, sum = 0;
+      int8_t numbers[BLOCK];
+      memcpy(bits, x, group * sizeof *x);
+      for (long i = 0; i < group; i++) { /* without signs, floats are in the order of their bits, and a NaN is the largest */
+        const int32_t size = bits[i] & 0x7fffffff;
+        most = size > most ? size : most;
+      }
+      const int is_usual = 0x1p-100f < of_bits(most) && most < 0x7f800000;
+      const float inverse = is_usual ? 127 / of_bits(most) : 0;
+      for (long i = 0; i < group; i++) {
+        const float shifted = x[i] * inverse + 0x1.8p23f; /* so large that its last bits are those of the whole number */
+        memcpy(bits + i, &shifted, sizeof shifted);
+        sum += numbers[i] = (int8_t)bits[i];
+      }
+      for (long i = 0; i < group; i += 4) memcpy(p->rounded + first * p->K + (g * group + i) * rows + 4 * r, numbers + i, 4);
+      step[0] = is_usual ? of_bits(most) / 127 : 0 * of_bits(most); /* what is not finite makes the row NaN */
+      step[1] = step[0] * sum;
+    }
+}
+
+/* The 16 scales or offsets of group g of a panel. */
+INLINE void factors_of(const Packed *a, const char *from, long panel, long g, float to[ORDER]) {
+  const int form = a->form_of_scales;
+  const long sizes = form == EIGHT_BITS ? 2 * (a->K / SPAN) : 0; /* bytes for each row of W, behind a byte for each group */
+  from += panel * ORDER * (a->groups * (form == EIGHT_BITS ? 1 : form == FLOAT32 ? 4 : 2) + sizes);
+  if (form != EIGHT_BITS) widen(from, g * ORDER, ORDER, to, form);
+  for (int c = 0; form == EIGHT_BITS && c < ORDER; c += LANES)
+    store(to + c, times(add(bytes(from + g * ORDER + c), all(-128)),
+                        float16s(from + a->groups * ORDER + 2 * ((g << a->shift) / SPAN * ORDER + c))));
+}
+
+/* What the groups g0..g1 add to `rows` rows and the 16 columns of a panel. Of 8 bits, dots are made of a plane of each
+   byte's lower halves, and then of one of the upper: so no 16 bits overflow. */
+INLINE void rounded_tile(const Product *p, long m, long panel, long g0, long g1, float *sums, const int rows, const int form) {
+  const Packed *a = p->packed;
+  const long group = a->group, full = FULL(form, group), at_once = full == 8;
+  const int planes = form == ROUNDED_8 ? 2 : 1;
+  const long lines = form == ROUNDED_4 ? 1 : 2; /* of 8 weights */
+  const char *at = line(a, 1 + (panel * p->K + g0 * group) / 8 * lines);
+  const int8_t *x = p->rounded + m * p->K + g0 * group * rows;
+  const words half = (words)((ints){0} + 0x0f0f0f0f);
+  for (long g = g0; g < g1; g++) {
+    ints total[ROUNDED_ROWS][PARTS] = {0};
+    for (long k = 0; k < group; k += full, x += full * rows, at += full / 8 * lines * LINE_NBYTES)
+#pragma GCC unroll 2
+      for (int plane = 0; plane < planes; plane++) {
+        partial sum[ROUNDED_ROWS][PARTS] = {0};
+        for (long i = 0; i < full; i += 8) {
+          words w[2][PARTS];
+#pragma GCC unroll 4
+          for (int c = 0; c < PARTS; c++)
+#pragma GCC unroll 2
+            for (int n = 0; n < 2; n++) {
+              w[n][c] = load_words(at + (i / 8 * lines + (lines - 1) * n) * LINE_NBYTES + c * LANES * 4);
+              if (form == ROUNDED_4 ? n : plane) w[n][c] = shifted(w[n][c]);
+              if (form != ROUNDED_6) w[n][c] &= half;
+            }
+#pragma GCC unroll 8
+          for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < PARTS; c++) {
+              sum[r][c] = dot(dot(sum[r][c], w[0][c], x + i * rows + 4 * r), w[1][c], x + (i + 4) * rows + 4 * r);
+              if (at_once) total[r][c] += whole(sum[r][c]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows && !at_once; r++)
+#pragma GCC unroll 4
+          for (int c = 0; c < PARTS; c++) total[r][c] += whole(sum[r][c]) << 4 * plane;
+      }
+    float scale[ORDER], offset[ORDER];
+    factors_of(a, line(a, a->scales), panel, g, scale);
+    factors_of(a, line(a, a->offsets), panel, g, offset);
+    const float *step = p->steps + 2 * (m * a->groups + g * rows);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < PARTS; c++) {
+        float *to = sums + r * ORDER + c * LANES;
+        vec number = times(__builtin_convertvector(total[r][c], vec), all(step[2 * r]));
+        store(to, fma_(load(offset + c * LANES), all(step[2 * r + 1]), fma_(number, load(scale + c * LANES), load(to))));
+      }
+  }
+}
+
+typedef void Rounded(const Product *p, long m, long panel, long g0, long g1, float *sums);
+#define ROUNDED(form, rows)                                                                               \
+  static NOINLINE void form##_##rows(const Product *p, long m, long panel, long g0, long g1, float *sums) { \
+    rounded_tile(p, m, panel, g0, g1, sums, rows, form);                                                  \
+  }
+#define ROUNDEDS(form) ROUNDED(form, 1) ROUNDED(form, 2) ROUNDED(form, 3) ROUNDED(form, 4)
+#define TILES(form) 0, form##_1, form##_2, form##_3, form##_4
+ROUNDEDS(ROUNDED_4) ROUNDEDS(ROUNDED_6) ROUNDEDS(ROUNDED_8)
+#ifdef __AVX512F__
+#define MORE(form) ROUNDED(form, 5) ROUNDED(form, 6) ROUNDED(form, 7) ROUNDED(form, 8)
+MORE(ROUNDED_4) MORE(ROUNDED_6) MORE(ROUNDED_8)
+#undef TILES
+#define TILES(form) 0, form##_1, form##_2, form##_3, form##_4, form##_5, form##_6, form##_7, form##_8
+#endif
+static Rounded *const rounded_tiles[][ROUNDED_ROWS + 1] = {{TILES(ROUNDED_4)}, {TILES(ROUNDED_6)}, {TILES(ROUNDED_8)}};
+
+static void multiply_rounded(const Product *p, long j0, long j1) {
+  const Packed *a = p->packed;
+  const long deep = DEEP / a->group; /* groups: their weights of a panel stay in the L1 cache */
+  float sums[TALL * ORDER];
+  for (long m0 = 0; m0 < p->M; m0 += TALL)
+    for (long j = j0; j < j1; j += ORDER) {
+      const long end = at_most(p->M, m0 + TALL);
+      memset(sums, 0, sizeof sums);
+      for (long g = 0; g < a->groups; g += deep)
+        for (long m = m0; m < end; m += ROUNDED_ROWS)
+          rounded_tiles[a->form - ROUNDED_4][at_most(ROUNDED_ROWS, end - m)](
+            p, m, j / ORDER, g, at_most(g + deep, a->groups), sums + (m - m0) * ORDER);
+      for (long m = m0; m < end; m++) memcpy(p->y + m * p->ldy + j, sums + (m - m0) * ORDER, at_most(ORDER, j1 - j) * sizeof *sums);
+    }
+}
+
 /* --- operations of one row ---------------------------------------------------------------------------------------------
 
    MLX computes these number by number, and each of them in several passes. Here they are written with the operators that
@@ -834,7 +1026,6 @@ static void multiply_many(const Product *p, long m0, long m1, long j0, long j1) 
    is filled up with minus infinity, whose power is exactly 0. So is the power of what attention hides: how far attention
    reads makes no difference. A NaN makes its whole row NaN, or in a gate its own number. */
 
-typedef int32_t ints __attribute__((vector_size(4 * LANES))); /* also what a comparison says: all bits of a lane, or none */
 typedef float halves __attribute__((vector_size(2 * LANES)));
 typedef double doubles __attribute__((vector_size(4 * LANES))); /* half as many as LANES */
 
@@ -1224,6 +1415,11 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
     operate(p, m0, m1);
     return;
   }
+  if (p->rounded) {
+    if (p->is_rounding) round_rows(p, m0, m1);
+    else multiply_rounded(p, j0, j1);
+    return;
+  }
   if (p->is_turned) {
     turned_block(p, m0, m1, j0, j1);
     return;
@@ -1380,18 +1576,35 @@ static NOINLINE void run_attention(Product p) {
   free(tiles);
 }
 
+static void run(const Product *p);
+static NOINLINE void run_rounded(Product p) {
+  p.rounded = allocate(p.M * p.K);
+  p.steps = allocate(p.M * p.packed->groups * 2 * sizeof *p.steps);
+  p.is_rounding = 1;
+  run(&p);
+  p.is_rounding = 0;
+  run(&p);
+  free(p.rounded);
+  free(p.steps);
+}
+
 static NOINLINE void run(const Product *p) {
   if (is_attention(p->packed)) {
     run_attention(*p);
     return;
   }
-  double work = (double)p->M * p->N * (is_operation(p->packed) ? OF_A_POWER : p->K);
+  if (p->packed && is_rounded(p->packed->form) && !p->rounded) {
+    run_rounded(*p);
+    return;
+  }
+  double work = (double)p->M * (p->is_rounding ? OF_A_POWER : p->N) * (is_operation(p->packed) ? OF_A_POWER : p->K);
   if (threads == 1 || work < (p->packed ? PACKED_ALONE : ALONE) || pthread_mutex_trylock(&pool.owner)) {
     multiply(p, 0, p->M, 0, p->N); /* also if another thread's product is shared out just now */
     return;
   }
   int by_rows = p->N < WIDTH_OF_SHARE * threads || (p->is_turned && p->M >= HEIGHT_OF_SHARE * threads);
   if (is_operation(p->packed)) by_rows = 1;
+  if (p->rounded) by_rows = p->is_rounding;
   long units = by_rows ? (p->M + HEIGHT_OF_SHARE - 1) / HEIGHT_OF_SHARE : (p->N + WIDTH_OF_SHARE - 1) / WIDTH_OF_SHARE;
   long each = p->M < MANY ? 8 : 16; /* shares for each thread */
   long shares = at_most(at_most(each * threads, units), (long)(work / (p->packed ? PACKED_SHARE : SHARE)));
@@ -1439,7 +1652,7 @@ int rows_start(int wanted) {
 
 /* Write a `Packed`. Its weights lie in the next line of the cache; `scales` and `offsets` are counted in lines, too. */
 void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets) {
-  int shift = form == FOUR_BITS || form == EIGHT_BITS ? __builtin_ctz(group) : 30; /* a row of 16 bits is one group */
+  int shift = form >= FOUR_BITS ? __builtin_ctz(group) : 30; /* a row of 16 bits is one group */
   Packed packed = {{key[0], key[1]}, form, form_of_scales, N, K, group, K / group, shift, scales, offsets};
   memcpy(at, &packed, sizeof packed);
 }
@@ -1460,9 +1673,10 @@ void rows_slab(char *memory, int numbers, int slots, int heads, int rows, int Dh
 /* How many bytes a row of K weights takes as it is kept. */
 long rows_width(int form, long K) { return row_nbytes(K, form); }
 
-/* Rows of K weights of `bits` bits, as a file has them, are laid down as `form`, 4 bits in blocks or 8: the same
-   numbers. */
+/* Rows of K weights of `bits` bits, as a file has them, are laid down as `form`, 4 bits in blocks or 8, or in panels: the
+   same numbers. */
 void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, long K) {
+  uint8_t *const panels = to; /* which hold zeros */
   for (long j = 0; j < rows; j++, from += K * bits / 8, to += row_nbytes(K, form))
     for (long k = 0; k < K; k += BLOCK) {
       uint8_t numbers[BLOCK] = {0};
@@ -1477,6 +1691,11 @@ void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, l
         int both = at[byte] | (bit + bits > 8 ? at[byte + 1] << 8 : 0);
         numbers[i] = both >> bit & ((1 << bits) - 1);
       }
+      for (long i = 0; is_rounded(form) && i < count; i++) {
+        const long each = form == ROUNDED_4 ? 8 : 4;
+        uint8_t *byte = panels + (j / ORDER * K + k + i) / each * LINE_NBYTES + j % ORDER * 4 + i % 4;
+        *byte |= numbers[i] << (form == ROUNDED_4 ? i & 4 : 0);
+      }
       if (form == EIGHT_BITS) memcpy(to + k, numbers, count);
       for (long i = 0; form == FOUR_BITS && i < ORDER; i++)
         for (long byte = 0; byte < 4; byte++)
@@ -1490,6 +1709,7 @@ static int is_as_said(const Packed *a, const Product *p) {
   if (a->form == NORM) return p->N == p->K && p->N == a->N && is_plain(p);
   if (is_attention(a)) return p->N + NUMBERS_OF_A_TOKEN == p->K && p->N % (slab_of(p)->heads * slab_of(p)->Dh) == 0 && is_plain(p);
   if (is_operation(a)) return p->N * 2 == p->K && is_plain(p);
+  if (is_rounded(a->form) && !is_plain(p)) return 0;
   return p->N == a->N && p->K == a->K && p->ldw == p->K && !p->is_turned;
 }
 

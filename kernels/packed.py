@@ -13,6 +13,8 @@ adds up as ever: not one bit of a result changes.
       ^ the claim begins here
 
 Weights of four bits lie in another order than in a file (`matmul.c` draws it); `as_in_a_file` undoes it.
+A matrix for activations in 8 bits lies in panels of 16 rows, and so do its scales; `from_panels` takes
+a row out of them.
 
 What this file keeps. An array that claims more than there is lives in `Claim` alone: anything else
 that read it would read beyond its end. It holds the matrix's memory, and so does each product that
@@ -31,7 +33,7 @@ from typing import NamedTuple
 
 from kernels import matmul_library
 from kernels import mlx as device
-from kernels.matmul_library import LINE
+from kernels.matmul_library import LINE, ORDER
 from kernels.mlx import mx
 
 FORMS = {
@@ -68,6 +70,7 @@ class Matrix(NamedTuple):
     bits: int = 0
     group: int = 0
     claim: Claim | None = None  # of a packed one: our own product multiplies. None: MLX does
+    rounds: bool = False  # it rounds activations to 8 bits
 
     def __call__(self, x: mx.array, chosen: mx.array | None = None) -> mx.array:
         """(..., in) -> (..., out)
@@ -91,18 +94,21 @@ class Matrix(NamedTuple):
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         """As an embedding: row `id` of the (V, D) matrix, so that a tied head and its table are one
         matrix."""
-        weight = self.weight[ids]
-        if self.scales is None:
-            return weight
-        scales = self.scales[ids]
-        if self.offsets is None:
-            return weight.astype(scales.dtype) * scales
-        offsets = self.offsets[ids]
+        if self.rounds:
+            weight, scales, offsets = (
+                from_panels(each, ids, self.group) for each in self.arrays.values()
+            )
+        elif self.scales is None:
+            return self.weight[ids]
+        elif self.offsets is None:
+            return self.weight[ids].astype(self.scales.dtype) * self.scales[ids]
+        else:
+            weight, scales, offsets = (each[ids] for each in self.arrays.values())
         if self.claim:
             scales = widened(scales, self.group).astype(mx.float32)
             offsets = widened(offsets, self.group).astype(mx.float32)
             if self.bits == 4:
-                weight = as_in_a_file(weight, scales.shape[-1] * self.group)
+                weight = as_in_a_file(weight, scales.shape[-1] * self.group, self.rounds)
         return dequantized(weight, scales, offsets, self.group, self.bits)
 
     @property
@@ -154,19 +160,27 @@ def joined_biases(parts: Sequence[Matrix]) -> mx.array | None:
     )
 
 
-def packed(matrix: Matrix) -> Matrix:
-    """The same in the memory that our product reads, and with what multiplies by it."""
+def packed(matrix: Matrix, rounds: bool = False) -> Matrix:
+    """The same in the memory that our product reads, and with what multiplies by it. `rounds`:
+    activations to 8 bits, unless the weights have 16."""
     group = matrix.group
+    rounds = rounds and matrix.bits < 16
     K = groups_of(matrix.scales, group) * group
     bits = WIDER.get(matrix.bits, matrix.bits)
     form = {4: matmul_library.FOUR_BITS, 8: matmul_library.EIGHT_BITS}.get(bits) or FORMS[
         matrix.weight.dtype
     ]
-    arrays = [mx.contiguous(array) for array in matrix.arrays.values()]
     *many, N, _ = matrix.weight.shape
+    weight, *factors = matrix.arrays.values()
+    rows = N
+    if rounds:
+        form = rounded_form(weight, matrix.bits)
+        factors = [in_panels(array, group) for array in factors]
+        rows = factors[0].shape[-2]
+    arrays = [mx.contiguous(array) for array in (weight, *factors)]
     count = math.prod(many)  # of matrices: one, or one for each expert
-    row = row_nbytes(K, bits)
-    sizes = [N * row, *(array.nbytes // count for array in arrays[1:])]
+    row = K * bits // 8 if rounds else row_nbytes(K, bits)
+    sizes = [rows * row, *(array.nbytes // count for array in arrays[1:])]
     # Of weights, scales and offsets, counted in lines from a matrix's beginning; last, its end
     places = [*accumulate((-(-nbytes // LINE) for nbytes in sizes), initial=1)]
     lines = places[-1]
@@ -198,10 +212,50 @@ def packed(matrix: Matrix) -> Matrix:
     kept = {}
     widths = [row // matrix.weight.dtype.size, *(array.shape[-1] for array in arrays[1:])]
     for name, array, place, width in zip(matrix.arrays, arrays, places, widths, strict=False):
-        kept[name] = view(array.dtype, place, (N, width), (width, 1))
+        kept[name] = view(array.dtype, place, (rows, width), (width, 1))
     claimed = view(mx.float32, 0, (K, N), (1, K))
     mx.eval(kept, claimed)
-    return matrix._replace(**kept, bits=bits, claim=Claim(claimed))
+    return matrix._replace(**kept, bits=bits, claim=Claim(claimed), rounds=rounds)
+
+
+def rounded_form(weight: mx.array, bits: int) -> int:
+    """How our product multiplies whole numbers. Those of six bits may stand in a file's bytes."""
+    if WIDER.get(bits, bits) == 4:
+        return matmul_library.ROUNDED_4
+    is_small = bits < 8 or int(weight.view(mx.uint8).max()) < 64
+    return matmul_library.ROUNDED_6 if is_small else matmul_library.ROUNDED_8
+
+
+def in_panels(factors: mx.array, group: int) -> mx.array:  # (..., N, width) -> (..., rows, width)
+    """Scales or offsets of 16 rows next to one another, group by group; after the last row, zeros."""
+    *many, N, width = factors.shape
+    factors = mx.pad(factors, [(0, 0)] * len(many) + [(0, -N % ORDER), (0, 0)])
+    parts = [
+        part.reshape(*many, -1, ORDER, part.shape[-1]).swapaxes(-1, -2).flatten(-2)
+        for part in parts_of(factors, group)
+    ]
+    parts = [mx.contiguous(part).view(factors.dtype) for part in parts]
+    return mx.concatenate(parts, axis=-1).reshape(*many, -1, width)
+
+
+def from_panels(array: mx.array, ids: mx.array, group: int) -> mx.array:  # -> (..., width)
+    """Rows of what lies in panels."""
+    width = array.shape[-1]
+    panels = array.reshape(-1, width, ORDER)[ids // ORDER].flatten(-2)  # (..., width * ORDER)
+    column = (ids % ORDER)[..., None, None]
+    parts = [
+        mx.take_along_axis(mx.unflatten(part, -1, (-1, ORDER)), column, axis=-1)[..., 0]
+        for part in parts_of(panels, group)
+    ]
+    return mx.concatenate([part.view(array.dtype) for part in parts], axis=-1)
+
+
+def parts_of(factors: mx.array, group: int) -> list[mx.array]:
+    """Of scales or offsets of 8 bits their numbers and their sizes (`widened`); others as they are."""
+    if factors.dtype != mx.uint8:
+        return [factors]
+    groups = groups_of(factors, group)
+    return [factors[..., :groups], mx.contiguous(factors[..., groups:]).view(mx.float16)]
 
 
 def groups_of(factors: mx.array, group: int) -> int:
@@ -218,10 +272,8 @@ def widened(factors: mx.array, group: int) -> mx.array:
     """
     if factors.dtype != mx.uint8:
         return factors
-    groups = groups_of(factors, group)
-    numbers = factors[..., :groups].astype(mx.float32) - 128
-    sizes = mx.contiguous(factors[..., groups:]).view(mx.float16).astype(mx.float32)
-    return numbers * mx.repeat(sizes, SPAN // group, axis=-1)
+    numbers, sizes = (part.astype(mx.float32) for part in parts_of(factors, group))
+    return (numbers - 128) * mx.repeat(sizes, SPAN // group, axis=-1)
 
 
 def dequantized(
@@ -254,11 +306,13 @@ def address(array: mx.array) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(numbers)))
 
 
-def as_in_a_file(words: mx.array, K: int) -> mx.array:  # (..., blocks * lanes) -> (..., K / 8)
+def as_in_a_file(words: mx.array, K: int, rounds: bool) -> mx.array:  # (..., words) -> (..., K / 8)
     """Rows of four bits, as they are kept, in the order that MLX knows."""
-    lanes = matmul_library.ORDER
     places = mx.arange(0, 32, 4, dtype=mx.uint32)  # of eight numbers in a word
+    if rounds:  # four in the lower halves of its bytes, and then four in the upper ones
+        numbers = words[..., None] >> mx.array([0, 8, 16, 24, 4, 12, 20, 28], mx.uint32) & 15
+        return (numbers << places).sum(axis=-1)
     rest = words.shape[:-1]
-    numbers = words.reshape(*rest, -1, 1, lanes) >> places[:, None] & 15  # (..., blocks, 8, lanes)
+    numbers = words.reshape(*rest, -1, 1, ORDER) >> places[:, None] & 15  # (..., blocks, 8, lanes)
     numbers = numbers.reshape(*rest, -1, 8)[..., : K // 8, :]
     return (numbers << places).sum(axis=-1)

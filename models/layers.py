@@ -175,6 +175,7 @@ class Model:
     quantization: str = ""  # of the files: "Q4_K_M", "4-bit" or "bfloat16"
     kv_dtype: mx.Dtype = mx.float32  # of the keys and values in the slab
     is_fused: bool = False  # attention is one operation, and not the formula in `llama.py`
+    arithmetic: str = "float"  # of products with packed weights; "int8": activations have 8 bits
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -56,13 +56,19 @@ from runtime.gguf_file import is_gguf
 
 KV = ("auto", "float32")  # how keys and values may be stored (`ModelReader.kv_dtype`)
 ATTENTION = ("auto", "plain")  # how attention may be computed (`ModelReader.is_fused`)
+ACTIVATIONS = (32, 8)  # bits of an activation where it is multiplied with packed weights
 
 
 def read_model(
-    folder: Path, dtype: str = "auto", kv: str = "auto", attention: str = "auto"
+    folder: Path,
+    dtype: str = "auto",
+    kv: str = "auto",
+    attention: str = "auto",
+    activations: int = 32,
 ) -> Model:
     """The model in a folder or GGUF file, for one process, without a check of the slab's memory."""
-    return ModelReader(folder, dtype, kv=kv, attention=attention).read()
+    how = {"kv": kv, "attention": attention, "activations": activations}
+    return ModelReader(folder, dtype, **how).read()
 
 
 class ModelReader:
@@ -73,6 +79,7 @@ class ModelReader:
     `held`: bytes that will have been freed when it is read.
     `kv`: "float32", or "auto" (`kv_dtype`).
     `attention`: "plain", which is the formula in `llama.py`, or "auto" (`is_fused`).
+    `activations`: 8 rounds them to 8 bits where they are multiplied with weights of 8 bits or fewer.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class ModelReader:
         held: int = 0,
         kv: str = "auto",
         attention: str = "auto",
+        activations: int = 32,
     ):
         if dtype not in ("auto", "float32", "checkpoint"):
             raise ValueError(
@@ -93,8 +101,11 @@ class ModelReader:
         if attention not in ATTENTION:
             shown = validation.shown(attention)
             raise ValueError(f"attention = {shown}; choose {' or '.join(ATTENTION)}")
+        if activations not in ACTIVATIONS:
+            raise ValueError(f"activations = {validation.shown(activations)}; choose 8 or 32")
         self.kv = kv
         self.attention = attention
+        self.activations = activations
         self.folder = folder
         self.ranks = ranks
         self.form = usual_form() if dtype == "auto" else dtype
@@ -103,12 +114,22 @@ class ModelReader:
         if not (config.tied or self.weights.has_head or why_not(folder)):
             config = replace(config, tied=True, has_head=False)
         self.weights.check_against(config)
+        if activations == 8:
+            self.check_rounding()
         self.share = Shard.of(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
         self.choices = Choices(config.layers) if config.experts else None
         self.nbytes = self.weights.nbytes(self.config, self.form, has_head=not ranks.rank)
         free = device.free_memory()
         self.free = None if free is None else free + held
+
+    def check_rounding(self) -> None:
+        """Refuse activations in 8 bits where nothing would be multiplied so."""
+        if self.form != "packed" or not any(t.bits for t in self.weights.tensors.values()):
+            raise ValueError(
+                "activations = 8 is for weights of 8 bits or fewer, on a CPU, by our own product; "
+                "choose such a model, or leave it out"
+            )
 
     def check_room(self) -> None:
         """Refuse weights for which there is no memory."""
@@ -181,6 +202,7 @@ class ModelReader:
             kv_dtype=self.kv_dtype,
             is_fused=self.is_fused,
             quantization=self.weights.quantization(self.config),
+            arithmetic="int8" if self.activations == 8 else "float",
         )
         cost = counted(model)
         if self.form == "float32" and self.weights.are_narrow:
@@ -263,7 +285,8 @@ class ModelReader:
         return self.kept(joined(parts))
 
     def kept(self, matrix: Matrix) -> Matrix:
-        return packed(matrix) if self.form == "packed" and matrix.bits else matrix
+        rounds = self.activations == 8
+        return packed(matrix, rounds) if self.form == "packed" and matrix.bits else matrix
 
     def part(self, module: str) -> Matrix:
         """A module as it is to be multiplied, by itself. A rank has its share."""

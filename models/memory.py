@@ -139,6 +139,7 @@ def described(model: Model, sizes: Sizes) -> str:
     said = [
         f"{c.model_type}, {c.layers} layer{'s' * (c.layers > 1)}",
         f"{model.cost.form}, {readable(nbytes_of(model))}",
+        *(["activations of 8 bits"] if model.arithmetic == "int8" else []),
         f"{slots} in a slab of {readable(slab)}",
     ]
     if device.has_gpu() and not c.cap and not any(kind.has_kernel for kind in model.kinds):
@@ -172,10 +173,11 @@ def check_alike(model: Model) -> None:
     marks = [zlib.crc32(path.read_bytes()) for path in sources()]
     alike = {
         "version of nanobatch and MLX": (mx.__version__, marks),
-        "model and dtype": (
+        "model, dtype and activations": (
             replace(model.config, H=0, Hkv=0, hidden=0),
             str(model.dtype),
             str(model.kv_dtype),
+            model.arithmetic,
         ),
         # Another training has changed these, too, if not every one
         "weights": model.norm.weight.tolist(),

@@ -370,6 +370,7 @@ class CommandLine(argparse.ArgumentParser):
         old = {"action": OldName, "dest": "speculate", "default": hidden}
         self.add_read("--guesses", read_speculate, hidden, **old)
         self.add_attention()
+        self.add_activations()
         says = "save conversations in this private folder, and go on with them after a restart "
         says += "(default size: 8G)"
         self.add_read("--slot-cache", read_slot_cache, says, metavar="DIR[:SIZE]")
@@ -382,6 +383,10 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--kv", default="auto", choices=("auto", "float32"), help=says)
         says = "plain: the formula in llama.py, in place of the operation that has the same bits"
         self.add_argument("--attention", default="auto", choices=("auto", "plain"), help=says)
+
+    def add_activations(self) -> None:
+        says = "bits of an activation next to packed weights; 8 is faster, and rounds (default: 32)"
+        self.add_argument("--activations", type=int, default=32, choices=(8, 32), help=says)
 
     def add_book(self) -> None:
         """It was read when this file was imported: here it is named in the help."""

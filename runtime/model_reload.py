@@ -30,6 +30,7 @@ class Source(NamedTuple):
     dtype: str
     kv: str
     attention: str
+    activations: int
     report: Report
     asked: Mapping[str, Any]  # slots, max_len and so on, as `fit` takes them
     files: Mapping[Path, tuple[int, int]] = {}  # of the model that was read, as `files_of` has them
@@ -51,7 +52,8 @@ class Source(NamedTuple):
         folder = models.find(self.model)  # it may have to be downloaded
         files = files_of(folder)
         with device_lock, device_stream():
-            reader = ModelReader(folder, self.dtype, ranks, held, self.kv, self.attention)
+            how = {"kv": self.kv, "attention": self.attention, "activations": self.activations}
+            reader = ModelReader(folder, self.dtype, ranks, held, **how)
             if text and files != self.files:
                 changed = min(path for path, _ in files.items() ^ self.files.items())
                 why = "has changed since the model was read"

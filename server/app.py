@@ -342,7 +342,10 @@ class APIServer:
         code = 200 if status == "ok" else 503
         if code == 200 and self.served.engine.is_released:
             status = "unloaded"  # the next request waits for the weights
-        return reply({"status": status}, code)
+        found = {"status": status}
+        if self.served:
+            found["arithmetic"] = self.served.engine.model.arithmetic
+        return reply(found, code)
 
     async def _metrics(self, request: HTTPRequest) -> Reply:
         seen = self.served.engine.snapshot(self._scraped) if self.served else None

@@ -45,6 +45,14 @@ def test_random_company_changes_no_bit(form):
     assert found.right > schedules / 8 and found.wrong > schedules
 
 
+def test_random_company_changes_no_bit_with_int8_activations(tmp_path):
+    """Decoded or read in chunks of any width, drafted or not: each row is rounded by itself."""
+    models = company.make_models(tmp_path, activations=8)
+    found = sum((company.count(models, seed, rounds=1) for seed in range(4)), company.NONE)
+    assert not found.differ
+    assert found.compared > 48 and found.beside > 12 and found.read > 12
+
+
 def test_the_form_that_was_asked_for_computes():
     for form in matmul_library.forms_here():
         code = "from kernels import mlx as device; print(device.blas.kernels)"

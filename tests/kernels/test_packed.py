@@ -139,6 +139,48 @@ def test_scales_of_bytes_give_the_bits_of_the_widened_weights(bits, group):
     assert mx.array_equal(packed(part)(x, chosen), wide(x, chosen))
 
 
+def rounded_product(x: np.ndarray, part: Matrix) -> np.ndarray:
+    """Each group of a row in whole numbers from -127 to 127, in float64 otherwise."""
+    wide = np.array(packed(part).embed(mx.arange(len(part.weight))), np.float64)
+    groups = x.reshape(len(x), -1, part.group)
+    largest = np.abs(groups).max(axis=-1, keepdims=True)
+    numbers = np.rint(groups * (np.float32(127) / np.where(largest == 0, 1, largest)))
+    return (numbers * (largest / np.float32(127)).astype(np.float64)).reshape(x.shape) @ wide.T
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(quantized(1, (37, 2304), 4, 64), id="4 bits"),
+        pytest.param(quantized(2, (16, 2304), 8, 128, "float32"), id="8 bits"),
+        pytest.param(of_bytes(3, (50, 2304), 4, 32), id="Q4_K"),
+        pytest.param(of_bytes(4, (5, 2304), 8, 16), id="Q6_K"),
+    ],
+)
+def test_int8_activations_round_each_row_by_itself(part):
+    """A sum of bytes that overflows, a row that depends on others, a NaN that gets lost."""
+    matrix = packed(part, rounds=True)
+    x = np.array(normal(0, 70, 2304)) ** 3
+    x[1] = 1e-3 * np.sign(x[1])  # the largest whole numbers everywhere
+    x[2, :1000] = 0
+    y = np.array(matrix(mx.array(x)))
+    expected = rounded_product(x, part)
+    assert np.abs(y - expected).max() < 1e-5 * np.abs(expected).max()
+    for row in (0, 1, 2, 68):
+        assert np.array_equal(np.array(matrix(mx.array(x[row : row + 1])))[0], y[row])
+    x[4, 5], x[5, 6] = np.nan, np.inf
+    z = np.array(matrix(mx.array(x)))
+    assert np.isnan(z[4:6]).all() and np.array_equal(z[:4], y[:4])
+    ids = mx.array([[0, 4], [3, 1]])
+    assert mx.array_equal(matrix.embed(ids), packed(part).embed(ids))
+
+
+def test_int8_activations_want_packed_weights(tmp_path):
+    folder = make_checkpoint(tmp_path, seed=0)
+    with pytest.raises(ValueError, match="activations = 8 is for weights of 8 bits or fewer"):
+        Engine.load(folder, activations=8)
+
+
 def spread(part: Matrix) -> list[mx.array]:
     """Scales and offsets as float32 numbers, one byte after the other."""
     found = []

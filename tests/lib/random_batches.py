@@ -148,9 +148,15 @@ GRAMMARS = [
 ]
 
 
-def make_models(folder: Path) -> list[tuple[Model, Tokenizer]]:
-    folders = [make_checkpoint(folder / str(i), seed=i, **shape) for i, shape in enumerate(SHAPES)]
-    return [(model := read_model(each), Tokenizer(each, model.config.V)) for each in folders]
+def make_models(folder: Path, activations: int = 32) -> list[tuple[Model, Tokenizer]]:
+    """With activations of 8 bits, those whose weights have few bits."""
+    shapes = [shape for shape in SHAPES if activations == 32 or "quantize" in shape]
+    folders = [make_checkpoint(folder / str(i), seed=i, **shape) for i, shape in enumerate(shapes)]
+    models = [read_model(each, activations=activations) for each in folders]
+    return [
+        (model, Tokenizer(each, model.config.V))
+        for each, model in zip(folders, models, strict=True)
+    ]
 
 
 def random_sizes(rng: np.random.Generator, is_long: bool, slots: int) -> dict:

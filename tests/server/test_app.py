@@ -539,7 +539,7 @@ def test_invalid_bytes_after_an_answer_leave_no_traceback(here, caplog):
 
 def test_health_is_503_once_the_loop_has_ended(here):
     """Every request would hang."""
-    assert here.ask("/health").json == {"status": "ok"}
+    assert here.ask("/health").json == {"status": "ok", "arithmetic": "float"}
     here.loop.stop()
     assert here.ask("/health").status == 503
 

@@ -18,7 +18,7 @@ def test_idle_server_unloads_and_reloads():
             return reply.json["choices"][0]["message"]["content"]
 
         assert answer() == "3, 4, 5, 6, 7."
-        wait_for(lambda: server.ask("/health").json == {"status": "unloaded"})
+        wait_for(lambda: server.ask("/health").json["status"] == "unloaded")
         assert server.ask("/health").status == 200
         assert answer() == "3, 4, 5, 6, 7."
         streamed = server.ask("/v1/chat/completions", QUESTION | {"stream": True})
