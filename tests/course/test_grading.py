@@ -126,6 +126,15 @@ def test_cheat_has_no_points(cheat, tmp_path):
         assert "3 s of processor time" in result["output"] and "in <lambda>" in result["output"]
 
 
+def test_stand_ins_of_a_handout_have_no_points(tmp_path):
+    folder = handed_in(tmp_path / "dora")
+    ours = overlay.functions(grade.STAND_INS.read_text())
+    with (folder / "rope.py").open("a") as file:
+        file.write(f"\n\n{ast.unparse(ours['rotate'])}\n")
+    lines, share = grade.tried(folder, STAGES[1], STAGES[1].tests, seconds=60)
+    assert share == 0.75 and lines[-1] == "   ✗ rope.py, rotate is the handout's stand-in."
+
+
 def test_work_is_compared_with_the_reference(tmp_path):
     """Logits for all tokens, where some are asked, are work in vain."""
     folder = handed_in(tmp_path / "mine")
