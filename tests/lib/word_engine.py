@@ -179,7 +179,13 @@ def word_engine(
     nothing = {"layers": (), "norm": None, "table": None, "head": None}
     dtypes = {"dtype": mx.float32, "kv_dtype": mx.float32, "has_narrow_kv": False}
     model = SimpleNamespace(
-        config=CONFIG, is_float32=True, ranks=ALONE, cost=VIEW, **dtypes, **nothing
+        config=CONFIG,
+        is_float32=True,
+        ranks=ALONE,
+        cost=VIEW,
+        arithmetic="float",
+        **dtypes,
+        **nothing,
     )
     runner = WordRunner(time, clock, slots, text)
     engine = Engine(
