@@ -126,6 +126,8 @@ SHAPES += [(9, 130, 40), (3, 6, 1100)]
 PACKED = [(FLOAT16, 16, FLOAT32), (BFLOAT16, 16, FLOAT32)]
 for _scales in (FLOAT32, FLOAT16, BFLOAT16):
     PACKED += [(FOUR_BITS, 4, _scales), (EIGHT_BITS, 8, _scales)]
+# Of matrices for activations in 8 bits: form, bits, N, K and group
+PANELS = [(ROUNDED_4, 4, 21, 2176, 64), (ROUNDED_6, 6, 5, 96, 16), (ROUNDED_8, 8, 18, 1152, 128)]
 
 
 def why_unfit(loaded: ctypes.CDLL, form: str) -> str:
@@ -182,11 +184,7 @@ def computed(library: ctypes.CDLL) -> str:
         w = packed(library, draw, form, bits, FLOAT16, N, K, 32)
         for M in (1, 21):
             multiply(drawn(draw, M * K), w, M, N, K)
-    for form, bits, N, K, group in (
-        (ROUNDED_4, 4, 21, 2176, 64),
-        (ROUNDED_6, 6, 5, 96, 16),
-        (ROUNDED_8, 8, 18, 1152, 128),
-    ):
+    for form, bits, N, K, group in PANELS:
         for scales in (FLOAT32, FLOAT16, BFLOAT16):
             w = packed(library, draw, form, bits, scales, N, K, group)
             for M in range(1, 10):
@@ -199,9 +197,7 @@ def computed(library: ctypes.CDLL) -> str:
             w = array("f", bytes(LINE)) + drawn(draw, N)  # of a norm, the weights
             at = ctypes.c_void_p(w.buffer_info()[0])
             library.rows_operation(at, operation, N, ctypes.c_float(0.3))
-            x = drawn(
-                draw, M * K, 150
-            )  # some powers are too large for a float32, and some too small
+            x = drawn(draw, M * K, 150)  # some powers are too large or too small for a float32
             if M > 1:
                 x[0] = math.nan
                 x[-1] = -math.inf  # as what attention hides

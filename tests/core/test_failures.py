@@ -10,7 +10,6 @@ from checkpoints import make_checkpoint
 from harness import check
 from processes import python
 
-import nanobatch
 import runner
 from kernels.mlx import mx
 from nanobatch import Engine, QueueFull, SamplingParams
@@ -18,6 +17,7 @@ from policies import POLICIES
 from runner import ForwardBatch, Runner
 from runtime.error_reports import describe, show_fault
 from runtime.handle import Handle
+from runtime.snapshot import StepView
 from sched import Scheduler
 
 LONG = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -33,7 +33,7 @@ PARTS = {
     "choice": (Runner, "finish"),
     "read": (runner.InFlightStep, "read"),
     "commit": (Scheduler, "commit"),
-    "record": (nanobatch.StepView, "committed"),
+    "record": (StepView, "committed"),
 }
 
 
