@@ -269,7 +269,8 @@ class Engine:
             device   |   run N          |   forward N+1           |   sample N+1
             Python   begin N+1 --------> commit N, ask grammars --> finish N+1
         """
-        self.slot_cache.save(self.runner.slab, plan.overwritten)
+        if plan.overwritten:
+            self.slot_cache.save(self.runner.slab, plan.overwritten)
         launched = self.runner.begin(ForwardBatch.of(plan))
         if any(map(self.registry.looks_back, plan.emitters)):
             while self._in_flight:
