@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from server.protocol_adapter import ParsedRequest, Progress, ProtocolAdapter, Us
 from server.schema import (
     APIError,
     BodyReader,
+    Field,
     call_of,
     check_count,
     conversation,
@@ -45,6 +46,23 @@ MAX_N = 16
 MAX_CHOICES = 128
 MAX_LOGIT_BIASES = 1000
 MAX_TOP_LOGPROBS = 20
+
+FIELDS = {
+    "n": Field(int, 1, 1, MAX_N),
+    "max_tokens": Field(int, None, 1),
+    "max_completion_tokens": Field(int, None, 1),
+    "logit_bias": Field(dict, {}),
+    "stream": Field(bool, False),
+    "stream_options": Field(dict, {}),
+    "return_progress": Field(bool, False),
+}
+CHAT_FIELDS = FIELDS | {
+    "logprobs": Field(bool, False),
+    "top_logprobs": Field(int, 0, 0, MAX_TOP_LOGPROBS),
+    "parallel_tool_calls": Field(bool, False),
+    "chat_template_kwargs": Field(dict, {}),
+    "reasoning_effort": Field(),
+}
 # Passed to `SamplingParams` as they are, and validated there.
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 PLAIN += ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -76,41 +94,43 @@ NEUTRAL = {
 def parse_request(body: bytes, names: Sequence[str], is_chat: bool) -> ParsedRequest:
     """`names`: those of the served model."""
     request = read_body(body, names)
-    parsed = read_chat(request) if is_chat else ParsedRequest(read_prompts(request))
+    values = request.table(CHAT_FIELDS if is_chat else FIELDS)
+    parsed = read_chat(request, values) if is_chat else ParsedRequest(read_prompts(request))
     prompts = len(parsed.prompts)
-    n = request.whole("n", 1, MAX_N, 1)
+    n = values["n"]
     if n * prompts > MAX_CHOICES:
         words = f"{prompts} prompts with n = {n} each, but one request has at most {MAX_CHOICES} choices"
         raise invalid("n", words)
-    is_stream = request.read("stream", bool, False)
-    has_progress = request.read("return_progress", bool, False)
-    if has_progress and not is_stream:
+    if values["return_progress"] and not values["stream"]:
         words = "return_progress is given without stream; set stream to true"
         raise invalid("return_progress", words)
-    lengths = [request.whole(name, 1) for name in ("max_tokens", "max_completion_tokens")]
-    top = read_top(request) if is_chat else read_logprobs(request)
+    lengths = [values["max_tokens"], values["max_completion_tokens"]]
+    top = read_top(values) if is_chat else read_logprobs(request)
     parsed = parsed._replace(
-        settings=read_settings(request) | {"logprobs": top},
+        settings=read_settings(request, values["logit_bias"]) | {"logprobs": top},
         max_tokens=min(filter(None, lengths), default=None),
         n=n,
-        stream=is_stream,
-        usage=read_usage(request),
-        progress=has_progress,
+        stream=values["stream"],
+        usage=read_usage(values["stream_options"]),
+        progress=values["return_progress"],
     )
     request.reject_unknown(NEUTRAL | {"best_of": (1, n)})
     return parsed
 
 
-def read_usage(request: BodyReader) -> bool:
+def read_usage(options: dict) -> bool:
     """Whether the last event of a stream has the usage."""
-    options = request.inner("stream_options")
-    usage = options.read("include_usage", bool, False)
-    # More of the same, for vLLM's clients
-    options.reject_unknown(ignored=["continuous_usage_stats"])
+    if not options:
+        return False
+    request = BodyReader(options, "stream_options")
+    usage = request.read("include_usage", bool, False)
+    request.reject_unknown(
+        ignored=["continuous_usage_stats"]
+    )  # more of the same, for vLLM's clients
     return usage
 
 
-def read_settings(request: BodyReader) -> dict[str, Any]:
+def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
     """The fields of `SamplingParams`."""
     settings = request.some(PLAIN)
     if type(settings.get("top_k")) is int and settings["top_k"] == -1:
@@ -118,8 +138,8 @@ def read_settings(request: BodyReader) -> dict[str, Any]:
     if settings.get("top_p") == 0 and not isinstance(settings["top_p"], bool):
         settings["top_p"] = 1e-9  # the likeliest token alone
     settings["stop"] = read_stop(request, "stop")
-    bias = request.read("logit_bias", dict, {})
-    check_count("logit_bias", len(bias), "entries", MAX_LOGIT_BIASES)
+    if bias:
+        check_count("logit_bias", len(bias), "entries", MAX_LOGIT_BIASES)
     if not all(re.fullmatch(r"-?[0-9]{1,18}", token) for token in bias):
         raise request.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
     settings["logit_bias"] = {int(token): bias[token] for token in bias}
@@ -145,24 +165,23 @@ def read_logprobs(request: BodyReader) -> int | None:
     return request.whole("logprobs", 0, MAX_TOP_LOGPROBS)
 
 
-def read_top(request: BodyReader) -> int | None:
+def read_top(values: Mapping[str, Any]) -> int | None:
     """The same for a chat."""
-    top = request.whole("top_logprobs", 0, MAX_TOP_LOGPROBS, 0)
-    if request.read("logprobs", bool, False):
-        return top
-    if top:
+    if values["logprobs"]:
+        return values["top_logprobs"]
+    if values["top_logprobs"]:
         words = "top_logprobs is given without logprobs; set logprobs to true"
         raise invalid("top_logprobs", words)
     return None
 
 
-def read_chat(request: BodyReader) -> ParsedRequest:
+def read_chat(request: BodyReader, values: Mapping[str, Any]) -> ParsedRequest:
     """The messages, tools, and other variables of a template."""
     messages = [read_message(message) for message in conversation(request, "messages")]
-    hints = {"enable_thinking": False} if request.get("reasoning_effort") == "none" else {}
+    hints = {"enable_thinking": False} if values["reasoning_effort"] == "none" else {}
     tools, must_call = read_tools(request, "function")
-    is_single = not request.read("parallel_tool_calls", bool, False) and bool(tools)
-    chat = Chat(messages, tools, request.read("chat_template_kwargs", dict, {}), hints)
+    is_single = not values["parallel_tool_calls"] and bool(tools)
+    chat = Chat(messages, tools, values["chat_template_kwargs"], hints)
     return ParsedRequest([chat], must_call=must_call, is_single=is_single)
 
 

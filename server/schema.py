@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.cli import command
 from runtime.validation import shown, whole
@@ -35,6 +35,15 @@ IGNORED = {
     "prompt_cache_retention",
 }
 KINDS = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
+
+
+class Field(NamedTuple):
+    """What a field may hold: a type, a default, and bounds of a whole number."""
+
+    kind: type = object
+    default: Any = None  # of a missing field
+    least: int = 0
+    most: int = sys.maxsize
 
 
 class APIError(Exception):
@@ -127,6 +136,18 @@ class BodyReader:
             return whole(place, value, least, most)
         except ValueError as error:
             raise invalid(param_of(place), str(error)) from None
+
+    def table(self, fields: Mapping[str, Field]) -> dict[str, Any]:
+        """The values of these optional fields."""
+        found = {}
+        for name, (kind, default, least, most) in fields.items():
+            if kind is int:
+                found[name] = self.whole(name, least, most, default)
+            elif kind is object:
+                found[name] = self.get(name, default)
+            else:
+                found[name] = self.read(name, kind, default)
+        return found
 
     def one_of(self, name: str, values: Collection[str], default: str | None = None) -> str:
         value = self.get(name, default)
