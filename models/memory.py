@@ -136,9 +136,11 @@ def described(model: Model, sizes: Sizes) -> str:
     c = model.config
     slab = slab_of(model, sizes)
     slots = f"{sizes.slots} slot{'s' * (sizes.slots > 1)} of {sizes.max_len:,} tokens"
+    # A file of several types is known by its name, such as Q4_K_M
+    form = model.quantization if " and " in model.cost.form else model.cost.form
     said = [
         f"{c.model_type}, {c.layers} layer{'s' * (c.layers > 1)}",
-        f"{model.cost.form}, {readable(nbytes_of(model))}",
+        f"{form}, {readable(nbytes_of(model))}",
         *(["activations of 8 bits"] if model.arithmetic == "int8" else []),
         f"{slots} in a slab of {readable(slab)}",
     ]
