@@ -549,8 +549,9 @@ for request in sorted(requests, key=self._rest):
                 """Sample the tokens (`_sample`), and remember on the device, in `self._newest`, the token
                 of each slot that has one: -1 is none. Start all of it without waiting, with
                 `self._enqueue(...)`: the tokens, the newest ones and the log probabilities. Return an
-                `InFlightStep`. Its `build_s` is what this half and `launched.took` took together, without
-                `self._device_s` and `self._wait_s`. (Leave ranks aside.)""",
+                `InFlightStep`, with `launched.proofs`. Its `build_s` is what this half and
+                `launched.took` took together, without `self._device_s` and `self._wait_s`. (Leave ranks
+                aside.)""",
                 (
                     "To ask an array for its numbers (`tolist`, `item`, `mx.eval`) would wait: nothing "
                     "here may.",
@@ -560,7 +561,8 @@ tokens, logprobs, states = self._sample(launched, rows)
 self._newest = mx.where(...)
 self._enqueue(tokens, self._newest, logprobs)
 took = launched.took + self.clock() - resumed
-return InFlightStep(tokens, logprobs, states, launched.began, took - ... - ..., self._device_s, self._wait_s)""",
+took -= ... + ...
+return InFlightStep(tokens, logprobs, states, launched.began, took, self._device_s, self._wait_s, launched.proofs)""",
                 ),
             ),
             Task(
