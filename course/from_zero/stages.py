@@ -160,7 +160,7 @@ return x * cos + other * sin""",
                 "rope.rope_angles",
                 """Plane i of a token at position p is turned by the angle p * kind.frequencies[i].
                 Return cos and sin for both numbers of each plane (`both_of_a_plane`), with an axis
-                of 1 for the heads. Leave `linear` and `gain` aside.""",
+                of 1 for the heads. Leave `gain` aside.""",
                 (
                     "The angles have the shape (N, 1, Dh/2).",
                     "`positions[:, None, None]` times `kind.frequencies` has it.",
@@ -524,7 +524,8 @@ return Chunk(request, request.slot, start, stop, math.ceil(... * price), source=
                 all of them together. The prompt with the fewest tokens left (`self._rest`) has its
                 chunk first. But those before the oldest leave half of the allowance for it, rounded
                 up, or as much as the oldest can use, if that is less. Tell `self._note(chunk)` of each
-                chunk: it moves `prefilled`. A prompt for which nothing is left has no chunk.""",
+                chunk: it moves `prefilled`. A prompt for which nothing is left has no chunk.
+                (Leave waiting for a common prefix aside.)""",
                 (
                     "Begin with `left = max(left, self.chunk)`, and take each chunk's cost off.",
                     "What the oldest can use of half is the cost of a chunk of it, cut with half of "
