@@ -25,7 +25,14 @@ from course.overlay import CHAPTERS, ROOT, our_file
 FOLDERS = ("analysis", "demo/model", "distributed", "kernels", "models", "runtime", "screen")
 FOLDERS += ("server", "text", "web", "course/from_zero")
 FILES = ("ask.py", "tui.py", "serve.py", "policies.py", "prefix.py", "prompt_lookup.py", "LICENSE")
-FILES += ("GLOSSARY.md", "pyproject.toml", "course/__init__.py", "course/overlay.py")
+FILES += (
+    "GLOSSARY.md",
+    "pyproject.toml",
+    "setup.py",
+    "package.py",
+    "course/__init__.py",
+    "course/overlay.py",
+)
 FILES += ("tests/lib/harness.py", "tests/lib/scheduler_story.py")
 ANSWERS = ("hidden*", "work", "grade.py", "rubric.md", "stage.svg", "*.md")  # of course/from_zero
 BUILT = ("__pycache__", "*.so", "*.pyc", ".*")

@@ -75,7 +75,7 @@ def give_hints(folder: Path, stage: Stage, number: int) -> None:
     _, said = run_stage(folder, stage)
     for task in failing(folder, stage, said):
         print(f"{task.name}, hint {number} of 3:")
-        hint = task.hints[number - 1] if task.hints else "A handout has no hints."
+        hint = task.hints[number - 1]
         lines = hint.splitlines() if "\n" in hint else textwrap.wrap(hint, 92)
         print("\n".join(f"    {line}" for line in lines))
 
@@ -115,6 +115,9 @@ def show_book(shown: str, chosen: list[Stage], hint: int | None) -> bool:
     if made_of.is_file() and made_of.read_text().strip() != mark():
         print(f"(This book was made of an earlier nanobatch. If a name is missing: {MADE_OF})")
     if hint is not None:
+        if not STAGES[0].tasks[0].hints:
+            print("A handout has no hints.")
+            return True
         stage = chosen[0] if len(chosen) == 1 else first_open(folder)
         if stage:
             give_hints(folder, stage, hint)

@@ -160,7 +160,7 @@ return x * cos + other * sin""",
                 "rope.rope_angles",
                 """Plane i of a token at position p is turned by the angle p * kind.frequencies[i].
                 Return cos and sin for both numbers of each plane (`both_of_a_plane`), with an axis
-                of 1 for the heads. Leave `linear` and `gain` aside.""",
+                of 1 for the heads. Leave `gain` aside.""",
                 (
                     "The angles have the shape (N, 1, Dh/2).",
                     "`positions[:, None, None]` times `kind.frequencies` has it.",
@@ -524,7 +524,8 @@ return Chunk(request, request.slot, start, stop, math.ceil(... * price), source=
                 all of them together. The prompt with the fewest tokens left (`self._rest`) has its
                 chunk first. But those before the oldest leave half of the allowance for it, rounded
                 up, or as much as the oldest can use, if that is less. Tell `self._note(chunk)` of each
-                chunk: it moves `prefilled`. A prompt for which nothing is left has no chunk.""",
+                chunk: it moves `prefilled`. A prompt for which nothing is left has no chunk.
+                (Leave waiting for a common prefix aside.)""",
                 (
                     "Begin with `left = max(left, self.chunk)`, and take each chunk's cost off.",
                     "What the oldest can use of half is the cost of a chunk of it, cut with half of "
@@ -549,8 +550,9 @@ for request in sorted(requests, key=self._rest):
                 """Sample the tokens (`_sample`), and remember on the device, in `self._newest`, the token
                 of each slot that has one: -1 is none. Start all of it without waiting, with
                 `self._enqueue(...)`: the tokens, the newest ones and the log probabilities. Return an
-                `InFlightStep`. Its `build_s` is what this half and `launched.took` took together, without
-                `self._device_s` and `self._wait_s`. (Leave ranks aside.)""",
+                `InFlightStep`, with `launched.proofs`. Its `build_s` is what this half and
+                `launched.took` took together, without `self._device_s` and `self._wait_s`. (Leave ranks
+                aside.)""",
                 (
                     "To ask an array for its numbers (`tolist`, `item`, `mx.eval`) would wait: nothing "
                     "here may.",
@@ -560,7 +562,8 @@ tokens, logprobs, states = self._sample(launched, rows)
 self._newest = mx.where(...)
 self._enqueue(tokens, self._newest, logprobs)
 took = launched.took + self.clock() - resumed
-return InFlightStep(tokens, logprobs, states, launched.began, took - ... - ..., self._device_s, self._wait_s)""",
+took -= ... + ...
+return InFlightStep(tokens, logprobs, states, launched.began, took, self._device_s, self._wait_s, launched.proofs)""",
                 ),
             ),
             Task(

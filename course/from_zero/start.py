@@ -3,8 +3,8 @@
     python course/from_zero/start.py mine
     python course/from_zero/start.py late --from 5      stages 1 to 4 are written already, by us
 
-It has our chapters as they are today: essays, names, shapes, docstrings. Some 30 functions are
-blank, and say what they must do. All others stand, and so does each check of bounds: MLX has none,
+It has our chapters as they are today: essays, names, shapes, docstrings. The stages'
+functions are blank, and say what they must do. All others stand, and so does each check of bounds: MLX has none,
 and a wrong row would be a write into other memory. Where next: README.md beside this file.
 """
 
@@ -95,7 +95,9 @@ def main(arguments: list[str] | None = None) -> int:
         choices=range(1, len(STAGES) + 2),
         metavar="STAGE",
         default=1,
-        help="leave blank what is written from this stage on (default: 1)",
+        help="leave blank what is written from this stage on (default: 1)"
+        if has_reference()
+        else argparse.SUPPRESS,
     )
     args = parser.parse_args(arguments)
     if args.first > 1 and not has_reference():
@@ -111,7 +113,8 @@ def main(arguments: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in blank_book(args.first).items():
             (folder / name).write_text(text, encoding="utf-8")
-        (folder / ".gitignore").write_text("*\n")  # so ruff leaves it alone, too
+        if has_reference():  # in a handout it is handed in
+            (folder / ".gitignore").write_text("*\n")  # so ruff leaves it alone, too
         (folder / MADE_OF).write_text(f"{mark()}\n")
     except OSError as error:
         print(f"start.py: {folder}: {error.strerror}; name another folder", file=sys.stderr)

@@ -23,8 +23,10 @@ def test_route():
         (Replica(0, []), Replica(4, [a])),
         (Replica(0, []), Replica(1, [b])),
         (Replica(7, [a + a]), Replica(2, [b])),
+        (Replica(9, []), Replica(9, []), Replica(5, [])),
+        (Replica(3, []), Replica(4, [[9], [8], a])),
     )
-    assert [ranks.route([1, 2, 3, 4], each) for each in cases] == [0, 1, 1, 0, 1, 1]
+    assert [ranks.route([1, 2, 3, 4], each) for each in cases] == [0, 1, 1, 0, 1, 1, 2, 1]
     assert ranks.route(a + b, [Replica(4, [a]), Replica(0, [b])]) == 0
 
 
@@ -63,6 +65,8 @@ def test_shard():
         "o_proj    00 to 51, 02 to 53",
         "down_proj 00 to 51, 02 to 53",
     ]
+    eight = mx.arange(8)[:, None]
+    assert [ranks.shard("q_proj", eight, rank, 4)[0].item() for rank in range(4)] == [0, 2, 4, 6]
     norm = mx.arange(4)
     assert ranks.shard("input_layernorm", norm, 1, 2).tolist() == norm.tolist(), "a norm is whole"
 

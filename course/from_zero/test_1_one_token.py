@@ -49,7 +49,8 @@ def check_attention(H: int, Hkv: int, B: int, L: int, T: int) -> None:
     k = drawn((B, Hkv, T, Dh), 2)
     v = drawn((B, Hkv, T, Dh), 3)
     seen = mx.arange(T) <= mx.arange(T - L, T)[:, None]
-    mask = mx.broadcast_to(mx.where(seen, 0.0, -mx.inf), (B, 1, L, T))
+    # 100 changes no weight; but e^100 is infinite, if softmax does not subtract the largest score
+    mask = mx.broadcast_to(mx.where(seen, 100.0, -mx.inf), (B, 1, L, T))
     heads = mx.arange(H) % Hkv
     mistakes = {
         "the scores are not divided by sqrt(Dh)": (q * math.sqrt(Dh), k, v, mask),

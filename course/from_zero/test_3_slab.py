@@ -64,9 +64,15 @@ def test_sliding_window():
 def rows_after(slots: list[int], starts: list[int], L: int) -> list[str]:
     """Write new tokens into layer 1 of an empty slab: token i has the number i in each key's head 0,
     i + 10 in head 1, and in its values 20 more."""
-    slab = kv.Slab(2, 3, 2, 32, 4, mx.float32)  # layers, slots, Hkv, rows, Dh
+    slab = kv.Slab(2, 3, 2, 1024, 4, mx.float32)  # layers, slots, Hkv, rows, Dh
     k = numbered(len(slots) * L)
+    mx.eval(slab.arrays, k)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
     kv.Window(slab, slots, starts, L).write(1, k, k + 20)
+    mx.eval(slab.arrays)
+    most = mx.get_peak_memory() - before
+    assert most < slab.arrays[1].nbytes, "the slab was copied: `array[...] = new` writes in place"
     slab.check()
     return row_pictures([array[:, :, :32] for array in slab.arrays], "slot", 10)
 
@@ -81,6 +87,10 @@ def test_write_a_chunk():
         "layer 1, v, slot 1, head 1  .  . 31 32 33  .  .  .  .  .",
     ]
     assert rows_after([1], [2], 3) == three_tokens_from_row_2_of_slot_1
+    slab = kv.Slab(1, 1, 1, 32, 4, mx.float16)
+    kv.Window(slab, [0], [0], 1).write(0, mx.full((1, 1, 4), 1e5), mx.zeros((1, 1, 4)))
+    slab.check()
+    assert mx.isnan(slab.arrays[0][0, 0, 0]).all(), "1e5 is no float16: see self.slab.narrowed"
 
 
 @pytest.mark.about("write")

@@ -47,6 +47,8 @@ def test_noise_depends_on_seed_and_index():
     highest_bit = 2**63
     assert sampling.uniform(5 + highest_bit, 9) != sampling.uniform(5, 9)
     assert sampling.uniform(-1, 9) != sampling.uniform(1, 9)
+    assert sampling.uniform(1, 23) != sampling.uniform(12, 3)
+    assert len({sampling.uniform(5, index) for index in (9, 9 + 64, 9 + 2**16)}) == 3
 
 
 @pytest.mark.about("uniform")
@@ -91,10 +93,10 @@ def logits_of(rows: int) -> mx.array:
 def test_keep_first():
     """top_k keeps a number of tokens, top_p a part of the probability."""
 
-    def kept(*settings: dict) -> list[int]:
-        """How many of the likely tokens, in each row."""
+    def kept(*settings: dict, ids: Sequence[int] = IDS) -> list[int]:
+        """How many of these tokens, in each row."""
         spread = sampling.Spread.of(logits_of(len(settings)))
-        spread = spread.only(mx.broadcast_to(mx.array(IDS), (len(settings), 5)))
+        spread = spread.only(mx.broadcast_to(mx.array(ids), (len(settings), len(ids))))
         filters = sampling.Filters.of(spread, [SamplingParams(**each) for each in settings])
         keep = sampling.keep_first(spread, filters).tolist()
         assert all(row == sorted(row, reverse=True) for row in keep), "the likeliest are kept"
@@ -103,6 +105,9 @@ def test_keep_first():
     assert kept({"top_k": 3}, {"top_p": 0.6}) == [3, 2]
     assert kept({"top_k": 1, "top_p": 0.99}, {"top_p": 0.01}) == [1, 1]
     assert kept({"top_k": 2}, {"top_k": 4}) == [2, 4]
+    assert kept({"top_p": 0.42}, ids=IDS[:3]) == [2], (
+        "a part of all probability, not of these three"
+    )
 
 
 DRAWS = 4_000
@@ -141,15 +146,20 @@ def test_temperature():
 @pytest.mark.about("draw")
 def test_filters():
     """Each row has filters of its own, and they look at temperature 1."""
-    tokens = draws(
+    each = (
         {"temperature": 2.0, "top_p": 0.6},
         {"temperature": 1.0, "top_k": 3},
-        {"temperature": 1.0, "min_p": 0.45},
+        {"temperature": 2.0, "min_p": 0.3},
+        {"temperature": 1.0, "min_p": 0.6, "top_k": 5},
+        {"temperature": 1.0, "min_p": 0.6, "top_p": 0.99},
     )
-    assert {*tokens[0::3]} == {0, 1}, "top_p = 0.6, temperature 2"
-    assert {*tokens[1::3]} == {0, 1, 2}, "top_k = 3"
-    assert {*tokens[2::3]} == {0, 1, 2}, "min_p = 0.45"
-    assert_likely(tokens[1::3], [p / 0.9 for p in (0.4, 0.3, 0.2)])
+    tokens = draws(*each)
+    for row, likely in enumerate(({0, 1}, {0, 1, 2}, {0, 1, 2}, {0, 1}, {0, 1})):
+        assert {*tokens[row::5]} == likely, each[row]
+    assert_likely(tokens[1::5], [p / 0.9 for p in (0.4, 0.3, 0.2)])
+    picks = [SamplingRow(0, SamplingParams(temperature=1, top_k=100), 0, i) for i in range(DRAWS)]
+    alike, _ = sampling.sample(mx.zeros((DRAWS, 300)), picks, sampling.SlotState(1, 300))
+    assert {*alike.tolist()} == {*range(100)}, "top_k = 100"
 
 
 @pytest.mark.about("draw")

@@ -4,7 +4,7 @@
 import random
 
 import pytest
-from scheduler_story import name
+from scheduler_story import Story, name
 
 import sched
 from course.from_zero.shared_by_tests import ANSWERS, SEED, Tale, new_engine, steps_for
@@ -41,14 +41,15 @@ def test_ends():
     """Answers end by themselves or at max_tokens, and one token may be all."""
     tale = Tale(slots=3, budget=20)
     stops = tale.submit(3, 9, eos=2)
-    full = [tale.submit(2, 1), tale.submit(4, 3), tale.submit(1, 2)]
+    full = [tale.submit(2, 1), tale.submit(4, 3, eos=3), tale.submit(1, 2)]
     tale.should_be("""
          1 | A:p B:p C:p
          2 | A:d C:d D:p
          3 | C:d D:d
     """)
     assert stops.finish_reason == "stop"
-    assert [request.finish_reason for request in full] == ["length"] * 3
+    # The last token that C may say is an end, too
+    assert [request.finish_reason for request in full] == ["length", "stop", "length"]
     assert None not in [request.ended for request in (stops, *full)]
 
 
@@ -69,7 +70,9 @@ def test_held():
     """Who is in prefill and has no chunk is held."""
     tale = Tale(slots=3, chunk=4, budget=4)
     tale.submit_all((2, 2), (2, 2), (3, 2))
-    assert [name(request) for request in tale.sched.plan(0.0).held] == ["C"]
+    plan = tale.sched.plan(0.0)
+    assert [name(request) for request in plan.held] == ["C"]
+    assert len(plan.admitted) == 3
 
 
 @pytest.mark.about("plan")
@@ -94,7 +97,7 @@ def test_max_tokens():
 @pytest.mark.about("commit")
 def test_commit():
     """A commit hands out tokens, and says who has ended, now or before."""
-    tale = Tale(slots=2)
+    tale = Tale(slots=3)
     first = tale.submit(3, 1)
     second = tale.submit(3, 5)
     plan = tale.sched.plan(0.0)
@@ -102,6 +105,7 @@ def test_commit():
     assert ([*done.ended], [*done.ghosts]) == ([first], [])
     assert [len(first.answer), len(second.answer)] == [1, 1]
     assert first.ended == 7.0
+    assert tale.sched.free == [2, 0], "the slot that was left last is the last to be taken"
     plan = tale.sched.plan(8.0)
     tale.sched.finish(second, "cancelled", 9.0)
     done = tale.sched.commit(plan, tale.run(plan), tale.accept, now=9.0)
@@ -163,10 +167,11 @@ def test_scrub():
 def test_scrub_in_mid_prompt():
     """Also if a request is cancelled before a token has shown that its rows are numbers."""
     tale = Tale(slots=1, chunk=4)
-    request = tale.submit(9, 4)
+    request = Story.submit(tale, 9, 4)
     tale.fails.add(request.id)
     tale.step()
     tale.sched.finish(request, "cancelled", 1.0)
+    assert tale.sched.prefixes.rows == [0], "the slot still remembers rows of a prompt"
     tale.submit(2, 2)
     tale.should_be("""
          1 | A:P

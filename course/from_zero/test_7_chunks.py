@@ -64,6 +64,13 @@ def test_short_first():
          3 | B[4:6] A[12:18]
          4 | A[18:24] B:d
     """)
+    tale = Tale(slots=3, chunk=8, budget=15)
+    tale.submit_all((24, 1), (8, 1), (8, 1))
+    assert cuts(tale) == timeline("""
+         1 | B[0:7] A[0:8]
+         2 | B[7:8] C[0:6] A[8:16]
+         3 | C[6:8] A[16:24]
+    """)
 
 
 @pytest.mark.about("_chunks")
@@ -76,6 +83,12 @@ def test_nothing_is_kept_in_vain():
          2 | C[4:8] A[4:8]
          3 | C[8:9] A[8:10] B[0:5]
          4 | B[5:12]
+    """)
+    tale = Tale(slots=4, chunk=8, budget=32)
+    tale.submit_all((16, 1), (8, 1), (8, 1), (8, 1))
+    assert cuts(tale) == timeline("""
+         1 | B[0:8] C[0:8] D[0:8] A[0:8]
+         2 | A[8:16]
     """)
 
 
@@ -97,15 +110,17 @@ def test_allowance():
 @pytest.mark.about("_cut", "_chunks")
 def test_price():
     """A token takes its price of the budget: with far=64, a token at row 64 costs 2."""
-    tale = Tale(slots=2, chunk=32, budget=64, far=64)
+    tale = Tale(slots=2, chunk=32, budget=40, far=64)
     tale.submit_all((64, 1), (64, 1))
     assert cuts(tale) == timeline("""
-         1 | A[0:32] B[0:32]
-         2 | A[32:53] B[32:53]
-         3 | A[53:64] B[53:64]
+         1 | A[0:32] B[0:8]
+         2 | A[32:53] B[8:15]
+         3 | A[53:64] B[15:30]
+         4 | B[30:51]
+         5 | B[51:64]
     """)
     costs = [[chunk.cost for chunk in plan.chunks] for plan in tale.plans]
-    assert costs == [[32, 32], [32, 32], [21, 21]]
+    assert costs == [[32, 8], [32, 8], [21, 19], [31], [24]]
 
 
 @pytest.mark.about("_cut", "_chunks")

@@ -17,15 +17,16 @@ from course.from_zero.shared_by_tests import (
     run_all,
     steps_for,
 )
-from kernels.mlx import device_lock
+from kernels.mlx import device_lock, mx
 from models.memory import Sizes
 from nanobatch import SamplingParams
 from runner import ForwardBatch, InFlightStep, Prefill, Runner
 from sampling import SamplingRow
 
 
-def starts_and_reads(run_ahead: bool, eager_first_token: bool) -> list[str]:
-    """What happens in an answer of four tokens, in order."""
+def starts_and_reads(run_ahead: bool, eager_first_token: bool, later: bool = False) -> list[str]:
+    """What happens in an answer of four tokens, in order. `later`: another prompt comes after two
+    steps."""
     lines: list[str] = []
 
     def note(what: str) -> None:
@@ -47,6 +48,10 @@ def starts_and_reads(run_ahead: bool, eager_first_token: bool) -> list[str]:
         engine.runner.finish = finish_too
         engine.eager_first_token = eager_first_token
         handle = ask(engine, max_tokens=4)
+        if later:
+            engine.step()
+            engine.step()
+            ask(engine, max_tokens=1)
         run_all(engine)
         assert len(handle.tokens) == 4
     return lines
@@ -66,11 +71,13 @@ def test_run_ahead():
     assert starts_and_reads(run_ahead=True, eager_first_token=False) == ahead
 
 
-@pytest.mark.about("_max_in_flight")
+@pytest.mark.about("_max_in_flight", "step")
 def test_first_token():
-    """A first token is read at once, where the engine eager_first_token."""
+    """With `eager_first_token`, a first token is read at once, and so are all steps before it."""
     first = ["start 1", "read 1", "start 2", "start 3", "read 2", "start 4", "read 3", "read 4"]
     assert starts_and_reads(run_ahead=True, eager_first_token=True) == first
+    both = ["start 1", "read 1", "start 2", "start 3", "read 2", "read 3", "start 4", "read 4"]
+    assert starts_and_reads(run_ahead=True, eager_first_token=True, later=True) == both
 
 
 @pytest.mark.about("finish")
@@ -81,7 +88,11 @@ def test_flight():
     started: list[object] = []
     runner._enqueue = lambda *results: (started.extend(results), enqueue(*results))
     order = ForwardBatch((), [Prefill(1, ids_of(), 0, None, asked=True)], [])
-    flight = runner.run(order, {1: [SamplingRow(1, SamplingParams(), seed=0, index=0)]})
+    launched = runner.begin(order)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((mx, "eval"), (mx.array, "item"), (mx.array, "tolist")):
+            patch.setattr(owner, name, lambda *_: pytest.fail("`finish` waits for the device"))
+        flight = runner.finish(launched, {1: [SamplingRow(1, SamplingParams(), seed=0, index=0)]})
     assert any(each is flight.tokens for each in started), (
         "the tokens were never handed to self._enqueue: the device would start too late"
     )
@@ -90,6 +101,10 @@ def test_flight():
     assert runner._newest.tolist() == [0, *tokens[1], 0], "the newest token of each slot"
     times = (flight.build_s, flight.device_s, flight.wait_s)
     assert all(isinstance(each, float) and each >= 0 for each in times), times
+    chunk = ForwardBatch((), [Prefill(0, ids_of()[:4], 0, None, asked=False)], [])
+    flight = runner.run(chunk, {})
+    flight.read()
+    assert flight.finite == [0], "`launched.proofs` say that the rows of a chunk are finite"
 
 
 def test_ghosts():

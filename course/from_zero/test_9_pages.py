@@ -14,6 +14,7 @@ from kernels.mlx import mx
 def check_pages(pool: pages.Pool, count: int) -> None:
     __tracebackhide__ = True
     held = [*pool.free, *chain(*pool.tables.values())]
+    assert all(pool.tables.values()), f"an empty table is left: {pool.tables}"
     assert sorted(held) == [*range(count)], (
         f"of {count} pages each should be free or in one table, once: {pool.tables}, free {pool.free}"
     )
@@ -29,7 +30,7 @@ def story(pool: pages.Pool, *events: tuple[str, int]) -> list[str]:
         held = [f"{'AB'[each]} {'■' * len(table)}" for each, table in pool.tables.items() if table]
         said = f"{name} to {rows}" if rows else f"{name} leaves"
         said += ": no room" if fits is False else ""
-        lines.append(f"{said:<18}{' '.join([*held, 'free ' + '■' * len(pool.free)])}")
+        lines.append(f"{said:<18}{' '.join([*held, 'free', '■' * len(pool.free)])}".rstrip())
     return lines
 
 
@@ -39,6 +40,7 @@ def test_block_tables():
     came = story(
         pages.Pool(1, 6, 1, 4),
         ("A", 16), ("A", 17), ("B", 40), ("A", 30), ("B", 65), ("A", 0), ("B", 65),
+        ("B", 96), ("A", 1),
     )  # fmt: skip
     assert came == [
         "A to 16           A ■ free ■■■■■",
@@ -48,6 +50,8 @@ def test_block_tables():
         "B to 65: no room  A ■■ B ■■■ free ■",
         "A leaves          B ■■■ free ■■■",
         "B to 65           B ■■■■■ free ■",
+        "B to 96           B ■■■■■■ free",
+        "A to 1: no room   B ■■■■■■ free",
     ]
 
 
@@ -69,16 +73,20 @@ def test_place():
 @pytest.mark.about("write")
 def test_write():
     """New rows land where the block table says, in every head, also across the end of a page."""
-    pool = pool_with({7: [4, 0], 8: [1]})
-    k = numbered(3)
-    pages.PagedWindow(pool, [7], [14], 3).write(1, k, k + 20)
+    pool = pool_with({7: [4, 0, 2], 8: [1]})
+    k = numbered(19)
+    pages.PagedWindow(pool, [7], [14], 19).write(1, k, k + 20)
     assert row_pictures(pool.arrays, "page") == [
-        "layer 1, k, page 0, head 0  3  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .",
-        "layer 1, k, page 0, head 1 13  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .",
+        "layer 1, k, page 0, head 0  3  4  5  6  7  8  9 10 11 12 13 14 15 16 17 18",
+        "layer 1, k, page 0, head 1 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28",
+        "layer 1, k, page 2, head 0 19  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .",
+        "layer 1, k, page 2, head 1 29  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .",
         "layer 1, k, page 4, head 0  .  .  .  .  .  .  .  .  .  .  .  .  .  .  1  2",
         "layer 1, k, page 4, head 1  .  .  .  .  .  .  .  .  .  .  .  .  .  . 11 12",
-        "layer 1, v, page 0, head 0 23  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .",
-        "layer 1, v, page 0, head 1 33  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .",
+        "layer 1, v, page 0, head 0 23 24 25 26 27 28 29 30 31 32 33 34 35 36 37 38",
+        "layer 1, v, page 0, head 1 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48",
+        "layer 1, v, page 2, head 0 39  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .",
+        "layer 1, v, page 2, head 1 49  .  .  .  .  .  .  .  .  .  .  .  .  .  .  .",
         "layer 1, v, page 4, head 0  .  .  .  .  .  .  .  .  .  .  .  .  .  . 21 22",
         "layer 1, v, page 4, head 1  .  .  .  .  .  .  .  .  .  .  .  .  .  . 31 32",
     ]

@@ -158,6 +158,17 @@ MISTAKES = [
     Mistake(
         9, "pages.Pool.grow", "-(-rows // PAGE)", "rows // PAGE", "when its next row needs one"
     ),
+    Mistake(
+        7,
+        "sched.Scheduler._chunks",
+        "self._cut(requests[0], (left + 1) // 2).cost",
+        "(left + 1) // 2",
+        "What the oldest cannot use",
+    ),
+    Mistake(8, "nanobatch.Engine.step", "while len", "if len", "so are all steps before it"),
+    Mistake(
+        8, "runner.Runner.finish", "newest = ", "newest = mx.eval(tokens) or ", "`finish` waits"
+    ),
     Mistake(9, "pages.Pool.leave", "self.free += ", "", "of 6 pages each"),
     Mistake(9, "pages.Pool.place", "row % PAGE", "row", "row 37 is in page 2"),
     Mistake(
@@ -187,7 +198,7 @@ MISTAKES = [
         "eight_bits.SmallWindow.read",
         "self.slots[group.slots.start]",
         "0",
-        "the keys of slot 1",
+        "the keys of slot 3",
     ),
     Mistake(12, "ranks.route", "replica.waiting + ", "", "where the fewest tokens"),
     Mistake(12, "ranks.route", "max(shared, same)", "same", "where the fewest tokens"),

@@ -207,6 +207,10 @@ def test_handout_runs_alone(handout, tmp_path):
     file.write_text(file.read_text().replace(" / Dh**0.5", ""))
     said = run(zero / "check.py", mine, 1, cwd=tmp_path).stdout
     assert "not divided by sqrt" in said and "hint" not in said
+    said = run(zero / "check.py", mine, 6, "--hint", cwd=tmp_path).stdout
+    assert said == "A handout has no hints.\n"
+    said = run("-m", "pytest", STAGES[5].tests.relative_to(ROOT), cwd=handout)
+    assert "try yours: --book mine" in said.stderr and not (mine / ".gitignore").exists()
     said = run(handout / "ask.py", "--book", mine, "hi", cwd=tmp_path)
     assert said.returncode == 2 and "a handout has no reference" in said.stderr
 

@@ -305,6 +305,7 @@ class Runner:
             took - self._device_s - self._wait_s,
             self._device_s,
             self._wait_s,
+            launched.proofs,
         )
 
     def _forward(self, batch):
