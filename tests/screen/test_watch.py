@@ -329,7 +329,7 @@ def test_a_lost_server_is_shown_and_reconnected():
         it.sees(lambda state: state.ended and state.history)
         first.process.kill()
         it.sees(lambda state: (state.view.gone_s or 0) > 1)
-        assert re.search(r"✗ gone for \d+ s", it.stage.lines(status.draw_status, 80, 1)[0])
+        assert re.search(r"✗ gone for \d+ s", plain(drawn(status.draw_status, it.state, 80, 1))[0])
         assert (
             "is gone" in it.state.faults[-1].message
             and len(it.state.faults) == 1
