@@ -11,6 +11,7 @@ there are, and when they arrive. (Here, a row is one sequence of the batch.)
     long      a prompt of 2,000 tokens arrives while seven rows decode: how much does each delay the other?
     chat      the fifth turn of a conversation: what does the prefix cache save?
     draft tokens   dictated answers that repeat earlier text much or little: what does prompt lookup gain, or cost?
+    quality   perplexity of float arithmetic, of activations of 8 bits, and of llama.cpp (by itself)
     same      how many of a peer's tokens equal ours: a peer that computes something else is no peer
 
 `--vs` measures others, too, in all parts that they can do. Each has a column, and its figures have
@@ -60,6 +61,7 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
+from benchmarks import quality
 from benchmarks.driver import CLOCKS, Failure, describe_machine, take_all, take_sample
 from benchmarks.peers import PEERS, make_gguf, obstacle
 from benchmarks.plan import (
@@ -147,6 +149,10 @@ def check(args: argparse.Namespace) -> None:
     if args.model is not None and args.shape:
         words = f"--model {args.model} and --shape {args.shape} exclude each other"
         raise ValueError(f"{words}; give one")
+    if "quality" in args.parts:
+        if args.parts != ["quality"] or args.rivals or args.shape:
+            raise ValueError("quality is measured by itself: give --parts quality and a --model")
+        return
     engines = [rival.engine for rival in args.rivals]
     if "mlx-lm" in engines and (args.model or "").lower().endswith(".gguf"):
         raise ValueError("mlx-lm reads no GGUF file; compare with --vs llama.cpp")
@@ -229,6 +235,9 @@ def main(arguments: list[str] | None = None) -> int:
     # As an exception, so that the sample's process ends, too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        if args.parts == ["quality"]:
+            quality.show(find(args.model or "demo").absolute())
+            return 0
         data = load_data(args.source) if args.source else measure_all(args)
         if not cli.rank():
             show(data)

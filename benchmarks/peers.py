@@ -177,6 +177,19 @@ class LlamaCpp:
         batch.n_tokens += len(row.ids)
         batch.logits[batch.n_tokens - 1] = True
 
+    def read(self, ids: list[int], at: int):
+        """The logits of all of these tokens of one sequence, the first at row `at`; 0 starts it anew."""
+        if at == 0:
+            self.c.llama_memory_seq_rm(self.c.llama_get_memory(self.context), 0, -1, -1)
+        self.batch.n_tokens = 0
+        self.put(Row(0, ids, 1, length=at))
+        for place in range(len(ids)):
+            self.batch.logits[place] = True
+        if code := self.c.llama_decode(self.context, self.batch):
+            raise RuntimeError(f"llama_decode answered with {code}")
+        logits = self.c.llama_get_logits(self.context)
+        return self.numpy.ctypeslib.as_array(logits, (len(ids), self.V))
+
     def close(self) -> None:
         self.c.llama_batch_free(self.batch)
         self.c.llama_free(self.context)

@@ -12,13 +12,14 @@ from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from processes import run
 from waiting import wait_for
 
 import bench
-from benchmarks import driver
+from benchmarks import driver, quality
 from benchmarks.dictated_model import DictatedModel, texts
 from benchmarks.driver import Failure, Sample, take_all
 from benchmarks.figures import (
@@ -48,6 +49,7 @@ from docs.make import plot
 from kernels import mlx as device
 from kernels.mlx import mx
 from models.load import read_model
+from models.model_finder import find
 from nanobatch import Engine, Tokenizer
 from runtime.snapshot import StepView
 
@@ -564,3 +566,22 @@ def test_steps_on_a_gpu_are_timed_with_the_wait_and_without(spec, monkeypatch):
         figures = sample.steps()
     for way in ("waiting", "not waiting"):
         assert figures[f"{way}: tokens/s"] > 0 and figures[f"{way}: peak MB"] > 0
+
+
+def test_quality_does_not_depend_on_the_chunks(monkeypatch, capsys):
+    """A chunk that begins in the wrong row, or sees another span's rows, has another perplexity."""
+    folder = find("demo").absolute()
+    monkeypatch.setattr(quality, "SPAN", 200)
+    tables = []
+    for chunk in (100, 50):
+        monkeypatch.setattr(quality, "CHUNK", chunk)
+        monkeypatch.setattr(quality, "obstacle", lambda peer: "not in this test")
+        quality.show(folder, tokens=400)
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1] and tables[0].count("|\n") == 4
+    assert "| float | " in tables[0] and "100.0% |" in tables[0]
+
+
+def test_perplexity_of_equal_logits_is_their_number():
+    found = quality.Quality.of(np.zeros((3, 16), np.float32), np.array([0, 5, 15]))
+    assert np.exp(found.nll).tolist() == pytest.approx([16, 16, 16])

@@ -50,6 +50,7 @@ MAY_IMPORT = {
     "course/handout": "course/*",
     "server/*": "runtime/* text/* sched",
     "web/*": "sched policies analysis/simulator",
+    "benchmarks/quality": "kv llama models/* kernels/* benchmarks/* text/tokenizer",
     "benchmarks/*": "nanobatch runtime/* models/* kernels/* analysis/* distributed/rendezvous",
     "demo/*": "nanobatch",
     "ask": "nanobatch runtime/* models/model_finder text/*",

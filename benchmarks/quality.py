@@ -1,0 +1,79 @@
+"""`bench.py --parts quality`: what does rounding cost? The perplexity of a text that comes with Python, and
+how often the likeliest next token is that of float arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.peers import LlamaCpp, obstacle
+from kernels.mlx import device_lock, device_stream, mx
+from kv import Slab, Window
+from llama import forward
+from models.config import read_config
+from models.load import ModelReader, read_model
+from models.memory import slab_shape
+from text.tokenizer import Tokenizer
+
+SPAN = 1000  # tokens that are read with nothing before them
+CHUNK = 100
+
+
+class Quality(NamedTuple):
+    nll: np.ndarray  # of each token: minus its log probability, given those before it
+    likeliest: np.ndarray
+
+    @classmethod
+    def of(cls, logits: np.ndarray, targets: np.ndarray) -> Quality:
+        rows = np.arange(len(targets))
+        logits = logits.astype(np.float64)
+        logits -= logits.max(axis=-1, keepdims=True)
+        nll = np.log(np.exp(logits).sum(axis=-1)) - logits[rows, targets]
+        return cls(nll, logits.argmax(axis=-1))
+
+
+def ours(folder: Path, ids: np.ndarray, **how) -> Iterator[Quality]:
+    """Read the text with a model that is loaded in this way."""
+    with device_lock, device_stream():
+        model = read_model(folder, **how)
+        shape = slab_shape(model.config, 1, SPAN + CHUNK, 128)
+        for at in range(0, len(ids) - CHUNK, CHUNK):
+            if at % SPAN == 0:
+                slab = Slab(*shape, model.kv_dtype, model.is_fused)
+            window = Window(slab, [0], [at % SPAN], CHUNK)
+            state = forward(model, mx.array(ids[at : at + CHUNK]), [window], range(CHUNK))
+            yield Quality.of(np.array(model.head(state)), ids[at + 1 : at + CHUNK + 1])
+
+
+def theirs(folder: Path, ids: np.ndarray) -> Iterator[Quality]:
+    """Read it with llama.cpp."""
+    with closing(LlamaCpp(str(folder), 1, SPAN)) as peer:
+        for at in range(0, len(ids) - CHUNK, CHUNK):
+            logits = peer.read(ids[at : at + CHUNK].tolist(), at % SPAN)
+            yield Quality.of(logits, ids[at + 1 : at + CHUNK + 1])
+
+
+def show(folder: Path, tokens: int = 4000) -> None:
+    """Print the table. Each line takes seconds to minutes."""
+    text = Tokenizer(folder, read_config(folder, has_head=False).V)
+    ids = np.array(text.encode("\n\n".join(topics[name] for name in sorted(topics))))[: tokens + 1]
+    ways = {"float": ours(folder, ids), "`--kv float32`": ours(folder, ids, kv="float32")}
+    with suppress(ValueError):  # no weights of 8 bits or fewer
+        ModelReader(folder, activations=8)
+        ways["`--activations 8`"] = ours(folder, ids, activations=8)
+    if not obstacle("llama.cpp"):
+        ways["llama.cpp"] = theirs(folder, ids)
+    print(f"{folder}: {len(ids) - 1:,} tokens of pydoc_data.topics, {SPAN:,} at a time\n")
+    print("| | perplexity | likeliest token as in float |")
+    print("|---|---:|---:|")
+    usual = None
+    for name, parts in ways.items():
+        nll, likeliest = map(np.concatenate, zip(*parts, strict=True))
+        usual = likeliest if usual is None else usual
+        same = (likeliest == usual).mean()
+        print(f"| {name} | {np.exp(nll.mean()):.3f} | {same:.1%} |", flush=True)
