@@ -151,7 +151,7 @@ class Engine:
             self.sched.resize(*sizes)
             self.sched.far = memory.far_position(model.config)
             self.sched.draft = self.drafter
-            self.sched.find_saved = self.slot_cache.find
+            self.sched.find_saved = self.slot_cache.find if self.slot_cache.is_on else None
             self.summary = f"{summary}; {labelled(device.named())}"
 
     @classmethod

@@ -345,7 +345,7 @@ class Scheduler:
                 raise ValueError(f"{name} = {value}, but it must be at least 1")
         self.far = far
         self.draft = draft
-        self.find_saved: FindSaved = lambda request, least: None  # set by an engine
+        self.find_saved: FindSaved | None = None  # set by an engine with a slot cache
         self.max_queue = max_queue
         self.policy = policy
         self.draining_to: Policy | None = None
@@ -445,8 +445,9 @@ class Scheduler:
         for request in admitted:
             del self.waiting[request.id]
             request.admit(now, self.policy.name, *self.prefixes.choose_slot(request.trail, free))
-            held, _ = self.prefixes.match(request.trail, range(self.slots))
-            request.restored = self.find_saved(request, held + self.chunk)
+            if self.find_saved:
+                held, _ = self.prefixes.match(request.trail, range(self.slots))
+                request.restored = self.find_saved(request, held + self.chunk)
             self.running[request.id] = request
             free.remove(request.slot)
         return admitted

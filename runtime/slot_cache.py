@@ -99,6 +99,10 @@ class SlotCache:
         self._reading: list[threading.Thread] = []
         self._writing: list[threading.Thread] = []
 
+    @property
+    def is_on(self) -> bool:
+        return self._folder is not None
+
     def open(self, model: Model, max_len: int) -> None:
         """Save and find slots of this model from now on."""
         if self._folder is None:
