@@ -381,22 +381,3 @@ def blamed(seconds: Counter[int], most: int = 3) -> str:
     """ "r3 0.90 s, r5 0.41 s and 3 more", the longest first."""
     names = [f"r{request} {span(spent)}" for request, spent in seconds.most_common()]
     return listed(names, most)
-
-
-def sentence(
-    request: RequestView, breakdown: LatencyBreakdown, found: Sequence[Outcome] | str
-) -> str:
-    """A request's latency in a line of the plain log."""
-    parts = " + ".join(f"{part} {span(seconds)}" for part, seconds in breakdown.parts().items())
-    words = [f"r{request.id}: {span(breakdown.seconds)} = {parts}"]
-    words.append(f"first token after {span(request.metrics.ttft_s)}")
-    if breakdown.ahead:
-        words.append(f"in line behind {blamed(breakdown.ahead)}")
-    if breakdown.chunks:
-        words.append(f"beside chunks of {blamed(breakdown.chunks)}")
-    if isinstance(found, str):
-        words.append(f"no replay: {found}")
-    else:
-        firsts = (f"{each.name} {span(each.ttft)}" for each in found[1:])
-        words.append(f"first token by replay: {', '.join(firsts)}")
-    return "; ".join(words)

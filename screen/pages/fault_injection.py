@@ -77,7 +77,6 @@ class FaultInjection(NamedTuple):
     stage: str = "gathers"  # "gathers" | "goes on" | "compares" | "over"
     did: str = ""
     witnesses: Sequence[Witness] = ()
-    lines: tuple[str, ...] = ()
     name: str = "break"
 
     @property
@@ -151,16 +150,14 @@ class Breaking(Experiment):
     def steps(self) -> Iterator[FaultInjection]:
         if self.engine.snapshot().ranks.memory:
             raise ValueError("with several ranks a failed step ends them all; break one process")
-        title, _ = BREAKS[self.found.what]
-        self.tell(f"break it: {title}", exact=self.engine.is_batch_invariant)
+        self.tell(exact=self.engine.is_batch_invariant)
         ways = {"step": self._raise, "nan": self._poison, "client": self._hang_up}
         yield from self._gather()
         yield from ways[self.found.what]()
         while self._open(self.handles):
             yield self._look()
         yield from self._compare()
-        self._tell_the_end()
-        yield self.found
+        yield self.tell(stage="over")
 
     def _gather(self) -> Iterator[FaultInjection]:
         """Take the running requests, or submit some, and wait until they decode."""
@@ -257,7 +254,7 @@ class Breaking(Experiment):
     def _did(self, words: str) -> None:
         if not words:
             raise ValueError("all had ended before anything could be broken; try it again")
-        self.tell(words, did=words)
+        self.tell(did=words)
 
     # --- the comparison
 
@@ -281,14 +278,6 @@ class Breaking(Experiment):
         prompt = self.engine.text.read(list(request.prompt))._replace(shown=handle.prompt)
         again = self.engine.submit(prompt, sampling, origin=origin, prefix_cache=False)
         return self.client.keep(again)
-
-    def _tell_the_end(self) -> None:
-        self.tell(stage="over")
-        ended = [f"ended: {ids(some)}: {how}" for how, some in by_end(self.found.ended)]
-        self.tell(*ended, self.found.so_far, f"compared: {self.found.receipt}")
-        if self.found.changed:
-            words = f"changed: {ids(self.found.changed)}"
-            self.tell(words if self.found.exact else f"{words}; {UNPROMISED}")
 
 
 def where(handle: Handle) -> str:
@@ -346,7 +335,7 @@ def draw(state: State, on: Canvas) -> None:
         on.entry("compared", found.receipt, on.muted)
     if found.changed and not found.exact:
         on.entry("but", UNPROMISED, on.muted)
-    if found.what == "step" and found.ended:
+    if found.what == "step" and found.ended and on.has_keys:
         on.entry("errors", "E shows its traceback: Planted", on.muted)
     if found.witnesses:
         draw_witnesses(on, found)

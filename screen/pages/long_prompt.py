@@ -132,7 +132,6 @@ class Found(NamedTuple):
     newest: int | None = None  # long prompt, also if it has not ended
     short: int | None = None  # the short prompt next to it
     drops: tuple[Drop, ...] = ()
-    lines: tuple[str, ...] = ()
     name: str = NAME
 
 
@@ -323,12 +322,10 @@ class LongPrompts(Experiment):
             drop = measured(steps, handle, budgets)
             if drop and short:
                 drop = drop._replace(short=counted(steps, handle, short, left))
-        line = f"r{handle.id}, a long prompt, met no chat, or was cancelled"
         if drop:
             self.tell(drops=(*self.found.drops, drop))
-            line = f"{sentence(self.found.drops)} {company(drop)}"
         end = sched.steps + AFTER
-        yield self.tell(line, so_far=decoding(len(sched.running)))
+        yield self.tell(so_far=decoding(len(sched.running)))
         while sched.steps < end and sched.running:
             yield self.tell(so_far=decoding(len(sched.running)))
 

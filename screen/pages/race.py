@@ -63,7 +63,8 @@ def shown_in(state: State) -> Shown:
 
 def draw(state: State, on: Canvas) -> None:
     shown = shown_in(state)
-    draw_contest(state, on, shown.contest or race_in(state), shown.film)
+    film = shown.film if on.has_keys else None  # a log has the result
+    draw_contest(state, on, shown.contest or race_in(state), film)
 
 
 def draw_comparison(state: State, on: Canvas) -> None:
@@ -239,16 +240,6 @@ def verdict(runs: Sequence[Run]) -> str:
     return words + "."
 
 
-def lines_of(contest: Contest) -> list[str]:
-    """Lines for a log."""
-    lines = []
-    for run in contest.runs:
-        figures = zip(FIGURES, run.figures, strict=True)
-        told = ", ".join(f"{name} {figure}" for name, figure in figures)
-        lines.append(f"{run.policy}, {run.how}: {told}")
-    return [line for line in (*lines, verdict(contest.runs), contest.note) if line]
-
-
 # --- the commands -------------------------------------------------------------------------------
 
 
@@ -363,7 +354,6 @@ PAGE = Page(
     example="12 static serial",
     words=(*POLICIES, "last"),
     read=how_many,
-    tell=lambda state: lines_of(shown_in(state).contest),
     own={"end": to_the_end},
     take=take,
     look=look,
@@ -381,6 +371,5 @@ COMPARE = Page(
     obey=obey_compare,
     example="fair",
     words=[*POLICIES],
-    tell=lambda state: lines_of(state.kept["compare"]),
     repeats=True,
 )

@@ -22,7 +22,6 @@ from screen.latency_breakdown import (
     outcomes,
     place_of,
     ranked,
-    sentence,
     steps_of,
 )
 from screen.page import Page, PageSession
@@ -270,10 +269,6 @@ def to_mark(state: State) -> None:
     look_into(state, (beyond or marks)[0])
 
 
-def tell(state: State) -> list[str]:
-    return [sentence(state.open, breakdown_in(state, state.open), state.kept["why"][1])]
-
-
 PAGE = Page(
     "why",
     "w",
@@ -285,7 +280,6 @@ PAGE = Page(
     example="p95",
     words=[f"p{mark}" for mark in MARKS],
     read=which,
-    tell=tell,
     own={
         "left": lambda state: lead(state, -1),
         "right": lambda state: lead(state, 1),

@@ -78,7 +78,6 @@ class Company(NamedTuple):
     came: int = 0  # neighbours
     cancelled: int = 0
     beside: int = 0  # most others in one step
-    lines: tuple[str, ...] = ()
     name: str = "same"
 
     @property
@@ -180,7 +179,6 @@ class Gathering(Experiment):
         product = self.engine.summary.rpartition("; ")[2]
         product = product.partition(", so ")[0]  # `exact` says so, too
         self.tell(exact=self.engine.is_batch_invariant, product=product)
-        self.tell(f"the same answer in company: {shorten(self.ask.prompt, 60)}")
         yield from self.until_idle()
         yield from self._run_alone()
         while len(self.found.runs) < self.found.wanted:
@@ -188,8 +186,7 @@ class Gathering(Experiment):
             yield self.found
             self._look_around()
             self._collect()
-        self._tell_the_end()
-        yield self.found
+        yield self.tell(stage="over")
 
     def _check(self) -> None:
         sched = self.engine.sched
@@ -271,9 +268,6 @@ class Gathering(Experiment):
                 answer.digest, beside, m.cached_tokens, met, m.draft_tokens, m.accepted_tokens
             )
             self.tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
-            done = len(self.found.runs)
-            if done % 50 == 0 and done < self.found.wanted:
-                self.tell(self.found.so_far)
 
     def _counted(self, answer: Bits) -> list[Alike]:
         kinds = [*self.found.kinds]
@@ -283,16 +277,6 @@ class Gathering(Experiment):
         i = known.index(answer.digest)
         kinds[i] = kinds[i]._replace(count=kinds[i].count + 1)
         return kinds
-
-    def _tell_the_end(self) -> None:
-        found = self.found
-        self.tell(
-            found.so_far,
-            f"a hash covers {found.covers}",
-            f"{found.company}; {found.beginnings}; draft tokens {found.drafts}",
-            *(f"{count(k.count, 'run')}: {k.difference.words}" for k in unlike(found)[:6]),
-            stage="over",
-        )
 
 
 def check(handle: Handle) -> bool:

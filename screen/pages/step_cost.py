@@ -356,32 +356,6 @@ def draw_experts(state: State, on: Canvas, column: Column) -> None:
         on.entry(f"layer {i}", shorten(words, on.width - NAMES - 2))
 
 
-def cost_line(state: State) -> str:
-    """The cost of the newest step in a line of the log."""
-    column = state.here
-    engine = state.view.engine
-    if column is None:
-        return f"no step has run yet; the roofline: {roof_of(state)}"
-    if column.lost:
-        return f"{column.lost} The roofline: {roof_of(state)}"
-    bill = step_bill(state, column)
-    floors = floors_of(bill, engine.roof)
-    step = column.view
-    words = [
-        f"step {column.step:,}: {count(bill.tokens, 'token')}",
-        f"weights {scaled(bill.weights, 'B')}, read once",
-        f"keys and values {scaled(bill.keys, 'B')}",
-        f"arithmetic {scaled(bill.operations, 'FLOP')}",
-        f"took {span(step.seconds)}, of it Python {span(step.python_s)}",
-        f"roofline: {roof_of(state)}",
-    ]
-    if floors:
-        words.append(
-            f"at least {span(floors.reading)} to read, {span(floors.multiplying)} to multiply"
-        )
-    return f"{'; '.join(words)}. {what_bounds(bill, step, engine.roof)}".rstrip()
-
-
 # --- the command --------------------------------------------------------------------------------
 
 
@@ -428,7 +402,6 @@ PAGE = Page(
     obey=obey,
     example="again",
     words=("again",),
-    tell=lambda state: [cost_line(state)],
     own={"left": lambda state: state.move(-1), "right": lambda state: state.move(1)},
     take=take,
     look=look,
