@@ -65,8 +65,6 @@ class LatencyBreakdown:
     # by request: seconds of its chunks in this one's steps
     chunks: Counter[int] = field(default_factory=Counter)
     overtakers: list[int] = field(default_factory=list)  # came later and were admitted earlier
-    before: int | None = None  # had the slot until then
-    after: int | None = None  # had the slot next
 
     @property
     def seconds(self) -> float:
@@ -175,9 +173,6 @@ def _look_at_slot(
             now = ghost.ended
     if now < end:  # cancelled before the next step
         breakdown.pieces.append(Piece("slot", now, end))
-    breakdown.before = _owner(history[first::-1], slot, request.id)
-    after = bisect_left(history, end, key=lambda column: column.ended)
-    breakdown.after = _owner(history[after:], slot, request.id)
 
 
 def work_ends(step: StepView) -> float:
@@ -225,12 +220,6 @@ def _divided(shares: Mapping[str, float], began: float, ended: float) -> Iterato
         yield Piece(part, now, stop)
         now = stop
     yield Piece(parts[-1][0], now, ended)
-
-
-def _owner(steps: Sequence[Column], slot: int, request: int) -> int | None:
-    """The first other request in this slot."""
-    owners = (step.cells[slot].request for step in steps)
-    return next((owner for owner in owners if owner not in (None, request)), None)
 
 
 # --- replays

@@ -134,7 +134,6 @@ def draw_others(state: State, on: Canvas, r: RequestView, breakdown: LatencyBrea
         on.entry("overtaken", f"by {listed(names, most)}, which came later")
     if breakdown.chunks:
         on.entry("beside", f"chunks of {blamed(breakdown.chunks, most)}")
-    on.entry("slot", slot_of(r, breakdown))
     if on.height >= 30:
         on.entry("prompt", shorten(prompt_of(r), on.width - NAMES - 1))
 
@@ -150,17 +149,6 @@ def shares_of_clients(state: State, breakdown: LatencyBreakdown) -> str:
     whole = sum(held.values())
     shares = [f"{client} {100 * spent / whole:.0f} %" for client, spent in held.most_common(4)]
     return ", ".join(shares)
-
-
-def slot_of(r: RequestView, breakdown: LatencyBreakdown) -> str:
-    if r.slot is None:
-        return ""
-    words = [str(r.slot)]
-    if breakdown.before is not None:
-        words.append(f"r{breakdown.before} had it before")
-    if breakdown.after is not None:
-        words.append(f"r{breakdown.after} had it next")
-    return ", ".join(words)
 
 
 def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:

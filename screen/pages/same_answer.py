@@ -50,7 +50,6 @@ class Answered(NamedTuple):
     digest: str
     beside: float  # mean number of other requests per step
     reused: int  # prompt tokens whose rows were cached
-    met: int  # number of other requests in all
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of these
 
@@ -116,11 +115,9 @@ class Company(NamedTuple):
     @property
     def company(self) -> str:
         mean = fmean(run.beside for run in self.runs)
-        met = fmean(run.met for run in self.runs)
-        beside = f"{number(mean)} others beside a run at a time ({self.beside} at most)"
         return (
-            f"{beside}, {number(met)} until its end. {self.came:,} random neighbours came; "
-            f"{self.cancelled:,} of them were cancelled"
+            f"{number(mean)} others beside a run at a time ({self.beside} at most). "
+            f"{self.came:,} random neighbours came; {self.cancelled:,} of them were cancelled"
         )
 
     @property
@@ -153,7 +150,6 @@ class UnderWay:
         self.handle = handle
         self.steps = 0
         self.beside = 0  # others, summed over all steps
-        self.met: set[int] = set()
 
 
 class Gathering(Experiment):
@@ -244,7 +240,6 @@ class Gathering(Experiment):
             if guest.handle.id in running:
                 guest.steps += 1
                 guest.beside += len(running) - 1
-                guest.met |= running - {guest.handle.id}
                 self.tell(beside=max(self.found.beside, len(running) - 1))
         for handle, left in list(self.others.items()):
             self.others[handle] = left - 1
@@ -263,9 +258,8 @@ class Gathering(Experiment):
             answer = Bits.of(guest.handle)
             beside = guest.beside / max(1, guest.steps)
             m = guest.handle.metrics
-            met = len(guest.met)
             run = Answered(
-                answer.digest, beside, m.cached_tokens, met, m.draft_tokens, m.accepted_tokens
+                answer.digest, beside, m.cached_tokens, m.draft_tokens, m.accepted_tokens
             )
             self.tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
 

@@ -24,7 +24,7 @@ from runtime.snapshot import ExpertsView, Roof, StepView
 from runtime.validation import shown
 from screen.draw.canvas import Canvas, Figure, fitting
 from screen.draw.charts import cost_of
-from screen.draw.style import HUES, count, number, shorten, span
+from screen.draw.style import HUES, count, listed, number, shorten, span
 from screen.engine_view import View
 from screen.page import Page, PageSession
 from screen.state import State
@@ -202,7 +202,11 @@ def draw_entries(state: State, on: Canvas, column: Column) -> None:
         shared += f" for all {bill.tokens:,} tokens: {scaled(bill.weights / bill.tokens, 'B')} each"
     if engine.ranks.memory:
         shared += f" (the share of rank 0, of {len(engine.ranks.memory)})"
-    whose = named(parts_of(column), on.width - NAMES - 12)
+    first, *others = parts_of(column)
+    whose = f"{first.rows:,} rows of r{first.request}"
+    if others:
+        rows = [whose, *(f"{part.rows:,} r{part.request}" for part in others)]
+        whose = f"each its own: {listed(rows, 8)}"
     products = f"{scaled(bill.products, 'FLOP')} in products"
     entries = {
         "weights": f"{scaled(bill.weights, 'B')} of {model.form}, {shared}",
@@ -212,21 +216,6 @@ def draw_entries(state: State, on: Canvas, column: Column) -> None:
         "window": windows_of(model, column),
     }
     on.entries(entries)
-
-
-def named(parts: Sequence[Member], width: int) -> str:
-    """As many sequences as fit, each with its rows."""
-    first, *others = parts
-    words = f"{first.rows:,} rows of r{first.request}"
-    if others:
-        words = f"each its own: {words}"
-    for i, part in enumerate(others):
-        left = f", {len(others) - i:,} more"
-        text = f", {part.rows:,} r{part.request}"
-        if len(words + text + left) > width:
-            return words + left
-        words += text
-    return words
 
 
 def experts_of(state: State, column: Column, bill: StepCost) -> str:
