@@ -107,14 +107,7 @@ def test_a_comparison_simulates_both_policies():
     assert rival.ttft_mean > ran.ttft_mean
     assert sum(c.tokens for c in rival.columns) == sum(c.tokens for c in ran.columns) > 500
     text = " ".join(" ".join(stage.lines(race.draw_comparison, 100, 30)).split())
-    for part in (
-        "static, simulated",
-        "continuous, simulated",
-        "makespan",
-        "TTFT p95",
-        "Compare: continuous and static, 20 requests",
-    ):
-        assert part in text, part
+    assert "Compare: continuous and static, 20 requests" in text
     assert "What really ran (continuous) took" in text and "Not over" not in text
 
 
@@ -169,7 +162,6 @@ def test_a_race_runs_both_policies_and_restores():
     assert slow.how == fast.how == "measured" and slow.makespan > 1.2 * fast.makespan > 0
     assert sum(c.tokens for c in slow.columns) == sum(c.tokens for c in fast.columns)
     assert "continuous takes" in race.verdict(contest.runs)
-    assert {cell.request for column in slow.columns for cell in column.cells} >= set(range(1, 21))
     assert stage.engine.sched.policy.name == stage.state.view.engine.policy == "serial"
     assert all(
         c.view.policy == "static"
@@ -220,7 +212,7 @@ def test_races_agree_on_a_busy_machine():
     stage.state.history.clear()  # so that the quiet race tells the others nothing
     disturb(stage, 0.1)
     races = []
-    for _ in range(8):
+    for _ in range(3):
         stage.obey("/race 12")
         races.append(race.shown_in(stage.finish().state).last)
     for leg in (0, 1):
@@ -232,11 +224,6 @@ def test_races_agree_on_a_busy_machine():
         assert max(spans) < 1.15 * min(spans) and spans[0] == pytest.approx(quiet[leg], rel=0.15)
         assert min(walls) > 2 * max(spans)
     assert all(race.note.count(", of it interruptions: ") == 2 for race in races)
-    words = race.verdict(races[0].runs)
-    assert (
-        f"takes {len(races[0].runs[1].columns)} steps instead of {len(races[0].runs[0].columns)}"
-        in words
-    )
 
 
 @pytest.mark.parametrize("policy", ["continuous", "static"])
@@ -297,8 +284,8 @@ def test_unseen_steps_are_priced_by_extrapolation():
 
 
 def test_the_last_race_can_be_opened_again():
-    """Escape closed the sheet, and with it the race was gone, though nothing had cleared it. And
-    after a minute its film was over at the first look."""
+    """Escape closed the sheet, and with it the race was gone. And after a minute its film was over
+    at the first look."""
 
     async def scenario(it):
         await it.press("R")
@@ -308,15 +295,14 @@ def test_the_last_race_can_be_opened_again():
         await it.turns()
         await it.press("end", turns=0)
         before = it.stage.lines(race.draw, 120, 40)
-        await it.press("escape", "b", turns=300)
+        await it.press("escape", "b", turns=100)
         it.state.KEPT = 60  # so it is long ago, as far as the timeline knows
         await it.turns(2)
-        await it.press("c")
-        assert "Compare" in it.text()
-        await it.press("escape")
-        assert "Slots" in it.text()
         await it.press("R", turns=0)
         assert race.shown_in(it.state).film is not None
+        await it.app.take_picture()
+        picture = it.app.picture.replace("\u00a0", " ")
+        assert "times as fast" in picture and "End leads to the result" not in picture
         await it.press("end", turns=0)
         assert it.stage.lines(race.draw, 120, 40) == before
         assert "continuous takes" in it.text()
@@ -352,20 +338,15 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
     assert tui.parse_arguments(["--policy", "shy"]).policy == "shy"
 
 
-def raced(size: int = 20) -> Stage:
-    stage = Stage().load()
-    stage.obey(f"/race {size}")
-    return stage.finish()
-
-
 def test_both_legs_are_animated_on_one_clock():
     """Nothing of the second moved until the first had ended."""
-    stage = raced()
-    race.shown_in(stage.state).contest = race.shown_in(stage.state).last
-    longest = max(run.makespan for run in race.shown_in(stage.state).last.runs)
+    stage = Stage().load()
+    stage.obey("/race 20")
+    shown = race.shown_in(stage.finish().state)
+    longest = max(run.makespan for run in shown.last.runs)
     seen = []
     for tenth in range(11):
-        race.shown_in(stage.state).film = tenth / 10 * longest
+        shown.film = tenth / 10 * longest
         lines = stage.lines(race.draw, 120, 40)
         seen.append(decoded(lines))
         if tenth == 4:
@@ -430,19 +411,6 @@ def test_a_film_plays_although_the_engine_has_no_news():
         assert "continuous takes" in it.text()
 
     show(scenario)
-
-
-def test_a_screenshot_of_a_race_shows_its_end():
-    """It was the middle of the film, with half a leg and without a verdict."""
-
-    async def scenario(it):
-        await it.press("r", turns=30)
-        it.stage.finish()
-        await it.app.take_picture()
-        picture = it.app.picture.replace("\u00a0", " ")
-        assert "times as fast" in picture and "End leads to the result" not in picture
-
-    show(scenario, size=(120, 40))
 
 
 def test_a_waiting_race_names_its_policies():
