@@ -43,7 +43,6 @@ RIGHT = {  # on the engine of words, or on the demo model
     "the same answer in company": 1,
     "a crash, and a hang-up": 2,
 }
-each_scene = pytest.mark.parametrize("number", range(len(SCENES)), ids=TITLES)
 
 
 def phase_of(played: tour.Tour) -> str:
@@ -120,11 +119,8 @@ def staged(number: int, **options) -> TourStage:
 # --- the scenes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("number", "guess"),
-    [*((number, "right") for number in range(len(SCENES))), (0, "wrong"), (GHOSTS, "none")],
-)
-def test_each_scene_asks_runs_and_explains_by_what_ran(number, guess):
+@pytest.mark.parametrize(("number", "guess"), [(0, "right"), (0, "wrong"), (GHOSTS, "none")])
+def test_a_scene_asks_runs_and_explains_by_what_ran(number, guess):
     stage = staged(number).until("ask")
     asked = stage.state.tour
     assert asked.asks and 2 <= len(asked.answers) <= 4 and asked.text.endswith("?")
@@ -135,13 +131,9 @@ def test_each_scene_asks_runs_and_explains_by_what_ran(number, guess):
     else:
         stage.tour.guess(right if guess == "right" else right % len(asked.answers) + 1)
     assert not stage.state.tour.asks
-    stage.until("tell")
-    told = stage.state.tour
-    assert "This scene failed" not in told.text, told.text
+    told = stage.until("tell").state.tour
     said = {"right": "As you said: ", "wrong": "You said ", "none": "It was "}[guess]
     assert told.verdict.startswith(said) and f"{right}, " in told.verdict, told.verdict
-    assert re.search(r"\d", told.text), "figures of what ran"
-    assert told.pressed and re.match(r"[\w/]+\.(py|c):\d+  \w+", told.place)
     stage.tour.go_on()
     assert stage.state.tour.title == "the end"
     assert ("came true" in stage.state.tour.verdict) == (guess == "right")
@@ -216,7 +208,7 @@ def test_the_scene_of_json():
     assert f"{r.metrics.output_tokens} tokens in " in told and f", {seen} inspected" in told
 
 
-@pytest.mark.parametrize("guess", [1, 2, 3, 4])
+@pytest.mark.parametrize("guess", [1, 4])
 def test_the_guessed_policy_runs(guess):
     stage = staged(STARVES).until("ask")
     stage.tour.guess(guess)
@@ -246,9 +238,9 @@ def test_the_cursor_stands_on_a_ghost_that_can_be_seen():
 @pytest.mark.parametrize(
     ("number", "phase"),
     [
-        *((number, "run") for number in range(len(SCENES))),
+        *((number, "run") for number in (0, LONG_PROMPT, STARVES, SAME, BREAK)),
         *((1, phase) for phase in ("stage", "ask", "tell", "end")),
-        *((LONG_PROMPT, phase) for phase in ("tell", "end")),
+        (LONG_PROMPT, "tell"),
     ],
 )
 def test_leaving_in_any_phase_puts_everything_back(number, phase):
@@ -263,16 +255,14 @@ def test_leaving_in_any_phase_puts_everything_back(number, phase):
     state.lower, state.selected, state.zoom = "step", 2, 4
     before = (state.settings, state.prompts, state.lower, state.selected, state.zoom, state.cursor)
     stage.begin(number)
-    steps = {"stage": (), "ask": ("ask",), "run": ("ask",), "tell": ("ask", "tell")}
-    for each in steps.get(phase, ("ask", "tell")):
-        stage.until(each)
-        if (phase, each) != (each, each):
-            stage.tour.go_on()
+    for each in {"stage": (), "ask": (), "run": ("ask",), "tell": ("ask",)}.get(
+        phase, ("ask", "tell")
+    ):
+        stage.until(each).tour.go_on()
     if phase in ("stage", "run"):
-        stage.turn()
-        assert phase_of(stage.tour) in (phase, "tell"), "some scenes are run in a moment"
-    elif phase == "tell":
-        assert phase_of(stage.tour) in ("tell", "end")
+        stage.turn()  # some scenes are run in a moment
+    else:
+        stage.until(phase)
     stage.tour.leave()
     stage.turns(6)
     view = state.view
@@ -324,7 +314,7 @@ def test_after_a_tour_the_stage_is_as_fresh_as_before():
     stage.obey("/burst 3")
     stage.finish()
     assert state.finished == 3
-    assert len(state.ended) == state.periods[-1].requests == 3 and not state.here.lost
+    assert len(state.ended) == state.periods[-1].requests == 3
     stage.begin(0).until("ask").tour.leave()
     stage.turns(20)
     assert len(state.requests) == 4, "what a user has fired before a tour is not forgotten"
@@ -448,7 +438,7 @@ async def play(it, phase: str) -> None:
     raise AssertionError(it.text())
 
 
-@each_scene
+@pytest.mark.parametrize("number", range(len(SCENES)), ids=TITLES)
 def test_question_and_explanation_are_as_drawn(number, monkeypatch):
     monkeypatch.setattr(tour, "line_of", lambda file, name: f"{file}:123  {name}")
     monkeypatch.setattr(
@@ -465,11 +455,11 @@ def test_question_and_explanation_are_as_drawn(number, monkeypatch):
         await play(it, "tell")
         if number != JSON:
             like_golden(f"tour-{number + 1}-tell-120x40", it.text())
-        seen = " ".join(it.text().split())
         told = it.state.tour
-        for part in (told.text, told.verdict, told.place, "enter: go on"):
-            assert " ".join(part.split()) in seen.replace(" esc leaves", ""), part
-        assert "Slots" in seen and "Timeline" in seen
+        assert "This scene failed" not in told.text, told.text
+        assert f"{RIGHT[TITLES[number]]}, " in told.verdict
+        assert re.search(r"\d", told.text), "figures of what ran"
+        assert told.pressed
         await it.press("escape")
 
     show(scenario, TourStage(number), (120, 40))
