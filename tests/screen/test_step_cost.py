@@ -137,26 +137,6 @@ def test_the_bill_is_as_drawn():
     show(scenario, stage, (120, 40), load=False)
 
 
-def test_the_page_tells_what_was_seen_and_nothing_else():
-    stage = ready()
-    stage.obey("alone")
-    stage.finish()
-    stage.obey("/cost")
-    stage.turns()
-    stage.state.move(-3)
-    text = page(stage)
-    (one,) = re.findall(r"^ +1 .*", text, re.M)
-    assert "10.0 ms" in one, "a step of one row takes 10 ms"
-    for rows in (2, 4, 8, 16):
-        (line,) = re.findall(rf"^ +{rows} .*", text, re.M)
-        assert line.split("│")[0].split()[-1] == "–" and line.split("│")[1].split()[4] == "–"
-    assert f"{stage.state.here.rows[0]:,} rows of r1" in text
-    assert f"{step_cost.scaled(VIEW.body_nbytes + VIEW.tail_nbytes + 1024, 'B')} of float32" in text
-    # 64 MB at 10 GB/s, and a second of ten thousandths is Python's
-    assert "Reading bounds it: by the roofline that takes 67 % of the time." in text
-    assert re.search(r"reading +6\.66 ms +67 %", text) and re.search(r"Python +1.00 ms +10 %", text)
-
-
 def test_the_arrows_lead_to_other_steps_and_s_takes_one():
     async def scenario(it):
         it.stage.obey("/burst 4")
@@ -301,17 +281,6 @@ def test_failed_questions_are_not_repeated():
         assert len(stage.asked) == 2 and "expected: " in it.text()
 
     show(scenario, expert_stage(), (120, 40), load=False)
-
-
-def test_only_the_newest_hundred_answers_are_kept():
-    stage = expert_stage()
-    stage.obey("/burst 9")
-    for _ in range(130):
-        stage.turns()
-        stage.client.ask_experts()
-    stage.turns()
-    assert len({*stage.asked}) > 105 and len(step_cost.experts_in(stage.state)) == 100
-    assert max(step_cost.experts_in(stage.state)) == max(stage.asked)
 
 
 # --- elsewhere

@@ -19,7 +19,6 @@ from textual.geometry import Region
 
 import tui
 from nanobatch import Engine
-from screen.draw import style
 from screen.draw.layout import LOWER, arrange_tour
 from screen.pages import tour, tour_scenes
 from screen.pages.tour_scenes import SCENES
@@ -152,47 +151,6 @@ def test_answers_that_depend_on_the_company_are_counted():
     )
 
 
-def test_the_scene_of_the_long_prompt():
-    stage = staged(LONG_PROMPT).until("ask")
-    budget = stage.engine.sched.budget
-    begin = stage.engine.runner.begin
-
-    def slower(order):
-        """A chunk costs as much as it has tokens."""
-        flight = begin(order)
-        flight.cost += sum(0.001 * len(chunk.ids) for chunk in order.prefills)
-        return flight
-
-    stage.engine.runner.begin = slower
-    stage.tour.guess(2)
-    told = stage.until("tell").state.tour
-    narrow, wide = tour_scenes.drops(stage.tour.seen)
-    assert narrow.steps > wide.steps and narrow.gap < wide.gap and narrow.ttft > wide.ttft
-    for drop in (narrow, wide):
-        said = f"Budget {drop.budget}: {drop.steps} steps, gaps of {tour_scenes.span(drop.gap)}"
-        assert said in told.text
-    short = narrow.short
-    said = (
-        f"A short prompt in its middle took {short.steps} steps; its rest took {short.long_steps}"
-    )
-    assert said in told.text and short.steps < short.long_steps / 3
-    stage.tour.leave()
-    stage.turns(3)
-    assert stage.engine.sched.budget == budget and not stage.state.view.experimenting
-
-
-def test_the_scene_of_the_crash():
-    stage = staged(BREAK).until("ask")
-    stage.tour.guess(2)
-    told = stage.until("tell").state.tour
-    ended = sum("Planted" in (request.error or "") for request in stage.state.ended)
-    assert 2 < ended <= 8, "those in slots; one whose prompt had no chunk in that step begins again"
-    assert f"A step raised (✗): {ended} ended, {12 - ended} went on" in told.text
-    assert "A client hung up: 1 ended, 11 went on" in told.text and "No bit changed" in told.text
-    assert not stage.state.view.experimenting
-    assert {cell.kind for cell in stage.state.here.cells} == {style.FAILED}, "the cursor is there"
-
-
 def test_the_scene_of_json():
     """The text spoke of ✗ beside an empty line, and of 71 of 73 beside 85 tokens."""
     stage = staged(JSON).until("ask")
@@ -220,16 +178,6 @@ def test_the_guessed_policy_runs(guess):
     said = f"{ran} {found[ran]}"
     assert said in stage.state.tour.text and f"({ran} ran, {ttft}; " in stage.state.tour.text
     assert found["fair"] == min(found.values()) and len(set(found.values())) == 4
-
-
-def test_the_cursor_stands_on_a_ghost_that_can_be_seen():
-    stage = staged(GHOSTS).until("ask")
-    stage.tour.go_on()
-    stage.until("tell")
-    assert stage.state.here.view.ghosts and stage.state.zoom == 1
-    slot = stage.state.here.view.ghosts[0]
-    assert stage.state.here.cells[slot].kind == style.GHOST
-    assert f"in slot {slot} at step {stage.state.cursor}" in stage.state.tour.text
 
 
 # --- leaving ------------------------------------------------------------------------------------
