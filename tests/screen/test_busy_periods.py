@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from screen_stage import Stage, like_golden, show
+from screen_stage import Stage, like_golden, on_screen
 
 from nanobatch import SamplingParams
 from runtime.snapshot import RanksView, percentile
@@ -14,9 +14,8 @@ from screen.draw import status, step
 from screen.pages import busy_periods, request_details
 
 
-def test_the_statistics_of_a_busy_period():
+def test_the_statistics_of_a_busy_period(stage):
     """After a burst nothing was left to read."""
-    stage = Stage().load()
     for policy in ("continuous", "static"):
         stage.obey(f"/policy {policy}")
         stage.obey("/burst 20")
@@ -49,8 +48,7 @@ def test_the_statistics_of_a_busy_period():
     assert second.ended - second.began < 20, "the pause is no part of it"
 
 
-def test_each_leg_of_a_race_is_a_period():
-    stage = Stage().load()
+def test_each_leg_of_a_race_is_a_period(stage):
     stage.obey("/race 10")
     stage.finish()
     assert [(list(p.policies), p.requests) for p in stage.state.periods] == [
@@ -70,28 +68,24 @@ def test_each_leg_of_a_race_is_a_period():
     assert len(stage.state.periods) == 3 and period.requests == 10
 
 
-def test_totals_after_a_burst():
-    async def scenario(it):
-        it.stage.obey("/resume")  # else it might be text
-        await it.press("t")
-        assert "Nothing has run yet" in it.text()
-        await it.press("escape", "b", turns=2)
-        assert "last:" not in it.text()
-        it.stage.finish()
-        it.stage.obey("/policy static")
-        it.stage.obey("/burst 30")
-        it.stage.finish()
-        await it.turns()
-        period = it.state.periods[-1]
-        assert (
-            f" last: 30 requests, {period.tokens:,} tokens, " in it.text() and " tok/s" in it.text()
-        )
-        await it.press("t")
-        like_golden("totals-120x40", it.text())
-        await it.press("escape", turns=0)
-        assert "Slots" in it.text()
-
-    show(scenario, size=(120, 40))
+@on_screen((120, 40))
+async def test_totals_after_a_burst(it):
+    it.stage.obey("/resume")  # else it might be text
+    await it.press("t")
+    assert "Nothing has run yet" in it.text()
+    await it.press("escape", "b", turns=2)
+    assert "last:" not in it.text()
+    it.stage.finish()
+    it.stage.obey("/policy static")
+    it.stage.obey("/burst 30")
+    it.stage.finish()
+    await it.turns()
+    period = it.state.periods[-1]
+    assert f" last: 30 requests, {period.tokens:,} tokens, " in it.text() and " tok/s" in it.text()
+    await it.press("t")
+    like_golden("totals-120x40", it.text())
+    await it.press("escape", turns=0)
+    assert "Slots" in it.text()
 
 
 def test_requests_whose_ends_were_missed_are_forgotten():
@@ -187,9 +181,8 @@ def test_ranks_are_shown():
     assert "2 ranks" in stage.lines(status.draw_status, 120, 1)[0]
 
 
-def test_the_farewell_fits_any_width():
+def test_the_farewell_fits_any_width(stage):
     """In one of a single column it was a ValueError."""
-    stage = Stage().load()
     stage.obey("/burst 12")
     stage.finish()
     for width in range(160):

@@ -3,7 +3,7 @@ trades."""
 
 import pytest
 from rich.cells import cell_len
-from screen_stage import Stage, drawn, like_golden, plain, show
+from screen_stage import Stage, drawn, like_golden, on_screen, plain
 
 from runtime.snapshot import WIDEST
 from sched import NARROWEST
@@ -11,8 +11,7 @@ from screen.draw.style import span
 from screen.pages import busy_periods, long_prompt, race
 
 
-def test_a_changed_budget_bounds_the_next_steps():
-    stage = Stage().load()
+def test_a_changed_budget_bounds_the_next_steps(stage):
     stage.obey("/burst 8")
     stage.turns(2)
     stage.obey("/budget 24")
@@ -30,8 +29,7 @@ def test_a_changed_budget_bounds_the_next_steps():
     assert stage.state.view.engine.limits == stage.state.view.made_with
 
 
-def test_an_impossible_budget_is_refused_with_the_limits():
-    stage = Stage().load()
+def test_an_impossible_budget_is_refused_with_the_limits(stage):
     least, most = stage.state.view.made_with.budgets
     assert (least, most) == (8 + NARROWEST, 8 + WIDEST * 16)
     for wrong in (least - 1, most + 1):
@@ -43,27 +41,24 @@ def test_an_impossible_budget_is_refused_with_the_limits():
         stage.obey("/budget many")
 
 
-def test_keys_halve_and_double_the_chunk():
-    async def scenario(it):
-        engine = it.stage.engine
-        engine.sched.chunk, engine.sched.budget = 64, 104
-        await it.turns()
-        seen = []
-        keys = ["left_square_bracket"] * 4 + ["right_square_bracket"] * 7
-        for key in keys:
-            await it.press(key)
-            seen.append((engine.sched.budget, engine.sched.chunk))
-        assert seen[:4] == [(40, 32), (24, 16), (24, 16), (24, 16)]
-        assert seen[4:] == [(40, 32), (104, 64), (136, 128), (264, 256), *[(520, 512)] * 3]
-        assert "budget 520" in it.text().splitlines()[0]
-        await it.press("left_square_bracket", "left_square_bracket", "left_square_bracket")
-        assert engine.sched.budget == 104 and "budget" not in it.text().splitlines()[0]
-
-    show(scenario, size=(200, 50))
+@on_screen((200, 50))
+async def test_keys_halve_and_double_the_chunk(it):
+    engine = it.stage.engine
+    engine.sched.chunk, engine.sched.budget = 64, 104
+    await it.turns()
+    seen = []
+    keys = ["left_square_bracket"] * 4 + ["right_square_bracket"] * 7
+    for key in keys:
+        await it.press(key)
+        seen.append((engine.sched.budget, engine.sched.chunk))
+    assert seen[:4] == [(40, 32), (24, 16), (24, 16), (24, 16)]
+    assert seen[4:] == [(40, 32), (104, 64), (136, 128), (264, 256), *[(520, 512)] * 3]
+    assert "budget 520" in it.text().splitlines()[0]
+    await it.press("left_square_bracket", "left_square_bracket", "left_square_bracket")
+    assert engine.sched.budget == 104 and "budget" not in it.text().splitlines()[0]
 
 
-def test_a_run_with_a_changed_budget_is_not_replayed():
-    stage = Stage().load()
+def test_a_run_with_a_changed_budget_is_not_replayed(stage):
     stage.obey("/burst 20")
     stage.turns(30)
     stage.obey("/budget 130")
@@ -76,9 +71,8 @@ def test_a_run_with_a_changed_budget_is_not_replayed():
     assert stage.state.kept["why"][1] == words
 
 
-def test_a_replay_uses_the_budget_of_its_run():
+def test_a_replay_uses_the_budget_of_its_run(stage):
     """With today's limits the replay had other steps than what ran."""
-    stage = Stage().load()
     stage.obey("/budget 40")
     stage.turns()
     stage.obey("/burst 20")
@@ -112,8 +106,7 @@ def test_the_totals_price_each_period_with_its_own_budget():
     assert seen[2] == [*seen[1], "–"] and seen[1][0] == seen[0][0] != "–" != seen[1][1]
 
 
-def test_a_race_and_clients_keep_their_budget():
-    stage = Stage().load()
+def test_a_race_and_clients_keep_their_budget(stage):
     stage.obey("/race 8")
     stage.turns(5)
     stage.obey("/budget 100")
@@ -314,26 +307,24 @@ def test_a_policy_that_admits_nothing_is_refused():
     assert not stage.engine.sched.running and "no long prompt has been read yet" in page(stage)
 
 
-def test_the_page_during_and_after_a_long_prompt():
-    async def scenario(it):
-        like_a_cpu(it.stage)
-        it.stage.session.stays = True
-        await it.press("L")
-        await it.turns(70)
-        await it.press("left_square_bracket", "left_square_bracket", "L")
-        await it.turns(40)
-        assert "tokens are read; budget 24, a chunk of 16 (made with 104)" in it.text()
-        like_golden("long-120x40", it.text())
-        await it.turns(60)
-        await it.press("right_square_bracket", "L")
-        await it.turns(70)
-        assert len(drops(it.stage)) == 3
-        like_golden("longs-120x40", it.text())
-        await it.press("escape", turns=3)
-        assert it.stage.engine.sched.budget == 104 and not it.state.view.experimenting
-        assert "Slots" in it.text()
-
-    show(scenario, size=(120, 40))
+@on_screen((120, 40))
+async def test_the_page_during_and_after_a_long_prompt(it):
+    like_a_cpu(it.stage)
+    it.stage.session.stays = True
+    await it.press("L")
+    await it.turns(70)
+    await it.press("left_square_bracket", "left_square_bracket", "L")
+    await it.turns(40)
+    assert "tokens are read; budget 24, a chunk of 16 (made with 104)" in it.text()
+    like_golden("long-120x40", it.text())
+    await it.turns(60)
+    await it.press("right_square_bracket", "L")
+    await it.turns(70)
+    assert len(drops(it.stage)) == 3
+    like_golden("longs-120x40", it.text())
+    await it.press("escape", turns=3)
+    assert it.stage.engine.sched.budget == 104 and not it.state.view.experimenting
+    assert "Slots" in it.text()
 
 
 def test_reopening_the_page_submits_another():
@@ -382,8 +373,7 @@ def test_two_quick_keys_submit_two_long_prompts():
     assert [drop.budget for drop in drops(stage)] == ["24", "264"] and not stage.state.faults
 
 
-def test_leaving_the_page_ends_no_other_experiment():
-    stage = Stage().load()
+def test_leaving_the_page_ends_no_other_experiment(stage):
     stage.obey("/break client")
     stage.turns(2)
     long_prompt.PAGE.leave(stage.session)

@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from screen_stage import EndsAfter, Stage, disturb, like_golden, show
+from screen_stage import EndsAfter, Stage, disturb, like_golden, on_screen
 
 import ask
 import tui
@@ -87,10 +87,9 @@ def test_a_replay_drops_what_is_computed_behind_an_end():
     assert sum(column.tokens for column in own.columns) == 5 + 9 + 14 + 20 + 26 + 31
 
 
-def test_a_comparison_simulates_both_policies():
+def test_a_comparison_simulates_both_policies(stage):
     """A verdict that divided a measured time by a simulated one would tell of the simulation's
     faults."""
-    stage = Stage().load()
     stage.obey("/burst 20")
     stage.finish()
     assert stage.obey("/compare") == ""
@@ -111,9 +110,8 @@ def test_a_comparison_simulates_both_policies():
     assert "What really ran (continuous) took" in text and "Not over" not in text
 
 
-def test_a_comparison_in_mid_burst():
+def test_a_comparison_in_mid_burst(stage):
     """Half of a burst was compared as if it were the whole."""
-    stage = Stage().load()
     stage.obey("/burst 20")
     stage.turns(100)
     engine = stage.state.view.engine
@@ -134,9 +132,8 @@ def test_a_comparison_in_mid_burst():
 
 
 @pytest.mark.parametrize("order", ["/compare", "/race 8"])
-def test_policies_are_alike_without_a_queue(order):
+def test_policies_are_alike_without_a_queue(order, stage):
     """It said "320 steps instead of 320 ... 1.00 times as fast", and not why."""
-    stage = Stage().load()
     stage.obey("/burst 8")
     stage.finish()
     stage.obey(order)
@@ -170,8 +167,7 @@ def test_a_race_runs_both_policies_and_restores():
     )
 
 
-def test_a_race_ends_a_pause():
-    stage = Stage().load()
+def test_a_race_ends_a_pause(stage):
     stage.obey("/burst 12")
     stage.turns(20)
     for order in ("/pause", "/policy static"):
@@ -187,9 +183,8 @@ def test_a_race_ends_a_pause():
     assert stage.engine.sched.policy.name == stage.state.view.engine.policy == "static"
 
 
-def test_a_cancelled_race_has_no_winner():
+def test_a_cancelled_race_has_no_winner(stage):
     """A race that had been cancelled said "running …" for ever."""
-    stage = Stage().load()
     stage.obey("/race 20")
     stage.turns(30)
     assert stage.state.view.racing
@@ -202,10 +197,9 @@ def test_a_cancelled_race_has_no_winner():
     ] and not race.verdict(race.shown_in(stage.state).last.runs)
 
 
-def test_races_agree_on_a_busy_machine():
+def test_races_agree_on_a_busy_machine(stage):
     """The same race came out as 1.03 to 3.85 times as fast, because other programs had the
     processor meanwhile."""
-    stage = Stage().load()
     stage.obey("/set max=90")
     stage.obey("/race 12")
     quiet = [run.makespan for run in race.shown_in(stage.finish().state).last.runs]
@@ -283,31 +277,28 @@ def test_unseen_steps_are_priced_by_extrapolation():
     assert odd.row == 0 and 0.01 < odd.of(8, 0) < 0.02
 
 
-def test_the_last_race_can_be_opened_again():
+@on_screen((120, 40))
+async def test_the_last_race_can_be_opened_again(it):
     """Escape closed the sheet, and with it the race was gone. And after a minute its film was over
     at the first look."""
-
-    async def scenario(it):
-        await it.press("R")
-        await it.sees("no race has been run yet; r runs one")
-        await it.press("r", turns=30)
-        it.stage.finish()
-        await it.turns()
-        await it.press("end", turns=0)
-        before = it.stage.lines(race.draw, 120, 40)
-        await it.press("escape", "b", turns=100)
-        it.state.KEPT = 60  # so it is long ago, as far as the timeline knows
-        await it.turns(2)
-        await it.press("R", turns=0)
-        assert race.shown_in(it.state).film is not None
-        await it.app.take_picture()
-        picture = it.app.picture.replace("\u00a0", " ")
-        assert "times as fast" in picture and "End leads to the result" not in picture
-        await it.press("end", turns=0)
-        assert it.stage.lines(race.draw, 120, 40) == before
-        assert "continuous takes" in it.text()
-
-    show(scenario, size=(120, 40))
+    await it.press("R")
+    await it.sees("no race has been run yet; r runs one")
+    await it.press("r", turns=30)
+    it.stage.finish()
+    await it.turns()
+    await it.press("end", turns=0)
+    before = it.stage.lines(race.draw, 120, 40)
+    await it.press("escape", "b", turns=100)
+    it.state.KEPT = 60  # so it is long ago, as far as the timeline knows
+    await it.turns(2)
+    await it.press("R", turns=0)
+    assert race.shown_in(it.state).film is not None
+    await it.app.take_picture()
+    picture = it.app.picture.replace("\u00a0", " ")
+    assert "times as fast" in picture and "End leads to the result" not in picture
+    await it.press("end", turns=0)
+    assert it.stage.lines(race.draw, 120, 40) == before
+    assert "continuous takes" in it.text()
 
 
 def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
@@ -338,9 +329,8 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
     assert tui.parse_arguments(["--policy", "shy"]).policy == "shy"
 
 
-def test_both_legs_are_animated_on_one_clock():
+def test_both_legs_are_animated_on_one_clock(stage):
     """Nothing of the second moved until the first had ended."""
-    stage = Stage().load()
     stage.obey("/race 20")
     shown = race.shown_in(stage.finish().state)
     longest = max(run.makespan for run in shown.last.runs)
@@ -365,8 +355,7 @@ def decoded(lines: list[str]) -> list[int]:
     return [sum(line.count(style.GLYPHS[DECODE]) for line in part) for part in parts]
 
 
-def test_while_the_first_leg_runs_nothing_is_blank():
-    stage = Stage().load()
+def test_while_the_first_leg_runs_nothing_is_blank(stage):
     stage.obey("/race 20")
     stage.turns(60)
     lines = stage.lines(race.draw, 120, 40)
@@ -376,57 +365,48 @@ def test_while_the_first_leg_runs_nothing_is_blank():
     assert "answers, static" in text and len(lines) > 22
 
 
-def test_a_comparison_right_after_a_race_stays():
+@on_screen()
+async def test_a_comparison_right_after_a_race_stays(it):
     """The screen looks ten times a second. Escape and c came between two looks, and the race took
     the place of the comparison."""
-
-    async def scenario(it):
-        await it.press("r", turns=30)
-        it.stage.finish()
-        await it.pilot.press("escape", "c")
-        for _ in range(3):
-            await it.turns(2)
-            assert "Compare: " in it.text()
-
-    show(scenario)
+    await it.press("r", turns=30)
+    it.stage.finish()
+    await it.pilot.press("escape", "c")
+    for _ in range(3):
+        await it.turns(2)
+        assert "Compare: " in it.text()
 
 
-def test_a_film_plays_although_the_engine_has_no_news():
+@on_screen()
+async def test_a_film_plays_although_the_engine_has_no_news(it):
     """It stood still at its beginning for as long as nothing else happened."""
-
-    async def scenario(it):
-        await it.press("r", turns=30)
-        it.stage.finish()
-        await it.turns()
-        assert "of" in it.text() and race.shown_in(it.state).film is not None
-        for _ in range(3):
-            seen = it.text()
-            race.shown_in(it.state).began -= 1.0
-            it.app.look()
-            await it.pilot.pause()
-            assert it.text() != seen
-        race.shown_in(it.state).began -= 60.0
+    await it.press("r", turns=30)
+    it.stage.finish()
+    await it.turns()
+    assert "of" in it.text() and race.shown_in(it.state).film is not None
+    for _ in range(3):
+        seen = it.text()
+        race.shown_in(it.state).began -= 1.0
         it.app.look()
         await it.pilot.pause()
-        assert "continuous takes" in it.text()
+        assert it.text() != seen
+    race.shown_in(it.state).began -= 60.0
+    it.app.look()
+    await it.pilot.pause()
+    assert "continuous takes" in it.text()
 
-    show(scenario)
 
-
-def test_a_waiting_race_names_its_policies():
+@on_screen((120, 40))
+async def test_a_waiting_race_names_its_policies(it):
     """It said "Race: static and continuous" whatever was asked for; and then "The race begins" for
     ever."""
-
-    async def scenario(it):
-        it.stage.obey("/burst 3")
-        await it.turns(3)
-        it.app.action_command("/race 3 serial fair")
-        await it.turns(3)
-        assert "Race: serial and fair" in it.text() and race.RACE_WAITS in it.text()
-        await it.press("X", turns=3)
-        assert "Race: serial and fair" in it.text() and race.NO_RACE.note in it.text()
-        it.app.action_command("/race 3")
-        await it.turns(3)
-        assert "static, running" in it.text()
-
-    show(scenario, size=(120, 40))
+    it.stage.obey("/burst 3")
+    await it.turns(3)
+    it.app.action_command("/race 3 serial fair")
+    await it.turns(3)
+    assert "Race: serial and fair" in it.text() and race.RACE_WAITS in it.text()
+    await it.press("X", turns=3)
+    assert "Race: serial and fair" in it.text() and race.NO_RACE.note in it.text()
+    it.app.action_command("/race 3")
+    await it.turns(3)
+    assert "static, running" in it.text()

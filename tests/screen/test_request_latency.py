@@ -5,7 +5,15 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from screen_stage import EndsAfter, Stage, draft_at_random, drawn, like_golden, plain, show
+from screen_stage import (
+    EndsAfter,
+    Stage,
+    draft_at_random,
+    drawn,
+    like_golden,
+    on_screen,
+    plain,
+)
 
 from nanobatch import SamplingParams
 from policies import POLICIES
@@ -183,8 +191,7 @@ def test_an_answer_that_fills_its_slot_is_replayed():
     assert found["measured"] == found["continuous"]
 
 
-def test_what_is_not_known_is_refused_in_a_line():
-    stage = Stage().load()
+def test_what_is_not_known_is_refused_in_a_line(stage):
     for order in ("/why", "/why p95", "/why 7"):
         with pytest.raises(
             ValueError, match=r"^(no request has ended yet|.* is not known here); b "
@@ -196,49 +203,45 @@ def test_what_is_not_known_is_refused_in_a_line():
     assert orders_of("why why7 why:p95", logged=True) == [("why", ""), ("why", "7"), ("why", "p95")]
 
 
-def test_the_waterfall_is_as_drawn():
-    async def scenario(it):
-        it.stage.obey("/burst 24")
-        await it.turns(40)
-        it.stage.obey("/burst 6")
-        it.stage.finish()
-        await it.press("w", "tab")
-        assert it.state.open is breakdown.at_percent(95, breakdown.ranked(it.state.ended))
-        like_golden("why-120x40", it.text())
-
-    show(scenario, Stage(policy="short"), (120, 40))
+@on_screen((120, 40), make=lambda: Stage(policy="short"))
+async def test_the_waterfall_is_as_drawn(it):
+    it.stage.obey("/burst 24")
+    await it.turns(40)
+    it.stage.obey("/burst 6")
+    it.stage.finish()
+    await it.press("w", "tab")
+    assert it.state.open is breakdown.at_percent(95, breakdown.ranked(it.state.ended))
+    like_golden("why-120x40", it.text())
 
 
-def test_w_and_the_arrows():
-    async def scenario(it):
-        await it.press("w")
-        await it.sees("no request has ended yet")
-        it.stage.obey("/burst 20")
-        await it.turns(30)
-        await it.press("down", "w")
-        request = it.state.owner(1)
-        assert f"Why did r{request.id} wait? open, continuous" in it.text()
-        await it.press("w")
-        assert "Slots" in it.text()
-        it.stage.finish()
-        await it.turns()
-        order = breakdown.ranked(it.state.ended)
-        await it.press("f", "w")
-        assert f"Why did r{it.state.open.id} wait?" in it.text()
-        seen = []
-        for key in ("tab", "tab", "tab", "tab", "right", "left"):
-            await it.press(key, turns=0)
-            seen.append(it.state.open.id)
-        marks = [breakdown.at_percent(mark, order).id for mark in request_latency.MARKS]
-        first, second, third, again, after, before = seen
-        assert {first, second, third} == {*marks} and again == first == before
-        assert after == order[[r.id for r in order].index(first) + 1].id
-        row = next(i for i, line in enumerate(it.text().split("\n")) if " p95 " in line)
-        column = it.text().split("\n")[row].index("p95")
-        await it.pilot.click("#sheet", offset=(column + 1, row))
-        await it.turns(0)
-        assert it.state.open.id == marks[1]
-        await it.press("g")
-        assert it.state.cursor is not None and "Slots" in it.text()
-
-    show(scenario, size=(120, 40))
+@on_screen((120, 40))
+async def test_w_and_the_arrows(it):
+    await it.press("w")
+    await it.sees("no request has ended yet")
+    it.stage.obey("/burst 20")
+    await it.turns(30)
+    await it.press("down", "w")
+    request = it.state.owner(1)
+    assert f"Why did r{request.id} wait? open, continuous" in it.text()
+    await it.press("w")
+    assert "Slots" in it.text()
+    it.stage.finish()
+    await it.turns()
+    order = breakdown.ranked(it.state.ended)
+    await it.press("f", "w")
+    assert f"Why did r{it.state.open.id} wait?" in it.text()
+    seen = []
+    for key in ("tab", "tab", "tab", "tab", "right", "left"):
+        await it.press(key, turns=0)
+        seen.append(it.state.open.id)
+    marks = [breakdown.at_percent(mark, order).id for mark in request_latency.MARKS]
+    first, second, third, again, after, before = seen
+    assert {first, second, third} == {*marks} and again == first == before
+    assert after == order[[r.id for r in order].index(first) + 1].id
+    row = next(i for i, line in enumerate(it.text().split("\n")) if " p95 " in line)
+    column = it.text().split("\n")[row].index("p95")
+    await it.pilot.click("#sheet", offset=(column + 1, row))
+    await it.turns(0)
+    assert it.state.open.id == marks[1]
+    await it.press("g")
+    assert it.state.cursor is not None and "Slots" in it.text()

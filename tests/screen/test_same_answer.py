@@ -9,8 +9,8 @@ from screen_stage import (
     draft_at_random,
     drawn,
     like_golden,
+    on_screen,
     plain,
-    show,
     turned_by_company,
 )
 
@@ -34,8 +34,7 @@ def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> Company:
     return stage.state.view.finding
 
 
-def test_a_batch_invariant_engine_has_one_answer():
-    stage = Stage().load()
+def test_a_batch_invariant_engine_has_one_answer(stage):
     found = gathered(stage)
     assert found.stage == "over" and found.so_far == "30 runs, 1 answer"
     assert [kind.count for kind in found.kinds] == [30] and found.unlike == 0
@@ -43,9 +42,8 @@ def test_a_batch_invariant_engine_has_one_answer():
     assert found.alone.numbers == 2 * len(found.alone.tokens) == 2 * same_answer.LONGEST
 
 
-def test_neighbours_come_go_and_are_cancelled():
+def test_neighbours_come_go_and_are_cancelled(stage):
     """Some runs use cached rows, half of them have drafts, and all give the same answer."""
-    stage = Stage().load()
     draft_at_random(stage.engine, random.Random(1))
     found = gathered(stage, "/same 60")
     assert found.so_far == "60 runs, 1 answer"
@@ -64,8 +62,7 @@ def test_neighbours_come_go_and_are_cancelled():
     assert f"{right:,} accepted" in found.drafts
 
 
-def test_different_tokens_are_two_answers():
-    stage = Stage().load()
+def test_different_tokens_are_two_answers(stage):
     turned = turned_by_company(stage, 6, "token")
     found = gathered(stage)
     right, wrong = found.kinds
@@ -77,9 +74,8 @@ def test_different_tokens_are_two_answers():
     assert "token 6 is “ wolf”, alone it is “ was”" in " ".join(plain(page(stage, 120, 40)))
 
 
-def test_different_bits_are_one_answer_by_tokens():
+def test_different_bits_are_one_answer_by_tokens(stage):
     """The text is the same, so nobody would see it."""
-    stage = Stage().load()
     turned = turned_by_company(stage, 4, "bits")
     found = gathered(stage)
     assert (found.texts, found.bits) == (1, 2) and found.unlike == len(turned) > 0
@@ -139,8 +135,7 @@ def test_a_reach_that_shows_is_reported(monkeypatch):
 # --- beginning and ending -----------------------------------------------------------------------
 
 
-def test_the_run_alone_is_really_alone():
-    stage = Stage().load()
+def test_the_run_alone_is_really_alone(stage):
     stage.obey("/burst 3")
     stage.turns(5)
     stage.obey(f"/same 10 {SHORT}")
@@ -158,8 +153,7 @@ def test_the_run_alone_is_really_alone():
 
 
 @pytest.mark.parametrize("when", ["waits", "alone", "runs"])
-def test_ending_it_cancels_its_requests(when):
-    stage = Stage().load()
+def test_ending_it_cancels_its_requests(when, stage):
     stage.obey("/burst 3")
     stage.turns(5)
     stage.obey(f"/same 20 {SHORT}")
@@ -174,9 +168,8 @@ def test_ending_it_cancels_its_requests(when):
     assert gathered(stage, f"/same 5 {SHORT}").so_far == "5 runs, 1 answer"
 
 
-def test_it_ends_the_slow_motion_of_a_first_burst():
+def test_it_ends_the_slow_motion_of_a_first_burst(stage):
     """At sixteen steps a second, 200 runs took minutes."""
-    stage = Stage().load()
     stage.session.eases = True
     stage.obey("/burst 3")
     stage.turns(2)
@@ -186,9 +179,8 @@ def test_it_ends_the_slow_motion_of_a_first_burst():
     assert stage.state.view.slow == 0 and stage.state.view.experimenting
 
 
-def test_an_experiment_is_one_busy_period():
+def test_an_experiment_is_one_busy_period(stage):
     """Alone and in company, and each request that is compared: all were periods of their own."""
-    stage = Stage().load()
     stage.obey("/burst 3")
     stage.finish()
     gathered(stage, f"/same 9 {SHORT}")
@@ -200,8 +192,7 @@ def test_an_experiment_is_one_busy_period():
     assert [ran[0], ran[1], ran[3]] == [3, 2 * 12, 3] and ran[2] > 12
 
 
-def test_a_run_that_is_cancelled_by_hand_is_run_again():
-    stage = Stage().load()
+def test_a_run_that_is_cancelled_by_hand_is_run_again(stage):
     stage.obey(f"/same 10 {SHORT}")
     cancelled = 0
     while cancelled < 5:
@@ -214,8 +205,7 @@ def test_a_run_that_is_cancelled_by_hand_is_run_again():
     assert stage.state.view.finding.so_far == "10 runs, 1 answer"
 
 
-def test_a_failed_run_ends_the_experiment():
-    stage = Stage().load()
+def test_a_failed_run_ends_the_experiment(stage):
     stage.obey(f"/same 50 {SHORT}")
     sched = stage.engine.sched
     while len(sched.running) < sched.slots or not sched.waiting:
@@ -253,39 +243,35 @@ def test_a_wrong_number_of_runs_is_refused(order):
 # --- the page -----------------------------------------------------------------------------------
 
 
-def test_the_page_is_as_drawn():
-    async def scenario(it):
-        it.stage.engine.is_batch_invariant = False
-        it.stage.engine.summary = "8 slots; rows (avx2, 2 threads)"
-        turned_by_company(it.stage, 7, "token")
-        await it.press("a")
-        while not it.state.view.finding or len(it.state.view.finding.runs) < 120:
-            it.stage.turns()
-        await it.turns(1)
-        like_golden("same-two-120x40", it.text())
-
-    show(scenario, size=(120, 40))
+@on_screen((120, 40))
+async def test_the_page_is_as_drawn(it):
+    it.stage.engine.is_batch_invariant = False
+    it.stage.engine.summary = "8 slots; rows (avx2, 2 threads)"
+    turned_by_company(it.stage, 7, "token")
+    await it.press("a")
+    while not it.state.view.finding or len(it.state.view.finding.runs) < 120:
+        it.stage.turns()
+    await it.turns(1)
+    like_golden("same-two-120x40", it.text())
 
 
-def test_a_opens_the_page_and_X_ends_the_experiment():
-    async def scenario(it):
-        assert "a runs a prompt alone" in "".join(plain(page(it.stage, 80, 24)))
-        await it.press("a", turns=30)
-        assert "The same answer in company" in it.text() and "X ends it" in it.text()
-        await it.turns(100)
-        assert " of 200 runs, 1 answer" in it.text()
-        runs = len(it.state.view.finding.runs)
-        await it.press("escape", turns=100)
-        assert "Slots" in it.text()
-        await it.press("a", turns=30)
-        assert "The same answer" in it.text() and len(it.state.view.finding.runs) > runs
-        await it.press("X", turns=3)
-        assert "and then it was ended" in it.text() and not it.state.view.busy
-        await it.press("escape")
-        it.app.action_command("/same last")
-        await it.sees("and then it was ended")
-
-    show(scenario)
+@on_screen()
+async def test_a_opens_the_page_and_X_ends_the_experiment(it):
+    assert "a runs a prompt alone" in "".join(plain(page(it.stage, 80, 24)))
+    await it.press("a", turns=30)
+    assert "The same answer in company" in it.text() and "X ends it" in it.text()
+    await it.turns(100)
+    assert " of 200 runs, 1 answer" in it.text()
+    runs = len(it.state.view.finding.runs)
+    await it.press("escape", turns=100)
+    assert "Slots" in it.text()
+    await it.press("a", turns=30)
+    assert "The same answer" in it.text() and len(it.state.view.finding.runs) > runs
+    await it.press("X", turns=3)
+    assert "and then it was ended" in it.text() and not it.state.view.busy
+    await it.press("escape")
+    it.app.action_command("/same last")
+    await it.sees("and then it was ended")
 
 
 def page(stage: Stage, width: int, height: int) -> list[style.Line]:

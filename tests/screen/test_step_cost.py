@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from screen_stage import Stage, like_golden, show
+from screen_stage import Stage, like_golden, on_screen, show
 from word_engine import VIEW
 
 from analysis.step_cost_model import Member, Work, pass_cost
@@ -137,21 +137,19 @@ def test_the_bill_is_as_drawn():
     show(scenario, stage, (120, 40), load=False)
 
 
-def test_the_arrows_lead_to_other_steps_and_s_takes_one():
-    async def scenario(it):
-        it.stage.obey("/burst 4")
-        await it.turns(30)
-        await it.press("space", "B")
-        newest = it.state.history[-1].step
-        assert f"The cost of step {newest:,}" in it.text()
-        await it.press("left", "left")
-        assert f"The cost of step {newest - 2:,}" in it.text()
-        await it.press("s", turns=2)
-        assert f"The cost of step {newest + 1:,}" in it.text() and "behind" not in it.text()
-        await it.press("B")
-        assert "Slots" in it.text()
-
-    show(scenario, ready(), load=False)
+@on_screen(make=ready, load=False)
+async def test_the_arrows_lead_to_other_steps_and_s_takes_one(it):
+    it.stage.obey("/burst 4")
+    await it.turns(30)
+    await it.press("space", "B")
+    newest = it.state.history[-1].step
+    assert f"The cost of step {newest:,}" in it.text()
+    await it.press("left", "left")
+    assert f"The cost of step {newest - 2:,}" in it.text()
+    await it.press("s", turns=2)
+    assert f"The cost of step {newest + 1:,}" in it.text() and "behind" not in it.text()
+    await it.press("B")
+    assert "Slots" in it.text()
 
 
 def test_the_roofline_is_measured_once_off_the_clock():
@@ -234,53 +232,48 @@ async def looks(it) -> None:
         await it.turns()
 
 
-def test_experts_are_asked_only_while_the_page_is_open():
-    async def scenario(it):
-        stage = it.stage
-        stage.obey("/burst 3")
-        await it.turns(20)
-        assert not stage.asked and "experts" not in it.text()
-        await it.press("space", turns=3)
-        await it.press("B", turns=0)
-        assert "expected: 3.50 a layer" in it.text()
-        await looks(it)
-        assert stage.asked == [stage.engine.sched.steps], "once for each step"
-        await looks(it)
-        assert len(stage.asked) == 1
-        text = it.text()
-        assert "read: 3.00 a layer (by chance 3.50)" in text, text
-        assert "layer 0      3 of 8: 1 ×2, 0 ×1, 2 ×1" in text
-        newest = stage.state.history[-1].step
-        await it.press("left", turns=0)
-        assert "expected: " in it.text() and "layer 0" not in it.text()
-        await it.press("right", "s")
-        await looks(it)
-        assert stage.asked == [newest, newest + 1]
-        assert "1 ×2, 0 ×1, 2 ×1" in it.text()
-        await it.press("escape", "s")
-        await looks(it)
-        assert len(stage.asked) == 2
-
-    show(scenario, expert_stage(), (120, 40), load=False)
+@on_screen((120, 40), make=expert_stage, load=False)
+async def test_experts_are_asked_only_while_the_page_is_open(it):
+    stage = it.stage
+    stage.obey("/burst 3")
+    await it.turns(20)
+    assert not stage.asked and "experts" not in it.text()
+    await it.press("space", turns=3)
+    await it.press("B", turns=0)
+    assert "expected: 3.50 a layer" in it.text()
+    await looks(it)
+    assert stage.asked == [stage.engine.sched.steps], "once for each step"
+    await looks(it)
+    assert len(stage.asked) == 1
+    text = it.text()
+    assert "read: 3.00 a layer (by chance 3.50)" in text, text
+    assert "layer 0      3 of 8: 1 ×2, 0 ×1, 2 ×1" in text
+    newest = stage.state.history[-1].step
+    await it.press("left", turns=0)
+    assert "expected: " in it.text() and "layer 0" not in it.text()
+    await it.press("right", "s")
+    await looks(it)
+    assert stage.asked == [newest, newest + 1]
+    assert "1 ×2, 0 ×1, 2 ×1" in it.text()
+    await it.press("escape", "s")
+    await looks(it)
+    assert len(stage.asked) == 2
 
 
-def test_failed_questions_are_not_repeated():
+@on_screen((120, 40), make=expert_stage, load=False)
+async def test_failed_questions_are_not_repeated(it):
     """Ten times a second it would fill the page of errors."""
-
-    async def scenario(it):
-        stage = it.stage
-        stage.client._chosen_experts = lambda: stage.asked.append(stage.engine.sched.steps) or 1 / 0
-        stage.obey("/burst 3")
-        await it.turns(20)
-        await it.press("space", "B", turns=3)
-        for _ in range(3):
-            await looks(it)
-        assert len(stage.asked) == 1
-        await it.press("s")
+    stage = it.stage
+    stage.client._chosen_experts = lambda: stage.asked.append(stage.engine.sched.steps) or 1 / 0
+    stage.obey("/burst 3")
+    await it.turns(20)
+    await it.press("space", "B", turns=3)
+    for _ in range(3):
         await looks(it)
-        assert len(stage.asked) == 2 and "expected: " in it.text()
-
-    show(scenario, expert_stage(), (120, 40), load=False)
+    assert len(stage.asked) == 1
+    await it.press("s")
+    await looks(it)
+    assert len(stage.asked) == 2 and "expected: " in it.text()
 
 
 # --- elsewhere

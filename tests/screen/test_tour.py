@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from screen_stage import Stage, like_golden, show
+from screen_stage import Stage, like_golden, on_screen, show
 from textual.geometry import Region
 
 import tui
@@ -413,44 +413,40 @@ def test_question_and_explanation_are_as_drawn(number, monkeypatch):
     show(scenario, TourStage(number), (120, 40))
 
 
-def test_keys_of_the_tour_and_no_others_reach_the_engine():
-    async def scenario(it):
-        state = it.state
-        await it.press("T", turns=0)
-        await play(it, "ask")
-        submitted = it.stage.engine.sched.submitted
-        await it.press("b", "p", "i", "x", "r", turns=2)
-        assert it.stage.engine.sched.submitted == submitted and it.app.focused is None
-        await it.sees("the tour has the engine; esc leaves it")
-        await it.press("d", "question_mark")
-        assert it.app.page.name == "help"
-        await it.press("escape")
-        assert state.tour.asks, "that closed the page, and not the tour"
-        for size in ((120, 40), (59, 20), (60, 20), (200, 50), (80, 24)):
-            await it.pilot.resize_terminal(*size)
-            await it.turns(1)
-            assert ("Tour 1 of" in it.text()) == (size[0] >= 60), it.text()
-        await it.press("4", turns=0)
-        await play(it, "tell")
-        assert state.tour.guess is None and "As you said: 4" in state.tour.verdict
-        await it.press("space", turns=0)
-        assert state.tour.scene == 2
-        await it.press("escape", turns=3)
-        assert it.state.tour is None and "Tour" not in it.text() and "❯" in it.text()
-        assert it.stage.engine.sched.policy.name == "continuous" and not state.view.paused
-
-    show(scenario, TourStage())
+@on_screen(make=TourStage)
+async def test_keys_of_the_tour_and_no_others_reach_the_engine(it):
+    state = it.state
+    await it.press("T", turns=0)
+    await play(it, "ask")
+    submitted = it.stage.engine.sched.submitted
+    await it.press("b", "p", "i", "x", "r", turns=2)
+    assert it.stage.engine.sched.submitted == submitted and it.app.focused is None
+    await it.sees("the tour has the engine; esc leaves it")
+    await it.press("d", "question_mark")
+    assert it.app.page.name == "help"
+    await it.press("escape")
+    assert state.tour.asks, "that closed the page, and not the tour"
+    for size in ((120, 40), (59, 20), (60, 20), (200, 50), (80, 24)):
+        await it.pilot.resize_terminal(*size)
+        await it.turns(1)
+        assert ("Tour 1 of" in it.text()) == (size[0] >= 60), it.text()
+    await it.press("4", turns=0)
+    await play(it, "tell")
+    assert state.tour.guess is None and "As you said: 4" in state.tour.verdict
+    await it.press("space", turns=0)
+    assert state.tour.scene == 2
+    await it.press("escape", turns=3)
+    assert it.state.tour is None and "Tour" not in it.text() and "❯" in it.text()
+    assert it.stage.engine.sched.policy.name == "continuous" and not state.view.paused
 
 
-def test_an_answer_can_be_clicked():
-    async def scenario(it):
-        await it.press("T", turns=0)
-        await play(it, "ask")
-        row = next(i for i, line in enumerate(it.text().splitlines()) if " 1 8 times" in line)
-        await it.pilot.click("#tour", offset=(4, row - it.app.query_one("#tour").region.y))
-        assert it.state.tour.guess == 1
-
-    show(scenario, TourStage())
+@on_screen(make=TourStage)
+async def test_an_answer_can_be_clicked(it):
+    await it.press("T", turns=0)
+    await play(it, "ask")
+    row = next(i for i, line in enumerate(it.text().splitlines()) if " 1 8 times" in line)
+    await it.pilot.click("#tour", offset=(4, row - it.app.query_one("#tour").region.y))
+    assert it.state.tour.guess == 1
 
 
 @pytest.mark.parametrize("how", ["T", "b"])
@@ -476,14 +472,12 @@ def test_the_tour_is_offered_once(how, tmp_path):
     assert note.exists() and not offered()
 
 
-def test_declining_the_tour_without_a_writable_home(tmp_path):
-    async def scenario(it):
-        it.app._note = tmp_path / "no" / "folder" / "tour"
-        it.state.offers_tour = True
-        await it.press("escape")
-        assert not it.state.offers_tour
-
-    show(scenario, TourStage())
+@on_screen(make=TourStage)
+async def test_declining_the_tour_without_a_writable_home(it, tmp_path):
+    it.app._note = tmp_path / "no" / "folder" / "tour"
+    it.state.offers_tour = True
+    await it.press("escape")
+    assert not it.state.offers_tour
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
