@@ -364,15 +364,6 @@ def test_the_calmest_of_equal_drops_counts():
     assert "Noisy" not in said and "; with" not in said
 
 
-def test_two_quick_keys_submit_two_long_prompts():
-    """The screen guessed whether the experiment ran; now the engine's thread knows."""
-    stage = like_a_cpu(Stage().load())
-    for order in ("/long 24", "/long 264"):
-        stage.obey(order)
-    finish(stage)
-    assert [drop.budget for drop in drops(stage)] == ["24", "264"] and not stage.state.faults
-
-
 def test_leaving_the_page_ends_no_other_experiment(stage):
     stage.obey("/break client")
     stage.turns(2)
