@@ -94,7 +94,7 @@ class FaultInjection(NamedTuple):
     @property
     def so_far(self) -> str:
         if self.stage == "gathers":
-            return "Requests come, to have somebody to disturb."
+            return "Requests are submitted, so that a fault has something to hit."
         on = [each for each in self.witnesses if each.went_on]
         left = len(self.witnesses) - len(on) - len(self.ended)
         words = f"{len(self.ended):,} ended by it, {len(on):,} went on to the end of their answers"
@@ -287,7 +287,7 @@ def where(handle: Handle) -> str:
     return f"{words}, {count(len(handle.tokens), 'token')}" if handle.tokens else words
 
 
-UNPROMISED = "this product promises no bits in company (engine.is_batch_invariant is False)"
+NOT_INVARIANT = "this matrix product is not batch-invariant (engine.is_batch_invariant is False)"
 
 
 def by_end(witnesses: Sequence[Witness]) -> list[tuple[str, list[Witness]]]:
@@ -334,7 +334,7 @@ def draw(state: State, on: Canvas) -> None:
     if found.compared:
         on.entry("compared", found.receipt, on.muted)
     if found.changed and not found.exact:
-        on.entry("but", UNPROMISED, on.muted)
+        on.entry("but", NOT_INVARIANT, on.muted)
     if found.what == "step" and found.ended and on.has_keys:
         on.entry("errors", "E shows its traceback: Planted", on.muted)
     if found.witnesses:
@@ -378,7 +378,7 @@ def known(text: str) -> str:
 def obey(session: PageSession, rest: str) -> str:
     """Inject a fault: /break step, nan or client."""
     if not rest:
-        return f"what shall break? /break {', '.join(BREAKS)}"
+        return f"break what? /break {', '.join(BREAKS)}"
     what = known(rest)
     session.run_experiment("breakage", Breaking(what))
     return ""

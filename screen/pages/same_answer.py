@@ -34,10 +34,10 @@ CANCELLED = 0.25  # share of the neighbours
 WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # the words of neighbours
 TALLEST = 6  # lines of the picture
 TEXT_ROWS = 3  # lines of the answer's text
-BEFORE = {  # by stage: words before the first end of a run in company
-    "waits": "It begins when all that runs has ended.",
+BEFORE = {  # by stage: words before the first run has ended
+    "waits": "It begins when all running requests have ended.",
     "alone": "The prompt runs alone.",
-    "runs": "The company gathers.",
+    "runs": "Neighbours arrive.",
 }
 
 
@@ -62,7 +62,7 @@ class Alike(NamedTuple):
     difference: Difference | None  # from the run alone
 
 
-class Company(NamedTuple):
+class SameAnswer(NamedTuple):
     """The findings so far."""
 
     ask: Ask
@@ -113,11 +113,11 @@ class Company(NamedTuple):
         return f"{tokens}, {what}: {self.alone.numbers:,} numbers, each in all its bits"
 
     @property
-    def company(self) -> str:
+    def neighbours(self) -> str:
         mean = fmean(run.beside for run in self.runs)
         return (
-            f"{number(mean)} others beside a run at a time ({self.beside} at most). "
-            f"{self.came:,} random neighbours came; {self.cancelled:,} of them were cancelled"
+            f"{number(mean)} at a time ({self.beside} at most); of {self.came:,} in all "
+            f"{self.cancelled:,} were cancelled"
         )
 
     @property
@@ -152,7 +152,7 @@ class UnderWay:
         self.beside = 0  # others, summed over all steps
 
 
-class Gathering(Experiment):
+class SameAnswerExperiment(Experiment):
     """Run a prompt alone, then among neighbours."""
 
     def __init__(self, ask: Ask, runs: int):
@@ -162,7 +162,7 @@ class Gathering(Experiment):
         self.ask = ask._replace(
             max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True, speculate=False
         )
-        super().__init__(Company(self.ask, runs))
+        super().__init__(SameAnswer(self.ask, runs))
         self.dice = random.Random(0)
         self.guests: list[UnderWay] = []
         self.others: dict[Handle, int] = {}  # neighbours, with the steps until it is cancelled
@@ -170,7 +170,7 @@ class Gathering(Experiment):
         self.at_once = 1  # runs
         self.neighbours = 0
 
-    def steps(self) -> Iterator[Company]:
+    def steps(self) -> Iterator[SameAnswer]:
         self._check()
         product = self.engine.summary.rpartition("; ")[2]
         product = product.partition(", so ")[0]  # `exact` says so, too
@@ -187,11 +187,11 @@ class Gathering(Experiment):
     def _check(self) -> None:
         sched = self.engine.sched
         if sched.slots < 2:
-            raise ValueError("there is no company in one slot; start with --slots 2 or more")
+            raise ValueError("one slot has no neighbours; start with --slots 2 or more")
         if sched.policy.name == "serial":
             raise ValueError("under serial each request runs alone; p changes the policy")
 
-    def _run_alone(self) -> Iterator[Company]:
+    def _run_alone(self) -> Iterator[SameAnswer]:
         self.tell(stage="alone")
         handle = yield from self.alone(lambda: self.client.submit(self.ask, prefix_cache=False))
         check(handle)
@@ -280,7 +280,7 @@ def check(handle: Handle) -> bool:
     return handle.finish_reason in ("stop", "length")
 
 
-def unlike(found: Company) -> list[Alike]:
+def unlike(found: SameAnswer) -> list[Alike]:
     """Different answers: those with other tokens first, then by frequency."""
     kinds = [kind for kind in found.kinds if kind.difference]
     return sorted(kinds, key=lambda kind: (kind.difference.parted is None, -kind.count))
@@ -293,7 +293,7 @@ def draw(state: State, on: Canvas) -> None:
     """Draw the number of answers, the neighbours, and the differences."""
     found = state.found.get("same")
     note = "X ends it  Esc back" if state.view.experimenting else "a runs it anew  Esc back"
-    on.title("The same answer in company", note)
+    on.title("The same answer among neighbours", note)
     if found is None:
         on.say("a runs a prompt alone, and then 200 times among random neighbours.", on.muted)
         return
@@ -309,7 +309,7 @@ def draw(state: State, on: Canvas) -> None:
     draw_kinds(on, found)
     facts = {
         "hash of": found.covers,
-        "company": found.company,
+        "others": found.neighbours,
         "rows": found.beginnings,
         "drafts": found.drafts,
     }
@@ -318,13 +318,13 @@ def draw(state: State, on: Canvas) -> None:
     draw_strip(state, on, found)
 
 
-def product_of(found: Company) -> str:
+def product_of(found: SameAnswer) -> str:
     if found.exact:
-        return f"{found.product}; engine.is_batch_invariant: no bit depends on the company"
-    return f"{found.product}; engine.is_batch_invariant is False: bits may depend on the company"
+        return f"{found.product}; engine.is_batch_invariant: no bit depends on the neighbours"
+    return f"{found.product}; engine.is_batch_invariant is False: bits may depend on the neighbours"
 
 
-def draw_counter(state: State, on: Canvas, found: Company) -> None:
+def draw_counter(state: State, on: Canvas, found: SameAnswer) -> None:
     """Draw the number of runs and of answers."""
     words = found.so_far
     if not (runs(state.view, found) or found.stage == "over"):
@@ -333,7 +333,7 @@ def draw_counter(state: State, on: Canvas, found: Company) -> None:
     on.pen().put(" " + shorten(words, on.width - 2), hue, True)
 
 
-def draw_kinds(on: Canvas, found: Company) -> None:
+def draw_kinds(on: Canvas, found: SameAnswer) -> None:
     """Draw a line for each answer: hash, runs, and the difference."""
     bar = on.width // 14
     most = max(kind.count for kind in found.kinds)
@@ -351,7 +351,7 @@ def draw_kinds(on: Canvas, found: Company) -> None:
         on.pen().to(10).put(f"and {count(len(rest), 'answer')} more, of {runs}", on.muted)
 
 
-def draw_strip(state: State, on: Canvas, found: Company) -> None:
+def draw_strip(state: State, on: Canvas, found: SameAnswer) -> None:
     """Draw a column for each run, as high as the number of others; a cross marks a different
     answer."""
     most = state.view.engine.limits.slots - 1
@@ -360,7 +360,7 @@ def draw_strip(state: State, on: Canvas, found: Company) -> None:
     strips = -(-found.wanted // across)
     tall = max(1, min(TALLEST, (on.lines_left - 1) // strips - 1))
     legend = [("█", on.text, f"{most} others"), ("✗", on.bad, "not as alone")]
-    on.heading("Each run: how many ran beside it", legend=legend)
+    on.heading("Each run: how many ran next to it", legend=legend)
     for first in range(0, len(found.runs), across):
         runs = found.runs[first : first + across]
         for row in reversed(range(tall)):
@@ -389,7 +389,7 @@ def obey(session: PageSession, rest: str) -> None:
         word, prompt = str(RUNS), rest
     many = how_many(word)
     ask = session.state.settings.ask(prompt.strip() or own_prompt(session.state))
-    session.run_experiment("experiment in company", Gathering(ask, many))
+    session.run_experiment("same-answer experiment", SameAnswerExperiment(ask, many))
 
 
 def own_prompt(state: State) -> str:

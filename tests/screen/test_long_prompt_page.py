@@ -158,27 +158,27 @@ def until_read(stage: Stage) -> None:
     stage.turns(2)
 
 
-def drops(stage: Stage) -> tuple[long_prompt.Drop, ...]:
-    return stage.state.found[long_prompt.NAME].drops
+def results(stage: Stage) -> tuple[long_prompt.Result, ...]:
+    return stage.state.found[long_prompt.NAME].results
 
 
-def computed(stage: Stage, drop: long_prompt.Drop) -> int:
+def computed(stage: Stage, result: long_prompt.Result) -> int:
     """Tokens of the prompt."""
-    metrics = stage.state.requests[drop.request].metrics
+    metrics = stage.state.requests[result.request].metrics
     return metrics.prompt_tokens - metrics.cached_tokens
 
 
-def widest_read(stage: Stage, drop: long_prompt.Drop) -> int:
+def widest_read(stage: Stage, result: long_prompt.Result) -> int:
     """The most tokens of prompts in a step that reads the long prompt."""
     steps = [column.view for column in stage.state.history]
-    reads = [step for step in steps if long_prompt.read_of(step, drop.request)]
+    reads = [step for step in steps if long_prompt.read_of(step, result.request)]
     return max(step.cost - len(step.decode) for step in reads)
 
 
-def chats(stage: Stage, drop: long_prompt.Drop) -> int:
+def chats(stage: Stage, result: long_prompt.Result) -> int:
     """How many decoded when its first chunk was read."""
     steps = [column.view for column in stage.state.history]
-    return len(next(step for step in steps if long_prompt.read_of(step, drop.request)).decode)
+    return len(next(step for step in steps if long_prompt.read_of(step, result.request)).decode)
 
 
 def test_a_long_prompt_reports_gaps_and_first_token():
@@ -186,19 +186,21 @@ def test_a_long_prompt_reports_gaps_and_first_token():
     stage = like_a_cpu(Stage().load())
     stage.obey("/long 24 104 520")
     finish(stage)
-    found = drops(stage)
-    assert [drop.budget for drop in found] == ["24", "104", "520"]
-    assert [drop.widest for drop in found] == [16, 64, computed(stage, found[2])]
-    for drop in found:
-        tokens = computed(stage, drop)  # all of it: no rows of an earlier long prompt
-        short = drop.short.tokens if drop.short else 0
-        assert 480 < tokens <= 510 and chats(stage, drop) == 6 and drop.steps_between == 1
-        assert -(-tokens // drop.widest) <= drop.steps <= -(-(tokens + short) // drop.widest)
-        assert drop.quiet_gap == drop.quiet_longest == pytest.approx(0.01)
-        assert drop.gap == pytest.approx(0.01 + drop.widest * 0.0001, rel=0.1)
-        assert drop.longest == pytest.approx(0.01 + widest_read(stage, drop) * 0.0001)
+    found = results(stage)
+    assert [result.budget for result in found] == ["24", "104", "520"]
+    assert [result.widest for result in found] == [16, 64, computed(stage, found[2])]
+    for result in found:
+        tokens = computed(stage, result)  # all of it: no rows of an earlier long prompt
+        short = result.short.tokens if result.short else 0
+        assert 480 < tokens <= 510 and chats(stage, result) == 6 and result.steps_between == 1
+        assert -(-tokens // result.widest) <= result.steps <= -(-(tokens + short) // result.widest)
+        assert result.quiet_gap == result.quiet_longest == pytest.approx(0.01)
+        assert result.gap == pytest.approx(0.01 + result.widest * 0.0001, rel=0.1)
+        assert result.longest == pytest.approx(0.01 + widest_read(stage, result) * 0.0001)
         in_flight = 0.01  # the step that ran when it came
-        assert drop.ttft == pytest.approx(in_flight + drop.steps * 0.01 + (tokens + short) * 0.0001)
+        assert result.ttft == pytest.approx(
+            in_flight + result.steps * 0.01 + (tokens + short) * 0.0001
+        )
 
 
 @pytest.mark.parametrize("first", ["shortest", "oldest"])
@@ -209,14 +211,14 @@ def test_the_steps_of_a_short_prompt_are_counted(first):
     if first == "oldest":
         stage.engine.sched._rest = lambda request: request.id
     stage.obey("/long 24")
-    (drop,) = drops(finish(stage))
-    short = drop.short
+    (result,) = results(finish(stage))
+    short = result.short
     steps = [column.view for column in stage.state.history]
     reads = [step.step for step in steps if long_prompt.read_of(step, short.request)]
-    last = max(step.step for step in steps if long_prompt.read_of(step, drop.request))
+    last = max(step.step for step in steps if long_prompt.read_of(step, result.request))
     assert len(reads) == short.steps and last - reads[0] + 1 == short.long_steps
     assert short.steps == {"shortest": 3, "oldest": 13}[first]
-    ends = f"r{drop.request}'s after {short.long_steps}."
+    ends = f"r{result.request}'s after {short.long_steps}."
     said = f"its first token came after {short.steps} steps, {ends}"
     assert said in " ".join(page(stage).split())
     (lane,) = [line for line in page(stage).splitlines() if line.endswith(" short")]
@@ -228,9 +230,11 @@ def test_a_long_prompt_without_a_short_one_says_so(slots, budget):
     """Two slots are for a chat and the long prompt, and a long prompt in one step has no middle."""
     stage = like_a_cpu(Stage(slots=slots).load())
     stage.obey(f"/long {budget}")
-    (drop,) = drops(finish(stage))
-    assert drop.short is None
-    assert f"No short prompt was counted next to r{drop.request}: " in " ".join(page(stage).split())
+    (result,) = results(finish(stage))
+    assert result.short is None
+    assert f"No short prompt was counted next to r{result.request}: " in " ".join(
+        page(stage).split()
+    )
 
 
 def test_running_chats_are_used_and_go_on():
@@ -240,7 +244,7 @@ def test_running_chats_are_used_and_go_on():
     stage.turns(8)
     stage.obey("/long")
     stage.turns(60)
-    assert not stage.state.view.experimenting and chats(stage, drops(stage)[0]) == 3
+    assert not stage.state.view.experimenting and chats(stage, results(stage)[0]) == 3
     assert len(stage.engine.sched.running) == 3 and stage.engine.sched.submitted == 5
     finish(stage)
     assert [request.reason for request in stage.state.ended[-3:]] == ["length"] * 3
@@ -256,7 +260,7 @@ def test_where_no_slot_is_free_it_says_so_and_waits():
     stage.turns(5)
     assert "3 chats decode; a long prompt waits until a slot is free" in page(stage)
     finish(stage)
-    assert chats(stage, drops(stage)[0]) == 2
+    assert chats(stage, results(stage)[0]) == 2
 
 
 def page(stage: Stage, width: int = 120, height: int = 40) -> str:
@@ -295,8 +299,8 @@ def test_a_budget_changed_in_mid_prompt_is_reported():
     stage.turns(5)
     stage.obey("/budget 264")
     finish(stage)
-    (drop,) = drops(stage)
-    assert drop.budget == "24→264" and drop.widest == 256 and drop.steps < 10
+    (result,) = results(stage)
+    assert result.budget == "24→264" and result.widest == 256 and result.steps < 10
 
 
 def test_a_policy_that_admits_nothing_is_refused():
@@ -320,7 +324,7 @@ async def test_the_page_during_and_after_a_long_prompt(it):
     await it.turns(60)
     await it.press("right_square_bracket", "L")
     await it.turns(70)
-    assert len(drops(it.stage)) == 3
+    assert len(results(it.stage)) == 3
     like_golden("longs-120x40", it.text())
     await it.press("escape", turns=3)
     assert it.stage.engine.sched.budget == 104 and not it.state.view.experimenting
@@ -336,7 +340,7 @@ def test_reopening_the_page_submits_another():
     long_prompt.PAGE.leave(stage.session)
     stage.obey("/long")
     stage.turns(80)
-    assert len(drops(stage)) == 2 and stage.state.view.experimenting
+    assert len(results(stage)) == 2 and stage.state.view.experimenting
 
 
 def test_the_calmest_of_equal_drops_counts():
@@ -352,15 +356,15 @@ def test_the_calmest_of_equal_drops_counts():
     stage.obey("/long 520")
     stage.turns(12)
     finish(stage)
-    assert "Noisy: without the long prompt, too, a gap was 1.01 s" in " ".join(page(stage).split())
+    assert "Noisy: a gap was 1.01 s without the long prompt, too" in " ".join(page(stage).split())
     stage.engine.runner.begin = begin
     stage.obey("/long 520 520 520")
     finish(stage)
-    found = drops(stage)
-    calmest = min(drop.gap for drop in found)
+    found = results(stage)
+    calmest = min(result.gap for result in found)
     assert len(found) == 4 and calmest < found[-1].gap
     said = " ".join(page(stage).split())
-    assert f"the calmest of 4 drops): a chat's gap was {span(calmest)}, the longest" in said
+    assert f"the calmest of 4): a chat's gap was {span(calmest)}, the longest" in said
     assert "Noisy" not in said and "; with" not in said
 
 

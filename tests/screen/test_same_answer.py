@@ -1,4 +1,4 @@
-"""The same prompt alone and in company: what is counted, what is reported, what is put back."""
+"""The same prompt alone and among neighbours: what is counted, what is reported, what is put back."""
 
 import random
 from functools import cache
@@ -20,13 +20,13 @@ from nanobatch import Engine
 from screen import commands, keys, workload
 from screen.draw import style
 from screen.pages import same_answer
-from screen.pages.same_answer import Company
+from screen.pages.same_answer import SameAnswer
 from screen.workload import BURST
 
 SHORT = "Tell me a story about a fox."
 
 
-def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> Company:
+def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> SameAnswer:
     stage.obey(order)
     stage.turns()
     stage.finish()
@@ -180,7 +180,7 @@ def test_it_ends_the_slow_motion_of_a_first_burst(stage):
 
 
 def test_an_experiment_is_one_busy_period(stage):
-    """Alone and in company, and each request that is compared: all were periods of their own."""
+    """Alone, among neighbours, and each request that is compared: all were periods of their own."""
     stage.obey("/burst 3")
     stage.finish()
     gathered(stage, f"/same 9 {SHORT}")
@@ -223,7 +223,7 @@ def test_a_failed_run_ends_the_experiment(stage):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"slots": 1}, "no company in one slot"),
+        ({"slots": 1}, "one slot has no neighbours"),
         ({"policy": "serial"}, "under serial each request runs alone"),
     ],
 )
@@ -258,7 +258,7 @@ async def test_the_page_is_as_drawn(it):
 async def test_a_opens_the_page_and_X_ends_the_experiment(it):
     assert "a runs a prompt alone" in "".join(plain(page(it.stage, 80, 24)))
     await it.press("a", turns=30)
-    assert "The same answer in company" in it.text() and "X ends it" in it.text()
+    assert "The same answer among neighbours" in it.text() and "X ends it" in it.text()
     await it.turns(100)
     assert " of 200 runs, 1 answer" in it.text()
     runs = len(it.state.view.finding.runs)
@@ -285,6 +285,8 @@ def test_the_log_has_only_the_result():
         stage.client.loop.turn()
         log.look()
     told = [line for line in lines if " s  " not in line]
-    assert told[0].startswith("── The same answer in company") and told[1] == " 9 runs, 1 answer"
+    assert (
+        told[0].startswith("── The same answer among neighbours") and told[1] == " 9 runs, 1 answer"
+    )
     assert not any("waits:" in line or "admitted" in line for line in lines)
     assert workload.Settings().ask("x").mute is False

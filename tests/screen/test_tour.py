@@ -30,7 +30,7 @@ LONG_PROMPT = TITLES.index("a long prompt among chats")
 STARVES = TITLES.index("who starves")
 GHOSTS = TITLES.index("a step ahead of the tokens")
 JSON = TITLES.index("JSON that cannot break")
-SAME = TITLES.index("the same answer in company")
+SAME = TITLES.index("the same answer among neighbours")
 BREAK = TITLES.index("a crash, and a hang-up")
 RIGHT = {  # on the engine of words, or on the demo model
     "what a row more costs": 4,
@@ -39,7 +39,7 @@ RIGHT = {  # on the engine of words, or on the demo model
     "who starves": 3,
     "a step ahead of the tokens": 2,
     "JSON that cannot break": 3,
-    "the same answer in company": 1,
+    "the same answer among neighbours": 1,
     "a crash, and a hang-up": 2,
 }
 
