@@ -35,8 +35,8 @@ PARTS = {
     "others' chunks": "its steps take longer, since prompts of others are read in them",
     "others' rows": "its steps take longer, since answers of others are decoded in them",
     "decoding": "its own answer",
-    "ghost": "computed for nothing in its slot, after its end",
-    "unseen": "the screen looked away",
+    "ghost": "computed in its slot after its end, and dropped",
+    "unseen": "steps that the screen missed",
 }
 ROUNDING = 1e-9  # seconds that a step may seem to begin before a prompt, after a pause
 LONGEST = 5_000  # steps: a longer replay would block the screen
@@ -113,7 +113,7 @@ def break_down(
 
 
 def is_noisy(prices: Prices) -> bool:
-    """Whether a chunk seems to cost less than one row, which is impossible."""
+    """Whether a chunk seems to cost less than one row, which cannot be."""
     return prices.chunk <= max(LEAST, prices.row)
 
 

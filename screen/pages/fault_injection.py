@@ -4,9 +4,9 @@
     nan       NaN, written over the newest values of one slot
     client    a request is cancelled in mid-answer, as when a client hangs up
 
-All neighbours are witnesses. Afterwards each runs again alone, and the two answers are compared:
-all tokens and all bits of the log probabilities, up to the point where a witness was cut off. The
-engine knows nothing of this: for one step another runner does the damage (`running_on`).
+All open requests are witnesses. Afterwards each runs again alone, and the two answers are compared:
+all tokens and all bits of the log probabilities, up to where a witness was cut off. The engine has
+no code for this: for one step another runner does the damage (`running_on`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from screen.page import Page, PageSession
 from screen.state import State
 from screen.workload import BURST, Ask
 
-BREAKS = {  # by name: the title, and the way
+BREAKS = {  # by name: title and mechanism
     "step": ("an exception in the next step", "raised when the forward pass has begun"),
     "nan": ("NaN in a slot", "written over the newest values of one request"),
     "client": ("a client that vanishes", "its request is cancelled in mid-answer"),
@@ -47,7 +47,7 @@ COLUMNS = (
 
 
 class Planted(Exception):
-    """Raised on purpose: nothing is wrong."""
+    """Raised on purpose."""
 
 
 # --- findings -----------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class FaultInjection(NamedTuple):
     """The findings so far."""
 
     what: str  # one of `BREAKS`
-    exact: bool = False  # the engine's own word
+    exact: bool = False  # batch-invariant
     stage: str = "gathers"  # "gathers" | "goes on" | "compares" | "over"
     did: str = ""
     witnesses: Sequence[Witness] = ()
@@ -118,8 +118,8 @@ class FaultInjection(NamedTuple):
 
 
 class Saboteur:
-    """A runner around ours. Before each step `harm` may damage something, and says what; then
-    `fault` is raised once the forward pass has been launched."""
+    """Wrap our runner. Before each step `harm` may damage something, and returns what; then `fault`
+    is raised, once the forward pass has been launched."""
 
     def __init__(self, ours: Any, harm: Callable[[Any], str], fault: Exception | None):
         self.did = ""
@@ -197,7 +197,7 @@ class Breaking(Experiment):
             witnesses.append(known._replace(tokens=len(handle.tokens), **changes))
         return self.tell(witnesses=witnesses)
 
-    # --- the three ways
+    # --- the three faults
 
     def _raise(self) -> Iterator[FaultInjection]:
         def harm(order: Any) -> str:
@@ -235,7 +235,7 @@ class Breaking(Experiment):
     def _sabotage(
         self, harm: Callable[[Any], str], fault: Exception | None = None
     ) -> Iterator[FaultInjection]:
-        """Let another runner run steps until the damage is done."""
+        """Replace the runner until the damage is done."""
         saboteur = Saboteur(self.engine.runner, harm, fault)
         with running_on(self.engine, saboteur):
             while not saboteur.did and self.engine.has_work:

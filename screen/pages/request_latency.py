@@ -65,7 +65,7 @@ def draw_slider(state: State, on: Canvas, r: RequestView) -> None:
     cells = ["─"] * (on.width - 8)
     for mark in MARKS:
         cells[at_cell(mark / 100, len(cells))] = "┼"
-    words = f"{span(r.metrics.ttft_s)}, and not over" if r.reason is None else "no first token"
+    words = f"{span(r.metrics.ttft_s)}, still running" if r.reason is None else "no first token"
     if place is not None:
         cells[at_cell((place + 1) / len(order), len(cells))] = KNOB
         words = f"{span(r.metrics.ttft_s)}: {place:,} of {len(order):,} were sooner"
@@ -152,7 +152,7 @@ def shares_of_clients(state: State, breakdown: LatencyBreakdown) -> str:
 
 
 def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
-    """Draw the replays."""
+    """Draw the request under each policy."""
     legend = (
         (LINE, on.bad, "in line"),
         (SOON, on.text, "first token"),

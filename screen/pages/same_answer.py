@@ -67,7 +67,7 @@ class SameAnswer(NamedTuple):
 
     ask: Ask
     wanted: int  # runs
-    exact: bool = False  # the engine's own word
+    exact: bool = False  # batch-invariant
     product: str = ""  # the engine's matrix product
     stage: str = "waits"  # "waits" | "alone" | "runs" | "over"
     alone: Bits | None = None

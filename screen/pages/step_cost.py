@@ -110,7 +110,7 @@ def what_bounds(bill: StepCost, step: StepView, roof: Roof) -> str:
     if most > whole:
         return (
             f"It was quicker than the roofline allows ({span(most)}): other programs ran when the roofline "
-            "was measured (/cost again), or what it read lay in a nearer cache."
+            "was measured (/cost again), or the data was in a cache."
         )
     if most < whole / 2:
         words = f"None of the three bounds it: reading is {read}, arithmetic {multiplied}, Python {python}. "
@@ -229,7 +229,7 @@ def experts_of(state: State, column: Column, bill: StepCost) -> str:
     if seen:
         mean = number(fmean(map(len, seen)))
         return f"{words}; read: {mean} a layer (by chance {number(chance)})"
-    which = " (only its own screen knows which)" if state.view.watches else ""
+    which = " (a watched engine does not tell which)" if state.view.watches else ""
     return f"{words}; expected: {number(chance)} a layer{which}"
 
 
@@ -246,7 +246,7 @@ def roof_of(state: State) -> str:
     roof = state.view.engine.roof
     if not roof.reading:
         if state.view.watches:
-            return f"not measured there: a screen of its own does so ({command('tui.py')} --serve, then B)"
+            return f"not measured there; B on a screen with the server does it ({command('tui.py')} --serve)"
         return "is being measured"
     words = f"memory {scaled(roof.reading, 'B/s')}, arithmetic {scaled(roof.multiplying, 'FLOP/s')}"
     if roof.again > NEARER * roof.reading:

@@ -147,7 +147,7 @@ def test_a_question_that_does_not_fit_waits_for_drop_or_new():
         await it.press(*"/drop", "enter", turns=0)
         await ended(it)
         assert it.stage.shown[-1].startswith(f"u:b{filler};a:once")
-        mark = "left out: the model is not told this question and its answer any more"
+        mark = "left out: the model no longer sees this question and its answer"
         before, _, behind = it.text().partition(mark)
         assert "❯ b" not in before and "╌" not in it.text(), "no divider"
         assert behind.strip(" │\n").startswith("❯ a") and mark not in behind

@@ -288,7 +288,7 @@ def test_a_watched_roofline_is_not_measured():
     stage.state.view = stage.state.view._replace(watches=True)
     text = page(stage)
     assert "not measured there" in text and "bounds" not in text
-    assert "expected: 3.50 a layer (only its own screen knows which)" in text
+    assert "expected: 3.50 a layer (a watched engine does not tell which)" in text
     assert re.search(r"Python +1.00 ms", text) and "reading  " not in text
 
 
