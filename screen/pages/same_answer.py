@@ -116,8 +116,8 @@ class SameAnswer(NamedTuple):
     def neighbours(self) -> str:
         mean = fmean(run.beside for run in self.runs)
         return (
-            f"{number(mean)} at a time ({self.beside} at most); of {self.came:,} in all "
-            f"{self.cancelled:,} were cancelled"
+            f"{number(mean)} at a time ({self.beside} at most); "
+            f"{self.cancelled:,} of {self.came:,} were cancelled"
         )
 
     @property
