@@ -9,8 +9,7 @@ handler, which raises KeyboardInterrupt unless the program has chosen another, i
 after. A step takes a moment; if it takes too long for the person who waits, a second Ctrl-C ends
 the process at once, or is the program's own handler's business at once.
 
-The invariant: a `with Held():` block is left as if Ctrl-C had come behind it. Other threads need
-none of this, since Python handles signals in the main thread alone.
+The invariant: a `with defer_interrupt():` block is left as if Ctrl-C had come after it.
 
 Where next: `Engine.step` in `nanobatch.py`.
 """
@@ -21,10 +20,18 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 
-class Held:
-    """Inside `with Held():` Ctrl-C is noted (`came`), and takes effect at the end of the block.
+def defer_interrupt() -> AbstractContextManager:
+    """Until the end of the block, Ctrl-C is only noted. Python handles signals in the main thread
+    alone, so in other threads there is nothing to do."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return DeferredInterrupt() if is_main else nullcontext()
+
+
+class DeferredInterrupt:
+    """Inside this block, in the main thread, Ctrl-C is noted (`came`) and takes effect at the end.
 
     `wake`: called when Ctrl-C comes, for a block that sleeps.
     """
@@ -34,7 +41,7 @@ class Held:
         self._wake = wake
         self._before = None  # the program's own handler, while ours is in its place
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> DeferredInterrupt:
         if threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGINT)
             if callable(before):  # else the signal is ignored, or ends the process without Python

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from runtime.deferred_interrupt import Held
+from runtime.deferred_interrupt import DeferredInterrupt, defer_interrupt
 from runtime.engine_protocol import AnyEngine
 
 
@@ -145,7 +145,7 @@ class Loop:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Loop:
-        with Held():  # an engine that has a loop must have its thread, too
+        with defer_interrupt():  # an engine that has a loop must have its thread, too
             self.engine.driver.attach(self)
             self._stopping = False
             self._thread = threading.Thread(target=self._run, name="nanobatch", daemon=True)
@@ -160,7 +160,7 @@ class Loop:
     def stop(self, patience: float | None = None) -> bool:
         """Ask the thread to end, and wait for it; True if it has. A step of seconds cannot be
         interrupted."""
-        with Held(), self.engine.changed:
+        with defer_interrupt(), self.engine.changed:
             self._stopping = True
             self.engine.changed.notify_all()
         thread = self._thread
@@ -177,8 +177,8 @@ class Loop:
             with changed:
                 changed.notify_all()
 
-        with Held(wake) as held, changed:
-            changed.wait_for(lambda: held.came or until(), min(seconds, threading.TIMEOUT_MAX))
+        with DeferredInterrupt(wake) as interrupt, changed:
+            changed.wait_for(lambda: interrupt.came or until(), min(seconds, threading.TIMEOUT_MAX))
 
     @property
     def is_here(self) -> bool:
@@ -194,7 +194,7 @@ class Loop:
             raise
 
     def __exit__(self, *exception) -> None:
-        with Held():
+        with defer_interrupt():
             self.stop()
 
     @property

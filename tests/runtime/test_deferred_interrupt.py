@@ -12,7 +12,7 @@ from processes import python
 
 import runner
 from nanobatch import Engine, SamplingParams
-from runtime.deferred_interrupt import Held
+from runtime.deferred_interrupt import defer_interrupt
 
 LONG = SamplingParams(max_tokens=30, ignore_eos=True)
 FEW = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -46,7 +46,7 @@ def is_whole(engine: Engine, expected: list[list[int]]) -> bool:
 
 def test_ctrl_c_is_deferred_to_the_end_of_a_block():
     done = []
-    with pytest.raises(KeyboardInterrupt), Held() as held:
+    with pytest.raises(KeyboardInterrupt), defer_interrupt() as held:
         signal.raise_signal(signal.SIGINT)
         done.append(held.came)
     assert done == [True]
@@ -58,8 +58,8 @@ def test_nested_blocks_call_a_handler_once():
     calls, order = [], []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append(list(order)))
     try:
-        with Held():
-            with Held():
+        with defer_interrupt():
+            with defer_interrupt():
                 signal.raise_signal(signal.SIGINT)
                 order.append("inner")
             order.append("outer")
@@ -71,7 +71,7 @@ def test_nested_blocks_call_a_handler_once():
 def test_where_ctrl_c_is_ignored_it_stays_so():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Held() as held:
+        with defer_interrupt() as held:
             signal.raise_signal(signal.SIGINT)
         assert not held.came and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -82,7 +82,7 @@ def test_another_thread_leaves_the_signal_alone():
     found = []
 
     def look() -> None:
-        with Held():
+        with defer_interrupt():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)
@@ -94,8 +94,8 @@ def test_another_thread_leaves_the_signal_alone():
 def test_a_second_ctrl_c_ends_the_process_at_once():
     code = """
 import signal
-from runtime.deferred_interrupt import Held
-with Held():
+from runtime.deferred_interrupt import defer_interrupt
+with defer_interrupt():
     signal.raise_signal(signal.SIGINT)
     print("goes on", flush=True)
     signal.raise_signal(signal.SIGINT)
@@ -111,7 +111,7 @@ def test_second_ctrl_c_is_immediate():
     calls, order = [], []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append(list(order)))
     try:
-        with Held():
+        with defer_interrupt():
             for word in ("first", "second", "third"):
                 signal.raise_signal(signal.SIGINT)
                 order.append(word)
