@@ -192,7 +192,8 @@ class Drafter:
         expected = float(rows)  # tokens of this step
         for request in decoding:
             # A draft continues the newest token, so all tokens must have been read
-            lookup = self._follow(request) if request.planned == request.committed else None
+            is_read = request.planned == len(request.answer)
+            lookup = self._follow(request) if is_read else None
             most = min(left, request.max_tokens - request.planned - 1, self.most or MOST)
             if lookup is None or most < 1:
                 continue

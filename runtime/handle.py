@@ -7,7 +7,7 @@ import math
 import random
 from array import array
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ class Delta(NamedTuple):
 
     text: str
     is_last: bool  # the request has ended, and no text is left
+    has_more: bool  # text is left
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,6 @@ class Result:
         if self.vector is None:
             raise RuntimeError(f"a text has no vector: {self.error or self.finish_reason}")
         return unit(self.vector, dimensions)
-
-
-def checked_sampling(sampling: SamplingParams | None, client: str) -> SamplingParams:
-    """The sampling of a request. A ValueError if these arguments of `submit` are of another type."""
-    sampling = SamplingParams() if sampling is None else sampling
-    if not isinstance(sampling, SamplingParams):
-        raise ValueError(f"sampling is a {type(sampling).__name__}; give SamplingParams")
-    if not isinstance(client, str):
-        raise ValueError(f"client is a {type(client).__name__}; give a text")
-    return sampling
 
 
 class Owner(Protocol):
@@ -92,6 +83,8 @@ class Handle:
         self.origin = origin
         self.grammar = grammar
         self.is_thinking = is_thinking
+        # Does what is sampled depend on the tokens before it?
+        self.looks_back = sampling.looks_back or grammar is not None
         self._ends_with = ends
         self.seed = (
             random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
@@ -182,7 +175,8 @@ class Handle:
         has_ended = self.finish_reason is not None  # before the pieces: none comes after the end
         pieces = self.pieces[self._taken : self._taken + most]
         self._taken += len(pieces)
-        return Delta("".join(pieces), has_ended and not self.pending)
+        has_more = self._taken < len(self.pieces)
+        return Delta("".join(pieces), has_ended and not has_more, has_more)
 
     @property
     def metrics(self) -> Metrics:
@@ -259,10 +253,6 @@ class Handle:
         for text, (id, value) in zip(texts, likely.items(), strict=True):
             seen.append((text, math.exp(value), id in allowed))
         return tuple(seen)
-
-    def masks(self, draft: Sequence[int]) -> Sequence[bytes]:
-        """What the grammar, if there is one, allows after each token of a draft."""
-        return () if self.grammar is None else self.grammar.masks(draft)
 
     def take(self, output: StepOutput, now: float) -> str | None:
         """Take a token from commit; returns why the answer ends with it, or None. The token of a

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -172,12 +173,12 @@ class SamplingParams:
         """Is a token less likely, or more, for standing in the answer?"""
         return bool(self.presence_penalty or self.frequency_penalty)
 
-    @property
+    @cached_property
     def looks_back(self) -> bool:
         """Does a token depend on those before it, beside the model?"""
         return self.repetition_penalty != 1 or self.counts
 
-    @property
+    @cached_property
     def group(self) -> str:
         """The kind of work that choosing a token takes. It depends on these settings alone."""
         edited = self.logit_bias or self.looks_back or self.logprobs is not None

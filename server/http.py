@@ -74,12 +74,6 @@ class Options(NamedTuple):
     # Addresses of proxies whose X-Forwarded-For counts (`proxy.py`)
     trusted_proxies: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
 
-    @property
-    def names(self) -> list[str]:
-        """This server's names, as they appear in a URL."""
-        own = f"[{self.host}]" if ":" in self.host else self.host
-        return [name.lower() for name in (*LOOPBACK, own, *self.allow_hosts)]
-
 
 class RunningAnswer(Protocol):
     """What this file needs of an answer that the engine works on."""

@@ -355,6 +355,8 @@ class Tokenizer:
 
     def is_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends with an open reasoning mark, as some templates leave it."""
+        if not self.output_format.reasoning:
+            return False
         end = without_panics(self.tokenizer.decode, list(prompt[-16:]), skip_special_tokens=False)
         return self.output_format.is_thinking(end)
 

@@ -95,9 +95,7 @@ class OutputFormat(NamedTuple):
 
     def is_thinking(self, prompt: str) -> bool:
         """Whether the prompt ends with an open reasoning mark, as some templates leave it."""
-        if not self.reasoning:
-            return False
-        return prompt.rstrip().endswith(self.reasoning[0])
+        return bool(self.reasoning) and prompt.rstrip().endswith(self.reasoning[0])
 
 
 # Mistral's templates want ids of nine letters

@@ -229,10 +229,9 @@ def test_more_ranks_than_heads_are_refused(tmp_path):
 class Wire(Ranks):
     """The connection between a leader and a follower, in one process."""
 
-    leads = True
-
     def __init__(self):
         super().__init__()
+        self.leads = True
         self.sent = []
 
     def broadcast(self, message):

@@ -249,7 +249,7 @@ SERVER = [
     ),
     Mutant(
         "server/app.py",
-        "if answer and answer.wants(handle):",
+        "if answer and (answer.parsed.stream or handle.request.finish_reason):",
         "if answer:",
         "tests/server/test_delta.py::test_one_wake_up_per_step",
     ),
