@@ -185,8 +185,7 @@ class ModelReader:
         fused = device.has_gpu() and not c.cap  # MLX's fused attention knows no cap of the scores
         fused = fused and fused_attention_check.is_right(c.H, c.Hkv, c.Dh, dtype)
         kinds = tuple(
-            AttentionType.of(rope, span, c.cap, c.Dh, dtype, has_kernel=fused)
-            for rope, span in kinds
+            AttentionType.of(rope, span, c.cap, c.Dh, has_kernel=fused) for rope, span in kinds
         )
         mx.eval(norm, table, head, kinds)
         device.limit_cache()

@@ -21,7 +21,7 @@ import pytest
 from checkpoints import Reference, make_checkpoint
 from harness import random_asks, run_schedule
 from mlx_lm.models.cache import BatchKVCache, KVCache
-from parity import CONFIGS, LLAMA3, compare, whole
+from parity import CONFIGS, compare, whole
 
 import kv
 import llama
@@ -31,7 +31,7 @@ from kernels.mlx import mx
 from kv import Slab, Window
 from models import memory, ops
 from models.load import read_model
-from models.rope import AttentionType, rope_periods
+from models.rope import AttentionType
 from nanobatch import Engine, SamplingParams
 from policies import POLICIES
 from runner import Prefill
@@ -114,23 +114,6 @@ def test_half_and_packed_are_as_close_as_mlx_lm(weights, policy, tmp_path):
     assert np.mean(ours) < 1.1 * np.mean(peers), (np.mean(ours), np.mean(peers))
 
 
-def test_mx_fast_rope_only_where_it_is_right(tmp_path, monkeypatch):
-    """Some releases turned one token of each sequence by the first sequence's position."""
-    folder = make_checkpoint(tmp_path, rope_scaling={"rope_type": "llama3", **LLAMA3})
-    assert read_model(folder).kinds[0].periods is not None
-    right = mx.fast.rope
-
-    def wrong(x, *args, offset, **options):
-        return right(x, *args, offset=offset[:1] if x.shape[2] == 1 else offset, **options)
-
-    monkeypatch.setattr(mx.fast, "rope", wrong)
-    assert read_model(folder).kinds[0].periods is None
-    with Engine.load(
-        folder, dtype="float32", kv="float32", slots=4, max_len=256, chunk=32
-    ) as engine:
-        compare(engine, Reference(folder), 0, prompts=6)
-
-
 def two_pass(q, k, v, right) -> mx.array:
     """Wrong from 1,024 rows on with grouped heads, as on some chips."""
     is_wrong = k.shape[2] >= 1024 and q.shape[1] > k.shape[1]
@@ -185,17 +168,6 @@ def test_a_small_mac_is_not_filled(monkeypatch):
     sizes = memory.fit(shape, 2, device.free_memory())
     assert sizes[:3] == (8, 1024, 512)
     assert memory.slab_nbytes(*memory.slab_shape(shape, *sizes[:3]), 2) < whole / 5
-
-
-def test_rotary_positions_that_are_nan_are_found_at_load(monkeypatch):
-    monkeypatch.setattr(mx.fast, "rope", lambda x, *args, **options: x * float("nan"))
-    assert rope_periods(10_000.0 ** (-mx.arange(0, 16, 2) / 16), mx.float32) is None
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_the_trial_passes_where_mlx_is_right(dtype):
-    for Dh in (8, 64, 128):
-        assert rope_periods(10_000.0 ** (-mx.arange(0, Dh, 2) / Dh), dtype) is not None
 
 
 # --- the form -----------------------------------------------------------------------------------
