@@ -96,7 +96,7 @@ def preload() -> Blas:
         why_not = f"NANOBATCH_BLAS={choice}"
     found = choice if choice and name != "openblas" else "openblas"
     with _environment(
-        OPENBLAS_CORETYPE=kernels or matmul_library.openblas_kernels(),
+        OPENBLAS_CORETYPE=kernels,
         OPENBLAS_THREAD_TIMEOUT="4",
         OPENBLAS_NUM_THREADS=str(matmul_library.threads(most=1024)),
     ):
@@ -134,10 +134,8 @@ def _environment(**settings: str) -> Iterator[None]:
     """While a library is loaded, it reads these, and afterwards everybody else finds what was there
     before.
 
-    OpenBLAS picks its kernels by the processor's name, and an older one takes a younger processor
-    for an old one; so they are named. Its threads spin while they wait for work. With the
-    least timeout, 2^4 ticks, they sleep at once, so that they do not take the processor from
-    others.
+    OpenBLAS's threads spin while they wait for work. With the least timeout, 2^4 ticks, they sleep
+    at once, so that they do not take the processor from others.
     """
     before = {name: os.environ.pop(name) for name in settings if name in os.environ}
     os.environ |= {name: value for name, value in settings.items() if value}

@@ -36,7 +36,6 @@ class Form(NamedTuple):
     features: str  # words of /proc/cpuinfo that the processor must have
     # What the compiler is told. Never "native", which means something else on each machine
     options: str
-    openblas: str = ""  # the kernels that OpenBLAS has for such a processor; empty: its own choice
 
 
 FORMS = {  # the best one comes first
@@ -44,16 +43,14 @@ FORMS = {  # the best one comes first
         "x86_64",
         "avx512f avx512bw avx512dq avx512vl avx512cd avx512_vnni avx2 fma f16c",
         "-mavx512f -mavx512vnni -mavx2 -mfma -mf16c",
-        "SkylakeX",
     ),
     "avx512": Form(
         "x86_64",
         "avx512f avx512bw avx512dq avx512vl avx512cd avx2 fma f16c",
         "-mavx512f -mavx512bw -mavx2 -mfma -mf16c",
-        "SkylakeX",
     ),
-    "avxvnni": Form("x86_64", "avx2 fma f16c avx_vnni", "-mavxvnni -mavx2 -mfma -mf16c", "Haswell"),
-    "avx2": Form("x86_64", "avx2 fma f16c", "-mavx2 -mfma -mf16c", "Haswell"),
+    "avxvnni": Form("x86_64", "avx2 fma f16c avx_vnni", "-mavxvnni -mavx2 -mfma -mf16c"),
+    "avx2": Form("x86_64", "avx2 fma f16c", "-mavx2 -mfma -mf16c"),
     "neondot": Form("aarch64", "asimddp", "-march=armv8.2-a+dotprod"),
     "neon": Form("aarch64", "", ""),
     "plain": Form("x86_64", "", ""),  # older than 2013: without fused multiply-adds

@@ -90,11 +90,6 @@ def forms_here() -> list[str]:
     ]
 
 
-def openblas_kernels() -> str:
-    """The kernels of OpenBLAS for this processor; empty if OpenBLAS is to choose."""
-    return next((FORMS[name].openblas for name in forms_here()), "")
-
-
 @cache
 def processor() -> frozenset[str]:
     """What the first processor says that it can do, word by word."""
