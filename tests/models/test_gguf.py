@@ -12,9 +12,7 @@ import pytest
 from gguf_models import FAMILIES, make_pair
 from parity import whole
 
-from distributed.group import Ranks
 from kernels import mlx as device
-from kernels.mlx import mx
 from models import model_finder
 from models.config import read_config
 from models.forward_cost import nbytes_of
@@ -75,27 +73,6 @@ def test_mlxs_own_products_come_near(kind, tmp_path):
     assert nbytes_of(ours) == reader.nbytes
     right = whole(read_model(wide, "float32"), PROMPT)
     assert np.abs(whole(ours, PROMPT) - right).max() < 0.02 * np.abs(right).max()
-
-
-@pytest.mark.parametrize("kind", ["Q5_0", "Q4_K", "Q6_K"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_rank_has_its_share_of_the_bits(kind, size, tmp_path):
-    """Scales that are bytes are widened where a rank has a part of each row."""
-    file, wide = make_pair(tmp_path, kind, num_hidden_layers=1, hidden_size=512)
-    x = mx.array(np.random.default_rng(1).standard_normal((5, 512), dtype=np.float32))
-    for rank in range(size):
-        readers = (
-            ModelReader(file, ranks=Ranks(rank, size)),
-            ModelReader(wide, "float32", Ranks(rank, size)),
-        )
-        ours, right = (reader.read().layers[0] for reader in readers)
-        assert mx.array_equal(ours.qkv(x), right.qkv(x))
-        out, whole_out = ours.out.steps[0], right.out.steps[0]
-        some = x[:, : whole_out.weight.shape[1]]
-        assert mx.array_equal(out(some), whole_out(some))
-        down, whole_down = ours.mlp.steps[0].down, right.mlp.steps[0].down
-        some = x[:, : whole_down.weight.shape[1]]
-        assert mx.array_equal(down(some), whole_down(some))
 
 
 def test_frequencies_of_llama_3_come_from_their_tensor(tmp_path):
