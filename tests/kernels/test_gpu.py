@@ -325,25 +325,16 @@ def test_attention_copies_no_slab(monkeypatch):
     slab = Slab(1, 8, 2, 256, 16, mx.float32)
     slots, starts = [0, 1, 3, 7], [5, 200, 100, 64]
     window = Window(slab, slots, starts, 1)
-    assert [(group.slots, group.T) for group in window.groups] == [
-        (slice(0, 2), 224),
-        (slice(3, 4), 101),
-        (slice(7, 8), 65),
-    ]
+    groups = [(group.slots, group.T) for group in window.groups]
+    assert groups == [(slice(0, 2), 224), (slice(3, 4), 101), (slice(7, 8), 65)]
     new = mx.arange(4 * 2 * 16).reshape(4, 2, 16) + 1.0
     window.write(0, new, -new)
-    sequences = iter(zip(starts, np.array(new), strict=True))
-    for group in window.groups:
-        k, v = (np.array(x) for x in window.read(0, group))
-        mask = np.array(llama.seen(group.positions, group.T, None))
-        assert mask.shape == (group.B, 1, 1, group.T)
-        for row in range(group.B):
-            start, written = next(sequences)
-            assert np.array_equal(k[row, :, start], written) and np.array_equal(
-                v[row, :, start], -written
-            )
-            seen = mask[row].all(0)[0]
-            assert seen.sum() == start + 1 and seen[: start + 1].all()
+    read = [window.read(0, group) for group in window.groups]
+    keys = [k[row] for k, _ in read for row in range(len(k))]
+    values = [v[row] for _, v in read for row in range(len(v))]
+    for row, start in enumerate(starts):
+        assert mx.array_equal(keys[row][:, start], new[row])
+        assert mx.array_equal(values[row][:, start], -new[row])
     assert np.count_nonzero(np.array(slab.arrays[0])) == 2 * new.size, "another row was written"
 
 
@@ -413,13 +404,13 @@ def test_buffers_of_many_shapes_do_not_pile_up(tmp_path):
     dice = random.Random(1)
     held = []
     with Engine.load(folder, slots=4, max_len=512, chunk=64) as engine:
-        while engine.steps < 1_000:
+        while engine.steps < 500:
             if not engine.has_work:
                 for _ in range(4):
                     prompt = [dice.randrange(1, 200) for _ in range(dice.randint(3, 300))]
                     tokens = dice.randint(5, 200)
                     engine.submit(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
             engine.step()
-            if engine.steps % 250 == 0:
+            if engine.steps % 125 == 0:
                 held.append(mx.get_cache_memory())
     assert len(held) >= 4 and held[-1] < 1.25 * held[2], held  # it levels off
