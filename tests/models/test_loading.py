@@ -194,15 +194,6 @@ def test_what_lies_where_weights_should_be(folder, content, word):
     refused(folder, "model.safetensors", word)
 
 
-@pytest.mark.parametrize(
-    "content", ["<html>", "version https://git-lfs.github.com/spec/v1", "{", "[]", "\xff"]
-)
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
-def test_what_lies_where_a_json_file_should_be(folder, file, content):
-    (folder / file).write_bytes(content.encode("latin-1"))
-    refused(folder, file)
-
-
 def test_a_tail_of_zeros_where_a_download_stopped(folder):
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -649,18 +640,23 @@ def test_random_configs(folder):
 @pytest.mark.parametrize(
     "text",
     [
-        '{"a": ' * 100_000,
-        "[" * 100_000,
+        "<html>",
+        "{",
+        "[]",
+        "\xff",
+        '{"a": ' * 10**5,
+        "[" * 10**5,
         '{"vocab_size": 1' + "0" * 5000 + "}",
-        '{"model_type": "' + "x" * 5000 + '"}',
     ],
-    ids=["nested objects", "nested lists", "5,000 digits", "5,000 characters"],
+    ids=lambda text: text[:8],
 )
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
-def test_json_that_python_cannot_read_is_refused(folder, file, text):
-    (folder / file).write_text(text)
-    line = tried(folder)
-    assert file in line or (line == "loaded" and file != "config.json" and "model_type" in text)
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"]
+)
+def test_what_is_no_json_file(folder, file, text):
+    """Python's own reader raises other errors for what is nested too deeply or has too many digits."""
+    (folder / file).write_bytes(text.encode("latin-1"))
+    assert file in tried(folder)
 
 
 @pytest.mark.parametrize(
