@@ -111,9 +111,9 @@ def guest_of(
         client=request.client,
         prefilled=metrics.cached_tokens,
     )
-    guest = Guest(again, tokens, again.arrived, drafts=drafts.get(request.id, ()))
+    guest = Guest(again, tokens, drafts=drafts.get(request.id, ()))
     if is_cut_short(request):
-        return guest._replace(tokens=math.inf, leaves=[moment(request.ended)] * 2)
+        return guest._replace(tokens=math.inf, leaves=moment(request.ended))
     return guest
 
 

@@ -18,6 +18,7 @@ Where next: `screen/latency_breakdown.py` and `web/simulate.py`, which use it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,18 +30,13 @@ WRONG = SAID + 1  # and a draft that is wrong
 
 
 class Guest(NamedTuple):
-    """A request, and what became of it. Times are seconds, or steps that are planned or read."""
+    """A request, and what became of it."""
 
     request: Request
     tokens: float  # the length of its answer
-    comes: float
-    leaves: Sequence[
-        float
-    ] = ()  # if it is cut short: before this plan, and before this step is read
+    leaves: float = math.inf  # when it is cut short, in seconds
     # Of each step in which it decodes: how many tokens are drafted, and how many of these are right
     drafts: Sequence[tuple[int, int]] = ()
-    begins: int = 0  # before this step it waits for rows that another prompt writes
-    behind: int = 0  # and in this step it comes after a prompt with this many tokens left
 
 
 class Ran(NamedTuple):
@@ -72,27 +68,6 @@ def drafts_in(
     return found
 
 
-class Retold(Scheduler):
-    """A scheduler without texts: it is given how long a request waited for shared rows.
-
-    The step that writes the last of these may have given them to the request, too. When the order
-    of that step's chunks was decided, the request had more tokens left than a replay knows.
-    """
-
-    begins: Mapping[int, int] = {}  # by request: the step that reads its first chunk
-    behind: Mapping[int, int] = {}  # by request: the tokens left of the prompt before it there
-
-    def reading(self) -> list[Request]:
-        now = self.steps + 1
-        return [r for r in super().reading() if self.begins.get(r.id, 0) <= now]
-
-    def _rest(self, request: Request) -> float:
-        rest = super()._rest(request)
-        if self.begins.get(request.id) == self.steps + 1:
-            return max(rest, self.behind[request.id] + 0.5)
-        return rest
-
-
 class Stuck(ValueError):
     """Requests are left, and no step is planned for them."""
 
@@ -103,8 +78,6 @@ class Replay:
     `seconds`: how long a step takes.
     `run_ahead`: a step is planned before the tokens of the one before have been read.
     `eager_first_token`: but they are read at once if one of them is the first of an answer.
-    `halting`: and before these steps are planned.
-    `by_steps`: guests come and leave at steps, and no clock decides.
     """
 
     def __init__(
@@ -115,17 +88,13 @@ class Replay:
         *,
         run_ahead: bool = True,
         eager_first_token: bool = False,
-        halting: Collection[int] = (),
-        by_steps: bool = False,
     ):
         self.sched = sched
         self.seconds = seconds
         self.run_ahead = run_ahead
         self.eager_first_token = eager_first_token
-        self.halting = halting
-        self.by_steps = by_steps
         self.now = 0.0
-        self._coming = deque(sorted(guests, key=lambda guest: guest.comes))
+        self._coming = deque(sorted(guests, key=lambda guest: guest.request.arrived))
         self._tokens: dict[int, float] = {}  # by request
         self._drafts: dict[int, deque[tuple[int, int]]] = {}  # by request, of the steps to come
         if any(guest.drafts for guest in self._coming):
@@ -143,9 +112,7 @@ class Replay:
         """
         made = {**limits, "max_queue": len(guests) + 1}
         eager_first_token = made.pop("eager_first_token", False)
-        sched = Retold(**made, policy=policy)
-        sched.begins = {guest.request.id: guest.begins for guest in guests}
-        sched.behind = {guest.request.id: guest.behind for guest in guests}
+        sched = Scheduler(**made, policy=policy)
         return cls(sched, guests, *rest, eager_first_token=eager_first_token, **options)
 
     def __iter__(self) -> Iterator[Ran]:
@@ -157,7 +124,7 @@ class Replay:
     def turn(self) -> Iterator[Ran]:
         """One iteration: plan -> run -> commit."""
         sched = self.sched
-        self._look(sched.steps + 1, is_read=False)
+        self._look()
         plan = sched.plan(self.now)
         if plan:
             self._in_flight.append((plan, self.run(plan)))
@@ -206,33 +173,32 @@ class Replay:
 
     def _max_in_flight(self, plan: Plan | None) -> int:
         """How many steps may stay in flight, as `Engine._max_in_flight` says."""
-        if plan is None or not self.run_ahead or plan.step + 1 in self.halting:
+        if plan is None or not self.run_ahead:
             return 0
         is_due = plan.is_due(self.eager_first_token) or self._may_draft(plan)
         return 0 if is_due else 1
 
     def _commit(self) -> Ran:
         plan, tokens = self._in_flight.popleft()
-        self._look(plan.step, is_read=True)
+        self._look()
         began = self.now
         self.now += self.seconds(plan)
         self.sched.prove(plan, self.finite(plan))
         done = self.sched.commit(plan, tokens, self.accept, self.now)
         return Ran(plan, began, self.now, done.ghosts, done.drafts)
 
-    def _look(self, step: int, is_read: bool) -> None:
+    def _look(self) -> None:
         """Before a step is planned or read: arrivals and cancels."""
-        now = step if self.by_steps else self.now
-        while self._coming and self._coming[0].comes <= now:
+        while self._coming and self._coming[0].request.arrived <= self.now:
             self._enter()
         for guest in self._leaving:
-            if guest.leaves[is_read] <= now:
+            if guest.leaves <= self.now:
                 self.sched.finish(guest.request, "cancelled", self.now)
 
     def _enter(self) -> None:
         guest = self._coming.popleft()
         self._tokens[guest.request.id] = guest.tokens
         self._drafts[guest.request.id] = deque(guest.drafts)
-        if guest.leaves:
+        if guest.leaves < math.inf:
             self._leaving.append(guest)
         self.sched.submit(guest.request)

@@ -13,7 +13,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle, islice
 
@@ -23,7 +23,7 @@ from runtime.snapshot import Limits, RequestView, Snapshot
 from runtime.validation import read_real, read_whole, shown
 from screen.draw.style import clean, count, number, shorten, span
 from screen.engine_client import AnyExperiment, LocalEngineClient
-from screen.engine_view import Finding, View
+from screen.engine_view import View
 from screen.keys import COMMANDS, OLD_NAMES, PAGES, pressed, split_command
 from screen.page import Page
 from screen.state import State, client_of, prompt_of
@@ -452,8 +452,6 @@ class PlainLog:
         if view.engine is None:
             return
         self._note(view.engine)
-        for line in new_lines(before.finding, view.finding):
-            self._late.append((view.engine.now, line))
         for period in state.periods:
             if period.over and period.ended > self._told_to:
                 said = f"in all ({', '.join(period.policies)}): {', '.join(words(period))}"
@@ -465,9 +463,8 @@ class PlainLog:
             self.flush(last.view.began if last else 0.0)
         else:
             self.flush()
-        page = PAGES.get(view.finding.name) if view.finding else None
-        if before.experimenting and not view.experimenting and page and page.tell:
-            self.tell(page.tell(state))
+        if before.experimenting and not view.experimenting and view.finding:
+            self._asked.append(PAGES[view.finding.name])
         self._tell_pages()
 
     def flush(self, until: float = math.inf) -> None:
@@ -515,7 +512,7 @@ class PlainLog:
         page = PAGES.get(split_command(line)[0])
         if answer:
             self.write(answer)
-        elif page and not page.disturbs:  # an experiment's findings are written one by one
+        elif page and not page.disturbs:  # an experiment's page is written at its end
             self._asked.append(page)
             self._tell_pages()
 
@@ -542,14 +539,6 @@ def news_of(r: RequestView, before: RequestView | None) -> Iterator[tuple[float,
         if r.metrics.tokens_per_s:
             figures += f", {number(r.metrics.tokens_per_s)} tokens/s"
         yield r.ended, f"r{r.id} ends ({r.reason}): {figures}: {' '.join(r.text.split())}"
-
-
-def new_lines(before: Finding | None, now: Finding | None) -> Sequence[str]:
-    """The lines of an experiment that are new."""
-    told = before.lines if before else ()
-    lines = now.lines if now else ()
-    is_same = lines[: len(told)] == told  # otherwise another experiment has begun
-    return lines[len(told) :] if is_same else lines
 
 
 NO_WORK = "standard input has no prompt; write one a line there, or give --prompts FILE or --script burst8"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from runtime.snapshot import ExpertsView, Limits, Snapshot
@@ -29,7 +29,6 @@ class Race(NamedTuple):
 
     legs: tuple[Leg, ...]
     to_race: tuple[str, ...]  # policies of the remaining legs
-    lines: tuple[str, ...] = ()
     name: str = "race"
     so_far: str = ""  # shown by the page of the race
 
@@ -55,7 +54,6 @@ class Finding(Protocol):
 
     name: str  # of the experiment and of its page
     so_far: str  # in a few words
-    lines: Sequence[str]  # for the log; only ever appended to
 
 
 class View(NamedTuple):

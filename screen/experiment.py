@@ -40,9 +40,9 @@ class Experiment:
     def steps(self) -> Iterator[Finding]:
         raise NotImplementedError
 
-    def tell(self, *lines: str, **changes: object) -> Finding:
-        """New findings, and lines for a log."""
-        self.found = self.found._replace(lines=(*self.found.lines, *lines), **changes)
+    def tell(self, **changes: object) -> Finding:
+        """New findings."""
+        self.found = self.found._replace(**changes)
         return self.found
 
     def until_idle(self) -> Iterator[Finding]:

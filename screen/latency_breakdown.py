@@ -1,28 +1,26 @@
-"""Why a request waited: its latency in parts, and the same request in other circumstances.
+"""Why a request waited: its latency in parts, and the same request under other circumstances.
 
 A late first token has one of three causes: the queue, the prompt's own length, or the neighbours.
-Each moment of a request belongs to one part. Before admission it is queued. Afterwards each step is
-divided by the work in it, at the prices of a row and of a chunk (`analysis/fitted_step_times.py`). Because
-the scheduler needs no model, the same requests are also replayed: this one alone, and all under
-each policy.
+Each moment of a request belongs to one part, so the parts add up to the whole latency. Before
+admission a request is queued. Afterwards each step is divided by the work in it, at the prices of a
+row and of a chunk (`analysis/fitted_step_times.py`).
 
-The parts add up to the whole latency. A replay under the same policy has the same steps, unless a
-step failed or the policy was changed.
+The scheduler needs no model, so the same requests are also replayed: this one alone, and all of
+them under each other policy.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from analysis.fitted_step_times import LEAST, Prices, drafts_by_request, guest_of, is_cut_short
-from analysis.simulator import Guest
 from policies import POLICIES
 from runtime.snapshot import Limits, RequestView, StepView, percentile
 from screen.draw.style import DECODE, GHOST, PREFILL, listed, span
@@ -37,8 +35,8 @@ PARTS = {
     "others' chunks": "its steps take longer, since prompts of others are read in them",
     "others' rows": "its steps take longer, since answers of others are decoded in them",
     "decoding": "its own answer",
-    "ghost": "computed for nothing in its slot, after its end",
-    "unseen": "the screen looked away",
+    "ghost": "computed in its slot after its end, and dropped",
+    "unseen": "steps that the screen missed",
 }
 ROUNDING = 1e-9  # seconds that a step may seem to begin before a prompt, after a pause
 LONGEST = 5_000  # steps: a longer replay would block the screen
@@ -67,8 +65,6 @@ class LatencyBreakdown:
     # by request: seconds of its chunks in this one's steps
     chunks: Counter[int] = field(default_factory=Counter)
     overtakers: list[int] = field(default_factory=list)  # came later and were admitted earlier
-    before: int | None = None  # had the slot until then
-    after: int | None = None  # had the slot next
 
     @property
     def seconds(self) -> float:
@@ -117,7 +113,7 @@ def break_down(
 
 
 def is_noisy(prices: Prices) -> bool:
-    """Whether a chunk seems to cost less than one row, which is impossible."""
+    """Whether a chunk seems to cost less than one row, which cannot be."""
     return prices.chunk <= max(LEAST, prices.row)
 
 
@@ -177,9 +173,6 @@ def _look_at_slot(
             now = ghost.ended
     if now < end:  # cancelled before the next step
         breakdown.pieces.append(Piece("slot", now, end))
-    breakdown.before = _owner(history[first::-1], slot, request.id)
-    after = bisect_left(history, end, key=lambda column: column.ended)
-    breakdown.after = _owner(history[after:], slot, request.id)
 
 
 def work_ends(step: StepView) -> float:
@@ -229,12 +222,6 @@ def _divided(shares: Mapping[str, float], began: float, ended: float) -> Iterato
     yield Piece(parts[-1][0], now, ended)
 
 
-def _owner(steps: Sequence[Column], slot: int, request: int) -> int | None:
-    """The first other request in this slot."""
-    owners = (step.cells[slot].request for step in steps)
-    return next((owner for owner in owners if owner not in (None, request)), None)
-
-
 # --- replays
 
 
@@ -256,8 +243,8 @@ def outcomes(
     limits: Limits,
     prices: Prices,
 ) -> list[Outcome]:
-    """As measured, replayed alone, and replayed under each policy. ValueError if that is
-    impossible."""
+    """As measured, replayed alone, and under each policy: its own steps without interruptions,
+    replays under the others. ValueError if there can be none."""
     if not request.metrics.output_tokens:
         raise ValueError("it has no token yet, and a replay must know how long its answer is")
     prices = with_a_chunk(prices)
@@ -266,61 +253,29 @@ def outcomes(
         r for r in company_of(request, requests) if r.admitted is not None or is_cut_short(r)
     ]
     columns = steps_of(company, history)
-    _, moment = on_clock(columns, prices)
-    drafts = drafts_by_request(column.view for column in columns)
-    halting = halts_of(columns)
-    most_halt = 2 * len(halting) > len(columns)
-    # In other replays a request that was cut short runs to the same number of tokens
-    whole = replace(request, reason="length") if is_cut_short(request) else request
-    alone = simulated(limits, [guest_of(whole, lambda at: 0.0, drafts)], request.policy, prices)
+    undisturbed, moment = on_clock(columns, prices)
     arrived = moment(request.arrived)
     came = next_plan(columns, request.arrived)
     real = outcome("measured", request, columns, request.arrived, came)
     total = real.total if request.ended is None else request.ended - request.arrived
     real = real._replace(line=request.metrics.queued_s, ttft=request.metrics.ttft_s, total=total)
+    drafts = drafts_by_request(column.view for column in columns)
+    # In other replays a request that was cut short runs to the same number of tokens
+    whole = replace(request, reason="length") if is_cut_short(request) else request
+    alone = simulated(limits, [guest_of(whole, lambda at: 0.0, drafts)], request.policy, prices)
     out = [real, outcome("alone", request, alone, 0.0)]
+    late = sum(after.view.began >= before.view.ended for before, after in pairwise(columns))
+    run_ahead = 2 * late < len(columns)  # in slow motion a step is planned when the last is read
     for policy in POLICIES:
-        first = 0
-        if policy == request.policy:
-            first = came
-            guests = by_steps(company, columns, moment, drafts)
-            steps = simulated(limits, guests, policy, prices, by_steps=True, halting=halting)
+        if policy == request.policy:  # its steps are known
+            ran = outcome(policy, request, undisturbed, arrived, came)
+            out.append(ran._replace(line=moment(request.admitted) - arrived))
         else:
             others = [whole if r.id == request.id else r for r in company]
             guests = [guest_of(r, moment, drafts) for r in others]
-            steps = simulated(limits, guests, policy, prices, run_ahead=not most_halt)
-        out.append(outcome(policy, request, steps, arrived, first))
+            steps = simulated(limits, guests, policy, prices, run_ahead=run_ahead)
+            out.append(outcome(policy, request, steps, arrived))
     return out
-
-
-def by_steps(
-    company: Sequence[RequestView],
-    columns: Sequence[Column],
-    moment: Callable[[float], float],
-    drafts: Mapping[int, Sequence[tuple[int, int]]],
-) -> list[Guest]:
-    """The same requests, each arriving, beginning and leaving at the same steps as in the real run:
-    a replay knows no text, so there no request waits for another to write shared rows."""
-    lengths = {r.id: r.metrics.prompt_tokens for r in company}
-    firsts: dict[
-        int, tuple[int, int]
-    ] = {}  # the step of the first chunk, and what is left before it
-    for number, column in enumerate(columns, 1):
-        left = 0
-        for _, id, start, _ in column.view.prefill:
-            firsts.setdefault(id, (number, left))
-            left = lengths.get(id, start) - start
-    guests = []
-    for r in company:
-        guest = guest_of(r, moment, drafts)
-        leaves = ()
-        if guest.leaves:
-            read = bisect_right(columns, r.ended, key=lambda column: column.ended)
-            leaves = (next_plan(columns, r.ended), read + 1)
-        comes = next_plan(columns, r.arrived)
-        begins, behind = firsts.get(r.id, (0, 0))
-        guests.append(guest._replace(comes=comes, leaves=leaves, begins=begins, behind=behind))
-    return guests
 
 
 def company_of(request: RequestView, requests: Iterable[RequestView]) -> list[RequestView]:
@@ -354,16 +309,6 @@ def steps_of(company: Sequence[RequestView], history: Sequence[Column]) -> Seque
 def next_plan(columns: Sequence[Column], moment: float) -> int:
     """The number, from 1, of the first step that was planned at this time or later."""
     return bisect_left(columns, moment - ROUNDING, key=lambda column: column.view.began) + 1
-
-
-def halts_of(columns: Sequence[Column]) -> set[int]:
-    """Steps that were planned only after the previous one had been read: in slow motion, all of
-    them. The step after the last counts as one."""
-    late = {len(columns) + 1}
-    for number, (before, column) in enumerate(pairwise(columns), 2):
-        if column.view.began >= before.view.ended:
-            late.add(number)
-    return late
 
 
 def outcome(
@@ -425,22 +370,3 @@ def blamed(seconds: Counter[int], most: int = 3) -> str:
     """ "r3 0.90 s, r5 0.41 s and 3 more", the longest first."""
     names = [f"r{request} {span(spent)}" for request, spent in seconds.most_common()]
     return listed(names, most)
-
-
-def sentence(
-    request: RequestView, breakdown: LatencyBreakdown, found: Sequence[Outcome] | str
-) -> str:
-    """A request's latency in a line of the plain log."""
-    parts = " + ".join(f"{part} {span(seconds)}" for part, seconds in breakdown.parts().items())
-    words = [f"r{request.id}: {span(breakdown.seconds)} = {parts}"]
-    words.append(f"first token after {span(request.metrics.ttft_s)}")
-    if breakdown.ahead:
-        words.append(f"in line behind {blamed(breakdown.ahead)}")
-    if breakdown.chunks:
-        words.append(f"beside chunks of {blamed(breakdown.chunks)}")
-    if isinstance(found, str):
-        words.append(f"no replay: {found}")
-    else:
-        firsts = (f"{each.name} {span(each.ttft)}" for each in found[1:])
-        words.append(f"first token by replay: {', '.join(firsts)}")
-    return "; ".join(words)

@@ -68,7 +68,7 @@ class Page(NamedTuple):
     words: Sequence[str] = ()  # completed as its arguments
     # Parse the argument of a script's word; ValueError if it is wrong
     read: Callable[[str], object] | None = None
-    # Lines for the log, by default those of the page
+    # Lines for the log in place of the page
     tell: Callable[[State], Sequence[str]] | None = None
     # A part of the page as a pane of the main screen
     pane: Callable[[State, Canvas], None] | None = None

@@ -90,7 +90,7 @@ def play(
     guests = []
     for number, sent in enumerate(prompts, start=1):
         request = Request(number, sent.prompt, sent.max_tokens, sent.arrived, client=sent.client)
-        guests.append(Guest(request, sent.tokens, sent.arrived, drafts=sent.drafts))
+        guests.append(Guest(request, sent.tokens, drafts=sent.drafts))
 
     def seconds(plan: Plan) -> float:
         tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)

@@ -1,4 +1,4 @@
-"""The conversation in large, with the engine as a strip above or beside it."""
+"""The conversation in place of the panes, with the engine as a strip above or next to it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def draw_turn(state: State, on: Canvas, turn: Turn, before: Turn | None) -> None
 
     hue = on.muted if turn.is_dropped else on.text
     if turn.is_dropped:
-        on.say("left out: the model is not told this question and its answer any more", on.bad)
+        on.say("left out: the model no longer sees this question and its answer", on.bad)
     on.say(f"❯ {clean(turn.question)}\n", hue, True)
     r = turn.request
     if r is None:
@@ -100,7 +100,7 @@ def draw_rest(state: State, on: Canvas, chat: Chat) -> None:
     elif not chat.turns:
         on.say(
             "Type a question: Enter asks it, ctrl+j begins another line.\n"
-            "/system TEXT tells the model who it is. /new begins another conversation, and "
+            "/system TEXT sets the system message. /new begins another conversation, and "
             "ctrl+n leads from one to the next: several at once share each step.",
             on.muted,
         )

@@ -4,9 +4,9 @@
     nan       NaN, written over the newest values of one slot
     client    a request is cancelled in mid-answer, as when a client hangs up
 
-All neighbours are witnesses. Afterwards each runs again alone, and the two answers are compared:
-all tokens and all bits of the log probabilities, up to the point where a witness was cut off. The
-engine knows nothing of this: for one step another runner does the damage (`running_on`).
+All open requests are witnesses. Afterwards each runs again alone, and the two answers are compared:
+all tokens and all bits of the log probabilities, up to where a witness was cut off. The engine has
+no code for this: for one step another runner does the damage (`running_on`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from screen.page import Page, PageSession
 from screen.state import State
 from screen.workload import BURST, Ask
 
-BREAKS = {  # by name: the title, and the way
+BREAKS = {  # by name: title and mechanism
     "step": ("an exception in the next step", "raised when the forward pass has begun"),
     "nan": ("NaN in a slot", "written over the newest values of one request"),
     "client": ("a client that vanishes", "its request is cancelled in mid-answer"),
@@ -47,7 +47,7 @@ COLUMNS = (
 
 
 class Planted(Exception):
-    """Raised on purpose: nothing is wrong."""
+    """Raised on purpose."""
 
 
 # --- findings -----------------------------------------------------------------------------------
@@ -73,11 +73,10 @@ class FaultInjection(NamedTuple):
     """The findings so far."""
 
     what: str  # one of `BREAKS`
-    exact: bool = False  # the engine's own word
+    exact: bool = False  # batch-invariant
     stage: str = "gathers"  # "gathers" | "goes on" | "compares" | "over"
     did: str = ""
     witnesses: Sequence[Witness] = ()
-    lines: tuple[str, ...] = ()
     name: str = "break"
 
     @property
@@ -95,7 +94,7 @@ class FaultInjection(NamedTuple):
     @property
     def so_far(self) -> str:
         if self.stage == "gathers":
-            return "Requests come, to have somebody to disturb."
+            return "Requests are submitted, so that a fault has something to hit."
         on = [each for each in self.witnesses if each.went_on]
         left = len(self.witnesses) - len(on) - len(self.ended)
         words = f"{len(self.ended):,} ended by it, {len(on):,} went on to the end of their answers"
@@ -119,8 +118,8 @@ class FaultInjection(NamedTuple):
 
 
 class Saboteur:
-    """A runner around ours. Before each step `harm` may damage something, and says what; then
-    `fault` is raised once the forward pass has been launched."""
+    """Wrap our runner. Before each step `harm` may damage something, and returns what; then `fault`
+    is raised, once the forward pass has been launched."""
 
     def __init__(self, ours: Any, harm: Callable[[Any], str], fault: Exception | None):
         self.did = ""
@@ -151,16 +150,14 @@ class Breaking(Experiment):
     def steps(self) -> Iterator[FaultInjection]:
         if self.engine.snapshot().ranks.memory:
             raise ValueError("with several ranks a failed step ends them all; break one process")
-        title, _ = BREAKS[self.found.what]
-        self.tell(f"break it: {title}", exact=self.engine.is_batch_invariant)
+        self.tell(exact=self.engine.is_batch_invariant)
         ways = {"step": self._raise, "nan": self._poison, "client": self._hang_up}
         yield from self._gather()
         yield from ways[self.found.what]()
         while self._open(self.handles):
             yield self._look()
         yield from self._compare()
-        self._tell_the_end()
-        yield self.found
+        yield self.tell(stage="over")
 
     def _gather(self) -> Iterator[FaultInjection]:
         """Take the running requests, or submit some, and wait until they decode."""
@@ -200,7 +197,7 @@ class Breaking(Experiment):
             witnesses.append(known._replace(tokens=len(handle.tokens), **changes))
         return self.tell(witnesses=witnesses)
 
-    # --- the three ways
+    # --- the three faults
 
     def _raise(self) -> Iterator[FaultInjection]:
         def harm(order: Any) -> str:
@@ -238,7 +235,7 @@ class Breaking(Experiment):
     def _sabotage(
         self, harm: Callable[[Any], str], fault: Exception | None = None
     ) -> Iterator[FaultInjection]:
-        """Let another runner run steps until the damage is done."""
+        """Replace the runner until the damage is done."""
         saboteur = Saboteur(self.engine.runner, harm, fault)
         with running_on(self.engine, saboteur):
             while not saboteur.did and self.engine.has_work:
@@ -257,7 +254,7 @@ class Breaking(Experiment):
     def _did(self, words: str) -> None:
         if not words:
             raise ValueError("all had ended before anything could be broken; try it again")
-        self.tell(words, did=words)
+        self.tell(did=words)
 
     # --- the comparison
 
@@ -282,14 +279,6 @@ class Breaking(Experiment):
         again = self.engine.submit(prompt, sampling, origin=origin, prefix_cache=False)
         return self.client.keep(again)
 
-    def _tell_the_end(self) -> None:
-        self.tell(stage="over")
-        ended = [f"ended: {ids(some)}: {how}" for how, some in by_end(self.found.ended)]
-        self.tell(*ended, self.found.so_far, f"compared: {self.found.receipt}")
-        if self.found.changed:
-            words = f"changed: {ids(self.found.changed)}"
-            self.tell(words if self.found.exact else f"{words}; {UNPROMISED}")
-
 
 def where(handle: Handle) -> str:
     """Where a request is now."""
@@ -298,7 +287,7 @@ def where(handle: Handle) -> str:
     return f"{words}, {count(len(handle.tokens), 'token')}" if handle.tokens else words
 
 
-UNPROMISED = "this product promises no bits in company (engine.is_batch_invariant is False)"
+NOT_INVARIANT = "this matrix product is not batch-invariant (engine.is_batch_invariant is False)"
 
 
 def by_end(witnesses: Sequence[Witness]) -> list[tuple[str, list[Witness]]]:
@@ -345,8 +334,8 @@ def draw(state: State, on: Canvas) -> None:
     if found.compared:
         on.entry("compared", found.receipt, on.muted)
     if found.changed and not found.exact:
-        on.entry("but", UNPROMISED, on.muted)
-    if found.what == "step" and found.ended:
+        on.entry("but", NOT_INVARIANT, on.muted)
+    if found.what == "step" and found.ended and on.has_keys:
         on.entry("errors", "E shows its traceback: Planted", on.muted)
     if found.witnesses:
         draw_witnesses(on, found)
@@ -389,7 +378,7 @@ def known(text: str) -> str:
 def obey(session: PageSession, rest: str) -> str:
     """Inject a fault: /break step, nan or client."""
     if not rest:
-        return f"what shall break? /break {', '.join(BREAKS)}"
+        return f"break what? /break {', '.join(BREAKS)}"
     what = known(rest)
     session.run_experiment("breakage", Breaking(what))
     return ""

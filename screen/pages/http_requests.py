@@ -94,7 +94,7 @@ def draw(state: State, on: Canvas, whole: bool = True) -> None:
         return
     opened = door.open[::-1]
     ended = state.calls[::-1]
-    # A watching screen is no client
+    # Screens that watch are not clients
     asking = sum("/watch" not in call.route for call in opened)
     counts = {"open": asking, "ended": door.seen, "refused": state.refused, "hung up ╳": state.gone}
     note = " · ".join(f"{count:,} {what}" for what, count in counts.items())

@@ -42,7 +42,7 @@ ANSWER = 2  # tokens: a long prompt only has to be read
 SHORT = 35  # tokens of the prompt that arrives halfway through
 QUIET = 24  # steps measured before a long prompt
 AFTER = 12  # steps after it, for the end of the picture
-KEPT = 40  # drops remembered
+KEPT = 40  # results
 NOUNS = (
     "hen",
     "fox",
@@ -105,8 +105,8 @@ class ShortPrompt(NamedTuple):
     long_steps: int  # to the long prompt's first token
 
 
-class Drop(NamedTuple):
-    """One long prompt, and what it cost the chats. Seconds are the engine's."""
+class Result(NamedTuple):
+    """One long prompt and its effect on the chats. Seconds are the engine's."""
 
     request: int
     budgets: tuple[int, ...]  # more than one if the budget changed in mid-prompt
@@ -131,8 +131,7 @@ class Found(NamedTuple):
     so_far: str = ""  # what happens now
     newest: int | None = None  # long prompt, also if it has not ended
     short: int | None = None  # the short prompt next to it
-    drops: tuple[Drop, ...] = ()
-    lines: tuple[str, ...] = ()
+    results: tuple[Result, ...] = ()
     name: str = NAME
 
 
@@ -167,7 +166,7 @@ def gaps_of(steps: Sequence[StepView], long: int | None) -> Iterator[tuple[int, 
             newest[chat] = i
 
 
-def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) -> Drop | None:
+def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) -> Result | None:
     """Measure the effect of a long prompt. None if no chat decoded meanwhile."""
     reads = [step for step in steps if read_of(step, handle.id)]
     quiet: list[Gap] = []
@@ -182,7 +181,7 @@ def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) 
     # Leave out a short last chunk: of two gaps it would be the median
     dearest = max(gap.cost for gap in disturbed)
     whole = [gap.seconds for gap in disturbed if 2 * gap.cost >= dearest]
-    return Drop(
+    return Result(
         request=handle.id,
         budgets=tuple(budgets),
         widest=max(read_of(step, handle.id) for step in reads),
@@ -228,7 +227,7 @@ class LongPrompts(Experiment):
     """
 
     def __init__(self, before: Found, stays: bool, wanted: Sequence[int | None]):
-        super().__init__(Found("", before.newest, before.short, before.drops[-KEPT:]))
+        super().__init__(Found("", before.newest, before.short, before.results[-KEPT:]))
         self.wanted = deque(wanted)
         self._stays = stays
         self._fired = 0  # number of chats so far
@@ -247,14 +246,14 @@ class LongPrompts(Experiment):
         try:
             if sched.slots < 2:
                 raise ValueError(
-                    "one slot has no room for chats beside a long prompt; --slots 8 has"
+                    "one slot cannot hold chats and a long prompt; start with --slots 8"
                 )
             while self.wanted or self._stays:
                 yield from self._gather()
                 wanted = self.wanted.popleft()
                 if wanted is not None:
                     self.client.turn_budget(wanted)
-                yield from self._drop_one()
+                yield from self._send_one()
         finally:
             self.client.turn_budget(budget)
 
@@ -294,9 +293,9 @@ class LongPrompts(Experiment):
             return
         if any(slot.phase == "blocked" for slot in self.engine.snapshot().slots):
             shut = f"{sched.policy.name} keeps a free slot shut while others run"
-            raise ValueError(f"{shut}, so no long prompt comes in; /policy continuous lets it in")
+            raise ValueError(f"{shut}, so no long prompt is admitted; /policy continuous admits it")
 
-    def _drop_one(self) -> Iterator[Found]:
+    def _send_one(self) -> Iterator[Found]:
         engine = self.engine
         sched = engine.sched
         prompt = long_text(sched.submitted, sched.max_len - ANSWER, engine.text.ask)
@@ -317,18 +316,16 @@ class LongPrompts(Experiment):
                 short = self.client.submit(asked(text, 1))
                 self.tell(short=short.id)
             yield self.tell(so_far=reading(handle.request))
-        drop = None
+        result = None
         if handle.tokens:
             steps = engine.snapshot(mark).steps
-            drop = measured(steps, handle, budgets)
-            if drop and short:
-                drop = drop._replace(short=counted(steps, handle, short, left))
-        line = f"r{handle.id}, a long prompt, met no chat, or was cancelled"
-        if drop:
-            self.tell(drops=(*self.found.drops, drop))
-            line = f"{sentence(self.found.drops)} {company(drop)}"
+            result = measured(steps, handle, budgets)
+            if result and short:
+                result = result._replace(short=counted(steps, handle, short, left))
+        if result:
+            self.tell(results=(*self.found.results, result))
         end = sched.steps + AFTER
-        yield self.tell(line, so_far=decoding(len(sched.running)))
+        yield self.tell(so_far=decoding(len(sched.running)))
         while sched.steps < end and sched.running:
             yield self.tell(so_far=decoding(len(sched.running)))
 
@@ -357,45 +354,45 @@ def reading(request: Request) -> str:
 # --- in words
 
 
-def sentence(drops: Sequence[Drop]) -> str:
+def sentence(results: Sequence[Result]) -> str:
     """What the budget trades, with the newest budget and the one before."""
-    newest = drops[-1]
-    drop, which = calmest(drops, newest.budgets)
+    newest = results[-1]
+    result, which = calmest(results, newest.budgets)
     words = (
-        f"budget {drop.budget} ({drop.widest:,} of the long prompt's tokens in a step{which}): a chat's gap was "
-        f"{span(drop.gap)}, the longest {span(drop.longest)}, instead of {span(drop.quiet_gap)}, "
-        f"and the long prompt's first token came after {span(drop.ttft)}"
+        f"budget {result.budget} ({result.widest:,} of the long prompt's tokens in a step{which}): a chat's gap was "
+        f"{span(result.gap)}, the longest {span(result.longest)}, instead of {span(result.quiet_gap)}, "
+        f"and the long prompt's first token came after {span(result.ttft)}"
     )
-    others = [drop for drop in drops if drop.budgets[-1] != newest.budgets[-1]]
+    others = [result for result in results if result.budgets[-1] != newest.budgets[-1]]
     if not others:
-        return f"{words}. Turn the budget ([ and ], /budget), and drop another."
-    other, which = calmest(drops, others[-1].budgets)
+        return f"{words}. Turn the budget ([ and ], /budget), and send another."
+    other, which = calmest(results, others[-1].budgets)
     return (
         f"{words}; with {other.budget} ({other.widest:,} in a step{which}) it was {span(other.gap)}, "
         f"the longest {span(other.longest)}, and {span(other.ttft)}."
     )
 
 
-def company(drop: Drop) -> str:
+def company(result: Result) -> str:
     """How long the short prompt waited for its first token."""
-    short = drop.short
+    short = result.short
     if short is None:
         return (
-            f"No short prompt was counted next to r{drop.request}: that takes a free slot while its "
+            f"No short prompt was counted next to r{result.request}: that takes a free slot while its "
             "second half is read."
         )
     return (
         f"r{short.request}, a short prompt of {count(short.tokens, 'token')}, came when "
-        f"r{drop.request} had {short.left:,} to go: its first token came after "
-        f"{count(short.steps, 'step')}, r{drop.request}'s after {short.long_steps:,}."
+        f"r{result.request} had {short.left:,} to go: its first token came after "
+        f"{count(short.steps, 'step')}, r{result.request}'s after {short.long_steps:,}."
     )
 
 
-def calmest(drops: Sequence[Drop], budgets: tuple[int, ...]) -> tuple[Drop, str]:
-    """The least disturbed drop with these budgets: other programs only make gaps longer."""
-    alike = [drop for drop in drops if drop.budgets == budgets]
-    which = f", the calmest of {len(alike):,} drops" if len(alike) > 1 else ""
-    return min(alike, key=lambda drop: drop.gap), which
+def calmest(results: Sequence[Result], budgets: tuple[int, ...]) -> tuple[Result, str]:
+    """The least disturbed result with these budgets: other programs only make gaps longer."""
+    alike = [result for result in results if result.budgets == budgets]
+    which = f", the calmest of {len(alike):,}" if len(alike) > 1 else ""
+    return min(alike, key=lambda result: result.gap), which
 
 
 # --- the page
@@ -441,18 +438,18 @@ def draw(state: State, on: Canvas) -> None:
     """Draw a trace for each chat, a line for each long prompt, and what the budget trades."""
     found = state.found.get(NAME, Found())
     is_on = runs(state.view, found)
-    keys = "L another  [ ] budget  Esc ends it" if is_on else "L drops one  Esc back"
+    keys = "L another  [ ] budget  Esc ends it" if is_on else "L sends one  Esc back"
     on.title("Long prompt: gaps between tokens", keys)
     on.pen().put(f" {shorten(doing(state, found, is_on), on.width - 2)}")
-    drops = found.drops
+    results = found.results
     below = Canvas(on.p, on.width, on.height)
-    below.say(sentence(drops) if drops else "", bold=True)
-    below.say(company(drops[-1]) if drops else "")
-    below.say(truth(drops), on.muted)
+    below.say(sentence(results) if results else "", bold=True)
+    below.say(company(results[-1]) if results else "")
+    below.say(truth(results), on.muted)
     room = on.lines_left - len(below.lines) - 1
-    rows = min(len(drops), max(2, room - len(state.view.engine.slots) - 1))
+    rows = min(len(results), max(2, room - len(state.view.engine.slots) - 1))
     draw_traces(state, on, room - rows, found)
-    draw_drops(on, drops[-rows:] if rows else ())
+    draw_results(on, results[-rows:] if rows else ())
     on.lines += below.lines
 
 
@@ -460,7 +457,7 @@ def doing(state: State, found: Found, is_on: bool) -> str:
     """What happens now, and the budget."""
     limits = state.view.engine.limits
     own = state.view.made_with
-    words = "over, all is as before" if found.drops else "no long prompt has been read yet"
+    words = "over, the budget is restored" if found.results else "no long prompt has been read yet"
     if is_on:
         words = found.so_far
     if state.view.paused:
@@ -470,17 +467,17 @@ def doing(state: State, found: Found, is_on: bool) -> str:
     return f"{words}; {others_of(state.view)}" if state.view.others else words
 
 
-def truth(drops: Sequence[Drop]) -> str:
+def truth(results: Sequence[Result]) -> str:
     """How far the figures can be trusted."""
     words = ""
-    if drops and drops[-1].quiet_longest > NOISY * drops[-1].quiet_gap:
-        longest = span(drops[-1].quiet_longest)
-        words = f"Noisy: without the long prompt, too, a gap was {longest}. L drops another, and the calmest counts. "
-    elif drops:
-        words = "A longest gap may be another program's doing: compare the medians. "
-    if drops and all(drop.steps_between == 1 for drop in drops):
-        words += "Each gap is one step: no chat missed one, but a step with a chunk takes longer. "
-    return f"{words}Leaving this page turns the budget back."
+    if results and results[-1].quiet_longest > NOISY * results[-1].quiet_gap:
+        longest = span(results[-1].quiet_longest)
+        words = f"Noisy: a gap was {longest} without the long prompt, too. L sends another, and the calmest counts. "
+    elif results:
+        words = "Another program may cause a longest gap: compare the medians. "
+    if results and all(result.steps_between == 1 for result in results):
+        words += "Each gap is one step: no chat skipped one, but a step with a chunk takes longer. "
+    return f"{words}Leaving this page restores the budget."
 
 
 def draw_traces(state: State, on: Canvas, height: int, found: Found) -> None:
@@ -571,25 +568,25 @@ def draw_chunks(
     pen.to(LEFT + cells).put(f"{name:>{RIGHT - 1}}")
 
 
-def draw_drops(on: Canvas, drops: Sequence[Drop]) -> None:
+def draw_results(on: Canvas, results: Sequence[Result]) -> None:
     """Draw a line for each long prompt, the newest last."""
-    if not drops:
+    if not results:
         on.lines.append([])
         return
     shown = on.columns(FIGURES)
-    for drop in drops:
+    for result in results:
         texts = {
-            "prompt": f"r{drop.request}",
-            "budget": drop.budget,
-            "tokens/step": f"{drop.widest:,}",
-            "steps": f"{drop.steps:,}",
-            "gap p50": span(drop.gap),
-            "longest": span(drop.longest),
-            "without": span(drop.quiet_gap),
-            "its longest": span(drop.quiet_longest),
-            "first token": span(drop.ttft),
+            "prompt": f"r{result.request}",
+            "budget": result.budget,
+            "tokens/step": f"{result.widest:,}",
+            "steps": f"{result.steps:,}",
+            "gap p50": span(result.gap),
+            "longest": span(result.longest),
+            "without": span(result.quiet_gap),
+            "its longest": span(result.quiet_longest),
+            "first token": span(result.ttft),
         }
-        on.row(shown, texts, bold=drop is drops[-1])
+        on.row(shown, texts, bold=result is results[-1])
 
 
 # --- the command --------------------------------------------------------------------------------

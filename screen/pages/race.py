@@ -49,8 +49,7 @@ NOTHING = Contest("Compare", [], "Nothing has run yet. b fires a burst.")
 class Shown:
     """What the race's page shows."""
 
-    # a requested race, or one that ended; None: the running one
-    contest: Contest | None = NO_RACE
+    contest: Contest = NO_RACE  # a requested race, or one that ended
     last: Contest | None = None  # the last race that ended
     # how far both legs are animated, in seconds of the clock; None: to the end
     film: float | None = None
@@ -63,7 +62,11 @@ def shown_in(state: State) -> Shown:
 
 def draw(state: State, on: Canvas) -> None:
     shown = shown_in(state)
-    draw_contest(state, on, shown.contest or race_in(state), shown.film)
+    if state.view.racing and state.view.legs:
+        draw_contest(state, on, race_in(state))
+    else:
+        film = shown.film if on.has_keys else None  # a log has the result
+        draw_contest(state, on, shown.contest, film)
 
 
 def draw_comparison(state: State, on: Canvas) -> None:
@@ -239,16 +242,6 @@ def verdict(runs: Sequence[Run]) -> str:
     return words + "."
 
 
-def lines_of(contest: Contest) -> list[str]:
-    """Lines for a log."""
-    lines = []
-    for run in contest.runs:
-        figures = zip(FIGURES, run.figures, strict=True)
-        told = ", ".join(f"{name} {figure}" for name, figure in figures)
-        lines.append(f"{run.policy}, {run.how}: {told}")
-    return [line for line in (*lines, verdict(contest.runs), contest.note) if line]
-
-
 # --- the commands -------------------------------------------------------------------------------
 
 
@@ -301,9 +294,8 @@ def obey_race(session: PageSession, rest: str) -> None:
     # Tokenize here and not in the thread that steps, because a chat template may take long
     asks = [session.client.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
     shown = shown_in(state)
-    if not state.view.racing:
-        shown.contest = asked(state, policies)
-        shown.film = None
+    shown.contest = asked(state, policies)
+    shown.film = None
     session.run_experiment("race", Racing(asks, policies))
 
 
@@ -321,16 +313,15 @@ def show_again(state: State) -> None:
 
 
 def take(state: State, before: View) -> None:
-    """Note that a race has begun or ended. One that has ended is shown again, both legs at once."""
+    """Note that a race has ended. It is shown again, both legs at once."""
     shown = shown_in(state)
     view = state.view
-    is_wanted = shown.contest and not shown.contest.runs
-    if view.racing and view.legs:
-        shown.contest = None
-    elif view.legs and not view.racing and (before.racing or view.finding is not before.finding):
+    if view.racing:
+        return
+    if view.legs and (before.racing or view.finding is not before.finding):
         shown.last = race_in(state)
         show_again(state)
-    elif is_wanted and view.handled != before.handled and not view.experimenting:
+    elif not shown.contest.runs and view.handled != before.handled and not view.experimenting:
         shown.contest = shown.contest._replace(note=NO_RACE.note)
 
 
@@ -363,7 +354,6 @@ PAGE = Page(
     example="12 static serial",
     words=(*POLICIES, "last"),
     read=how_many,
-    tell=lambda state: lines_of(shown_in(state).contest),
     own={"end": to_the_end},
     take=take,
     look=look,
@@ -381,6 +371,5 @@ COMPARE = Page(
     obey=obey_compare,
     example="fair",
     words=[*POLICIES],
-    tell=lambda state: lines_of(state.kept["compare"]),
     repeats=True,
 )

@@ -22,7 +22,6 @@ from screen.latency_breakdown import (
     outcomes,
     place_of,
     ranked,
-    sentence,
     steps_of,
 )
 from screen.page import Page, PageSession
@@ -66,7 +65,7 @@ def draw_slider(state: State, on: Canvas, r: RequestView) -> None:
     cells = ["─"] * (on.width - 8)
     for mark in MARKS:
         cells[at_cell(mark / 100, len(cells))] = "┼"
-    words = f"{span(r.metrics.ttft_s)}, and not over" if r.reason is None else "no first token"
+    words = f"{span(r.metrics.ttft_s)}, still running" if r.reason is None else "no first token"
     if place is not None:
         cells[at_cell((place + 1) / len(order), len(cells))] = KNOB
         words = f"{span(r.metrics.ttft_s)}: {place:,} of {len(order):,} were sooner"
@@ -135,7 +134,6 @@ def draw_others(state: State, on: Canvas, r: RequestView, breakdown: LatencyBrea
         on.entry("overtaken", f"by {listed(names, most)}, which came later")
     if breakdown.chunks:
         on.entry("beside", f"chunks of {blamed(breakdown.chunks, most)}")
-    on.entry("slot", slot_of(r, breakdown))
     if on.height >= 30:
         on.entry("prompt", shorten(prompt_of(r), on.width - NAMES - 1))
 
@@ -153,19 +151,8 @@ def shares_of_clients(state: State, breakdown: LatencyBreakdown) -> str:
     return ", ".join(shares)
 
 
-def slot_of(r: RequestView, breakdown: LatencyBreakdown) -> str:
-    if r.slot is None:
-        return ""
-    words = [str(r.slot)]
-    if breakdown.before is not None:
-        words.append(f"r{breakdown.before} had it before")
-    if breakdown.after is not None:
-        words.append(f"r{breakdown.after} had it next")
-    return ", ".join(words)
-
-
 def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
-    """Draw the replays."""
+    """Draw the request under each policy."""
     legend = (
         (LINE, on.bad, "in line"),
         (SOON, on.text, "first token"),
@@ -270,10 +257,6 @@ def to_mark(state: State) -> None:
     look_into(state, (beyond or marks)[0])
 
 
-def tell(state: State) -> list[str]:
-    return [sentence(state.open, breakdown_in(state, state.open), state.kept["why"][1])]
-
-
 PAGE = Page(
     "why",
     "w",
@@ -285,7 +268,6 @@ PAGE = Page(
     example="p95",
     words=[f"p{mark}" for mark in MARKS],
     read=which,
-    tell=tell,
     own={
         "left": lambda state: lead(state, -1),
         "right": lambda state: lead(state, 1),

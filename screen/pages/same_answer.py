@@ -34,10 +34,10 @@ CANCELLED = 0.25  # share of the neighbours
 WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # the words of neighbours
 TALLEST = 6  # lines of the picture
 TEXT_ROWS = 3  # lines of the answer's text
-BEFORE = {  # by stage: words before the first end of a run in company
-    "waits": "It begins when all that runs has ended.",
+BEFORE = {  # by stage: words before the first run has ended
+    "waits": "It begins when all running requests have ended.",
     "alone": "The prompt runs alone.",
-    "runs": "The company gathers.",
+    "runs": "Neighbours arrive.",
 }
 
 
@@ -50,7 +50,6 @@ class Answered(NamedTuple):
     digest: str
     beside: float  # mean number of other requests per step
     reused: int  # prompt tokens whose rows were cached
-    met: int  # number of other requests in all
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of these
 
@@ -63,12 +62,12 @@ class Alike(NamedTuple):
     difference: Difference | None  # from the run alone
 
 
-class Company(NamedTuple):
+class SameAnswer(NamedTuple):
     """The findings so far."""
 
     ask: Ask
     wanted: int  # runs
-    exact: bool = False  # the engine's own word
+    exact: bool = False  # batch-invariant
     product: str = ""  # the engine's matrix product
     stage: str = "waits"  # "waits" | "alone" | "runs" | "over"
     alone: Bits | None = None
@@ -78,7 +77,6 @@ class Company(NamedTuple):
     came: int = 0  # neighbours
     cancelled: int = 0
     beside: int = 0  # most others in one step
-    lines: tuple[str, ...] = ()
     name: str = "same"
 
     @property
@@ -115,13 +113,11 @@ class Company(NamedTuple):
         return f"{tokens}, {what}: {self.alone.numbers:,} numbers, each in all its bits"
 
     @property
-    def company(self) -> str:
+    def neighbours(self) -> str:
         mean = fmean(run.beside for run in self.runs)
-        met = fmean(run.met for run in self.runs)
-        beside = f"{number(mean)} others beside a run at a time ({self.beside} at most)"
         return (
-            f"{beside}, {number(met)} until its end. {self.came:,} random neighbours came; "
-            f"{self.cancelled:,} of them were cancelled"
+            f"{number(mean)} at a time ({self.beside} at most); of {self.came:,} in all "
+            f"{self.cancelled:,} were cancelled"
         )
 
     @property
@@ -154,10 +150,9 @@ class UnderWay:
         self.handle = handle
         self.steps = 0
         self.beside = 0  # others, summed over all steps
-        self.met: set[int] = set()
 
 
-class Gathering(Experiment):
+class SameAnswerExperiment(Experiment):
     """Run a prompt alone, then among neighbours."""
 
     def __init__(self, ask: Ask, runs: int):
@@ -167,7 +162,7 @@ class Gathering(Experiment):
         self.ask = ask._replace(
             max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True, speculate=False
         )
-        super().__init__(Company(self.ask, runs))
+        super().__init__(SameAnswer(self.ask, runs))
         self.dice = random.Random(0)
         self.guests: list[UnderWay] = []
         self.others: dict[Handle, int] = {}  # neighbours, with the steps until it is cancelled
@@ -175,12 +170,11 @@ class Gathering(Experiment):
         self.at_once = 1  # runs
         self.neighbours = 0
 
-    def steps(self) -> Iterator[Company]:
+    def steps(self) -> Iterator[SameAnswer]:
         self._check()
         product = self.engine.summary.rpartition("; ")[2]
         product = product.partition(", so ")[0]  # `exact` says so, too
         self.tell(exact=self.engine.is_batch_invariant, product=product)
-        self.tell(f"the same answer in company: {shorten(self.ask.prompt, 60)}")
         yield from self.until_idle()
         yield from self._run_alone()
         while len(self.found.runs) < self.found.wanted:
@@ -188,17 +182,16 @@ class Gathering(Experiment):
             yield self.found
             self._look_around()
             self._collect()
-        self._tell_the_end()
-        yield self.found
+        yield self.tell(stage="over")
 
     def _check(self) -> None:
         sched = self.engine.sched
         if sched.slots < 2:
-            raise ValueError("there is no company in one slot; start with --slots 2 or more")
+            raise ValueError("one slot has no neighbours; start with --slots 2 or more")
         if sched.policy.name == "serial":
             raise ValueError("under serial each request runs alone; p changes the policy")
 
-    def _run_alone(self) -> Iterator[Company]:
+    def _run_alone(self) -> Iterator[SameAnswer]:
         self.tell(stage="alone")
         handle = yield from self.alone(lambda: self.client.submit(self.ask, prefix_cache=False))
         check(handle)
@@ -247,7 +240,6 @@ class Gathering(Experiment):
             if guest.handle.id in running:
                 guest.steps += 1
                 guest.beside += len(running) - 1
-                guest.met |= running - {guest.handle.id}
                 self.tell(beside=max(self.found.beside, len(running) - 1))
         for handle, left in list(self.others.items()):
             self.others[handle] = left - 1
@@ -266,14 +258,10 @@ class Gathering(Experiment):
             answer = Bits.of(guest.handle)
             beside = guest.beside / max(1, guest.steps)
             m = guest.handle.metrics
-            met = len(guest.met)
             run = Answered(
-                answer.digest, beside, m.cached_tokens, met, m.draft_tokens, m.accepted_tokens
+                answer.digest, beside, m.cached_tokens, m.draft_tokens, m.accepted_tokens
             )
             self.tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
-            done = len(self.found.runs)
-            if done % 50 == 0 and done < self.found.wanted:
-                self.tell(self.found.so_far)
 
     def _counted(self, answer: Bits) -> list[Alike]:
         kinds = [*self.found.kinds]
@@ -284,16 +272,6 @@ class Gathering(Experiment):
         kinds[i] = kinds[i]._replace(count=kinds[i].count + 1)
         return kinds
 
-    def _tell_the_end(self) -> None:
-        found = self.found
-        self.tell(
-            found.so_far,
-            f"a hash covers {found.covers}",
-            f"{found.company}; {found.beginnings}; draft tokens {found.drafts}",
-            *(f"{count(k.count, 'run')}: {k.difference.words}" for k in unlike(found)[:6]),
-            stage="over",
-        )
-
 
 def check(handle: Handle) -> bool:
     """Whether an answer is complete. A failure ends the experiment."""
@@ -302,7 +280,7 @@ def check(handle: Handle) -> bool:
     return handle.finish_reason in ("stop", "length")
 
 
-def unlike(found: Company) -> list[Alike]:
+def unlike(found: SameAnswer) -> list[Alike]:
     """Different answers: those with other tokens first, then by frequency."""
     kinds = [kind for kind in found.kinds if kind.difference]
     return sorted(kinds, key=lambda kind: (kind.difference.parted is None, -kind.count))
@@ -315,7 +293,7 @@ def draw(state: State, on: Canvas) -> None:
     """Draw the number of answers, the neighbours, and the differences."""
     found = state.found.get("same")
     note = "X ends it  Esc back" if state.view.experimenting else "a runs it anew  Esc back"
-    on.title("The same answer in company", note)
+    on.title("The same answer among neighbours", note)
     if found is None:
         on.say("a runs a prompt alone, and then 200 times among random neighbours.", on.muted)
         return
@@ -331,7 +309,7 @@ def draw(state: State, on: Canvas) -> None:
     draw_kinds(on, found)
     facts = {
         "hash of": found.covers,
-        "company": found.company,
+        "others": found.neighbours,
         "rows": found.beginnings,
         "drafts": found.drafts,
     }
@@ -340,13 +318,13 @@ def draw(state: State, on: Canvas) -> None:
     draw_strip(state, on, found)
 
 
-def product_of(found: Company) -> str:
+def product_of(found: SameAnswer) -> str:
     if found.exact:
-        return f"{found.product}; engine.is_batch_invariant: no bit depends on the company"
-    return f"{found.product}; engine.is_batch_invariant is False: bits may depend on the company"
+        return f"{found.product}; engine.is_batch_invariant: no bit depends on the neighbours"
+    return f"{found.product}; engine.is_batch_invariant is False: bits may depend on the neighbours"
 
 
-def draw_counter(state: State, on: Canvas, found: Company) -> None:
+def draw_counter(state: State, on: Canvas, found: SameAnswer) -> None:
     """Draw the number of runs and of answers."""
     words = found.so_far
     if not (runs(state.view, found) or found.stage == "over"):
@@ -355,7 +333,7 @@ def draw_counter(state: State, on: Canvas, found: Company) -> None:
     on.pen().put(" " + shorten(words, on.width - 2), hue, True)
 
 
-def draw_kinds(on: Canvas, found: Company) -> None:
+def draw_kinds(on: Canvas, found: SameAnswer) -> None:
     """Draw a line for each answer: hash, runs, and the difference."""
     bar = on.width // 14
     most = max(kind.count for kind in found.kinds)
@@ -373,7 +351,7 @@ def draw_kinds(on: Canvas, found: Company) -> None:
         on.pen().to(10).put(f"and {count(len(rest), 'answer')} more, of {runs}", on.muted)
 
 
-def draw_strip(state: State, on: Canvas, found: Company) -> None:
+def draw_strip(state: State, on: Canvas, found: SameAnswer) -> None:
     """Draw a column for each run, as high as the number of others; a cross marks a different
     answer."""
     most = state.view.engine.limits.slots - 1
@@ -382,7 +360,7 @@ def draw_strip(state: State, on: Canvas, found: Company) -> None:
     strips = -(-found.wanted // across)
     tall = max(1, min(TALLEST, (on.lines_left - 1) // strips - 1))
     legend = [("█", on.text, f"{most} others"), ("✗", on.bad, "not as alone")]
-    on.heading("Each run: how many ran beside it", legend=legend)
+    on.heading("Each run: how many ran next to it", legend=legend)
     for first in range(0, len(found.runs), across):
         runs = found.runs[first : first + across]
         for row in reversed(range(tall)):
@@ -411,7 +389,7 @@ def obey(session: PageSession, rest: str) -> None:
         word, prompt = str(RUNS), rest
     many = how_many(word)
     ask = session.state.settings.ask(prompt.strip() or own_prompt(session.state))
-    session.run_experiment("experiment in company", Gathering(ask, many))
+    session.run_experiment("same-answer experiment", SameAnswerExperiment(ask, many))
 
 
 def own_prompt(state: State) -> str:

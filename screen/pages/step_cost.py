@@ -24,7 +24,7 @@ from runtime.snapshot import ExpertsView, Roof, StepView
 from runtime.validation import shown
 from screen.draw.canvas import Canvas, Figure, fitting
 from screen.draw.charts import cost_of
-from screen.draw.style import HUES, count, number, shorten, span
+from screen.draw.style import HUES, count, listed, number, shorten, span
 from screen.engine_view import View
 from screen.page import Page, PageSession
 from screen.state import State
@@ -110,7 +110,7 @@ def what_bounds(bill: StepCost, step: StepView, roof: Roof) -> str:
     if most > whole:
         return (
             f"It was quicker than the roofline allows ({span(most)}): other programs ran when the roofline "
-            "was measured (/cost again), or what it read lay in a nearer cache."
+            "was measured (/cost again), or the data was in a cache."
         )
     if most < whole / 2:
         words = f"None of the three bounds it: reading is {read}, arithmetic {multiplied}, Python {python}. "
@@ -202,7 +202,11 @@ def draw_entries(state: State, on: Canvas, column: Column) -> None:
         shared += f" for all {bill.tokens:,} tokens: {scaled(bill.weights / bill.tokens, 'B')} each"
     if engine.ranks.memory:
         shared += f" (the share of rank 0, of {len(engine.ranks.memory)})"
-    whose = named(parts_of(column), on.width - NAMES - 12)
+    first, *others = parts_of(column)
+    whose = f"{first.rows:,} rows of r{first.request}"
+    if others:
+        rows = [whose, *(f"{part.rows:,} r{part.request}" for part in others)]
+        whose = f"each its own: {listed(rows, 8)}"
     products = f"{scaled(bill.products, 'FLOP')} in products"
     entries = {
         "weights": f"{scaled(bill.weights, 'B')} of {model.form}, {shared}",
@@ -212,21 +216,6 @@ def draw_entries(state: State, on: Canvas, column: Column) -> None:
         "window": windows_of(model, column),
     }
     on.entries(entries)
-
-
-def named(parts: Sequence[Member], width: int) -> str:
-    """As many sequences as fit, each with its rows."""
-    first, *others = parts
-    words = f"{first.rows:,} rows of r{first.request}"
-    if others:
-        words = f"each its own: {words}"
-    for i, part in enumerate(others):
-        left = f", {len(others) - i:,} more"
-        text = f", {part.rows:,} r{part.request}"
-        if len(words + text + left) > width:
-            return words + left
-        words += text
-    return words
 
 
 def experts_of(state: State, column: Column, bill: StepCost) -> str:
@@ -240,7 +229,7 @@ def experts_of(state: State, column: Column, bill: StepCost) -> str:
     if seen:
         mean = number(fmean(map(len, seen)))
         return f"{words}; read: {mean} a layer (by chance {number(chance)})"
-    which = " (only its own screen knows which)" if state.view.watches else ""
+    which = " (a watched engine does not tell which)" if state.view.watches else ""
     return f"{words}; expected: {number(chance)} a layer{which}"
 
 
@@ -257,7 +246,7 @@ def roof_of(state: State) -> str:
     roof = state.view.engine.roof
     if not roof.reading:
         if state.view.watches:
-            return f"not measured there: a screen of its own does so ({command('tui.py')} --serve, then B)"
+            return f"not measured there; B on a screen with the server does it ({command('tui.py')} --serve)"
         return "is being measured"
     words = f"memory {scaled(roof.reading, 'B/s')}, arithmetic {scaled(roof.multiplying, 'FLOP/s')}"
     if roof.again > NEARER * roof.reading:
@@ -356,32 +345,6 @@ def draw_experts(state: State, on: Canvas, column: Column) -> None:
         on.entry(f"layer {i}", shorten(words, on.width - NAMES - 2))
 
 
-def cost_line(state: State) -> str:
-    """The cost of the newest step in a line of the log."""
-    column = state.here
-    engine = state.view.engine
-    if column is None:
-        return f"no step has run yet; the roofline: {roof_of(state)}"
-    if column.lost:
-        return f"{column.lost} The roofline: {roof_of(state)}"
-    bill = step_bill(state, column)
-    floors = floors_of(bill, engine.roof)
-    step = column.view
-    words = [
-        f"step {column.step:,}: {count(bill.tokens, 'token')}",
-        f"weights {scaled(bill.weights, 'B')}, read once",
-        f"keys and values {scaled(bill.keys, 'B')}",
-        f"arithmetic {scaled(bill.operations, 'FLOP')}",
-        f"took {span(step.seconds)}, of it Python {span(step.python_s)}",
-        f"roofline: {roof_of(state)}",
-    ]
-    if floors:
-        words.append(
-            f"at least {span(floors.reading)} to read, {span(floors.multiplying)} to multiply"
-        )
-    return f"{'; '.join(words)}. {what_bounds(bill, step, engine.roof)}".rstrip()
-
-
 # --- the command --------------------------------------------------------------------------------
 
 
@@ -428,7 +391,6 @@ PAGE = Page(
     obey=obey,
     example="again",
     words=("again",),
-    tell=lambda state: [cost_line(state)],
     own={"left": lambda state: state.move(-1), "right": lambda state: state.move(1)},
     take=take,
     look=look,

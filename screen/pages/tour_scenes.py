@@ -20,7 +20,7 @@ from screen.draw.style import FAILED, clean, count, span
 from screen.engine_view import Finding
 from screen.latency_breakdown import outcomes
 from screen.pages.fault_injection import FEWEST, FaultInjection
-from screen.pages.long_prompt import Drop
+from screen.pages.long_prompt import Result
 from screen.pages.step_cost import scaled
 from screen.state import State, breakdown_in, prices
 from screen.step_columns import Column
@@ -248,9 +248,13 @@ def tell_fault(seen: Sight) -> Story:
 # --- a long prompt among others -----------------------------------------------------------------
 
 
-def drops(seen: Sight) -> list[Drop]:
+def results(seen: Sight) -> list[Result]:
     """The long prompts of this scene."""
-    return [drop for drop in seen.found.drops if drop.request > seen.newest] if seen.found else []
+    return (
+        [result for result in seen.found.results if result.request > seen.newest]
+        if seen.found
+        else []
+    )
 
 
 def tell_long_prompt(seen: Sight) -> Story:
@@ -267,26 +271,26 @@ def tell_long_prompt(seen: Sight) -> Story:
     yield "/slow 32"
     least, most = seen.state.view.made_with.budgets
     yield f"/long {least} {most}"
-    yield from seen.until(lambda: len(drops(seen)) > 1 or not seen.state.view.experimenting)
+    yield from seen.until(lambda: len(results(seen)) > 1 or not seen.state.view.experimenting)
     yield STOP
-    found = drops(seen)
+    found = results(seen)
     if len(found) < 2:
         raise ValueError("the long prompts were not read to their end")
     yield explained(found)
 
 
-def explained(found: list[Drop]) -> Explanation:
+def explained(found: list[Result]) -> Explanation:
     """Compare each long prompt with the gaps just before it."""
-    widest = max(found, key=lambda drop: drop.widest)
+    widest = max(found, key=lambda result: result.widest)
     right = 2 if widest.gap > 1.1 * widest.quiet_gap else 3
-    if max(drop.steps_between for drop in found) > 2:
+    if max(result.steps_between for result in found) > 2:
         right = 1
     told = [
-        f"Budget {drop.budget}: {count(drop.steps, 'step')}, gaps of {span(drop.gap)} "
-        f"({span(drop.quiet_gap)} before); first token after {span(drop.ttft)}."
-        for drop in found
+        f"Budget {result.budget}: {count(result.steps, 'step')}, gaps of {span(result.gap)} "
+        f"({span(result.quiet_gap)} before); first token after {span(result.ttft)}."
+        for result in found
     ]
-    if any(drop.gap < drop.quiet_gap for drop in found):
+    if any(result.gap < result.quiet_gap for result in found):
         told.append("Gaps that were longer before: another program was at work then.")
     short = found[0].short
     if short:
@@ -451,7 +455,7 @@ def tell_json(seen: Sight) -> Story:
     )
 
 
-# --- temperature 0 in company -------------------------------------------------------------------
+# --- temperature 0 among neighbours ------------------------------------------------------------
 
 RUNS = 60
 
@@ -462,7 +466,7 @@ def tell_same(seen: Sight) -> Story:
         "Temperature 0: the likeliest token is always taken. One prompt runs alone, then "
         f"{RUNS} times among random neighbours. How many answers will there be, compared by all "
         "bits of their probabilities?",
-        ("one", "two or three", "more: it depends on the company"),
+        ("one", "two or three", "more: it depends on the neighbours"),
     )
     yield "/slow off"
     yield f"/same {RUNS} What is a slot?"
@@ -470,8 +474,8 @@ def tell_same(seen: Sight) -> Story:
     yield STOP
     found = seen.found
     if found is None or not found.runs:
-        raise ValueError("no run in company has ended")
-    said = f"{found.so_far}, beside {found.beside} others at most."
+        raise ValueError("no run among neighbours has ended")
+    said = f"{found.so_far}, with {found.beside} others at most."
     kinds = len(found.kinds)
     if kinds == 1:
         why = (
@@ -538,6 +542,6 @@ SCENES = (
     Scene("who starves", ("policies.py", "by_turns"), tell_starving),
     Scene("a step ahead of the tokens", ("nanobatch.py", "Engine._max_in_flight"), tell_ghosts),
     Scene("JSON that cannot break", ("nanobatch.py", "Engine._sampling_rows"), tell_json),
-    Scene("the same answer in company", ("kernels/matmul.c", "multiply"), tell_same),
+    Scene("the same answer among neighbours", ("kernels/matmul.c", "multiply"), tell_same),
     Scene("a crash, and a hang-up", ("nanobatch.py", "Engine._fail"), tell_broken),
 )

@@ -1,6 +1,6 @@
 """The scheduler without a model: who comes, who leaves, and what cannot be played to its end.
 
-That a replay has the steps of the run is shown where runs are: `tests/screen/test_request_latency.py`,
+That a replay has the steps of the run is shown where runs are: `tests/screen/test_policy_race.py`,
 `tests/screen/test_recording.py`, `tests/web/test_real.py`.
 """
 
@@ -20,8 +20,7 @@ def guests(*lives: tuple[int, float], arrived: float = 0.0) -> list[Guest]:
     """Requests with prompts of four tokens. Each says so many, or is cut short at a moment."""
     found = []
     for id, (tokens, left) in enumerate(lives, start=1):
-        leaves = (left, left) if left < math.inf else ()
-        found.append(Guest(Request(id, (id,) * 4, 50, arrived), tokens, arrived, leaves))
+        found.append(Guest(Request(id, (id,) * 4, 50, arrived), tokens, left))
     return found
 
 
@@ -64,7 +63,7 @@ def test_limits_of_an_old_recording():
 
     def cuts(**more) -> list[int]:
         limits = OLD | {"chunk": 32, "budget": 8} | more
-        long = Guest(Request(1, (0,) * 70, 1, 0.0), 1, 0.0)
+        long = Guest(Request(1, (0,) * 70, 1, 0.0), 1)
         played = Replay.under(limits, POLICIES["serial"], [long], lambda plan: 1.0)
         return [chunk.stop - chunk.start for step in played for chunk in step.plan.chunks]
 
@@ -96,30 +95,3 @@ def test_what_never_ends_is_said():
     shut = POLICIES["serial"]._replace(room=lambda free, running: 0)
     with pytest.raises(Stuck, match="no slots are taken, 2 wait"):
         list(Replay.under(OLD, shut, guests((1, math.inf), (1, math.inf)), lambda plan: 1.0))
-    late = guests((1, math.inf))
-    late[0] = late[0]._replace(begins=9)
-    with pytest.raises(Stuck, match="1 slots are taken, 0 wait"):
-        list(Replay.under(OLD, POLICIES["serial"], late))
-
-
-def test_replay_by_steps_needs_no_clock():
-    """1 comes before step 2 and waits until step 4 for its first chunk, and 2 leaves before step 5
-    is planned."""
-    one, two, three = guests((2, math.inf), (math.inf, math.inf), (9, math.inf))
-    crowd = [
-        one._replace(comes=2, begins=4),
-        two._replace(comes=1, leaves=(5, 5)),
-        three._replace(comes=1),
-    ]
-    limits = OLD | {"slots": 3, "budget": 20}
-    options = {"by_steps": True, "halting": {3}}
-    replay = Replay.under(limits, CONTINUOUS, crowd, lambda plan: 1.0, **options)
-    lines = timeline(replay)
-    assert [line.partition(" | ")[2] for line in lines[:5]] == [
-        "2:p 3:p",
-        "2:d 3:d",
-        "2:d 3:d",
-        "1:p 2:d 3:d ghosts [0]",
-        "3:d 1:d",
-    ]
-    assert [step.partition(" | ")[0] for step in lines[:2]] == ["0-1", "1-2"]

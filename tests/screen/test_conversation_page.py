@@ -3,7 +3,7 @@ lost."""
 
 import re
 
-from screen_stage import Show, Stage, show
+from screen_stage import Show, Stage, on_screen, show
 from word_engine import WordText
 
 from screen.draw import style
@@ -56,91 +56,79 @@ def seen(it: Show) -> str:
     return " ".join(it.text().split())
 
 
-def test_typing_opens_the_conversation():
+@on_screen((120, 40), make=Talking)
+async def test_typing_opens_the_conversation(it):
     """Told a name and asked for it, the model said another."""
-
-    async def scenario(it):
-        await it.press("m", "y", turns=0)
-        assert "Type a question" in it.text() and it.app.prompt.value == "my"
-        await ask(it, 'Say "Ada".')
-        await ask(it, "Who?")
-        assert it.stage.shown == ['u:Say "Ada".;', 'u:Say "Ada".;a:Ada;u:Who?;']
-        assert '❯ Say "Ada".' in it.text() and "❯ Who?" in it.text()
-
-    show(scenario, Talking(), size=(120, 40))
+    await it.press("m", "y", turns=0)
+    assert "Type a question" in it.text() and it.app.prompt.value == "my"
+    await ask(it, 'Say "Ada".')
+    await ask(it, "Who?")
+    assert it.stage.shown == ['u:Say "Ada".;', 'u:Say "Ada".;a:Ada;u:Who?;']
+    assert '❯ Say "Ada".' in it.text() and "❯ Who?" in it.text()
 
 
-def test_a_question_waits_and_escape_returns_it():
-    async def scenario(it):
-        await it.press("i", *"one", "enter", turns=4)
-        await it.press(*"two", "enter", turns=1)
-        assert it.stage.engine.sched.submitted == 1
-        assert "❯ two" in it.text() and "waits for the answer above" in it.text()
-        await it.press(*"three", "enter", turns=0)
-        assert it.app.prompt.value == "three", "a refused prompt stays in the box"
-        await it.press("ctrl+u", "escape", turns=3)
-        assert it.state.ended[-1].reason == "cancelled" and "; stopped" in it.text()
-        assert it.app.prompt.value == "two" and it.app.focused is it.app.prompt
-        await it.press("enter", turns=4)
-        assert it.stage.shown[-1].startswith("u:one;a:once upon")
-        assert it.stage.shown[-1].endswith(";u:two;")
-        await it.press(*"last", "enter", turns=0)
-        await ended(it)
-        assert it.stage.shown[-1].endswith(";u:last;"), "it is asked when its turn has come"
-        await it.press("escape", turns=0)
-        assert it.app.focused is None and it.state.chatting
-        await it.press("escape", turns=0)
-        assert not it.state.chatting
-
-    show(scenario, Talking(), size=(120, 40))
+@on_screen((120, 40), make=Talking)
+async def test_a_question_waits_and_escape_returns_it(it):
+    await it.press("i", *"one", "enter", turns=4)
+    await it.press(*"two", "enter", turns=1)
+    assert it.stage.engine.sched.submitted == 1
+    assert "❯ two" in it.text() and "waits for the answer above" in it.text()
+    await it.press(*"three", "enter", turns=0)
+    assert it.app.prompt.value == "three", "a refused prompt stays in the box"
+    await it.press("ctrl+u", "escape", turns=3)
+    assert it.state.ended[-1].reason == "cancelled" and "; stopped" in it.text()
+    assert it.app.prompt.value == "two" and it.app.focused is it.app.prompt
+    await it.press("enter", turns=4)
+    assert it.stage.shown[-1].startswith("u:one;a:once upon")
+    assert it.stage.shown[-1].endswith(";u:two;")
+    await it.press(*"last", "enter", turns=0)
+    await ended(it)
+    assert it.stage.shown[-1].endswith(";u:last;"), "it is asked when its turn has come"
+    await it.press("escape", turns=0)
+    assert it.app.focused is None and it.state.chatting
+    await it.press("escape", turns=0)
+    assert not it.state.chatting
 
 
-def test_escape_while_paused_keeps_the_question():
+@on_screen((120, 40), make=Talking)
+async def test_escape_while_paused_keeps_the_question(it):
     """The footer offered space to go on, and Esc, the way to that key, threw the question away."""
-
-    async def scenario(it):
-        await it.press("space", "i", *"one", "enter", "escape", turns=2)
-        assert it.app.focused is None and not it.state.ended
-        await it.press("space", turns=0)
-        await ended(it)
-        assert it.state.ended[-1].reason != "cancelled"
-
-    show(scenario, Talking(), size=(120, 40))
+    await it.press("space", "i", *"one", "enter", "escape", turns=2)
+    assert it.app.focused is None and not it.state.ended
+    await it.press("space", turns=0)
+    await ended(it)
+    assert it.state.ended[-1].reason != "cancelled"
 
 
-def test_several_conversations_run_at_once():
-    async def scenario(it):
-        await it.press("i", *"one", "enter", turns=4)
-        await it.press(*"/new", "enter", *"two", "enter", turns=4)
-        slots = it.state.view.engine.slots
-        assert [slot.request for slot in slots[:2]] == [1, 2]
-        assert "Conversation 2 of 2: two" in it.text() and it.state.selected == 1
-        await it.press("ctrl+n", turns=1)
-        assert "Conversation 1 of 2: one" in it.text() and it.state.selected == 0
-        await it.press("escape", "escape", "n", turns=1)
-        assert "Conversation 2 of 2: two" in it.text()
-        await it.press("slash", *"next", "enter", turns=1)
-        assert "Conversation 1 of 2: one" in it.text() and it.app.focused is None
-
-    show(scenario, Talking(), size=(120, 40))
+@on_screen((120, 40), make=Talking)
+async def test_several_conversations_run_at_once(it):
+    await it.press("i", *"one", "enter", turns=4)
+    await it.press(*"/new", "enter", *"two", "enter", turns=4)
+    slots = it.state.view.engine.slots
+    assert [slot.request for slot in slots[:2]] == [1, 2]
+    assert "Conversation 2 of 2: two" in it.text() and it.state.selected == 1
+    await it.press("ctrl+n", turns=1)
+    assert "Conversation 1 of 2: one" in it.text() and it.state.selected == 0
+    await it.press("escape", "escape", "n", turns=1)
+    assert "Conversation 2 of 2: two" in it.text()
+    await it.press("slash", *"next", "enter", turns=1)
+    assert "Conversation 1 of 2: one" in it.text() and it.app.focused is None
 
 
-def test_system_message_and_asking_again():
-    async def scenario(it):
-        await it.press("i", *"/system Be brief.", "enter", turns=0)
-        await ask(it, 'Say "x".')
-        await it.press(*"/new", "enter", turns=0)
-        await ask(it, 'Say "y".')
-        await it.press("ctrl+r", turns=0)
-        await ended(it)
-        assert it.stage.shown == ['s:Be brief.;u:Say "x".;'] + 2 * ['s:Be brief.;u:Say "y".;']
-        assert len(it.state.chats.open.turns) == 1 and "system: Be brief." in it.text()
-        copied = []
-        it.app.copy_to_clipboard = copied.append
-        await it.press("escape", "y", turns=0)
-        assert copied == ["y"]
-
-    show(scenario, Talking(), size=(120, 40))
+@on_screen((120, 40), make=Talking)
+async def test_system_message_and_asking_again(it):
+    await it.press("i", *"/system Be brief.", "enter", turns=0)
+    await ask(it, 'Say "x".')
+    await it.press(*"/new", "enter", turns=0)
+    await ask(it, 'Say "y".')
+    await it.press("ctrl+r", turns=0)
+    await ended(it)
+    assert it.stage.shown == ['s:Be brief.;u:Say "x".;'] + 2 * ['s:Be brief.;u:Say "y".;']
+    assert len(it.state.chats.open.turns) == 1 and "system: Be brief." in it.text()
+    copied = []
+    it.app.copy_to_clipboard = copied.append
+    await it.press("escape", "y", turns=0)
+    assert copied == ["y"]
 
 
 def test_a_question_that_does_not_fit_waits_for_drop_or_new():
@@ -159,7 +147,7 @@ def test_a_question_that_does_not_fit_waits_for_drop_or_new():
         await it.press(*"/drop", "enter", turns=0)
         await ended(it)
         assert it.stage.shown[-1].startswith(f"u:b{filler};a:once")
-        mark = "left out: the model is not told this question and its answer any more"
+        mark = "left out: the model no longer sees this question and its answer"
         before, _, behind = it.text().partition(mark)
         assert "❯ b" not in before and "╌" not in it.text(), "no divider"
         assert behind.strip(" │\n").startswith("❯ a") and mark not in behind
@@ -174,66 +162,60 @@ def test_a_question_that_does_not_fit_waits_for_drop_or_new():
     show(scenario, Talking(max_len=256), size=(120, 40))
 
 
-def test_the_conversation_with_a_strip_of_the_engine():
-    async def scenario(it):
-        await it.press("i", turns=0)
-        await ask(it, 'Say "**Three** things:\n\n1. one\n2. `two`".')
-        await it.press(*"And?", "enter", turns=2)
-        text = it.text()
-        assert " 1 one" in text and " 2 two" in text and "❯ And?" in text
-        assert re.search(r"read \d+ tokens; first token after", text)
-        assert "Slots" in text and "Timeline" in text and "tok/s" in text
-        talk = it.app.query_one("#talk").region
-        assert talk.height >= 15 and talk.width >= 80
-        await ended(it)
-        read, all_, kept = re.search(
-            r"read (\d+) of (\d+) tokens; (\d+) were still in slot 0", seen(it)
-        ).groups()
-        assert int(read) + int(kept) == int(all_) and int(kept) > 40
-
-    show(scenario, Talking())
+@on_screen(make=Talking)
+async def test_the_conversation_with_a_strip_of_the_engine(it):
+    await it.press("i", turns=0)
+    await ask(it, 'Say "**Three** things:\n\n1. one\n2. `two`".')
+    await it.press(*"And?", "enter", turns=2)
+    text = it.text()
+    assert " 1 one" in text and " 2 two" in text and "❯ And?" in text
+    assert re.search(r"read \d+ tokens; first token after", text)
+    assert "Slots" in text and "Timeline" in text and "tok/s" in text
+    talk = it.app.query_one("#talk").region
+    assert talk.height >= 15 and talk.width >= 80
+    await ended(it)
+    read, all_, kept = re.search(
+        r"read (\d+) of (\d+) tokens; (\d+) were still in slot 0", seen(it)
+    ).groups()
+    assert int(read) + int(kept) == int(all_) and int(kept) > 40
 
 
-def test_thoughts_are_dim_and_folded_when_they_are_over():
+@on_screen((120, 40), make=Talking)
+async def test_thoughts_are_dim_and_folded_when_they_are_over(it):
     """The pane's title has the question, too, so only the lines below the question count."""
 
-    async def scenario(it):
-        def below() -> str:
-            return it.text().split("❯")[1].partition("\n")[2]
+    def below() -> str:
+        return it.text().split("❯")[1].partition("\n")[2]
 
-        await it.press("i", turns=0)
-        await ask(it, 'Say "<think>It is a sum.</think>Four."')
-        assert "▸ thought: 4 words" in below() and "It is a sum." not in below()
-        it.app.action_command("/thoughts")
-        await it.pilot.pause()
-        assert below().count("It is a sum.") == 1
-        await ask(it, "And?")
-        assert "a:Four.;" in it.stage.shown[-1]
-
-    show(scenario, Talking(), size=(120, 40))
+    await it.press("i", turns=0)
+    await ask(it, 'Say "<think>It is a sum.</think>Four."')
+    assert "▸ thought: 4 words" in below() and "It is a sum." not in below()
+    it.app.action_command("/thoughts")
+    await it.pilot.pause()
+    assert below().count("It is a sum.") == 1
+    await ask(it, "And?")
+    assert "a:Four.;" in it.stage.shown[-1]
 
 
-def test_the_conversation_goes_back_in_time_and_scrolls():
-    async def scenario(it):
-        it.stage.obey("/set max=240")
-        await it.press("i", turns=0)
-        await ask(it, "one")
-        await ask(it, "two")
-        assert "❯ one" not in it.text()
-        await it.press(*["pageup"] * 9, turns=0)
-        assert "❯ one" in it.text() and " 0 lines above, " in it.text()
-        await it.press(*["pagedown"] * 9, "escape", "left", turns=0)
-        assert it.state.cursor and it.state.chatting
-        for _ in range(300):
-            it.state.move(-1)
-        it.app.paint()
-        await it.pilot.pause()
-        now = it.state.chats.open.turns[-1].request.text
-        assert now[-40:] not in " ".join(it.text().split())
-        await it.press("escape", turns=0)
-        assert it.state.cursor is None and it.state.chatting
-
-    show(scenario, Talking(), size=(80, 24))
+@on_screen((80, 24), make=Talking)
+async def test_the_conversation_goes_back_in_time_and_scrolls(it):
+    it.stage.obey("/set max=240")
+    await it.press("i", turns=0)
+    await ask(it, "one")
+    await ask(it, "two")
+    assert "❯ one" not in it.text()
+    await it.press(*["pageup"] * 9, turns=0)
+    assert "❯ one" in it.text() and " 0 lines above, " in it.text()
+    await it.press(*["pagedown"] * 9, "escape", "left", turns=0)
+    assert it.state.cursor and it.state.chatting
+    for _ in range(300):
+        it.state.move(-1)
+    it.app.paint()
+    await it.pilot.pause()
+    now = it.state.chats.open.turns[-1].request.text
+    assert now[-40:] not in " ".join(it.text().split())
+    await it.press("escape", turns=0)
+    assert it.state.cursor is None and it.state.chatting
 
 
 # --- Markdown -----------------------------------------------------------------------------------

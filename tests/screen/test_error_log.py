@@ -3,7 +3,7 @@ place."""
 
 from dataclasses import replace
 
-from screen_stage import Stage, show
+from screen_stage import on_screen, show
 
 from nanobatch import SamplingParams
 from runtime.error_reports import show_fault
@@ -11,42 +11,37 @@ from screen import app, engine_view
 from screen.pages import error_log
 
 
-def test_a_failed_step_is_reported_with_its_place():
-    async def scenario(it):
-        it.stage.obey("one")
-        await it.turns(5)
-        it.stage.engine.runner.fail = RuntimeError("the device is on fire")
-        await it.turns(2)
-        await it.sees("failed; E shows")
-        await it.press("E")
-        await it.sees("Traceback (most recent call last):")
-        text = it.text()
-        assert (
-            "Errors" in text
-            and 'word_engine.py", line' in text
-            and "RuntimeError: the device is on fire" in text
-        )
-        await it.press("escape")
-        assert it.app.page is None
-
-    show(scenario, size=(120, 40))
+@on_screen((120, 40))
+async def test_a_failed_step_is_reported_with_its_place(it):
+    it.stage.obey("one")
+    await it.turns(5)
+    it.stage.engine.runner.fail = RuntimeError("the device is on fire")
+    await it.turns(2)
+    await it.sees("failed; E shows")
+    await it.press("E")
+    await it.sees("Traceback (most recent call last):")
+    text = it.text()
+    assert (
+        "Errors" in text
+        and 'word_engine.py", line' in text
+        and "RuntimeError: the device is on fire" in text
+    )
+    await it.press("escape")
+    assert it.app.page is None
 
 
-def test_ten_thousand_faults_are_a_few_warnings():
+@on_screen((120, 40))
+async def test_ten_thousand_faults_are_a_few_warnings(it):
     """Each was a toast of its own, and with some thousand of them Textual stood still."""
-
-    async def scenario(it):
-        it.stage.client.fault("the first")
-        await it.turns()
-        await it.sees("the first")
-        it.state.faults += [engine_view.Fault(f"r{i} failed") for i in range(10_000)]
-        await it.turns()
-        await it.sees("other faults)")
-        assert 1 <= len(it.app._notifications) <= app.WARNINGS
-        await it.press("question_mark")
-        assert it.app.page.name == "help"
-
-    show(scenario, size=(120, 40))
+    it.stage.client.fault("the first")
+    await it.turns()
+    await it.sees("the first")
+    it.state.faults += [engine_view.Fault(f"r{i} failed") for i in range(10_000)]
+    await it.turns()
+    await it.sees("other faults)")
+    assert 1 <= len(it.app._notifications) <= app.WARNINGS
+    await it.press("question_mark")
+    assert it.app.page.name == "help"
 
 
 def test_the_newest_tracebacks_are_kept():
@@ -114,9 +109,8 @@ def test_a_notice_that_outlives_the_screen_is_no_fault():
     apps[0].hush(stage.state.said)
 
 
-def test_failed_requests_are_on_the_page_of_errors():
+def test_failed_requests_are_on_the_page_of_errors(stage):
     """After a NaN the page said that nothing had failed."""
-    stage = Stage().load()
     stage.obey("one")
     handle = stage.engine.submit([97], SamplingParams(max_tokens=9))
     stage.turns(2)

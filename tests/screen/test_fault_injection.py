@@ -5,7 +5,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
-from screen_stage import Stage, drawn, like_golden, plain, show, turned_by_company
+from screen_stage import Stage, drawn, like_golden, on_screen, plain, turned_by_company
 from word_engine import WordRunner
 
 from kernels import c_attention
@@ -41,35 +41,20 @@ def demo() -> Stage:
     return stage
 
 
-@pytest.mark.parametrize("what", BREAKS)
-def test_survivors_answer_as_alone_on_a_real_model(demo, what):
-    found = broken(demo, what)
-    in_slots = [each for each in found.witnesses if each.where.startswith("slot")]
-    ended = {"step": in_slots, "nan": in_slots[:1], "client": in_slots[:1]}[what]
-    assert len(in_slots) == 4 and len(found.witnesses) == 8
-    assert len(found.ended) == len(ended) and {*found.ended} <= {*in_slots}
-    assert sum(each.went_on for each in found.witnesses) == 8 - len(ended)
+def test_a_nan_ends_one_request_on_a_real_model(demo):
+    found = broken(demo, "nan")
+    assert len(found.witnesses) == 8 and sum(each.went_on for each in found.witnesses) == 7
+    (victim,) = found.ended
+    assert victim.where.startswith("slot")
+    assert victim.error.startswith("the model computed a number that is not finite")
     assert all(each.covers == 6 * each.tokens > 0 for each in found.witnesses)
     if demo.engine.is_batch_invariant:
         assert not found.changed and "no bit changed" in found.so_far
     assert type(demo.engine.runner) is Runner
-    errors = {each.error.partition(";")[0] if what == "nan" else each.error for each in found.ended}
-    said = {
-        "step": "Planted: planted by /break step, to see who ends; nothing is wrong",
-        "nan": "the model computed a number that is not finite",
-        "client": "",
-    }
-    assert errors == ({said[what]} if what in said else set())
-
-
-def test_nan_spares_rows_that_may_be_shared(demo):
-    """Rows of a prompt are given to others that begin alike: these would be NaN, too, and
-    rightly."""
-    found = broken(demo, "nan")
-    first, last = map(int, found.did.split("rows ")[1].split(" of ")[0].split(" to "))
-    (victim,) = found.ended
+    # Rows of a prompt may be shared with others, which would be NaN, too, and rightly
+    first = int(found.did.split("rows ")[1].split(" ")[0])
     prompts = {r.id: r.metrics.prompt_tokens for r in demo.state.ended}
-    assert first == prompts[victim.id] <= last < first + victim.tokens
+    assert first == prompts[victim.id]
 
 
 def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
@@ -87,8 +72,7 @@ def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
 # --- with an engine of words --------------------------------------------------------------------
 
 
-def test_an_exception_ends_only_the_requests_in_its_step():
-    stage = Stage().load()
+def test_an_exception_ends_only_the_requests_in_its_step(stage):
     found = broken(stage, "step")
     assert len(found.witnesses) == 12
     assert [each.id for each in found.ended] == [1, 2, 3, 4, 5, 7, 8]
@@ -98,22 +82,19 @@ def test_an_exception_ends_only_the_requests_in_its_step():
     assert found.did.startswith("step ") and type(stage.engine.runner) is WordRunner
 
 
-def test_the_planted_traceback_is_on_the_page_of_errors():
-    async def scenario(it):
-        await it.press("K")
-        assert "an exception in the next step" in it.text()
-        await it.press("1", turns=60)
-        assert "ended by it" in it.text()
-        await it.press("E")
-        await it.sees("screen.pages.fault_injection.Planted: planted by /break step")
-        assert "fault_injection.py" in it.text()
-        assert not it.state.faults, "what is meant needs no notices over the page"
-
-    show(scenario, size=(120, 40))
+@on_screen((120, 40))
+async def test_the_planted_traceback_is_on_the_page_of_errors(it):
+    await it.press("K")
+    assert "an exception in the next step" in it.text()
+    await it.press("1", turns=60)
+    assert "ended by it" in it.text()
+    await it.press("E")
+    await it.sees("screen.pages.fault_injection.Planted: planted by /break step")
+    assert "fault_injection.py" in it.text()
+    assert not it.state.faults, "what is meant needs no notices over the page"
 
 
-def test_a_users_requests_are_the_witnesses_if_there_are_enough():
-    stage = Stage().load()
+def test_a_users_requests_are_the_witnesses_if_there_are_enough(stage):
     stage.obey("/set max=60 temperature=0.9")
     for i in range(10):
         stage.obey(f"prompt {i}")
@@ -129,17 +110,14 @@ def test_a_users_requests_are_the_witnesses_if_there_are_enough():
 
 
 @pytest.mark.parametrize(("wrong", "words"), [("bits", "✗ other bits"), ("token", "✗ other words")])
-def test_changed_answers_are_reported(wrong, words):
-    stage = Stage().load()
+def test_changed_answers_are_reported(wrong, words, stage):
     stage.engine.is_batch_invariant = False
     turned_by_company(stage, 5, wrong)
     found = broken(stage, "client")
     changed = found.changed
     assert changed and f"{len(changed)} changed in a bit" in found.so_far
-    assert found.lines[-1].startswith(f"changed: r{changed[0].id}")
-    assert "promises no bits in company" in found.lines[-1]
     page = " ".join(plain(draw(stage, 120, 40)))
-    assert page.count(words) == len(changed)
+    assert page.count(words) == len(changed) and "is not batch-invariant" in page
 
 
 @pytest.mark.parametrize("what", BREAKS)
@@ -190,13 +168,12 @@ def with_slab(stage: Stage) -> Stage:
 @pytest.mark.parametrize(
     ("orders", "words"),
     [
-        (["/break"], "what shall break? /break step, nan, client"),
+        (["/break"], "break what? /break step, nan, client"),
         (["/break it"], "break = 'it'; choose one of step, nan, client"),
         (["/break nan"], "this engine has no slab"),
     ],
 )
-def test_what_cannot_be_broken_is_refused_in_a_line(orders, words):
-    stage = Stage().load()
+def test_what_cannot_be_broken_is_refused_in_a_line(orders, words, stage):
     lines = []
     log = commands.PlainLog(stage.session, lines.append)
     for order in orders:
@@ -213,45 +190,37 @@ def draw(stage: Stage, width: int, height: int) -> list[style.Line]:
     return drawn(keys.PAGES["break"].draw, stage.state, width, height)
 
 
-@pytest.mark.parametrize("what", BREAKS)
-def test_the_page_is_as_drawn(what):
-    async def scenario(it):
-        if what == "nan":
-            with_slab(it.stage)
-        it.stage.engine.is_batch_invariant = True
-        await it.press("K", str([*BREAKS].index(what) + 1))
-        it.stage.finish()
-        await it.turns(1)
-        like_golden(f"break-{what}-120x40", it.text())
-
-    show(scenario, size=(120, 40))
+@on_screen((120, 40))
+async def test_the_page_is_as_drawn(it):
+    it.stage.engine.is_batch_invariant = True
+    await it.press("K", "1")
+    it.stage.finish()
+    await it.turns(1)
+    like_golden("break-step-120x40", it.text())
 
 
-def test_the_page_before_any_fault():
-    async def scenario(it):
-        await it.press("K")
-        text = it.text()
-        for title, _ in BREAKS.values():
-            assert title in text
-        assert "1 to 3 break it" in text
-        row = next(i for i, line in enumerate(text.split("\n")) if "client that" in line)
-        await it.pilot.click("#sheet", offset=(8, row))
-        await it.turns(30)
-        assert it.state.view.finding.what == "client"
-        await it.press("K")
-        assert "Slots" in it.text(), "its own key closes it, and does not end the experiment"
-        assert it.state.view.experimenting
-        await it.press("K", "2", turns=2)
-        assert "another experiment is running" in it.state.faults[-1].message
-        await it.press("X", turns=3)
-        assert not it.state.view.busy
-
-    show(scenario)
+@on_screen()
+async def test_the_page_before_any_fault(it):
+    await it.press("K")
+    text = it.text()
+    for title, _ in BREAKS.values():
+        assert title in text
+    assert "1 to 3 break it" in text
+    row = next(i for i, line in enumerate(text.split("\n")) if "client that" in line)
+    await it.pilot.click("#sheet", offset=(8, row))
+    await it.turns(30)
+    assert it.state.view.finding.what == "client"
+    await it.press("K")
+    assert "Slots" in it.text(), "its own key closes it, and does not end the experiment"
+    assert it.state.view.experimenting
+    await it.press("K", "2", turns=2)
+    assert "another experiment is running" in it.state.faults[-1].message
+    await it.press("X", turns=3)
+    assert not it.state.view.busy
 
 
-def test_a_failed_step_fills_its_column():
+def test_a_failed_step_fills_its_column(stage):
     """The numbers went from 7 to 9, and nothing told that a step had failed between them."""
-    stage = Stage().load()
     broken(stage, "step")
     failed = [c for c in stage.state.history if c.cells[0].kind == style.FAILED]
     assert len(failed) == 1 and failed[0].step in range(2, 30)

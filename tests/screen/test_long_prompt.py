@@ -1,6 +1,6 @@
 """A prompt that takes minutes: the screen showed 0.00 tok/s and an empty chart all the while."""
 
-from screen_stage import Stage, like_golden, show
+from screen_stage import Stage, like_golden, on_screen
 
 from screen.draw import status
 from screen.pages import conversation
@@ -12,16 +12,14 @@ def a_stage() -> Stage:
     return Stage(slots=4, max_len=90_000)
 
 
-def test_the_screen_during_a_long_prompt_is_as_drawn():
-    async def scenario(it):
-        it.stage.engine.submit(LONG)
-        await it.turns(600)
-        assert "prompt tok/s" in it.text() and " 0.00 tok/s" not in it.text()
-        assert "9,584/60,000 16 s" in it.text() and "reading: 9,584 of" in it.text()
-        assert "prompt tokens/s" in it.text()
-        like_golden("long-prompt-120x40", it.text())
-
-    show(scenario, a_stage(), (120, 40))
+@on_screen((120, 40), make=a_stage)
+async def test_the_screen_during_a_long_prompt_is_as_drawn(it):
+    it.stage.engine.submit(LONG)
+    await it.turns(600)
+    assert "prompt tok/s" in it.text() and " 0.00 tok/s" not in it.text()
+    assert "9,584/60,000 16 s" in it.text() and "reading: 9,584 of" in it.text()
+    assert "prompt tokens/s" in it.text()
+    like_golden("long-prompt-120x40", it.text())
 
 
 def test_beside_a_long_prompt_both_rates_are_told():

@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from screen_stage import EndsAfter, Stage, disturb, like_golden, show
+from screen_stage import EndsAfter, Stage, disturb, like_golden, on_screen
 
 import ask
 import tui
@@ -87,40 +87,25 @@ def test_a_replay_drops_what_is_computed_behind_an_end():
     assert sum(column.tokens for column in own.columns) == 5 + 9 + 14 + 20 + 26 + 31
 
 
-def test_a_comparison_simulates_both_policies():
+def test_a_comparison_simulates_both_policies(stage):
     """A verdict that divided a measured time by a simulated one would tell of the simulation's
     faults."""
-    stage = Stage().load()
     stage.obey("/burst 20")
     stage.finish()
     assert stage.obey("/compare") == ""
     ran, rival = stage.state.kept["compare"].runs
-    assert (ran.policy, ran.how, rival.policy, rival.how) == (
-        "continuous",
-        "simulated",
-        "static",
-        "simulated",
-    )
-    assert rival.makespan > 1.2 * ran.makespan and step_columns.useful_of(
-        rival.columns
-    ) < step_columns.useful_of(ran.columns)
-    assert rival.ttft_mean > ran.ttft_mean
+    assert (ran.policy, rival.policy) == ("continuous", "static")
+    assert ran.how == rival.how == "simulated"
+    assert rival.makespan > 1.2 * ran.makespan and rival.ttft_mean > ran.ttft_mean
+    assert step_columns.useful_of(rival.columns) < step_columns.useful_of(ran.columns)
     assert sum(c.tokens for c in rival.columns) == sum(c.tokens for c in ran.columns) > 500
     text = " ".join(" ".join(stage.lines(race.draw_comparison, 100, 30)).split())
-    for part in (
-        "static, simulated",
-        "continuous, simulated",
-        "makespan",
-        "TTFT p95",
-        "Compare: continuous and static, 20 requests",
-    ):
-        assert part in text, part
+    assert "Compare: continuous and static, 20 requests" in text
     assert "What really ran (continuous) took" in text and "Not over" not in text
 
 
-def test_a_comparison_in_mid_burst():
+def test_a_comparison_in_mid_burst(stage):
     """Half of a burst was compared as if it were the whole."""
-    stage = Stage().load()
     stage.obey("/burst 20")
     stage.turns(100)
     engine = stage.state.view.engine
@@ -141,9 +126,8 @@ def test_a_comparison_in_mid_burst():
 
 
 @pytest.mark.parametrize("order", ["/compare", "/race 8"])
-def test_policies_are_alike_without_a_queue(order):
+def test_policies_are_alike_without_a_queue(order, stage):
     """It said "320 steps instead of 320 ... 1.00 times as fast", and not why."""
-    stage = Stage().load()
     stage.obey("/burst 8")
     stage.finish()
     stage.obey(order)
@@ -169,35 +153,26 @@ def test_a_race_runs_both_policies_and_restores():
     assert slow.how == fast.how == "measured" and slow.makespan > 1.2 * fast.makespan > 0
     assert sum(c.tokens for c in slow.columns) == sum(c.tokens for c in fast.columns)
     assert "continuous takes" in race.verdict(contest.runs)
-    assert {cell.request for column in slow.columns for cell in column.cells} >= set(range(1, 21))
     assert stage.engine.sched.policy.name == stage.state.view.engine.policy == "serial"
-    assert all(
-        c.view.policy == "static"
-        for c in stage.state.history
-        if static.first_step <= c.step <= static.last_step
-    )
+    first = stage.state.between(static.first_step, static.stop)
+    assert {column.view.policy for column in first} == {"static"}
 
 
-def test_a_race_ends_a_pause():
-    stage = Stage().load()
+def test_a_race_ends_a_pause(stage):
     stage.obey("/burst 12")
     stage.turns(20)
     for order in ("/pause", "/policy static"):
         stage.obey(order)
         stage.turns()
-    line = stage.lines(status.draw_status, 80, 1)[0]
-    assert "▮▮ paused, draining → static" in line
-    assert "space: go on" in stage.lines(status.draw_status, 120, 1)[0]
-    assert "space Go on s Step" in stage.lines(keys.draw_keys, 80, 1)[0]
+    assert "▮▮ paused, draining → static" in stage.lines(status.draw_status, 80, 1)[0]
     stage.obey("/race 12")
     stage.finish()
     assert [leg.policy for leg in stage.state.view.legs] == ["static", "continuous"]
     assert stage.engine.sched.policy.name == stage.state.view.engine.policy == "static"
 
 
-def test_a_cancelled_race_has_no_winner():
+def test_a_cancelled_race_has_no_winner(stage):
     """A race that had been cancelled said "running …" for ever."""
-    stage = Stage().load()
     stage.obey("/race 20")
     stage.turns(30)
     assert stage.state.view.racing
@@ -205,22 +180,20 @@ def test_a_cancelled_race_has_no_winner():
     stage.finish()
     assert not stage.state.view.racing and stage.engine.sched.policy.name == "continuous"
     assert {r.reason for r in stage.state.requests.values()} == {"cancelled", "length"}
-    assert [run.how for run in race.shown_in(stage.state).last.runs] == [
-        "cut short"
-    ] and not race.verdict(race.shown_in(stage.state).last.runs)
+    (run,) = race.shown_in(stage.state).last.runs
+    assert run.how == "cut short" and not race.verdict([run])
 
 
-def test_races_agree_on_a_busy_machine():
+def test_races_agree_on_a_busy_machine(stage):
     """The same race came out as 1.03 to 3.85 times as fast, because other programs had the
     processor meanwhile."""
-    stage = Stage().load()
     stage.obey("/set max=90")
     stage.obey("/race 12")
     quiet = [run.makespan for run in race.shown_in(stage.finish().state).last.runs]
     stage.state.history.clear()  # so that the quiet race tells the others nothing
     disturb(stage, 0.1)
     races = []
-    for _ in range(8):
+    for _ in range(3):
         stage.obey("/race 12")
         races.append(race.shown_in(stage.finish().state).last)
     for leg in (0, 1):
@@ -232,11 +205,6 @@ def test_races_agree_on_a_busy_machine():
         assert max(spans) < 1.15 * min(spans) and spans[0] == pytest.approx(quiet[leg], rel=0.15)
         assert min(walls) > 2 * max(spans)
     assert all(race.note.count(", of it interruptions: ") == 2 for race in races)
-    words = race.verdict(races[0].runs)
-    assert (
-        f"takes {len(races[0].runs[1].columns)} steps instead of {len(races[0].runs[0].columns)}"
-        in words
-    )
 
 
 @pytest.mark.parametrize("policy", ["continuous", "static"])
@@ -257,11 +225,9 @@ def test_a_replay_agrees_on_a_busy_machine(policy):
     )
     assert own.makespan == pytest.approx(real.makespan, rel=0.1) and real.took > 3 * real.makespan
     assert own.ttft_mean == pytest.approx(real.ttft_mean, rel=0.1)
-    assert (
-        f"{len(columns):,} steps, {style.span(real.makespan)} on that clock"
-        in stage.state.kept["compare"].note
-    )
-    assert "of it interruptions" in stage.state.kept["compare"].note
+    note = stage.state.kept["compare"].note
+    assert f"{len(columns):,} steps, {style.span(real.makespan)} on that clock" in note
+    assert "of it interruptions" in note
 
 
 def test_unseen_steps_are_priced_by_extrapolation():
@@ -296,32 +262,28 @@ def test_unseen_steps_are_priced_by_extrapolation():
     assert odd.row == 0 and 0.01 < odd.of(8, 0) < 0.02
 
 
-def test_the_last_race_can_be_opened_again():
-    """Escape closed the sheet, and with it the race was gone, though nothing had cleared it. And
-    after a minute its film was over at the first look."""
-
-    async def scenario(it):
-        await it.press("R")
-        await it.sees("no race has been run yet; r runs one")
-        await it.press("r", turns=30)
-        it.stage.finish()
-        await it.turns()
-        await it.press("end", turns=0)
-        before = it.stage.lines(race.draw, 120, 40)
-        await it.press("escape", "b", turns=300)
-        it.state.KEPT = 60  # so it is long ago, as far as the timeline knows
-        await it.turns(2)
-        await it.press("c")
-        assert "Compare" in it.text()
-        await it.press("escape")
-        assert "Slots" in it.text()
-        await it.press("R", turns=0)
-        assert race.shown_in(it.state).film is not None
-        await it.press("end", turns=0)
-        assert it.stage.lines(race.draw, 120, 40) == before
-        assert "continuous takes" in it.text()
-
-    show(scenario, size=(120, 40))
+@on_screen((120, 40))
+async def test_the_last_race_can_be_opened_again(it):
+    """Escape closed the sheet, and with it the race was gone. And after a minute its film was over
+    at the first look."""
+    await it.press("R")
+    await it.sees("no race has been run yet; r runs one")
+    await it.press("r", turns=30)
+    it.stage.finish()
+    await it.turns()
+    await it.press("end", turns=0)
+    before = it.stage.lines(race.draw, 120, 40)
+    await it.press("escape", "b", turns=100)
+    it.state.KEPT = 60  # so it is long ago, as far as the timeline knows
+    await it.turns(2)
+    await it.press("R", turns=0)
+    assert race.shown_in(it.state).film is not None
+    await it.app.take_picture()
+    picture = it.app.picture.replace("\u00a0", " ")
+    assert "times as fast" in picture and "End leads to the result" not in picture
+    await it.press("end", turns=0)
+    assert it.stage.lines(race.draw, 120, 40) == before
+    assert "continuous takes" in it.text()
 
 
 def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
@@ -331,10 +293,7 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
     )
     monkeypatch.setitem(POLICIES, "shy", shy)
     stage = Stage().load()
-    for _ in range(len(POLICIES) - 1):
-        stage.obey("/policy")  # the next one, again and again
-        stage.turns()
-    assert "shy" in stage.lines(status.draw_status, 80, 1)[0]
+    stage.obey("/policy shy")
     stage.obey("/burst 20")
     stage.turns(4)
     rows = stage.lines(slots.draw_slots, 80, 11)
@@ -345,27 +304,20 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
     stage.obey("/compare")
     assert stage.state.kept["compare"].title == "Compare: shy and continuous, 20 requests"
     assert "one newcomer a step." in "".join(stage.lines(keys.draw_help, 120, 90))
-    for program in (tui, ask):
-        with pytest.raises(SystemExit):
-            program.parse_arguments(["--help"])
-        assert "shy" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        ask.parse_arguments(["--help"])
+    assert "shy" in capsys.readouterr().out
     assert tui.parse_arguments(["--policy", "shy"]).policy == "shy"
 
 
-def raced(size: int = 20) -> Stage:
-    stage = Stage().load()
-    stage.obey(f"/race {size}")
-    return stage.finish()
-
-
-def test_both_legs_are_animated_on_one_clock():
+def test_both_legs_are_animated_on_one_clock(stage):
     """Nothing of the second moved until the first had ended."""
-    stage = raced()
-    race.shown_in(stage.state).contest = race.shown_in(stage.state).last
-    longest = max(run.makespan for run in race.shown_in(stage.state).last.runs)
+    stage.obey("/race 20")
+    shown = race.shown_in(stage.finish().state)
+    longest = max(run.makespan for run in shown.last.runs)
     seen = []
     for tenth in range(11):
-        race.shown_in(stage.state).film = tenth / 10 * longest
+        shown.film = tenth / 10 * longest
         lines = stage.lines(race.draw, 120, 40)
         seen.append(decoded(lines))
         if tenth == 4:
@@ -384,8 +336,7 @@ def decoded(lines: list[str]) -> list[int]:
     return [sum(line.count(style.GLYPHS[DECODE]) for line in part) for part in parts]
 
 
-def test_while_the_first_leg_runs_nothing_is_blank():
-    stage = Stage().load()
+def test_while_the_first_leg_runs_nothing_is_blank(stage):
     stage.obey("/race 20")
     stage.turns(60)
     lines = stage.lines(race.draw, 120, 40)
@@ -395,70 +346,48 @@ def test_while_the_first_leg_runs_nothing_is_blank():
     assert "answers, static" in text and len(lines) > 22
 
 
-def test_a_comparison_right_after_a_race_stays():
+@on_screen()
+async def test_a_comparison_right_after_a_race_stays(it):
     """The screen looks ten times a second. Escape and c came between two looks, and the race took
     the place of the comparison."""
-
-    async def scenario(it):
-        await it.press("r", turns=30)
-        it.stage.finish()
-        await it.pilot.press("escape", "c")
-        for _ in range(3):
-            await it.turns(2)
-            assert "Compare: " in it.text()
-
-    show(scenario)
+    await it.press("r", turns=30)
+    it.stage.finish()
+    await it.pilot.press("escape", "c")
+    for _ in range(3):
+        await it.turns(2)
+        assert "Compare: " in it.text()
 
 
-def test_a_film_plays_although_the_engine_has_no_news():
+@on_screen()
+async def test_a_film_plays_although_the_engine_has_no_news(it):
     """It stood still at its beginning for as long as nothing else happened."""
-
-    async def scenario(it):
-        await it.press("r", turns=30)
-        it.stage.finish()
-        await it.turns()
-        assert "of" in it.text() and race.shown_in(it.state).film is not None
-        for _ in range(3):
-            seen = it.text()
-            race.shown_in(it.state).began -= 1.0
-            it.app.look()
-            await it.pilot.pause()
-            assert it.text() != seen
-        race.shown_in(it.state).began -= 60.0
+    await it.press("r", turns=30)
+    it.stage.finish()
+    await it.turns()
+    assert "of" in it.text() and race.shown_in(it.state).film is not None
+    for _ in range(3):
+        seen = it.text()
+        race.shown_in(it.state).began -= 1.0
         it.app.look()
         await it.pilot.pause()
-        assert "continuous takes" in it.text()
-
-    show(scenario)
-
-
-def test_a_screenshot_of_a_race_shows_its_end():
-    """It was the middle of the film, with half a leg and without a verdict."""
-
-    async def scenario(it):
-        await it.press("r", turns=30)
-        it.stage.finish()
-        await it.app.take_picture()
-        picture = it.app.picture.replace("\u00a0", " ")
-        assert "times as fast" in picture and "End leads to the result" not in picture
-
-    show(scenario, size=(120, 40))
+        assert it.text() != seen
+    race.shown_in(it.state).began -= 60.0
+    it.app.look()
+    await it.pilot.pause()
+    assert "continuous takes" in it.text()
 
 
-def test_a_waiting_race_names_its_policies():
+@on_screen((120, 40))
+async def test_a_waiting_race_names_its_policies(it):
     """It said "Race: static and continuous" whatever was asked for; and then "The race begins" for
     ever."""
-
-    async def scenario(it):
-        it.stage.obey("/burst 3")
-        await it.turns(3)
-        it.app.action_command("/race 3 serial fair")
-        await it.turns(3)
-        assert "Race: serial and fair" in it.text() and race.RACE_WAITS in it.text()
-        await it.press("X", turns=3)
-        assert "Race: serial and fair" in it.text() and race.NO_RACE.note in it.text()
-        it.app.action_command("/race 3")
-        await it.turns(3)
-        assert "static, running" in it.text()
-
-    show(scenario, size=(120, 40))
+    it.stage.obey("/burst 3")
+    await it.turns(3)
+    it.app.action_command("/race 3 serial fair")
+    await it.turns(3)
+    assert "Race: serial and fair" in it.text() and race.RACE_WAITS in it.text()
+    await it.press("X", turns=3)
+    assert "Race: serial and fair" in it.text() and race.NO_RACE.note in it.text()
+    it.app.action_command("/race 3")
+    await it.turns(3)
+    assert "static, running" in it.text()

@@ -1,12 +1,19 @@
 """Why a request waited: the parts of its life, whom it waited for, and the replays."""
 
-import os
 import random
 from collections import Counter
 from itertools import pairwise
 
 import pytest
-from screen_stage import EndsAfter, Stage, draft_at_random, drawn, like_golden, plain, show
+from screen_stage import (
+    EndsAfter,
+    Stage,
+    draft_at_random,
+    drawn,
+    like_golden,
+    on_screen,
+    plain,
+)
 
 from nanobatch import SamplingParams
 from policies import POLICIES
@@ -15,9 +22,6 @@ from screen.commands import orders_of
 from screen.draw import style
 from screen.pages import request_latency
 from screen.state import State, breakdown_in, prices
-
-REPLAYS = int(os.environ.get("NANOBATCH_REPLAYS", 5))  # runs of each kind
-
 
 EVENINGS = [[97 + i] * 80 for i in range(3)]  # what prompts that begin alike begin with
 
@@ -68,7 +72,7 @@ def test_the_parts_of_random_requests_add_up():
     seen = 0
     parts = Counter()
     seed = 0
-    while seen < 500:
+    while seen < 200:
         stage = random_run(seed, cancels=True)
         for id, lived in lives(stage).items():
             request = stage.state.requests[id]
@@ -94,34 +98,29 @@ def outcomes(state: State, id: int) -> list[breakdown.Outcome]:
     return breakdown.outcomes(requests[id], requests.values(), state.history, limits, prices(state))
 
 
-@pytest.mark.parametrize(
-    ("shares", "cancels", "drafts"),
-    [(False, False, False), (True, True, False), (True, False, True), (False, True, True)],
-)
-def test_a_replay_under_the_same_policy_has_the_same_steps(shares, cancels, drafts):
-    """To the step: in line, until the first token, and until the last. The clock of a replay does
-    not matter, since it is told before which plan each request came, and went. What was drafted is
-    drafted again: without that, each answer took a step for each token."""
+def test_random_requests_are_replayed_to_their_whole_length():
+    """Without what was drafted, each answer took a step for each token."""
     compared = Counter()
-    for seed in range(REPLAYS):
+    for seed in range(8):
+        shares, cancels, drafts = (seed % 2 > 0, seed % 3 > 0, seed % 4 > 1)
         stage = random_run(seed, cancels, shares, drafts)
-        state = stage.state
-        for request in state.requests.values():
+        for request in stage.state.requests.values():
             if not request.metrics.output_tokens:
                 continue  # it was cancelled before: then there is no replay of it
-            ran = {each.name: each.steps for each in outcomes(state, request.id)}
-            assert ran["measured"] == ran[request.policy], (seed, request.id)
+            found = outcomes(stage.state, request.id)
+            steps = {each.name: each.steps for each in found}
+            assert {*steps} == {"measured", "alone", *POLICIES}
+            assert steps["measured"] == steps[request.policy], (seed, request.id)
             is_whole = request.reason != "cancelled"
-            assert ran["alone"][0] == 0 and (ran["alone"][2] == ran["measured"][2] or not is_whole)
-            compared[request.policy] += 1
-            compared["waited"] += ran["measured"][0] > 0
+            assert steps["alone"][0] == 0
+            assert steps["alone"][2] == steps["measured"][2] or not is_whole
+            for each in found:
+                assert 0 <= each.line < each.ttft <= each.total, (seed, request.id, each)
+            compared["waited"] += steps["measured"][0] > 0
             compared["shared"] += request.metrics.cached_tokens > 0
             compared["accepted"] += request.metrics.accepted_tokens > 0
             compared["cancelled"] += not is_whole
-    assert {*POLICIES} < {*compared} and compared["waited"] > 4 * REPLAYS, compared
-    assert (compared["shared"] > REPLAYS) == shares, compared
-    assert (compared["cancelled"] > REPLAYS / 10) == cancels, compared
-    assert (compared["accepted"] > REPLAYS) == drafts, compared
+    assert len(compared) == 4 and min(compared.values()) > 1, compared
 
 
 def test_an_unread_prompt_counts_in_a_replay():
@@ -158,10 +157,6 @@ def test_overtaking_and_shares_of_two_clients():
         seconds = request.metrics.queued_s
         # Both slots were taken, but for the steps between an end and the next admission
         assert 1.5 * seconds <= sum(breakdown[request.id].ahead.values()) <= 2 * seconds + 1e-9
-        slot = stage.cells(request.slot)
-        assert slot
-        if breakdown[request.id].after is not None:
-            assert breakdown[breakdown[request.id].after].before == request.id
     text = " ".join(" ".join(plain(page(stage, "9", 120))).split())
     assert "overtaken by r10, which came later" in text
     assert "clients many " in text and " %, one " in text
@@ -196,8 +191,7 @@ def test_an_answer_that_fills_its_slot_is_replayed():
     assert found["measured"] == found["continuous"]
 
 
-def test_what_is_not_known_is_refused_in_a_line():
-    stage = Stage().load()
+def test_what_is_not_known_is_refused_in_a_line(stage):
     for order in ("/why", "/why p95", "/why 7"):
         with pytest.raises(
             ValueError, match=r"^(no request has ended yet|.* is not known here); b "
@@ -209,49 +203,45 @@ def test_what_is_not_known_is_refused_in_a_line():
     assert orders_of("why why7 why:p95", logged=True) == [("why", ""), ("why", "7"), ("why", "p95")]
 
 
-def test_the_waterfall_is_as_drawn():
-    async def scenario(it):
-        it.stage.obey("/burst 24")
-        await it.turns(40)
-        it.stage.obey("/burst 6")
-        it.stage.finish()
-        await it.press("w", "tab")
-        assert it.state.open is breakdown.at_percent(95, breakdown.ranked(it.state.ended))
-        like_golden("why-120x40", it.text())
-
-    show(scenario, Stage(policy="short"), (120, 40))
+@on_screen((120, 40), make=lambda: Stage(policy="short"))
+async def test_the_waterfall_is_as_drawn(it):
+    it.stage.obey("/burst 24")
+    await it.turns(40)
+    it.stage.obey("/burst 6")
+    it.stage.finish()
+    await it.press("w", "tab")
+    assert it.state.open is breakdown.at_percent(95, breakdown.ranked(it.state.ended))
+    like_golden("why-120x40", it.text())
 
 
-def test_w_and_the_arrows():
-    async def scenario(it):
-        await it.press("w")
-        await it.sees("no request has ended yet")
-        it.stage.obey("/burst 20")
-        await it.turns(30)
-        await it.press("down", "w")
-        request = it.state.owner(1)
-        assert f"Why did r{request.id} wait? open, continuous" in it.text()
-        await it.press("w")
-        assert "Slots" in it.text()
-        it.stage.finish()
-        await it.turns()
-        order = breakdown.ranked(it.state.ended)
-        await it.press("f", "w")
-        assert f"Why did r{it.state.open.id} wait?" in it.text()
-        seen = []
-        for key in ("tab", "tab", "tab", "tab", "right", "left"):
-            await it.press(key, turns=0)
-            seen.append(it.state.open.id)
-        marks = [breakdown.at_percent(mark, order).id for mark in request_latency.MARKS]
-        first, second, third, again, after, before = seen
-        assert {first, second, third} == {*marks} and again == first == before
-        assert after == order[[r.id for r in order].index(first) + 1].id
-        row = next(i for i, line in enumerate(it.text().split("\n")) if " p95 " in line)
-        column = it.text().split("\n")[row].index("p95")
-        await it.pilot.click("#sheet", offset=(column + 1, row))
-        await it.turns(0)
-        assert it.state.open.id == marks[1]
-        await it.press("g")
-        assert it.state.cursor is not None and "Slots" in it.text()
-
-    show(scenario, size=(120, 40))
+@on_screen((120, 40))
+async def test_w_and_the_arrows(it):
+    await it.press("w")
+    await it.sees("no request has ended yet")
+    it.stage.obey("/burst 20")
+    await it.turns(30)
+    await it.press("down", "w")
+    request = it.state.owner(1)
+    assert f"Why did r{request.id} wait? open, continuous" in it.text()
+    await it.press("w")
+    assert "Slots" in it.text()
+    it.stage.finish()
+    await it.turns()
+    order = breakdown.ranked(it.state.ended)
+    await it.press("f", "w")
+    assert f"Why did r{it.state.open.id} wait?" in it.text()
+    seen = []
+    for key in ("tab", "tab", "tab", "tab", "right", "left"):
+        await it.press(key, turns=0)
+        seen.append(it.state.open.id)
+    marks = [breakdown.at_percent(mark, order).id for mark in request_latency.MARKS]
+    first, second, third, again, after, before = seen
+    assert {first, second, third} == {*marks} and again == first == before
+    assert after == order[[r.id for r in order].index(first) + 1].id
+    row = next(i for i, line in enumerate(it.text().split("\n")) if " p95 " in line)
+    column = it.text().split("\n")[row].index("p95")
+    await it.pilot.click("#sheet", offset=(column + 1, row))
+    await it.turns(0)
+    assert it.state.open.id == marks[1]
+    await it.press("g")
+    assert it.state.cursor is not None and "Slots" in it.text()

@@ -1,4 +1,4 @@
-"""The same prompt alone and in company: what is counted, what is reported, what is put back."""
+"""The same prompt alone and among neighbours: what is counted, what is reported, what is put back."""
 
 import random
 from functools import cache
@@ -9,8 +9,8 @@ from screen_stage import (
     draft_at_random,
     drawn,
     like_golden,
+    on_screen,
     plain,
-    show,
     turned_by_company,
 )
 
@@ -20,13 +20,13 @@ from nanobatch import Engine
 from screen import commands, keys, workload
 from screen.draw import style
 from screen.pages import same_answer
-from screen.pages.same_answer import Company
+from screen.pages.same_answer import SameAnswer
 from screen.workload import BURST
 
 SHORT = "Tell me a story about a fox."
 
 
-def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> Company:
+def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> SameAnswer:
     stage.obey(order)
     stage.turns()
     stage.finish()
@@ -34,8 +34,7 @@ def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> Company:
     return stage.state.view.finding
 
 
-def test_a_batch_invariant_engine_has_one_answer():
-    stage = Stage().load()
+def test_a_batch_invariant_engine_has_one_answer(stage):
     found = gathered(stage)
     assert found.stage == "over" and found.so_far == "30 runs, 1 answer"
     assert [kind.count for kind in found.kinds] == [30] and found.unlike == 0
@@ -43,41 +42,27 @@ def test_a_batch_invariant_engine_has_one_answer():
     assert found.alone.numbers == 2 * len(found.alone.tokens) == 2 * same_answer.LONGEST
 
 
-def test_neighbours_come_go_and_are_cancelled():
-    stage = Stage().load()
-    found = gathered(stage, "/same 100")
-    assert found.came > 30 and found.cancelled > 5 and found.beside == 7
+def test_neighbours_come_go_and_are_cancelled(stage):
+    """Some runs use cached rows, half of them have drafts, and all give the same answer."""
+    draft_at_random(stage.engine, random.Random(1))
+    found = gathered(stage, "/same 60")
+    assert found.so_far == "60 runs, 1 answer"
+    assert found.came > 20 and found.cancelled > 3 and found.beside == 7
     beside = [run.beside for run in found.runs]
-    assert min(beside) < 6 < max(beside) and min(run.met for run in found.runs) > 2
-    ended = {request.reason for request in stage.state.ended}
-    assert ended == {"length", "cancelled"}
-    at_work = max(len(column.view.decode) for column in stage.state.history)
-    assert at_work == 8
-
-
-def test_some_runs_use_cached_rows():
-    """Else prefix reuse would make the runs trivial, or what reuse does would not be tried."""
-    found = gathered(Stage().load(), "/same 60")
+    assert min(beside) < 6 < max(beside)
+    assert {request.reason for request in stage.state.ended} == {"length", "cancelled"}
     taken = [run.reused for run in found.runs if run.reused]
     assert 10 < len(taken) < 50
     assert max(taken) < found.prompt_tokens == max(len(prompt) for prompt, _ in BURST)
     assert f"{60 - len(taken)} runs computed all rows" in found.beginnings
-
-
-def test_half_of_the_runs_have_drafts_and_the_same_answer():
-    stage = Stage().load()
-    draft_at_random(stage.engine, random.Random(1))
-    found = gathered(stage, "/same 40")
     drafted = [run for run in found.runs if run.draft_tokens]
-    assert 8 <= len(drafted) <= 20 and found.so_far == "40 runs, 1 answer"
     right = sum(run.accepted_tokens for run in drafted)
-    assert 0 < right < sum(run.draft_tokens for run in drafted)
-    assert f"in {len(drafted)} of 40 runs: " in found.drafts
+    assert 12 <= len(drafted) <= 30 and 0 < right < sum(run.draft_tokens for run in drafted)
+    assert f"in {len(drafted)} of 60 runs: " in found.drafts
     assert f"{right:,} accepted" in found.drafts
 
 
-def test_different_tokens_are_two_answers():
-    stage = Stage().load()
+def test_different_tokens_are_two_answers(stage):
     turned = turned_by_company(stage, 6, "token")
     found = gathered(stage)
     right, wrong = found.kinds
@@ -86,12 +71,11 @@ def test_different_tokens_are_two_answers():
     assert wrong.difference.place == wrong.difference.parted == 5
     assert wrong.difference.said == ("“ was”", "“ wolf”")
     assert f"{wrong.count} unlike the run alone" in found.so_far
-    assert "token 6 is “ wolf”, alone it is “ was”" in found.lines[-1]
+    assert "token 6 is “ wolf”, alone it is “ was”" in " ".join(plain(page(stage, 120, 40)))
 
 
-def test_different_bits_are_one_answer_by_tokens():
+def test_different_bits_are_one_answer_by_tokens(stage):
     """The text is the same, so nobody would see it."""
-    stage = Stage().load()
     turned = turned_by_company(stage, 4, "bits")
     found = gathered(stage)
     assert (found.texts, found.bits) == (1, 2) and found.unlike == len(turned) > 0
@@ -151,8 +135,7 @@ def test_a_reach_that_shows_is_reported(monkeypatch):
 # --- beginning and ending -----------------------------------------------------------------------
 
 
-def test_the_run_alone_is_really_alone():
-    stage = Stage().load()
+def test_the_run_alone_is_really_alone(stage):
     stage.obey("/burst 3")
     stage.turns(5)
     stage.obey(f"/same 10 {SHORT}")
@@ -170,11 +153,10 @@ def test_the_run_alone_is_really_alone():
 
 
 @pytest.mark.parametrize("when", ["waits", "alone", "runs"])
-def test_ending_it_cancels_its_requests(when):
-    stage = Stage().load()
+def test_ending_it_cancels_its_requests(when, stage):
     stage.obey("/burst 3")
     stage.turns(5)
-    stage.obey(f"/same 50 {SHORT}")
+    stage.obey(f"/same 20 {SHORT}")
     stage.turns()
     while stage.state.view.finding is None or stage.state.view.finding.stage != when:
         stage.turns()
@@ -183,12 +165,11 @@ def test_ending_it_cancels_its_requests(when):
     stage.turns(3)
     assert not stage.state.view.busy and stage.engine.prefix_cache and not stage.client.own
     assert stage.state.view.finding.stage == when
-    assert gathered(stage).so_far == "30 runs, 1 answer"
+    assert gathered(stage, f"/same 5 {SHORT}").so_far == "5 runs, 1 answer"
 
 
-def test_it_ends_the_slow_motion_of_a_first_burst():
+def test_it_ends_the_slow_motion_of_a_first_burst(stage):
     """At sixteen steps a second, 200 runs took minutes."""
-    stage = Stage().load()
     stage.session.eases = True
     stage.obey("/burst 3")
     stage.turns(2)
@@ -198,22 +179,20 @@ def test_it_ends_the_slow_motion_of_a_first_burst():
     assert stage.state.view.slow == 0 and stage.state.view.experimenting
 
 
-def test_an_experiment_is_one_busy_period():
-    """Alone and in company, and each request that is compared: all were periods of their own."""
-    stage = Stage().load()
+def test_an_experiment_is_one_busy_period(stage):
+    """Alone, among neighbours, and each request that is compared: all were periods of their own."""
     stage.obey("/burst 3")
     stage.finish()
-    gathered(stage)
+    gathered(stage, f"/same 9 {SHORT}")
     stage.obey("/break client")
     stage.finish()
     stage.obey("/burst 3")
     stage.finish()
     ran = [period.requests for period in reversed(stage.state.periods)]
-    assert [ran[0], ran[1], ran[3]] == [3, 2 * 12, 3] and ran[2] > 60
+    assert [ran[0], ran[1], ran[3]] == [3, 2 * 12, 3] and ran[2] > 12
 
 
-def test_a_run_that_is_cancelled_by_hand_is_run_again():
-    stage = Stage().load()
+def test_a_run_that_is_cancelled_by_hand_is_run_again(stage):
     stage.obey(f"/same 10 {SHORT}")
     cancelled = 0
     while cancelled < 5:
@@ -226,8 +205,7 @@ def test_a_run_that_is_cancelled_by_hand_is_run_again():
     assert stage.state.view.finding.so_far == "10 runs, 1 answer"
 
 
-def test_a_failed_run_ends_the_experiment():
-    stage = Stage().load()
+def test_a_failed_run_ends_the_experiment(stage):
     stage.obey(f"/same 50 {SHORT}")
     sched = stage.engine.sched
     while len(sched.running) < sched.slots or not sched.waiting:
@@ -245,7 +223,7 @@ def test_a_failed_run_ends_the_experiment():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"slots": 1}, "no company in one slot"),
+        ({"slots": 1}, "one slot has no neighbours"),
         ({"policy": "serial"}, "under serial each request runs alone"),
     ],
 )
@@ -256,50 +234,43 @@ def test_one_slot_is_refused(options, words):
     assert words in stage.state.faults[-1].message and not stage.state.view.experimenting
 
 
-@pytest.mark.parametrize("order", ["/same 0", "/same 1001", "/same 5x"])
-def test_a_wrong_number_of_runs_is_refused(order):
+def test_a_wrong_number_of_runs_is_refused(stage):
     with pytest.raises(ValueError, match="same = "):
-        Stage().load().session.obey(order)
+        stage.obey("/same 1001")
 
 
 # --- the page -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong, others", [("", "one"), ("token", "two")])
-def test_the_page_is_as_drawn(wrong, others):
-    async def scenario(it):
-        it.stage.engine.is_batch_invariant = not wrong
-        it.stage.engine.summary = "8 slots; rows (avx2, 2 threads)"
-        if wrong:
-            turned_by_company(it.stage, 7, wrong)
-        await it.press("a")
-        while not it.state.view.finding or len(it.state.view.finding.runs) < 120:
-            it.stage.turns()
-        await it.turns(1)
-        like_golden(f"same-{others}-120x40", it.text())
-
-    show(scenario, size=(120, 40))
+@on_screen((120, 40))
+async def test_the_page_is_as_drawn(it):
+    it.stage.engine.is_batch_invariant = False
+    it.stage.engine.summary = "8 slots; rows (avx2, 2 threads)"
+    turned_by_company(it.stage, 7, "token")
+    await it.press("a")
+    while not it.state.view.finding or len(it.state.view.finding.runs) < 120:
+        it.stage.turns()
+    await it.turns(1)
+    like_golden("same-two-120x40", it.text())
 
 
-def test_a_opens_the_page_and_X_ends_the_experiment():
-    async def scenario(it):
-        assert "a runs a prompt alone" in "".join(plain(page(it.stage, 80, 24)))
-        await it.press("a", turns=30)
-        assert "The same answer in company" in it.text() and "X ends it" in it.text()
-        await it.turns(300)
-        assert " of 200 runs, 1 answer" in it.text()
-        runs = len(it.state.view.finding.runs)
-        await it.press("escape", turns=100)
-        assert "Slots" in it.text()
-        await it.press("a", turns=30)
-        assert "The same answer" in it.text() and len(it.state.view.finding.runs) > runs
-        await it.press("X", turns=3)
-        assert "and then it was ended" in it.text() and not it.state.view.busy
-        await it.press("escape")
-        it.app.action_command("/same last")
-        await it.sees("and then it was ended")
-
-    show(scenario)
+@on_screen()
+async def test_a_opens_the_page_and_X_ends_the_experiment(it):
+    assert "a runs a prompt alone" in "".join(plain(page(it.stage, 80, 24)))
+    await it.press("a", turns=30)
+    assert "The same answer among neighbours" in it.text() and "X ends it" in it.text()
+    await it.turns(100)
+    assert " of 200 runs, 1 answer" in it.text()
+    runs = len(it.state.view.finding.runs)
+    await it.press("escape", turns=100)
+    assert "Slots" in it.text()
+    await it.press("a", turns=30)
+    assert "The same answer" in it.text() and len(it.state.view.finding.runs) > runs
+    await it.press("X", turns=3)
+    assert "and then it was ended" in it.text() and not it.state.view.busy
+    await it.press("escape")
+    it.app.action_command("/same last")
+    await it.sees("and then it was ended")
 
 
 def page(stage: Stage, width: int, height: int) -> list[style.Line]:
@@ -309,17 +280,13 @@ def page(stage: Stage, width: int, height: int) -> list[style.Line]:
 def test_the_log_has_only_the_result():
     stage, lines = Stage().load(), []
     log = commands.PlainLog(stage.session, lines.append)
-    turned_by_company(stage, 7, "token")
-    log.obey(f"/same 60 {SHORT}")
+    log.obey(f"/same 9 {SHORT}")
     while not stage.session.settled:
         stage.client.loop.turn()
         log.look()
-    log.flush()
-    told = [line.split(" s  ")[1] for line in lines if " s  " in line and "in all (" not in line]
-    assert told[1] == f"the same answer in company: {SHORT}"
-    assert told[2].startswith("50 of 60 runs: 2 answers by tokens")
-    assert told[3].startswith("60 runs: 2 answers by tokens, 2 by bits; ")
-    assert told[4].startswith("a hash covers 24 tokens")
-    assert "token 6 is “ wolf”, alone it is “ was”" in told[6]
+    told = [line for line in lines if " s  " not in line]
+    assert (
+        told[0].startswith("── The same answer among neighbours") and told[1] == " 9 runs, 1 answer"
+    )
     assert not any("waits:" in line or "admitted" in line for line in lines)
     assert workload.Settings().ask("x").mute is False

@@ -162,7 +162,7 @@ def test_without_a_terminal_the_same_run_is_a_plain_log(model):
     assert done.returncode == 0, done.stderr
     assert "r1 waits: hello" in text and "r2 ends (length): 5 tokens" in text
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
-    assert "static, measured: steps " in text and "continuous, measured: steps " in text
+    assert "\n static, measured " in text and "\n continuous, measured " in text
 
 
 def test_no_terminal_and_no_prompt_is_one_line(model):
