@@ -55,6 +55,16 @@ def blank(text: str, wanted: dict[str, tuple[int, Task]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def filled(text: str, name: str, other: str) -> str:
+    """A chapter, in which a blank function has the body that it has in another text."""
+    lines = text.splitlines(keepends=True)
+    end = functions(text)[name].end_lineno
+    theirs = functions(other)[name]
+    body = other.splitlines(keepends=True)[theirs.body[0].lineno - 1 : theirs.end_lineno]
+    lines[end - 1 : end] = body
+    return "".join(lines)
+
+
 def header_end(lines: list[str], node: ast.FunctionDef) -> int:
     """The last line of `def ...:`, counted from 1."""
     at = node.lineno
