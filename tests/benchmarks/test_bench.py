@@ -539,12 +539,12 @@ def test_steps_on_a_gpu_are_timed_with_the_wait_and_without(spec, monkeypatch):
 def test_quality_does_not_depend_on_the_chunks(monkeypatch, capsys):
     """A chunk that begins in the wrong row, or sees another span's rows, has another perplexity."""
     folder = find("demo").absolute()
-    monkeypatch.setattr(quality, "SPAN", 200)
+    monkeypatch.setattr(quality, "SPAN", 100)
     tables = []
-    for chunk in (100, 50):
+    for chunk in (50, 25):
         monkeypatch.setattr(quality, "CHUNK", chunk)
         monkeypatch.setattr(quality, "obstacle", lambda peer: "not in this test")
-        quality.show(folder, tokens=400)
+        quality.show(folder, tokens=200)
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1] and tables[0].count("|\n") == 4
     assert "| float | " in tables[0] and "100.0% |" in tables[0]
