@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
@@ -172,27 +173,15 @@ def test_open_loop_waits_from_the_due_time():
 # --- what is shown ------------------------------------------------------------------------------
 
 
-def records(part: str, x: str, **rates: float) -> list[dict]:
-    return [
-        {
-            "part": part,
-            "x": x,
-            "contestant": who.replace("_", " "),
-            "sample": 0,
-            "figures": {"decode tokens/s": rate},
-        }
-        for who, rate in rates.items()
-    ]
-
-
 def test_table_cell():
-    samples = [
-        r for rate in (90, 150, 110) for r in records("decode", "rows 8", nanobatch_continuous=rate)
-    ]
-    peers = records("decode", "rows 8", **{"mlx-lm": 100, "llama.cpp": 220})
-    table = summarise([*samples, *peers])
+    ours = "nanobatch continuous"
+    rates = [(ours, 90), (ours, 150), (ours, 110), ("mlx-lm", 100), ("llama.cpp", 220)]
+    row = {"part": "decode", "x": "rows 8"}
+    table = summarise(
+        row | {"contestant": who, "figures": {"decode tokens/s": rate}} for who, rate in rates
+    )
     key = "decode", "rows 8", "decode tokens/s"
-    assert cell_text((*key, "nanobatch continuous"), table) == "110 (90.0–150)"
+    assert cell_text((*key, ours), table) == "110 (90.0–150)"
     assert cell_text((*key, "mlx-lm"), table) == "100 ×0.91"
     assert cell_text((*key, "llama.cpp"), table) == "220 ×2.00"
     assert cell_text((*key, "nobody"), table) == ""
@@ -383,40 +372,41 @@ def test_run_is_shown_and_plotted_again(spec, tmp_path, capsys):
     assert {"decode tokens/s, by rows", "nanobatch continuous", "mlx-lm"} <= set(texts)
 
 
-def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", (32, 1, 2, 1, 48, 300))
-    folder = str(make_model(tmp_path, "tiny"))
-    for who in ("nanobatch serial", "mlx-lm"):
-        sample = Sample(Spec("decode", who, folder, 300, rows=1, prompt=4, output=2))
-        assert sample.decode()["decode tokens/s"] > 0
-        sample.contestant.close()
+@pytest.fixture
+def tiny(tmp_path, monkeypatch) -> Callable[[int], Spec]:
+    """`--shape tiny --bits ...`"""
+    monkeypatch.setitem(SHAPES, "tiny", (64, 1, 2, 1, 128, 300))
+
+    def of_bits(bits: int) -> Spec:
+        folder = str(make_model(tmp_path, "tiny", bits))
+        return Spec("decode", "nanobatch continuous", folder, 300, rows=2, prompt=4, output=3)
+
+    return of_bits
+
+
+@pytest.mark.parametrize("who", ["nanobatch serial", "mlx-lm"])
+def test_a_shape_makes_a_model_that_both_can_read(tiny, who):
+    with closing(Sample(tiny(32)._replace(contestant=who)).contestant) as contestant:
+        assert driver.drive(contestant, [TimedRequest([1], 2)])[0].tokens
 
 
 @pytest.mark.parametrize("bits", [4, 16])
-def test_packed_shape_against_widened(tmp_path, monkeypatch, bits):
+def test_packed_shape_against_widened(tiny, bits):
     """`--bits 4 --vs widened`."""
-    monkeypatch.setitem(SHAPES, "tiny", (64, 1, 2, 1, 128, 300))
-    folder = make_model(tmp_path, "tiny", bits)
-    spec = Spec("decode", "", str(folder), 300, rows=2, prompt=4, output=3)
-    dtypes = []
+    forms = []
     for column in (our_column("continuous"), read_rival("widened", "continuous")):
-        sample = Sample(spec._replace(contestant=column.engine, dtype=column.dtype))
+        sample = Sample(tiny(bits)._replace(dtype=column.dtype))
         assert sample.decode()["decode tokens/s"] > 0
-        dtypes.append(sample.contestant.engine.model.cost.form)
+        forms.append(sample.contestant.engine.model.cost.form)
         sample.contestant.close()
     narrow = "bfloat16" if bits == 16 else f"{bits} bits in groups of 64"
-    assert dtypes == [
-        narrow if device.is_batch_invariant() else "float32, widened",
-        "float32, widened",
-    ]
+    wide = "float32, widened"
+    assert forms == [narrow if device.is_batch_invariant() else wide, wide]
 
 
-def test_kv_and_attention_reach_the_engine(tmp_path, monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", (64, 1, 2, 1, 128, 300))
-    folder = make_model(tmp_path, "tiny", 4)
-    spec = Spec("decode", "nanobatch continuous", str(folder), 300, rows=1, prompt=4, output=3)
+def test_kv_and_attention_reach_the_engine(tiny):
     for kv, attention in (("auto", "auto"), ("float32", "plain")):
-        sample = Sample(spec._replace(kv=kv, attention=attention))
+        sample = Sample(tiny(4)._replace(kv=kv, attention=attention))
         slab = sample.contestant.engine.runner.slab
         assert slab.dtype == (mx.float16 if kv == "auto" else mx.float32)
         assert slab.is_fused == (attention == "auto" and device.is_batch_invariant())

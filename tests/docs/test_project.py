@@ -287,17 +287,6 @@ def test_ci_runs_the_printed_commands():
     assert command in (ROOT / ".ci" / "run").read_text()
 
 
-def test_readme_and_ci_agree_on_platforms():
-    """CI ran one, and the README said that nobody had."""
-    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    counts = "matrix.os != 'ubuntu-latest' || matrix.python != '3.11'"
-    assert f"continue-on-error: ${{{{ {counts} }}}}" in workflow
-    assert "os: [ubuntu-latest, ubuntu-24.04-arm, macos-latest]" in workflow
-    assert 'python: ["3.11", "3.12", "3.13", "3.14"]' in workflow
-    said = "CI tries a Mac, ARM and newer Pythons, too, but a failure there does not count yet"
-    assert said in " ".join(README.split())
-
-
 def test_readme_links_the_live_page_first():
     """Its first link showed 400 kB of HTML, wherever a repository is looked at on the web."""
     (first,) = [each for each in README.split("\n\n") if each.startswith("Without installing")]
@@ -312,6 +301,7 @@ def test_push_to_main_publishes_the_page():
     workflow = (ROOT / ".github" / "workflows" / "page.yml").read_text()
     for words in ("branches: [main]", "path: docs\n", "pages: write", "actions/deploy-pages@"):
         assert words in workflow
+    assert workflow.index("docs/make/annotated.py") < workflow.index("upload-pages-artifact")
     assert (ROOT / "docs" / "index.html").is_file() and (ROOT / "docs" / "card.png").is_file()
 
 

@@ -12,13 +12,11 @@ import signal
 import subprocess
 import sys
 import tomllib
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint
 from processes import python, run, without_backend
-from servers import COMPLETIONS, Line, free_ports
 from tokenizers import Tokenizer, models
 
 import ask
@@ -101,25 +99,19 @@ def test_prompts_and_options_in_any_order(here, arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "prompts"),
     [
-        [],
-        ["--prompt", "-"],
-        ["-", "first"],
+        ([], ["a question"]),
+        (["--prompt", "-"], ["a question"]),
+        (["-", "first"], ["a question", "first"]),
     ],
 )
-def test_no_prompt_reads_standard_input(here, arguments):
+def test_no_prompt_reads_standard_input(here, arguments, prompts):
     """So does a dash among the prompts."""
     settings = ["--max-tokens", "8", "--ignore-eos"]
     done = here(*settings, *arguments, stdin="a question")
-    prompts = [
-        "a question" if argument == "-" else argument
-        for argument in arguments
-        if argument != "--prompt"
-    ]
-    expected = here(*settings, *(prompts or ["a question"]))
-    assert done.returncode == 0 and headings(done) == (prompts or ["a question"])
-    assert answer(done) == answer(expected) != []
+    assert done.returncode == 0 and headings(done) == prompts
+    assert answer(done) == answer(here(*settings, *prompts)) != []
 
 
 @pytest.mark.parametrize("before", [[], ["one"]])
@@ -285,28 +277,6 @@ def test_closed_pipe_exits_with_141(model):
     assert "Traceback" not in done.stderr and "written" not in done.stderr
 
 
-def test_server_with_unwritable_stderr():
-    """It ended before the first request, since it could not say where it is."""
-    (port,) = free_ports(1)
-    if not Path("/dev/full").exists():
-        pytest.skip("Linux has a device that is full")
-    with open("/dev/full", "w") as full:
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "serve.py"), "--port", str(port)], stderr=full
-        )
-    try:
-        status = 0
-        while status != 200:
-            assert process.poll() is None
-            with suppress(OSError):
-                line = Line("127.0.0.1", port).post(COMPLETIONS, {"prompt": "x", "max_tokens": 2})
-                status = line.reply().status
-        process.terminate()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-
-
 def test_a_prompt_that_is_no_text_gets_its_line(model):
     command = [sys.executable, str(ROOT / "ask.py"), "--model", model, "--prompt", "-"]
     done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=300)
@@ -339,11 +309,6 @@ def test_version(here, asked):
     assert (done.returncode, done.stderr) == (0, "")
     line = rf"nanobatch {re.escape(number)} \(mlx \S+, Python \S+, \w+ \w+\)\n"
     assert re.fullmatch(line, done.stdout)
-
-
-def test_importing_changes_no_signal_handler():
-    code = "import signal; before = signal.getsignal(2); import ask, bench, tui; print(signal.getsignal(2) is before)"
-    assert python(code).stdout == "True\n"
 
 
 @pytest.mark.parametrize(
