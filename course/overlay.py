@@ -104,7 +104,7 @@ def has_reference() -> bool:
 
 
 def function_of(module: ModuleType, name: str) -> FunctionType:
-    """The function behind a name such as "Window.write"; a property's, too."""
+    """The function with a name such as "Window.write"; a property's, too."""
     try:
         found = attrgetter(name)(module)
     except AttributeError as error:

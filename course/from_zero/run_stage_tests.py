@@ -133,7 +133,7 @@ def where(stderr: str, folder: Path) -> str:
 
 
 class Report:
-    """A plugin for pytest that writes what comes of each test."""
+    """A plugin for pytest that writes the outcome of each test."""
 
     def __init__(self, folder: Path, results: str, key: bytes):
         self.folder = folder

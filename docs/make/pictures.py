@@ -177,9 +177,9 @@ def run_screen(
 ) -> None:
     """Run the screen without a terminal until `act` has ended."""
     args = tui.parse_arguments(["--model", "demo", *options])
-    room = tui.open_room(args)
-    room.start()
-    screen = Screen(Session(room, State("demo")))
+    client = tui.open_client(args)
+    client.start()
+    screen = Screen(Session(client, State("demo")))
 
     async def play(_) -> None:
         try:
@@ -191,9 +191,7 @@ def run_screen(
     try:
         screen.run(headless=True, size=size, auto_pilot=play)
     finally:
-        if room.door:
-            room.door.close()
-        room.stop(10)
+        client.stop(10)
 
 
 def screen() -> dict[str, str]:
