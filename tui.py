@@ -196,8 +196,8 @@ def open_client(args: argparse.Namespace) -> EngineClient:
     import serve
 
     host, port = args.serve
-    door = serve.bind(args, host, port, f"--serve {host}:{port}")
-    return LocalEngineClient(partial(serve.load, args), door.start(), cli.name_of(args.model))
+    server = serve.bind(args, host, port, f"--serve {host}:{port}")
+    return LocalEngineClient(partial(serve.load, args), server.start(), cli.name_of(args.model))
 
 
 def failed(state: State) -> int:
