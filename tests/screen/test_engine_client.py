@@ -1,6 +1,5 @@
 """Engine clients: commands run between two steps, and the clock stops while nothing runs."""
 
-import inspect
 import random
 import re
 from collections import Counter
@@ -10,11 +9,12 @@ import pytest
 from screen_stage import Stage, show
 from textual import events
 
-from screen import commands, workload
+from screen import commands, keys, workload
+from screen.commands import Session
 from screen.draw import slots
-from screen.engine_client import EngineClient, LocalEngineClient
 from screen.experiment import Experiment
 from screen.remote_client import RemoteEngineClient
+from screen.state import State
 
 
 @pytest.mark.parametrize("wish", ["/burst 6", "/load 5", "/race 6", "hello"])
@@ -355,18 +355,16 @@ def test_watchers_see_the_prompt_as_typed():
     assert request.prompt == "Hello"
 
 
-@pytest.mark.parametrize("kind", [LocalEngineClient, RemoteEngineClient])
-def test_both_clients_have_every_method_of_the_protocol(kind):
-    """A command without a method of its own was an attribute error on a watched engine."""
-    methods = [name for name, each in vars(EngineClient).items() if inspect.isfunction(each)]
-    for name in [name for name in methods if not name.startswith("_")]:
-        wanted = inspect.signature(getattr(EngineClient, name)).parameters
-        assert [*inspect.signature(getattr(kind, name)).parameters] == [*wanted], name
-    assert isinstance(kind.news, property)
-
-
-def test_a_remote_client_refuses_engine_commands():
-    client = RemoteEngineClient("http://127.0.0.1:1")
-    for command, *arguments in (("pause", True), ("set_budget", None), ("switch", "")):
-        with pytest.raises(ValueError, match="only watches"):
-            getattr(client, command)(*arguments)
+def test_a_watched_engine_obeys_or_refuses_each_command():
+    """A command without a method of its own was an attribute error, and /json was refused."""
+    session = Session(RemoteEngineClient("http://127.0.0.1:1"), State())
+    session.look()
+    session.stays = True
+    refused = set()
+    for name, rest in keys.COMMANDS.items():
+        try:
+            session.obey(f"/{name} {rest}")
+        except ValueError as error:
+            refused |= {name} if "only watches" in str(error) else set()
+    assert refused == {"policy", "load", "pause", "resume", "step", "slow"}
+    assert session.client.posted == 9  # /burst 8, and /json
