@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 from word_engine import Clock, word_engine
 
 from nanobatch import Engine
@@ -22,9 +21,7 @@ from screen.state import State
 from screen.workload import Settings
 from tui import Screen
 
-SIZES = ((80, 24), (120, 40), (200, 50))
 GOLDEN = Path(__file__).parents[1] / "screen" / "golden"
-at_every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 
 
 class Stage:

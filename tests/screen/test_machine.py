@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from screen_stage import Stage, at_every_size, drawn, plain
+from screen_stage import Stage
 
 from analysis.cpu_contention import IDLE, LEAST, Others, Worked, counted, my_cores
 from screen.draw import status
@@ -78,15 +78,12 @@ def test_the_load_average_replaces_missing_counts():
     assert machine.second(own=0.5, others=0) == 0.0
 
 
-@at_every_size
-def test_the_header_names_other_programs(size):
+def test_the_header_names_other_programs():
     """ "219 ms = build 170" blamed the engine."""
     stage = Stage().load()
     stage.obey("/burst 20")
     stage.turns(70)
-    before = plain(drawn(status.draw_status, stage.state, size[0], 1))
+    (before,) = stage.lines(status.draw_status, 80, 1)
     stage.state.view = stage.state.view._replace(others=1.58, cores=2)
-    (line,) = plain(drawn(status.draw_status, stage.state, size[0], 1))
-    assert "others: 1.6 of 2 cores" in line and "others" not in before[0]
-    stage.finish()
-    assert "others" not in stage.lines(status.draw_status, 200, 1)[0]
+    (line,) = stage.lines(status.draw_status, 80, 1)
+    assert "others: 1.6 of 2 cores" in line and "others" not in before

@@ -43,9 +43,7 @@ def test_up_and_down_recall_prompts():
     show(scenario)
 
 
-@pytest.mark.parametrize(
-    "keys", [["ctrl+j"], ["shift+enter"], ["alt+enter"], ["backslash", "enter"]], ids="+".join
-)
+@pytest.mark.parametrize("keys", [["ctrl+j"], ["alt+enter"], ["backslash", "enter"]], ids="+".join)
 def test_ctrl_j_or_a_backslash_begins_another_line(keys):
     async def scenario(it):
         await it.press("i", "ctrl+u", *"one", *keys, *"two", turns=0)

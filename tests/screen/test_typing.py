@@ -79,16 +79,8 @@ def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
             prompts=[str(request.origin) for request in known],
             box=(it.app.prompt.value, it.app.prompt.selection, it.app.focused is not None),
             engine=(sched.policy, sched.draining_to, sched.budget, sched.chunk),
-            engine_client=(
-                view.paused,
-                view.stepping,
-                view.slow,
-                view.load,
-                view.racing,
-                view.experimenting,
-            ),
-            finding=view.finding and view.finding.name,
-            race=view.finding,
+            loop=(view.paused, view.stepping, view.slow, view.load, view.experimenting),
+            finding=view.finding,
             faults=[fault.message for fault in state.faults],
             wishes=it.stage.client.posted,
             settings=state.settings,
@@ -103,7 +95,7 @@ def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
 def test_random_keys_do_the_same_whenever_they_come():
     """While the model loaded, `i`, "Hellp", Backspace, "o there" and Enter fired "Hellpo ther".
     And with the model there, a letter overtook the key before it if they came at once."""
-    typists = int(os.environ.get("NANOBATCH_TYPISTS", 4))
+    typists = int(os.environ.get("NANOBATCH_TYPISTS", 2))
     fired = wishes = 0
     for seed in range(typists):
         keys = random_keys(random.Random(seed))
@@ -174,8 +166,6 @@ def test_a_budget_set_while_loading_may_be_refused():
         await it.turns()
         await it.sees("but here it is")
         assert it.app.prompt.value == "/budget 5" and it.stage.engine.sched.budget == 32
-        await it.press("slash", *"set max=9999", "enter")
-        assert it.state.settings.max_tokens == 512
 
     show(scenario, size=(120, 40), load=False)
 
@@ -193,14 +183,13 @@ def test_a_tour_requested_while_loading():
     show(scenario, size=(120, 40), load=False)
 
 
-@pytest.mark.parametrize("page", ["question_mark", "h", "E", "r", "L"])
+@pytest.mark.parametrize("page", ["question_mark", "h", "r"])
 def test_a_page_opened_while_loading(page):
     async def scenario(it):
         await it.pilot.press("b", page)
         assert it.app.page
-        assert "✗ sheet" not in it.text() and (
-            "starting" in it.text() or page in ("question_mark", "E")
-        )
+        assert "✗ sheet" not in it.text()
+        assert "starting" in it.text() or page == "question_mark"
         it.stage.client.load()
         it.app.look()
         await it.turns(2)
@@ -224,13 +213,3 @@ def test_a_model_that_cannot_be_loaded_while_typing():
         assert it.app.return_code == 0
 
     show(scenario, load=False)
-
-
-def test_a_key_behind_the_one_that_leaves_does_nothing():
-    async def scenario(it):
-        for key in ("q", "b"):
-            it.app.post_message(events.Key(key, key))
-        await it.pilot.pause()
-
-    stage = show(scenario)
-    assert stage.client.posted == 0

@@ -346,9 +346,9 @@ def test_a_lost_server_is_shown_and_reconnected():
             it.sees(lambda state: len(state.ended) == 1)
 
 
-def test_a_server_that_only_hangs_is_gone_too(monkeypatch):
+def test_a_server_that_only_hangs_is_gone_too(server, monkeypatch):
     monkeypatch.setattr("screen.remote_client.SILENT_S", 1.5)
-    with Server() as server, watching(server) as it:
+    with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
         server.process.send_signal(signal.SIGSTOP)
         it.sees(lambda state: state.view.gone_s is not None)
@@ -381,7 +381,7 @@ def places_of(data: object, path: tuple[int, ...] = ()) -> Iterator[tuple[int, .
 
 
 def test_hostile_frames_do_no_harm():
-    """A server with `slots: 4000000000` did. One value of a real frame is replaced at a time: 300
+    """A server with `slots: 4000000000` did. One value of a real frame is replaced at a time: 100
     of them, seed 1."""
     stage = Stage().load()
     stage.obey("/burst 6")
@@ -392,7 +392,7 @@ def test_hostile_frames_do_no_harm():
     places = [*places_of(data)]
     dice = random.Random(1)
     refused = 0
-    for _ in range(300):
+    for _ in range(100):
         hostile = copy.deepcopy(data)
         *path, last = dice.choice(places)
         reduce(operator.getitem, path, hostile)[last] = dice.choice(HOSTILE)
@@ -406,7 +406,7 @@ def test_hostile_frames_do_no_harm():
         for draw in PANES.values():
             for line in plain(drawn(draw, state, 120, 40)):
                 assert "\x1b" not in line
-    assert 100 < refused < 280, refused
+    assert 30 < refused < 95, refused
 
 
 def test_a_hostile_server_is_a_line_on_the_screen(server):
@@ -428,16 +428,7 @@ def test_a_hostile_server_is_a_line_on_the_screen(server):
 
 @pytest.mark.parametrize(
     "url",
-    [
-        "ftp://x",
-        "http://",
-        "http://h:99999",
-        "http://user:pw@h",
-        "http://h/?a=1",
-        "",
-        ":",
-        "http://h:0",
-    ],
+    ["ftp://x", "http://", "http://h:99999", "http://user:pw@h", "http://h/?a=1", ""],
 )
 def test_a_wrong_address_is_one_line_and_exit_code_2(url, capsys):
     with pytest.raises(SystemExit) as left:
