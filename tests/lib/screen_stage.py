@@ -1,9 +1,11 @@
 """A session on an engine of words that only the test steps, and the same behind a screen."""
 
 import asyncio
+import inspect
 import os
 import random
 import time
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,6 +136,22 @@ def show(
 
     asyncio.run(main())
     return stage
+
+
+def on_screen(size: tuple[int, int] = (80, 24), load: bool = True):
+    """Run a test, a coroutine, on a screen, which is its first argument."""
+
+    def decorate(test):
+        @wraps(test)
+        def run(**parameters):
+            show(partial(test, **parameters), size=size, load=load)
+
+        del run.__wrapped__  # pytest would take the screen for a fixture
+        names = [*inspect.signature(test).parameters.values()][1:]
+        run.__signature__ = inspect.Signature(names)
+        return run
+
+    return decorate
 
 
 def drawn(draw, state: State, width: int, height: int) -> list[style.Line]:

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import NamedTuple
 
 import pytest
-from screen_stage import Stage, show
+from screen_stage import Stage, on_screen, show
 from textual import events
 
 from screen import commands, keys, workload
@@ -92,44 +92,40 @@ def test_a_steady_load_lets_a_paused_loop_sleep():
     assert 0 < stage.client.loop.turn() <= 0.25
 
 
-def test_only_the_first_burst_of_the_demo_runs_slowly():
-    async def scenario(it):
-        it.stage.session.eases = True
-        await it.press("b", turns=2)
-        assert it.state.view.slow == commands.SLOW
-        assert f"slow: {commands.SLOW} steps/s" in it.text() and "0 full speed" in it.text()
-        assert "0 Full speed" in it.text().splitlines()[-1]
-        while not it.stage.session.settled:
-            it.stage.time.now += it.stage.client.loop.turn() or 0
-            it.stage.session.look()
+@on_screen()
+async def test_only_the_first_burst_of_the_demo_runs_slowly(it):
+    it.stage.session.eases = True
+    await it.press("b", turns=2)
+    assert it.state.view.slow == commands.SLOW
+    assert f"slow: {commands.SLOW} steps/s" in it.text() and "0 full speed" in it.text()
+    assert "0 Full speed" in it.text().splitlines()[-1]
+    while not it.stage.session.settled:
+        it.stage.time.now += it.stage.client.loop.turn() or 0
+        it.stage.session.look()
+    assert it.state.view.slow == 0
+    await it.press("b", turns=3)
+    assert it.state.view.slow == 0 and "running" in it.text()
+    it.stage.session.eases = True
+    for leave in (["0"], ["plus"] * 4):
+        await it.press("b", *leave, turns=2)
         assert it.state.view.slow == 0
-        await it.press("b", turns=3)
-        assert it.state.view.slow == 0 and "running" in it.text()
-        it.stage.session.eases = True
-        for leave in (["0"], ["plus"] * 4):
-            await it.press("b", *leave, turns=2)
-            assert it.state.view.slow == 0
-
-    show(scenario)
 
 
-def test_minus_and_plus_change_the_speed():
-    async def scenario(it):
-        await it.press("minus")
-        assert it.state.view.slow == 16
-        await it.press("minus", "minus", "minus", "plus")  # faster than views come
-        assert it.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
-        assert "Full speed" in it.text().splitlines()[-1]
-        await it.press("b", turns=2)
-        assert it.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
-        await it.press("space", turns=2)
-        assert "paused" in it.text() and it.state.view.slow == 4
-        await it.press("space", "0")
-        assert it.state.view.slow == 0 and "running" in it.text()
-        it.app.action_command("/slow 0.05")
-        await it.sees("slow = '0.05'")
-
-    show(scenario)
+@on_screen()
+async def test_minus_and_plus_change_the_speed(it):
+    await it.press("minus")
+    assert it.state.view.slow == 16
+    await it.press("minus", "minus", "minus", "plus")  # faster than views come
+    assert it.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
+    assert "Full speed" in it.text().splitlines()[-1]
+    await it.press("b", turns=2)
+    assert it.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
+    await it.press("space", turns=2)
+    assert "paused" in it.text() and it.state.view.slow == 4
+    await it.press("space", "0")
+    assert it.state.view.slow == 0 and "running" in it.text()
+    it.app.action_command("/slow 0.05")
+    await it.sees("slow = '0.05'")
 
 
 def test_a_steady_load_comes_at_its_rate_and_stops():
@@ -148,21 +144,19 @@ def test_a_steady_load_comes_at_its_rate_and_stops():
     assert stage.engine.sched.submitted == count and count > 0
 
 
-def test_a_refused_prompt_comes_back_into_the_box():
-    async def scenario(it):
-        await it.press("i", *"xyz", turns=0)
-        it.app.prompt.put("x" * 2600)
-        await it.press("enter", turns=2)
-        assert it.app.prompt.value == "x" * 2600
-        await it.sees("not fired: the prompt has 2,600")
-        said = "not fired: the prompt has 2,600 tokens, but a slot holds 512, prompt and answer together; shorten it"
-        # It told of a max_tokens that no user had set
-        assert it.state.faults[-1].message.startswith(said)
-        # The cursor stood at the beginning, so this took nothing away
-        await it.press("ctrl+u", turns=0)
-        assert it.app.prompt.value == ""
-
-    show(scenario, size=(120, 40))
+@on_screen(size=(120, 40))
+async def test_a_refused_prompt_comes_back_into_the_box(it):
+    await it.press("i", *"xyz", turns=0)
+    it.app.prompt.put("x" * 2600)
+    await it.press("enter", turns=2)
+    assert it.app.prompt.value == "x" * 2600
+    await it.sees("not fired: the prompt has 2,600")
+    said = "not fired: the prompt has 2,600 tokens, but a slot holds 512, prompt and answer together; shorten it"
+    # It told of a max_tokens that no user had set
+    assert it.state.faults[-1].message.startswith(said)
+    # The cursor stood at the beginning, so this took nothing away
+    await it.press("ctrl+u", turns=0)
+    assert it.app.prompt.value == ""
 
 
 def test_no_escape_sequence_and_no_markup_reaches_the_terminal():

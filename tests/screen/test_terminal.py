@@ -51,8 +51,6 @@ def test_a_session_of_a_user(model, tmp_path):
         terminal.sees("Race", "static, measured", "continuous, measured", "makespan", " takes ")
         terminal.type("\x1b")
         terminal.sees("49 ended", "idle  static", "Slots")
-        terminal.type("c")
-        terminal.sees("Compare", "static, simulated", "continuous, simulated", "What really")
         terminal.type("q")
         terminal.ends(0, "holds 2 runs (static and continuous)")
         titles, *totals = [line.split() for line in terminal.said.strip().splitlines()]

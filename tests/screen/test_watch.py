@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
+from types import SimpleNamespace
 
 import pytest
 from screen_stage import Show, Stage, drawn, like_golden, plain, show
@@ -170,12 +171,6 @@ def test_cancelling_all_ends_ones_own_requests_alone(watched):
     line.hang_up()
 
 
-def test_a_race_is_refused_in_one_line(watched):
-    """Clients would wait for it, and it would measure them."""
-    with pytest.raises(ValueError, match="no race while a server runs"):
-        watched.session.obey("/race")
-
-
 # --- a door of one's own ------------------------------------------------------------------------
 
 
@@ -209,21 +204,11 @@ def test_loading_says_that_clients_get_503():
         door.close()
 
 
-def tui_process(*arguments: str, **options) -> subprocess.Popen:
-    pipes = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "tui.py"), *arguments], cwd="/", **pipes | options
-    )
-
-
 def test_a_server_without_a_terminal_drains_on_a_signal():
     (port,) = free_ports(1)
-    process = tui_process("--serve", str(port), "--plain")
+    command = [sys.executable, str(ROOT / "tui.py"), "--serve", str(port), "--plain"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd="/", **pipes)
     try:
         while "policy" not in process.stdout.readline():
             assert process.poll() is None
@@ -387,7 +372,7 @@ def test_hostile_frames_do_no_harm():
     stage.obey("/burst 6")
     engine = stage.turns(12).engine.snapshot()
     data = json.loads(
-        watch_frames.Sender(True).pack(watch_frames.Frame(False, 0, 0.0, engine, canned_door()[0]))
+        watch_frames.Sender(True).pack(watch_frames.Frame(False, 0, 0.0, engine, canned_door()))
     )
     places = [*places_of(data)]
     dice = random.Random(1)
@@ -470,52 +455,29 @@ def test_watching_needs_no_mlx(server, tmp_path):
 # --- the pane -----------------------------------------------------------------------------------
 
 
-def canned_door() -> tuple[ServerView, list[RequestRecord]]:
-    asked = RequestRecord(
-        7, 0.0, "10.1.2.3", "POST /v1/chat/completions", "chatcmpl-7-7f3a", (7,), True, 200
-    )
-    wrong = RequestRecord(
-        3, 0.0, "192.168.100.200", "POST /v1/completions", status=400, reason="invalid_value"
-    )
-    figures = {
-        "prompt_tokens": 1204,
-        "cached_tokens": 1088,
-        "tokens": 64,
-        "ttft_s": 0.0312,
-        "generation_tps": 58.2,
-    }
-    done = RequestRecord(
-        2,
-        0.0,
-        "127.0.0.1",
-        "POST /v1/completions",
-        "cmpl-2-7f3a",
-        (2, 3),
-        False,
-        200,
-        "stop",
-        **figures,
-    )
+def canned_door() -> ServerView:
+    chat, complete = "POST /v1/chat/completions", "POST /v1/completions"
+    figures = {"prompt_tokens": 1204, "cached_tokens": 1088, "tokens": 64}
+    figures |= {"ttft_s": 0.0312, "generation_tps": 58.2}
+    asked = RequestRecord(7, 0.0, "10.1.2.3", chat, "chatcmpl-7-7f3a", (7,), True, 200)
+    done = RequestRecord(2, 0.0, "127.0.0.1", complete, "cmpl-2-7f3a", (2, 3), status=200)
+    wrong = RequestRecord(3, 0.0, "192.168.100.200", complete, status=400, reason="invalid_value")
     message = "temperature = 'hot', but it must be a number from 0 to 1,000,000; \x1b[31m[/foo]"
-    ended = [
-        done.__class__(**vars(done) | {"latency_s": 1.13}),
-        RequestRecord(**vars(wrong) | {"message": message, "latency_s": 0.002}),
-        RequestRecord(
-            **vars(asked)
-            | {"number": 4, "hung_up": True, "reason": "cancelled", "latency_s": 0.5, **figures}
-        ),
-    ]
-    calls = (asked, RequestRecord(8, 0.0, "2001:db8::1234:5678:9abc", "POST /v1/chat/completions"))
-    return ServerView("http://127.0.0.1:8000", False, 3, 1, calls, tuple(ended), 0, 3), ended
+    ended = (
+        replace(done, reason="stop", latency_s=1.13, **figures),
+        replace(wrong, message=message, latency_s=0.002),
+        replace(asked, number=4, hung_up=True, reason="cancelled", latency_s=0.5, **figures),
+    )
+    calls = (asked, RequestRecord(8, 0.0, "2001:db8::1234:5678:9abc", chat))
+    return ServerView("http://127.0.0.1:8000", False, 3, 1, calls, ended, 0, 3)
 
 
 def test_the_clients_pane_is_as_drawn():
     async def scenario(it: Show):
-        it.stage.client.server = type(
-            "APIServer", (), {"request_log": type("RequestLog", (), {"changes": 0})}
+        views = [canned_door(), replace(canned_door(), ended=())]
+        it.stage.client.server = SimpleNamespace(
+            look=lambda since: views[bool(since)], request_log=SimpleNamespace(changes=0)
         )
-        views = [canned_door()[0], ServerView(*(*vars(canned_door()[0]).values(),)[:5], (), 0, 3)]
-        it.stage.client.server.look = lambda since: views[bool(since)]
         it.stage.obey("/burst 3")
         await it.turns(30)
         it.app.paint()
@@ -532,7 +494,7 @@ def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
     """A terminal that is stopped stops the screen, and not the thread that hears of each step."""
     monkeypatch.setattr(watch_frames, "STEPS", 20)
     monkeypatch.setattr(watch_frames, "ENDS", 5)
-    door = canned_door()[0]
+    door = canned_door()
     seen = handled = None
     for number in range(6):
         for _ in range(3):
@@ -548,7 +510,7 @@ def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
 
 def test_clients_are_counted_beyond_those_that_are_kept():
     """ "2,000 ended" stood there for ever, and fewer and fewer of them had been refused."""
-    state, door = State(), canned_door()[0]
+    state, door = State(), canned_door()
     for number in range(1, 1001):
         state.absorb(View(door=replace(door, seen=3 * number)))
     assert len(state.calls) == State.REMEMBERED

@@ -189,12 +189,12 @@ def test_a_changed_recording_makes_a_page_or_one_line(tmp_path, capsys):
     whole = recording(burst=2)
     run, out = tmp_path / "run.json", tmp_path / "out.html"
     ends: Counter[int] = Counter()
-    for seed in range(80):
+    for seed in range(40):
         run.write_text(changed(random.Random(seed), whole))
         ends[page_program.main([str(run), str(out)])] += 1
         assert capsys.readouterr().err.count("\n") == (not out.exists()), seed
         out.unlink(missing_ok=True)
-    assert set(ends) == {0, 2} and min(ends.values()) > 5, ends
+    assert set(ends) == {0, 2} and min(ends.values()) > 2, ends
 
 
 def test_what_is_no_recording_is_refused_in_one_line(tmp_path, capsys):
