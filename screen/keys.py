@@ -169,7 +169,7 @@ WORDS = (
     ),
     (
         "¹ ² ³",
-        "tokens were drafted, and checked in one step: so many came. A wrong draft costs its row, and nothing else.",
+        "the number of tokens of a step that checked drafts. A wrong draft costs its row, and nothing else.",
     ),
     (
         "client",

@@ -46,7 +46,7 @@ def base_of(url: str) -> str:
     except ValueError:
         good = False
     if not good or parts.query or parts.fragment or parts.username:
-        raise ValueError(f"--watch {shown(url)} is no address such as http://127.0.0.1:8000")
+        raise ValueError(f"--watch {shown(url)} is not an address such as http://127.0.0.1:8000")
     path = parts.path.rstrip("/").removesuffix("/watch").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"
 
@@ -136,9 +136,7 @@ class RemoteEngineClient(EngineClient):
         hello = next(events, {})
         is_ours = isinstance(hello, dict) and isinstance(hello.get("model"), str)
         if not is_ours or hello.get("protocol") != watch_frames.PROTOCOL:
-            raise ValueError(
-                f"--watch {self.url}: there is no nanobatch, or one of another version"
-            )
+            raise ValueError(f"--watch {self.url}: no nanobatch server, or one of another version")
         with self._lock:
             self._is_fresh = True
             self.note(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
