@@ -17,13 +17,13 @@ from screen.remote_client import RemoteEngineClient
 from screen.state import State
 
 
-@pytest.mark.parametrize("wish", ["/burst 6", "/load 5", "/race 6", "hello"])
-def test_prompts_are_tokenized_in_the_callers_thread(wish):
+@pytest.mark.parametrize("line", ["/burst 6", "/load 5", "/race 6", "hello"])
+def test_prompts_are_tokenized_in_the_callers_thread(line):
     """A template that took long held up the steps of all."""
     stage, read = Stage().load(), []
     ask = stage.engine.text.ask
     stage.engine.text.ask = lambda prompt: read.append(prompt) or ask(prompt)
-    stage.obey(wish)
+    stage.obey(line)
     before = list(read)
     assert before
     for _ in range(200):
@@ -276,7 +276,7 @@ def stage_asks(count: int) -> list[workload.Ask]:
 
 
 def test_a_steady_load_that_fills_the_queue_is_turned_off():
-    """Each prompt that found no room was a fault of its own, for as long as the load went on."""
+    """Each refused prompt was a fault of its own, for as long as the load went on."""
     stage = Stage().load()
     stage.engine.sched.max_queue = 20
     stage.obey("/load 1000")
@@ -292,8 +292,8 @@ def test_a_steady_load_that_fills_the_queue_is_turned_off():
 
 @pytest.mark.parametrize("order", ["/same 5 hello", "/race 4"])
 def test_a_steady_load_pauses_during_an_experiment(order):
-    """Some experiments were refused under a load. And behind a race came all that would have come
-    meanwhile, at once."""
+    """Some experiments were refused under a load. After a race, all prompts that would have
+    come meanwhile came at once."""
     stage = Stage().load()
     stage.obey("/load 2")
     stage.turns()

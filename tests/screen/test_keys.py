@@ -64,7 +64,7 @@ async def test_a_wrong_command_comes_back_with_a_message(it):
     assert it.app.query_one(app.PromptBox).value == "/burst 0"
     await it.press("ctrl+u", *"/nonsense", "enter")
     await it.sees("not a command")
-    await it.press("escape", "c", "i")  # a key that asks for what cannot be is told so, too
+    await it.press("escape", "c", "i")  # a key gets its refusal as well
     await it.sees("nothing has run yet")
     await it.press("ctrl+u", *"//5", "enter", turns=2)
     assert it.stage.prompt(1) == "/5"
@@ -144,8 +144,7 @@ async def test_the_cursor_goes_back_in_time(it):
 
 @on_screen(size=(120, 40))
 async def test_all_panes_go_back_with_the_cursor(it):
-    """Only Timeline and Step went back; beside them stood the slots, the queue and the answers of
-    now."""
+    """Only Timeline and Step went back; slots, queue and answers were those of now."""
 
     state, seen = it.state, {}
     await it.press("b", turns=0)
@@ -225,7 +224,7 @@ def test_back_in_time_an_answer_is_cut_where_it_was():
 
 @on_screen(size=(120, 40))
 async def test_the_step_pane_says_newest_only_if_it_is(it):
-    """It is painted less often than the header: "step 689" stood over "Step 663 newest"."""
+    """It is painted less often than the header: "step 689" above "Step 663 newest"."""
 
     await it.press("b", turns=30)
     it.app._looks = 0
@@ -301,7 +300,7 @@ def test_a_cut_step_pane_can_be_opened():
 
 @on_screen(size=(120, 40))
 async def test_a_message_too_long_for_the_prompt_is_a_notice(it):
-    """At 120 columns "a step's budget: at most so many" was cut behind 38 letters."""
+    """At 120 columns the words about a step's budget were cut after 38 letters."""
 
     it.app.say("fired")
     it.app.paint()
@@ -610,7 +609,7 @@ async def test_a_small_screen_shows_the_requested_pane(it):
 
 @pytest.mark.parametrize(("looks_on", "runs"), [(True, False), (True, True), (False, False)])
 def test_json_begins_paused_for_a_user(looks_on, runs, monkeypatch):
-    """It was over in a quarter of a second, before `s` could follow. A log would wait for ever."""
+    """It was over in a quarter of a second, before `s` could follow. A log would never end."""
     stage = Stage().load()
     asked = []
     if runs:

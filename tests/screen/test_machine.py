@@ -17,7 +17,7 @@ intr 12345
 
 
 class Machine:
-    """A machine of so many cores, on which a second passes when a test says so."""
+    """A machine on which a second passes when a test says so."""
 
     def __init__(self, cores: int, counts: bool = True):
         self.now = self.mine = self.busy = self.idle = 0.0

@@ -93,8 +93,8 @@ def test_the_scheduler_plans_again_what_was_recorded(policy, is_hurried):
     recording = recorded(stage.finish())
     run = recording["runs"][0]
     limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
-    wishes = simulate.sent_of(run, recording["fields"])
-    played = simulate.play(limits, POLICIES[policy], wishes, page.price_of(recording))
+    prompts = simulate.sent_of(run, recording["fields"])
+    played = simulate.play(limits, POLICIES[policy], prompts, page.price_of(recording))
     plans = json.loads(json.dumps(played["steps"]))
     assert len(plans) > 100
     for plan, step in zip(plans, steps_of(recording), strict=True):
@@ -102,7 +102,7 @@ def test_the_scheduler_plans_again_what_was_recorded(policy, is_hurried):
 
 
 def test_a_recording_names_no_client_and_tells_no_error():
-    """An error's words may hold a path, and the origin of a request at the door is an address."""
+    """An error's words may hold a path, and a client's origin is its address."""
     stage = Stage().load()
     ids = stage.engine.text.ask("words")
     stage.engine.submit(ids, SamplingParams(max_tokens=9), origin="10.9.8.7", client="10.9.8.7")
@@ -126,9 +126,9 @@ def test_a_recording_of_fair_still_knows_who_is_who():
     recording = recorded(stage.finish())
     run = recording["runs"][0]
     limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
-    wishes = simulate.sent_of(run, recording["fields"])
-    wishes = [wish._replace(prompt=(i,) * len(wish.prompt)) for i, wish in enumerate(wishes)]
-    played = simulate.play(limits, POLICIES["fair"], wishes, PRICE)
+    prompts = simulate.sent_of(run, recording["fields"])
+    prompts = [sent._replace(prompt=(i,) * len(sent.prompt)) for i, sent in enumerate(prompts)]
+    played = simulate.play(limits, POLICIES["fair"], prompts, PRICE)
     admitted = [r for step in played["steps"] for _, r in step["admitted"]]
     assert admitted == [r for step in steps_of(recording) for _, r in step["admitted"]]
     assert admitted != sorted(admitted)

@@ -1,4 +1,4 @@
-"""Which characters reach the terminal as they are, and what stands for the others."""
+"""Which characters reach the terminal as they are, and how others are shown."""
 
 import pytest
 from screen_stage import plain

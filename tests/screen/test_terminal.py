@@ -188,7 +188,7 @@ def test_a_log_on_a_terminal_says_what_to_type(model):
 
 
 def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
-    """To wait while paused took for ever: nothing runs then that could end."""
+    """Waiting while paused never ended."""
     picture = tmp_path / "picture.svg"
     script = "light static pause burst24 step60 wait"
     options = ["--screenshot", picture, "--size", "120x40"]
@@ -208,7 +208,7 @@ def test_ask_prints_no_escape_sequence(model):
 
 
 def test_textual_serve(model):
-    """It wrote the plain log there, since pipes are no terminal; and totals behind the end are no
+    """It wrote the plain log there, since pipes are no terminal; and totals after the end are no
     packets."""
     env = os.environ | {
         "TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver",

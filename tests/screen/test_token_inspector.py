@@ -33,8 +33,8 @@ def test_forbidden_tokens_are_struck_through():
 def test_the_view_has_the_candidates_of_each_token():
     """Each view: the newest token first, allowed; the others are the likeliest of the model."""
     with Engine.load("demo", slots=1, max_len=256, speculate=0) as engine:
-        wish = SamplingParams(max_tokens=150, grammar={"json": SCHEMA}, logprobs=CANDIDATES)
-        handle = engine.submit(engine.text.ask("Tell me a story about a fox."), wish)
+        sampling = SamplingParams(max_tokens=150, grammar={"json": SCHEMA}, logprobs=CANDIDATES)
+        handle = engine.submit(engine.text.ask("Tell me a story about a fox."), sampling)
         said, forbidden = "", 0
         while handle.finish_reason is None:
             before = len(handle.tokens)

@@ -82,7 +82,7 @@ def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
             loop=(view.paused, view.stepping, view.slow, view.load, view.experimenting),
             finding=view.finding,
             faults=[fault.message for fault in state.faults],
-            wishes=it.stage.client.posted,
+            posted=it.stage.client.posted,
             settings=state.settings,
             chosen=(state.selected, state.zoom, state.lower, it.app.theme),
             page=it.app.page and it.app.page.name,
@@ -96,7 +96,7 @@ def test_random_keys_do_the_same_whenever_they_come():
     """While the model loaded, `i`, "Hellp", Backspace, "o there" and Enter fired "Hellpo ther".
     And with the model there, a letter overtook the key before it if they came at once."""
     typists = int(os.environ.get("NANOBATCH_TYPISTS", 2))
-    fired = wishes = 0
+    fired = posted = 0
     for seed in range(typists):
         keys = random_keys(random.Random(seed))
         loading = outcome(keys, loaded=False, slowly=False)
@@ -106,8 +106,8 @@ def test_random_keys_do_the_same_whenever_they_come():
         assert fast == slow, words
         assert loading == fast, words
         fired += len(fast["prompts"])
-        wishes += fast["wishes"]
-    assert fired > typists and wishes > 2 * typists, "the keys have to do something"
+        posted += fast["posted"]
+    assert fired > typists and posted > 2 * typists, "the keys have to do something"
 
 
 @on_screen(size=(120, 40), load=False)

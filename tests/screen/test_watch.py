@@ -1,5 +1,4 @@
-"""The screen on real traffic: with a door of its own (`--serve`), and on a server in another
-process (`--watch`)."""
+"""The screen with real clients: of its own server (`--serve`), or of one that it watches (`--watch`)."""
 
 import copy
 import json
@@ -41,10 +40,10 @@ LONG = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
 
 class Watched(Server):
-    """A session that looks at a door, and a client of that door."""
+    """A session that watches a server, and a client of that server."""
 
-    def __init__(self, room, address: str):
-        self.client, self.session = room, Session(room, State("small"))
+    def __init__(self, client, address: str):
+        self.client, self.session = client, Session(client, State("small"))
         self.host, port = address.removeprefix("http://").split(":")
         self.port = int(port)
 
@@ -70,25 +69,25 @@ class Watched(Server):
 
 @contextmanager
 def serving(engine):
-    """A room with a door, as `tui.py --serve` opens it."""
-    door = APIServer(Options(port=0)).start()
-    room = LocalEngineClient(lambda report, clock: engine, door, "small")
-    room.start()
+    """An engine client with a server, as `tui.py --serve` opens it."""
+    api = APIServer(Options(port=0)).start()
+    client = LocalEngineClient(lambda report, clock: engine, api, "small")
+    client.start()
     try:
-        yield Watched(room, door.address)
+        yield Watched(client, api.address)
     finally:
-        door.close()
-        room.loop.stop()
+        api.close()
+        client.loop.stop()
 
 
 @contextmanager
 def watching(server: Server, *keys: str):
-    room = RemoteEngineClient(server.address, *keys)
-    room.start()
+    client = RemoteEngineClient(server.address, *keys)
+    client.start()
     try:
-        yield Watched(room, server.address)
+        yield Watched(client, server.address)
     finally:
-        room.stop(1)
+        client.stop(1)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +170,7 @@ def test_cancelling_all_ends_ones_own_requests_alone(watched):
     line.hang_up()
 
 
-# --- a door of one's own ------------------------------------------------------------------------
+# --- a server of one's own ----------------------------------------------------------------------
 
 
 def test_quitting_ends_a_pause_for_clients(engine):
@@ -190,18 +189,18 @@ def test_quitting_ends_a_pause_for_clients(engine):
 
 
 def test_loading_says_that_clients_get_503():
-    door = APIServer(Options(port=0)).start()
+    api = APIServer(Options(port=0)).start()
     try:
-        room = LocalEngineClient(lambda report, clock: None, door)
+        client = LocalEngineClient(lambda report, clock: None, api)
         state = State()
-        state.absorb(room.look())
+        state.absorb(client.look())
         text = "\n".join(plain(drawn(status.draw_loading, state, 100, 30)))
-        assert f"{door.address}/v1 is open, and answers 503 until then" in text
-        it = Watched(room, door.address)
+        assert f"{api.address}/v1 is open, and answers 503 until then" in text
+        it = Watched(client, api.address)
         it.complete()
         assert [call.status for call in it.sees(lambda state: state.calls)] == [503]
     finally:
-        door.close()
+        api.close()
 
 
 def test_a_server_without_a_terminal_drains_on_a_signal():
@@ -272,19 +271,19 @@ def test_a_prompt_is_settled_only_with_its_answer(server, monkeypatch):
 
 def test_a_prompt_waits_for_a_loading_server(engine):
     """It came back, refused with 503."""
-    door = APIServer(Options(port=0)).start()
-    room = RemoteEngineClient(door.address)
-    room.start()
-    it = Watched(room, door.address)
+    api = APIServer(Options(port=0)).start()
+    client = RemoteEngineClient(api.address)
+    client.start()
+    it = Watched(client, api.address)
     it.session.obey("Hello")
     it.sees(lambda state: any("being loaded" in line for line in state.view.done))
     with (loop := engine.serving()):
-        door.open(engine, loop, "small")
+        api.open(engine, loop, "small")
         try:
             it.sees(lambda state: state.view.stage == "ready" and it.session.settled)
         finally:
-            room.stop(1)
-            door.close()
+            client.stop(1)
+            api.close()
     assert [(r.prompt, bool(r.text)) for r in it.state.ended] == [("Hello", True)]
     assert not it.state.faults
 
@@ -509,7 +508,7 @@ def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
 
 
 def test_clients_are_counted_beyond_those_that_are_kept():
-    """ "2,000 ended" stood there for ever, and fewer and fewer of them had been refused."""
+    """ "2,000 ended" was shown from then on, and fewer and fewer of them had been refused."""
     state, door = State(), canned_door()
     for number in range(1, 1001):
         state.absorb(View(door=replace(door, seen=3 * number)))

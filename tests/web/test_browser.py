@@ -225,7 +225,7 @@ def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path):
 
 
 def test_nothing_moves_when_it_is_seen_for_the_first_time(opens):
-    """The list of requests was filled when it came in sight, and what stood below it jumped."""
+    """The list of requests was filled when it came in sight, and what was below it jumped."""
     tab = opens(DEMO)
     until(tab, "nanobatch.player.now > 0.02")
     tab.evaluate("nanobatch.player.pause()")

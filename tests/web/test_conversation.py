@@ -1,6 +1,6 @@
 """A conversation in a server's page, in a real browser (see test_browser.py).
 
-Some answers come from an engine, which says what it is told (`tests/lib/parrot.py`). What only has to
+Some answers come from an engine, which repeats the prompt (`tests/lib/parrot.py`). What only has to
 be drawn is put in the place of a server's answer.
 """
 
@@ -53,7 +53,7 @@ def parrots() -> Iterator[Callable[..., Parrot]]:
 
 @pytest.fixture
 def talks(opens, parrots):
-    """Opens the page of a server that repeats what it is told. Each request of the page is kept."""
+    """Opens the page of a server that repeats prompts. Each request of the page is kept."""
 
     def opened(parrot: Parrot | None = None, **how):
         address = (parrot or parrots()).api.address

@@ -88,7 +88,7 @@ def play(frames: list[str], **bounds: int) -> dict:
 
 
 def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list], list[int]]:
-    """What a watcher is told of five requests, from a step on, the texts at each frame, and how many wait."""
+    """Frames of five requests from a step on, the texts at each frame, and the number of waiting requests."""
     sender = watch_frames.Sender(texts)
     for n in range(5):
         engine.submit(
@@ -129,7 +129,7 @@ def test_the_page_rebuilds_each_text_as_it_grew(engine, begin):
 
 @needs_node
 def test_an_open_page_forgets_old_steps(engine):
-    """A request whose admission was forgotten stood in line again, and was said never to have had a slot."""
+    """A request whose admission was forgotten was queued again, and was said never to have had a slot."""
     frames, told, lines = frames_of(engine, True)
     played = play(frames, most=40, kept=15)
     check_texts(played, told)
@@ -141,7 +141,7 @@ def test_an_open_page_forgets_old_steps(engine):
 @needs_node
 @pytest.mark.parametrize("at_once", [False, True])
 def test_rests_that_the_page_leaves_out_are_no_waits(engine, at_once):
-    """A request behind a rest had waited a quarter of a second, and one before several rests for all of
+    """A request after a rest had waited a quarter of a second, and one before several rests for all of
     them, as soon as the page came later."""
     sender, seen, frames = watch_frames.Sender(True), None, []
     nothing = ServerView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)

@@ -102,7 +102,7 @@ def test_no_module_writes_markup():
 
 
 def test_a_name_is_there_once_in_all_modules():
-    """They are put one behind the other, so a second one would be a mistake of syntax."""
+    """They are concatenated, so a second one would be a syntax error."""
     names = []
     for module in live_page.MODULES:
         text = (live_page.FOLDER / f"{module}.js").read_text()
@@ -295,7 +295,7 @@ tell({ lines: signs.map(inOneLine), cuts: cuts.length, halves });
 
 @needs_node
 def test_the_page_agrees_with_the_terminal():
-    """What draws nothing, or turns what stands beside it, is seen. The page has no ␊ and no ␛, which most
+    """Invisible and bidirectional characters are shown. The page has no ␊ and no ␛, which most
     fonts of a browser draw as a box, and a terminal's do not."""
     hidden = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in UNSEEN]
     signs = [sign for sign in hidden if unicodedata.bidirectional(sign) != "AN"]

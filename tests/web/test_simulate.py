@@ -46,8 +46,8 @@ def test_the_lines_as_they_are_change_no_plan(policy):
     played = asked(policy=policy)
     assert "error" not in played and len(played["steps"]) > 20
     if policy in POLICIES:
-        wishes = simulate.sent_of(RUN, FIELDS)
-        plain = simulate.play(LIMITS, POLICIES[policy], wishes, PRICE)
+        prompts = simulate.sent_of(RUN, FIELDS)
+        plain = simulate.play(LIMITS, POLICIES[policy], prompts, PRICE)
         assert json.loads(json.dumps(plain["steps"])) == played["steps"]
 
 
