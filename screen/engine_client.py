@@ -1,4 +1,4 @@
-"""The screen's side of an engine: the protocol, and the client that owns an engine.
+"""The screen's side of an engine: what all clients share, and the client that owns an engine.
 
 The screen draws ten times a second and never waits for the engine; the engine takes hundreds of
 steps a second and never waits for the screen. So they meet in two places only. Commands (fire,

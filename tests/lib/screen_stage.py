@@ -138,13 +138,13 @@ def show(
     return stage
 
 
-def on_screen(size: tuple[int, int] = (80, 24), load: bool = True):
+def on_screen(size: tuple[int, int] = (80, 24), load: bool = True, make=Stage):
     """Run a test, a coroutine, on a screen, which is its first argument."""
 
     def decorate(test):
         @wraps(test)
         def run(**parameters):
-            show(partial(test, **parameters), size=size, load=load)
+            show(partial(test, **parameters), make(), size, load)
 
         del run.__wrapped__  # pytest would take the screen for a fixture
         names = [*inspect.signature(test).parameters.values()][1:]

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from screen_stage import Stage
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +15,8 @@ def fast_keys(monkeypatch):
         await asyncio.sleep(0.002)
 
     monkeypatch.setattr("textual.app.wait_for_idle", go_on)
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage().load()

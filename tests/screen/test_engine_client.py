@@ -18,9 +18,9 @@ from screen.state import State
 
 
 @pytest.mark.parametrize("line", ["/burst 6", "/load 5", "/race 6", "hello"])
-def test_prompts_are_tokenized_in_the_callers_thread(line):
+def test_prompts_are_tokenized_in_the_callers_thread(stage, line):
     """A template that took long held up the steps of all."""
-    stage, read = Stage().load(), []
+    read = []
     ask = stage.engine.text.ask
     stage.engine.text.ask = lambda prompt: read.append(prompt) or ask(prompt)
     stage.obey(line)
@@ -32,10 +32,9 @@ def test_prompts_are_tokenized_in_the_callers_thread(line):
     assert stage.state.requests and read == before
 
 
-def test_panes_agree_while_paused_and_stepping():
+def test_panes_agree_while_paused_and_stepping(stage):
     """Slots were one step ahead of Step: a prompt of one chunk was never seen in its slot as
     prefill."""
-    stage = Stage().load()
     stage.engine.sched.budget = 16  # one chunk a step: many prompts are held
     stage.obey("/burst 20")
     stage.turns(3)
@@ -59,9 +58,8 @@ def test_panes_agree_while_paused_and_stepping():
     assert min(seen["prefill"], seen["decode"], seen["held"]) > 10
 
 
-def test_a_pause_reads_the_step_in_flight_first():
+def test_a_pause_reads_the_step_in_flight_first(stage):
     """That step has taken its time, too."""
-    stage = Stage().load()
     stage.obey("/burst 4")
     stage.turns(9)
     assert stage.state.view.engine.planned == stage.state.history[-1].step + 1
@@ -75,9 +73,8 @@ def test_a_pause_reads_the_step_in_flight_first():
     assert stage.state.view.engine.now == newest.ended
 
 
-def test_a_steady_load_lets_a_paused_loop_sleep():
+def test_a_steady_load_lets_a_paused_loop_sleep(stage):
     """It asked to be called at a moment of a clock that did not go on: again and again, at once."""
-    stage = Stage().load()
     stage.obey("/load 5")
     stage.turns()
     stage.obey("/pause")
@@ -128,8 +125,7 @@ async def test_minus_and_plus_change_the_speed(it):
     await it.sees("slow = '0.05'")
 
 
-def test_a_steady_load_comes_at_its_rate_and_stops():
-    stage = Stage().load()
+def test_a_steady_load_comes_at_its_rate_and_stops(stage):
     stage.obey("/load 5")
     stage.client.loop.turn()
     for _ in range(400):  # 20 seconds
@@ -200,8 +196,8 @@ class Tried(Experiment):
         self.run = run
 
 
-def test_an_experiment_advances_between_steps():
-    stage, asks = Stage().load(), stage_asks(3)
+def test_an_experiment_advances_between_steps(stage):
+    asks = stage_asks(3)
 
     def experiment(client):
         handles = [client.submit(ask) for ask in asks]
@@ -221,8 +217,7 @@ def test_an_experiment_advances_between_steps():
 
 
 @pytest.mark.parametrize("end", ["cancel", "mistake", "wrong"])
-def test_an_experiment_that_is_cut_short_undoes_its_changes(end, caplog):
-    stage = Stage().load()
+def test_an_experiment_that_is_cut_short_undoes_its_changes(stage, end, caplog):
     budget = stage.engine.sched.budget
 
     def experiment(client):
@@ -253,8 +248,7 @@ def test_an_experiment_that_is_cut_short_undoes_its_changes(end, caplog):
     stage.finish()
 
 
-def test_an_experiment_is_refused_next_to_another_or_to_clients():
-    stage = Stage().load()
+def test_an_experiment_is_refused_next_to_another_or_to_clients(stage):
 
     def experiment(client):
         while True:
@@ -275,9 +269,8 @@ def stage_asks(count: int) -> list[workload.Ask]:
     return [workload.Settings().ask(f"prompt {i}", 8) for i in range(count)]
 
 
-def test_a_steady_load_that_fills_the_queue_is_turned_off():
+def test_a_steady_load_that_fills_the_queue_is_turned_off(stage):
     """Each refused prompt was a fault of its own, for as long as the load went on."""
-    stage = Stage().load()
     stage.engine.sched.max_queue = 20
     stage.obey("/load 1000")
     for _ in range(100):
@@ -291,10 +284,9 @@ def test_a_steady_load_that_fills_the_queue_is_turned_off():
 
 
 @pytest.mark.parametrize("order", ["/same 5 hello", "/race 4"])
-def test_a_steady_load_pauses_during_an_experiment(order):
+def test_a_steady_load_pauses_during_an_experiment(stage, order):
     """Some experiments were refused under a load. After a race, all prompts that would have
     come meanwhile came at once."""
-    stage = Stage().load()
     stage.obey("/load 2")
     stage.turns()
     stage.obey(order)
@@ -312,9 +304,8 @@ def test_a_steady_load_pauses_during_an_experiment(order):
     assert stage.engine.sched.submitted - before > 4
 
 
-def test_ended_requests_are_dropped_from_our_own():
+def test_ended_requests_are_dropped_from_our_own(stage):
     """After each step all of them were asked, and a step took a millisecond more."""
-    stage = Stage().load()
     dice = random.Random(5)
     stage.obey("/burst 100")
     ended = 0
@@ -333,9 +324,8 @@ def test_ended_requests_are_dropped_from_our_own():
     assert not stage.client.own
 
 
-def test_watchers_see_the_prompt_as_typed():
+def test_watchers_see_the_prompt_as_typed(stage):
     """A server's page and a screen elsewhere were told "5 token ids"."""
-    stage = Stage().load()
     stage.obey("Hello")
     stage.turns()
     (request,) = stage.engine.snapshot().requests

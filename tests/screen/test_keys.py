@@ -273,9 +273,8 @@ async def test_g_goes_from_a_step_to_its_request_and_back(it):
     assert state.open.id == state.ended[-2].id
 
 
-def test_a_cut_step_pane_can_be_opened():
+def test_a_cut_step_pane_can_be_opened(stage):
     """At 80x24 the last lines of a step were missing, without a sign."""
-    stage = Stage().load()
     stage.obey("/burst 20")
     stage.turns(3)
     tall = stage.lines(steps.draw_step_pane, 60, 30)
@@ -311,10 +310,9 @@ async def test_a_message_too_long_for_the_prompt_is_a_notice(it):
     assert [told.message for told in it.app._notifications] == [words]
 
 
-def test_the_printed_parts_of_a_step_add_up():
+def test_the_printed_parts_of_a_step_add_up(stage):
     """Each part was rounded by itself, and so was their sum: 0.00 + 0.00 + 0.00 would have been
     0.01."""
-    stage = Stage().load()
     stage.obey("one")
     stage.finish()
     parts = {"plan_s": 4e-6, "build_s": 4e-6, "commit_s": 4e-6, "device_s": 14.4e-6, "wait_s": 1.0}
@@ -485,9 +483,8 @@ async def test_help_and_quit_are_commands(it):
     assert it.app._exit and it.app.return_code == 0
 
 
-def test_cancelling_what_is_not_there_says_so():
+def test_cancelling_what_is_not_there_says_so(stage):
     """`/cancel 99999` said that it was cancelled."""
-    stage = Stage().load()
     stage.obey("one")
     stage.obey("/cancel 1")  # it is on its way, and nobody has looked yet
     stage.turns(2)
@@ -500,10 +497,9 @@ def test_cancelling_what_is_not_there_says_so():
             stage.obey(order)
 
 
-def test_max_is_cut_to_the_slot():
+def test_max_is_cut_to_the_slot(stage):
     """The edge went on to promise 100,000 tokens in slots of 512. A temperature may be what
     sampling takes."""
-    stage = Stage().load()
     assert stage.obey("/set max=100000") == "max=512: a slot holds no more"
     assert stage.state.settings.max_tokens == 512
     assert stage.obey("/set max=512 temperature=500") == "set max=512 temperature=500"
@@ -570,8 +566,7 @@ async def test_tab_completes_commands_and_arguments(it):
     assert "/policy /pause" in it.text()
 
 
-def test_the_help_names_every_command():
-    stage = Stage().load()
+def test_the_help_names_every_command(stage):
     obeyed = set(commands.RUN)
     assert obeyed | {"quit", *keys.PAGES} == set(keys.COMMANDS)
     assert set(keys.ARGUMENTS) < set(keys.COMMANDS)
@@ -608,9 +603,8 @@ async def test_a_small_screen_shows_the_requested_pane(it):
 
 
 @pytest.mark.parametrize(("looks_on", "runs"), [(True, False), (True, True), (False, False)])
-def test_json_begins_paused_for_a_user(looks_on, runs, monkeypatch):
+def test_json_begins_paused_for_a_user(stage, looks_on, runs, monkeypatch):
     """It was over in a quarter of a second, before `s` could follow. A log would never end."""
-    stage = Stage().load()
     asked = []
     if runs:
         stage.obey("/burst 2")
@@ -623,10 +617,9 @@ def test_json_begins_paused_for_a_user(looks_on, runs, monkeypatch):
     assert stage.state.view.paused == (looks_on and not runs)
 
 
-def test_every_click_leads_to_what_is_there():
+def test_every_click_leads_to_what_is_there(stage):
     """A click on the number of ended requests led to an action that had gone. And no line is longer
     than its page."""
-    stage = Stage().load()
     for order in ("/same 9", "/break client"):
         stage.obey(order)
         stage.turns()

@@ -187,8 +187,7 @@ def test_a_plain_log_has_a_line_for_each_event():
     )
 
 
-def test_an_interrupted_log_is_complete():
-    stage = Stage().load()
+def test_an_interrupted_log_is_complete(stage):
     lines: list[str] = []
     log = commands.PlainLog(stage.session, lines.append)
     stage.obey("/burst 2")
@@ -219,9 +218,8 @@ def test_the_log_times_a_policy_switch_by_its_first_step():
     assert lines.index(f"{first.view.began:8.3f} s  policy static") < len(lines) - 4
 
 
-def test_pages_in_a_log_name_no_keys():
+def test_pages_in_a_log_name_no_keys(stage):
     """Its headings had "Esc back" and "↑↓ scroll"."""
-    stage = Stage().load()
     stage.obey("/burst 3")
     stage.finish()
     for name in ("requests", "totals", "clients", "errors"):

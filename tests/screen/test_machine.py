@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from screen_stage import Stage
 
 from analysis.cpu_contention import IDLE, LEAST, Others, Worked, counted, my_cores
 from screen.draw import status
@@ -78,9 +77,8 @@ def test_the_load_average_replaces_missing_counts():
     assert machine.second(own=0.5, others=0) == 0.0
 
 
-def test_the_header_names_other_programs():
+def test_the_header_names_other_programs(stage):
     """ "219 ms = build 170" blamed the engine."""
-    stage = Stage().load()
     stage.obey("/burst 20")
     stage.turns(70)
     (before,) = stage.lines(status.draw_status, 80, 1)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from screen_stage import Stage
 from source import PACKAGES
 
 from screen import keys
@@ -77,9 +76,8 @@ def test_a_new_page_is_a_file_and_a_line_of_the_table(tmp_path):
     assert run.returncode == 0 and run.stdout == "hello, too\n", run.stdout + run.stderr
 
 
-def test_every_page_can_be_read_in_a_log():
+def test_every_page_can_be_read_in_a_log(stage):
     """Totals, errors and clients were for screens alone."""
-    stage = Stage().load()
     stage.obey("/burst 4")
     stage.finish()
     for page in keys.PAGES.values():

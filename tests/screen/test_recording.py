@@ -65,8 +65,7 @@ def test_a_recording_has_every_step_and_text():
     assert sorted(hashes) == sorted(recording["runs"][0]["hashes"])
 
 
-def test_a_race_is_recorded_as_two_runs():
-    stage = Stage().load()
+def test_a_race_is_recorded_as_two_runs(stage):
     stage.obey("/burst 3")
     stage.finish()
     stage.obey("/race 12")
@@ -101,9 +100,8 @@ def test_the_scheduler_plans_again_what_was_recorded(policy, is_hurried):
         assert plan == {name: step[name] for name in plan}
 
 
-def test_a_recording_names_no_client_and_tells_no_error():
+def test_a_recording_names_no_client_and_tells_no_error(stage):
     """An error's words may hold a path, and a client's origin is its address."""
-    stage = Stage().load()
     ids = stage.engine.text.ask("words")
     stage.engine.submit(ids, SamplingParams(max_tokens=9), origin="10.9.8.7", client="10.9.8.7")
     stage.obey("/burst 2")
@@ -134,11 +132,10 @@ def test_a_recording_of_fair_still_knows_who_is_who():
     assert admitted != sorted(admitted)
 
 
-def test_a_recording_is_bounded(monkeypatch):
+def test_a_recording_is_bounded(stage, monkeypatch):
     monkeypatch.setattr(record, "STEPS", 50)
     monkeypatch.setattr(record, "REQUESTS", 4)
     monkeypatch.setattr(record, "LETTERS", 30)
-    stage = Stage().load()
     stage.obey("/burst 12")
     recording = recorded(stage.finish())
     run = recording["runs"][0]
@@ -148,8 +145,7 @@ def test_a_recording_is_bounded(monkeypatch):
     assert max(map(len, texts)) == 30
 
 
-def test_the_contents_of_a_recording_are_announced(capsys, tmp_path):
-    stage = Stage().load()
+def test_the_contents_of_a_recording_are_announced(stage, capsys, tmp_path):
     stage.obey("/burst 3")
     stage.finish()
     file = tmp_path / "run.json"

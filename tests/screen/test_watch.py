@@ -364,10 +364,9 @@ def places_of(data: object, path: tuple[int, ...] = ()) -> Iterator[tuple[int, .
         yield from places_of(each, (*path, i))
 
 
-def test_hostile_frames_do_no_harm():
+def test_hostile_frames_do_no_harm(stage):
     """A server with `slots: 4000000000` did. One value of a real frame is replaced at a time: 100
     of them, seed 1."""
-    stage = Stage().load()
     stage.obey("/burst 6")
     engine = stage.turns(12).engine.snapshot()
     data = json.loads(
