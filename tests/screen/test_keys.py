@@ -458,8 +458,16 @@ def test_a_model_that_cannot_be_loaded_gives_exit_code_2(broken, capsys):
     assert capsys.readouterr().err == ("nanobatch: x is cut off\n" if broken else "")
 
 
-@pytest.mark.parametrize("keys", ["q", "ctrl+c", "b q", "question_mark ctrl+q", "r q"])
-@pytest.mark.parametrize("load", [False, True])
+@pytest.mark.parametrize(
+    ("keys", "load"),
+    [
+        ("q", True),
+        ("ctrl+c", False),
+        ("b space q", True),
+        ("question_mark ctrl+q", False),
+        ("r q", True),
+    ],
+)
 def test_the_screen_can_be_left_in_every_state(keys, load):
     async def scenario(it):
         await it.pilot.press(*keys.split())
