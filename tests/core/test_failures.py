@@ -13,7 +13,6 @@ from processes import python
 import runner
 from kernels.mlx import mx
 from nanobatch import Engine, QueueFull, SamplingParams
-from policies import POLICIES
 from runner import ForwardBatch, Runner
 from runtime.error_reports import describe, show_fault
 from runtime.handle import Handle
@@ -95,19 +94,6 @@ def test_policy_that_raises_at_submit(parts, monkeypatch, caplog):
                 engine.submit([2], LONG)
         check(engine)
         assert running.result().finish_reason == "length" and not blocks(caplog.text)
-
-
-def test_policy_error_shows_its_line(parts, monkeypatch, caplog):
-    """Somebody has written a policy into the table, and its rule does not work."""
-    shortest = POLICIES["short"]._replace(name="shortest", next=bug)
-    monkeypatch.setitem(POLICIES, "shortest", shortest)
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        handle = engine.submit([1], LONG)
-        engine.drain("shortest")
-        assert handle.result().error.startswith("Bug")
-        assert f'File "{__file__}", line' in caplog.text and "in bug" in caplog.text
-        engine.drain("continuous")
-        assert engine.submit([1], FEW).result().finish_reason == "length"
 
 
 class Panic(BaseException):
@@ -230,13 +216,12 @@ with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
     assert f'  File "{tmp_path}/hacked.py", line 2, in forward' in block and block[-1] == error
 
 
-@pytest.mark.parametrize("error", ["ValueError", "TypeError"])
-def test_bug_in_forward_is_no_usage_error(tmp_path, error):
+def test_bug_in_forward_is_no_usage_error(tmp_path):
     """The first step is run while the model is loaded, and what goes wrong there was told in one
     line."""
     folder = make_checkpoint(tmp_path, seed=1)
     (tmp_path / "hacked.py").write_text(
-        f"def forward(model, ids, windows, asked):\n    raise {error}('shapes')\n"
+        "def forward(model, ids, windows, asked):\n    raise ValueError('shapes')\n"
     )
     code = f"""
 import sys, hacked, runner, serve
@@ -244,11 +229,8 @@ runner.forward = hacked.forward
 sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
 """
     done = python(code, PYTHONPATH=str(tmp_path))
-    assert done.returncode == (2 if error == "ValueError" else 1)
-    assert (
-        f'File "{tmp_path}/hacked.py", line 2, in forward' in done.stderr
-        and f"{error}: shapes" in done.stderr
-    )
+    assert done.returncode == 2 and "ValueError: shapes" in done.stderr
+    assert f'File "{tmp_path}/hacked.py", line 2, in forward' in done.stderr
 
 
 @pytest.mark.parametrize("part", ["k_proj", "v_proj"])

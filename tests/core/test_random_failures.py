@@ -2,13 +2,11 @@
 else's affair."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from harness import check
-from planted_bugs import poisoned
 from processes import python
 from soak import SOAK, soak
 
@@ -33,16 +31,9 @@ def test_soak(parts):
 
 CALLS = [
     "forward",
-    "sample",
-    "Runner.begin",
     "Runner.finish",
     "Runner._start",
     "Runner._copy_prefix",
-    "Runner._padded",
-    "Runner._sample",
-    "InFlightStep.read",
-    "ForwardBatch.of",
-    "Scheduler.plan",
     "Slab.bucket",
     "mx.eval",
     "mx.async_eval",
@@ -162,108 +153,24 @@ def test_no_memory_for_a_new_slab(engine, monkeypatch):
 # --- numbers that are not finite ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ends_by", ["stop", "cancel"])
-def test_ghosts_nan_does_not_reach_the_next_owner(parts, ends_by):
-    """A ends while a step is in flight that carries its ghost, and the ghost's row is NaN. B gets
-    the slot."""
-    model, text = parts
-    with Engine(model, text, slots=1, max_len=128, chunk=32) as engine:
-        first = engine.submit([7] * 40, LONG).result().tokens[0]
-        alone = (
-            engine.submit([3, 4], SamplingParams(max_tokens=60, ignore_eos=True)).result().tokens
-        )
-    bad = poisoned(model, first)  # as soon as it has said its first token, its next row is NaN
-    with Engine(bad, text, slots=1, max_len=128, chunk=32) as engine:
-        settings = SamplingParams(max_tokens=20, stop=[first]) if ends_by == "stop" else LONG
-        a = engine.submit([7] * 40, settings)
-        while not a.tokens:
-            engine.step()
-        a.cancel()
-        b = engine.submit([3, 4], SamplingParams(max_tokens=60, ignore_eos=True))
-        b.result()
-        said = alone[: alone.index(first) + 1] if first in alone else alone
-        assert b.tokens == said, "the next owner was poisoned"
-
-
-def test_cancel_between_plan_and_run(parts):
-    """The chunk that is about to run writes poison after the cancel: the next owner's scrub comes
-    later still."""
-    model, text = parts
-    good = SamplingParams(max_tokens=60, ignore_eos=True)
-    with Engine(
-        poisoned(model, 99), text, slots=1, max_len=192, chunk=32, budget=1, run_ahead=False
-    ) as engine:
-        alone = engine.submit([5, 6, 7], good).result().tokens
-        bad = engine.submit([99] * 100, good)
-        begin = engine.runner.begin
-
-        def cancel_first(order):
-            bad.cancel()
-            engine.runner.begin = begin
-            return begin(order)
-
-        engine.runner.begin = cancel_first
-        engine.step()
-        assert engine.submit([5, 6, 7], good).result().tokens == alone
-
-
 # --- the end of the program ---------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
-    return make_checkpoint(
-        tmp_path_factory.mktemp("load"),
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-    )
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.2])
-def test_exit_while_loading(large, delay):
+def test_exit_while_loading(tmp_path):
     """A process that left while MLX computed aborted or hung."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    large = make_checkpoint(tmp_path, **sizes)
     code = f"""
 import threading, time
 from nanobatch import Engine
 threading.Thread(target=Engine.load, args=({str(large)!r},), daemon=True).start()
-time.sleep({delay})
+time.sleep(0.2)
 """
     done = python(code)
     assert done.returncode == 0, done.stderr
 
 
 # --- found by trying to break it ----------------------------------------------------------------
-
-
-def test_failing_read_spares_the_queue(parts, monkeypatch):
-    """Requests that still wait are not ended by it."""
-    with Engine(*parts, slots=1, max_len=128, chunk=32) as engine:
-        expected = engine.submit([4, 5], LONG).result().tokens
-        a, b = (
-            engine.submit([1, 2], SamplingParams(max_tokens=2, ignore_eos=True)),
-            engine.submit([4, 5], LONG),
-        )
-        while a.request.planned < 2:
-            engine.step()
-        with monkeypatch.context() as broken:
-            broken.setattr(runner.InFlightStep, "read", lambda self: 1 / 0)
-            engine.step()
-        assert a.finish_reason == "error" and b.result(timeout=60).tokens == expected
-
-
-def test_last_chunk_of_a_cancelled_prompt_is_scrubbed(parts):
-    """The chunk is in flight when the request is cancelled. On a GPU its padding is written,
-    too."""
-    model, text = parts
-    good = SamplingParams(max_tokens=95, ignore_eos=True)
-    with Engine(poisoned(model, 99), text, slots=1, max_len=100, chunk=64) as engine:
-        alone = engine.submit([5, 6, 7], good).result().tokens
-        bad = engine.submit([99] * 90, SamplingParams(max_tokens=5))
-        while not bad.request.planned:
-            engine.step()
-        bad.cancel()
-        assert engine.submit([5, 6, 7], good).result().tokens == alone
 
 
 @pytest.mark.parametrize(

@@ -110,13 +110,6 @@ def test_fair_is_linear_in_the_queue():
     assert Name.count <= 3 * 10_000
 
 
-def test_short_takes_the_shortest_prompt_in_line():
-    story = Story(slots=1, policy="short", chunk=32, budget=32)
-    for length in (9, 3, 9, 6):
-        story.submit(length, 1)
-    assert [line.split()[2] for line in story.drawn()] == ["B:p", "D:p", "A:p", "C:p"]
-
-
 def test_short_ages_by_a_token_a_step():
     """A prompt of one token comes in every step. The prompt of ten is overtaken by those of the
     first nine steps."""
