@@ -12,7 +12,7 @@ from planted_bugs import poisoned
 from kernels.mlx import mx
 from nanobatch import Engine, SamplingParams
 
-CONVERSATIONS = int(os.environ.get("NANOBATCH_CONVERSATIONS", 6))  # schedules of them
+CONVERSATIONS = int(os.environ.get("NANOBATCH_CONVERSATIONS", 4))  # schedules of them
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
@@ -91,7 +91,7 @@ def test_prefix_copy_moves_only_the_prefix(parts):
 # --- a chat's next turn -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [35, 48, 69, 70])
+@pytest.mark.parametrize("kept", [35, 69, 70])
 @pytest.mark.parametrize("copied", [False, True])
 def test_cached_rows_change_no_bit(parts, copied, kept):
     """From its own slot's rows, or copied while another request goes on in that slot. 40 tokens and

@@ -1,6 +1,5 @@
 """Slots that are saved to disk: what they remembered is found again, to the bit, or not at all."""
 
-import logging
 import os
 import threading
 import time
@@ -331,8 +330,3 @@ def test_setting_has_a_folder_and_a_size(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="File exists"):
         SlotFolder(str(tmp_path / "file"))
-
-
-def test_logger_is_used_for_lines():
-    """The screen shows these lines, and other programs write them to standard error."""
-    assert slot_cache.LOG is logging.getLogger("nanobatch")

@@ -204,31 +204,6 @@ def test_a_wrong_draft_that_is_not_finite_spoils_no_right_row(parts, monkeypatch
             assert all(handle.request.draft_source is None for handle in found)
 
 
-def test_an_answer_that_is_cancelled_in_any_step_is_the_beginning_of_the_whole_one(parts):
-    """And the slot's next owner is not disturbed by what is left in it."""
-    sizes = {"slots": 2, "max_len": 128, "chunk": 32}
-    wish = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=4)
-    prompts = [[7, n, 9, 7, n] for n in range(20)]
-    with Engine(*parts, speculate=0, **sizes) as engine:
-        plain = [engine.submit(prompt, wish).result().tokens for prompt in prompts]
-    right = 0
-    with Engine(*parts, speculate=5, **sizes) as engine:
-        answers = {1 + n: tokens for n, tokens in enumerate(plain)}
-        engine.sched.draft = Oracle(answers, np.random.default_rng(3))
-        for n, prompt in enumerate(prompts):
-            handle = engine.submit(prompt, wish)
-            for _ in range(n // 2):
-                engine.step()
-                check(engine)
-            if n % 2:
-                handle.cancel()
-            tokens = handle.result().tokens
-            assert tokens == plain[n][: len(tokens)]
-            assert n % 2 or len(tokens) == 30
-            right += handle.metrics.accepted_tokens
-    assert right > 20
-
-
 # --- what is drafted ----------------------------------------------------------------------------
 
 

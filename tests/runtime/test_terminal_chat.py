@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
 from processes import run
 
 from nanobatch import Engine, SamplingParams
-from runtime.terminal_chat import Conversation, Dialogue
+from runtime.terminal_chat import Conversation, Dialogue, History, begin, history_file
 
 ROOT = Path(__file__).parents[2]
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -244,27 +243,24 @@ def test_ctrl_c_stops_only_the_answer(tmp_path):
 
 def test_a_history_file_with_zeros_is_read(tmp_path):
     """A lost block of the file is zeros. `readline` refuses a NUL, and `--chat` ended with a traceback."""
-    file = tmp_path / "nanobatch" / "history"
-    file.parent.mkdir()
+    file = tmp_path / "history"
     file.write_bytes(b"Why batch?\n\0\0\0\0\nWhat is a\0 slot?\n")
-    terminal = Terminal(tmp_path, "--chat", "--max-tokens", "4")
-    terminal.until(">>> ")
-    terminal.type("\x1b[A")  # Up
-    terminal.until("What is a slot?")
-    terminal.type("\x15/bye\n")
-    assert terminal.end() == 0
+    assert History(file).questions == ["Why batch?", "What is a slot?"]
 
 
-def test_history_can_be_turned_off(tmp_path, monkeypatch):
+def test_history_can_be_turned_off(monkeypatch):
+    assert history_file().name == "history"
     monkeypatch.setenv("NANOBATCH_HISTORY", "off")
-    terminal = Terminal(tmp_path, "--chat", "--max-tokens", "4")
-    terminal.until(">>> ")
-    terminal.type("Why batch?\n")
-    terminal.until("[read ")
-    terminal.until(">>> ")
-    terminal.type("\x04")
-    assert terminal.end() == 0
-    assert not list(tmp_path.iterdir())
+    assert history_file() is None
+
+
+def test_chat_needs_a_template(parts):
+    """Without a template there are no turns."""
+    with (
+        Engine(*parts, slots=1, max_len=64) as engine,
+        pytest.raises(ValueError, match="no chat template"),
+    ):
+        begin(engine, SHORT, [])
 
 
 def test_conversation_over_a_pipe():
@@ -273,9 +269,3 @@ def test_conversation_over_a_pipe():
     done = run("ask.py", "--chat", "--max-tokens", "8", prompt, input="And back?\n")
     assert done.returncode == 0, done
     assert done.stdout.count("[read ") == 2 and "were still in the slot" in done.stdout
-
-
-def test_chat_needs_a_template(tmp_path):
-    """Without a template there are no turns."""
-    done = run("ask.py", "--chat", "--model", make_checkpoint(tmp_path))
-    assert done.returncode == 2 and "no chat template" in done.stderr
