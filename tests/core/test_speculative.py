@@ -209,7 +209,7 @@ def test_a_wrong_draft_that_is_not_finite_spoils_no_right_row(parts, monkeypatch
 
 def hints_of(prompt: list[int]) -> PromptLookup:
     lookup = PromptLookup()
-    lookup.begin(prompt, None)
+    lookup.begin(prompt)
     return lookup
 
 
@@ -338,28 +338,6 @@ def test_a_step_that_another_program_made_long_is_no_price():
         plan = SimpleNamespace(at=began, chunks=(), decodes=decodes, draft_tokens=n % 4)
         speculate.learn(plan, now)
     assert speculate._seconds(1) == pytest.approx(0.01, rel=0.2)
-
-
-def test_what_a_named_client_said_before_in_this_slot_is_looked_up_and_a_strangers_words_are_not():
-    speculate = Drafter(4)
-
-    def drafted(client: str, prompt: tuple[int, ...], slot: int = 0) -> tuple[int, ...] | None:
-        request = Request(1, prompt, 20, 0.0, client=client)
-        request.draft_source = PromptLookup()
-        request.slot = slot
-        request.planned = 1
-        request.answer.append(4)
-        return speculate([request], 10).get(1)
-
-    long, short = (1, 2, 3, 4, 5, 6), (8, 3)
-    drafted("ann", long)
-    assert drafted("ann", short, slot=1) is None, "another slot remembers other words"
-    assert drafted("ann", short) == (5, 6, 4)
-    drafted("ann", long)
-    assert drafted("bob", short) is None
-    assert drafted("ann", short) is None, "the slot has Bob's words now"
-    drafted("", long)
-    assert drafted("", short) is None, "all without a name are strangers"
 
 
 @pytest.mark.parametrize("speculate", [None, 3])
