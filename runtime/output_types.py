@@ -1,4 +1,4 @@
-"""What a step yields for one request, in plain Python: tokens, log probabilities, a prompt's vector."""
+"""The output of a step for one request, in plain Python: token, log probabilities, a prompt's vector."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 
 class TokenLogprob(NamedTuple):
-    """What the model thought of a token: its log probability, and the most likely tokens with
-    theirs. With a grammar, the tokens that it forbids count for nothing."""
+    """A token's log probability, and the most likely tokens with theirs: under a grammar, among the
+    allowed tokens."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -18,7 +18,7 @@ class TokenLogprob(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a request gets out of one row of a step."""
+    """The output of one row of a step."""
 
     token: int  # -1 if the logits were not finite
     logprob: TokenLogprob | None = None  # if it asked for them

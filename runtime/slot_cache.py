@@ -1,4 +1,4 @@
-"""The slot cache on disk: what slots remember outlives the process.
+"""The slot cache on disk: prefixes that slots have cached outlive the process.
 
 A slot's rows are saved when another prompt overwrites them, before the slab is freed, and at the end. A
 prompt that begins like a saved slot gets its rows from there (`Scheduler._cut` decides it). Threads
@@ -86,7 +86,7 @@ class SlotCache:
         self._saved: dict[str, Saved] = {}  # by name, as last listed
         self._unusable: set[str] = set()  # names
         self._failure = ""  # why the last slot was not saved
-        self._is_behind = False  # slots have been lost because they came too quickly
+        self._is_behind = False  # slots were dropped because they came too quickly
         self._threads = ThreadPoolExecutor(thread_name_prefix="slot cache")
         self._reading: WeakValueDictionary[str, Future[list[Layer]]] = WeakValueDictionary()
         self._writing: list[Future[None]] = []
@@ -168,7 +168,7 @@ class SlotCache:
                 self._ignore(name, error)
 
     def _ignore(self, name: str, error: OSError | Damaged) -> None:
-        """Never look at a file again that cannot be used. One that has vanished is a miss."""
+        """Do not read an unusable file again. One that has vanished is a miss."""
         if isinstance(error, FileNotFoundError):
             return
         self._unusable.add(name)
@@ -179,7 +179,7 @@ class SlotCache:
     # --- writing
 
     def save(self, slab, slots: Iterable[Remembered]) -> None:
-        """Copy what slots remember, and write it in threads. What exceeds WRITES is not saved."""
+        """Copy what slots remember, and write it in threads. More than WRITES at once are dropped."""
         for remembered in slots:
             self._writing = [write for write in self._writing if not write.done()]
             if len(self._writing) >= WRITES:

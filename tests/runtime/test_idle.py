@@ -1,4 +1,4 @@
-"""An engine lets go of its weights and its slab, and reads them again, or another model's."""
+"""An engine unloads its weights and its slab, and loads them again, or those of another model."""
 
 import gc
 import os
@@ -349,7 +349,7 @@ def test_idle_engine_is_unloaded(engine):
     assert idle() == 10
     clock.now += 10
     assert idle() is None and engine.is_released
-    assert said == ["idle for 10 s: weights and slab are let go of, until the next request"]
+    assert said == ["idle for 10 s: weights and slab are unloaded until the next request"]
     assert idle() is None and len(said) == 1
     engine.submit(PROMPTS[0], GREEDY).result()
     engine.step(plan=False)
