@@ -425,38 +425,9 @@ def test_next_request_in_a_slot_has_its_own_bias(parts):
 
 # --- in company ---------------------------------------------------------------------------------
 
-EIGHT = [
-    SamplingParams(max_tokens=24, ignore_eos=True),
-    SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8, seed=1),
-    SamplingParams(max_tokens=28, ignore_eos=True, temperature=1.5, top_k=10, seed=2),
-    SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, top_p=0.9, seed=2),
-    SamplingParams(
-        max_tokens=22, ignore_eos=True, temperature=1.2, min_p=0.05, repetition_penalty=1.3, seed=3
-    ),
-    SamplingParams(max_tokens=26, ignore_eos=True, repetition_penalty=2.0),
-    SamplingParams(max_tokens=18, ignore_eos=True, logit_bias={7: 5.0}, logprobs=3),
-    SamplingParams(
-        max_tokens=24, temperature=3.0, top_k=150, top_p=0.99, seed=4, stop=["e", 40], logprobs=0
-    ),
-]
-
 
 def fingerprint(result) -> tuple:
     return result.tokens, result.text, result.finish_reason, result.logprobs
-
-
-def test_mixed_settings_in_one_batch(parts, slots=3):
-    """Eight requests sample as they do alone."""
-    prompts = [[n, 10 * n + 3, 7] * (1 + n) for n in range(8)]
-    with Engine(*parts, slots=slots, max_len=128, chunk=32) as engine:
-        alone = [
-            fingerprint(engine.submit(*pair).result()) for pair in zip(prompts, EIGHT, strict=True)
-        ]
-        assert len({tuple(tokens) for tokens, *_ in alone}) == 8
-        for order in (range(8), reversed(range(8)), [3, 1, 7, 5, 0, 2, 6, 4]):
-            handles = {n: engine.submit(prompts[n], EIGHT[n]) for n in order}
-            for n, handle in handles.items():
-                assert fingerprint(handle.result()) == alone[n], f"request {n} of {slots} slots"
 
 
 def test_penalty_is_per_request(parts):

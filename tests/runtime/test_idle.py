@@ -14,7 +14,6 @@ from harness import check
 from word_engine import Clock
 
 from kernels.mlx import mx
-from models import memory
 from models.forward_cost import nbytes_of
 from models.memory import slab_of
 from nanobatch import Engine, ModelError, SamplingParams
@@ -226,17 +225,6 @@ def test_failed_exchange_restores_the_model(engine, tmp_path, alone):
     assert answers(engine) == alone[0]
     engine.reload()
     assert answers(engine) == alone[0]
-
-
-def test_draft_tokens_come_back_with_a_model_that_is_exact(engine, folders, monkeypatch):
-    """A model whose bits may differ beside others makes none. Those after it made none, either."""
-    assert engine.drafter.most is None
-    with monkeypatch.context() as patch:
-        patch.setattr(memory, "is_batch_invariant", lambda model: False)
-        engine.reload(folders[1])
-        assert engine.drafter.most == 0
-    engine.reload(folders[0])
-    assert engine.drafter.most is None
 
 
 def test_prompt_of_another_model_is_refused(engine, folders):

@@ -96,14 +96,12 @@ def test_failing_command_is_logged(engine, loop):
     assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
 
 
-@pytest.mark.parametrize("how", ["result", "iterate", "generate", "serve"])
+@pytest.mark.parametrize("how", ["result", "serve"])
 def test_waiting_command_is_refused(engine, loop, how):
     """The loop's thread waited for a step that only itself could take, and so did everybody from
     then on."""
     acts = {
         "result": lambda: engine.submit([7], SHORT).result(),
-        "iterate": lambda: list(engine.submit([7], SHORT)),
-        "generate": lambda: engine.generate([[7]], SHORT),
         "serve": lambda: engine.serving().start(),
     }
     loop.wish(acts[how])

@@ -146,22 +146,6 @@ def test_slow_hook_blocks_no_other_thread(engine):
         assert first.result(timeout=60).finish_reason == "length"
 
 
-def test_hook_may_submit_and_cancel(engine):
-    expected, handles = engine.submit([5], LONG).result().tokens, []
-
-    def more(_) -> None:
-        if len(handles) < 4:
-            handles.append(engine.submit([5], LONG))
-            if len(handles) % 2:
-                handles[-1].cancel()
-
-    engine.on_commit = more
-    engine.submit([1], SHORT).result()
-    assert [handle.result().finish_reason for handle in handles] == ["cancelled", "length"] * 2
-    assert [handle.tokens for handle in handles[1::2]] == [expected] * 2
-    harness.check(engine)
-
-
 def test_hook_may_close_the_engine(parts):
     """All requests end, and nobody hangs."""
     engine = Engine(*parts, slots=2, max_len=128, chunk=32)

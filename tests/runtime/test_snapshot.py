@@ -149,19 +149,6 @@ def test_ended_requests_are_seen_once(engine):
     assert engine.snapshot(look).ended == ()
 
 
-def test_missed_ends_are_counted(engine):
-    """The newest 500 are kept; those before were lost between two looks without a sign."""
-    start = engine.snapshot()
-    for n in range(501):
-        engine.submit([n % 256], SHORT).cancel()
-    look = engine.snapshot(start)
-    assert look.missed_ends == 1 and [view.id for view in look.ended] == list(range(2, 502))
-    for _ in range(700):
-        engine.submit([1], SHORT).cancel()
-    assert engine.snapshot(look).missed_ends == 200 and engine.snapshot(start).missed_ends == 701
-    assert engine.snapshot(engine.snapshot(look)).missed_ends == 0 == start.missed_ends
-
-
 # --- the line -----------------------------------------------------------------------------------
 
 
