@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import random_batches as company
 from checkpoints import Reference, make_checkpoint
-from harness import Ask, random_asks, run_schedule
+from harness import Ask, exactly, random_asks, run_schedule
 from planted_bugs import plant, poisoned
 from random_batches import ELSEWHERE, SCHEDULES
 
@@ -21,7 +21,7 @@ import sampling
 from kernels.mlx import mx
 from models import ops
 from models.layers import Norm
-from nanobatch import Engine, Model, SamplingParams, Tokenizer
+from nanobatch import Engine, Model, Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_nan_row_ends_its_request_alone(models, monkeypatch, scrubbed, run_ahead
     ) as engine:
         alone = engine.submit(good.prompt, good.sampling()).result()
         # It never says the poisoned token
-        longer = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias={99: -100})
+        longer = exactly(60, logit_bias={99: -100})
         neighbour = engine.submit([*range(14)], longer)
         bad = engine.submit([*range(40), 99, 4], good.sampling())
         after = engine.submit(good.prompt, good.sampling())

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
-from harness import check
+from harness import check, exactly
 from parity import CONFIGS
 from planted_bugs import poisoned
 
@@ -128,7 +128,7 @@ def test_the_slab_is_not_copied_for_vectors(folder, monkeypatch):
     """What refers to a state may refer to the slab, and the next write would copy it."""
     with Engine.load(folder, slots=4, max_len=1024, chunk=32) as engine:
         size = engine.runner.slab.arrays[0].nbytes
-        engine.submit(list(range(40)), SamplingParams(max_tokens=60, ignore_eos=True))
+        engine.submit(list(range(40)), exactly(60))
         rng = np.random.default_rng(1)
         engine.step()
         before = mx.get_active_memory()

@@ -7,20 +7,20 @@ import weakref
 
 import pytest
 from checkpoints import make_checkpoint
-from harness import check
+from harness import check, exactly
 from processes import python
 
 import runner
 from kernels.mlx import mx
-from nanobatch import Engine, QueueFull, SamplingParams
+from nanobatch import Engine, QueueFull
 from runner import ForwardBatch, Runner
 from runtime.error_reports import describe, show_fault
 from runtime.handle import Handle
 from runtime.snapshot import StepView
 from sched import Scheduler
 
-LONG = SamplingParams(max_tokens=30, ignore_eos=True)
-FEW = SamplingParams(max_tokens=6, ignore_eos=True)
+LONG = exactly(30)
+FEW = exactly(6)
 # Each part of a step: the function that raises.
 PARTS = {
     "plan": (Scheduler, "plan"),
@@ -83,17 +83,16 @@ def test_exception_in_any_part_of_a_step(parts, monkeypatch, caplog, part, run_a
         assert engine.submit([4, 5], FEW).result().tokens == expected
 
 
-def test_policy_that_raises_at_submit(parts, monkeypatch, caplog):
+def test_policy_that_raises_at_submit(engine, monkeypatch, caplog):
     """Only the caller of submit gets the error."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        running = engine.submit([1], LONG)
-        engine.step()
-        with monkeypatch.context() as broken:
-            broken.setattr(engine.sched, "policy", engine.sched.policy._replace(room=bug))
-            with pytest.raises(Bug):
-                engine.submit([2], LONG)
-        check(engine)
-        assert running.result().finish_reason == "length" and not blocks(caplog.text)
+    running = engine.submit([1], LONG)
+    engine.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.sched, "policy", engine.sched.policy._replace(room=bug))
+        with pytest.raises(Bug):
+            engine.submit([2], LONG)
+    check(engine)
+    assert running.result().finish_reason == "length" and not blocks(caplog.text)
 
 
 class Panic(BaseException):
@@ -130,18 +129,15 @@ def test_detokenizer_that_raises_at_the_end(engine, caplog, act):
     assert handle.finish_reason == "cancelled" and len(blocks(caplog.text)) == 1
 
 
-def test_two_failing_steps_are_both_shown(parts, monkeypatch, caplog):
+def test_two_failing_steps_are_both_shown(engine, monkeypatch, caplog):
     """A step fails while the one before cannot be read."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        handle = engine.submit([1], LONG)
-        engine.step(), engine.step()
-        monkeypatch.setattr(runner, "forward", bug)
-        monkeypatch.setattr(runner.InFlightStep, "read", lambda self: 1 / 0)
-        engine.step()
-        assert handle.error == "Bug: the device is on fire"
-        assert (
-            len(caplog.messages) == 2 and blocks(caplog.text) and "ZeroDivisionError" in caplog.text
-        )
+    handle = engine.submit([1], LONG)
+    engine.step(), engine.step()
+    monkeypatch.setattr(runner, "forward", bug)
+    monkeypatch.setattr(runner.InFlightStep, "read", lambda self: 1 / 0)
+    engine.step()
+    assert handle.error == "Bug: the device is on fire"
+    assert len(caplog.messages) == 2 and blocks(caplog.text) and "ZeroDivisionError" in caplog.text
 
 
 def test_mistakes_of_users_have_no_traceback(engine, caplog):
@@ -242,7 +238,7 @@ def test_a_key_beyond_float16_ends_its_request_and_names_the_remedy(tmp_path, pa
     name = f"model.layers.0.self_attn.{part}.bias"
     weights[name] = mx.full(weights[name].shape, -1e5, mx.bfloat16)
     mx.save_safetensors(str(file), weights, {"format": "pt"})
-    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    sampling = exactly(4)
     with Engine.load(folder, slots=2, max_len=128, chunk=32) as engine:
         for prompt in (list(range(9)), list(range(70))):  # one chunk, and three
             handle = engine.submit(prompt, sampling)

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from harness import Tap, check
+from harness import Tap, check, exactly
 from planted_bugs import poisoned
 
 import runner
@@ -17,7 +17,7 @@ from text.grammar import Grammar
 
 DIGITS = {"regex": "[0-9]{8}"}
 LIST = {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}}
-PLAIN = SamplingParams(max_tokens=20, ignore_eos=True)
+PLAIN = exactly(20)
 SETTINGS = [
     {},
     {"temperature": 1.0},
@@ -232,38 +232,38 @@ class PanicException(BaseException):
     ],
 )
 def test_failing_grammar_ends_its_request_alone(
-    parts, monkeypatch, caplog, method, error, run_ahead
+    make_engine, monkeypatch, caplog, method, error, run_ahead
 ):
     """The neighbours' tokens stay the same."""
-    with Engine(*parts, slots=3, max_len=64, chunk=32, run_ahead=run_ahead) as engine:
-        good = [SamplingParams(max_tokens=30, grammar=DIGITS), PLAIN]
-        expected = [engine.submit([n], wish).result().tokens for n, wish in enumerate(good)]
-        handles = [engine.submit([n], wish) for n, wish in enumerate(good)]
-        bad = engine.submit([9], SamplingParams(max_tokens=30, grammar=DIGITS))
-        usual = getattr(Grammar, method)
+    engine = make_engine(slots=3, max_len=64, run_ahead=run_ahead)
+    good = [SamplingParams(max_tokens=30, grammar=DIGITS), PLAIN]
+    expected = [engine.submit([n], wish).result().tokens for n, wish in enumerate(good)]
+    handles = [engine.submit([n], wish) for n, wish in enumerate(good)]
+    bad = engine.submit([9], SamplingParams(max_tokens=30, grammar=DIGITS))
+    usual = getattr(Grammar, method)
 
-        def fail(self, *arguments):
-            if self is bad.grammar and len(bad.tokens) == 4:
-                raise error("out of fuel")
-            return usual(self, *arguments)
+    def fail(self, *arguments):
+        if self is bad.grammar and len(bad.tokens) == 4:
+            raise error("out of fuel")
+        return usual(self, *arguments)
 
-        monkeypatch.setattr(Grammar, method, fail)
-        engine.wait(lambda: all(handle.finish_reason for handle in (*handles, bad)))
-        check(engine)
-        assert bad.finish_reason == "error" and "out of fuel" in bad.error
-        assert [handle.tokens for handle in handles] == expected
+    monkeypatch.setattr(Grammar, method, fail)
+    engine.wait(lambda: all(handle.finish_reason for handle in (*handles, bad)))
+    check(engine)
+    assert bad.finish_reason == "error" and "out of fuel" in bad.error
+    assert [handle.tokens for handle in handles] == expected
 
 
-def test_a_tap_records_no_ghost(parts):
+def test_a_tap_records_no_ghost(make_engine):
     """A ghost's pick has index 0. Its row took the place of the logits of the request's first token."""
     sampling = SamplingParams(max_tokens=20, grammar={"choice": ["yes", "no", "perhaps"]})
-    with Engine(*parts, slots=1, max_len=128, speculate=0) as engine:
-        tap = Tap(engine)
-        handle = engine.submit([5, 6, 7], sampling)
-        handle.result()
-        engine.wait(lambda: not engine.has_work)
-        ghosts = sum(len(step.ghosts) for step in engine.snapshot().steps)
-        first = engine.submit([5, 6, 7], SamplingParams(max_tokens=1))
-        first.result()
+    engine = make_engine(slots=1, speculate=0)
+    tap = Tap(engine)
+    handle = engine.submit([5, 6, 7], sampling)
+    handle.result()
+    engine.wait(lambda: not engine.has_work)
+    ghosts = sum(len(step.ghosts) for step in engine.snapshot().steps)
+    first = engine.submit([5, 6, 7], SamplingParams(max_tokens=1))
+    first.result()
     assert ghosts == 1 and len(handle.tokens) > 1
     assert np.array_equal(tap.of(handle)[0], tap.of(first)[0])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
-from harness import check
+from harness import check, exactly
 from processes import python
 from soak import SOAK, soak
 
@@ -15,8 +15,8 @@ import runner
 from kernels.mlx import mx
 from nanobatch import Engine, SamplingParams
 
-LONG = SamplingParams(max_tokens=30, ignore_eos=True)
-FEW = SamplingParams(max_tokens=6, ignore_eos=True)
+LONG = exactly(30)
+FEW = exactly(6)
 
 
 def test_soak(parts):
@@ -71,10 +71,7 @@ def test_exception_at_any_call(parts, monkeypatch, target, run_ahead):
                 return real(*args, **options)
 
             monkeypatch.setattr(owner, name, failing)
-            handles = [
-                engine.submit([n] * 20 * n, SamplingParams(max_tokens=4, ignore_eos=True))
-                for n in (1, 2, 3)
-            ]
+            handles = [engine.submit([n] * 20 * n, exactly(4)) for n in (1, 2, 3)]
             results = [handle.result(timeout=60) for handle in handles]
             monkeypatch.setattr(owner, name, real)
             failed = [result for result in results if result.finish_reason == "error"]
@@ -86,53 +83,49 @@ def test_exception_at_any_call(parts, monkeypatch, target, run_ahead):
     assert failures >= 5
 
 
-def test_failing_step_spares_a_finished_answer(parts, monkeypatch):
+def test_failing_step_spares_a_finished_answer(make_engine, monkeypatch):
     """A's third and last token is in flight when the step after it, which holds B alone, cannot be
     built."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32, speculate=0) as engine:
-        expected = (
-            engine.submit([1, 2], SamplingParams(max_tokens=3, ignore_eos=True)).result().tokens
-        )
-        a = engine.submit([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
-        b = engine.submit([3, 4], LONG)
-        while a.request.planned < 3:
-            engine.step()
-        assert len(a.tokens) < 3
-        monkeypatch.setattr(runner, "forward", lambda *args: 1 / 0)
+    engine = make_engine(speculate=0)
+    expected = engine.submit([1, 2], exactly(3)).result().tokens
+    a = engine.submit([1, 2], exactly(3))
+    b = engine.submit([3, 4], LONG)
+    while a.request.planned < 3:
         engine.step()
-        assert a.result(timeout=60).tokens == expected and a.finish_reason == "length"
-        assert b.finish_reason == "error" and "ZeroDivisionError" in b.error
+    assert len(a.tokens) < 3
+    monkeypatch.setattr(runner, "forward", lambda *args: 1 / 0)
+    engine.step()
+    assert a.result(timeout=60).tokens == expected and a.finish_reason == "length"
+    assert b.finish_reason == "error" and "ZeroDivisionError" in b.error
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_unstarted_requests_retry_in_order(parts, monkeypatch, run_ahead):
+def test_unstarted_requests_retry_in_order(make_engine, monkeypatch, run_ahead):
     """The budget lets one chunk into a step. A's cannot be run; B is in a slot, C to E in line:
     they lose nothing."""
     prompts = [[n] * 40 for n in range(1, 6)]
-    with Engine(*parts, slots=2, max_len=128, chunk=32, budget=1, run_ahead=run_ahead) as engine:
-        expected = engine.generate(prompts, LONG)
-        handles = [engine.submit(prompt, LONG) for prompt in prompts]
-        with monkeypatch.context() as broken:
-            broken.setattr(runner, "forward", lambda *args: 1 / 0)
-            engine.step()
-        a, b, *line = handles
-        assert (
-            a.finish_reason == "error"
-            and b.request.phase == "queued"
-            and engine.snapshot().waiting == 4
-        )
-        check(engine)
-        results = [handle.result(timeout=60) for handle in handles[1:]]
-        assert [result.tokens for result in results] == [result.tokens for result in expected[1:]]
-        assert [
-            handle.id for handle in sorted(handles[1:], key=lambda handle: handle.times[0])
-        ] == [
-            b.id,
-            *(handle.id for handle in line),
-        ]
-        assert all(
-            result.metrics.output_tokens == 30 and result.metrics.ttft_s > 0 for result in results
-        )
+    engine = make_engine(budget=1, run_ahead=run_ahead)
+    expected = engine.generate(prompts, LONG)
+    handles = [engine.submit(prompt, LONG) for prompt in prompts]
+    with monkeypatch.context() as broken:
+        broken.setattr(runner, "forward", lambda *args: 1 / 0)
+        engine.step()
+    a, b, *line = handles
+    assert (
+        a.finish_reason == "error"
+        and b.request.phase == "queued"
+        and engine.snapshot().waiting == 4
+    )
+    check(engine)
+    results = [handle.result(timeout=60) for handle in handles[1:]]
+    assert [result.tokens for result in results] == [result.tokens for result in expected[1:]]
+    assert [handle.id for handle in sorted(handles[1:], key=lambda handle: handle.times[0])] == [
+        b.id,
+        *(handle.id for handle in line),
+    ]
+    assert all(
+        result.metrics.output_tokens == 30 and result.metrics.ttft_s > 0 for result in results
+    )
 
 
 def test_no_memory_for_a_new_slab(engine, monkeypatch):
@@ -217,7 +210,7 @@ def test_non_finite_rows_are_not_cached(parts, value, at):
     spoiled = replace(model, table=model.table._replace(weight=mx.array(weight)))
     good = [n % 90 for n in range(130)]
     with Engine(spoiled, text, slots=1, max_len=256, chunk=32, budget=1) as engine:
-        settings = SamplingParams(max_tokens=20, ignore_eos=True, logit_bias={99: -100})
+        settings = exactly(20, logit_bias={99: -100})
         alone = engine.submit(good, settings).result().tokens
         engine.submit([5], settings).result()
         bad = engine.submit([*good[:at], 99, *good[at:]], settings)

@@ -7,6 +7,7 @@ import mlx_lm.sample_utils as peer
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
+from harness import exactly
 
 import sampling
 from kernels.mlx import mx
@@ -101,7 +102,7 @@ def test_frequencies_of_20000_draws(name):
     ],
 )
 @pytest.mark.parametrize("length", [1, 40])
-def test_penalty_and_bias_equal_mlx_lm(folder, parts, options, length):
+def test_penalty_and_bias_equal_mlx_lm(folder, make_engine, options, length):
     """mlx-lm's own processors, step by step, on the last 20 tokens of prompt and answer."""
     prompt = np.random.default_rng(length).integers(0, 250, length).tolist()
     reference, tokens = Reference(folder), []
@@ -111,11 +112,11 @@ def test_penalty_and_bias_equal_mlx_lm(folder, parts, options, length):
         for process in processors:
             x = process(mx.array(prompt + tokens), x)
         tokens.append(int(mx.argmax(x[0]).item()))
-    with Engine(*parts, slots=3, max_len=128, chunk=32) as engine:
-        neighbour = engine.submit([1, 2], SamplingParams(max_tokens=25, repetition_penalty=1.2))
-        handle = engine.submit(prompt, SamplingParams(max_tokens=30, ignore_eos=True, **options))
-        assert handle.result().tokens == tokens
-        neighbour.result()
+    engine = make_engine(slots=3)
+    neighbour = engine.submit([1, 2], SamplingParams(max_tokens=25, repetition_penalty=1.2))
+    handle = engine.submit(prompt, exactly(30, **options))
+    assert handle.result().tokens == tokens
+    neighbour.result()
 
 
 def test_penalties_count_the_answer_alone():
@@ -157,8 +158,8 @@ def test_presence_and_frequency_penalty(folder, parts, options):
         x -= options.get("presence_penalty", 0) * (counts > 0)
         x -= options.get("frequency_penalty", 0) * counts
         tokens.append(int(x.argmax()))
-    plain = SamplingParams(max_tokens=90, ignore_eos=True)
-    asked = SamplingParams(max_tokens=90, ignore_eos=True, **options)
+    plain = exactly(90)
+    asked = exactly(90, **options)
     for run_ahead in (True, False):
         with Engine(*parts, slots=3, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
             neighbours = [
@@ -410,16 +411,13 @@ def test_logit_bias_is_built_once():
     assert not state.bias(SamplingRow(0, SamplingParams(), 0, 0)).any()
 
 
-def test_next_request_in_a_slot_has_its_own_bias(parts):
+def test_next_request_in_a_slot_has_its_own_bias(make_engine):
     """The bias is kept by slot, so a new request must not inherit it."""
     wishes = [{}, {7: 100.0}, {9: 100.0}, {}, {7: 100.0}]
-    with Engine(*parts, slots=1, max_len=64) as engine:
-        plain, *results = [
-            engine.submit([1, 2], SamplingParams(max_tokens=3, ignore_eos=True, logit_bias=bias))
-            .result()
-            .tokens
-            for bias in wishes
-        ]
+    engine = make_engine(slots=1, max_len=64)
+    plain, *results = [
+        engine.submit([1, 2], exactly(3, logit_bias=bias)).result().tokens for bias in wishes
+    ]
     assert results == [[7] * 3, [9] * 3, plain, [7] * 3]
 
 
@@ -430,41 +428,39 @@ def fingerprint(result) -> tuple:
     return result.tokens, result.text, result.finish_reason, result.logprobs
 
 
-def test_penalty_is_per_request(parts):
+def test_penalty_is_per_request(engine):
     """The neighbour's answer had outgrown what was kept for penalties: the step failed, for all."""
     wishes = [
-        SamplingParams(max_tokens=90, ignore_eos=True, logprobs=0),
-        SamplingParams(max_tokens=9, ignore_eos=True, logprobs=0, presence_penalty=1.5),
+        exactly(90, logprobs=0),
+        exactly(9, logprobs=0, presence_penalty=1.5),
     ]
-    with Engine(*parts, slots=2, max_len=128) as engine:
-        alone = [fingerprint(engine.submit([1, 2], wish).result()) for wish in wishes]
-        longer = engine.submit([1, 2], wishes[0])
-        engine.wait(lambda: len(longer.tokens) > 70)
-        shorter = engine.submit([1, 2], wishes[1])
-        assert [fingerprint(handle.result()) for handle in (longer, shorter)] == alone
+    alone = [fingerprint(engine.submit([1, 2], wish).result()) for wish in wishes]
+    longer = engine.submit([1, 2], wishes[0])
+    engine.wait(lambda: len(longer.tokens) > 70)
+    shorter = engine.submit([1, 2], wishes[1])
+    assert [fingerprint(handle.result()) for handle in (longer, shorter)] == alone
 
 
-def test_seeds_make_answers_repeat_and_differ(parts):
+def test_seeds_make_answers_repeat_and_differ(make_engine):
     hot = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.5}
-    with Engine(*parts, slots=4, max_len=128) as engine:
-        seeded = [engine.submit([1, 2], SamplingParams(seed=5, **hot)) for _ in range(3)]
-        assert len({tuple(handle.result().tokens) for handle in seeded}) == 1
-        others = [
-            engine.submit([1, 2], SamplingParams(seed=seed, **hot)) for seed in (5, 6, 7, -5, 2**63)
-        ]
-        assert len({tuple(handle.result().tokens) for handle in others}) == 5
-        unseeded = [engine.submit([1, 2], SamplingParams(**hot)) for _ in range(5)]
-        assert len({tuple(handle.result().tokens) for handle in unseeded}) == 5
+    engine = make_engine(slots=4)
+    seeded = [engine.submit([1, 2], SamplingParams(seed=5, **hot)) for _ in range(3)]
+    assert len({tuple(handle.result().tokens) for handle in seeded}) == 1
+    others = [
+        engine.submit([1, 2], SamplingParams(seed=seed, **hot)) for seed in (5, 6, 7, -5, 2**63)
+    ]
+    assert len({tuple(handle.result().tokens) for handle in others}) == 5
+    unseeded = [engine.submit([1, 2], SamplingParams(**hot)) for _ in range(5)]
+    assert len({tuple(handle.result().tokens) for handle in unseeded}) == 5
 
 
-def test_logprobs_are_those_of_the_model(folder, parts):
-    with Engine(*parts, slots=2, max_len=128) as engine:
-        neighbour = engine.submit([4], SamplingParams(max_tokens=12, logprobs=1, ignore_eos=True))
-        result = engine.submit(
-            [1, 2, 3], SamplingParams(max_tokens=12, logprobs=5, ignore_eos=True)
-        ).result()
-        plain = engine.submit([1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True)).result()
-        assert all(len(entry.top) == 1 for entry in neighbour.result().logprobs)
+def test_logprobs_are_those_of_the_model(folder, engine):
+    neighbour = engine.submit([4], SamplingParams(max_tokens=12, logprobs=1, ignore_eos=True))
+    result = engine.submit(
+        [1, 2, 3], SamplingParams(max_tokens=12, logprobs=5, ignore_eos=True)
+    ).result()
+    plain = engine.submit([1, 2, 3], exactly(12)).result()
+    assert all(len(entry.top) == 1 for entry in neighbour.result().logprobs)
     assert plain.logprobs is None and plain.tokens == result.tokens
     logits = Reference(folder).logits([1, 2, 3, *result.tokens[:-1]])[2:].astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -477,12 +473,12 @@ def test_logprobs_are_those_of_the_model(folder, parts):
         )
 
 
-def test_max_tokens_none_fills_the_slot(parts):
-    with Engine(*parts, slots=1, max_len=100) as engine:
-        result = engine.submit([1] * 10, SamplingParams(max_tokens=None, ignore_eos=True)).result()
-        assert len(result.tokens) == 90 and result.finish_reason == "length"
-        with pytest.raises(ValueError, match=r"100.*100"):
-            engine.submit([1] * 100, SamplingParams(max_tokens=None))
+def test_max_tokens_none_fills_the_slot(make_engine):
+    engine = make_engine(slots=1, max_len=100)
+    result = engine.submit([1] * 10, exactly(None)).result()
+    assert len(result.tokens) == 90 and result.finish_reason == "length"
+    with pytest.raises(ValueError, match=r"100.*100"):
+        engine.submit([1] * 100, SamplingParams(max_tokens=None))
 
 
 # --- bad input ----------------------------------------------------------------------------------

@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
-from harness import Tap
+from harness import Tap, exactly
 
 from kernels.mlx import mx
 from models.load import read_model
-from nanobatch import Engine, SamplingParams, Tokenizer
+from nanobatch import Engine, Tokenizer
 from runtime import slot_cache
 from runtime.slot_files import STALE_S, SlotFolder
 
-SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
+SHORT = exactly(4)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -223,9 +223,7 @@ def test_neighbours_go_on_while_a_file_is_read(parts, saved, monkeypatch):
 
     monkeypatch.setattr(SlotFolder, "read", slow)
     with engine(parts, folder) as restarted:
-        neighbour = restarted.submit(
-            tokens(40, seed=5), SamplingParams(max_tokens=9, ignore_eos=True)
-        )
+        neighbour = restarted.submit(tokens(40, seed=5), exactly(9))
         restarted.step()
         turn = restarted.submit(prompt, SHORT)
         while neighbour.finish_reason is None:

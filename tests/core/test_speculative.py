@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from harness import check
+from harness import check, exactly
 from planted_bugs import poisoned
 
 import kv
@@ -184,7 +184,7 @@ def test_a_wrong_draft_that_is_not_finite_spoils_no_right_row(parts, monkeypatch
         monkeypatch.setattr(Scheduler, "_begin_again", lambda self, decode: None)
     sizes = {"slots": 3, "max_len": 160, "chunk": 32}
     never = {99: -100.0}  # it is drafted, and never said
-    wish = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=never)
+    wish = exactly(60, logit_bias=never)
     wishes = [("", [n, 5, 6], wish) for n in range(6)]
     dice = np.random.default_rng(1)
     with Engine(model, text, speculate=0, **sizes) as engine:
@@ -347,9 +347,7 @@ def test_an_engine_draft_tokens_by_itself_and_says_the_same(parts, speculate):
         "json": {"type": "object", "properties": {"a_long_key_of_many_bytes": {"type": "boolean"}}}
     }
     schema["json"] |= {"required": ["a_long_key_of_many_bytes"], "additionalProperties": False}
-    wishes = [
-        ("", [1, 2, 3], SamplingParams(max_tokens=90, ignore_eos=True, repetition_penalty=0.9))
-    ]
+    wishes = [("", [1, 2, 3], exactly(90, repetition_penalty=0.9))]
     wishes += [("", [4, 2, 3], SamplingParams(max_tokens=90, grammar=schema))]
     found = []
     for most in (0, speculate):

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 
 import pytest
-from harness import check, interrupt
+from harness import check, exactly, interrupt
 from processes import python
 
 import runner
-from nanobatch import Engine, SamplingParams
+from nanobatch import Engine
 from runtime.deferred_interrupt import Held
 
-LONG = SamplingParams(max_tokens=30, ignore_eos=True)
-FEW = SamplingParams(max_tokens=6, ignore_eos=True)
+LONG = exactly(30)
+FEW = exactly(6)
 PROMPTS = ([1], [2] * 30, [3] * 60)
 
 

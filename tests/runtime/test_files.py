@@ -172,9 +172,7 @@ def test_server_survives_an_unwritable_log():
 # --- the programs -------------------------------------------------------------------------------
 
 
-def test_screen_on_a_full_disk(
-    tmp_path,
-):
+def test_screen_on_a_full_disk(tmp_path):
     """It said that all was well, and 0, and the earlier files were gone."""
     names = ("record.json", "picture.svg")
     files = [tmp_path / name for name in names]

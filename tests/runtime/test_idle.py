@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
-from harness import check
+from harness import check, exactly
 from word_engine import Clock
 
 from kernels.mlx import mx
@@ -22,7 +22,7 @@ from runtime.idle import Idle
 EXCHANGES = int(os.environ.get("NANOBATCH_EXCHANGES", 6))
 PROMPTS = [[60 + n, 3, 9, n, 200 - n] * (1 + n % 4) for n in range(12)]
 SIZES = {"slots": 2, "max_len": 128, "chunk": 32}
-GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+GREEDY = exactly(6)
 SHAPES = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256}
 
 

@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import exactly
 from processes import run
 
 from nanobatch import Engine, SamplingParams
 from runtime.terminal_chat import Conversation, Dialogue, History, begin, history_file
 
 ROOT = Path(__file__).parents[2]
-SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
+SHORT = exactly(12)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_system_message_survives_new(engine):
 def test_drop_makes_room(engine):
     """The question waits, and is asked again as soon as the oldest one is forgotten."""
     long = "Count from 3 to 5. " * 11
-    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    sampling = exactly(60)
     dialogue, said = talk(engine, long, long, "/drop", sampling=sampling)
     assert "tokens are left: /drop and /new make room" in said
     assert re.search(
