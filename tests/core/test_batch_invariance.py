@@ -12,7 +12,7 @@ import pytest
 import random_batches as company
 from checkpoints import Reference, make_checkpoint
 from harness import Ask, exactly, random_asks, run_schedule
-from planted_bugs import plant, poisoned
+from planted_bugs import BUGS, plant, poisoned
 from random_batches import ELSEWHERE, SCHEDULES
 
 import kv
@@ -100,19 +100,7 @@ def test_argmax_ties_go_to_the_first():
 # --- teeth --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [
-        "no mask",
-        "one offset for all rows",
-        "a decoding row's position is off by one",
-        "a row lands in its neighbour's slot",
-        "a chunk reads no further than itself",
-        "the newest token is a step old",
-        "a prefix is matched one token too long",
-        "a prefix is copied before it is written",
-    ],
-)
+@pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(monkeypatch, examined, bug):
     """By the reference, by the bits, or by an invariant: ten prompts in company, and no bug gets
     through."""

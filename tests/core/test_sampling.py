@@ -94,31 +94,6 @@ def test_frequencies_of_20000_draws(name):
         assert chi2 < common.sum() + 5 * math.sqrt(2 * common.sum())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 0.7},
-        {"repetition_penalty": 3.0, "logit_bias": {9: 2.5}},
-    ],
-)
-@pytest.mark.parametrize("length", [1, 40])
-def test_penalty_and_bias_equal_mlx_lm(folder, make_engine, options, length):
-    """mlx-lm's own processors, step by step, on the last 20 tokens of prompt and answer."""
-    prompt = np.random.default_rng(length).integers(0, 250, length).tolist()
-    reference, tokens = Reference(folder), []
-    processors = peer.make_logits_processors(**options)
-    for _ in range(30):
-        x = mx.array(reference.logits(prompt + tokens)[-1:])
-        for process in processors:
-            x = process(mx.array(prompt + tokens), x)
-        tokens.append(int(mx.argmax(x[0]).item()))
-    engine = make_engine(slots=3)
-    neighbour = engine.submit([1, 2], SamplingParams(max_tokens=25, repetition_penalty=1.2))
-    handle = engine.submit(prompt, exactly(30, **options))
-    assert handle.result().tokens == tokens
-    neighbour.result()
-
-
 def test_penalties_count_the_answer_alone():
     """A short answer is filled up with its first token, which must not count again."""
     asked = SamplingParams(presence_penalty=1.0, frequency_penalty=0.5)

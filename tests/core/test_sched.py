@@ -8,8 +8,9 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from scheduler_story import BAD, Story, timeline
@@ -850,6 +851,9 @@ def test_random_schedules():
     assert min(overtaken["fair"], overtaken["short"]) > SCHEDULES / 8
 
 
+# --- planted bugs -------------------------------------------------------------------------------
+
+
 def no_turns(scheduler: Scheduler) -> Iterator[Request]:
     """The client with the fewest slots, then the oldest request."""
     held = Counter(request.client for request in scheduler.running.values())
@@ -877,102 +881,109 @@ def no_age(scheduler: Scheduler) -> Iterator[Request]:
     return iter(sorted(scheduler.waiting.values(), key=lambda r: len(r.prompt)))
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [
-        "a slot is freed twice",
-        "a slot has two owners",
-        "the newest is served first",
-        "a ghost's token goes to the slot's new owner",
-        "the newest token is remembered, whose row is not written",
-        "a ghost's row is remembered, which is to be scrubbed",
-        "what is said behind a wrong draft is taken",
-        "a chunk that nobody has seen is remembered",
-        "a chunk that was given away is remembered",
-        "fair knows no turns",
-        "fair counts no slots",
-        "short does not age",
-    ],
-)
-def test_the_invariants_have_teeth(monkeypatch, bug):
-    """Each planted bug is caught by the random schedules."""
-    if bug == "a slot is freed twice":
-        finish = Scheduler.finish
+def freed_twice(finish: Callable) -> Callable:
+    def planted(self, request, reason, now):
+        finish(self, request, reason, now)
+        if request.slot is not None:
+            self.prefixes.by_use.append(request.slot)
 
-        def finish_twice(self, request, reason, now):
-            finish(self, request, reason, now)
-            if request.slot is not None:
-                self.prefixes.by_use.append(request.slot)
+    return planted
 
-        monkeypatch.setattr(Scheduler, "finish", finish_twice)
-    elif bug == "a slot has two owners":
-        admit = Scheduler._admit
 
-        def admit_twice(self, now):
-            admitted = admit(self, now)
-            for request in admitted:
-                request.slot = 0
-            return admitted
+def two_owners(admit: Callable) -> Callable:
+    def planted(self, now):
+        admitted = admit(self, now)
+        for request in admitted:
+            request.slot = 0
+        return admitted
 
-        monkeypatch.setattr(Scheduler, "_admit", admit_twice)
-    elif bug == "the newest is served first":
-        submit = Scheduler.submit
+    return planted
 
-        def push_in(self, request):
-            submit(self, request)
-            self.waiting.move_to_end(request.id, last=False)
 
-        monkeypatch.setattr(Scheduler, "submit", push_in)
-    elif bug == "what is said behind a wrong draft is taken":
-        commit = Scheduler.commit
+def newest_first(submit: Callable) -> Callable:
+    def planted(self, request):
+        submit(self, request)
+        self.waiting.move_to_end(request.id, last=False)
 
-        def all_right(self, plan, tokens, accept, now):
-            decodes = [d._replace(draft=tuple(tokens[d.slot][:-1])) for d in plan.decodes]
-            return commit(self, replace(plan, decodes=tuple(decodes)), tokens, accept, now)
+    return planted
 
-        monkeypatch.setattr(Scheduler, "commit", all_right)
-    elif bug == "a chunk that nobody has seen is remembered":
-        leave = Scheduler._leave_slot
 
-        def trusting(self, request):
-            request.proven = max(request.proven, request.prefilled)
-            leave(self, request)
+def token_to_the_new_owner(commit: Callable) -> Callable:
+    def planted(self, plan, tokens, accept, now):
+        owners = {request.slot: request for request in self.running.values()}
+        for member in plan.emitters:
+            if member.request.finish_reason and member.slot in owners:
+                accept(owners[member.slot], tokens[member.slot][0])
+        return commit(self, plan, tokens, accept, now)
 
-        monkeypatch.setattr(Scheduler, "_leave_slot", trusting)
-    elif bug == "a chunk that was given away is remembered":
-        monkeypatch.setattr(Prefixes, "is_held_by", lambda self, slot, trail: True)
-    elif bug == "fair knows no turns":
-        monkeypatch.setitem(POLICIES, "fair", POLICIES["fair"]._replace(next=no_turns))
-    elif bug == "fair counts no slots":
-        monkeypatch.setitem(POLICIES, "fair", POLICIES["fair"]._replace(next=no_slots))
-    elif bug == "short does not age":
-        monkeypatch.setitem(POLICIES, "short", POLICIES["short"]._replace(next=no_age))
-    elif "remembered" in bug:
-        leave = Scheduler._leave_slot
+    return planted
 
-        def one_more(self, request):
-            leave(self, request)
-            is_ghost, whole = (
-                request.planned > request.committed,
-                (*request.prompt, *request.answer),
-            )
-            if request.prefix_cache and request.answer and is_ghost == ("ghost" in bug):
-                self.prefixes.hold(
-                    request.slot, self.prefixes.trail(whole, request.prefix_cache), len(whole)
-                )
 
-        monkeypatch.setattr(Scheduler, "_leave_slot", one_more)
-    else:
-        commit = Scheduler.commit
+def wrong_draft_taken(commit: Callable) -> Callable:
+    def planted(self, plan, tokens, accept, now):
+        decodes = [d._replace(draft=tuple(tokens[d.slot][:-1])) for d in plan.decodes]
+        return commit(self, replace(plan, decodes=tuple(decodes)), tokens, accept, now)
 
-        def commit_by_slot(self, plan, tokens, accept, now):
-            owners = {request.slot: request for request in self.running.values()}
-            for member in plan.emitters:
-                if member.request.finish_reason and member.slot in owners:
-                    accept(owners[member.slot], tokens[member.slot][0])
-            return commit(self, plan, tokens, accept, now)
+    return planted
 
-        monkeypatch.setattr(Scheduler, "commit", commit_by_slot)
-    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
+
+def unseen_chunk_cached(leave: Callable) -> Callable:
+    def planted(self, request):
+        request.proven = max(request.proven, request.prefilled)
+        leave(self, request)
+
+    return planted
+
+
+def last_row_cached(is_ghosts: bool, leave: Callable) -> Callable:
+    """The newest token's row, which is not written, or a ghost's, which is to be scrubbed."""
+
+    def planted(self, request):
+        leave(self, request)
+        is_ghost = request.planned > request.committed
+        if request.prefix_cache and request.answer and is_ghost == is_ghosts:
+            whole = (*request.prompt, *request.answer)
+            self.prefixes.hold(request.slot, self.prefixes.trail(whole, True), len(whole))
+
+    return planted
+
+
+BUGS = {
+    "a slot is freed twice": (Scheduler, "finish", freed_twice),
+    "a slot has two owners": (Scheduler, "_admit", two_owners),
+    "the newest is served first": (Scheduler, "submit", newest_first),
+    "a ghost's token goes to the slot's new owner": (Scheduler, "commit", token_to_the_new_owner),
+    "the newest token is cached": (Scheduler, "_leave_slot", partial(last_row_cached, False)),
+    "a ghost's row is cached": (Scheduler, "_leave_slot", partial(last_row_cached, True)),
+    "a token after a wrong draft is taken": (Scheduler, "commit", wrong_draft_taken),
+    "an unproven chunk is cached": (Scheduler, "_leave_slot", unseen_chunk_cached),
+    "a chunk of an earlier owner is cached": (
+        Prefixes,
+        "is_held_by",
+        lambda held: lambda *slot_and_trail: True,
+    ),
+}
+UNFAIR = {"fair": [no_turns, no_slots], "short": [no_age]}
+
+
+def schedules_fail() -> bool:
+    try:
         for seed in range(200):
             random_schedule(seed)
+    except (AssertionError, KeyError, ValueError, IndexError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(monkeypatch, bug):
+    """By the invariants, in random schedules."""
+    owner, name, plant = BUGS[bug]
+    monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
+    assert schedules_fail()
+
+
+@pytest.mark.parametrize("policy, order", [(p, order) for p in UNFAIR for order in UNFAIR[p]])
+def test_a_planted_unfairness_is_caught(monkeypatch, policy, order):
+    monkeypatch.setitem(POLICIES, policy, POLICIES[policy]._replace(next=order))
+    assert schedules_fail()
