@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 
@@ -25,34 +23,4 @@ class StepOutput(NamedTuple):
     state: array | None = None  # if it asked for a vector: the prompt's last state, (D,)
 
 
-class TokenLogprobs(Sequence[TokenLogprob]):
-    """Those of all tokens of an answer, as numbers in one array.
-
-    As tuples, 20 for each of 8,000 tokens would take 25 MB instead of 3.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = array("d")  # of each token: its own, then each id with its value
-        self._top = 0  # pairs of each token that are the top
-        self._width = 1  # numbers of each token
-
-    def append(self, entry: TokenLogprob) -> None:
-        numbers = [entry.logprob, *chain(*entry.top, *entry.free)]
-        assert not self or len(numbers) == self._width, (len(numbers), self._width)
-        self._top = len(entry.top)
-        self._width = len(numbers)
-        self._numbers.extend(numbers)
-
-    def __len__(self) -> int:
-        return len(self._numbers) // self._width
-
-    def __getitem__(self, place):
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        start = range(len(self))[place] * self._width
-        own, *rest = self._numbers[start : start + self._width]
-        pairs = tuple(zip(map(int, rest[::2]), rest[1::2], strict=True))
-        return TokenLogprob(own, pairs[: self._top], pairs[self._top :])
-
-    def __eq__(self, other) -> bool:
-        return list(self) == list(other)
+TokenLogprobs = list[TokenLogprob]  # of all tokens of an answer
