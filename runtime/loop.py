@@ -137,7 +137,7 @@ class Loop:
         self._next = 0.0  # when the next step of slow motion is due
         self._between = between
         self._watch = watch or Stopwatch()
-        self._wishes: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -205,10 +205,10 @@ class Loop:
 
     # --- for any thread; these return at once
 
-    def wish(self, act: Callable[[], None]) -> None:
+    def call(self, act: Callable[[], None]) -> None:
         """Run this between two steps. It may step the engine, but not wait for it."""
         with self.engine.changed:
-            self._wishes.append(act)
+            self._commands.append(act)
             self.engine.changed.notify_all()
 
     def pause(self) -> None:
@@ -226,7 +226,7 @@ class Loop:
         with self.engine.changed:
             self.paused = paused
             self.stepping = stepping
-            self.wish(lambda: None)  # the loop wakes up, and stops or starts the clock
+            self.call(lambda: None)  # the loop wakes up, and stops or starts the clock
 
     # --- the thread
 
@@ -248,7 +248,7 @@ class Loop:
         moves = due == 0 and (self.stepping or self.engine.has_work)
         # There is work whose step is not due yet: the clock stops until then
         comes = due and not self._watch.stands
-        return bool(self._stopping or self._wishes or moves or comes)
+        return bool(self._stopping or self._commands or moves or comes)
 
     def _due(self) -> float | None:
         """The seconds to the next step; None while paused."""
@@ -260,8 +260,8 @@ class Loop:
 
     def turn(self) -> float | None:
         """Run the commands, a step, and the watcher's own work. Returns how long to sleep then."""
-        while self._wishes:
-            self._guarded(self._wishes.popleft())
+        while self._commands:
+            self._guarded(self._commands.popleft())
         if self.paused or self.slow:
             self._guarded(self._read_back)
         if self._due() == 0:

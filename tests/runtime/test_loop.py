@@ -1,5 +1,5 @@
 """The one thread that steps an engine: it sleeps, wakes, pauses, steps by hand, and never dies of
-what others wish."""
+what others call."""
 
 import sys
 import threading
@@ -63,7 +63,7 @@ def test_surplus_single_steps_are_dropped(engine, loop):
 
 
 def test_command_runs_between_steps(engine, loop):
-    """Never while a step is being run, though the wish comes at any moment."""
+    """Never while a step is being run, though the command comes at any moment."""
     inside, seen = [], []
     begin = engine.runner.begin
 
@@ -77,7 +77,7 @@ def test_command_runs_between_steps(engine, loop):
     engine.runner.begin = watched
     handle = engine.submit([1], exactly(100))
     for _ in range(50):
-        loop.wish(lambda: seen.append((len(inside), threading.current_thread().name)))
+        loop.call(lambda: seen.append((len(inside), threading.current_thread().name)))
         time.sleep(0.001)
     handle.result(timeout=60)
     wait_for(lambda: len(seen) == 50)
@@ -87,9 +87,9 @@ def test_command_runs_between_steps(engine, loop):
 def test_failing_command_is_logged(engine, loop):
     """The next one is executed."""
     done = threading.Event()
-    loop.wish(lambda: 1 / 0)
-    loop.wish(lambda: exit(3))
-    loop.wish(done.set)
+    loop.call(lambda: 1 / 0)
+    loop.call(lambda: exit(3))
+    loop.call(done.set)
     assert done.wait(60)
     faults = engine.snapshot().faults
     assert len(faults) == 2 and "ZeroDivisionError" in faults[0] and "SystemExit" in faults[1]
@@ -104,7 +104,7 @@ def test_waiting_command_is_refused(engine, loop, how):
         "result": lambda: engine.submit([7], SHORT).result(),
         "serve": lambda: engine.serving().start(),
     }
-    loop.wish(acts[how])
+    loop.call(acts[how])
     wait_for(lambda: engine.snapshot().faults)
     assert ("already" if how == "serve" else "cannot wait for it") in engine.snapshot().faults[0]
     assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
@@ -159,7 +159,7 @@ def test_command_can_stop_the_loop(engine):
     """The loop does not wait for itself."""
     loop = Loop(engine).start()
     stopped = []
-    loop.wish(lambda: stopped.append(loop.stop()))
+    loop.call(lambda: stopped.append(loop.stop()))
     wait_for(lambda: stopped == [True])
     assert loop.stop(patience=60)
 
@@ -225,7 +225,7 @@ def test_slow_motion_rate(make_engine):
     engine.submit([1], SHORT).result()  # warm
     loop = Loop(engine, watch=watch).start()
     loop.slow = 10.0
-    loop.wish(lambda: None)
+    loop.call(lambda: None)
     began, told, before = time.monotonic(), watch(), engine.steps
     handle = engine.submit([1], exactly(4))
     assert handle.result(timeout=60).finish_reason == "length" and engine.steps - before == 4
@@ -244,10 +244,10 @@ def test_slow_motion_can_be_left_at_once(make_engine):
     loop.slow = 0.01
     handle, heard = engine.submit([1], LONG), threading.Event()
     wait_for(lambda: engine.steps == 1)
-    loop.wish(heard.set)
+    loop.call(heard.set)
     assert heard.wait(60) and engine.steps == 1
     loop.step(1)  # a step by hand waits for its turn, too
-    loop.wish(lambda: setattr(loop, "slow", 0.0))
+    loop.call(lambda: setattr(loop, "slow", 0.0))
     wait_for(lambda: engine.steps == 2)
     assert loop.paused
     loop.resume()
