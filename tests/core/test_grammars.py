@@ -252,18 +252,3 @@ def test_failing_grammar_ends_its_request_alone(
     check(engine)
     assert bad.finish_reason == "error" and "out of fuel" in bad.error
     assert [handle.tokens for handle in handles] == expected
-
-
-def test_a_tap_records_no_ghost(make_engine):
-    """A ghost's pick has index 0. Its row took the place of the logits of the request's first token."""
-    sampling = SamplingParams(max_tokens=20, grammar={"choice": ["yes", "no", "perhaps"]})
-    engine = make_engine(slots=1, speculate=0)
-    tap = Tap(engine)
-    handle = engine.submit([5, 6, 7], sampling)
-    handle.result()
-    engine.wait(lambda: not engine.has_work)
-    ghosts = sum(len(step.ghosts) for step in engine.snapshot().steps)
-    first = engine.submit([5, 6, 7], SamplingParams(max_tokens=1))
-    first.result()
-    assert ghosts == 1 and len(handle.tokens) > 1
-    assert np.array_equal(tap.of(handle)[0], tap.of(first)[0])

@@ -100,19 +100,6 @@ def test_damaged_file_is_never_answered_from(parts, saved, caplog, place):
         assert [file.name in record.message for record in caplog.records] == [True]
 
 
-def test_changed_token_cannot_choose_other_rows(parts, saved):
-    """The damaged list of tokens begins like the prompt, further than the rows do."""
-    folder, prompt = saved
-    (file,) = files(folder)
-    data = bytearray(file.read_bytes())
-    place = 8 + int.from_bytes(data[:8], "little") + 4 * 90
-    data[place] ^= 1
-    file.write_bytes(data)
-    other = [*prompt[:90], data[place], *prompt[91:]]
-    with engine(parts, folder) as restarted:
-        assert restarted.submit(other, SHORT).result().metrics.cached_tokens == 0
-
-
 def test_file_of_another_model_is_ignored(parts, saved, tmp_path, caplog):
     """Each model sees its own files, even if a file has been renamed into another model's."""
     folder, prompt = saved
