@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 from harness import Tap, check, exactly
+from kinds import KINDS
 from planted_bugs import poisoned
 
 import runner
@@ -18,19 +19,6 @@ from text.grammar import Grammar
 DIGITS = {"regex": "[0-9]{8}"}
 LIST = {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}}
 PLAIN = exactly(20)
-SETTINGS = [
-    {},
-    {"temperature": 1.0},
-    {"temperature": 1.0, "top_k": 5},
-    {"temperature": 1.0, "top_k": 100},
-    {"temperature": 1.0, "top_p": 0.8},
-    {"temperature": 1.3, "min_p": 0.1},
-    {"repetition_penalty": 1.5},
-    {"temperature": 1.0, "logit_bias": {48: 5.0, 97: 100.0}},
-    {"temperature": 1.0, "logprobs": 5},
-    {"temperature": 0.7, "top_p": 0.9, "logprobs": 0, "repetition_penalty": 0.8},
-    {"logprobs": 3, "logit_bias": {50: -1e9}},
-]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -45,7 +33,7 @@ def prompts(count: int) -> list[list[int]]:
 def test_grammar_holds_with_every_setting(parts, run_ahead):
     """In company every setting runs beside itself without a grammar."""
     wishes = []
-    for n, settings in enumerate(SETTINGS):
+    for n, settings in enumerate(KINDS.values()):
         wishes.append(SamplingParams(max_tokens=30, seed=n, grammar=DIGITS, **settings))
         wishes.append(SamplingParams(max_tokens=12, seed=n, ignore_eos=True, **settings))
     asks = list(zip(prompts(len(wishes)), wishes, strict=True))
@@ -62,7 +50,7 @@ def test_grammar_holds_with_every_setting(parts, run_ahead):
             assert alone.logprobs == handle.logprobs
     for handle in handles[::2]:
         assert handle.finish_reason == "stop" and re.fullmatch("[0-9]{8}", handle.text)
-    assert len({handle.text for handle in handles[::2]}) > len(SETTINGS) / 2
+    assert len({handle.text for handle in handles[::2]}) > len(KINDS) / 2
 
 
 def test_logprobs_under_a_grammar(engine):

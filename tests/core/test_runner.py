@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from harness import random_asks
+from kinds import KINDS
 
 from kernels.mlx import device_lock, device_stream, mx
 from models.memory import Sizes
@@ -16,15 +17,7 @@ from nanobatch import Engine, SamplingParams
 from runner import ForwardBatch, Prefill, Runner, SamplingRows
 
 SIZES = Sizes(slots=4, max_len=192, chunk=32, budget=100)
-KINDS = [
-    {},
-    {"temperature": 0.9, "seed": 5},
-    {"temperature": 1.3, "top_k": 7, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.3},
-    {"repetition_penalty": 1.7},
-    {"logprobs": 3, "logit_bias": {5: 2.0}},
-    {"temperature": 2.0, "min_p": 0.05, "seed": 7, "logprobs": 0},
-    {"temperature": 0.9, "top_p": 0.8},
-]
+SETTINGS = [*KINDS.values()]
 
 
 class Recorded:
@@ -79,8 +72,8 @@ def record(parts) -> Recorded:
 
         engine.runner.finish = reading
         for n, ask in enumerate(asks):
-            settings = {"max_tokens": ask.max_tokens, "ignore_eos": True, "seed": n} | KINDS[
-                n % len(KINDS)
+            settings = {"max_tokens": ask.max_tokens, "ignore_eos": True, "seed": n} | SETTINGS[
+                n % len(SETTINGS)
             ]
             handles.append(engine.submit(ask.prompt, SamplingParams(**settings)))
             for _ in range(n % 3):

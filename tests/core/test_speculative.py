@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import kinds
 import numpy as np
 import pytest
 from harness import check, exactly
@@ -20,22 +21,8 @@ from sched import Decode, Request, Scheduler
 ROUNDS = int(os.environ.get("NANOBATCH_GUESSES", 1))  # 100 take ten minutes
 DIGITS = {"regex": "[0-9]{3,20}"}
 LIST = {"json": {"type": "array", "items": {"enum": ["a long word", 17]}, "maxItems": 6}}
-# Each is named after what it tries.
-KINDS = {
-    "greedy": {},
-    "temperature": {"temperature": 0.9},
+KINDS = kinds.KINDS | {
     "hot": {"temperature": 3.0},
-    "top_p": {"temperature": 1.0, "top_p": 0.8},
-    "top_k": {"temperature": 1.2, "top_k": 7},
-    "long top_k": {"temperature": 1.2, "top_k": 100},
-    "min_p": {"temperature": 1.3, "min_p": 0.05},
-    "penalty": {"repetition_penalty": 1.6},
-    "presence": {"presence_penalty": 1.2, "temperature": 0.7},
-    "frequency": {"frequency_penalty": 0.4},
-    "penalty, drawn": {"repetition_penalty": 1.3, "temperature": 0.8, "top_p": 0.9},
-    "bias": {"logit_bias": {5: 4.0, 70: 6.0, 99: 5.0}, "temperature": 1.0},
-    "logprobs": {"logprobs": 4, "temperature": 0.7},
-    "greedy logprobs": {"logprobs": 2},
     "grammar": {"ignore_eos": False, "grammar": DIGITS, "temperature": 1.0, "logprobs": 3},
     "schema": {"ignore_eos": False, "grammar": LIST, "repetition_penalty": 1.2, "temperature": 1.0},
     "ends": {"ignore_eos": False, "logit_bias": {257: 6.0}, "temperature": 1.0},
