@@ -115,39 +115,35 @@ def test_penalties_count_the_answer_alone():
         {"frequency_penalty": 0.3, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
     ],
 )
-def test_presence_and_frequency_penalty(folder, parts, options):
-    """As OpenAI writes it: of a token that the answer has so often, `frequency_penalty` as often,
-    and `presence_penalty` once. The prompt does not count."""
+def test_penalties_and_bias(folder, make_engine, options):
+    """As OpenAI defines it: `frequency_penalty` for each occurrence in the answer, and
+    `presence_penalty` once. The prompt does not count. The repetition penalty is mlx-lm's."""
     prompt = [7, 7, 9]
-    reference = Reference(folder)
-    tokens = []
+    asked = exactly(90, **options)  # more than a block of 64
+    answers = []
+    for run_ahead in (True, False):
+        engine = make_engine(slots=3, run_ahead=run_ahead)
+        for tokens in (5, 70):
+            engine.submit([1, 2], SamplingParams(max_tokens=tokens, frequency_penalty=1))
+        # Of two, one is in a slot that another answer had
+        answers += [engine.submit(prompt, asked) for _ in range(2)]
+        assert engine.submit(prompt, exactly(90)).result().tokens != answers[0].result().tokens
+    tokens = answers[0].tokens
+    assert [handle.result().tokens for handle in answers] == [tokens] * 4
     (process,) = peer.make_logits_processors(
         repetition_penalty=options.get("repetition_penalty", 1.0001)
     )
-    for _ in range(90):  # more than a block of 64
-        x = reference.logits(prompt + tokens)[-1].copy()
-        for token, bias in options.get("logit_bias", {}).items():
-            x[token] += bias
+    logits = Reference(folder).logits(prompt + tokens)[len(prompt) - 1 : -1]
+    for n, (x, token) in enumerate(zip(logits, tokens, strict=True)):
+        x = x.copy()
+        for biased, bias in options.get("logit_bias", {}).items():
+            x[biased] += bias
         if "repetition_penalty" in options:
-            x = np.array(process(mx.array(prompt + tokens), mx.array(x)[None])[0])
-        counts = np.bincount(tokens, minlength=len(x)) if tokens else np.zeros(len(x))
+            x = np.array(process(mx.array(prompt + tokens[:n]), mx.array(x)[None])[0])
+        counts = np.bincount(np.array(tokens[:n], int), minlength=len(x))
         x -= options.get("presence_penalty", 0) * (counts > 0)
         x -= options.get("frequency_penalty", 0) * counts
-        tokens.append(int(x.argmax()))
-    plain = exactly(90)
-    asked = exactly(90, **options)
-    for run_ahead in (True, False):
-        with Engine(*parts, slots=3, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
-            neighbours = [
-                engine.submit([1, 2], SamplingParams(max_tokens=n, frequency_penalty=1))
-                for n in (5, 70)
-            ]
-            handle = engine.submit(prompt, asked)
-            again = engine.submit(prompt, asked)
-            assert handle.result().tokens == tokens
-            assert again.result().tokens == tokens  # in a slot that another answer had
-            assert engine.submit(prompt, plain).result().tokens != tokens
-            assert all(neighbour.result().finish_reason for neighbour in neighbours)
+        assert x.argmax() == token, n
 
 
 # --- large vocabularies, ties, and what is not finite -------------------------------------------
