@@ -175,7 +175,7 @@ time.sleep(0.2)
         {"logit_bias": {5: 10**9}},
     ],
 )
-def test_settings_at_their_limits_disturb_nobody(engine, settings):
+def test_extreme_settings_disturb_no_other_request(engine, settings):
     expected = engine.submit([1, 2], LONG).result().tokens
     odd, good = (
         engine.submit([1, 2], SamplingParams(max_tokens=9, **settings)),
@@ -196,7 +196,7 @@ def test_submitted_settings_are_immutable(engine):
         sampling.logit_bias[100_000] = 1.0
 
 
-def test_result_may_wait_for_ever(engine):
+def test_infinite_timeout(engine):
     with engine.serving():
         assert engine.submit([1], LONG).result(timeout=float("inf")).finish_reason == "length"
 

@@ -158,7 +158,7 @@ def test_overwritten_slot_is_saved(parts, tmp_path):
     assert {turn.cached_from for turn in turns[4:]} == {"disk"}
 
 
-def test_rows_of_the_last_owner_are_scrubbed_before_rows_are_restored(parts, saved):
+def test_scrub_comes_before_restored_rows(parts, saved):
     """The zeroed rows of a cancelled prompt must not be those that have just been restored."""
     folder, prompt = saved
     with engine(parts, folder, slots=1) as restarted, Engine(*parts, slots=1, max_len=256) as plain:

@@ -68,7 +68,7 @@ def test_nested_blocks_call_a_handler_once():
         signal.signal(signal.SIGINT, before)
 
 
-def test_where_ctrl_c_is_ignored_it_stays_so():
+def test_ignored_ctrl_c_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Held() as held:
@@ -91,7 +91,7 @@ def test_another_thread_leaves_the_signal_alone():
     assert found == [signal.getsignal(signal.SIGINT)]
 
 
-def test_a_second_ctrl_c_ends_the_process_at_once():
+def test_second_ctrl_c_ends_the_process():
     code = """
 import signal
 from runtime.deferred_interrupt import Held

@@ -3,7 +3,7 @@
 from runtime.snapshot import percentile
 
 
-def test_a_percentile_is_a_value_that_was_there():
+def test_percentile_is_nearest_rank():
     """`/metrics` took the value behind it: of two steps the longer one as the median."""
     values = [3.0, 1.0, 2.0, *map(float, range(4, 101))]
     assert [percentile(values, part) for part in (0, 0.5, 0.95, 1)] == [1, 50, 95, 100]

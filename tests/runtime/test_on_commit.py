@@ -68,7 +68,7 @@ def test_hook_sees_each_token_within_its_step(make_engine):
 @pytest.mark.parametrize(
     "way", ["length", "stop", "cancel in line", "cancel in a slot", "failed step", "close"]
 )
-def test_every_way_to_end_is_told_after_the_fact(parts, monkeypatch, way):
+def test_hook_sees_every_end(parts, monkeypatch, way):
     engine = Engine(*parts, slots=1, max_len=128, chunk=32)
     stop = engine.submit([1, 2], LONG).result().tokens[3]
     hook = Hook(engine)
