@@ -51,9 +51,6 @@ def _refusal(name: str, value: object, what: str, least: float, most: float) -> 
     limits = f"from {least:,} to {most:,}"
     if most == math.inf:
         limits = f"of at least {least:,}"
-    # A power of two, more than is easy to read
-    elif (end := int(most) + 1) >= 2**31 and end & (end - 1) == 0:
-        limits = f"of at least {least:,} and below 2^{end.bit_length() - 1}"
     return f"{name} = {shown(value)}, but it must be {what} {limits}"
 
 
