@@ -1,17 +1,9 @@
-"""Ctrl-C takes effect between two steps, and never inside one.
+"""Defer Ctrl-C to the end of a step: Python raises KeyboardInterrupt at any line of the main thread, also
+between the two halves of a change.
 
-The problem. Python raises KeyboardInterrupt in the main thread at any line. If the main thread
-steps the engine, that line may stand between two halves of a change: a slot is taken, and its
-request is not yet noted. No code can be right at every line.
-
-The way out. While something is changed, a handler of ours notes the signal. The program's own
-handler, which raises KeyboardInterrupt unless the program has chosen another, is called right
-after. A step takes a moment; if it takes too long for the person who waits, a second Ctrl-C ends
-the process at once, or is the program's own handler's business at once.
-
-The invariant: a `with defer_interrupt():` block is left as if Ctrl-C had come after it.
-
-Where next: `Engine.step` in `nanobatch.py`.
+Inside `with defer_interrupt():` our handler notes the signal, and the program's own handler is called after the
+block. A second Ctrl-C takes effect at once. Other threads do not need this, because Python handles
+signals in the main thread only.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def between_steps(method: Callable) -> Callable:
 
         with self._posting:
             self.posted += 1
-            (self.loop.wish if self.loop else self._early.append)(run)
+            (self.loop.call if self.loop else self._early.append)(run)
 
     return post
 
@@ -185,7 +185,7 @@ class LocalEngineClient(EngineClient):
         with self._posting:
             self.loop = Loop(self.engine, self._between, self.clock)
             for command in self._early:
-                self.loop.wish(command)
+                self.loop.call(command)
         if self.server:
             self.server.open(self.engine, self.loop, self._name)
         text = self.engine.text

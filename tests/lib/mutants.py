@@ -133,7 +133,7 @@ CORE = [
         "kv.py",
         "        for array in self.arrays:\n            array[slot, :, start : min",
         "        for array in self.arrays[1:]:\n            array[slot, :, start : min",
-        f"{SPECULATIVE}::test_a_wrong_draft_that_is_not_finite_spoils_no_right_row",
+        f"{SPECULATIVE}::test_non_finite_draft_spoils_no_row",
     ),
     # --- llama.py
     Mutant(
