@@ -191,17 +191,6 @@ def test_waiting_stream_reports_its_position():
             line.until(b"[DONE]")
 
 
-def test_x_api_key_header():
-    with Taught(api_key="secret") as taught:
-        body = {"messages": [said("Yes.")], "max_tokens": 9}
-        assert taught.ask(MESSAGES, body, x_api_key="secret").status == 200
-        assert taught.ask(MESSAGES, body, Authorization="Bearer secret").status == 200
-        for headers in ({}, {"x_api_key": "wrong"}, {"Authorization": "Basic secret"}):
-            reply = taught.ask(MESSAGES, body, **headers)
-            assert (reply.status, reply.error["type"]) == (401, "authentication_error")
-            assert reply.json["type"] == "error"
-
-
 def test_anthropic_thread_is_refused(taught):
     """Anthropic's runner of tools asks so first, and goes on without if it finds this code."""
     body = {"messages": [said("Yes.")], "max_tokens": 9, "thread": {"type": "create"}}
