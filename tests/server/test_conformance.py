@@ -4,10 +4,8 @@ The tests were written from the protocols' documentation, before the code. The m
 is told to (`tests/lib/parrot.py`).
 """
 
-import base64
 import json
 import re
-from array import array
 
 import pytest
 from parrot import CALL, CALLS, FLAT, PARIS, SCHEMAS, THOUGHT, TOOLS, Taught, said
@@ -16,7 +14,6 @@ from servers import (
     CHAT,
     COMPLETIONS,
     COUNT,
-    EMBEDDINGS,
     MESSAGES,
     RESPONSES,
     Reply,
@@ -693,34 +690,6 @@ def test_model_names(server):
     for name in (listed["id"], "default"):
         assert server.ask(f"/v1/models/{name}").json == listed
     refused(server.ask("/v1/models/gpt-5"), 404, "gpt-5")
-
-
-# --- Embeddings -----------------------------------------------------------------------------------
-
-
-def embed(server: Server, given: object = "Why batch?", **fields) -> Reply:
-    return server.ask(EMBEDDINGS, {"model": "default", "input": given, **fields})
-
-
-def vectors(reply: Reply) -> list[list[float]]:
-    assert reply.status == 200, reply
-    entries = reply.json["data"]
-    assert [entry["index"] for entry in entries] == list(range(len(entries)))
-    return [entry["embedding"] for entry in entries]
-
-
-def test_embedding_object(server):
-    body = embed(server).json
-    assert body["object"] == "list" and set(body) == {"object", "data", "model", "usage"}
-    (entry,) = body["data"]
-    assert set(entry) == {"object", "index", "embedding"} and entry["object"] == "embedding"
-    assert abs(sum(x * x for x in entry["embedding"]) - 1) < 1e-6
-
-
-def test_base64_embeddings(server):
-    (plain,) = vectors(embed(server, encoding_format="float"))
-    (written,) = vectors(embed(server, encoding_format="base64"))
-    assert list(array("f", base64.b64decode(written))) == plain
 
 
 # --- calls in tags, as Qwen 3 Coder writes them ---------------------------------------------------
