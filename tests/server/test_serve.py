@@ -246,6 +246,7 @@ REFUSED = {  # field: values
     "best_of": [3],
     "echo": [True],
     "suffix": ["x"],
+    "chat_template_kwargs": [5],
     "modalities": [["text", "audio"]],
     "audio": [{"voice": "x"}],
     "whatever": [1],
