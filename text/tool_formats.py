@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain
 from types import NoneType
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 
 class Tags(NamedTuple):
@@ -308,7 +309,7 @@ def alone(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
         return value
     own = {name: value for name, value in schema.items() if name != "$id"}
     whole = json.dumps(own).replace('"$ref": "#', '"$ref": "#/$defs/whole')
-    place = key.replace("~", "~0").replace("/", "~1")
+    place = quote(key.replace("~", "~0").replace("/", "~1"))
     return {"$ref": f"#/$defs/whole/properties/{place}", "$defs": {"whole": json.loads(whole)}}
 
 

@@ -853,6 +853,15 @@ def test_tagged_string_follows_its_pattern(format, kind):
     assert not is_again, "the first mark ends the text"
 
 
+def test_tagged_argument_with_any_name_may_refer_to_a_definition():
+    """A key with a letter beyond ASCII was no valid reference, and the request a 400."""
+    parameters = {"properties": {"日/%~": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"const": 5}}}
+    tool = {"function": {"name": "pay", "parameters": parameters}}
+    for format in TAGGED:
+        rules = tool_call_grammar(OutputFormat(tools=format), [tool])
+        assert Grammars(make_tokenizer(), 300, [257]).grammar({"lark": rules})
+
+
 # --- for those who watch --------------------------------------------------------------------------
 
 
