@@ -162,56 +162,15 @@ def test_content_parts_and_developer_role(server):
 def test_answer_message_as_input(server):
     """A chat's next turn begins so. litellm keeps our `"refusal": null` in an object, which asks
     for nothing either."""
-    for kept in (
-        {"refusal": None, "tool_calls": None, "annotations": []},
-        {"provider_specific_fields": {"refusal": None}},
-    ):
-        turns = [
-            *user("Hi."),
-            {"role": "assistant", "content": "Hello.", **kept},
-            *user("Count from 3 to 7."),
-        ]
+    own = {"role": "assistant", "content": "Hello."}
+    turns = [*user("Hi."), own, *user("Count from 3 to 7.")]
+    nothing = {"refusal": None, "tool_calls": None, "annotations": []}
+    for kept in (nothing, {"provider_specific_fields": {"refusal": None}}):
+        turns[1] = own | kept
         reply = server.ask(CHAT, {"messages": turns, "max_tokens": 1})
         assert reply.status == 200, reply
     turns[1] |= {"provider_specific_fields": {"refusal": "No."}}
     assert server.ask(CHAT, {"messages": turns, "max_tokens": 1}).status == 400
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"top_k": -1},
-        {"top_p": 0},
-        {"tools": [], "tool_choice": "none"},
-        {"response_format": {"type": "text"}},
-        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True},
-        {"stream_options": {"include_obfuscation": False}, "max_completion_tokens": 9},
-        {"presence_penalty": -2, "frequency_penalty": 0.4, "service_tier": "flex"},
-        {"user": "me", "metadata": {"a": "b"}, "store": False, "best_of": 1},
-        {"logit_bias": {}, "stop": [], "functions": [], "parallel_tool_calls": True},
-        {"length_penalty": 1.0, "reasoning_effort": "none", "verbosity": "medium"},
-        dict.fromkeys(
-            [
-                "model",
-                "stream",
-                "max_tokens",
-                "temperature",
-                "n",
-                "stop",
-                "seed",
-                "tools",
-                "logprobs",
-            ]
-        ),
-        dict.fromkeys(["top_p", "logit_bias", "stream_options", "response_format", "whatever"]),
-    ],
-)
-def test_neutral_values_are_accepted(server, fields):
-    reply = server.chat(**({"max_tokens": 4} | fields))
-    assert reply.status == 200, reply.body
-
-
-# --- what is refused ------------------------------------------------------------------------------
 
 
 REFUSED = {  # field: values
@@ -252,6 +211,33 @@ REFUSED = {  # field: values
     "whatever": [1],
     "messages": [None, [], {}, "x", [5], [{}], [{"role": "user"}]],
 }
+FIELDS = [name for name in REFUSED if name != "messages"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": -1},
+        {"top_p": 0},
+        {"tools": [], "tool_choice": "none"},
+        {"response_format": {"type": "text"}},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": True},
+        {"stream_options": {"include_obfuscation": False}, "max_completion_tokens": 9},
+        {"presence_penalty": -2, "frequency_penalty": 0.4, "service_tier": "flex"},
+        {"user": "me", "metadata": {"a": "b"}, "store": False, "best_of": 1},
+        {"logit_bias": {}, "stop": [], "functions": [], "parallel_tool_calls": True},
+        {"length_penalty": 1.0, "reasoning_effort": "none", "verbosity": "medium"},
+        dict.fromkeys(FIELDS),
+    ],
+)
+def test_neutral_values_are_accepted(server, fields):
+    reply = server.chat(**({"max_tokens": 4} | fields))
+    assert reply.status == 200, reply.body
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
 MESSAGES = [
     {"role": "tool", "content": "x", "tool_call_id": "1"},
     {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},

@@ -166,15 +166,15 @@ def test_anthropic_thread_is_refused(taught):
 
 
 DEEP = json.loads("[" * 200 + "]" * 200)
+X = {"messages": [said("x")]}
 HOSTILE = {
     CHAT: [
-        {"messages": [said("x")], "tools": TOOLS * 65},
-        {"messages": [said("x")], "tools": DEEP},
-        {"messages": [said("x")], "tools": TOOLS, "tool_choice": DEEP},
+        X | {"tools": TOOLS * 65},
+        X | {"tools": DEEP},
+        X | {"tools": TOOLS, "tool_choice": DEEP},
         {"messages": [{"role": "assistant", "tool_calls": DEEP}]},
         {"messages": [{"role": "tool", "tool_call_id": {}, "content": "x"}]},
-        {"messages": [said("x")], "chat_template_kwargs": {"messages_": 1}},
-        {"messages": [said("x")], "x\n" * 900: 1},
+        X | {"x\n" * 900: 1},
         {"messages": [said("x") | {"x\n" * 900: 1}]},
     ],
     RESPONSES: [
@@ -190,10 +190,10 @@ HOSTILE = {
         {"messages": [{"role": "user", "content": [{"type": {}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": {}}]}]},
         {"messages": [said("x")] * 2049},
-        {"messages": [said("x")], "system": DEEP},
-        {"messages": [said("x")], "thinking": DEEP},
-        {"messages": [said("x")], "tools": SCHEMAS, "tool_choice": {"type": []}},
-        {"messages": [said("x")], "stop_sequences": [""]},
+        X | {"system": DEEP},
+        X | {"thinking": DEEP},
+        X | {"tools": SCHEMAS, "tool_choice": {"type": []}},
+        X | {"stop_sequences": [""]},
     ],
 }
 
@@ -302,7 +302,7 @@ def test_required_call_always_comes(template):
 
 HAS_MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 # A model of random weights never ends its reasoning: it may have to begin with one, but need not
-ASKS = int(os.environ.get("NANOBATCH_TOOLS", 15))
+ASKS = int(os.environ.get("NANOBATCH_TOOLS", 9))
 
 
 @pytest.mark.parametrize("marks", [(), HAS_MARKS], ids=["letters", "added"])
