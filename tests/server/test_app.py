@@ -50,7 +50,7 @@ BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
 
 def test_log_reports_progress_of_long_prompts(here, monkeypatch):
-    """Its only line came at its end: for ten minutes nobody knew what the server did."""
+    """The only line came at the end: for ten minutes the log did not show what the server did."""
     monkeypatch.setattr(
         prefill_progress, "LONG_S", -1.0
     )  # every prompt that is not read yet is long
@@ -135,8 +135,7 @@ def test_failed_answer_is_an_error_and_the_next_is_right(here, engine, monkeypat
 
 def test_ctrl_c_in_another_thread_ends_the_wait(here):
     """Python handles a signal when its main thread runs. A signal that came to another thread, or
-    just before the main thread went to sleep, was heard of by nobody, and a busy server that was
-    told to end stayed."""
+    just before the main thread went to sleep, was not handled, and a busy server did not end."""
 
     main = threading.get_ident()
 
@@ -163,7 +162,7 @@ def test_ctrl_c_in_another_thread_ends_the_wait(here):
 
 
 def test_metrics_keep_no_texts_between_scrapes(here):
-    """Nobody may ever look again."""
+    """There may never be another scrape."""
     here.complete()
     assert here.gauge("step_seconds_count") == here.gauge("step_seconds_count") > 5
     kept = here.api._scraped
@@ -295,7 +294,7 @@ def test_slowest_reader_is_ended_when_too_much_waits(here, monkeypatch):
 
 
 def test_large_answer_is_sent_in_chunks(here):
-    """All of it lay in the transport. It was cut off after a minute, however steadily it was taken,
+    """All of it was buffered in the transport. It was cut off after a minute, however steadily it was taken,
     and its call had ended long before."""
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048)
@@ -596,7 +595,8 @@ def test_exactly_the_connections_over_the_limit_are_refused(here, monkeypatch):
 
 
 def test_silent_connections_keep_nobody_out(here):
-    """They were all kept for half a minute, until no file could be opened, and nobody got in."""
+    """They were all kept for half a minute, until no file could be opened, and no client could
+    connect."""
     with ExitStack() as stack:
         for _ in range(http.MAX_CONNECTIONS + 2 * http.MAX_SILENT_CONNECTIONS):
             stack.callback(here.line().hang_up)
@@ -728,7 +728,7 @@ def test_engine_gets_the_client_address(here, more):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_cached_tokens_reveal_no_other_clients_prompt(here, seed):
-    """They confirmed a guess at it, sixteen tokens at a time. 40 requests of two clients, with
+    """They confirmed a guessed prompt, sixteen tokens at a time. 40 requests of two clients, with
     prompts that begin alike."""
     dice = random.Random(seed)
     said = {"127.0.0.2": [], "127.0.0.3": []}

@@ -65,7 +65,11 @@ def test_foreign_pages_are_refused(engine):
             ("evil.example:80", "http://evil.example:80", 403),
             (f"127.0.0.1:{everywhere.port}", "http://evil.example", 403),
             ("llm.example", "https://llm.example", 200),
-            ("10.0.0.5:8000", "http://10.0.0.5:8000", 200),  # an address is no name that may lie
+            (
+                "10.0.0.5:8000",
+                "http://10.0.0.5:8000",
+                200,
+            ),  # a DNS name could be the attacker's, an address cannot
             ("[fe80::1]:8000", "http://[fe80::1]:8000", 200),
             ("[fe80::1", "http://[fe80::1", 403),
             ("box.example", "", 200),  # no page

@@ -23,7 +23,7 @@ from text.grammar import Grammar
 OURS = ("server.", "text.", "runtime.", "nanobatch", "sched", "sampling", "h11.")
 # Those who watch are told of these later, as many as are kept
 KEPT = ("RequestRecord", "Counter", "Metrics", "RequestView", "StepView")
-# Of each slot the last text, for guesses in the same client's next answer
+# The last text of each slot, for drafts in the same client's next answer
 KEPT += ("Pairs",)
 REQUESTS = int(os.environ.get("NANOBATCH_LEAKS", 4))
 MANY = 4  # at a time

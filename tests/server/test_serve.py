@@ -728,7 +728,7 @@ sys.exit(serve.main(sys.argv[1:]))
 
 
 def test_second_signal_ends_a_blocked_server():
-    """It hangs in a line about itself, as where nobody reads its standard error, which is full."""
+    """It blocks while it prints, as with a standard error that is full and not read."""
     (port,) = free_ports(1)
     command = [sys.executable, "-c", HANGS, "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT)

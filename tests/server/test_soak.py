@@ -275,7 +275,7 @@ def attack(server: Server, dice: random.Random) -> str:
         if stream and dice.random() < 0.3:
             path, body = CHAT, PROGRESS
         line.post(path, body | {"stream": stream} | ENDLESS[path])
-        if kind == 3:  # half a connection, which nobody reads
+        if kind == 3:  # half-closed, and never read
             line.socket.shutdown(socket.SHUT_WR)
         time.sleep(dice.choice([0, 0.05, 0.5]))
         if kind == 4:  # a reset instead of a farewell

@@ -22,7 +22,7 @@ def taught():
 
 
 def test_openai_client_assembles_both_protocols(taught):
-    """It reads fields of events that nobody else does, and raises if one is missing."""
+    """It reads fields of events that other clients ignore, and raises if one is missing."""
     client = openai.OpenAI(base_url=f"{taught.address}/v1", api_key="none", max_retries=0)
     text = f"say: <think>Easy.</think>I look.\n{CALLS}"
     both = {"model": "default", "parallel_tool_calls": True}
@@ -255,7 +255,7 @@ def test_unmarked_call_in_each_protocol(taught, path):
     ids=["marked", "bare", "block"],
 )
 def test_truncated_call_is_no_content(taught, path, call):
-    """Half of a sixth call stood in the content, as `<tool_call>\\n{"name": "`."""
+    """Half of a sixth call was left in the content, as `<tool_call>\\n{"name": "`."""
     for length in range(9, len("I look.\n" + call) - 20, 19):
         body = body_of(path, f"I look.\n{call}", length)
         found = ask(taught, path, body, False)

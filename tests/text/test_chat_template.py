@@ -865,7 +865,7 @@ def test_rendering_is_stateless(published, name):
         <|eot_id|> <|start_header_id|>user<|end_header_id|>\\n\\n What is 17 + 6?
         <|eot_id|><|start_header_id|>assistant<|end_header_id|>\\n\\n
 
-    Qwen's template leaves the thoughts of earlier turns out, so the answer behind a thought is read
+    Qwen's template leaves the thoughts of earlier turns out, so the answer after a thought is read
     once more. Mistral's writes the system message into the newest question, so the question and the
     answer before are.
     """

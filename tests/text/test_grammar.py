@@ -113,7 +113,7 @@ def test_every_end_token_is_allowed(grammars):
 
 
 def test_no_end_token_no_grammars():
-    """An end token that its tokenizer does not know is none."""
+    """An end token that the tokenizer does not know does not count."""
     for ends in ((), (271,)):
         with pytest.raises(ValueError, match="grammar: this model names no end token"):
             make(Grammars(make_tokenizer(), V, ends), choice=["yes", "no"])
@@ -362,7 +362,7 @@ def inside(grammar, dice: random.Random) -> int:
 
 def test_llguidance_panic_is_a_refusal(grammars, monkeypatch):
     class PanicException(BaseException):
-        """As Rust's panics come to Python."""
+        """As a Rust panic arrives in Python."""
 
     def panic(source):
         raise PanicException("index out of bounds")

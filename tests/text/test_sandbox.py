@@ -1,4 +1,4 @@
-"""Jobs that are tried in a process which can be ended: they take what they may, and no more."""
+"""Jobs in sandboxed processes: limits, failures, and what they leave behind."""
 
 import errno
 import os
@@ -27,15 +27,15 @@ def sandbox():
 
 
 def is_alive(process: int) -> bool:
-    """A process that has ended and waits to be buried is not alive."""
+    """A zombie is not alive."""
     return state_of(process) not in ("", "Z")
 
 
 def test_jobs_share_what_was_prepared(sandbox):
     assert sandbox.run(["given"]) == "from its parent"
     assert sandbox.run(["double", "ä\u2028" * 100_000]) == "ä\u2028" * 200_000
-    nurseries, workers = zip(*(sandbox.run(["processes"]) for _ in range(5)), strict=True)
-    assert len({*nurseries}) == 1 and len({*workers}) == 5 and os.getpid() not in nurseries
+    servers, workers = zip(*(sandbox.run(["processes"]) for _ in range(5)), strict=True)
+    assert len({*servers}) == 1 and len({*workers}) == 5 and os.getpid() not in servers
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_too_many_jobs_are_busy():
 
 
 def test_failed_prepare_is_remembered(monkeypatch):
-    """It looked like a busy machine, and each request with a grammar started another process."""
+    """It was reported as a busy machine, and each request with a grammar started another process."""
     sandbox = Sandbox("sandbox_jobs", "broken", LIMITS)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^some words$"):

@@ -215,8 +215,7 @@ def by_number(pieces: list[str]) -> dict[str, int]:
 
 
 def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
-    """Beside the three above: what else is published, with the decoder that puts its pieces
-    together."""
+    """Other kinds of published tokenizers, with their decoders."""
     texts = corpus()
     plain = pieces_of(texts)
     split_output = [piece.replace(" ", "▁") for piece in plain]
@@ -505,7 +504,7 @@ def test_prompt_has_one_bos(tmp_path, begins_with_bos, adds_bos, bos):
     """A text copied from a rendered template begins with `<s>`. Two of them are a prompt that no
     model was trained on.
 
-    Where neither adds it, there is none: a model such as Qwen was trained without.
+    Where neither adds it, the prompt has none: models such as Qwen are trained without.
     """
     text = make_text(tmp_path, adds_bos, bos_token=bos)
     ids = text.encode("<s>Hé" if begins_with_bos else "Hé")
@@ -516,8 +515,7 @@ def test_prompt_has_one_bos(tmp_path, begins_with_bos, adds_bos, bos):
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_only_a_leading_bos_is_dropped(tmp_path, adds_bos):
-    """What stands within a text is its author's: a few-shot prompt may begin each example with
-    `<s>`."""
+    """Further ones are kept: a few-shot prompt may begin each example with `<s>`."""
     text = make_text(tmp_path, adds_bos, bos_token="<s>")
     assert text.encode("a<s>b<s><s>").count(BOS) == 3 + adds_bos
     # None named, none removed

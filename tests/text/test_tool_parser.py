@@ -61,7 +61,7 @@ def learned(rendered: str):
 
 TAGGED = [learned(rendered)._replace(name=name) for name, rendered in WRITTEN.items()]
 ALL = [HERMES, MISTRAL, LLAMA, APRIEL, *TAGGED]
-# What may stand in a text or an argument and looks like a mark, or like the end of one
+# Text that looks like a mark, or like the end of one
 HOSTILE = ["}", "{", "]", "[", '"', "\\", "</", "<tool_ca", "[TOOL_", "<|python", "<thi", "\n", " "]
 HOSTILE += [
     "é",
@@ -181,7 +181,7 @@ def make_answer(format, seed: int) -> tuple[str, list[tuple], OutputFormat]:
     calls = [make_call(dice, format) for _ in range(dice.randrange(4))]
     if not calls or (format is not LLAMA and dice.random() < 0.5):
         answer = "so " + words(dice, 12).replace(format.opens, "")
-        # Llama's calls stand at the beginning, or after their mark
+        # Llama's calls are at the beginning, or after their mark
         text += answer
         parts.append(("content", answer.rstrip() if calls else answer))
     if calls:
@@ -501,7 +501,7 @@ def test_unmarked_lookalikes_are_content(format):
             found = parse([text[:cut], text[cut:]], output_format)
             assert found == [("content", text)], (text, cut)
         assert parse(list(text), output_format) == [("content", text)]
-        parser = OutputParser(output_format)  # nobody has given a tool
+        parser = OutputParser(output_format)  # without tools
         assert [*parser.push(text), *parser.push(None)] == [("content", text)]
 
 
@@ -532,8 +532,8 @@ def test_unmarked_calls_are_parsed_however_cut():
 
 @pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 def test_truncated_call_is_dropped(format):
-    """Half a call stood in the content, as `<tool_call>\\n{"name": "`. An answer that ends by itself
-    is told whole, since nothing is missing."""
+    """Half a call was left in the content, as `<tool_call>\\n{"name": "`. An answer that ends by
+    itself is kept whole."""
     dice = random.Random(5)
     output_format = OutputFormat(REASONING_MARKS[0], format)
     call = written(format, [("add", {})], dice)
