@@ -1,5 +1,5 @@
 """What the owner of a request holds: text that streams, a `Result` at the end, `Metrics`. Plain
-Python, without MLX; those who only watch get snapshots instead (`runtime/snapshot.py`)."""
+Python, without MLX. Observers get snapshots instead (`runtime/snapshot.py`)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Handle:
     """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any
     thread may.
 
-    The thread that steps only appends to a handle, and calls nothing of the owner's.
+    The engine's thread only appends to a handle, and never calls the owner's code.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class Handle:
             frozenset() if sampling.ignore_eos else engine.text.end_tokens
         )
         self._stream = engine.text.stream(sampling.stop_texts)
-        # The text, as far as it has come; a piece never holds half a character
+        # The text so far; a piece never ends within a character
         self.pieces: list[str] = []
         self._taken = 0  # pieces that `take_delta` has returned
-        self.lengths: list[int] = []  # so many characters came with each token
+        self.lengths: list[int] = []  # by token: the number of characters that came with it
         self.times: list[float] = []  # when each token came, on the engine's clock
         # Between a token and the next, the shortest first: watchers ask often
         self._gaps: list[float] = []
@@ -130,7 +130,7 @@ class Handle:
         self._engine.cancel(self)
 
     def __iter__(self) -> Iterator[str]:
-        """The text as it comes, in pieces that never hold half a character."""
+        """The text as it comes, in pieces that never end within a character."""
         seen = 0
         while True:
             self._engine.wait(
@@ -205,7 +205,7 @@ class Handle:
         """How far the prompt has been read by now."""
         return self.prefill_at(self._engine.clock(), self._engine.sched.far)
 
-    # --- what the engine and its ledger call
+    # --- called by the engine and its registry
 
     def prefill_at(self, now: float, far: int) -> PrefillProgress:
         r = self.request
@@ -215,7 +215,7 @@ class Handle:
         return told._replace(done=told.total, left_s=0.0) if r.committed else told
 
     def view(self) -> RequestView:
-        """This request as those see it who watch."""
+        """This request as observers see it."""
         r = self.request
         return RequestView(
             id=r.id,

@@ -1,5 +1,5 @@
-"""The handles of all open requests, and what has happened so far, kept in bounded memory for those who
-watch. A `Log` has the newest entries and counts all of them, so that a watcher knows what it missed."""
+"""The handles of all open requests, and recent events for observers, in bounded memory. A `Log` has
+the newest entries and counts all of them, so that an observer knows how many it missed."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ class Log:
 
 
 class RequestRegistry:
-    """The handles of all open requests, and what has happened so far: kept in bounded memory for
-    those who watch."""
+    """The handles of all open requests, and recent events for observers, in bounded memory."""
 
     QUEUE = 32  # waiting requests that are shown
     TEXTS = 2**22  # bytes of prompts and answers that are kept

@@ -211,6 +211,7 @@ def test_internal_error_is_a_traceback_and_a_500(here, monkeypatch, caplog, owne
 
 def test_close_ends_all_connections(engine):
     """Python says so of each that is: "unclosed transport"."""
+    gc.collect()  # what other tests have left
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ResourceWarning)
         with Here(engine) as here:
@@ -341,7 +342,9 @@ def test_uneven_reader_gets_every_piece_in_order(here):
     wait_for(lambda: connection.is_blocked)  # a write waits
     said = b""
     while b"[DONE]" not in said:
-        said += line.socket.recv(600)
+        piece = line.socket.recv(600)
+        assert piece, said[-300:]
+        said += piece
         time.sleep(0.002)
     texts = re.findall(rb"data: (\{.*\})", said)
     assert "".join(json.loads(text)["choices"][0]["text"] for text in texts) == whole

@@ -501,16 +501,6 @@ def test_error_reaches_a_client_that_is_still_sending(server, said, status):
     assert server.ask("/health").status == 200
 
 
-@pytest.mark.parametrize(("version", "stream"), [("1.0", False), ("1.1", True)])
-def test_half_closed_client_gets_its_answer(server, version, stream):
-    """`nc -N` and others shut their sending side down after the body. That was taken for a
-    hang-up."""
-    line = server.line().post(CHAT, say(temperature=0, stream=stream), version=version)
-    line.socket.shutdown(socket.SHUT_WR)
-    said = line.everything()  # and then the connection ends
-    assert (b"data: [DONE]" if stream else COUNT.encode()) in said
-
-
 @pytest.mark.parametrize("sent", [10, -1])
 def test_incomplete_request_does_not_count(server, sent):
     data = json.dumps(say()).encode()
