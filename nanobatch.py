@@ -42,10 +42,10 @@ from models.memory import Sizes
 from policies import DEFAULT, POLICIES, policy_of
 from prompt_lookup import Drafter, PromptLookup
 from runner import ForwardBatch, InFlightStep, Runner, sampling_rows
-from runtime.deferred_interrupt import Held
+from runtime.deferred_interrupt import defer_interrupt
 from runtime.deprecated import renamed_attributes, renamed_names, renamed_options
 from runtime.error_reports import let_go, show_fault
-from runtime.handle import Handle, Result, checked_sampling
+from runtime.handle import Handle, Result
 from runtime.loop import Driver, Loop
 from runtime.model_reload import ModelError, Report, Source, check_unused
 from runtime.protocols import Grammar, RunnerProtocol
@@ -196,16 +196,21 @@ class Engine:
         `ends`: called with each piece of the answer; True makes it the last one.
         `prefix_cache`, `speculate`: False forbids cached prefixes, or draft tokens.
         """
-        sampling = checked_sampling(sampling, client)
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling is a {type(sampling).__name__}; give SamplingParams")
+        if not isinstance(client, str):
+            raise ValueError(f"client is a {type(client).__name__}; give a text")
         text = self.text
         if sampling.embeds or not self.model.config.has_head:
             check_embeds(text.folder, sampling.embeds, self.embeds)
-        text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
+        if sampling.stop_tokens or sampling.logit_bias:
+            text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
         ids, shown, is_thinking = text.read(prompt)
         if sampling.grammar and grammar is None:
             grammar = text.grammar(sampling.grammar)
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
-        with Held(), self.changed:
+        with defer_interrupt(), self.changed:
             if self.driver.is_closed:
                 raise RuntimeError("the engine is closed; load another")
             if self._is_reloading or self.text is not text:  # the ids are of the old tokenizer
@@ -240,7 +245,7 @@ class Engine:
                 if planned:
                     self._run(planned)
                 worked = bool(self._in_flight) or self.slot_cache.wait()
-                while len(self._in_flight) > self._max_in_flight(planned):
+                while self._in_flight and len(self._in_flight) > self._max_in_flight(planned):
                     self._commit()
                 return worked
             except BaseException as error:
@@ -272,10 +277,12 @@ class Engine:
         if plan.overwritten:
             self.slot_cache.save(self.runner.slab, plan.overwritten)
         launched = self.runner.begin(ForwardBatch.of(plan))
-        if any(map(self.registry.looks_back, plan.emitters)):
+        emitters = plan.emitters
+        handles = [self.registry.open.get(member.request.id) for member in emitters]
+        if any(handle and handle.looks_back for handle in handles):
             while self._in_flight:
                 self._commit()
-        rows = {member.slot: self._sampling_rows(member) for member in plan.emitters}
+        rows = {member.slot: self._sampling_rows(member) for member in emitters}
         self._in_flight.append((plan, self.runner.finish(launched, rows)))
         self._unstarted = None
 
@@ -284,9 +291,10 @@ class Engine:
         handle = self.registry.open.get(member.request.id)
         if handle is None:  # the request has ended, and the tokens of its rows will be dropped
             return [SamplingRow(member.slot, SamplingParams(), 0, 0)] * (1 + len(member.draft))
-        masks: Sequence[bytes] = ()
+        masks: Sequence[bytes] = ()  # what the grammar allows after each token of a draft
         try:
-            masks = handle.masks(member.draft)
+            if handle.grammar is not None:
+                masks = handle.grammar.masks(member.draft)
         except BaseException as error:  # a panic in a Rust library is no Exception
             let_go(error)
             with self.changed:
@@ -329,12 +337,10 @@ class Engine:
         """Around a change: Ctrl-C waits for its end, and `on_commit` is called after it, without a
         lock."""
         try:
-            with Held():
+            with defer_interrupt():
                 yield
         finally:
-            with self.changed:
-                news = self.registry.take_news()
-            self.registry.notify(self.on_commit, news)
+            self.registry.notify(self.on_commit, self.changed)
 
     def _fail(self, error: BaseException) -> None:
         """Show the traceback of a step that failed, and end as few requests as possible.
@@ -396,7 +402,7 @@ class Engine:
         handles: list[Handle] = []
         try:
             for prompt in prompts:
-                with Held():  # a request that has been submitted is in the list
+                with defer_interrupt():  # a request that has been submitted is in the list
                     handles.append(self.submit(prompt, sampling))
             return [handle.result() for handle in handles]
         finally:
@@ -457,7 +463,7 @@ class Engine:
         """End every open request as cancelled, and leave the device idle. May be called twice."""
         self._end_all("cancelled")
         self.driver.stop()
-        with Held(), device_lock, device_stream():
+        with defer_interrupt(), device_lock, device_stream():
             self._in_flight.clear()
             self.slot_cache.close(self.runner, self.sched)
             device.synchronize()  # `leave` tells the other ranks to exit

@@ -106,7 +106,7 @@ class Tree:
         return module.partition(".")[0] in self.tops
 
     def data(self) -> Iterator[str]:
-        """The files beside the code, such as matmul.c and the page's scripts."""
+        """The files next to the code, such as matmul.c and the page's scripts."""
         folders = {file.partition("/")[0] for file in self.files if file.endswith("/__init__.py")}
         folders -= {*LEFT_OUT}
         patterns = [*DATA, *(f"{folder}/**/*" for folder in sorted(folders))]

@@ -19,7 +19,7 @@ worth the price of a row, which is learned from the clock. Where drafts are reje
 and no other rule is needed to stop. Under a grammar some tokens are forced: these are always right.
 
 The invariant: a draft changes no token, because `Scheduler.commit` takes only sampled tokens. So a
-draft may depend on the clock. The text of one client is never looked up for another. And requests
+draft may depend on the clock. A request looks up its own text only, never another's. And requests
 that gain nothing are slowed by about 5 % at most, on average. (By more in a batch of two, because
 an answer is assumed to gain until its first drafts have been read back.)
 
@@ -80,15 +80,12 @@ class PromptLookup:
         self.rates = list(USUAL)  # of matches, by the length of the run before
         self.copied = COPIED  # the share of matches among the newest tokens
         self._grammar = grammar
-        self._earlier: Pairs | None = None  # of the same client
-        self._source: Pairs | None = None  # the text that the pointer is in
-        self._at = 0  # where: this token may come next
+        self._at: int | None = None  # the pointer: the index of the token that may come next
         self._read = 0  # tokens of the answer that have been read
         self._sure = 0  # the index after the last forced token
 
-    def begin(self, prompt: Sequence[int], earlier: Pairs | None) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         self.text = Pairs(prompt[:-1])
-        self._earlier = earlier
         self._push(prompt[-1:])
         self.copied = COPIED
 
@@ -102,31 +99,21 @@ class PromptLookup:
         text = self.text
         for token in tokens:
             is_match = self._is_match(token)
-            if self._source is None and text.tokens:
-                self._point((text.tokens[-1], token))
+            if self._at is None and text.tokens:
+                self._at = text.after.get((text.tokens[-1], token))
             text.add(token)
             self.copied += NEWEST * (is_match - self.copied)
 
     def _is_match(self, token: int) -> bool:
         """Does this token equal the one at the pointer? Advance the pointer, or drop it."""
-        source = self._source
-        if source is None:
+        if self._at is None:
             return False
-        is_match = source.tokens[self._at] == token
+        is_match = self.text.tokens[self._at] == token
         run = min(self.matches, len(USUAL) - 1)
         self.rates[run] += NEWEST * (is_match - self.rates[run])
         self.matches = self.matches + 1 if is_match else 0
-        self._at += 1
-        if not is_match or self._at == len(source.tokens):
-            self._source = None
+        self._at = self._at + 1 if is_match else None
         return is_match
-
-    def _point(self, pair: tuple[int, int]) -> None:
-        for text in (self.text, self._earlier):
-            if text is not None and text.after.get(pair, len(text.tokens)) < len(text.tokens):
-                self._source = text
-                self._at = text.after[pair]
-                return
 
     def forced(self, most: int) -> list[int]:
         """The tokens that the grammar forces."""
@@ -137,9 +124,9 @@ class PromptLookup:
 
     def draft(self, most: int) -> list[int]:
         """The tokens at the pointer."""
-        if self._source is None:
+        if self._at is None:
             return []
-        return self._source.tokens[self._at : self._at + most]
+        return self.text.tokens[self._at : self._at + most]
 
     def chances(self, count: int, matches: int | None = None) -> list[float]:
         """The acceptance probability of each of `count` draft tokens, if all before it are."""
@@ -156,7 +143,7 @@ class PromptLookup:
     @property
     def next(self) -> tuple[float, int]:
         """The chance of a pointer after the next token, and the length of its run."""
-        if self._source is None:
+        if self._at is None:
             return self.copied, 0
         return self.chances(1)[0], self.matches + 1
 
@@ -176,7 +163,6 @@ class Drafter:
         if most is not None and most < 0:
             raise ValueError(f"speculate = {most}, but it must be at least 0")
         self.most = most
-        self._texts: dict[int, tuple[str, Pairs]] = {}  # by slot: its last client, and the text
         # Seconds of a step, and of each of its rows
         self._step_s = self._row_s = 0.0
         self._sums = [0.0] * 5  # of steps, rows, rows squared, seconds, rows times seconds
@@ -192,7 +178,8 @@ class Drafter:
         expected = float(rows)  # tokens of this step
         for request in decoding:
             # A draft continues the newest token, so all tokens must have been read
-            lookup = self._follow(request) if request.planned == request.committed else None
+            is_read = request.planned == len(request.answer)
+            lookup = self._follow(request) if is_read else None
             most = min(left, request.max_tokens - request.planned - 1, self.most or MOST)
             if lookup is None or most < 1:
                 continue
@@ -273,11 +260,7 @@ class Drafter:
         if lookup is None or request.slot is None:
             return None
         if lookup.text is None:
-            client, text = self._texts.pop(request.slot, ("", None))
-            is_known = bool(request.client) and request.prefix_cache
-            lookup.begin(request.prompt, text if is_known and client == request.client else None)
-            if is_known:
-                self._texts[request.slot] = request.client, lookup.text
+            lookup.begin(request.prompt)
         lookup.follow(request.answer)
         return lookup
 

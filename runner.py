@@ -81,7 +81,7 @@ class ForwardBatch(NamedTuple):
         decodes = []
         for decode in plan.decodes:
             request = decode.request
-            is_known = first_of(decode) == request.committed  # none of its tokens is in flight
+            is_known = first_of(decode) == len(request.answer)  # none of its tokens is in flight
             ids = (request.answer[-1], *decode.draft) if is_known else ()
             decodes.append(Decoding(decode.slot, decode.position, ids))
         decodes.sort()  # neighbouring slots are one view of the slab
@@ -280,7 +280,8 @@ class Runner:
         """The second half: sample a token for each row, and start that, too."""
         resumed = self.clock()
         tokens, logprobs, states = self._sample(launched, rows)
-        tokens = self.ranks.first(tokens)  # those of rank 0, on every rank
+        if self.ranks.size > 1:
+            tokens = self.ranks.first(tokens)  # those of rank 0, on every rank
         # With draft tokens, only `commit` finds the newest token; the next batch then contains it
         first = tokens[:, 0]
         self._newest = mx.where(first >= 0, first, self._newest)

@@ -406,7 +406,7 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan | None:
         """Decide the next step. None if there is nothing to do."""
-        admitted = self._admit(now)
+        admitted = self._admit(now) if self.waiting else []
         blocked = tuple(self.free) if self.waiting else ()
         running = list(self.running.values())
         decoding = [r for r in running if r.phase == "decode" and r.planned < r.max_tokens]
@@ -414,7 +414,7 @@ class Scheduler:
         if not (chunks or decoding):
             return None
         left = self.budget - len(decoding) - sum(chunk.cost for chunk in chunks)
-        drafts = self.draft(decoding, left)
+        drafts = self.draft(decoding, left) if decoding else {}
         decodes = [Decode(r, r.slot, r.next_row, drafts.get(r.id, ())) for r in decoding]
         self.steps += 1
         dirty = [r.slot for r in running if r.prefilled and r.slot in self._to_scrub]
@@ -431,7 +431,7 @@ class Scheduler:
             blocked=blocked,
             waiting=len(self.waiting),
             policy=self.policy.name,
-            overwritten=self.prefixes.take_overwritten(),
+            overwritten=self.prefixes.take_overwritten() if chunks else (),
         )
         for member in plan.emitters:
             # From here to its commit, the request is one token ahead, or more with draft tokens.
@@ -488,10 +488,13 @@ class Scheduler:
             return []
         left = max(left, self.chunk)
         oldest = requests[0]
-        kept = self._cut(oldest, left - left // 2).cost
+        kept = 0
+        if len(requests) > 1:
+            kept = self._cut(oldest, left - left // 2).cost
+            requests = sorted(requests, key=self._rest)
         reads = [oldest.trail]
         chunks: list[Chunk] = []
-        for request in sorted(requests, key=self._rest):
+        for request in requests:
             if request is oldest:
                 kept = 0
             chunk = self._cut(request, left - kept)

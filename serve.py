@@ -128,7 +128,7 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
     """From a bound socket to the end of the last answer. Return the exit code.
 
     subtle: a signal is recorded and raises nothing. An exception could come at any line, even after
-    a lock was taken and before its release was certain; the server then waited for ever.
+    a lock was taken and before its release was certain; the server then waited forever.
     """
     signals = SimpleQueue()  # the first lets answers end, the second ends them
     is_awaited = False

@@ -4,7 +4,7 @@ Each part of `screen/` knows only those above it:
 
     workload.py       the prompts of a burst, and the settings of a prompt
     engine_view.py    all that the screen knows of an engine at one moment, frozen
-    engine_client.py  the protocol of an engine client, and the client that owns an engine
+    engine_client.py  what all engine clients share, and the client that owns an engine
     remote_client.py  the client for a server's `/watch`
     step_columns.py   steps as columns of the timeline; stats.py: the statistics of a busy period
     policy_runs.py    races and replays on a clock without interruptions
@@ -46,7 +46,7 @@ from runtime.validation import read_whole, shown
 from screen import recording as record
 from screen.app import Screen
 from screen.commands import SCRIPT, Session, orders_of, run_plain
-from screen.engine_client import EngineClient, LocalEngineClient
+from screen.engine_client import LocalEngineClient
 from screen.pages.busy_periods import farewell
 from screen.pages.tour import run_plain_tour
 from screen.remote_client import RemoteEngineClient, address_of, base_of
@@ -184,7 +184,7 @@ def load_engine(
     return engine
 
 
-def open_client(args: argparse.Namespace) -> EngineClient:
+def open_client(args: argparse.Namespace) -> LocalEngineClient | RemoteEngineClient:
     """A client with an engine of its own, or of a server. The port of `--serve` is bound here,
     before anything is loaded."""
     if args.watch:
@@ -196,8 +196,8 @@ def open_client(args: argparse.Namespace) -> EngineClient:
     import serve
 
     host, port = args.serve
-    door = serve.bind(args, host, port, f"--serve {host}:{port}")
-    return LocalEngineClient(partial(serve.load, args), door.start(), cli.name_of(args.model))
+    server = serve.bind(args, host, port, f"--serve {host}:{port}")
+    return LocalEngineClient(partial(serve.load, args), server.start(), cli.name_of(args.model))
 
 
 def failed(state: State) -> int:

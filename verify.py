@@ -367,7 +367,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_model()
     parser.add_activations()
     add("--ways", default=",".join(WAYS), help="which to try (default: %(default)s)")
-    says = "how often each question is asked in company (default: 1)"
+    says = "how often each question is asked among others (default: 1)"
     parser.add_whole("--rounds", 1, 1000, says, default=1)
     parser.add_attention()
     add("--json", action="store_true", help="write the receipt as JSON")

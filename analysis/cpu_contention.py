@@ -1,11 +1,8 @@
-"""Measure whether other programs take the cores, so that nobody blames the engine for their time.
+"""Measure whether other programs take the cores, because a step then takes longer and the engine looks slow.
 
-Next to a busy program a step takes twice as long, and a clock alone would show a slow engine. The
-system counts the seconds in which each core worked (`/proc/stat`), and those of this process; the
-difference went to other programs. It matters only while no core was idle: otherwise nobody waits.
-Where the system does not count, as on a Mac, its load average is used, less this process's share.
-
-A sample reads one small file, at most once a second.
+The busy seconds of all cores (`/proc/stat`), less those of this process, went to other programs. They
+matter only while no core was idle. Elsewhere, as on a Mac, the load average is used, less this
+process's share. A sample reads one small file, at most once a second.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from runtime.cli import my_cores
 EVERY = 1.0  # seconds between two samples
 MINUTE = 60.0  # the period of the load average
 LEAST = 0.25  # of all cores: less is normal background load
-IDLE = 0.15  # of all cores: above this, nobody waits for a core
+IDLE = 0.15  # of all cores: above this, no program waits for a core
 
 
 class Worked(NamedTuple):

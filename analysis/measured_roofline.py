@@ -1,20 +1,9 @@
-"""The roofline: how fast this machine reads weights and multiplies them at most.
+"""The roofline: how fast this machine reads weights and multiplies them at most, by the engine's own product.
 
-The problem. "A step takes 4 ms" says nothing unless we know what the machine could do. A data sheet
-describes another machine, and no program reaches its figures.
-
-The solution. Time two products on the device that steps, with the product that the engine uses. A
-product with one row reads each weight and multiplies it once, so it is limited by memory bandwidth.
-(It is measured with weights larger than any cache, and again with as many as the model has: a small
-model stays in the processor's cache.) A product of two square matrices uses each number many times,
-so it is limited by arithmetic.
-
-Each figure is the fastest of many tries, because interruptions only make a try longer. A try is short,
-so that some fall between two interruptions: the weights are read in pieces, one after the other, and
-no cache still holds a piece when its turn comes again. In all this takes less than a second and at
-most a quarter of the free memory.
-
-Where next: `screen/pages/step_cost.py`, which compares a step with it.
+A product with one row is limited by memory bandwidth. It is measured with weights larger than any
+cache, and again with as many as the model has, which may fit a cache. A product of two square matrices
+is limited by arithmetic. Each figure is the fastest of many short tries, because interruptions only make
+a try longer. All this takes less than a second and at most a quarter of the free memory.
 """
 
 from __future__ import annotations

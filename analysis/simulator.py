@@ -1,19 +1,9 @@
-"""The scheduler without a model: lengths and step costs in, steps out.
+"""The scheduler without a model: lengths and step costs in, steps out. So other policies can be tried on
+the same requests, also in a web page. It needs the standard library only.
 
-The problem. How would these requests have fared under another policy? Asking a model again would take
-as long as the first time, and in a web page or a test there is no model.
-
-The solution. A scheduler decides by lengths, common prefixes and a budget. `Replay` sends requests of
-known lengths through it, in the loop of `Engine.step`: plan -> run -> commit. All that is left of the
-run is its duration.
-
-Tokens that were drafted are drafted again, and as many of them are accepted: a replay knows lengths, and
-cannot know what another policy's steps would have drafted.
-
-The invariant: a run that is replayed under its own policy has the same steps. Only the standard
-library is needed.
-
-Where next: `screen/latency_breakdown.py` and `web/simulate.py`, which use it.
+`Replay` sends requests of known lengths through a scheduler, in the loop of `Engine.step`. Tokens that
+were drafted are drafted again, and as many of them are accepted. The invariant: a run that is replayed
+under its own policy has the same steps.
 """
 
 from __future__ import annotations
@@ -25,12 +15,12 @@ from typing import Any, NamedTuple
 
 from sched import Plan, Policy, Request, Scheduler, Tokens
 
-SAID = 2**40  # the only token that is ever said: no prompt begins like an answer
-WRONG = SAID + 1  # and a draft that is wrong
+SAID = 2**40  # the only token of all answers: no prompt has it
+WRONG = SAID + 1  # a draft token that is rejected
 
 
 class Guest(NamedTuple):
-    """A request, and what became of it."""
+    """A request and its fate."""
 
     request: Request
     tokens: float  # the length of its answer
@@ -73,7 +63,7 @@ class Stuck(ValueError):
 
 
 class Replay:
-    """A scheduler, and those who come to it.
+    """A scheduler and its requests.
 
     `seconds`: how long a step takes.
     `run_ahead`: a step is planned before the tokens of the one before have been read.
@@ -142,7 +132,7 @@ class Replay:
             yield self._commit()
 
     def _draft(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
-        """What was drafted, as far as there is room."""
+        """The drafts of the real run, as far as the budget allows."""
         found = {}
         for request in decoding:
             known = self._drafts.get(request.id)

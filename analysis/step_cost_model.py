@@ -1,16 +1,9 @@
-"""Count what a step reads and multiplies, from the model's sizes, and the time it needs at least.
+"""Count the bytes that a step reads and its operations, from the model's sizes, and the least time for them.
 
-The problem. "3.4 ms per step" explains neither why eight answers cost hardly more than one, nor where
-that ends.
-
-What is counted is what the engine does, not what would be necessary: with sliding attention, older
-rows are read all the same, and masked. The cost is a lower bound, because four things are left out. A
-chunk that copies rows which its own pass writes starts a second pass. Neighbours that share a product
-read as far as the longest of them. An expert is multiplied with each of its tokens separately, and
-read again unless it is cached. The activations between two products are written and read, too.
-
-Where next: `models/forward_cost.py`, where the sizes come from; `screen/pages/step_cost.py`, which
-shows the costs.
+What the engine does is counted: with sliding attention, older rows are read, too, and masked. Four
+things are left out, so the cost is a lower bound: the second pass for a chunk that copies rows of its own
+pass, the rows beyond a sequence's length that neighbours make it read, experts that are read more than
+once, and activations.
 """
 
 from __future__ import annotations

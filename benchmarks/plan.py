@@ -113,7 +113,7 @@ WIDENED = "widened"  # this checkout, with all weights made float32 when they ar
 
 def our_column(policy: str, speculate: str = "0") -> Contestant:
     """This checkout, on the BLAS that the user's environment asks for. Others draft nothing, and
-    beside them neither do we, unless `--speculate` says so."""
+    next to them neither do we, unless `--speculate` says so."""
     name = f"nanobatch {policy}"
     return Contestant(
         name if speculate == "0" else f"{name}, speculate {speculate}", name, speculate=speculate

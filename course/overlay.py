@@ -83,13 +83,15 @@ def functions(text: str) -> dict[str, Function]:
     return found
 
 
+@cache
 def blanks(text: str) -> dict[str, int]:
     """The functions that are still blank, and the stage of each."""
     found = {}
     for name, node in functions(text).items():
-        said = re.match(r"raise NotImplementedError\('stage (\d+)\b", ast.unparse(node.body[-1]))
-        if said and len(node.body) == 1 + (ast.get_docstring(node) is not None):
-            found[name] = int(said[1])
+        if len(node.body) == 1 + (ast.get_docstring(node) is not None):
+            body = ast.unparse(node.body[-1])
+            if said := re.match(r"raise NotImplementedError\('stage (\d+)\b", body):
+                found[name] = int(said[1])
     return found
 
 
@@ -102,7 +104,7 @@ def has_reference() -> bool:
 
 
 def function_of(module: ModuleType, name: str) -> FunctionType:
-    """The function behind a name such as "Window.write"; a property's, too."""
+    """The function with a name such as "Window.write"; a property's, too."""
     try:
         found = attrgetter(name)(module)
     except AttributeError as error:

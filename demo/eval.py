@@ -35,7 +35,7 @@ NAME = re.compile(rf"(?<!was )\b(?!Will it|Will you)({'|'.join(name for name, _ 
 
 
 def questions(skill: str, count: int, seed: str = "exam") -> list[corpus.Task]:
-    """The first so many different questions of the exam, or all there are."""
+    """The first different questions of the exam, as many as are wanted or there are."""
     rng, tasks = random.Random(f"{seed} {skill}"), {}
     for _ in range(20 * count):
         task = corpus.ask(rng, skill, exam=True)
@@ -114,7 +114,7 @@ def main() -> None:
     )
     add("--prompts", type=int, default=120, help="questions for each skill (default 120)")
     add("--slots", type=int, default=8, help="slots of the engine (default 8)")
-    add("--show", type=int, default=0, help="print so many answers of each skill")
+    add("--show", type=int, default=0, help="print this many answers of each skill")
     add("--wrong", action="store_true", help="print every answer that lost a mark")
     add("--json", action="store_true", help="print the scores as JSON and nothing else")
     args = parser.parse_args()

@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import hmac
 import json
+import queue
 import secrets
-import selectors
+import select
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -40,7 +42,6 @@ BEAT_S = 0.5
 BEAT = "\0"
 PROOF = 32  # bytes of a challenge, and of the proof that answers it
 NAME = 32  # bytes of a connection's name
-CALLERS = 64  # unproven connections at a time
 PATIENCE_S = 5  # for a handshake
 AGAIN_S = 0.05
 OTHERS = "it is no rank of these: another program, or another hostfile or NANOBATCH_RING_KEY"
@@ -58,19 +59,15 @@ def connect(address: str, key: bytes, name: str, until: float) -> socket.socket:
             with ExitStack() as unless:
                 connection = socket.create_connection((host, int(port)), PATIENCE_S)
                 unless.enter_context(connection)
-                if (
-                    connection.getsockname() == connection.getpeername()
-                ):  # possible on the loopback interface
+                # Possible on the loopback interface
+                if connection.getsockname() == connection.getpeername():
                     raise ConnectionRefusedError("it has connected to itself")
                 own = proof(key, read_exactly(connection, PROOF) + named)
                 connection.sendall(named + own)
                 if not hmac.compare_digest(read_exactly(connection, PROOF), proof(key, own)):
                     raise ConnectionError(OTHERS)
                 unless.pop_all()
-                connection.settimeout(None)
-                connection.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-                )  # send small messages at once
+                settle(connection)
                 return connection
         except (BrokenPipeError, ConnectionResetError):  # closed before it had read everything
             why = OTHERS
@@ -86,88 +83,58 @@ def accept(
 ) -> dict[str, socket.socket]:
     """Accept the connections of these names. TimeoutError when the clock says `until`.
 
-    A caller with a wrong proof is disconnected. A silent caller blocks nobody.
+    Each caller has a thread of its own, so a silent one blocks nobody.
     """
     found: dict[str, socket.socket] = {}
-    callers: dict[socket.socket, Iterator[str]] = {}  # the oldest first
+    proven: queue.SimpleQueue[tuple[str, socket.socket]] = queue.SimpleQueue()
+
+    def answer(connection: socket.socket) -> None:
+        with suppress(OSError), ExitStack() as unless:
+            unless.enter_context(connection)
+            name = proven_name(connection, key, names)
+            unless.pop_all()
+            proven.put((name, connection))
+
     with ExitStack() as at_last:
         for server in servers:
             at_last.enter_context(server)
             server.setblocking(False)
-        at_last.callback(lambda: [connection.close() for connection in callers])
         while names - found.keys():
-            for connection in ready([*servers, *callers], until):
-                if connection in servers:
-                    accept_one(connection, callers, key, names)
-                elif connection in callers:  # not closed since
-                    name = next(callers[connection], None)
-                    if name != "":
-                        del callers[connection]
-                    if name is None:
-                        connection.close()
-                    elif name:
-                        if name in found:  # the rank has reconnected
-                            found[name].close()
-                        found[name] = connection
+            if time.monotonic() > until:  # also under constant connection attempts
+                raise TimeoutError("it has not connected")
+            for server in select.select(servers, [], [], AGAIN_S)[0]:
+                with suppress(OSError):  # the caller is gone already
+                    connection = server.accept()[0]
+                    threading.Thread(target=answer, args=[connection], daemon=True).start()
+            while not proven.empty():
+                name, connection = proven.get()
+                if name in found:  # the rank has reconnected
+                    found[name].close()
+                found[name] = connection
     for connection in found.values():
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        settle(connection)
         keep_alive(connection)
     return found
 
 
-def accept_one(
-    server: socket.socket,
-    callers: dict[socket.socket, Iterator[str]],
-    key: bytes,
-    names: set[str],
-) -> None:
-    """Accept a connection and send the challenge. Of too many callers, drop the oldest."""
-    with suppress(OSError):
-        connection = server.accept()[0]
-        callers[connection] = handshake(connection, key, names)
-        next(callers[connection], None)
-    if len(callers) > CALLERS:
-        oldest = next(iter(callers))
-        del callers[oldest]
-        oldest.close()
+def proven_name(connection: socket.socket, key: bytes, names: set[str]) -> str:
+    """The listener's side of the handshake: the connection's name, once its caller has proven that
+    it knows the key. Else OSError."""
+    challenge = secrets.token_bytes(PROOF)
+    connection.sendall(challenge)
+    named = read_exactly(connection, NAME)
+    given = read_exactly(connection, PROOF)
+    name = named.decode(errors="replace").rstrip()
+    if name not in names or not hmac.compare_digest(given, proof(key, challenge + named)):
+        raise ConnectionError(OTHERS)
+    connection.sendall(proof(key, given))
+    return name
 
 
-def ready(connections: Sequence[socket.socket], until: float) -> list[socket.socket]:
-    """Wait for the connections that can be read."""
-    with selectors.DefaultSelector() as watched:
-        for connection in connections:
-            watched.register(connection, selectors.EVENT_READ)
-        found = watched.select(until - time.monotonic())
-    if time.monotonic() > until:  # also under constant connection attempts
-        raise TimeoutError("it has not connected")
-    return [event.fileobj for event, _ in found]
-
-
-def handshake(connection: socket.socket, key: bytes, names: set[str]) -> Iterator[str]:
-    """The listener's side of the handshake. Each step reads what has arrived.
-
-    Yield an empty string while more bytes are needed, and the connection's name once it is proven.
-    End without a name after a wrong proof.
-    """
-    got = b""
-    with suppress(OSError):
-        connection.setblocking(False)
-        challenge = secrets.token_bytes(PROOF)
-        connection.send(challenge)  # small enough never to block
-        while len(got) < NAME + PROOF:
-            yield ""
-            piece = connection.recv(NAME + PROOF - len(got))
-            if not piece:
-                return
-            got += piece
-        named = got[:NAME]
-        given = got[NAME:]
-        name = named.decode(errors="replace").rstrip()
-        is_right = hmac.compare_digest(given, proof(key, challenge + named))
-        if is_right and name in names:
-            connection.send(proof(key, given))
-            yield name
+def settle(connection: socket.socket) -> None:
+    """After the handshake: wait as long as it takes, and send small messages at once."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def proof(key: bytes, about: bytes) -> bytes:

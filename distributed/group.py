@@ -73,6 +73,7 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1, backend: str = ""):
         self.rank = rank
         self.size = size
+        self.leads = size > 1 and rank == 0  # is this the leader of several ranks?
         self.backend = backend
         # Set on the leader: ends all requests with this error
         self.end_requests: Callable[[str], None] | None = None
@@ -87,11 +88,6 @@ class Ranks:
             if has_gpu() and backend not in ("", "nccl")
             else None
         )
-
-    @property
-    def leads(self) -> bool:
-        """Is this the leader of several ranks?"""
-        return self.size > 1 and self.rank == 0
 
     # --- collective operations inside a graph
 

@@ -1,29 +1,24 @@
-"""The matrix product under MLX: our own, or a library that stands in for it, and how it gets there.
+"""Choose the library that multiplies matrices for MLX, and load it before MLX: our own, or OpenBLAS.
 
 The problem. A BLAS is the library that multiplies matrices. MLX's CPU wheel for Linux brings the
-*reference* BLAS. It is correct, portable, and 10 to 50 times slower than the machine can go. A
-tuned BLAS is fast, but adds numbers up in an order that depends on how many rows there are, so a
-request's last digits would depend on its company. On a Mac (Accelerate, Metal) and on CUDA none of
-this applies.
+*reference* BLAS. It is correct, portable, and 10 to 50 times slower than it could be. A tuned BLAS
+is fast, but its order of summation depends on the number of rows, so a request's last bits would
+depend on the other requests in its batch. On a Mac (Accelerate, Metal) and on CUDA none of this
+applies.
 
-The way out. A dynamic linker binds a name such as `cblas_sgemm` to the first library that offers
-it. A library that is loaded *before* `mlx.core`, with its names made global, therefore takes the
-place of the slow one. Ours is `matmul.c`, which is compiled at install. Where that could not be, OpenBLAS
-takes its place: the tokens are right as before, but nothing is promised about their last bits. So
-this module must come first: every file of ours takes its `mx` from `mlx.py`, which asks here, and
-no other file has to think of it.
+The solution. A dynamic linker binds a name such as `cblas_sgemm` to the first library that defines
+it. So a library that is loaded *before* `mlx.core`, with its names made global, replaces the slow
+one. Ours is `matmul.c`, which is compiled at install. Without a compiler, OpenBLAS takes its place:
+the tokens are still right, but their last bits may depend on the batch. This module must run first:
+every file of ours imports `mx` from `mlx.py`, which calls it.
 
-    NANOBATCH_BLAS=rows               our own product or nothing: an error says why it cannot be had
-    NANOBATCH_BLAS=rows:avx2          the same in this form (avx512, avx2, neon, plain)
-    NANOBATCH_BLAS=openblas           OpenBLAS, from the wheel that the extra `cpu` brings, or else the system's
-    NANOBATCH_BLAS=openblas:Haswell   the same, with the kernels for another processor than this one
+    NANOBATCH_BLAS=rows               our own product, or an error that says why it cannot be loaded
+    NANOBATCH_BLAS=rows:avx2          the same for this instruction set (avx512, avx2, neon, plain)
+    NANOBATCH_BLAS=openblas           OpenBLAS, from the wheel in the extra `cpu`, or else the system's
+    NANOBATCH_BLAS=openblas:Haswell   the same, with its kernels for another processor than this one
     NANOBATCH_BLAS=off                leave MLX as it is, and say nothing
-    NANOBATCH_BLAS=/path/lib.so       take this library
-    NANOBATCH_THREADS=1               how many threads multiply
-
-What this file keeps: an environment that was made for another library changes nothing here, neither
-the kernels nor how threads wait. What runs is asked of the library, and never guessed from the
-processor.
+    NANOBATCH_BLAS=/path/lib.so       load this library
+    NANOBATCH_THREADS=1               the number of threads that multiply
 """
 
 from __future__ import annotations
@@ -42,26 +37,23 @@ from typing import NamedTuple
 from kernels import matmul_library
 from runtime.cli import install
 
-PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # what MLX asks of a BLAS by itself
+PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # what MLX calls in a BLAS
 
 
 def say(line: str) -> None:
-    """Tell the user. The screen replaces this by a function of its own."""
+    """Print a line for the user. The screen replaces this function."""
     print(f"nanobatch: {line}", file=sys.stderr, flush=True)
 
 
 class Blas(NamedTuple):
-    """What multiplies under MLX."""
+    """The library that multiplies under MLX."""
 
-    # "rows" is our own; else "openblas", a path, or "mlx" for what MLX brings.
-    name: str
-    # `kernels`: the processor that the library's code is made for, in the library's own words.
-    kernels: str = ""
-    # `why_not`: why it is not our own product, and what would help. Empty where nobody expects
-    # ours.
-    why_not: str = ""
-    # `library`: our own product, loaded.
-    library: ctypes.CDLL | None = None
+    name: str  # "rows" is our own; else "openblas", a path, or "mlx" for MLX's own
+    kernels: str = ""  # the processor that its code is for, as the library names it
+    why_not: str = (
+        ""  # why it is not our own product, and the remedy; empty where ours is not needed
+    )
+    library: ctypes.CDLL | None = None  # our own product, loaded
 
     def __str__(self) -> str:
         named = f"{self.name} ({self.kernels})" if self.kernels else self.name
@@ -73,12 +65,12 @@ class Blas(NamedTuple):
 
     @property
     def products(self) -> int:
-        """How many products our own library has computed."""
+        """The number of products that our own library has computed."""
         return ctypes.c_long.in_dll(self.library, "rows_products").value
 
 
 def preload() -> Blas:
-    """Load the best product there is. Must run before `mlx.core` is imported."""
+    """Load the best library available. Must run before `mlx.core` is imported."""
     choice = os.environ.get("NANOBATCH_BLAS", "")
     name, _, kernels = choice.partition(":")
     if choice == "off" or not _needs_blas():
@@ -96,7 +88,7 @@ def preload() -> Blas:
         why_not = f"NANOBATCH_BLAS={choice}"
     found = choice if choice and name != "openblas" else "openblas"
     with _environment(
-        OPENBLAS_CORETYPE=kernels or matmul_library.openblas_kernels(),
+        OPENBLAS_CORETYPE=kernels,
         OPENBLAS_THREAD_TIMEOUT="4",
         OPENBLAS_NUM_THREADS=str(matmul_library.threads(most=1024)),
     ):
@@ -124,20 +116,17 @@ def _needs_blas() -> bool:
 
 
 def backends() -> list[str]:
-    """Those of MLX that are installed on Linux. Each brings a file `mlx/lib/libmlx.so`."""
+    """MLX's backends that are installed. Each has a file `mlx/lib/libmlx.so`."""
     names = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
     return [name for name in names if [*importlib.metadata.distributions(name=name)]]
 
 
 @contextmanager
 def _environment(**settings: str) -> Iterator[None]:
-    """While a library is loaded, it reads these, and afterwards everybody else finds what was there
-    before.
+    """Set these variables while a library is loaded, and restore the environment afterwards.
 
-    OpenBLAS picks its kernels by the processor's name, and an older one takes a younger processor
-    for an old one; so they are named. Its threads spin while they wait for work. With the
-    least timeout, 2^4 ticks, they sleep at once, so that they do not take the processor from
-    others.
+    OpenBLAS's threads spin while they wait for work. With the shortest timeout, 2^4 ticks, they
+    sleep at once and leave the processor to others.
     """
     before = {name: os.environ.pop(name) for name in settings if name in os.environ}
     os.environ |= {name: value for name, value in settings.items() if value}
@@ -153,15 +142,15 @@ def _environment(**settings: str) -> Iterator[None]:
 
 
 def _load_rows(form: str) -> Blas:
-    """Our own product, made global once it has been looked at."""
+    """Load and check our own product, then make its names global."""
     library, said = matmul_library.load(form)
     ctypes.CDLL(library._name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
     return Blas("rows", said, library=library)
 
 
 def _global(library: str | Path) -> ctypes.CDLL | None:
-    """The library, with its names made global; None if it cannot be loaded. (ValueError: its path
-    holds bytes that are no text, and so does the reason.)"""
+    """Load a library with its names made global; None if it cannot be loaded. (ValueError: neither
+    its path nor the reason can be decoded.)"""
     try:
         return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except (OSError, ValueError):
@@ -169,8 +158,8 @@ def _global(library: str | Path) -> ctypes.CDLL | None:
 
 
 def _load_openblas() -> ctypes.CDLL | None:
-    """OpenBLAS from the wheel that NumPy and SciPy are built with, which has kernels for every
-    processor; or else the system's."""
+    """OpenBLAS from the wheel that NumPy and SciPy are built with, which has kernels for all
+    processors; or else the system's."""
     wheel = importlib.util.find_spec("scipy_openblas32")
     inside = (
         Path(wheel.origin).with_name("lib") / "libscipy_openblas.so"
@@ -181,9 +170,8 @@ def _load_openblas() -> ctypes.CDLL | None:
 
 
 def _offers(library: ctypes.CDLL) -> bool:
-    """Does the library offer its products to MLX? The wheel's names begin with `scipy_`, so that it
-    gets in no other library's way. Ours is to get in the way: what it has is offered under the
-    usual names, too."""
+    """Does the library define the names that MLX calls? Those of the wheel begin with `scipy_`, to
+    avoid conflicts with other libraries, so they are made known under the usual names, too."""
     try:
         if not hasattr(library, PRODUCTS[0]):
             offer({name: library[f"scipy_{name}"] for name in PRODUCTS})
@@ -193,28 +181,26 @@ def _offers(library: ctypes.CDLL) -> bool:
 
 
 def offer(functions: Mapping[str, ctypes._CFuncPtr]) -> None:
-    """Make functions that are in this process known to the linker by these names, for libraries
-    that come later.
+    """Make functions of this process known to the linker under these names, for libraries that are
+    loaded later.
 
-    What a linker knows is what stands in the tables of the libraries that it has loaded. So this
-    writes the smallest library there can be, into memory, and loads it. It has no code: only a
-    table of symbols, each an absolute address.
+    The linker searches the symbol tables of the libraries that it has loaded. So write a minimal
+    ELF library into memory and load it. It has no code, only symbols with absolute addresses:
 
-        file header | what to load: all of it | where its tables are | symbols | their names | hash
-        table | the tables
+        file header | load all of it | where the dynamic section is | symbols | their names |
+        hash table | dynamic section
     """
-    # The first entry of both is empty
+    # The first symbol and the first name are empty
     names = b"\0"
     symbols = bytes(24)
     for name, function in functions.items():
         address = ctypes.cast(function, ctypes.c_void_p).value
-        # Its name's place; a function (2) that all may use (1 << 4); absolute (0xFFF1), so it is
-        # moved nowhere.
+        # The offset of its name; a function (2) that is global (1 << 4); absolute (0xFFF1), so it is
+        # not relocated.
         symbols += struct.pack("=IBBHQQ", len(names), 0x12, 0, 0xFFF1, address, 0)
         names += name.encode() + b"\0"
     count = len(functions) + 1
-    # The hash table: one bucket for all names, which begins with symbol 1, and after each symbol
-    # comes the next.
+    # The hash table: one bucket for all names, a chain from symbol 1 to the last one
     chain = [0, *range(2, count), 0]
     hashes = struct.pack(f"={3 + count}I", 1, count, 1, *chain)
     place = 64 + 2 * 56
@@ -223,11 +209,11 @@ def offer(functions: Mapping[str, ctypes._CFuncPtr]) -> None:
     for tag, table in ((6, symbols), (5, names), (4, hashes)):
         tables += struct.pack("=QQ", tag, place + len(body))
         body += table + bytes(-len(table) % 8)
-    # How long the names are, and each symbol; the end
+    # The length of the names and of a symbol; the end
     tables += struct.pack("=6Q", 10, len(names), 11, 24, 0, 0)
     start = place + len(body)
     size = place + len(body) + len(tables)
-    # This machine's kind of file begins as Python's own does
+    # The first bytes depend on the machine: take them from Python's own file
     with open("/proc/self/exe", "rb") as python:
         kind = python.read(16) + struct.pack("=H", 3) + python.read(4)[2:]
     header = kind + struct.pack("=IQQQIHHHHHH", 1, 0, 64, 0, 0, 64, 56, 2, 64, 0, 0)
@@ -241,11 +227,8 @@ def offer(functions: Mapping[str, ctypes._CFuncPtr]) -> None:
         os.close(file)
 
 
-# --- the processor, and what runs on it ---------------------------------------------------------
-
-
 def _kernels(library: ctypes.CDLL) -> str:
-    """Which kernels the library runs, if it can say."""
+    """The kernels that the library runs, if it can tell."""
     for name in ("scipy_openblas_get_corename", "openblas_get_corename"):
         if core := getattr(library, name, None):
             core.restype = ctypes.c_char_p

@@ -1,8 +1,8 @@
-"""How `matmul.c` is compiled: once for each instruction set, when nanobatch is installed.
+"""How `setup.py` compiles `matmul.c`: once for each instruction set.
 
-A wheel is built for all processors of an architecture, so it carries a library for each instruction
-set, and a start takes the best one that its processor has (`matmul_library.py`). `setup.py` compiles them. A
-library holds the hash of what it was compiled from, so that an edited source is noticed.
+A wheel is for all processors of an architecture, so it has a library for each instruction set, and
+`matmul_library.py` loads the best one for the processor. A library contains the hash of what it was
+compiled from, so that an edited source is noticed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class Form(NamedTuple):
 
     machine: str  # the architecture; empty: any
     features: str  # words of /proc/cpuinfo that the processor must have
-    # What the compiler is told. Never "native", which means something else on each machine
+    # Of the compiler. Never "native", which means something else on each machine
     options: str
-    openblas: str = ""  # the kernels that OpenBLAS has for such a processor; empty: its own choice
 
 
 FORMS = {  # the best one comes first
@@ -44,16 +43,14 @@ FORMS = {  # the best one comes first
         "x86_64",
         "avx512f avx512bw avx512dq avx512vl avx512cd avx512_vnni avx2 fma f16c",
         "-mavx512f -mavx512vnni -mavx2 -mfma -mf16c",
-        "SkylakeX",
     ),
     "avx512": Form(
         "x86_64",
         "avx512f avx512bw avx512dq avx512vl avx512cd avx2 fma f16c",
         "-mavx512f -mavx512bw -mavx2 -mfma -mf16c",
-        "SkylakeX",
     ),
-    "avxvnni": Form("x86_64", "avx2 fma f16c avx_vnni", "-mavxvnni -mavx2 -mfma -mf16c", "Haswell"),
-    "avx2": Form("x86_64", "avx2 fma f16c", "-mavx2 -mfma -mf16c", "Haswell"),
+    "avxvnni": Form("x86_64", "avx2 fma f16c avx_vnni", "-mavxvnni -mavx2 -mfma -mf16c"),
+    "avx2": Form("x86_64", "avx2 fma f16c", "-mavx2 -mfma -mf16c"),
     "neondot": Form("aarch64", "asimddp", "-march=armv8.2-a+dotprod"),
     "neon": Form("aarch64", "", ""),
     "plain": Form("x86_64", "", ""),  # older than 2013: without fused multiply-adds
@@ -61,7 +58,7 @@ FORMS = {  # the best one comes first
 
 
 def forms() -> list[str]:
-    """Those that are compiled here. On a Mac, MLX brings a fast product of its own."""
+    """The instruction sets to compile for. On a Mac, MLX has a fast product of its own."""
     if sys.platform != "linux":
         return []
     return [name for name, form in FORMS.items() if form.machine == platform.machine()]
@@ -72,7 +69,7 @@ def library(form: str) -> Path:
 
 
 def source_hash(form: str) -> str:
-    """The hash of all that a library is compiled from."""
+    """The hash of everything that a library is compiled from."""
     made_from = [SOURCE.read_text(encoding="utf-8"), *OPTIONS, FORMS[form].options]
     return hashlib.sha256("\n".join(made_from).encode()).hexdigest()
 

@@ -1,8 +1,8 @@
 """Fused attention: one operation of `matmul.c` in place of the formula in `llama.attention`.
 
 As with other operations (`row_ops.py`), MLX takes it for a product with a matrix. In place of the
-matrix there is a layer's slab, which ends with a label that says what it is. The operation finds in
-each row of x the queries of a token and which rows of the slab that token sees.
+matrix there is a layer's slab, which ends with a label that `matmul.c` recognizes. Each row of x
+holds a token's queries, and the range of rows in the slab that it sees.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kernels.packed import FORMS, address
 
 
 def label_rows(Dh: int, itemsize: int) -> int:
-    """How many rows of a head have room for the label."""
+    """The number of rows of a head that have room for the label."""
     return -(-LINE // (Dh * itemsize))
 
 
 def label(slab: mx.array) -> None:
-    """Write into the last row of a layer's slab, (slots, 2 Hkv, rows, Dh), what it is."""
+    """Write the label into the last row of a layer's slab, (slots, 2 Hkv, rows, Dh)."""
     slots, heads, rows, Dh = slab.shape
     sizes = (slots, heads // 2, rows, Dh, ctypes.c_float(Dh**-0.5))
     at = ctypes.c_void_p(address(slab))

@@ -1,15 +1,15 @@
 """Is MLX's fused attention right on this device?
 
-Some chips and lengths gave garbage without an error: grouped heads in the two-pass kernel from 1,024
-rows on, for example. So a model's shape of heads is tried when the model is loaded, and where the
-result differs from the formula, `llama.attention` computes the formula.
+On some chips and for some lengths it returned garbage without an error: grouped heads in the
+two-pass kernel from 1,024 rows on, for example. So it is tried with a model's heads when the model is
+loaded. Where the result differs from the formula, `llama.attention` computes the formula.
 """
 
 from functools import cache
 
 from kernels.mlx import mx
 
-LENGTHS = (64, 1024, 4096)  # rows: each is another kernel, or another way through one
+LENGTHS = (64, 1024, 4096)  # rows: each takes another kernel, or another path in one
 CHUNK = 16
 MOST_OFF = 0.05  # half precision is off by 0.01; a wrong row, by about 1
 

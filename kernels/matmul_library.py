@@ -1,16 +1,15 @@
-"""The matrix product of `matmul.c`: which of its libraries this processor takes, and whether it computes
-what it should.
+"""Load the library of `matmul.c` for this processor, and check that it computes what it should.
 
-The problem. `matmul.c` is what makes an answer independent of the other requests in a batch, and all
-of that rests on the order of its sums. A compiler with a fault, or an option too many, makes a
-library that looks right and is not.
+The problem. `matmul.c` makes an answer independent of the other requests in a batch, which depends
+on the order of its sums. A compiler bug, or one option too many, makes a library that looks right and
+is not.
 
-The solution. Each instruction set has a library of its own (`build.py`), and all of them compute the
-same bits. So a start computes some products and operations, and compares one hash. That takes some
-milliseconds.
+The solution. There is a library for each instruction set (`build.py`), and all of them compute the
+same bits. So some products and operations are computed at start, and their hash is compared. That
+takes some milliseconds.
 
-Invariant: a library that computes anything else is never used. OpenBLAS takes its place (`blas_preload.py`),
-and the first line of a program says so.
+The invariant: a library that computes anything else is never used. OpenBLAS takes its place
+(`blas_preload.py`), and the first line of a program says so.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from runtime.cgroup import cores
 from runtime.cli import IS_INSTALLED, cpuinfo
 from runtime.validation import read_whole
 
-MOST_THREADS = 16  # by default; memory is the limit before so many, and nobody has tried more
-# The hash of what every library computes in the check, on any processor. A change of the order of a
-# sum changes it: the line that refuses the library says the new one.
+MOST_THREADS = 16  # by default; memory bandwidth is the limit before that, and more are untested
+# The hash of what every library computes in the check, on any processor. It changes with the order of
+# a sum: the line that refuses the library names the new one.
 BITS = "fbe670e0c0032594f019eabe975d094f"
 PLAIN_BITS = (
     "fed6aaaded46e152b339ce6d260414c5"  # without fused multiply-adds; nothing else has these
@@ -42,16 +41,16 @@ PLAIN_BITS = (
 FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, ROUNDED_4, ROUNDED_6, ROUNDED_8 = range(8)
 SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION = range(8, 14)
 ROUNDED = (ROUNDED_4, ROUNDED_6, ROUNDED_8)  # for activations in 8 bits
-LINE = 64  # bytes at the beginning of a packed matrix, which say what it is
-ORDER = 16  # the number of sums that a product keeps
+LINE = 64  # bytes of the header of a packed matrix; a cache line
+ORDER = 16  # the number of partial sums of a product
 
 
 class Unbuilt(Exception):
-    """The product cannot be used here. The text says why, and what would help."""
+    """The product cannot be used here. The text gives the reason and the remedy."""
 
 
 def load(name: str = "") -> tuple[ctypes.CDLL, str]:
-    """The library of this form, or of the best one for this processor; and a description of it."""
+    """Load the library of this form, or the best one for this processor. Return a description, too."""
     forms = forms_here()
     if not forms:
         raise Unbuilt(f"matmul.c knows no processor of the kind {platform.machine()}")
@@ -90,24 +89,19 @@ def forms_here() -> list[str]:
     ]
 
 
-def openblas_kernels() -> str:
-    """The kernels of OpenBLAS for this processor; empty if OpenBLAS is to choose."""
-    return next((FORMS[name].openblas for name in forms_here()), "")
-
-
 @cache
 def processor() -> frozenset[str]:
-    """What the first processor says that it can do, word by word."""
-    said = cpuinfo()
-    return frozenset(said.get("flags", said.get("Features", "")).split())
+    """The features of the first processor."""
+    info = cpuinfo()
+    return frozenset(info.get("flags", info.get("Features", "")).split())
 
 
 # --- threads ------------------------------------------------------------------------------------
 
 
 def threads(most: int = MOST_THREADS) -> int:
-    """How many threads multiply: NANOBATCH_THREADS, or as many as there are cores for this process,
-    and `most` at most."""
+    """The number of threads that multiply: NANOBATCH_THREADS, or the number of cores available to this
+    process, up to `most`."""
     asked = os.environ.get("NANOBATCH_THREADS", "")
     if not asked:
         return min(cores(), most)
@@ -119,10 +113,10 @@ def threads(most: int = MOST_THREADS) -> int:
 
 # --- the check ----------------------------------------------------------------------------------
 
-# Rows, columns, numbers in a sum: each height of a tile, incomplete vectors, and a long sum
+# M, N, K: each height of a tile, incomplete vectors, and a long sum
 SHAPES = [(1, 5, 3), (1, 9, 35), (2, 4, 16), (5, 9, 33), (6, 8, 40), (7, 37, 17), (13, 3, 20)]
 SHAPES += [(9, 130, 40), (3, 6, 1100)]
-# How a packed matrix may be written: the form of its weights, their bits, the form of its scales
+# Of packed matrices: the form of the weights, their bits, the form of the scales
 PACKED = [(FLOAT16, 16, FLOAT32), (BFLOAT16, 16, FLOAT32)]
 for _scales in (FLOAT32, FLOAT16, BFLOAT16):
     PACKED += [(FOUR_BITS, 4, _scales), (EIGHT_BITS, 8, _scales)]
@@ -149,10 +143,10 @@ def compiled_from(loaded: ctypes.CDLL) -> str:
 
 
 def computed(library: ctypes.CDLL) -> str:
-    """The hash of what the library computes of the same numbers everywhere.
+    """The hash of what the library computes from the same numbers everywhere.
 
     Both layouts, weights packed in each form, each operation; one row, few and many. These products
-    are too small to be shared among threads, so this comes before any thread is started.
+    are too small to be divided among threads, so no thread need run yet.
     """
     draw = random.Random(0)
     seen = hashlib.sha256()
@@ -160,15 +154,15 @@ def computed(library: ctypes.CDLL) -> str:
     def multiply(
         x: array, w: array, M: int, N: int, K: int, turned: bool = False, begin: int = 0
     ) -> None:
-        """x (M, K) times W: (N, K) as stored, or (K, N) turned, or the memory of a packed one, which
-        may begin at a later byte."""
-        y = array("f", [math.nan]) * (M * N)  # whatever the memory of the result held before
+        """x (M, K) times W: (N, K), or (K, N) if turned, or the memory of a packed one, which may begin
+        at a later byte."""
+        y = array("f", [math.nan]) * (M * N)  # must be overwritten
         x_at, w_at, y_at = (ctypes.c_void_p(each.buffer_info()[0]) for each in (x, w, y))
         layout = (111, N) if turned else (112, K)
         w_at.value += begin
         sizes = (M, N, K, ctypes.c_float(1), x_at, K, w_at, layout[1])
         library.cblas_sgemm(101, 111, layout[0], *sizes, ctypes.c_float(0), y_at, N)
-        seen.update(str(y.tolist()).encode())  # a NaN has no sign there
+        seen.update(str(y.tolist()).encode())  # as text, in which a NaN has no sign
 
     for M, N, K in SHAPES:
         w = drawn(draw, N * K)
@@ -200,7 +194,7 @@ def computed(library: ctypes.CDLL) -> str:
             x = drawn(draw, M * K, 150)  # some powers are too large or too small for a float32
             if M > 1:
                 x[0] = math.nan
-                x[-1] = -math.inf  # as what attention hides
+                x[-1] = -math.inf  # as a masked score
             # MLX takes a matrix of one number for a turned one
             multiply(x, w, M, N, K, turned=K == 1)
     for form, Dh, group in ((FLOAT32, 20, 1), (FLOAT16, 33, 3), (FLOAT16, 64, 7)):
@@ -210,7 +204,7 @@ def computed(library: ctypes.CDLL) -> str:
     return seen.hexdigest()[:32]
 
 
-# What attention is asked: slot, first row, last row, cap. A chunk, and tokens by themselves
+# Of attention: slot, first row, last row, cap. A chunk, and single tokens
 TOKENS = [(1, 0, row, 0) for row in range(90, 97)]
 TOKENS += [(0, 0, 0, 0), (0, 70, 99, 0), (1, 2, 65, 30)]
 
@@ -266,7 +260,7 @@ def packed(
 
 
 def written(numbers: array, form: int) -> bytes:
-    """Numbers in this form."""
+    """The bytes of numbers in this form."""
     if form == FLOAT16:
         return struct.pack(f"={len(numbers)}e", *numbers)
     if form == BFLOAT16:  # the upper half of each

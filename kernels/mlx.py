@@ -1,13 +1,10 @@
-"""The one device: MLX with a fast product under it, the memory that is free, its stream and its
-lock, and how to leave.
+"""The device: MLX with a fast matrix product, free memory, one stream and one lock, and the shutdown.
 
-The problem. MLX computes for one process on one device, and has its own ideas of threads, of
-memory, and of the end of a program: a stream belongs to the thread that made it, memory that runs
-out is a crash, and a process that leaves while the device works hangs. All of that is settled here,
-once.
+The problem. In MLX a stream belongs to the thread that made it, running out of memory is a crash, and
+a process that exits while the device works hangs. All of that is handled here.
 
-What this file keeps: it is the only one that imports MLX, and `blas_preload.py` comes before that. Every
-other file takes its `mx` from here.
+The invariant: only this file imports MLX, after `blas_preload.py`. Every other file imports `mx` from
+here.
 """
 
 import atexit
@@ -24,8 +21,8 @@ from runtime.cli import install
 
 
 def _fail(line: str) -> None:
-    """One line if a program of ours was run; an exception with the same line if we were imported by
-    another. The thread in which a screen loads cannot end the program, so the screen shows it."""
+    """End a program of ours with one line; raise an ImportError with that line if another program
+    imported us. The thread in which a screen loads cannot end the program, so the screen shows it."""
     program = getattr(sys.modules.get("__main__"), "__file__", None)
     checkout = Path(__file__).resolve().parents[1]
     if threading.current_thread() is not threading.main_thread():
@@ -43,9 +40,11 @@ except ImportError as error:
 
 try:
     import mlx.core as mx
-    from mlx.utils import tree_flatten  # noqa: F401  others take it from here
+    from mlx.utils import tree_flatten  # noqa: F401  imported from here
 except ImportError as error:
-    if sys.platform == "linux":  # `pip install mlx` alone brings no backend there: no libmlx.so
+    if (
+        sys.platform == "linux"
+    ):  # where `pip install mlx` alone installs no backend, so no libmlx.so
         _fail(
             f"MLX has no backend here: run {install('cpu', 'mlx[cpu]')}. "
             f"With an NVIDIA GPU write cuda instead of cpu. [{error}]"
@@ -72,20 +71,19 @@ def has_gpu() -> bool:
 
 
 def is_batch_invariant() -> bool:
-    """Are a row's bits the same in any company? On a CPU our own product sees to that (`matmul.c`). It
-    takes float32 matrices, and packed ones."""
+    """Are a row's bits the same in any batch? On a CPU they are with our own product (`matmul.c`), of
+    float32 and of packed matrices."""
     return blas.name == "rows" and not has_gpu()
 
 
 def named() -> str:
-    """What multiplies matrices here, on a CPU with which kernels."""
+    """The name of the GPU, or of the library that multiplies on a CPU and its kernels."""
     return str(mx.device_info().get("device_name", "GPU")) if has_gpu() else str(blas)
 
 
 def free_memory() -> int | None:
-    """Bytes that can still be taken, or None if that is not known. Where memory runs out, MLX
-    crashes."""
-    # Of an Apple GPU or a CUDA card, MLX knows the whole and what it has taken itself
+    """The bytes that are free, or None if that is not known. MLX crashes when memory runs out."""
+    # Of an Apple GPU or a CUDA card, MLX knows the total and what it has allocated itself
     if has_gpu():
         info = mx.device_info()
         whole = info.get("max_recommended_working_set_size") or info.get("memory_size")
@@ -96,8 +94,8 @@ def free_memory() -> int | None:
 
 
 def limit_cache() -> None:
-    """Bound the buffers that MLX keeps for later. On a GPU it keeps those of every shape that it has
-    seen, up to 1.5 times the recommended memory."""
+    """Limit MLX's cache of freed buffers. On a GPU it keeps those of every shape that it has seen, up
+    to 1.5 times the recommended memory."""
     if has_gpu():
         info = mx.device_info()
         whole = info.get("max_recommended_working_set_size") or info.get("memory_size") or 0
@@ -115,21 +113,22 @@ def readable(nbytes: float) -> str:
 
 # --- one device, one stream, one thread at a time -----------------------------------------------
 
-# MLX binds ordinary streams to the thread that made them. This one may be used from any thread, as
-# long as a lock keeps it to one at a time. So an engine can be loaded in one thread and stepped in
-# another, and no thread is left behind.
+# MLX binds ordinary streams to the thread that made them. This one may be used from any thread, by one
+# at a time, which the lock ensures. So an engine can be loaded in one thread and stepped in another.
 device_lock = threading.RLock()
-exiting = threading.Event()  # set when the program ends: loading a model stops at the next layer
+exiting = (
+    threading.Event()
+)  # set when the program ends; loading a model then stops at the next layer
 _stream: list[mx.Stream] = []
-_open: weakref.WeakSet = weakref.WeakSet()  # what must be closed before the program ends
+_open: weakref.WeakSet = weakref.WeakSet()  # engines to close before the program ends
 
 
 def device_stream() -> mx.StreamContext:
-    """`with device_lock, device_stream():` stands around everything that touches an `mx.array`.
+    """Use `with device_lock, device_stream():` around everything that touches an `mx.array`.
 
-    subtle: two context managers written in C, not one made of a generator. Ctrl-C comes between two
-    lines of Python, so also in a generator that is about to release the lock, and the lock would
-    stay held for good.
+    subtle: these are two context managers written in C, not one made of a generator. Ctrl-C may come
+    between any two lines of Python. In a generator that is about to release the lock, it would leave
+    the lock held.
     """
     if not _stream:
         _stream.append(mx.new_thread_unsafe_stream(mx.default_device()))
@@ -137,16 +136,16 @@ def device_stream() -> mx.StreamContext:
 
 
 def synchronize() -> None:
-    """Wait until the device has nothing left to do."""
+    """Wait until the device is idle."""
     for stream in _stream:
         mx.synchronize(stream)
 
 
 def give_back() -> None:
-    """Give the system all memory that nothing refers to any more.
+    """Return all unreferenced memory to the system.
 
-    subtle: a server has frozen what loading left (`gc.freeze`), and the collector looks at none of
-    that. And the C library keeps what is free, in case that it will be wanted again.
+    subtle: a server has frozen what was there after loading (`gc.freeze`), and the collector ignores
+    that. And the C library keeps freed memory for later.
     """
     synchronize()
     is_frozen = gc.get_freeze_count() > 0
@@ -161,8 +160,8 @@ def give_back() -> None:
 
 
 def close_at_exit(engine) -> None:
-    """Call its `close` before the program ends: a process that exits while the device works hangs
-    or aborts."""
+    """Close this engine before the program ends: a process that exits while the device works hangs or
+    aborts."""
     _open.add(engine)
 
 

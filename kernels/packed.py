@@ -1,26 +1,25 @@
-"""A matrix of weights: whole, packed into a few bits, or one for each expert; and what multiplies by it.
+"""Weight matrices: plain, quantized (packed into a few bits), or a stack of experts.
 
-The problem. A step with few rows takes as long as its weights take to be read. A checkpoint with
-four bits a weight is a seventh of what it is in float32. But on a CPU MLX multiplies float32
-matrices alone quickly.
+The problem. A step with few rows takes as long as reading its weights. A checkpoint with four bits a
+weight is a seventh of its size in float32. But on a CPU, MLX is fast with float32 matrices alone.
 
-The way out. MLX hands our product (`matmul.c`) an address, and never looks at what lies there. So a
-packed matrix gets an array that *claims* to be float32, and costs no memory of its own. Our product
-knows a packed matrix by its first bytes, makes each weight into the float32 that it stands for, and
-adds up as ever: not one bit of a result changes.
+The solution. MLX passes our product (`matmul.c`) an address, and never reads what is there. So a
+packed matrix gets an array that *claims* to be float32, without memory of its own. Our product
+recognizes a packed matrix by its header, converts each weight to float32 in registers, and sums in
+the same order: no bit of a result changes.
 
-    | what it is: form, N, K, group; 64 bytes | weights | scales | offsets |     each at a line of the cache
+    | header: form, N, K, group; 64 bytes | weights | scales | offsets |      each aligned to a cache line
       ^ the claim begins here
 
-Weights of four bits lie in another order than in a file (`matmul.c` draws it); `as_in_a_file` undoes it.
-A matrix for activations in 8 bits lies in panels of 16 rows, and so do its scales; `from_panels` takes
-a row out of them.
+Four-bit weights are stored in another order than in a file (`matmul.c` draws it); `as_in_a_file`
+restores that. With activations in 8 bits, weights and scales are stored in panels of 16 rows;
+`from_panels` reads a row of them.
 
-What this file keeps. An array that claims more than there is lives in `Claim` alone: anything else
-that read it would read beyond its end. It holds the matrix's memory, and so does each product that
-has not been computed yet: the memory says what it is for as long as it is there.
+The invariant: only a `Claim` holds an array that claims more than there is, because anything else
+would read beyond its end. The array keeps the matrix's memory alive, and so does each product that
+has not been computed yet, so the header is valid as long as it may be read.
 
-Where next: `models/load.py`, what matrices are made of; `matmul.c`, how they are multiplied.
+Where next: `models/load.py`, which makes the matrices; `matmul.c`, which multiplies them.
 """
 
 from __future__ import annotations
@@ -43,24 +42,24 @@ FORMS = {
 }
 FORMS |= {mx.uint8: matmul_library.EIGHT_BITS}  # of scales and offsets (`widened`)
 SPAN = 256  # weights whose scales of 8 bits are multiplied by one float16 number
-WIDER = {2: 4, 3: 8, 5: 8, 6: 8}  # bits of a weight in a file, where we keep it in more
-MLX_GROUPS = (32, 64, 128)  # how many numbers may share a scale in MLX's own products
-LEAST = 16  # numbers in a row: what begins a packed matrix takes as much memory
+WIDER = {2: 4, 3: 8, 5: 8, 6: 8}  # bits of a weight in a file -> in memory, where that is more
+MLX_GROUPS = (32, 64, 128)  # group sizes that MLX's own products support
+LEAST = 16  # numbers in a row of a packed matrix; a header takes as much memory
 
 
 class Claim:
-    """Holds an array that looks like float32 numbers to MLX's products, and to nothing else."""
+    """Holds an array for MLX's products alone, to which it looks like float32 numbers."""
 
     def __init__(self, array: mx.array):
         self.array = array  # (in, out), or (experts, in, out)
 
 
 class Matrix(NamedTuple):
-    """y = x W^T + b, with W as the checkpoint stores it. Of experts there is a W for each.
+    """y = x W^T + b, with W as the checkpoint stores it. Each expert has its own W.
 
-    W may be packed: `bits` bits a number, and a scale and an offset for every `group` of them.
-    Numbers of 16 bits may have a scale for each row, in float32, and no offset. Scales and offsets
-    may be bytes (`widened`).
+    W may be packed: `bits` bits a weight, and a scale and an offset for each `group` of weights.
+    16-bit weights may have a float32 scale for each row, and no offset. Scales and offsets may be
+    bytes (`widened`).
     """
 
     weight: mx.array  # (..., out, in); packed (..., out, in * bits / 32), uint32
@@ -69,13 +68,13 @@ class Matrix(NamedTuple):
     offsets: mx.array | None = None  # the same
     bits: int = 0
     group: int = 0
-    claim: Claim | None = None  # of a packed one: our own product multiplies. None: MLX does
-    rounds: bool = False  # it rounds activations to 8 bits
+    claim: Claim | None = None  # if it is packed for our own product; None: MLX multiplies
+    rounds: bool = False  # activations are rounded to 8 bits
 
     def __call__(self, x: mx.array, chosen: mx.array | None = None) -> mx.array:
         """(..., in) -> (..., out)
 
-        `chosen`: of experts, those of each row: (..., 1, in) -> (..., k, 1, out).
+        `chosen`: the experts of each row: (..., 1, in) -> (..., k, 1, out).
         """
         if self.scales is not None and not self.claim:
             y = self._unpacked_by_mlx(x, chosen)
@@ -92,8 +91,7 @@ class Matrix(NamedTuple):
         return mx.gather_qmm(x, *arrays, rhs_indices=chosen, **how)
 
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
-        """As an embedding: row `id` of the (V, D) matrix, so that a tied head and its table are one
-        matrix."""
+        """Look up rows of the (V, D) matrix, so that a tied head and its table are one matrix."""
         if self.rounds:
             weight, scales, offsets = (
                 from_panels(each, ids, self.group) for each in self.arrays.values()
@@ -113,13 +111,13 @@ class Matrix(NamedTuple):
 
     @property
     def arrays(self) -> dict[str, mx.array]:
-        """What W is made of."""
+        """The arrays of W."""
         named = {"weight": self.weight, "scales": self.scales, "offsets": self.offsets}
         return {name: array for name, array in named.items() if array is not None}
 
     @property
     def size(self) -> int:
-        """How many numbers it has: of packed ones, each scale is for a group of them."""
+        """The number of weights. If they are packed, each scale is for a group of them."""
         if self.scales is None:
             return self.weight.size
         *rows, _ = self.scales.shape
@@ -127,15 +125,14 @@ class Matrix(NamedTuple):
 
     @property
     def packing(self) -> tuple:
-        """What matrices must have alike to become one."""
+        """What must be equal in matrices that are joined."""
         if self.scales is None:
             return ()
         return self.bits, self.group, self.weight.dtype, self.scales.dtype
 
 
 def joined(parts: Sequence[Matrix]) -> Matrix:
-    """Several matrices of the same input, packed alike, as one, which yields all their outputs
-    side by side.
+    """Join matrices of the same input that are packed alike. The outputs are concatenated.
 
     So the input is read once, and one product runs instead of three.
     """
@@ -148,7 +145,7 @@ def joined(parts: Sequence[Matrix]) -> Matrix:
 
 
 def joined_biases(parts: Sequence[Matrix]) -> mx.array | None:
-    """The biases of several matrices as one: zeros where a matrix has none."""
+    """Concatenate biases, with zeros for a matrix that has none."""
     dtypes = [part.bias.dtype for part in parts if part.bias is not None]
     if not dtypes:
         return None
@@ -161,8 +158,8 @@ def joined_biases(parts: Sequence[Matrix]) -> mx.array | None:
 
 
 def packed(matrix: Matrix, rounds: bool = False) -> Matrix:
-    """The same in the memory that our product reads, and with what multiplies by it. `rounds`:
-    activations to 8 bits, unless the weights have 16."""
+    """Copy a matrix into memory as our product reads it. `rounds`: round activations to 8 bits, unless
+    weights have 16."""
     group = matrix.group
     rounds = rounds and matrix.bits < 16
     K = groups_of(matrix.scales, group) * group
@@ -178,19 +175,19 @@ def packed(matrix: Matrix, rounds: bool = False) -> Matrix:
         factors = [in_panels(array, group) for array in factors]
         rows = factors[0].shape[-2]
     arrays = [mx.contiguous(array) for array in (weight, *factors)]
-    count = math.prod(many)  # of matrices: one, or one for each expert
+    count = math.prod(many)  # one matrix, or one for each expert
     row = K * bits // 8 if rounds else row_nbytes(K, bits)
     sizes = [rows * row, *(array.nbytes // count for array in arrays[1:])]
-    # Of weights, scales and offsets, counted in lines from a matrix's beginning; last, its end
+    # The first line of weights, scales and offsets in a matrix; last, its end
     places = [*accumulate((-(-nbytes // LINE) for nbytes in sizes), initial=1)]
     lines = places[-1]
-    # A line before, to begin at one, and one behind, since whole vectors are read
+    # One line more for the alignment, and one at the end, because whole vectors are read
     memory = mx.zeros((count * lines + 2) * LINE // 4, mx.uint32)
     begin = address(memory)
     start = -begin % LINE
 
     def view(dtype: mx.Dtype, line: int, shape: Sequence[int], strides: Sequence[int]) -> mx.array:
-        """Of each matrix what begins in this line, as an array of such numbers."""
+        """A view of what begins in this line of each matrix."""
         to_next = lines * LINE // dtype.size
         first = (start + line * LINE) // dtype.size
         strides = [to_next] * len(many) + [*strides]
@@ -219,7 +216,7 @@ def packed(matrix: Matrix, rounds: bool = False) -> Matrix:
 
 
 def rounded_form(weight: mx.array, bits: int) -> int:
-    """How our product multiplies whole numbers. Those of six bits may stand in a file's bytes."""
+    """How our product multiplies integers. Bytes in a file may hold six bits each."""
     if WIDER.get(bits, bits) == 4:
         return matmul_library.ROUNDED_4
     is_small = bits < 8 or int(weight.view(mx.uint8).max()) < 64
@@ -227,7 +224,8 @@ def rounded_form(weight: mx.array, bits: int) -> int:
 
 
 def in_panels(factors: mx.array, group: int) -> mx.array:  # (..., N, width) -> (..., rows, width)
-    """Scales or offsets of 16 rows next to one another, group by group; after the last row, zeros."""
+    """Arrange scales or offsets in panels: those of 16 rows together, group by group. The last panel is
+    padded with zeros."""
     *many, N, width = factors.shape
     factors = mx.pad(factors, [(0, 0)] * len(many) + [(0, -N % ORDER), (0, 0)])
     parts = [
@@ -239,7 +237,7 @@ def in_panels(factors: mx.array, group: int) -> mx.array:  # (..., N, width) -> 
 
 
 def from_panels(array: mx.array, ids: mx.array, group: int) -> mx.array:  # -> (..., width)
-    """Rows of what lies in panels."""
+    """Read rows from panels."""
     width = array.shape[-1]
     panels = array.reshape(-1, width, ORDER)[ids // ORDER].flatten(-2)  # (..., width * ORDER)
     column = (ids % ORDER)[..., None, None]
@@ -251,7 +249,8 @@ def from_panels(array: mx.array, ids: mx.array, group: int) -> mx.array:  # -> (
 
 
 def parts_of(factors: mx.array, group: int) -> list[mx.array]:
-    """Of scales or offsets of 8 bits their numbers and their sizes (`widened`); others as they are."""
+    """Split 8-bit scales or offsets into bytes and their float16 factors (`widened`); return others
+    unchanged."""
     if factors.dtype != mx.uint8:
         return [factors]
     groups = groups_of(factors, group)
@@ -259,16 +258,16 @@ def parts_of(factors: mx.array, group: int) -> list[mx.array]:
 
 
 def groups_of(factors: mx.array, group: int) -> int:
-    """For how many groups of a row there are scales."""
+    """The number of groups in a row."""
     width = factors.shape[-1]
     each = SPAN // group
     return width * each // (each + 2) if factors.dtype == mx.uint8 else width
 
 
 def widened(factors: mx.array, group: int) -> mx.array:
-    """Scales or offsets of 8 bits as the float32 numbers that they stand for; others as they are.
+    """Convert 8-bit scales or offsets to float32; return others unchanged.
 
-    | a byte for each group: its number plus 128 | a float16 number for each SPAN weights |
+    | a byte for each group: its number plus 128 | a float16 factor for each SPAN weights |
     """
     if factors.dtype != mx.uint8:
         return factors
@@ -279,7 +278,7 @@ def widened(factors: mx.array, group: int) -> mx.array:
 def dequantized(
     weight: mx.array, scales: mx.array, offsets: mx.array, group: int, bits: int
 ) -> mx.array:
-    """Packed numbers as what they stand for. Groups of 16 numbers, of 8 bits, are GGUF's alone."""
+    """Unpack weights. Only GGUF has groups of 16, with 8 bits a weight."""
     if group in MLX_GROUPS:
         return mx.dequantize(weight, scales, offsets, group, bits)
     assert bits == 8, bits
@@ -288,26 +287,26 @@ def dequantized(
 
 
 def lay(source: int, bits: int, target: int, form: int, N: int, K: int) -> None:
-    """Write weights of so many bits in a file as our product reads them."""
+    """Write weights that have this number of bits in a file as our product reads them."""
     places = ctypes.c_void_p(source), bits, ctypes.c_void_p(target), form
     device.blas.library.rows_lay(*places, ctypes.c_long(N), ctypes.c_long(K))
 
 
 def row_nbytes(K: int, bits: int) -> int:
-    """What a kept row of K weights takes."""
+    """The memory of a row of K weights."""
     if bits != 4:
         return K * bits // 8
     return device.blas.library.rows_width(matmul_library.FOUR_BITS, ctypes.c_long(K))
 
 
 def address(array: mx.array) -> int:
-    """Where the numbers of an array lie, side by side."""
-    numbers = array.view(mx.uint8)  # a memoryview knows no bfloat16
+    """The address of an array whose numbers are contiguous."""
+    numbers = array.view(mx.uint8)  # there is no memoryview of bfloat16
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(numbers)))
 
 
 def as_in_a_file(words: mx.array, K: int, rounds: bool) -> mx.array:  # (..., words) -> (..., K / 8)
-    """Rows of four bits, as they are kept, in the order that MLX knows."""
+    """Four-bit rows as they are in memory, in MLX's order."""
     places = mx.arange(0, 32, 4, dtype=mx.uint32)  # of eight numbers in a word
     if rounds:  # four in the lower halves of its bytes, and then four in the upper ones
         numbers = words[..., None] >> mx.array([0, 8, 16, 24, 4, 12, 20, 28], mx.uint32) & 15

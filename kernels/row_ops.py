@@ -1,16 +1,16 @@
-"""Operations on rows that our own product computes beside matrices: softmax, gates and norms.
+"""Operations on rows that `matmul.c` computes in addition to matrix products: softmax, gates, norms.
 
-The problem. On a CPU, MLX computes a softmax or a norm as a chain of nodes, number by number, and
-without the processor's vectors. In a prompt of a small model that takes half as long as all
-products of matrices.
+The problem. On a CPU, MLX computes a softmax or a norm as several operations, number by number, and
+without vector instructions. In a prompt of a small model that takes half as long as all matrix
+products.
 
-The way out. MLX hands our product (`matmul.c`) an address, and never looks at what lies there. A
-packed matrix uses that already (`packed.py`). So an operation claims to be a matrix, too: `x @ claim`
-is the softmax of each row of x. What lies at the address says which operation it is, and the memory
-says so for as long as a product holds it.
+The solution. MLX passes our product (`matmul.c`) an address, and never reads what is there, as with a
+packed matrix (`packed.py`). So an operation claims to be a matrix, too: `x @ claim` is the softmax of
+each row of x. A header at the address names the operation. It is valid as long as a product holds the
+memory.
 
-What this file keeps. An array that claims more than there is lives in `Operation` alone: anything
-else that read it would read beyond its end.
+The invariant: only an `Operation` holds an array that claims more than there is, because anything
+else would read beyond its end.
 
 Where next: `models/ops.py`, the formulas; `matmul.c`, how they are computed.
 """
@@ -33,12 +33,12 @@ def take(x: mx.array) -> bool:
 
 
 class Operation:
-    """Takes rows of float32 numbers. It looks like a matrix to MLX, and to nothing else."""
+    """An operation on rows of float32 numbers, which looks like a matrix to MLX."""
 
     def __init__(self, form: int, setting: float = 0.0, weight: mx.array | None = None):
         """`form`: which operation, as `matmul.c` calls it.
-        `setting`: the scale of a softmax, the eps of a norm.
-        `weight`: a norm's."""
+        `setting`: the scale of a softmax, the eps of a norm, the cap.
+        `weight`: of a norm."""
         own = mx.zeros(0) if weight is None else weight
         self._memory = mx.concatenate([mx.zeros(LINE // 4), own])
         self._halves = form in (matmul_library.SWIGLU, matmul_library.GEGLU)
@@ -51,4 +51,4 @@ class Operation:
         return x @ mx.as_strided(self._memory, (K, N), (1, K))
 
 
-usual = cache(Operation)  # without a weight: a model has one scale, or very few
+usual = cache(Operation)  # without a weight; a model has few scales

@@ -1,8 +1,8 @@
 """Read a model's config.json, or the metadata of a GGUF file, into a `Config`.
 
-A `Config` holds all that a family changes as plain data, so the forward pass knows no family's name.
-Whatever it has no place for is refused by the field's name, with what is supported. Next: `weights.py`
-checks the tensors against the config; `load.py` makes a model of both.
+A `Config` holds the differences between families as plain data, so the forward pass knows no family's
+name. A setting that it cannot hold is refused with the field's name and the supported values. Next:
+`weights.py` checks the tensors against the config; `load.py` makes a model of both.
 """
 
 import math
@@ -18,7 +18,7 @@ from runtime.files import ModelError, read_json
 from runtime.gguf_file import is_gguf, read_gguf
 from runtime.validation import shown
 
-# A layer's matrices: how many numbers come out of each, and how many go in
+# A layer's matrices: output size, input size
 ATTENTION = {
     "self_attn.q_proj": ("queries", "width"),
     "self_attn.k_proj": ("keys", "width"),
@@ -30,7 +30,7 @@ MLP = {
     "mlp.up_proj": ("hidden", "width"),
     "mlp.down_proj": ("width", "hidden"),
 }
-EXPERTS = {  # in the place of one MLP: a router, and three matrices for each expert
+EXPERTS = {  # instead of one MLP: a router, and three matrices for each expert
     "mlp.gate": ("experts", "width"),
     "mlp.experts.gate_proj": ("experts", "hidden", "width"),
     "mlp.experts.up_proj": ("experts", "hidden", "width"),
@@ -41,8 +41,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class Config:
-    """What `config.json` says about the shape of the model, in the names of the glossary in
-    `llama.py`."""
+    """The shape of a model, in the notation of `llama.py`."""
 
     model_type: str
     layers: int
@@ -63,26 +62,24 @@ class Config:
     window: int | None
     rope: Rope
     whole: Collection[int] = ()  # the layers with full attention, although there is a window
-    # Of the layers that have the window, where their positions turn in a way of their own
-    near: Rope | None = None
+    near: Rope | None = None  # of the layers with the window, if it differs
     norms_at: str = "before"  # the branches, or "after" them, or "around"
     norms_add: bool = False  # the files hold what is added to 1
-    unturned: Collection[int] = ()  # the layers in which attention knows no positions
+    unturned: Collection[int] = ()  # the layers without positions (NoPE)
     gelu: bool = False  # in the MLP, instead of SiLU
-    cap: float | None = None  # what attention's scores come near to, and never exceed
-    head_cap: float | None = None  # and the logits
-    has_head: bool = True  # a model that was made for embeddings may have none
+    cap: float | None = None  # soft cap of attention's scores
+    head_cap: float | None = None  # and of the logits
+    has_head: bool = True  # an embedding model may have none
     # The files hold q, k and v as one matrix, and gate and up (`Weights.split`)
     fused: bool = False
-    # MLPs per layer, of which each token is routed to some; 0 means one MLP for all tokens
-    experts: int = 0
+    experts: int = 0  # per layer; 0 means one MLP for all tokens
     taken: int = 1  # experts per token
-    whole_shares: bool = False  # the shares of a token's experts add up to 1
-    # Of modules' outputs: folded into their weights
+    whole_shares: bool = False  # the shares of a token's experts are normalized to 1
+    # Factors of modules' outputs, which are folded into their weights
     multipliers: dict[str, float] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor the checkpoint must hold, with its shape before any quantization."""
+        """Every tensor that the checkpoint must hold, with its shape before quantization."""
         D = self.D
         sizes = {
             "width": D,
@@ -115,31 +112,30 @@ class Config:
         return shapes
 
     def has_bias(self, module: str) -> bool:
-        """Is something added to what comes out of a matrix?"""
+        """Has this matrix a bias?"""
         if "mlp" in module:
             return self.mlp_bias and not self.experts
         return self.o_bias if "o_proj" in module else self.qkv_bias
 
     def factor(self, name: str) -> float:
-        """What the output of a tensor's module is multiplied by."""
+        """The factor of the output of a tensor's module."""
         return self.multipliers.get(name.split(".")[-2], 1)
 
     @property
     def norms(self) -> dict[str, str]:
-        """What a layer's norms are to `forward`, and what the checkpoint calls them."""
+        """The fields of `Layer` for its norms, and the checkpoint's names."""
         return NORMS[self.norms_at]
 
     def positions(self, layer: int) -> tuple[Rope | None, int | None]:
-        """How attention treats positions in a layer: how they turn, if it knows them, and how far
-        it looks back."""
+        """A layer's rope, if it has positions, and its sliding window."""
         slides = self.window is not None and layer not in self.whole
         rope = (self.near if slides else None) or self.rope
         return None if layer in self.unturned else rope, self.window if slides else None
 
 
 def read_config(folder: Path, has_head: bool) -> Config:
-    """The config of a folder, or of a GGUF file. `has_head` (the weights hold an `lm_head`) decides
-    about tying if the config does not."""
+    """The config of a folder or GGUF file. If it does not say whether the head is tied, `has_head` (the
+    weights hold an `lm_head`) decides."""
     if is_gguf(folder):
         path = folder
         raw = described(read_gguf(folder))
@@ -197,7 +193,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
 
 
 def _refuse(fields: Fields, family: Family) -> None:
-    """Refuse what a field says if there is no place for it in a `Config`."""
+    """Refuse settings that a `Config` cannot hold."""
     get = fields.get
     act, *known = family.activation
     if (get(act) or known[0]) not in known:
@@ -219,7 +215,7 @@ def _refuse(fields: Fields, family: Family) -> None:
 
 
 def _window(fields: Fields, family: Family) -> tuple[int | None, Collection[int]]:
-    """The length of the sliding window, if any layer has one, and the layers that have none."""
+    """The length of the sliding window, if any layer has one, and the layers without it."""
     layers = fields.number("num_hidden_layers")
     kinds = fields.get("layer_types")
     if kinds is not None:
@@ -238,8 +234,7 @@ def _window(fields: Fields, family: Family) -> tuple[int | None, Collection[int]
 
 
 def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
-    """There are three spellings: `rope_scaling` with `type` or with `rope_type`, and
-    `rope_parameters` with all."""
+    """Configs have it as `rope_scaling` with `type` or `rope_type`, or as `rope_parameters`."""
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if family.two_ropes and isinstance(scaling, dict):
         full = scaling.get("full_attention")
@@ -290,8 +285,7 @@ def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
 
 
 def _yarn(inner: Fields, rope: Rope) -> Rope:
-    """Where its gain is not given, it grows with the logarithm of the factor, or is the quotient of
-    two such."""
+    """The default gain grows with the logarithm of the factor, or is a quotient of two such terms."""
     if not inner.get("truncate", True):
         raise inner.refuse("truncate", False, ("true",))
     if rope.theta == 1:

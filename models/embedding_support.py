@@ -3,8 +3,8 @@
     modules.json             Transformer, Pooling, Normalize
     1_Pooling/config.json    {"pooling_mode_lasttoken": true, ...}
 
-Any model has a state after a text's last token, but unless it was trained for that, the state is useless
-as a vector: such vectors look valid, but are not. So a model that was not made for them is refused.
+Any model has a hidden state after the last token of a text, but it is a useful vector only if the model
+was trained for that. Others look valid, but are not, so such a model is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OURS = "lasttoken"
 
 
 def why_not(folder: Path) -> str:
-    """Why a model's files do not make it one for embeddings; empty if they do."""
+    """Why a model is no embedding model; empty if it is one."""
     path = folder / "1_Pooling" / "config.json"
     if not path.exists():
         return "its folder has no 1_Pooling/config.json"
@@ -32,7 +32,8 @@ def why_not(folder: Path) -> str:
 
 
 def check_embeds(folder: Path, wanted: bool, is_told: bool) -> None:
-    """Refuse vectors of a model that has none, and answers of one without a head."""
+    """Refuse embeddings from a model that was not trained for them, and answers from one without a
+    head."""
     if not wanted:
         raise ValueError(
             "this model was made for embeddings: it has no head, so it answers nothing"

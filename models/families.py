@@ -1,7 +1,6 @@
-"""How each family of models differs from Llama: one record for each in `FAMILIES`, at the end.
+"""How each model family differs from Llama: a record for each in `FAMILIES`, at the end.
 
-A record yields plain data, the fields of a `Config`. No other file knows a family's name, except for
-`gguf_config.py`.
+A record yields plain data, the fields of a `Config`. Only `gguf_config.py` knows a family's name, too.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -11,8 +10,7 @@ from typing import Any
 from models.fields import Fields
 from models.rope import Rope
 
-# Where a layer's norms stand, around its two branches: what `Layer` calls each norm, and what the
-# files call it.
+# Where a layer's norms are in relation to its two branches: the field of `Layer` -> the files' name
 NORMS = {
     "before": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "after": {"attn_after": "post_attention_layernorm", "mlp_after": "post_feedforward_layernorm"},
@@ -29,23 +27,23 @@ NORMS = {
 class Family:
     """Where a family differs from Llama. A record without arguments is Llama (docs/models.md)."""
 
-    # What a config.json may leave unsaid, where Llama's would mean something else.
+    # Defaults of fields, where they differ from Llama's.
     unsaid: Mapping[str, Any] = field(default_factory=dict)
-    # (fields, D, Dh, tied) -> the fields of `Config` that this family sets by itself.
+    # (fields, D, Dh, tied) -> fields of `Config` that this family sets.
     own: Callable[[Fields, int, int, bool], dict[str, Any]] = lambda *_: {}
     # If layers have a sliding window: (fields, layers) -> the layers with full attention.
     whole: Callable[[Fields, int], Collection[int]] | None = None
-    # The field that names the activation, and what it may be.
+    # The field that names the activation, and its supported values.
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
     # The field that holds the width inside an MLP.
     width: str = "intermediate_size"
-    # Fields that change what the model computes in a way we have not built.
+    # Fields that must be false, because what they change is not implemented.
     refused: tuple[str, ...] = ()
     # Rope types by other names.
     rope_types: Mapping[str, str] = field(default_factory=dict)
-    # May a part of each head have no positions?
+    # May positions apply to a part of each head (partial_rotary_factor)?
     turns_a_part: bool = False
-    # Do layers with a window and layers without one have a rope each?
+    # Have layers with a window another rope than those without one?
     two_ropes: bool = False
 
 
@@ -57,7 +55,7 @@ def _none(fields: Fields, layers: int) -> Collection[int]:
 
 
 def _first(fields: Fields, layers: int) -> Collection[int]:
-    """Qwen's layers have full attention, unless a config asks for windows: then the first ones do."""
+    """Qwen's layers have full attention; with use_sliding_window only the first ones."""
     if not fields.get("use_sliding_window"):
         return range(layers)
     return range(min(layers, fields.number("max_window_layers", 28, least=0)))
@@ -76,7 +74,7 @@ def _every_sixth(fields: Fields, layers: int) -> Collection[int]:
 
 
 def _cap(fields: Fields, name: str, usual: float | None) -> float | None:
-    """A config that says null has none."""
+    """null in the config means no cap."""
     if fields.get(name, usual) is None:
         return None
     return fields.real(name, usual)
@@ -93,11 +91,11 @@ def _gemma2(
     """Gemma multiplies the embedding by sqrt(D), and divides q k^T by the root of a number in its
     config.
 
-    A tied head is the embedding, multiplied with it: so the last norm, which nothing but the head
-    reads, divides.
+    A tied head shares the embedding's matrix and so its factor. The last norm, which only the head
+    reads, takes the inverse.
 
-    `scaled`: the module that takes the factor of q k^T.
-    `caps`: of scores and logits, where a config does not name them.
+    `scaled`: the module whose weights take the factor of q k^T.
+    `caps`: defaults for scores and logits.
     """
     attn, final = caps
     return {
@@ -115,9 +113,8 @@ def _gemma2(
 
 
 def _gemma3(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
-    """Gemma's third release has a norm between q_proj and q k^T, so there the norm takes the
-    factor. Layers with a window have a theta of their own, which stands with the ropes since
-    transformers' fifth release."""
+    """Gemma 3 has a norm between q_proj and q k^T, so the norm takes the factor. Layers with a window
+    have another theta, which is in `rope_parameters` since transformers 5."""
     own = _gemma2(fields, D, Dh, tied, scaled="q_norm", caps=(None, None))
     theta = fields.real("rope_local_base_freq", 1e4, 1)
     ropes = fields.get("rope_parameters")
@@ -128,11 +125,11 @@ def _gemma3(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
 
 
 def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
-    """Granite's four multipliers, each as a factor of the weights that it can be folded into.
+    """Granite's four multipliers, as factors of the weights that they can be folded into.
 
     Attention multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q takes the
-    quotient of the two. A tied head is the embedding, multiplied with it: so the last norm, which
-    nothing but the head reads, divides.
+    quotient of the two. A tied head shares the embedding's matrix and so its factor: the last norm,
+    which only the head reads, takes the inverse.
     """
     embedding = fields.real("embedding_multiplier", 1.0)
     attention = fields.real("attention_multiplier", 1.0)
@@ -150,8 +147,7 @@ def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
 
 
 def _experts(fields: Fields, *_) -> dict[str, Any]:
-    """Qwen3's mixture of experts. Their number has another name since transformers' fifth
-    release."""
+    """Qwen3's mixture of experts. Their number has another name since transformers 5."""
     step = fields.number("decoder_sparse_step", 1)
     if step != 1:
         raise fields.refuse("decoder_sparse_step", step, ("1, experts in all layers",))
@@ -166,8 +162,7 @@ def _experts(fields: Fields, *_) -> dict[str, Any]:
 
 
 def _smollm3(fields: Fields, *_) -> dict[str, Any]:
-    """SmolLM3 has layers without positions. A config has a 1 or a 0 for each layer, or says that
-    every nth has none."""
+    """SmolLM3 has layers without positions: those with a 0 in a list, or every nth layer."""
     layers = fields.number("num_hidden_layers")
     interval = fields.number("no_rope_layer_interval", 4)
     has = fields.get("no_rope_layers")

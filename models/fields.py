@@ -1,7 +1,7 @@
 """Typed access to the fields of a config.json.
 
-A field that is missing, of another type, or beyond any model's size raises a `ModelError` of one line,
-with the file, the field and its value.
+A field that is missing, has another type or is out of range raises a `ModelError` of one line, with the
+file, the field and its value.
 """
 
 from pathlib import Path
@@ -11,9 +11,6 @@ from runtime.validation import real, shown, whole
 
 
 class Fields:
-    """Typed access to `config.json`: a wrong or missing field is named in a `ModelError`, instead
-    of a KeyError."""
-
     def __init__(self, path: Path, values: dict):
         self.path = path
         self.get = values.get

@@ -1,8 +1,8 @@
 """Count the bytes a forward pass reads and the products it computes, from the model's own arrays.
 
-No config has these sums: weights may be packed, shared with the embedding, or cut among ranks. Each array
-is counted once, where `forward` uses it; one that is in memory twice is read twice. Next:
-`analysis/step_cost_model.py`, which makes a step's costs of it.
+The config is not enough: weights may be packed, shared with the embedding, or divided among ranks. Each
+array is counted once, where `forward` uses it. Next: `analysis/step_cost_model.py`, which computes a
+step's costs from it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runtime.model_cost import ModelCost
 
 
 def counted(model: Model) -> ModelCost:
-    """Count what this rank has of the model."""
+    """Count this rank's shard of the model."""
     c = model.config
     *before, last = model.layers
     body = [last.attn_norm, last.qkv, last.qk_norm, before]
@@ -52,7 +52,7 @@ def counted(model: Model) -> ModelCost:
 
 
 def leaves(part: Any, kind: type) -> list[Any]:
-    """All of this kind in a part of the model."""
+    """All objects of this kind in a part of the model."""
     found = tree_flatten(part, is_leaf=lambda each: isinstance(each, kind))
     return [each for _, each in found if isinstance(each, kind)]
 
@@ -67,24 +67,24 @@ def stacks(part: Any) -> list[Matrix]:
 
 
 def nbytes(part: Any) -> int:
-    """Of all arrays of a part, but of its experts."""
+    """The memory of a part's arrays, without its experts'."""
     of_experts = sum(each.nbytes for each in arrays(stacks(part)))
     return sum(each.nbytes for each in arrays(part)) - of_experts
 
 
 def nbytes_of(model: Model) -> int:
-    """The memory that a model's weights take. A tied head is the table, and counted once."""
+    """The memory of a model's weights. A tied head is the table, and counted once."""
     held = arrays((model.layers, model.norm, model.table, model.head))
     return sum({id(array): array.nbytes for array in held}.values())
 
 
 def products(part: Any) -> int:
-    """By how many weights of this part each token is multiplied, but for its experts."""
+    """The number of weights by which a part multiplies each token, without its experts'."""
     return sum(matrix.size for matrix in leaves(part, Matrix) if matrix.weight.ndim == 2)
 
 
 def form_of(matrices: Iterable[Matrix]) -> str:
-    """How the numbers of the matrices are written, that of most of them first."""
+    """The formats of the matrices, the most frequent first."""
     sizes: Counter[str] = Counter()
     for matrix in matrices:
         form = str(matrix.weight.dtype).split(".")[-1]

@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file as a config.json would have it, and its tensors' names as safetensors have them.
+"""Translate the metadata of a GGUF file into a config.json, and its tensors' names into those of safetensors.
 
-`config.py` then reads it as any other config. Only what llama.cpp decides by the architecture's name
-is decided here, too.
+`config.py` then reads it like any other config. What llama.cpp decides by the architecture's name is
+decided here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runtime.files import ModelError
 from runtime.gguf_file import Gguf
 from runtime.validation import shown
 
-# The architecture, and what config.json calls it
+# GGUF's architecture -> model_type in config.json
 ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -45,7 +45,7 @@ OPTIONAL = {
     "rope_local_base_freq": "rope.freq_base_swa",
 }
 TABLE = "token_embd.weight"
-FREQUENCIES = "rope_freqs.weight"  # by how much Llama 3.1 slows each plane down
+FREQUENCIES = "rope_freqs.weight"  # the factor by which Llama 3.1 slows each plane
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 OF_A_LAYER = {
     "attn_norm": "input_layernorm",
@@ -83,7 +83,7 @@ def architecture(file: Gguf) -> str:
 
 
 def names(file: Gguf) -> dict[str, str]:
-    """Our name for each of GGUF's that the file may have, whatever its number of layers."""
+    """GGUF's names of modules -> ours; {} is the number of a layer."""
     layer = GEMMA_LAYER if architecture(file) == "gemma3" else OF_A_LAYER
     return MODULES | {
         f"blk.{{}}.{theirs}": f"model.layers.{{}}.{ours}" for theirs, ours in layer.items()
@@ -91,7 +91,7 @@ def names(file: Gguf) -> dict[str, str]:
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """A tensor's name by a table of modules, in which {} is the number of a layer."""
+    """Rename a tensor by such a table of modules."""
     module, _, kind = name.rpartition(".")
     number = re.search(r"\.(\d{1,9})\.", module)
     layer = number[1] if number else ""
@@ -100,7 +100,7 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def described(file: Gguf) -> dict[str, Any]:
-    """What a config.json would say."""
+    """The fields of a config.json."""
     arch = architecture(file)
     own = {
         name.removeprefix(f"{arch}."): value
@@ -120,14 +120,12 @@ def described(file: Gguf) -> dict[str, Any]:
     _refuse(fields, arch)
     raw["rope_scaling"] = _scaling(file, fields)
     raw["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if (
-        arch == "llama"
-    ):  # its queries and keys are stored with each plane's two numbers side by side
+    if arch == "llama":  # the two numbers of each plane are adjacent in its queries and keys
         raw["rope_traditional"] = True
     if arch == "qwen3moe":
         raw["norm_topk_prob"] = True
     if arch == "gemma3":
-        # The largest divides by another number, and no field says so
+        # The largest model divides by another number, without a field for it
         per_head = fields.number("embedding_length") / fields.number("attention.head_count")
         head = fields.number("attention.key_length", 256)
         raw["query_pre_attn_scalar"] = per_head if own["block_count"] == 62 else head
@@ -136,7 +134,7 @@ def described(file: Gguf) -> dict[str, Any]:
 
 
 def _refuse(fields: Fields, arch: str) -> None:
-    """Refuse what would be computed in another way."""
+    """Refuse settings that would change the computation."""
     for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if isinstance(fields.get(name), list):
             raise fields.refuse(f"{arch}.{name}", fields.get(name), ("one number for all layers",))

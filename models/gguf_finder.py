@@ -1,4 +1,4 @@
-"""GGUF files of other programs: Ollama's store, LM Studio's folder, and the hub's cache."""
+"""Find the GGUF files of other programs: in Ollama's store, LM Studio's folder and the hub's cache."""
 
 import os
 import re
@@ -17,7 +17,7 @@ TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|B?F16|F32)(?=[.-])", re.IGNORECASE)  # i
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The models below a folder: of a split one its first part, and no projectors of images."""
+    """The models in a folder: the first part of a split one, and no image projectors."""
     found = sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
     parts = {path: SPLIT.search(path.name) for path in found if not path.name.startswith("mmproj")}
     return [path for path, part in parts.items() if part is None or int(part[1]) == 1]
@@ -30,7 +30,7 @@ def type_of(path: Path) -> str:
 
 
 def chosen(folder: Path, wanted: str = "") -> Path | None:
-    """The GGUF file in a folder; of several, the one of the wanted type. None if there is none."""
+    """The GGUF file in a folder, or the one of the wanted type. None if there is none."""
     files = files_in(folder)
     if wanted:
         files = [
@@ -52,7 +52,7 @@ def ollama_roots() -> list[Path]:
 
 
 def ollama_models() -> Iterator[tuple[str, Path]]:
-    """The name of each of Ollama's models, as `--model` takes it, and its manifest."""
+    """Each of Ollama's models: the name for `--model`, and its manifest."""
     for root in ollama_roots():
         for path in sorted((root / "manifests").glob("*/*/*/*")):
             if path.is_file():

@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file, in the form of MLX's quantization: whole numbers, scales, and offsets.
+"""Convert the tensors of a GGUF file to MLX's quantization: integers, scales, and offsets.
 
-A weight is scale * number + offset, with a scale and an offset for each group of numbers. Each type of
-GGUF can be written so without loss, because a product of two of its factors has at most 24 digits:
+A weight is scale * number + offset, with a scale and an offset for each group of numbers. Each GGUF type
+can be written so without loss, because a product of two of its factors has at most 24 bits:
 
     type         a weight                     bits  group  scale         offset
     Q4_0, Q8_0   d (q - 8), d q               4, 8  32     d             -8 d, -128 d
@@ -11,7 +11,7 @@ GGUF can be written so without loss, because a product of two of its factors has
     Q6_K         (d s) (q - 32)               8     16     d s           -32 d s
 
 A K-quant's d and dmin are float16 numbers for 256 weights, and s and m are bytes for each group. They
-stay so in memory (`widened` in `kernels/packed.py`).
+are kept in this form (`widened` in `kernels/packed.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runtime.files import ModelError
 from runtime.gguf_file import GgufTensor, read_gguf
 
 PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-# What the file as a whole is called; others have tensors that are not read
+# general.file_type -> its name; files of other types have tensors that cannot be read
 FILE_TYPES = {
     0: "F32",
     1: "F16",
@@ -48,7 +48,8 @@ FILE_TYPES = {
 }
 CHUNK = 2**24  # numbers that are decoded at a time
 
-# Of some blocks: numbers, scales, offsets; of K-quants, scales and offsets as bytes, each with its factor
+# Of some blocks: numbers, scales, offsets. K-quants: numbers, scales as bytes, their factor, and offsets
+# in the same way
 Decoded = tuple[mx.array, ...]
 
 
@@ -96,7 +97,7 @@ def q8_0(blocks: mx.array) -> Decoded:
 
 
 def six_bits(blocks: mx.array) -> Decoded:  # (n, bytes) -> (n, 8), (n, 1), and the same again
-    """Scales and offsets of Q4_K and Q5_K. The upper two bits of the last four stand with the first."""
+    """Scales and offsets of Q4_K and Q5_K. The upper two bits of the last four are stored with the first."""
     low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = mx.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1)
     minima = mx.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1)
@@ -142,7 +143,7 @@ FORMS = {
 
 
 def words(numbers: mx.array, bits: int) -> mx.array:  # (..., n), uint8 -> (..., n bits / 32)
-    """As MLX packs them."""
+    """Pack numbers as MLX does."""
     if bits == 4:
         numbers = numbers[..., 0::2] | numbers[..., 1::2] << 4
     return mx.contiguous(numbers).view(mx.uint32)
@@ -152,8 +153,8 @@ def words(numbers: mx.array, bits: int) -> mx.array:  # (..., n), uint8 -> (...,
 
 
 class GgufWeights(Weights):
-    """As `Weights`, but a packed matrix is one tensor of the file. It is decoded when its numbers
-    are taken, and its scales and offsets wait until they are taken, too."""
+    """Like `Weights`, but a packed matrix is one tensor of the file. It is decoded when its weight is
+    taken; its scales and offsets are kept until they are taken."""
 
     described_by = "its metadata"
 
@@ -169,7 +170,7 @@ class GgufWeights(Weights):
                 self.tensors |= parts(tensor, renamed(name, self._names))
 
     def quantization(self, config: Config) -> str:
-        """As the file calls it: most tensors of a small Q4_K_M are Q5_0."""
+        """The file's own name for it: most tensors of a small Q4_K_M are Q5_0."""
         kind = self.file.fields.get("general.file_type")
         named = FILE_TYPES.get(kind) if isinstance(kind, int) else None
         return named or super().quantization(config)
@@ -204,7 +205,7 @@ class GgufWeights(Weights):
 
 
 def parts(stored: GgufTensor, ours: str) -> dict[str, Tensor]:
-    """What appears in the place of a tensor of the file, by our names."""
+    """The tensors that replace one of the file, by our names."""
     kind = stored.type.name
     if kind in PLAIN:
         return {ours: Tensor(stored.path, stored.name, PLAIN[kind], stored.shape)}
@@ -247,7 +248,7 @@ def decoded(stored: GgufTensor) -> dict[str, mx.array]:
 
 
 def beside(factors: mx.array, sizes: mx.array) -> mx.array:
-    """Bytes and what they are multiplied by, row by row, as `widened` reads them."""
+    """Concatenate bytes and their factors, row by row, as `widened` reads them."""
     return mx.concatenate([factors, sizes.view(mx.uint8)], axis=-1)
 
 

@@ -201,10 +201,7 @@ class Model:
         """The same model, with the positions that it wants where sequences may be as long as
         this."""
         Dh = self.config.Dh
-        kinds = [
-            AttentionType.of(*kind[:3], Dh, self.dtype, length, kind.has_kernel)
-            for kind in self.kinds
-        ]
+        kinds = [AttentionType.of(*kind[:3], Dh, length, kind.has_kernel) for kind in self.kinds]
         return replace(self, kinds=tuple(kinds))
 
 

@@ -50,13 +50,16 @@ from models.ops import capped
 from models.rope import AttentionType
 from models.sharding import Shard
 from models.weights import Weights, usual_form
-from runtime import validation
 from runtime.files import ModelError
 from runtime.gguf_file import is_gguf
+from runtime.validation import shown
 
-KV = ("auto", "float32")  # how keys and values may be stored (`ModelReader.kv_dtype`)
-ATTENTION = ("auto", "plain")  # how attention may be computed (`ModelReader.is_fused`)
-ACTIVATIONS = (32, 8)  # bits of an activation where it is multiplied with packed weights
+CHOICES = {  # `ModelReader` says what each means
+    "dtype": ("auto", "float32", "checkpoint"),
+    "kv": ("auto", "float32"),
+    "attention": ("auto", "plain"),
+    "activations": (32, 8),
+}
 
 
 def read_model(
@@ -92,17 +95,11 @@ class ModelReader:
         attention: str = "auto",
         activations: int = 32,
     ):
-        if dtype not in ("auto", "float32", "checkpoint"):
-            raise ValueError(
-                f"dtype = {validation.shown(dtype)}; choose auto, float32 or checkpoint"
-            )
-        if kv not in KV:
-            raise ValueError(f"kv = {validation.shown(kv)}; choose {' or '.join(KV)}")
-        if attention not in ATTENTION:
-            shown = validation.shown(attention)
-            raise ValueError(f"attention = {shown}; choose {' or '.join(ATTENTION)}")
-        if activations not in ACTIVATIONS:
-            raise ValueError(f"activations = {validation.shown(activations)}; choose 8 or 32")
+        asked = {"dtype": dtype, "kv": kv, "attention": attention, "activations": activations}
+        for name, value in asked.items():
+            if value not in CHOICES[name]:
+                choices = " or ".join(map(str, CHOICES[name]))
+                raise ValueError(f"{name} = {shown(value)}; choose {choices}")
         self.kv = kv
         self.attention = attention
         self.activations = activations
@@ -185,8 +182,7 @@ class ModelReader:
         fused = device.has_gpu() and not c.cap  # MLX's fused attention knows no cap of the scores
         fused = fused and fused_attention_check.is_right(c.H, c.Hkv, c.Dh, dtype)
         kinds = tuple(
-            AttentionType.of(rope, span, c.cap, c.Dh, dtype, has_kernel=fused)
-            for rope, span in kinds
+            AttentionType.of(rope, span, c.cap, c.Dh, has_kernel=fused) for rope, span in kinds
         )
         mx.eval(norm, table, head, kinds)
         device.limit_cache()

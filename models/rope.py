@@ -97,7 +97,6 @@ class AttentionType(NamedTuple):
         span: int | None,
         cap: float | None,
         Dh: int,
-        dtype: mx.Dtype,
         length: int = 0,
         has_kernel: bool = False,
     ) -> AttentionType:
@@ -106,8 +105,10 @@ class AttentionType(NamedTuple):
             return AttentionType(None, span, cap, None, None, has_kernel)
         frequencies = rope_frequencies(rope, Dh, length)
         periods = None
-        if device.has_gpu() and rope.gain == 1:
-            periods = rope_periods(frequencies, dtype)
+        if (
+            device.has_gpu() and rope.gain == 1
+        ):  # as `mx.fast.rope` wants them; no plane stands still
+            periods = 1 / mx.maximum(frequencies, 1e-30)
         return AttentionType(rope, span, cap, frequencies, periods, has_kernel)
 
 
@@ -118,7 +119,7 @@ def turning(
     """How the queries and keys of tokens at these positions are turned: `rotate`, by the positions'
     angles.
 
-    On a GPU it is one kernel of MLX's, where that is right (`rope_periods`).
+    On a GPU it is one kernel of MLX's.
     """
     rope = kind.rope
     if rope is None:
@@ -128,51 +129,18 @@ def turning(
         return partial(rotate, cos=cos, sin=sin)
 
     def turn(x: mx.array) -> mx.array:
-        each = x[:, :, None]  # (N, heads, 1, Dh): each token is a sequence of one
-        return fast_rope(each, positions, kind.periods)[:, :, 0]
+        turned = mx.fast.rope(
+            x[:, :, None],  # (N, heads, 1, Dh): each token is a sequence of one
+            x.shape[-1],
+            traditional=False,
+            base=None,
+            scale=1.0,
+            offset=positions,
+            freqs=kind.periods,
+        )
+        return turned[:, :, 0]
 
     return turn
-
-
-def fast_rope(
-    x: mx.array,  # (B, heads, L, Dh)
-    offsets: mx.array,  # (B,): the position of each sequence's first token
-    periods: mx.array,  # (Dh/2,)
-) -> mx.array:  # (B, heads, L, Dh)
-    return mx.fast.rope(
-        x,
-        x.shape[-1],
-        traditional=False,
-        base=None,
-        scale=1.0,
-        offset=offsets,
-        freqs=periods,
-    )
-
-
-def rope_periods(
-    frequencies: mx.array,  # (Dh/2,)
-    dtype: mx.Dtype,
-) -> mx.array | None:  # (Dh/2,)
-    """1 / frequencies, as `mx.fast.rope` wants them. None on a CPU, and where a trial finds that
-    operation wrong.
-
-    Some releases of MLX turned one token a sequence by the first sequence's position, whichever
-    sequence it was of.
-    """
-    Dh = 2 * frequencies.size
-    periods = 1 / frequencies
-    offsets = mx.array([7, 0, 40])
-    for L in (1, 3):
-        x = mx.random.normal((3, 2, L, Dh), dtype, key=mx.random.key(0))
-        positions = offsets[:, None] + mx.arange(L)  # (3, L)
-        angles = positions[:, None, :, None] * frequencies  # (3, 1, L, Dh/2)
-        wanted = rotate(x, *both_of_a_plane(mx.cos(angles), mx.sin(angles)))
-        turned = fast_rope(x, offsets, periods)
-        # bfloat16 is off by 0.03, the wrong place by more than 1
-        if not mx.max(mx.abs(turned - wanted)).item() <= 0.1:  # nor is NaN right
-            return None
-    return periods
 
 
 def rope_angles(

@@ -1,17 +1,8 @@
-"""What is left of the machine for this process: cores, and memory.
+"""The cores and the memory that containers and services leave to this process (Linux control groups).
 
-The problem. A container, a service or a scheduler allows less than the machine has, and the system
-tells of it in files only. Whoever starts a thread for each core of the machine is slowed down, and
-whoever takes the memory that the machine has free is killed.
-
-The way out. The limits stand in the control groups. A group's limit holds for all groups within. So
-each folder from the process's own group up to the root is read, and the narrowest counts. There are
-two versions of these files, and both are in use.
-
-What this file keeps. A limit that cannot be read is none. What a group holds of files, it lets go of
-as soon as somebody needs the memory: so it counts as free, as it does in the system's own figure.
-
-Where next: `kernels/matmul_library.py`, which starts the threads; `mlx.py`, which says how much memory is free.
+A group's limit holds for all groups in it, so each folder from the process's own group up to the root
+is read, in version 1 and version 2 of these files, and the lowest limit counts. Unreadable means
+unlimited. Page cache counts as free, as in the system's own figure.
 """
 
 from __future__ import annotations
@@ -37,7 +28,7 @@ def quota(root: Path = ROOT) -> float:
 
 
 def memory(root: Path = ROOT) -> float:
-    """Bytes that can still be taken of a machine that runs Linux."""
+    """Bytes that this process may still allocate, on Linux."""
     free = int(_named(root / "proc/meminfo")["MemAvailable"]) * 1024
     return min([free, *map(_memory, groups("memory", root))])
 
@@ -58,7 +49,7 @@ def groups(kind: str, root: Path) -> Iterator[Path]:
 
 
 def _quota(group: Path) -> float:
-    """Microseconds of work, over the microseconds in which it may be done."""
+    """A group's quota in cores: microseconds of work per microseconds of its period."""
     older = _lines(group / "cpu.cfs_quota_us") + _lines(group / "cpu.cfs_period_us")
     with suppress(ValueError, ZeroDivisionError):  # "max", or no such files
         allowed, period = " ".join(_lines(group / "cpu.max") or older).split()

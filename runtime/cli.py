@@ -37,7 +37,7 @@ if _is_ours and overlay.asked():
 
 
 def say(line: str) -> None:
-    """What a program tells of itself, apart from its output."""
+    """A message of a program, apart from its output."""
     print(f"nanobatch: {printable(str(line))}", file=sys.stderr, flush=True)
 
 
@@ -47,7 +47,7 @@ class Unwritten(Exception):
 
 class Stream:
     """A standard stream. Errors of standard output are `Unwritten`, so no handler takes them for
-    another file's. Errors of standard error are ignored: there is nobody left to tell."""
+    another file's. Errors of standard error are ignored."""
 
     def __init__(self, file: TextIO, is_output: bool = False):
         self._file = file
@@ -137,7 +137,7 @@ def backend() -> str:
 
 
 def rank() -> int:
-    """Which of them it is. Rank 0 answers, the others follow."""
+    """The rank of this process. Rank 0 answers, the others follow."""
     name = "OMPI_COMM_WORLD_RANK" if backend() == "mpi" else "MLX_RANK"
     return read_whole(name, os.environ[name], 0, 1023) if backend() else 0
 
@@ -152,7 +152,7 @@ def is_gguf_file(model: str) -> bool:
 
 
 def read_model(model: str) -> str:
-    """What `--model` takes. Better one line now than one from the hub, after a while."""
+    """What `--model` takes. A mistake is found here, and not by the hub after a while."""
     is_here = model == "demo" or is_folder(model) or is_gguf_file(model)
     is_name = model.startswith("ollama:") or (model.count("/") == 1 and model[0] not in "./~")
     if not is_here and not is_name:
@@ -163,7 +163,7 @@ def read_model(model: str) -> str:
 
 
 def name_of(model: str) -> str:
-    """As clients and the screen know it. A folder of the hub's cache is named by a hash."""
+    """The model's name for clients and the screen. A folder of the hub's cache is named by a hash."""
     if not is_folder(model) and not is_gguf_file(model):
         return model
     path = os.path.abspath(os.path.expanduser(model))
@@ -179,7 +179,7 @@ def on_a_terminal() -> bool:
 
 @contextmanager
 def about(option: str, remedy: str) -> Iterator[None]:
-    """Whatever is wrong in here is said with the option that it is about, and with what helps."""
+    """Add the option and the remedy to the message of an error."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -189,8 +189,7 @@ def about(option: str, remedy: str) -> Iterator[None]:
 
 
 def read_key(key: str) -> str:
-    """Without a key everybody may come in, so an empty one, as of a variable that is not set, is a
-    mistake."""
+    """Refuse an empty key, as of a variable that is not set: without a key everybody has access."""
     if not key or key != key.strip():
         raise ValueError("the key is empty or has spaces around it; give another, or leave it out")
     return key
@@ -238,7 +237,7 @@ def read_slot_cache(text: str) -> str:
 
 
 def version() -> str:
-    """Which nanobatch this is, and what it runs on: the first line of a report."""
+    """The versions of nanobatch, MLX, Python and the system: the first line of a bug report."""
     import platform  # these are imported here, because most runs need none of them
     from importlib import metadata
 
@@ -250,7 +249,7 @@ def version() -> str:
 
 
 def number() -> str:
-    """Of this version: `pyproject.toml` alone holds it, and a package's metadata."""
+    """The version, from `pyproject.toml` or the package's metadata."""
     import tomllib
     from importlib import metadata
 
@@ -261,7 +260,7 @@ def number() -> str:
 
 
 def install(extra: str, package: str) -> str:
-    """What to type for an extra of ours: in a checkout, and for each way to install a wheel."""
+    """The command that installs an extra: in a checkout, or next to an installed package."""
     if not IS_INSTALLED:
         return f"pip install -e '.[{extra}]' in the checkout"
     pipx = f"pipx runpip nanobatch install '{package}'"
@@ -276,7 +275,7 @@ def my_cores() -> set[int]:
 
 
 def cpuinfo() -> dict[str, str]:
-    """What Linux says of the first processor, by name. Nothing elsewhere."""
+    """The first processor's entry in /proc/cpuinfo. Empty if there is no such file."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             lines = file.read().partition("\n\n")[0].splitlines()
@@ -312,7 +311,7 @@ class OldName(argparse.Action):
 
 
 class CommandLine(argparse.ArgumentParser):
-    """Says a mistake in one line, without the usage, and exits with 2."""
+    """Report a mistake in one line, without the usage, and exit with 2."""
 
     def __init__(self, name: str, **options):
         """`name`: of the program, such as ask.py."""
@@ -334,8 +333,7 @@ class CommandLine(argparse.ArgumentParser):
         self.exit(2, f"nanobatch: {one_line(message)}\n")
 
     def add_read(self, name: str, read: Callable[[str], Any], says: str, **how: Any) -> None:
-        """An option whose value `read` makes of a text. (Of a ValueError argparse does not tell what
-        is wrong.)"""
+        """An option whose value `read` parses. (argparse does not show the text of a ValueError.)"""
 
         def reads(text: str) -> Any:
             try:
@@ -353,8 +351,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_read("--model", read_model, says, default="demo")
 
     def add_engine(self, policies: Iterable[str], slots: str, max_len: str) -> None:
-        """The model, and what every program asks for that serves one. `slots`, `max_len`: what is
-        taken by default, in words."""
+        """The options of every program that loads a model. `slots`, `max_len`: the defaults, in words."""
         self.add_model()
         self.add_whole("--slots", 1, 4096, f"sequences that run at once (default: {slots})")
         says = f"length of a slot, prompt and answer together (default: {max_len})"
@@ -389,12 +386,12 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--activations", type=int, default=32, choices=(8, 32), help=says)
 
     def add_book(self) -> None:
-        """It was read when this file was imported: here it is named in the help."""
+        """Only for the help: it was read when this file was imported."""
         says = "run the chapters in this folder in the place of ours (course/from_zero; $NANOBATCH_BOOK)"
         self.add_argument("--book", metavar="DIR", help=says)
 
     def add_keys(self) -> None:
-        """What every program that opens the door asks for."""
+        """The options of every program that runs a server."""
         key, watch = (os.environ.get(f"NANOBATCH_{name}_KEY") or None for name in ("API", "WATCH"))
         says = "what clients must give ($NANOBATCH_API_KEY)"
         self.add_read("--api-key", read_key, says, default=key)

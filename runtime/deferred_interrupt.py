@@ -1,18 +1,9 @@
-"""Ctrl-C takes effect between two steps, and never inside one.
+"""Defer Ctrl-C to the end of a step: Python raises KeyboardInterrupt at any line of the main thread, also
+between the two halves of a change.
 
-The problem. Python raises KeyboardInterrupt in the main thread at any line. If the main thread
-steps the engine, that line may stand between two halves of a change: a slot is taken, and its
-request is not yet noted. No code can be right at every line.
-
-The way out. While something is changed, a handler of ours notes the signal. The program's own
-handler, which raises KeyboardInterrupt unless the program has chosen another, is called right
-after. A step takes a moment; if it takes too long for the person who waits, a second Ctrl-C ends
-the process at once, or is the program's own handler's business at once.
-
-The invariant: a `with Held():` block is left as if Ctrl-C had come behind it. Other threads need
-none of this, since Python handles signals in the main thread alone.
-
-Where next: `Engine.step` in `nanobatch.py`.
+Inside `with defer_interrupt():` our handler notes the signal, and the program's own handler is called after the
+block. A second Ctrl-C takes effect at once. Other threads do not need this, because Python handles
+signals in the main thread only.
 """
 
 from __future__ import annotations
@@ -21,10 +12,18 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 
-class Held:
-    """Inside `with Held():` Ctrl-C is noted (`came`), and takes effect at the end of the block.
+def defer_interrupt() -> AbstractContextManager:
+    """Until the end of the block, Ctrl-C is only noted. Python handles signals in the main thread
+    alone, so in other threads there is nothing to do."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return DeferredInterrupt() if is_main else nullcontext()
+
+
+class DeferredInterrupt:
+    """Inside this block, in the main thread, Ctrl-C is noted (`came`) and takes effect at the end.
 
     `wake`: called when Ctrl-C comes, for a block that sleeps.
     """
@@ -34,7 +33,7 @@ class Held:
         self._wake = wake
         self._before = None  # the program's own handler, while ours is in its place
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> DeferredInterrupt:
         if threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGINT)
             if callable(before):  # else the signal is ignored, or ends the process without Python

@@ -1,5 +1,5 @@
-"""What the server, the screen and a loop need of an engine, as a protocol. They start before MLX is
-loaded, and an engine cannot be imported without MLX."""
+"""The engine as a protocol, for the server, the screen and loops: they start before MLX is loaded, and
+`nanobatch.Engine` cannot be imported without MLX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AnyEngine(Protocol):
 
     text: TokenizerProtocol
     sched: Scheduler
-    clock: Callable[[], float]  # seconds; stands still while the engine is paused
+    clock: Callable[[], float]  # seconds, without pauses
     model: Any
     runner: RunnerProtocol | None  # None: the weights are unloaded
     registry: Any  # handles and records (`runtime/request_registry.py`)
@@ -66,7 +66,7 @@ class AnyEngine(Protocol):
 
 @contextmanager
 def running_on(engine: AnyEngine, runner: RunnerProtocol) -> Iterator[None]:
-    """Inside, steps are run by another runner in place of the engine's, such as one that fails."""
+    """Inside, another runner runs the steps, such as one that fails."""
     with engine.changed:
         own = engine.runner
         engine.runner = runner

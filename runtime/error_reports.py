@@ -15,7 +15,7 @@ LOG = logging.getLogger("nanobatch")  # without a handler of the program's, Pyth
 
 def describe(error: BaseException) -> str:
     """An exception in one line."""
-    if isinstance(error, GrammarError):  # the owner of the request has to know, and no more
+    if isinstance(error, GrammarError):  # a mistake of the request's owner
         return f"grammar: {error}"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
@@ -28,8 +28,7 @@ def show_fault(what: str, error: BaseException) -> None:
 
 @contextmanager
 def shown(what: str) -> Iterator[None]:
-    """Around code whose exception is told in one line further up, but may be a bug of ours: its
-    traceback is shown."""
+    """Show the traceback of an exception that the caller reports in one line: it may be a bug of ours."""
     try:
         yield
     except Exception as error:
@@ -38,11 +37,11 @@ def shown(what: str) -> Iterator[None]:
 
 
 def let_go(error: BaseException) -> None:
-    """Take the traceback from an exception that will be kept, and all that hangs on it.
+    """Remove the tracebacks of an exception that will be kept, and of its causes.
 
-    subtle: a traceback keeps its frames, and a frame of `forward` the slab. After a failure the
-    engine makes a new slab, and there may not be memory for two. Other frames still run, and refer
-    to the handle that keeps the exception: the two would stay until the collector comes.
+    subtle: a traceback keeps its frames, and a frame of `forward` keeps the slab. After a failure the
+    engine makes a new slab, and there may not be memory for two. Frames that still run refer to the
+    handle that keeps the exception: a cycle, which only the garbage collector would free.
     """
     seen = set()
     left = [error]

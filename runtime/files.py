@@ -1,9 +1,8 @@
 """Read files of unknown origin, and write files whole.
 
-A model folder comes from anywhere: a file may be missing, cut off, a pipe, a web page, or JSON whose
-fields hold what nobody expects. Whatever is wrong with it is a `ModelError`: the file, the field and
-its value, and what to do. A file that `write_whole` writes holds all of the new text, or else all that
-was in it before, also on a full disk.
+A file of a model folder may be missing, cut off, a pipe, a web page, or JSON with unexpected fields:
+each is a `ModelError` with the file, the field, its value and the remedy. A file that `write_whole`
+writes has all of the new text or, as on a full disk, all of the old one.
 """
 
 import errno
@@ -15,8 +14,7 @@ from pathlib import Path
 
 from runtime.validation import one_line
 
-# The most bytes that a file may have, several times as many as the largest that are published have.
-# More would take minutes to read, and all for nothing.
+# The most bytes that a file may have: several times the largest published ones.
 LARGEST = {
     "tokenizer.json": 150_000_000,  # published: 35 MB
     "model.safetensors.index.json": 30_000_000,  # some MB
@@ -30,8 +28,7 @@ class ModelError(ValueError):
     """A checkpoint that cannot be served. The message is one line: the file, what is wrong, what to
     do.
 
-    `short` says why in about five words, for a list of models, where it is more than that a file is
-    broken.
+    `short`: the reason in about five words, for a list of models.
     """
 
     def __init__(self, message: str, short: str = ""):
@@ -43,14 +40,13 @@ class ModelError(ValueError):
 
 
 def check_plain(path: Path) -> None:
-    """Refuse what is no plain file. To open a pipe may take for ever, and so may reading
-    /dev/zero."""
+    """Refuse anything but a regular file: opening a pipe, or reading /dev/zero, may never end."""
     if path.exists() and not path.is_file():
         raise ModelError(f"{path} is no plain file; download it again.")
 
 
 def check_size(path: Path) -> None:
-    """Refuse what is too large before it is read."""
+    """Refuse a file that is too large, before it is read."""
     most = LARGEST.get(path.name, LARGEST_OTHER)
     size = path.stat().st_size
     if size > most:
@@ -60,7 +56,7 @@ def check_size(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text in a file, or one line that says why there is none."""
+    """The text of a file; ModelError if it cannot be read."""
     try:
         check_plain(path)
         check_size(path)
@@ -74,7 +70,7 @@ def read_text(path: Path) -> str:
 
 
 def read_some(path: str, most: int) -> str:
-    """The text in a file that a user names. It may be a device without an end."""
+    """The text of a file that a user names, at most this many characters: it may be /dev/zero."""
     with open(path, encoding="utf-8") as file:
         text = file.read(most + 1)
     if len(text) > most:
@@ -83,7 +79,7 @@ def read_some(path: str, most: int) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object in a file, or one line that says why there is none."""
+    """The JSON object in a file; ModelError if there is none."""
     text = read_text(path)
     try:
         value = json.loads(text)
@@ -99,12 +95,12 @@ def read_json(path: Path) -> dict:
 
 
 def read_json_if_any(path: Path) -> dict:
-    """The same; an empty object, if there is no such file."""
+    """The same; an empty object if there is no such file."""
     return read_json(path) if path.exists() else {}
 
 
 def what_is(head: bytes) -> str | None:
-    """What a file is that often lies where weights should be, by its first bytes."""
+    """What a file really is, by its first bytes, if it is one of those often found in place of weights."""
     if head.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the file itself (run `git lfs pull`)"
     if head.lstrip().lower().startswith((b"<!doctype", b"<html")):

@@ -1,9 +1,9 @@
 """A GGUF file: its metadata, and where its tensors are.
 
-    | "GGUF", version, how many tensors, how many fields | fields | for each tensor name, shape, type, place | data |
+    | "GGUF", version, number of tensors, number of fields | fields | of each tensor: name, shape, type, offset | data |
 
-Whatever a file claims is held against its size before it is used. The `gguf` package reads the same,
-but it takes 9 s for the 300,000 strings of a vocabulary; this takes 0.3 s.
+Every claim of a file is checked against its size first. The `gguf` package reads the same, but it takes
+9 s for the 300,000 strings of a vocabulary; this takes 0.3 s.
 """
 
 import math
@@ -37,7 +37,7 @@ SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 MOST_PARTS = 1000
 
 
-# What has been read and is still referred to: weights and tokenizer share it while they are loaded
+# Files that have been read and are still referenced: weights and tokenizer share them while loading
 _in_use: WeakValueDictionary = WeakValueDictionary()
 
 
@@ -62,7 +62,7 @@ TYPES = {
     14: Type("Q6_K", 256, 210),
     30: Type("BF16", 1, 2),
 }
-# Types that are not read, so that a refusal names them
+# Unsupported types, so that a refusal names them
 OTHERS = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS"}
 OTHERS |= {19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16"}
 OTHERS |= {26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
@@ -72,12 +72,12 @@ class GgufTensor(NamedTuple):
     path: Path
     name: str
     type: Type
-    shape: tuple[int, ...]  # as we write it: the longest stride first
+    shape: tuple[int, ...]  # the longest stride first
     begin: int  # in the file
     nbytes: int
 
     def read(self, most: int) -> Iterator[bytes]:
-        """Its bytes, at most so many at a time."""
+        """Its bytes, at most `most` at a time."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.begin)
@@ -95,7 +95,7 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Gguf:
-    """A model's file, or all parts of one that was split. The fields are those of the first."""
+    """A model's file, or all parts of a split one, with the fields of the first part."""
 
     path: Path
     fields: dict[str, Any]
@@ -103,7 +103,7 @@ class Gguf:
 
 
 def is_gguf(path: Path) -> bool:
-    """Is it a GGUF file, by its name, or by its first bytes, as Ollama's have no such name?"""
+    """Is it a GGUF file, by its name or by its first bytes? (Ollama's have no such name.)"""
     if path.suffix.lower() == ".gguf":
         return not path.is_dir()
     if not path.is_file():
@@ -132,7 +132,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Metadata and directory of a GGUF file; ModelError, in one line, for whatever is wrong with it."""
+    """Metadata and tensor directory of a GGUF file."""
     first, *others = [_read_part(part) for part in parts_of(path)]
     if not others and first.fields.get("split.count", 0) in (0, 1):
         return first
@@ -176,7 +176,7 @@ def _read_part(path: Path) -> Gguf:
 
 
 class _Header:
-    """Reads from the file's beginning on, never beyond its end, nor beyond what a header may have."""
+    """Reads a file's header, never beyond the file's end or LARGEST_HEADER."""
 
     def __init__(self, path: Path, file: BinaryIO):
         self.path = path
@@ -248,7 +248,7 @@ class _Header:
         return name, tuple(reversed(shape)), self.number("I"), self.number("Q")
 
     def placed(self, entries: list, alignment: Any) -> dict[str, GgufTensor]:
-        """Tensors by their names, none of which overlaps another or ends beyond the file."""
+        """Tensors by name. None overlaps another or ends beyond the file."""
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment = {shown(alignment)}, which is no power of two")
         start = -(-self.file.tell() // alignment) * alignment

@@ -1,5 +1,5 @@
 """What the owner of a request holds: text that streams, a `Result` at the end, `Metrics`. Plain
-Python, without MLX; those who only watch get snapshots instead (`runtime/snapshot.py`)."""
+Python, without MLX. Observers get snapshots instead (`runtime/snapshot.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import random
 from array import array
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ class Delta(NamedTuple):
 
     text: str
     is_last: bool  # the request has ended, and no text is left
+    has_more: bool  # text is left
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,6 @@ class Result:
         return unit(self.vector, dimensions)
 
 
-def checked_sampling(sampling: SamplingParams | None, client: str) -> SamplingParams:
-    """The sampling of a request. A ValueError if these arguments of `submit` are of another type."""
-    sampling = SamplingParams() if sampling is None else sampling
-    if not isinstance(sampling, SamplingParams):
-        raise ValueError(f"sampling is a {type(sampling).__name__}; give SamplingParams")
-    if not isinstance(client, str):
-        raise ValueError(f"client is a {type(client).__name__}; give a text")
-    return sampling
-
-
 class Owner(Protocol):
     """What a handle needs of its engine."""
 
@@ -71,7 +62,7 @@ class Handle:
     """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any
     thread may.
 
-    The thread that steps only appends to a handle, and calls nothing of the owner's.
+    The engine's thread only appends to a handle, and never calls the owner's code.
     """
 
     def __init__(
@@ -92,6 +83,8 @@ class Handle:
         self.origin = origin
         self.grammar = grammar
         self.is_thinking = is_thinking
+        # Does what is sampled depend on the tokens before it?
+        self.looks_back = sampling.looks_back or grammar is not None
         self._ends_with = ends
         self.seed = (
             random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
@@ -107,10 +100,10 @@ class Handle:
             frozenset() if sampling.ignore_eos else engine.text.end_tokens
         )
         self._stream = engine.text.stream(sampling.stop_texts)
-        # The text, as far as it has come; a piece never holds half a character
+        # The text so far; a piece never ends within a character
         self.pieces: list[str] = []
         self._taken = 0  # pieces that `take_delta` has returned
-        self.lengths: list[int] = []  # so many characters came with each token
+        self.lengths: list[int] = []  # by token: the number of characters that came with it
         self.times: list[float] = []  # when each token came, on the engine's clock
         # Between a token and the next, the shortest first: watchers ask often
         self._gaps: list[float] = []
@@ -137,7 +130,7 @@ class Handle:
         self._engine.cancel(self)
 
     def __iter__(self) -> Iterator[str]:
-        """The text as it comes, in pieces that never hold half a character."""
+        """The text as it comes, in pieces that never end within a character."""
         seen = 0
         while True:
             self._engine.wait(
@@ -182,7 +175,8 @@ class Handle:
         has_ended = self.finish_reason is not None  # before the pieces: none comes after the end
         pieces = self.pieces[self._taken : self._taken + most]
         self._taken += len(pieces)
-        return Delta("".join(pieces), has_ended and not self.pending)
+        has_more = self._taken < len(self.pieces)
+        return Delta("".join(pieces), has_ended and not has_more, has_more)
 
     @property
     def metrics(self) -> Metrics:
@@ -211,7 +205,7 @@ class Handle:
         """How far the prompt has been read by now."""
         return self.prefill_at(self._engine.clock(), self._engine.sched.far)
 
-    # --- what the engine and its ledger call
+    # --- called by the engine and its registry
 
     def prefill_at(self, now: float, far: int) -> PrefillProgress:
         r = self.request
@@ -221,7 +215,7 @@ class Handle:
         return told._replace(done=told.total, left_s=0.0) if r.committed else told
 
     def view(self) -> RequestView:
-        """This request as those see it who watch."""
+        """This request as observers see it."""
         r = self.request
         return RequestView(
             id=r.id,
@@ -259,10 +253,6 @@ class Handle:
         for text, (id, value) in zip(texts, likely.items(), strict=True):
             seen.append((text, math.exp(value), id in allowed))
         return tuple(seen)
-
-    def masks(self, draft: Sequence[int]) -> Sequence[bytes]:
-        """What the grammar, if there is one, allows after each token of a draft."""
-        return () if self.grammar is None else self.grammar.masks(draft)
 
     def take(self, output: StepOutput, now: float) -> str | None:
         """Take a token from commit; returns why the answer ends with it, or None. The token of a

@@ -1,16 +1,5 @@
-"""What becomes of an engine that nobody asks: its weights are let go of.
-
-The problem. A server that runs all day is asked for minutes of it, and holds gigabytes meanwhile.
-
-The way out. `Idle` is a loop's `between`, so it runs in the thread that steps, and between two steps.
-When nothing has come for so many seconds, the engine releases weights and slab. The next request
-brings the weights back by itself, in its first step.
-
-What this file keeps. No request is lost: one that comes just then stands in line, and waits for the
-weights.
-
-Where next: `Engine.release` in `nanobatch.py`.
-"""
+"""Unload the weights of an idle engine. The first step of the next request loads them again, and a
+request that arrives meanwhile waits in the queue."""
 
 from __future__ import annotations
 
@@ -23,7 +12,7 @@ from runtime.engine_protocol import AnyEngine
 
 
 class Idle:
-    """Releases an engine after so many seconds without work, and says so: a loop's `between`."""
+    """A loop's `between`: release the engine after this many seconds without work, and say so."""
 
     def __init__(
         self,
@@ -36,12 +25,12 @@ class Idle:
         self._seconds = seconds
         self._say = say
         self._now = now
-        self._since = now()  # nothing has come since
+        self._since = now()  # idle since
         self._submitted = 0
         self._is_away = False
 
     def __call__(self) -> float | None:
-        """The seconds after which to look again; None: when something happens."""
+        """Return the seconds until the next look; None: when something happens."""
         engine = self._engine
         if self._is_away and not engine.is_released:
             self._is_away = False
@@ -59,5 +48,5 @@ class Idle:
             engine.release()
             self._is_away = True
             idle = f"idle for {self._seconds:g} s"
-            self._say(f"{idle}: weights and slab are let go of, until the next request")
+            self._say(f"{idle}: weights and slab are unloaded until the next request")
         return None

@@ -30,23 +30,20 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from runtime.deferred_interrupt import Held
+from runtime.deferred_interrupt import DeferredInterrupt, defer_interrupt
 from runtime.engine_protocol import AnyEngine
 
 
 class Stopwatch:
-    """A clock for an engine: seconds since the start. It stands still while the engine is paused.
-
-    So TTFT and tokens/s tell what the engine does, not how long a person looked at it.
-    """
+    """A clock for an engine: seconds since the start, without pauses, so that TTFT and tokens/s do not
+    depend on them."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now = now
         self._began = now()
-        # How long it stood still before; since when it does so now
-        self._lost = 0.0
-        self._stopped = None
-        self._lock = threading.Lock()  # other threads read it while it is stopped and let go
+        self._lost = 0.0  # seconds of all earlier pauses
+        self._stopped = None  # when the current pause began
+        self._lock = threading.Lock()  # other threads read it while it is stopped and started
 
     def __call__(self) -> float:
         with self._lock:
@@ -54,12 +51,12 @@ class Stopwatch:
 
     @property
     def real(self) -> float:
-        """Seconds since it was made, the time that it stood still included."""
+        """Seconds since it was made, pauses included."""
         return self._now() - self._began
 
     @property
     def stood(self) -> float:
-        """The seconds that it has stood still so far."""
+        """The seconds of all pauses so far."""
         with self._lock:
             return self._lost + (0.0 if self._stopped is None else self.real - self._stopped)
 
@@ -140,12 +137,12 @@ class Loop:
         self._next = 0.0  # when the next step of slow motion is due
         self._between = between
         self._watch = watch or Stopwatch()
-        self._wishes: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> Loop:
-        with Held():  # an engine that has a loop must have its thread, too
+        with defer_interrupt():  # an engine that has a loop must have its thread, too
             self.engine.driver.attach(self)
             self._stopping = False
             self._thread = threading.Thread(target=self._run, name="nanobatch", daemon=True)
@@ -160,7 +157,7 @@ class Loop:
     def stop(self, patience: float | None = None) -> bool:
         """Ask the thread to end, and wait for it; True if it has. A step of seconds cannot be
         interrupted."""
-        with Held(), self.engine.changed:
+        with defer_interrupt(), self.engine.changed:
             self._stopping = True
             self.engine.changed.notify_all()
         thread = self._thread
@@ -177,8 +174,8 @@ class Loop:
             with changed:
                 changed.notify_all()
 
-        with Held(wake) as held, changed:
-            changed.wait_for(lambda: held.came or until(), min(seconds, threading.TIMEOUT_MAX))
+        with DeferredInterrupt(wake) as interrupt, changed:
+            changed.wait_for(lambda: interrupt.came or until(), min(seconds, threading.TIMEOUT_MAX))
 
     @property
     def is_here(self) -> bool:
@@ -194,7 +191,7 @@ class Loop:
             raise
 
     def __exit__(self, *exception) -> None:
-        with Held():
+        with defer_interrupt():
             self.stop()
 
     @property
@@ -206,12 +203,12 @@ class Loop:
         """The seconds that it has been paused so far."""
         return self._watch.stood
 
-    # --- what any thread may say; it returns at once
+    # --- for any thread; these return at once
 
-    def wish(self, act: Callable[[], None]) -> None:
+    def call(self, act: Callable[[], None]) -> None:
         """Run this between two steps. It may step the engine, but not wait for it."""
         with self.engine.changed:
-            self._wishes.append(act)
+            self._commands.append(act)
             self.engine.changed.notify_all()
 
     def pause(self) -> None:
@@ -229,7 +226,7 @@ class Loop:
         with self.engine.changed:
             self.paused = paused
             self.stepping = stepping
-            self.wish(lambda: None)  # the loop wakes up, and stops the clock or lets it go
+            self.call(lambda: None)  # the loop wakes up, and stops or starts the clock
 
     # --- the thread
 
@@ -246,15 +243,15 @@ class Loop:
             self.engine.driver.attach(None)
 
     def _is_awake(self) -> bool:
-        # Steps by hand wake it even if there is nothing to do: it sees so, and forgets them.
+        # Single steps wake it even if there is nothing to do: then it drops them.
         due = self._due()
         moves = due == 0 and (self.stepping or self.engine.has_work)
-        # Work has come whose step is not due yet: the clock is to stand still until then
+        # There is work whose step is not due yet: the clock stops until then
         comes = due and not self._watch.stands
-        return bool(self._stopping or self._wishes or moves or comes)
+        return bool(self._stopping or self._commands or moves or comes)
 
     def _due(self) -> float | None:
-        """The seconds to the next step; None: there is none before somebody says so."""
+        """The seconds to the next step; None while paused."""
         if self.paused and not self.stepping:
             return None
         if self.slow and self.engine.has_work:
@@ -263,10 +260,10 @@ class Loop:
 
     def turn(self) -> float | None:
         """Run the commands, a step, and the watcher's own work. Returns how long to sleep then."""
-        while self._wishes:
-            self._guarded(self._wishes.popleft())
+        while self._commands:
+            self._guarded(self._commands.popleft())
         if self.paused or self.slow:
-            self._guarded(self._read_back)  # what was still on its way
+            self._guarded(self._read_back)
         if self._due() == 0:
             self._watch.go()
             self._guarded(self._step)
@@ -290,7 +287,7 @@ class Loop:
         self.engine.step(plan=False)
 
     def _guarded(self, act: Callable[[], float | None]) -> float | None:
-        """This thread must not die while others may come and wait for it."""
+        """Call a function. Its failure is noted, because other threads wait for this one."""
         try:
             return act()
         except BaseException as error:

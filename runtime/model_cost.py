@@ -1,15 +1,15 @@
-"""What a forward pass costs, in plain numbers: the bytes that it reads and the products that it makes."""
+"""The cost of a forward pass in plain numbers: bytes that are read, and products."""
 
 from typing import NamedTuple
 
 
 class ModelCost(NamedTuple):
-    """What a forward pass reads and multiplies, counted once when the model is loaded: of several
-    ranks, the first one's share.
+    """What a forward pass reads and multiplies, counted once when the model is loaded; with several
+    ranks, the shard of the first one.
 
-    A pass reads its weights once for all tokens in it. Only the tokens that are asked for their
-    next one go through the *tail*, which is all behind the last layer's attention. All other
-    matrices are the *body*. Experts are counted apart: each token takes some of them in each layer.
+    A pass reads its weights once for all tokens in it. Only tokens whose next token is sampled go
+    through the *tail*, everything after the last layer's attention. All other matrices are the
+    *body*. Experts are counted separately: each token takes some of them in each layer.
     `..._products`: the number of weights that each token is multiplied by.
     """
 

@@ -1,8 +1,5 @@
-"""Where an engine's model comes from, so that it can be unloaded and read again.
-
-Nothing is read before it has been checked: the names and shapes of all tensors, the tokenizer, and the
-memory, with what the engine holds already counted as free.
-"""
+"""Where an engine's model comes from, so that it can be unloaded and read again. Before a tensor is read,
+everything is checked: names and shapes, the tokenizer, and the memory."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from runtime.files import ModelError
 from runtime.gguf_file import is_gguf, parts_of
 from text.tokenizer import Tokenizer
 
-Report = Callable[[str], None]  # is told what is done
+Report = Callable[[str], None]  # receives a line for each stage
 
 
 class Source(NamedTuple):
@@ -42,10 +39,10 @@ class Source(NamedTuple):
         return self._replace(model=str(model or self.model), asked={**self.asked, **sizes})
 
     def check(self, held: int = 0, text: Tokenizer | None = None) -> Checked:
-        """Look at all that can be wrong before a tensor is read.
+        """Check everything before a tensor is read.
 
-        `held`: so many bytes will be free by then.
-        `text`: that of the model that is to come back, from the same files.
+        `held`: bytes that will be free by then.
+        `text`: the tokenizer of a model that is read again from the same files.
         """
         self.report(f"finding {self.model}")
         ranks = join()
@@ -85,7 +82,7 @@ def files_of(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 class Checked(NamedTuple):
-    """A model that can be read, and what fits beside it."""
+    """A model that can be read, and the sizes that fit next to it."""
 
     source: Source
     reader: ModelReader

@@ -1,14 +1,7 @@
 """How far a prompt has been read, how fast, and when it will be done.
 
-The problem. On a CPU a long prompt takes minutes. Its later tokens cost more than its first ones,
-because each token attends to all tokens before it. So an estimate from the mean rate so far is too
-short, and people give up on a prompt that was nearly done.
-
-What this file keeps. The figures are computed here and nowhere else: screen, page, log, `/metrics`
-and streams only show them. Cached tokens are part of the prompt, but they were not read, so they
-are in no rate.
-
-Where next: `snapshot.py`, where each slot's view has these figures.
+Later tokens of a prompt cost more than its first ones, because each attends to all before it, so an
+estimate from the mean rate so far would be too short. Cached tokens count as done, but not in the rate.
 """
 
 from __future__ import annotations
@@ -99,6 +92,6 @@ class PrefillClock:
 
 
 def work_of(rows: int, far: int) -> float:
-    """What reading so many rows costs, in early tokens: the sum of 1 + row / far over all rows
-    (compare `sched.price_of`)."""
+    """The cost of reading the first `rows` tokens, in early tokens: the sum of 1 + row / far over all
+    rows (compare `sched.price_of`)."""
     return rows + rows * rows / (2 * far)

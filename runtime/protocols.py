@@ -1,5 +1,5 @@
-"""What a handle, a loop and the programs need of the parts of an engine, as protocols. So they run with
-the real parts and with the fakes of a test, and need no MLX."""
+"""Protocols for the parts of an engine, so that handles, loops and programs need no MLX and run with fakes
+in tests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TokenizerProtocol(Protocol):
 class RunnerProtocol(Protocol):
     """The device half of an engine (`runner.Runner`)."""
 
-    slab: Any  # None: there is none to look into
+    slab: Any  # None for a runner without one
 
     def begin(self, batch: Any) -> Any: ...
 

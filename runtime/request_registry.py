@@ -1,11 +1,12 @@
-"""The handles of all open requests, and what has happened so far, kept in bounded memory for those who
-watch. A `Log` has the newest entries and counts all of them, so that a watcher knows what it missed."""
+"""The handles of all open requests, and recent events for observers, in bounded memory. A `Log` has
+the newest entries and counts all of them, so that an observer knows how many it missed."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from itertools import islice, takewhile
 from typing import Any
 
@@ -26,7 +27,7 @@ from runtime.snapshot import (
     StepView,
 )
 from runtime.validation import GrammarError
-from sched import Chunk, Committed, Decode, Plan, Request, Scheduler
+from sched import Committed, Plan, Request, Scheduler
 
 
 class Log:
@@ -64,8 +65,7 @@ class Log:
 
 
 class RequestRegistry:
-    """The handles of all open requests, and what has happened so far: kept in bounded memory for
-    those who watch."""
+    """The handles of all open requests, and recent events for observers, in bounded memory."""
 
     QUEUE = 32  # waiting requests that are shown
     TEXTS = 2**22  # bytes of prompts and answers that are kept
@@ -74,7 +74,7 @@ class RequestRegistry:
         self.model = model
         self.roof = Roof()  # not measured yet
         self.open: dict[int, Handle] = {}
-        self._news: dict[int, Handle] = {}  # with output since the last `take_news`
+        self._news: dict[int, Handle] = {}  # with output since the last `notify`
         self.steps = Log(4096)
         self.ended = Log(500, self.TEXTS, lambda view: view.size)
         self.faults = Log(100)
@@ -89,11 +89,6 @@ class RequestRegistry:
         self.faults.add(f"{what}: {describe(error)}")
         show_fault(what, error)
 
-    def looks_back(self, member: Chunk | Decode) -> bool:
-        """Does what is sampled here depend on the tokens before it?"""
-        handle = self.open.get(member.request.id)
-        return bool(handle and (handle.sampling.looks_back or handle.sampling.grammar))
-
     def deliver(
         self,
         outputs: Mapping[tuple[int, int], StepOutput],
@@ -107,7 +102,7 @@ class RequestRegistry:
         self.output_tokens += not handle.sampling.embeds
         self._news[handle.id] = handle
         try:
-            output = outputs.get((request.slot, request.committed - 1), StepOutput(token))
+            output = outputs.get((request.slot, len(request.answer) - 1), StepOutput(token))
             return handle.take(output._replace(token=token), clock())
         except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
             handle.error = describe(error)
@@ -125,8 +120,8 @@ class RequestRegistry:
         step = StepView.committed(plan, run, done, tokens, times)
         self.steps.add(step)
         self.steps_s += step.seconds
-        self.prompt_tokens += step.prompt_tokens
         for _, id, start, stop in step.prefill:
+            self.prompt_tokens += stop - start
             if handle := self.open.get(id):  # else it has ended meanwhile
                 handle.prefill_clock.take(start, stop, step.began, step.ended)
 
@@ -142,15 +137,15 @@ class RequestRegistry:
             handle.request.draft_source = None  # as many
             handle.request.restored = None
 
-    def take_news(self) -> list[Handle]:
-        """The handles that have new output or have ended, since the last call."""
-        news = self._news
-        self._news = {}
-        return list(news.values())
-
-    def notify(self, on_commit: Callable[[list[Handle]], None] | None, news: list[Handle]) -> None:
-        """Call `on_commit`. What it raises is recorded, and disturbs no request; Ctrl-C goes to the
+    def notify(
+        self, on_commit: Callable[[list[Handle]], None] | None, lock: AbstractContextManager
+    ) -> None:
+        """Call `on_commit`, outside the lock, with the handles that have new output or have ended
+        since the last call. What it raises is recorded, and disturbs no request; Ctrl-C goes to the
         program."""
+        with lock:
+            news = list(self._news.values())
+            self._news.clear()
         if on_commit is None or not news:
             return
         try:

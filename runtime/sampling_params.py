@@ -1,8 +1,5 @@
-"""What a request asks for: how its tokens are sampled, and when its answer ends. Plain Python.
-
-A `SamplingParams` that exists has been checked, and never changes. So a wrong setting is refused with
-its name and its limits before it reaches a batch.
-"""
+"""The sampling parameters of a request. A `SamplingParams` is checked when it is made, and immutable, so a
+wrong setting is refused with its name and its limits before it reaches a batch."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +16,7 @@ from runtime.files import ModelError, read_json_if_any
 from runtime.validation import one_line, real, shown, whole
 
 GRAMMAR = 32_768  # characters of a schema or another grammar, at most
-SHORT_LIST = 64  # for a top_k up to this, so many tokens are sorted
+SHORT_LIST = 64  # for a top_k up to this, this many tokens are sorted
 LIMITS = {  # for each field that is a number: the check, the least and the most
     "max_tokens": (whole, 1, math.inf),
     "temperature": (real, 0, 1_000_000),
@@ -37,8 +35,8 @@ ADVICE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def advised(folder: Path) -> dict[str, float]:
-    """The settings of a request that says nothing itself, in every program: what the model's makers
-    advise in `generation_config.json`, else the likeliest token.
+    """The default settings of a request, in every program: those of `generation_config.json`, else
+    greedy.
 
     A small model answers most questions rightly at temperature 0 and few at 1 (docs/command-line.md).
     """
@@ -58,7 +56,7 @@ def advised(folder: Path) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request wants its tokens chosen, and when its answer ends. The default is greedy."""
+    """How the tokens of a request are sampled, and when its answer ends. The default is greedy."""
 
     max_tokens: int | None = 128  # None means to the end of the slot
     temperature: float = 0.0  # 0 is greedy
@@ -66,12 +64,12 @@ class SamplingParams:
     top_k: int = 0  # the k most likely tokens; 0 keeps all
     # Tokens at least this fraction as likely as the most likely one; 0 keeps all
     min_p: float = 0.0
-    seed: int | None = None  # None gives other tokens each time
+    seed: int | None = None  # None: random
     # Texts and token ids that end the answer, and are not part of its text
     stop: str | int | Sequence[str | int] = ()
     # Recent tokens' logits are divided (or, if negative, multiplied) by this
     repetition_penalty: float = 1.0
-    # Subtracted from the logit of each token that stands in the answer: once, and each time
+    # Subtracted from the logit of each token in the answer: once, and for each occurrence
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     # Added to these tokens' logits; -1000 forbids one
@@ -79,17 +77,17 @@ class SamplingParams:
     # The chosen token's log probability, and those of the n most likely
     logprobs: int | None = None
     ignore_eos: bool = False  # go on after the model's own end token
-    # No answer: the prompt's vector. All other settings count for nothing then
+    # Return the prompt's vector instead of an answer. All other settings are ignored
     embeds: bool = False
-    # What the answer must be: {"json": a schema}, {"regex": a text}, {"choice": several texts} or
-    # {"lark": a grammar in Lark's notation}
+    # Structured output: {"json": a schema}, {"regex": a text}, {"choice": several texts} or {"lark":
+    # a grammar in Lark's notation}
     grammar: Mapping | None = None
 
     def __post_init__(self):
-        vars(self).update(self._checked())  # this class is frozen: nothing changes from here on
+        vars(self).update(self._checked())  # this class is frozen
 
     def _checked(self) -> dict[str, Any]:
-        """The fields that change by being checked. A ValueError names the field and its limits."""
+        """The normalized fields. A ValueError names the field and its limits."""
         checked: dict[str, Any] = {}
         for name, (check, least, most) in LIMITS.items():
             value = getattr(self, name)
@@ -137,10 +135,10 @@ class SamplingParams:
             t: real(f"logit_bias for token {t}", b, -(10**9), 10**9)
             for t, b in self.logit_bias.items()
         }
-        return MappingProxyType(biases)  # a copy: what has been checked cannot change any more
+        return MappingProxyType(biases)  # a copy that cannot change
 
     def _checked_grammar(self) -> Mapping[str, str | tuple[str, ...]]:
-        """The grammar as a text, or texts: what has been checked cannot change any more."""
+        """The grammar as an immutable text, or texts."""
         forms = "{'json': schema}, {'regex': text}, {'choice': texts} or {'lark': grammar}"
         entries = [*self.grammar.items()] if isinstance(self.grammar, Mapping) else []
         if len(entries) != 1 or entries[0][0] not in ("json", "regex", "choice", "lark"):
@@ -169,17 +167,17 @@ class SamplingParams:
 
     @property
     def counts(self) -> bool:
-        """Is a token less likely, or more, for standing in the answer?"""
+        """Does a token's logit depend on its count in the answer?"""
         return bool(self.presence_penalty or self.frequency_penalty)
 
-    @property
+    @cached_property
     def looks_back(self) -> bool:
-        """Does a token depend on those before it, beside the model?"""
+        """Does sampling a token need the tokens before it?"""
         return self.repetition_penalty != 1 or self.counts
 
-    @property
+    @cached_property
     def group(self) -> str:
-        """The kind of work that choosing a token takes. It depends on these settings alone."""
+        """The kind of work that sampling a token takes. It depends on these settings alone."""
         edited = self.logit_bias or self.looks_back or self.logprobs is not None
         if self.temperature == 0:
             return "edited" if edited else "greedy"

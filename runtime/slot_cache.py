@@ -1,4 +1,4 @@
-"""The slot cache on disk: what slots remember outlives the process.
+"""The slot cache on disk: prefixes that slots have cached outlive the process.
 
 A slot's rows are saved when another prompt overwrites them, before the slab is freed, and at the end. A
 prompt that begins like a saved slot gets its rows from there (`Scheduler._cut` decides it). Threads
@@ -10,11 +10,10 @@ Where next: `prefix.py`, the same for slots in memory.
 
 from __future__ import annotations
 
-import threading
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from hashlib import blake2b
 from weakref import WeakValueDictionary
@@ -43,33 +42,27 @@ from sched import Request, Scheduler
 WRITES = 2  # copies of slots that wait to be written, at most
 SHARE = 8  # a file is read if at least 1/SHARE of its rows are of use
 NAMES = {mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32"}
-GONE = memoryview(b"")
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
-class Load:
-    """A file that a thread reads. `layers` stay empty if it cannot be used."""
-
-    def __init__(self) -> None:
-        self.is_ready = False
-        self.layers: list[tuple[mx.array, Tensor]] = []
+Layer = tuple[mx.array, mx.Dtype, tuple[int, ...]]  # the bits as numbers; their dtype and shape
 
 
 class Restored:
     """The first rows of a saved slot, for one prompt (`prefix.RestoredRows`)."""
 
-    def __init__(self, load: Load, rows: int, owner: str):
-        self._load = load
+    def __init__(self, load: Future[list[Layer]], rows: int, owner: str):
+        self._load = load  # of the file; no layers if it cannot be used
         self._rows = rows
         self._owner = owner
 
     @property
     def is_ready(self) -> bool:
-        return self._load.is_ready
+        return self._load.done()
 
     @property
     def rows(self) -> int:
-        return self._rows if self._load.layers else 0
+        return self._rows if self._load.result() else 0
 
     def is_of(self, client: str) -> bool:
         return self._owner == digest_of(client)
@@ -77,9 +70,8 @@ class Restored:
     def prefix(self, rows: int) -> list[mx.array]:  # (1, 2 Hkv, rows, Dh) each
         """As `Slab.prefix` has it."""
         found = []
-        for numbers, tensor in self._load.layers:
-            layer = numbers.view(DTYPES[tensor.dtype]).reshape(1, *tensor.shape)
-            found.append(layer[:, :, :rows])
+        for numbers, dtype, shape in self._load.result():
+            found.append(numbers.view(dtype).reshape(1, *shape)[:, :, :rows])
         return found
 
 
@@ -94,10 +86,10 @@ class SlotCache:
         self._saved: dict[str, Saved] = {}  # by name, as last listed
         self._unusable: set[str] = set()  # names
         self._failure = ""  # why the last slot was not saved
-        self._is_behind = False  # slots have been lost because they came too quickly
-        self._loads: WeakValueDictionary[str, Load] = WeakValueDictionary()
-        self._reading: list[threading.Thread] = []
-        self._writing: list[threading.Thread] = []
+        self._is_behind = False  # slots were dropped because they came too quickly
+        self._threads = ThreadPoolExecutor(thread_name_prefix="slot cache")
+        self._reading: WeakValueDictionary[str, Future[list[Layer]]] = WeakValueDictionary()
+        self._writing: list[Future[None]] = []
 
     @property
     def is_on(self) -> bool:
@@ -132,21 +124,19 @@ class SlotCache:
             return None
         rows, _, name = best
         saved = self._saved[name]
-        load = self._loads.get(name)
+        load = self._reading.get(name)
         if load is None:
-            load = self._loads[name] = Load()
-            self._reading = started(self._reading, lambda: self._read(saved, load))
+            load = self._reading[name] = self._threads.submit(self._read, saved)
         return Restored(load, rows, saved.owner)
 
     def wait(self) -> bool:
         """Wait until no file is being read. False if none was."""
-        reading = [thread for thread in self._reading if thread.is_alive()]
-        for thread in reading:
-            thread.join()
+        reading = [load for load in self._reading.values() if not load.done()]
+        wait(reading)
         return bool(reading)
 
-    def _read(self, saved: Saved, load: Load) -> None:
-        """Read a file, in a thread of its own.
+    def _read(self, saved: Saved) -> list[Layer]:
+        """Read a file, in a thread of its own. No layers if it cannot be used.
 
         subtle: `mx.array` copies numbers into memory of MLX and adds no operation to a stream, so it
         needs no `device_lock`, and other rows are not held up. What follows does (`Restored.prefix`).
@@ -155,14 +145,13 @@ class SlotCache:
             check_room(2 * self._folder.size(saved.name))  # the file, and its arrays
             tensors = self._folder.read(saved)
             layers = [tensor for name, tensor in tensors.items() if name.startswith("layers.")]
-            load.layers = [(mx.array(each.data), each._replace(data=GONE)) for each in layers]
             self._folder.use(saved.name)
+            return [(mx.array(each.data), DTYPES[each.dtype], each.shape) for each in layers]
         except MemoryError as error:
             say(f"{saved.rows:,} tokens are not read: {error}")
         except (OSError, Damaged) as error:
             self._ignore(saved.name, error)
-        finally:
-            load.is_ready = True
+        return []
 
     def _list(self) -> None:
         """See which files have come and gone."""
@@ -179,7 +168,7 @@ class SlotCache:
                 self._ignore(name, error)
 
     def _ignore(self, name: str, error: OSError | Damaged) -> None:
-        """Never look at a file again that cannot be used. One that has vanished is a miss."""
+        """Do not read an unusable file again. One that has vanished is a miss."""
         if isinstance(error, FileNotFoundError):
             return
         self._unusable.add(name)
@@ -190,23 +179,23 @@ class SlotCache:
     # --- writing
 
     def save(self, slab, slots: Iterable[Remembered]) -> None:
-        """Copy what slots remember, and write it in threads. What exceeds WRITES is not saved."""
+        """Copy what slots remember, and write it in threads. More than WRITES at once are dropped."""
         for remembered in slots:
-            if sum(thread.is_alive() for thread in self._writing) >= WRITES:
+            self._writing = [write for write in self._writing if not write.done()]
+            if len(self._writing) >= WRITES:
                 if not self._is_behind:
                     say(f"slots are not saved while {WRITES} slots are being written")
                 self._is_behind = True
                 continue
             write = self._copied(slab, remembered)
             if write is not None:
-                self._writing = started(self._writing, write)
+                self._writing.append(self._threads.submit(write))
 
     def finish(self, runner: RunnerProtocol | None, sched: Scheduler) -> None:
         """Save what all slots remember, one after the other, and return when it is written."""
         if self._folder is None:
             return
-        for thread in [*self._reading, *self._writing]:
-            thread.join()
+        wait([*self._reading.values(), *self._writing])
         for remembered in sched.prefixes.remembered(range(sched.slots), sched.chunk):
             write = self._copied(runner.slab, remembered)
             if write is not None:
@@ -216,6 +205,7 @@ class SlotCache:
         """Save what all slots remember, and nothing after that."""
         self.finish(runner, sched)
         self._folder = None
+        self._threads.shutdown()
 
     def _copied(self, slab, remembered: Remembered) -> Callable[[], None] | None:
         """Copy a slot's rows. Returns the function that writes them; None if there is nothing to do."""
@@ -257,13 +247,6 @@ class SlotCache:
             if error.strerror != self._failure:  # on a full disk, one line is enough
                 say(f"slots are not saved in {self._folder.path}: {error.strerror}")
             self._failure = error.strerror
-
-
-def started(threads: list[threading.Thread], act: Callable[[], None]) -> list[threading.Thread]:
-    """Start a thread. Returns those that are alive."""
-    thread = threading.Thread(target=act, name="slot cache", daemon=True)
-    thread.start()
-    return [*filter(threading.Thread.is_alive, threads), thread]
 
 
 def say(line: str) -> None:

@@ -29,7 +29,7 @@ from runtime.validation import shown
 DIGEST = 32  # bytes
 LARGEST_HEADER = 2**20  # bytes: some 200 for each layer
 LARGEST_FOLDER = 8 * 2**30  # bytes, by default
-STALE_S = 3600  # nobody still writes a temporary file that has not grown for so long
+STALE_S = 3600  # a temporary file that has not grown for this long has no writer any more
 STEM = r"[0-9a-f]{16}-[0-9a-f]{32}"
 SAVED = re.compile(rf"{STEM}\.safetensors")
 TEMPORARY = re.compile(rf"{STEM}\.[0-9a-f]{{16}}\.tmp")
@@ -38,7 +38,7 @@ FORMATS = {"F16": "H", "BF16": "H", "F32": "I", "I32": "i", "U8": "B"}  # how me
 
 
 class Damaged(ValueError):
-    """A file that is not what was written: cut off, changed, or of something else."""
+    """A file that is cut off, changed, or not a saved slot."""
 
 
 class Tensor(NamedTuple):
@@ -102,7 +102,7 @@ class SlotFolder:
         return {name for name in found if name.startswith(start) and SAVED.fullmatch(name)}
 
     def look(self, name: str) -> Saved:
-        """What a file says of itself. Only `read` checks that it is true."""
+        """The beginning of a file. Only `read` checks the digest."""
         with open(self.path / name, "rb") as file:
             size = header_size(file.read(8))
             metadata, tensors = parsed(file.read(size))
@@ -134,7 +134,7 @@ class SlotFolder:
         return found
 
     def write(self, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
-        """Make room for a file, and write it whole or not at all."""
+        """Make room for a file, and write it atomically."""
         written = {"tokens": Tensor("I32", (saved.rows,), memoryview(saved.tokens)), **tensors}
         digest = Tensor("U8", (DIGEST,), memoryview(bytes(DIGEST)))  # its place
         header = header_of({"key": saved.key, "owner": saved.owner}, {**written, "digest": digest})
@@ -156,8 +156,8 @@ class SlotFolder:
             beside.unlink(missing_ok=True)
 
     def make_room(self, nbytes: int) -> None:
-        """Delete the least recently used files, of any model, until there is room for as many bytes
-        more. Temporary files count, and are deleted once their writer must be dead."""
+        """Delete the least recently used files, of any model, until there is room for this many bytes.
+        Temporary files count, and are deleted when they are stale."""
         files = []
         for entry in os.scandir(self.path):
             with suppress(FileNotFoundError):
@@ -242,7 +242,7 @@ def common_bytes(one: bytes, other: bytes) -> int:
 
 
 def digest_of(*parts: str | bytes) -> str:
-    """A hash in hexadecimal, of parts of which each has its length."""
+    """A hash of length-prefixed parts, in hexadecimal."""
     state = blake2b(digest_size=DIGEST)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part

@@ -1,8 +1,8 @@
-"""What those who watch an engine see: frozen views in plain numbers, without arrays or handles.
+"""Frozen views of an engine, in plain numbers without arrays or handles: a screen can draw them while the
+engine runs, and a server can send them to another machine.
 
 `Engine.snapshot()` returns a `Snapshot` with a view of each slot, of each visible request, and of each
-step since the last one. So a screen can draw it while the engine runs, and a server can send it to
-another machine.
+step since the last one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from sched import NARROWEST, Committed, Plan, Request, Scheduler
 
 
 def percentile(values: Iterable[float], part: float) -> float | None:
-    """The smallest value that at least this part of all values do not exceed: of 1 to 100, 95 for 0.95.
-    None if there is no value."""
+    """The nearest-rank percentile: of 1 to 100, 95 for 0.95. None if there is no value."""
     ordered = sorted(values)
     return ordered[max(1, math.ceil(part * len(ordered))) - 1] if ordered else None
 
@@ -46,7 +45,7 @@ class Metrics:
     __getattr__ = renamed_attributes(guessed="draft_tokens", right="accepted_tokens")
 
 
-WIDEST = 8  # a chunk may become this many times as wide as the engine's own
+WIDEST = 8  # the widest chunk that can be set, as a multiple of the engine's own
 
 
 class Limits(NamedTuple):
@@ -76,17 +75,17 @@ class Limits(NamedTuple):
 
     @property
     def budgets(self) -> tuple[int, int]:
-        """The least and the largest budget that an engine can be turned to: a row for each slot,
-        and the narrowest chunk or the widest."""
+        """The smallest and the largest budget that can be set: a row for each slot, and the narrowest
+        or the widest chunk."""
         least = min(NARROWEST, self.chunk)
         return self.slots + least, self.slots + min(self.max_len, WIDEST * self.chunk)
 
     def with_budget(self, budget: int | None) -> Limits:
         """The same with another budget; None: as the engine was made.
 
-        One whole chunk is let into every step, however small the budget is, and a prompt has one
-        chunk in a step, however large it is. So the chunk goes with the budget: it gets what a row
-        for each slot leaves.
+        A step always has room for one whole chunk, however small the budget is, and a prompt has at
+        most one chunk in a step. So the chunk changes with the budget: it gets what a row for each
+        slot leaves.
         """
         if budget in (None, self.budget):
             return self
@@ -117,11 +116,10 @@ class RanksView(NamedTuple):
 
 
 class Roof(NamedTuple):
-    """What this machine can do at most, as `analysis/measured_roofline.py` measured it; 0: it has not been
-    measured."""
+    """The roofline of this machine (`analysis/measured_roofline.py`); 0: not measured yet."""
 
     reading: float = 0.0  # bytes a second, of weights that no cache holds
-    # Bytes a second, of as many weights as the model has, again and again: a cache may hold them
+    # Bytes a second, of as many weights as the model has, which may fit a cache
     again: float = 0.0
     multiplying: float = 0.0  # floating-point operations a second
     others: float = 0.0  # cores that other programs took then
@@ -132,7 +130,7 @@ class Roof(NamedTuple):
         return max(self.reading, self.again)
 
     def joined(self, other: Roof) -> Roof:
-        """Of two measurements: a roof is the most that was ever seen."""
+        """The best of two measurements."""
         if not self.reading:
             return other
         best = Roof(*map(max, self, other))
@@ -143,7 +141,7 @@ class ExpertsView(NamedTuple):
     """Which experts a step took."""
 
     step: int
-    # By layer: (expert, by how many tokens), the most wanted first
+    # By layer: (expert, number of tokens), the most used first
     layers: tuple[tuple[tuple[int, int], ...], ...]
 
 
@@ -152,14 +150,14 @@ class SlotView:
     """One slot at one moment."""
 
     slot: int
-    # "free" | "blocked" (free, but the policy keeps it from those who wait) | "prefill" | "decode"
+    # "free" | "blocked" (free, but the policy admits no waiting request) | "prefill" | "decode"
     phase: str
     request: int | None = None
     used: int = 0  # rows in the slab
     prompt_tokens: int = 0
     output_tokens: int = 0
-    reused: int = 0  # rows that were taken over from an earlier prompt and its answer
-    # Rows that a free slot still holds: of the last prompt in it, and of the answer
+    reused: int = 0  # rows of an earlier prompt and its answer
+    # Rows in a free slot: of its last prompt and answer
     remembered: int = 0
     prefill: PrefillProgress = UNREAD  # how far the prompt has been read, and how fast
 
@@ -201,14 +199,14 @@ class RequestView:
     metrics: Metrics
     ended: float | None = None
     text: str = ""
-    lengths: tuple[int, ...] = ()  # so many characters of the text came with each token
+    lengths: tuple[int, ...] = ()  # the number of characters that came with each token
     reason: str | None = None
     error: str | None = None
     # With a grammar: the newest token, and its probability among those that were allowed. Then the
     # likeliest others, had there been no grammar: each with its probability, and whether allowed
     glass: tuple[tuple[str, float, bool], ...] = ()
-    is_thinking: bool = False  # the prompt has opened a thought, with which the text begins
-    max_tokens: int = 0  # the longest answer that it may have; 0: not known
+    is_thinking: bool = False  # the prompt has opened a block of reasoning
+    max_tokens: int = 0  # 0: not known
 
     @property
     def admitted(self) -> float | None:
@@ -256,8 +254,8 @@ class StepView:
     held: tuple[tuple[int, int], ...]
     # Slots whose request had ended before this step: their tokens were dropped
     ghosts: tuple[int, ...]
-    blocked: tuple[int, ...]  # slots that were free, but kept from those who waited
-    waiting: int  # requests left in line
+    blocked: tuple[int, ...]  # free slots for which the policy admitted no waiting request
+    waiting: int  # requests in the queue afterwards
     policy: str  # the one that the step was planned under
     tokens: int  # that were delivered
     cost: int  # of the budget
@@ -266,15 +264,15 @@ class StepView:
     # Where the time of the thread that steps went. The five add up to `seconds`.
     plan_s: float  # Python decided what the step does
     build_s: float  # Python built the step's graph
-    # MLX took the graph's operations into its queue (`mx.async_eval`). On a CPU the queue is short:
-    # Python stands still until the device has made room, so the device does nearly all of its work
-    # in this time. On a GPU this is work of the processor's: MLX launches kernels, and the device's
-    # own time is in `wait_s`. (No GPU has been measured.)
+    # MLX took the graph's operations into its queue (`mx.async_eval`). On a CPU the queue is short,
+    # and Python blocks until there is room, so the device does nearly all of its work in this time.
+    # On a GPU this is the launch of kernels, and the device's own time is in `wait_s`. (No GPU has
+    # been measured.)
     device_s: float
     # Python waited until the device had done the rest (`mx.eval`), and read the tokens
     wait_s: float
-    commit_s: float  # Python handed out the tokens
-    # (slot, draft tokens, accepted): how many were tried after the newest token, how many were right
+    commit_s: float  # Python delivered the tokens
+    # (slot, draft tokens, accepted)
     drafts: tuple[tuple[int, int, int], ...] = ()
 
     __getattr__ = renamed_attributes(
@@ -343,7 +341,7 @@ class StepView:
 
 
 class Seen(NamedTuple):
-    """How far a watcher has seen: numbers of steps, ends and faults, and the newest request."""
+    """How far an observer has seen: numbers of steps, ends and faults, and the newest request."""
 
     steps: int = 0
     ended: int = 0
@@ -353,24 +351,24 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine at one moment, and what has happened since a watcher looked last."""
+    """The engine at one moment, and what has happened since the observer's last snapshot."""
 
     now: float
     limits: Limits
     policy: str
     draining_to: str | None  # the policy that takes over when all that runs has ended
     slots: tuple[SlotView, ...]
-    waiting: int  # the length of the line
+    waiting: int  # the length of the queue
     queue: tuple[tuple[int, float], ...]  # its head: (request, seconds waited), oldest first
-    # Those that are in a slot now, and those in line that came since
+    # All in a slot, and those that have come into the queue since
     requests: tuple[RequestView, ...]
     ended: tuple[RequestView, ...]  # since, oldest first
     missed_ends: int  # ends since that are no longer kept
     steps: tuple[StepView, ...]  # since, oldest first
     missed: int  # steps since that are no longer kept
-    # What went wrong since outside of any request: in an `ended`, or in a wish of a watcher
+    # Failures since, outside of any request: in `on_commit`, or in a command of an observer
     faults: tuple[str, ...]
-    planned: int  # the newest step; it may be on the device still, and in no record yet
+    planned: int  # the newest step, which may still be in flight
     submitted: int
     finished: int
     output_tokens: int

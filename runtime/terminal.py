@@ -1,11 +1,5 @@
-"""Text in a terminal: lines that break between words, and a line that says what is being waited for.
-
-The problem. A terminal breaks a line in mid-word, and an answer comes in pieces of any size. And
-while a long prompt is read, nothing comes at all for minutes.
-
-What this file keeps. A program whose output goes to a file or a pipe writes the same bytes as
-without all this.
-"""
+"""Text in a terminal: word wrap for an answer that arrives in pieces, and a status line while a long
+prompt is read. Output to a file or a pipe is not changed."""
 
 from __future__ import annotations
 
@@ -20,7 +14,8 @@ PIECES = re.compile(r"\x1b\[[0-9;]*m|\n|[^\S\n]+|[^\s\x1b]+|\x1b")
 
 
 class WordWrap:
-    """Break a text that comes in pieces between its words. A word is held back until it is whole."""
+    """Break lines between words, in a text that arrives in pieces. A word is held back until it is
+    complete."""
 
     def __init__(self, width: int):
         self.width = width
@@ -30,7 +25,7 @@ class WordWrap:
         self._cells = 0  # of the word; escape sequences take none
 
     def push(self, text: str) -> str:
-        """What can be written by now."""
+        """The text that can be written now."""
         out = ""
         for piece in PIECES.findall(text):
             if piece == "\n":
@@ -46,7 +41,7 @@ class WordWrap:
         return out
 
     def flush(self) -> str:
-        """What is held back: the last word of a line, or of the text."""
+        """The text that is held back: the last word of a line, or of the text."""
         out = self._end_word() + self._blanks
         self._blanks = ""
         return out
@@ -84,7 +79,7 @@ class WordWrap:
 
 
 class StatusLine:
-    """One line that is written over, if there is a terminal."""
+    """One line of a terminal that is overwritten by the next one."""
 
     def __init__(self, file: TextIO | None = None):
         self._file = sys.stderr if file is None else file
@@ -101,7 +96,7 @@ class StatusLine:
 
 
 def wait_for_text(handle: Any, show: Callable[[str], None]) -> None:
-    """Wait until an answer begins, and show meanwhile how far a long prompt is."""
+    """Wait until an answer begins. Meanwhile show the progress of a long prompt."""
     try:
         while not handle.wait_for_text(PROGRESS_S):
             if handle.prefill.is_long:

@@ -7,15 +7,9 @@
     Ada.
         [read 12 of 47 tokens; 35 were still in the slot; first token after 19 ms; 3 tokens, 41 tokens/s]
 
-The problem. A model remembers nothing. Each question is sent with all that was said before, as the
-model's chat template writes it. So a conversation grows until no slot can hold it, and a program
-that cut it in silence would change what is talked about.
-
-What this file keeps. The messages are exactly those that the model was shown, and an answer that
-was stopped stays in them as far as it came. What does not fit is never cut: the dialogue says how
-much room is left, and the reader chooses what to forget.
-
-Where next: `prefix.py`, which finds what a slot still holds of a conversation.
+Each question is sent with the whole conversation before it, so the conversation grows until no slot can
+hold it. It is never cut silently: the dialogue says how much room is left, and the user chooses what to
+forget. A stopped answer stays in the conversation as far as it came.
 """
 
 from __future__ import annotations
@@ -68,19 +62,19 @@ class Conversation:
 
     def add(self, question: str, answer: str, thought: str = "") -> None:
         reply = {"role": "assistant", "content": answer}
-        if thought:  # templates that know of thoughts look for them here
+        if thought:  # chat templates look for reasoning here
             reply["reasoning_content"] = thought
         self.turns += [{"role": "user", "content": question}, reply]
 
     def drop_oldest(self) -> str:
-        """Forget the first question and its answer. Answers with the question."""
+        """Forget the first question and its answer. Returns the question."""
         if not self.turns:
             raise ValueError("nothing was said yet, so there is nothing to forget")
         oldest, self.turns = self.turns[:2], self.turns[2:]
         return oldest[0]["content"]
 
     def take_newest(self) -> str:
-        """Forget the last question's answer. Answers with the question, to be asked again."""
+        """Forget the last question and its answer. Returns the question, to be asked again."""
         if not self.turns:
             raise ValueError("nothing was asked yet, so there is nothing to ask again")
         newest, self.turns = self.turns[-2:], self.turns[:-2]
@@ -95,7 +89,7 @@ class Conversation:
 
     @classmethod
     def load(cls, path: str) -> Conversation:
-        """Refuses what is no conversation, in a line."""
+        """Read a conversation from a file. A ValueError says why it is none."""
         found = cls()
         try:
             messages = json.loads(read_some(path, LARGEST))["messages"]
@@ -260,7 +254,7 @@ class Dialogue:
 
 
 def number(text: str) -> int | float | str | None:
-    """A value as it was typed. What is no number is refused by `SamplingParams`, which knows its limits."""
+    """A value as it was typed. `SamplingParams` refuses what is not a number."""
     if text == "none":
         return None
     for kind in (int, float):
@@ -270,7 +264,7 @@ def number(text: str) -> int | float | str | None:
 
 
 def outgrown(tokens: int, length: int) -> str:
-    """What can be done about a conversation that no slot holds."""
+    """The message for a conversation that does not fit a slot."""
     return (
         f"with this question the conversation has {tokens:,} tokens, and a slot holds {length:,}, "
         f"answer included: {REMEDY}"
@@ -278,7 +272,7 @@ def outgrown(tokens: int, length: int) -> str:
 
 
 def spoken(handle: Any, output_format: OutputFormat) -> Iterator[tuple[ParsedPart, str]]:
-    """An answer's parts as they come, and what a terminal shows of each: thoughts are dim."""
+    """The parts of an answer as they arrive, each with its text for a terminal: reasoning is dim."""
     parser = OutputParser(output_format, is_thinking=handle.is_thinking)
     before = ""
     for piece in chain(handle, [None]):
@@ -294,13 +288,13 @@ def on_terminal(part: ParsedPart) -> str:
 
 
 def room_left(left: int, length: int) -> str:
-    """How much of a slot is left, if it is little."""
+    """A note about the tokens that are left in a slot, if there are few."""
     few = left < FEW * length
     return f"; {left:,} tokens are left: /drop and /new make room" if few else ""
 
 
 def figures(m: Any, reason: str | None, where: str = "the slot") -> str:
-    """What a turn took, from its metrics. `where`: in which slot its conversation was before."""
+    """The cost of a turn, from its metrics. `where`: the slot that had its conversation."""
     read = f"read {m.prompt_tokens - m.cached_tokens:,}"
     if m.cached_tokens:
         where = "on disk" if m.cached_from == "disk" else f"still in {where}"
@@ -315,26 +309,26 @@ def figures(m: Any, reason: str | None, where: str = "the slot") -> str:
 
 # --- the line that one types --------------------------------------------------------------------
 
-KEPT = 1000  # so many questions, the newest
-NEWLINE = "␊"  # stands for the end of a line in a question of several lines
+KEPT = 1000  # the newest questions
+NEWLINE = "␊"  # in a question of several lines, in place of a line's end
 
 
 def history_file() -> Path | None:
-    """Where earlier questions lie. NANOBATCH_HISTORY=off keeps none."""
+    """The file of earlier questions. NANOBATCH_HISTORY=off: there is none."""
     if os.environ.get("NANOBATCH_HISTORY") == "off":
         return None
     return state_folder() / "history"
 
 
 def state_folder() -> Path:
-    """Where small things are kept for the user between runs."""
+    """The folder of the user's state between runs."""
     place = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(place) / "nanobatch"
 
 
 class History:
-    """Earlier questions, the newest last, also those of earlier days. Only the user may read their
-    file, and a question is added to it at once."""
+    """Earlier questions, the newest last, also of earlier runs. Only the user may read the file. Each
+    question is appended at once."""
 
     def __init__(self, file: Path | None = None):
         self.file = file
@@ -357,7 +351,7 @@ class History:
 
     def _write(self, how: int, questions: Sequence[str]) -> None:
         lines = "".join(question.replace("\n", NEWLINE) + "\n" for question in questions)
-        with suppress(OSError):  # a history is no reason to stop
+        with suppress(OSError):  # go on without a history
             if self.file:
                 self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 handle = os.open(self.file, os.O_CREAT | os.O_WRONLY | how, 0o600)
@@ -366,7 +360,7 @@ class History:
 
 
 def keep(history: History) -> Callable[[str], str]:
-    """`input`, with Up and Down for the questions of a history, and each line added to it."""
+    """Like `input`, with the history on the Up and Down keys. Each line is added to it."""
     with suppress(ImportError):  # a Python without it: the terminal's own line
         import readline
 

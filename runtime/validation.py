@@ -1,13 +1,8 @@
-"""Numbers from outside, held against their limits before anything is done with them; and how a
-refusal is worded.
+"""Check numbers from outside, and make messages safe to print.
 
-`whole` and `real` check what a Python program gives; `read_whole` and `read_real` read a number
-from text, as a command line has it. What this file keeps: a number that passes has the right type
-and lies within its limits. Anything else raises a ValueError of one line, with the setting's name,
-the value (cut short if it is long) and the limits.
-
-What a refusal quotes comes from anywhere, too, and may be a whole book: `shown` cuts a value,
-`one_line` a message.
+`whole` and `real` check a number of a Python program; `read_whole` and `read_real` parse text. A
+refusal is a ValueError of one line with the setting's name, the value and the limits. Quoted text comes
+from outside, too: `shown` shortens a value, `one_line` a message.
 """
 
 import math
@@ -21,7 +16,7 @@ CONTROLS = re.compile(
 
 
 class GrammarError(ValueError):
-    """An answer cannot go on in the grammar that its request has given, or only too slowly."""
+    """An answer cannot continue in its request's grammar, or only too slowly."""
 
 
 def whole(name: str, value: object, least: int, most: float = math.inf) -> int:
@@ -32,8 +27,7 @@ def whole(name: str, value: object, least: int, most: float = math.inf) -> int:
 
 
 def real(name: str, value: object, least: float, most: float) -> float:
-    """`value` as a float, if it is an int or a float within the limits, which are finite. NaN lies
-    within none."""
+    """`value` as a float, if it is an int or a float within the limits. NaN never is."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ValueError(_refusal(name, value, "a number", least, most))
     return float(value)
@@ -57,14 +51,11 @@ def _refusal(name: str, value: object, what: str, least: float, most: float) -> 
     limits = f"from {least:,} to {most:,}"
     if most == math.inf:
         limits = f"of at least {least:,}"
-    # A power of two, more than is easy to read
-    elif (end := int(most) + 1) >= 2**31 and end & (end - 1) == 0:
-        limits = f"of at least {least:,} and below 2^{end.bit_length() - 1}"
     return f"{name} = {shown(value)}, but it must be {what} {limits}"
 
 
 def shown(value: object, longest: int = 40) -> str:
-    """A value as Python writes it, cut to what fits a message: it may be a whole book."""
+    """The `repr` of a value, shortened to fit a message."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no int of more than 4,300 digits
@@ -73,14 +64,12 @@ def shown(value: object, longest: int = 40) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without control characters. Prompts and answers come from anywhere; none may move a
-    reader's cursor."""
+    """The text without control characters: prompts and answers must not move the cursor."""
     return CONTROLS.sub("", text)
 
 
 def one_line(message: object, longest: int = 400) -> str:
-    """A message in one line that can be printed: a long one loses its middle, since the remedy
-    stands at the end."""
+    """A message as one printable line. A long one loses its middle, because the remedy is at the end."""
     line = printable(" ".join(str(message).split()))
     if not line and isinstance(message, BaseException):  # some say nothing, such as MemoryError
         return type(message).__name__

@@ -22,7 +22,6 @@ from rich.cells import cell_len
 from textual import events
 from textual.app import App, SystemCommand
 from textual.binding import Binding
-from textual.command import CommandPalette
 from textual.geometry import Region
 from textual.widget import Widget
 
@@ -50,7 +49,7 @@ from screen.draw.slots import fit_slots
 from screen.draw.style import DARK, Palette, clean, count
 from screen.page import Page
 from screen.state import State
-from screen.widgets import Commands, Pane, PromptBox, thrifty
+from screen.widgets import Pane, PromptBox, thrifty
 
 PANES = {  # by name
     "loading": status.draw_loading,
@@ -683,10 +682,6 @@ class Screen(App):
             words = f"no picture: {file!r}: {error.strerror}"
             self.notify(words, severity="error", markup=False)
         return None
-
-    def action_command_palette(self) -> None:
-        if not CommandPalette.is_open(self):
-            self.push_screen(Commands())
 
     def action_theme(self, name: str = "") -> None:
         self.theme = name or ("textual-light" if self.current_theme.dark else "textual-dark")

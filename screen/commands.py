@@ -24,7 +24,7 @@ from runtime.validation import read_real, read_whole, shown
 from screen.draw.style import clean, count, number, shorten, span
 from screen.engine_client import AnyExperiment, LocalEngineClient
 from screen.engine_view import View
-from screen.keys import COMMANDS, OLD_NAMES, PAGES, pressed, split_command
+from screen.keys import COMMANDS, OF_THE_ENGINE, OLD_NAMES, PAGES, pressed, split_command
 from screen.page import Page
 from screen.state import State, client_of, prompt_of
 from screen.stats import words
@@ -56,6 +56,7 @@ NUMBERS = {  # the commands with a number, and the limits
     "budget": (read_whole, 1, 2**31),
 }
 
+WATCHES = "this screen only watches: it fires prompts and cancels its own, and changes nothing else"
 SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
 
 
@@ -126,6 +127,8 @@ class Session:
         if name is None:
             is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
             return self._ask(rest) or ("the demo adds up to 99 only" if is_beyond else "")
+        if self.state.view.watches and name in OF_THE_ENGINE:
+            raise ValueError(WATCHES)
         page = PAGES.get(name)
         if page:
             return (page.obey and page.obey(self, rest)) or ""
@@ -223,7 +226,7 @@ class Session:
         """Fire a prompt with a JSON schema. If a user is watching and nothing else runs, pause
         first, so that each token can be seen."""
         ask = self.state.settings.ask(rest or "Tell me a story about a fox.")
-        if self.stays and not self.coming.busy:
+        if self.stays and not (self.coming.busy or self.state.view.watches):
             self.pause("")
         self.client.fire([ask._replace(schema=SCHEMA)])
         return "JSON is asked for: s shows how, token by token"

@@ -1,4 +1,4 @@
-"""The screen's side of an engine: the protocol, and the client that owns an engine.
+"""The screen's side of an engine: what all clients share, and the client that owns an engine.
 
 The screen draws ten times a second and never waits for the engine; the engine takes hundreds of
 steps a second and never waits for the screen. So they meet in two places only. Commands (fire,
@@ -42,50 +42,6 @@ class Outgrown(ValueError):
     """A conversation no longer fits in a slot."""
 
 
-class EngineClient(Protocol):
-    """An engine as the screen sees it: in this process, or a server's, by `/watch`."""
-
-    posted: int  # number of commands so far
-    own: Collection[int]  # open requests of this screen
-
-    @property
-    def news(self) -> int:
-        """Changes whenever there is something new to see."""
-
-    def look(self, since: View | None = None) -> View:
-        """Return the view, with all news since an earlier one. Callable from any thread."""
-
-    def start(self) -> None: ...
-
-    def drain(self) -> None: ...
-
-    def stop(self, patience: float) -> bool: ...
-
-    def fire(self, asks: Sequence[Ask]) -> None: ...
-
-    def cancel(self, request: int | None) -> None: ...
-
-    def pause(self, paused: bool) -> None: ...
-
-    def step(self, count: int) -> None: ...
-
-    def slow(self, rate: float, once: bool = False) -> None: ...
-
-    def switch(self, policy: str) -> None: ...
-
-    def set_budget(self, budget: int | str | None) -> None: ...
-
-    def set_load(self, rate: float, asks: Sequence[Ask] = ()) -> None: ...
-
-    def run_experiment(self, experiment: AnyExperiment) -> None: ...
-
-    def end_experiment(self, name: str) -> None: ...
-
-    def measure_roofline(self) -> None: ...
-
-    def ask_experts(self) -> None: ...
-
-
 class AnyExperiment(Protocol):
     """An experiment on the running engine (`experiment.py`)."""
 
@@ -96,14 +52,26 @@ class AnyExperiment(Protocol):
     def takes_in(self, other: AnyExperiment) -> bool: ...
 
 
-class Publisher:
-    """The part of the view that a client itself changes, from any of its threads."""
+class EngineClient:
+    """An engine as the screen sees it: in this process, or a server's, by `/watch`.
+
+    `look` returns the view with all news since an earlier one, `start`, `drain` and `stop` are for
+    the program, and `fire` and `cancel` for requests. Only an engine in this process obeys the
+    other commands. Here is the part of the view that a client itself changes, from any thread.
+    """
+
+    own: Collection[int]  # open requests of this screen
 
     def __init__(self) -> None:
-        self.posted = 0
+        self.posted = 0  # number of commands so far
         self._known = View()  # before `look` adds the engine's snapshot
         self._news = 1
         self._lock = threading.RLock()  # held while the view changes
+
+    @property
+    def news(self) -> int:
+        """Changes whenever there is something new to see."""
+        return self._news
 
     def note(self, **changes) -> None:
         with self._lock:
@@ -141,7 +109,7 @@ def between_steps(method: Callable) -> Callable:
 
         with self._posting:
             self.posted += 1
-            (self.loop.wish if self.loop else self._early.append)(run)
+            (self.loop.call if self.loop else self._early.append)(run)
 
     return post
 
@@ -160,7 +128,7 @@ class AnyServer(Protocol):
     def close(self) -> None: ...
 
 
-class LocalEngineClient(Publisher):
+class LocalEngineClient(EngineClient):
     """Own the engine and its loop. Other threads use the commands and `look`.
 
     `load`: called with `report`, for the stages of loading, and with `clock`.
@@ -217,7 +185,7 @@ class LocalEngineClient(Publisher):
         with self._posting:
             self.loop = Loop(self.engine, self._between, self.clock)
             for command in self._early:
-                self.loop.wish(command)
+                self.loop.call(command)
         if self.server:
             self.server.open(self.engine, self.loop, self._name)
         text = self.engine.text

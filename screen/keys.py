@@ -51,6 +51,8 @@ OTHERS = {
     "drop": "",
     "quit": "",
 }
+# Those that change the engine, so that a watched one does not obey them
+OF_THE_ENGINE = ("policy", "load", "pause", "resume", "step", "slow")
 OLD_NAMES = {"bill": "cost", "elephant": "long"}  # of commands, until 0.7
 ARGUMENTS = {
     "policy": POLICIES,
@@ -167,7 +169,7 @@ WORDS = (
     ),
     (
         "¹ ² ³",
-        "tokens were drafted, and checked in one step: so many came. A wrong draft costs its row, and nothing else.",
+        "the number of tokens of a step that checked drafts. A wrong draft costs its row, and nothing else.",
     ),
     (
         "client",
@@ -205,6 +207,13 @@ def only_looks(action: str) -> bool:
     return (not page.obey or page.has_request) if page else action.partition("(")[0] in LOOKS
 
 
+def changes_engine(action: str) -> bool:
+    """Does an action change the engine, except by requests?"""
+    page = page_of(action)
+    name = action.removeprefix("command('/").split()[0].rstrip("')")
+    return page.disturbs if page else name in (*OF_THE_ENGINE, "budget")
+
+
 def page_of(action: str) -> Page | None:
     """The page that an action opens, if any."""
     return next((page for page in PAGES.values() if page.shortcut.action == action), None)
@@ -233,7 +242,7 @@ def draw_keys(state: State, on: Canvas) -> None:
     elif state.view.slow:
         ways = OUT_OF_SLOW_MOTION
     if state.view.watches:
-        keys = [key for key in keys if key.action not in OF_THE_ENGINE]
+        keys = [key for key in keys if not changes_engine(key.action)]
     if state.chatting:
         ways = ways | IN_A_TALK
     for i, key in enumerate(keys):
@@ -521,7 +530,3 @@ PAGES = {page.name: page for page in (*TABLE, STEP) if isinstance(page, Page)}
 KEYS = [key_of(entry) for entry in TABLE]
 COMMANDS = OTHERS | {page.name: page.example for page in PAGES.values()}
 ARGUMENTS |= {page.name: page.words for page in PAGES.values()}
-OF_THE_ENGINE = ["pause"]
-for line in ("step", "policy", "load", "slow -", "slow +", "slow off", "budget -", "budget +"):
-    OF_THE_ENGINE.append(f"command('/{line}')")
-OF_THE_ENGINE += [page.shortcut.action for page in PAGES.values() if page.disturbs]

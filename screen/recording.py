@@ -140,7 +140,7 @@ def contents(recording: dict[str, Any]) -> str:
     steps = sum(len(run["steps"]) for run in runs)
     policies = " and ".join(run["policy"] for run in runs)
     missed = sum(run["missed"] for run in runs)
-    lost = f", without {count(missed, 'step')} that nobody saw" if missed else ""
+    lost = f", without {count(missed, 'step')} that the screen missed" if missed else ""
     texts = f"{count(requests, 'prompt')} and their answers"
     return f"{count(len(runs), 'run')} ({policies}), {texts}, {count(steps, 'step')}{lost}"
 

@@ -23,7 +23,7 @@ from runtime.cli import command
 from runtime.terminal_chat import REMEDY
 from runtime.validation import one_line, read_whole, shown
 from screen.draw.style import clean
-from screen.engine_client import AnyExperiment, Outgrown, Publisher
+from screen.engine_client import EngineClient, Outgrown
 from screen.engine_view import View
 from screen.workload import Ask
 from server import watch_frames
@@ -32,7 +32,6 @@ RETRY_S = 1.0
 SILENT_S = 5.0  # timeout: a server sends something every second
 LINE = 2**26  # bytes of an event, at most
 SENDERS = 64  # requests in flight; more wait here
-WATCHES = "this screen only watches: it fires prompts and cancels its own, and changes nothing else"
 
 
 class Loading(ValueError):
@@ -47,7 +46,7 @@ def base_of(url: str) -> str:
     except ValueError:
         good = False
     if not good or parts.query or parts.fragment or parts.username:
-        raise ValueError(f"--watch {shown(url)} is no address such as http://127.0.0.1:8000")
+        raise ValueError(f"--watch {shown(url)} is not an address such as http://127.0.0.1:8000")
     path = parts.path.rstrip("/").removesuffix("/watch").removesuffix("/v1")
     return f"{parts.scheme}://{parts.netloc}{path}"
 
@@ -58,7 +57,7 @@ def address_of(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", read_whole("--serve", port, 0, 65535)
 
 
-class RemoteEngineClient(Publisher):
+class RemoteEngineClient(EngineClient):
     """Watch `/watch`. It has one reader: `look` returns all news since the last call."""
 
     def __init__(self, url: str, key: str = "", ask_key: str = ""):
@@ -103,10 +102,6 @@ class RemoteEngineClient(Publisher):
         self.cancel(None)
         return True
 
-    @property
-    def news(self) -> int:
-        return self._news
-
     def look(self, since: View | None = None) -> View:
         with self._lock:
             frame = self._frame
@@ -141,9 +136,7 @@ class RemoteEngineClient(Publisher):
         hello = next(events, {})
         is_ours = isinstance(hello, dict) and isinstance(hello.get("model"), str)
         if not is_ours or hello.get("protocol") != watch_frames.PROTOCOL:
-            raise ValueError(
-                f"--watch {self.url}: there is no nanobatch, or one of another version"
-            )
+            raise ValueError(f"--watch {self.url}: no nanobatch server, or one of another version")
         with self._lock:
             self._is_fresh = True
             self.note(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
@@ -197,27 +190,6 @@ class RemoteEngineClient(Publisher):
         return answer
 
     # --- commands
-
-    def pause(self, paused: bool) -> None:
-        raise ValueError(WATCHES)
-
-    def step(self, count: int) -> None:
-        raise ValueError(WATCHES)
-
-    def slow(self, rate: float, once: bool = False) -> None:
-        raise ValueError(WATCHES)
-
-    def switch(self, policy: str) -> None:
-        raise ValueError(WATCHES)
-
-    def set_budget(self, budget: int | str | None) -> None:
-        raise ValueError(WATCHES)
-
-    def set_load(self, rate: float, asks: Sequence[Ask] = ()) -> None:
-        raise ValueError(WATCHES)
-
-    def run_experiment(self, experiment: AnyExperiment) -> None:
-        raise ValueError(WATCHES)
 
     def end_experiment(self, name: str) -> None:
         """None can run here."""

@@ -365,7 +365,7 @@ class State:
         return self.history[slice(*ends)]
 
     def move(self, steps: int) -> None:
-        """Move the cursor. Past the newest step there is none, and the newest step is followed."""
+        """Move the cursor. Past the newest step it is removed, and the screen follows the engine."""
         if self.history:
             self.look_at(max(0, self.at + steps))
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from rich.style import Style
 from textual import events
-from textual.command import CommandPalette
 from textual.geometry import Offset, Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -225,11 +223,3 @@ class PromptBox(TextArea):
     def on_text_area_changed(self) -> None:
         if self.tall != self.size.height:
             self.app.paint()
-
-
-class Commands(CommandPalette):
-    """The command palette. Before the layout its list is empty, and PageUp is a KeyError."""
-
-    def _action_command_list(self, action: str) -> None:
-        with suppress(KeyError):
-            super()._action_command_list(action)

@@ -13,7 +13,7 @@ Errors have Anthropic's form.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -80,8 +80,10 @@ def parse_request(body: bytes, names: Sequence[str], is_count: bool = False) -> 
         settings["grammar"] = form
     if not is_count and request.get("max_tokens") is None:
         raise request.bad("max_tokens", "the most tokens of an answer")
+    chat = Chat(read_messages(request), tools, hints=hints)
     parsed = ParsedRequest(
-        [Chat(read_messages(request), tools, hints=hints)],
+        [chat],
+        chat,
         settings=settings,
         max_tokens=request.whole("max_tokens", 1),
         stream=request.read("stream", bool, False),
@@ -167,8 +169,8 @@ class Message(ProtocolAdapter):
         blocks = [block(item) for item in choices[0].items]
         return self._message(blocks, usage)
 
-    def first(self, choices: int, usage: Usage) -> bytes:
-        message = self._message([], usage)
+    def first(self, choices: int, usage: Callable[[], Usage]) -> bytes:
+        message = self._message([], usage())
         return named_event({"type": "message_start", "message": message})
 
     def changed(self, index: int, change: Change) -> bytes:

@@ -136,7 +136,8 @@ class APIServer:
         woken = []
         for handle in handles:
             answer = self._open.get(handle.id)
-            if answer and answer.wants(handle):
+            # A whole answer is sent at its end
+            if answer and (answer.parsed.stream or handle.request.finish_reason):
                 woken.append(answer)
         if woken:
             with suppress(RuntimeError):  # the server has ended
@@ -144,7 +145,7 @@ class APIServer:
 
     def _wake(self, answers: list[Answer]) -> None:
         for answer in answers:
-            answer.wake()
+            answer.has_output.set()
 
     @property
     def warning(self) -> str:
@@ -278,9 +279,8 @@ class APIServer:
     async def _answer(self, request: HTTPRequest) -> None:
         """Turn an exception into a response."""
         try:
-            reply = auth.share(request, self.options)
+            reply = self._admit(request)
             if not reply:
-                self._admit(request)
                 reply = await self._find(request)(request)
             if not reply:
                 request.end_events()
@@ -295,18 +295,18 @@ class APIServer:
         if reply and request.status is None:
             await request.reply(reply)
 
-    def _admit(self, request: HTTPRequest) -> None:
-        if self.is_local:
-            auth.check_host(request, self.options)
+    def _admit(self, request: HTTPRequest) -> Reply | None:
+        """The reply to a preflight; None if the request may go on."""
         connections = sum(each.has_request and not each.is_leaving for each in self._connections)
-        auth.guard(request, self.options, connections)
-        if request.path not in ("/", "/health", "/metrics"):
+        preflight = auth.admit(request, self.options, self.is_local, connections)
+        if not preflight and request.path not in ("/", "/health", "/metrics"):
             if self.served is None:
                 raise APIError(
                     503, "the model is being loaded; try again", "loading", Retry_After="1"
                 )
             if self.draining:
                 raise shutting_down()
+        return preflight
 
     def _find(self, request: HTTPRequest) -> Answering:
         """The handler of this path."""
@@ -408,7 +408,7 @@ class APIServer:
         body = await http.read_body(request, self._requests)
         if self.draining:  # meanwhile
             raise shutting_down()
-        answer = Answer(self.served, protocol, request.record.client, self._open)
+        answer = Answer(self.served, protocol, request.connection.client, self._open)
         request.answer = answer
         pool = self._slow_pool if len(body) > http.LONG_BODY_BYTES else self._pool
         try:

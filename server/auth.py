@@ -12,13 +12,32 @@ from server.http import LOOPBACK, HTTPRequest, Options, Reply
 from server.schema import APIError
 
 
+def server_names(options: Options) -> list[str]:
+    """The names of this server, as they appear in a URL."""
+    own = f"[{options.host}]" if ":" in options.host else options.host
+    return [name.lower() for name in (*LOOPBACK, own, *options.allow_hosts)]
+
+
 def is_allowed(request: HTTPRequest, options: Options) -> bool:
     """Whether the Origin is a page under one of this server's names."""
     origin = request.headers.get("origin")
     if not origin:
         return False
-    names = "|".join(map(re.escape, options.names))
+    names = "|".join(map(re.escape, server_names(options)))
     return bool(re.fullmatch(rf"https?://({names})(:\d+)?", origin))
+
+
+def admit(request: HTTPRequest, options: Options, is_local: bool, connections: int) -> Reply | None:
+    """Return the reply to a CORS preflight; None if the request may go on. Else raise APIError.
+
+    `is_local`: the server listens on loopback only.
+    """
+    preflight = share(request, options)
+    if preflight is None:
+        if is_local:
+            check_host(request, options)
+        guard(request, options, connections)
+    return preflight
 
 
 def share(request: HTTPRequest, options: Options) -> Reply | None:
@@ -38,7 +57,7 @@ def share(request: HTTPRequest, options: Options) -> Reply | None:
 def check_host(request: HTTPRequest, options: Options) -> None:
     """Refuse a Host that is none of this server's names (DNS rebinding: an attacker's domain may
     resolve to this machine, and the browser then takes us for a part of that site)."""
-    if request.host not in options.names:
+    if request.host not in server_names(options):
         words = f"the Host {shown(request.headers['host'])} is none of this server's names"
         words += "; --allow-host adds one"
         raise APIError(403, words, "host_not_allowed")

@@ -20,6 +20,7 @@ import asyncio
 import math
 import re
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,6 @@ from typing import Any, NamedTuple
 
 from runtime.engine_protocol import AnyEngine
 from runtime.error_reports import describe
-from runtime.handle import Handle
 from runtime.prefill_progress import UNREAD, PrefillProgress
 from runtime.sampling_params import SamplingParams
 from runtime.validation import GrammarError
@@ -49,6 +49,7 @@ from text.tokenizer import Chat, Prompt, TooLongError
 from text.tool_formats import OutputFormat, tool_call_grammar
 from text.tool_parser import OutputParser, loads
 
+MAX_LOGPROBS = 200_000  # log probabilities in one response, over all choices
 PIECES = 64  # pieces written at once, at most
 PIECE = 256  # bytes of a piece in memory, about
 SCORE = 12  # and of each of its log probabilities
@@ -85,6 +86,7 @@ class Answer:
         self._open = open
         # Parsed, not submitted yet
         self._later: deque[tuple[Prompt, SamplingParams]] = deque()
+        self._is_many = False  # embeddings are wanted, perhaps thousands
         self._grammar: Any = None
         self.adapter: ProtocolAdapter | None = None  # set by `submit`
         self._came = time.perf_counter()
@@ -92,7 +94,7 @@ class Answer:
         self._is_read = False  # whether the client knows that its prompt is read
         self._logged = -math.inf  # time of the last log line about the prompt
         self._is_over = False  # nobody waits for this answer any more
-        self._has_output = asyncio.Event()
+        self.has_output = asyncio.Event()
 
     # --- in a worker thread
 
@@ -105,11 +107,12 @@ class Answer:
         """
         engine, names, defaults = self._served
         parsed = self.parsed = self._protocol.parse_request(body, names)
+        self._is_many = "embeds" in parsed.settings
         asks = self._later
         try:
             for prompt in parsed.prompts:
                 read = read_prompt(engine, prompt, self._protocol.prompt)
-                room = min(engine.sched.max_len - len(read.ids), parsed.most_tokens)
+                room = min(engine.sched.max_len - len(read.ids), most_tokens(parsed))
                 settings = (
                     defaults
                     | parsed.settings
@@ -122,7 +125,7 @@ class Answer:
                     # Otherwise the choices would be identical
                     if type(settings.get("seed")) is int:
                         settings["seed"] += 1
-            if len(asks) > engine.sched.max_queue and not parsed.is_many:
+            if len(asks) > engine.sched.max_queue and not self._is_many:
                 raise ValueError(
                     f"n: {len(asks)} choices are wanted, but the queue holds {engine.sched.max_queue}"
                 )
@@ -147,7 +150,7 @@ class Answer:
         """Submit the next prompts; of many texts only some at a time, so that others need not wait
         for all. Return the number of choices that have not ended."""
         running = sum(choice.handle.finish_reason is None for choice in self.choices)
-        at_once = 2 * self._served.engine.sched.slots if self.parsed.is_many else math.inf
+        at_once = 2 * self._served.engine.sched.slots if self._is_many else math.inf
         while self._later and running < at_once:
             try:
                 self._begin(*self._later[0])
@@ -168,7 +171,8 @@ class Answer:
         words = None if sampling.logprobs is None else Words(engine.text, handle)
         self.choices.append(Choice(handle, self._parser(prompt), words))
         self._open[handle.id] = self
-        self.wake()  # a commit before this line did not find us
+        if handle.pieces or handle.request.finish_reason:
+            self.has_output.set()  # a commit before this line did not find us
         if self._is_over:  # meanwhile
             self.cancel()
             self.forget()
@@ -185,20 +189,11 @@ class Answer:
             output_format, tools, prompt.is_thinking, self.parsed.is_single, is_strict
         )
 
-    # --- in the engine's thread
-
-    def wants(self, handle: Handle) -> bool:
-        """Whether new output of this request is to be sent now; a whole answer is sent at its end."""
-        return self.parsed.stream or handle.finish_reason is not None
-
     # --- in the server's thread
 
-    def wake(self) -> None:
-        self._has_output.set()
-
     async def _output(self) -> None:
-        await self._has_output.wait()
-        self._has_output.clear()  # before the output is taken: the next commit sets it again
+        await self.has_output.wait()
+        self.has_output.clear()  # before the output is taken: the next commit sets it again
 
     @property
     def lag(self) -> int:
@@ -232,7 +227,7 @@ class Answer:
         """Server-sent events, one for each delta of a choice."""
         request.begin_events(self.adapter.id)
         left = dict(enumerate(self.choices))
-        said = self.adapter.first(len(left), self._usage())
+        said = self.adapter.first(len(left), self._usage)
         if self.parsed.progress:
             said += self.adapter.progress(self._progress)
         while left:
@@ -241,11 +236,11 @@ class Answer:
             await self._output()
             said = b""
             for index, choice in list(left.items()):
-                text, is_last = choice.handle.take_delta(PIECES)
+                text, is_last, has_more = choice.handle.take_delta(PIECES)
                 if text:
                     said += self._events(index, text)
-                if choice.handle.pending:
-                    self.wake()
+                if has_more:
+                    self.has_output.set()
                 if not is_last:
                     continue
                 if failure := self._failure():
@@ -254,7 +249,7 @@ class Answer:
                     return
                 said += self._events(index, None)
                 del left[index]
-            if self._has_output.is_set():  # the rest later, so that other answers get a turn
+            if self.has_output.is_set():  # the rest later, so that other answers get a turn
                 await asyncio.sleep(0)
         await request.write(said + self.adapter.close(self._usage()))
 
@@ -381,6 +376,14 @@ class Answer:
             else None,
             generation_tps=first.tokens_per_s,
         )
+
+
+def most_tokens(parsed: ParsedRequest) -> int:
+    """Maximum length of an answer: 20 log probabilities per token take kilobytes."""
+    top = parsed.settings.get("logprobs")
+    if top is None:
+        return sys.maxsize
+    return MAX_LOGPROBS // (parsed.n * len(parsed.prompts) * (1 + top))
 
 
 def check_tools(output_format: OutputFormat, chat: Chat, param: str) -> None:

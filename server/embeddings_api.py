@@ -25,7 +25,9 @@ def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
     dimensions = request.whole("dimensions", 1)
     request.reject_unknown()
     settings = {"embeds": True}
-    return ParsedRequest(prompts, settings, fields={"form": form, "dimensions": dimensions})
+    return ParsedRequest(
+        prompts, settings=settings, fields={"form": form, "dimensions": dimensions}
+    )
 
 
 class Embedding(ProtocolAdapter):

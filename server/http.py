@@ -54,9 +54,6 @@ LINGER_S = 2.0  # a client that is still sending gets this long to read why it w
 PING_S = 10.0  # seconds of silence until a stream gets a comment
 PROGRESS_S = 0.4  # seconds of silence until it gets the progress of its prompt
 PING = b": ping\n\n"
-# Seconds between a half-close and our probes. If the client closed the whole connection, its system
-# answers the first write with a reset, and the second one fails
-PROBES_S = (0.1, 0.4)
 # No connection can be accepted
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -73,12 +70,6 @@ class Options(NamedTuple):
     aliases: tuple[str, ...] = ()  # more names of the model; a star is any
     # Addresses of proxies whose X-Forwarded-For counts (`proxy.py`)
     trusted_proxies: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
-
-    @property
-    def names(self) -> list[str]:
-        """This server's names, as they appear in a URL."""
-        own = f"[{self.host}]" if ":" in self.host else self.host
-        return [name.lower() for name in (*LOOPBACK, own, *self.allow_hosts)]
 
 
 class RunningAnswer(Protocol):
@@ -212,13 +203,6 @@ class HTTPRequest:
         elif silence > PROGRESS_S and self.answer and (said := self.answer.progress()):
             self.push(said)
 
-    def probe(self) -> None:
-        """Write something harmless."""
-        if self.status is None:
-            self.connection.send_continue()
-        elif self._wrote is not None:
-            self.push(PING)
-
 
 # --- connections ----------------------------------------------------------------------------------
 
@@ -237,11 +221,10 @@ class Connection(asyncio.Protocol):
         self._serve = serve
         self._all = all
         self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
-        self._news = asyncio.Event()  # bytes have come, or the client has closed its half
+        self._news = asyncio.Event()  # bytes have come
         self._room = asyncio.Event()  # the client takes what we write
         self.blocked_since = math.inf  # when the send buffer filled up
         self._taken = 0  # events of requests so far
-        self._is_half_closed = False  # the client sends no more
         self.is_leaving = False  # the connection is closing
         self.has_request = False  # the head of a request has come
         self._room.set()
@@ -278,19 +261,6 @@ class Connection(asyncio.Protocol):
             data = data.lstrip(b"\r\n")
         if data:  # no bytes would mean the end of the connection
             self._http.receive_data(data)
-
-    def eof_received(self) -> bool:
-        """The client has closed the connection or, as `nc -N` does, only its sending half. Return
-        True to keep the connection open."""
-        self._is_half_closed = True
-        self._news.set()
-        for delay in PROBES_S:
-            asyncio.get_running_loop().call_later(delay, self._probe)
-        return not self.is_leaving
-
-    def _probe(self) -> None:
-        if self.request:
-            self.request.probe()
 
     def pause_writing(self) -> None:
         self._room.clear()
@@ -338,8 +308,6 @@ class Connection(asyncio.Protocol):
         if self._taken % 4 == 0:
             await asyncio.sleep(0)  # so may parts of one
         while (event := self._next()) is h11.NEED_DATA:
-            if self._is_half_closed:
-                raise ClientGone
             if self._http.they_are_waiting_for_100_continue:
                 self.send_continue()
             self._news.clear()
@@ -380,8 +348,7 @@ class Connection(asyncio.Protocol):
         self.transport.resume_reading()
         with suppress(OSError):  # the client has hung up
             self.transport.write_eof()
-        if not self._is_half_closed:
-            await asyncio.sleep(LINGER_S)
+        await asyncio.sleep(LINGER_S)
         self.transport.close()  # once all has been sent
         await asyncio.sleep(HEAD_TIMEOUT_S)
 

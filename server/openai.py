@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -132,22 +132,23 @@ def read_usage(options: dict) -> bool:
 
 def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
     """The fields of `SamplingParams`."""
-    settings = request.some(PLAIN)
+    settings = request.some((*PLAIN, *GUIDED))
+    guided = {name: settings.pop(name) for name in GUIDED if name in settings}
     if type(settings.get("top_k")) is int and settings["top_k"] == -1:
         settings["top_k"] = 0  # "all" in other servers
     if settings.get("top_p") == 0 and not isinstance(settings["top_p"], bool):
         settings["top_p"] = 1e-9  # the likeliest token alone
-    settings["stop"] = read_stop(request, "stop")
+    if "stop" in request.fields:
+        settings["stop"] = read_stop(request, "stop")
     if bias:
         check_count("logit_bias", len(bias), "entries", MAX_LOGIT_BIASES)
     if not all(re.fullmatch(r"-?[0-9]{1,18}", token) for token in bias):
         raise request.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
     settings["logit_bias"] = {int(token): bias[token] for token in bias}
     # A schema is always enforced, or refused: `strict` changes nothing
-    forms = []
-    for name, value in request.some(GUIDED).items():
-        forms.append({GUIDED[name]: value})
-    if form := read_form(request, "response_format", "json_schema"):
+    forms = [{GUIDED[name]: value} for name, value in guided.items()]
+    has_form = "response_format" in request.fields
+    if has_form and (form := read_form(request, "response_format", "json_schema")):
         forms.append(form)
     if len(forms) > 1:
         words = f"response_format and {', '.join(GUIDED)} exclude each other; give one of them"
@@ -182,7 +183,7 @@ def read_chat(request: BodyReader, values: Mapping[str, Any]) -> ParsedRequest:
     tools, must_call = read_tools(request, "function")
     is_single = not values["parallel_tool_calls"] and bool(tools)
     chat = Chat(messages, tools, values["chat_template_kwargs"], hints)
-    return ParsedRequest([chat], must_call=must_call, is_single=is_single)
+    return ParsedRequest([chat], chat, must_call=must_call, is_single=is_single)
 
 
 def read_message(message: BodyReader) -> dict[str, Any]:
@@ -347,7 +348,7 @@ class ChatCompletion(Completion):
     kind_of_chunk = "chat.completion.chunk"
     silence: ClassVar = {"delta": {}}
 
-    def first(self, choices: int, usage: Usage) -> bytes:
+    def first(self, choices: int, usage: Callable[[], Usage]) -> bytes:
         """The role."""
         said = {"delta": {"role": "assistant", "content": ""}}
         return b"".join(self._chunk(index, said) for index in range(choices))

@@ -8,16 +8,13 @@ same in different words. An adapter turns a body into a `ParsedRequest`, and the
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from runtime.prefill_progress import PrefillProgress
 from server.choice import Choice
 from server.schema import APIError
 from text.tokenizer import Chat
-
-MAX_LOGPROBS = 200_000  # log probabilities in one response, over all choices
 
 
 def shutting_down() -> APIError:
@@ -45,6 +42,7 @@ class ParsedRequest(NamedTuple):
     """A validated body. Each prompt is a text, a `Chat` or token ids, and gets `n` choices."""
 
     prompts: list
+    chat: Chat | None = None  # the conversation, if that is what the prompt is
     settings: Mapping[str, Any] = {}  # for `SamplingParams`
     max_tokens: int | None = None
     n: int = 1
@@ -54,24 +52,6 @@ class ParsedRequest(NamedTuple):
     must_call: Sequence[dict] = ()  # one of these tools must be called
     is_single: bool = False  # at most one call
     fields: Mapping[str, Any] = {}  # the body's fields that are not null
-
-    @property
-    def chat(self) -> Chat | None:
-        """The conversation, if that is what the prompt is."""
-        return self.prompts[0] if isinstance(self.prompts[0], Chat) else None
-
-    @property
-    def is_many(self) -> bool:
-        """Whether embeddings are wanted, perhaps thousands."""
-        return "embeds" in self.settings
-
-    @property
-    def most_tokens(self) -> int:
-        """Maximum length of an answer: 20 log probabilities per token take kilobytes."""
-        top = self.settings.get("logprobs")
-        if top is None:
-            return sys.maxsize
-        return MAX_LOGPROBS // (self.n * len(self.prompts) * (1 + top))
 
 
 class Usage(NamedTuple):
@@ -119,7 +99,7 @@ class ProtocolAdapter:
         self._model = model
         self._parsed = parsed
 
-    def first(self, choices: int, usage: Usage) -> bytes:
+    def first(self, choices: int, usage: Callable[[], Usage]) -> bytes:
         return b""
 
     def last(self, index: int, choice: Choice) -> bytes:

@@ -16,7 +16,7 @@ state (`previous_response_id`, `store`) are refused.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from runtime.validation import shown
@@ -64,8 +64,10 @@ def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
     settings = request.some(PLAIN)
     if form := read_form(request.inner("text"), "format"):
         settings["grammar"] = form
+    chat = Chat(read_input(request), tools, hints=hints)
     parsed = ParsedRequest(
-        [Chat(read_input(request), tools, hints=hints)],
+        [chat],
+        chat,
         settings=settings,
         max_tokens=request.whole("max_output_tokens", 1),
         stream=request.read("stream", bool, False),
@@ -177,7 +179,7 @@ class Response(ProtocolAdapter):
         self.last(0, choices[0])
         return self._body | {"usage": written(usage)}
 
-    def first(self, choices: int, usage: Usage) -> bytes:
+    def first(self, choices: int, usage: Callable[[], Usage]) -> bytes:
         body = self._body
         return self._event("created", response=body) + self._event("in_progress", response=body)
 

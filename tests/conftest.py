@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -155,9 +156,17 @@ def published(request) -> Path:
 
 
 @pytest.fixture
-def engine(parts):
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        yield engine
+def make_engine(parts) -> Iterator[Callable[..., Engine]]:
+    """Make engines on the small model, two slots of 128 tokens unless said otherwise. They are closed
+    after the test."""
+    sizes = {"slots": 2, "max_len": 128, "chunk": 32}
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(Engine(*parts, **sizes | options))
+
+
+@pytest.fixture
+def engine(make_engine) -> Engine:
+    return make_engine()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Render a chat template: a Jinja program that turns a conversation into one text.
 
 A template comes with the weights, from an untrusted author. Jinja's sandbox keeps it away from
-files and Python's internals, but it may still loop for ever or make gigabytes of text. So a
+files and Python's internals, but it may still loop forever or make gigabytes of text. So a
 template is first checked in a child process (`template_and_tokenizer_check.py`); one that passes is rendered
 here, in the thread of the request, never in the thread that steps.
 

@@ -40,7 +40,7 @@ class StreamingDetokenizer:
     ):
         """`silent`: ids of the tokens that are never shown, by default the special ones."""
         self._tokenizer = tokenizer
-        # By stop string: the longest start of it that the text ends with
+        # Stop string -> its longest prefix that ends the text
         self._begun = dict.fromkeys(stops, "")
         self._silent = special_ids(tokenizer) if silent is None else silent
         self._falls_back = tokenizer.token_to_id("<0x00>") is not None
@@ -77,7 +77,7 @@ class StreamingDetokenizer:
         self._context += self._waiting[:count]
         self._context_text = text
         self._waiting = self._waiting[count:]
-        # Seldom, because a context that only grows has a known text
+        # Not for each token, because a context that only grows has a known text
         if len(self._context) > 16:
             self._context = self._context[-1:] if self._falls_back else self._context[-4:]
             self._context_text = self._decode(self._context)
@@ -109,8 +109,8 @@ class StreamingDetokenizer:
             if stop in grown:
                 after = len(grown) - grown.index(stop) - len(stop)  # characters after it
                 found.append((after, len(stop), stop))
-            # One for each stop string: to search all held text for each token would cost its length
-            # times the number of stop strings
+            # Kept per stop string: to search the held text again for each token would cost its
+            # length times the number of stop strings
             self._begun[stop] = beginning(stop, grown)
         if found:
             # The stop string that is complete first counts, however the text was cut into tokens

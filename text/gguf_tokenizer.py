@@ -2,7 +2,7 @@
 
 There are two kinds. "gpt2" is byte-level BPE: the file has tokens and merges, and names the way in which
 a text is cut into words first. "llama" is SentencePiece's BPE: tokens have scores, and merges follow
-from them. What the file calls a tokenizer is another author's data: it is tried in a child process
+from them. The file comes from an untrusted author, so its tokenizer is checked in a child process
 (`template_and_tokenizer_check.py`) before it is used.
 """
 
@@ -30,7 +30,7 @@ from runtime.validation import shown
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, _, BYTE = range(1, 7)  # types of tokens
 PREFIX = "tokenizer.ggml."
 SPACE = "\u2581"  # SentencePiece's
-# Tokens by which an answer ends, although no field says so
+# Control tokens that end an answer, although no field names them
 END_OF_TURN = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>"}
 END_OF_TURN |= {"<|endoftext|>", "<|end_of_text|>"}
 END_OF_TURN |= {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}  # the end of a file, in code
@@ -40,8 +40,8 @@ class Words(NamedTuple):
     """How a text is cut into words before bytes are merged."""
 
     pattern: str = ""  # empty: GPT-2's own
-    digits: bool = False  # each digit is a word of its own
-    composed: bool = False  # the text is brought into the form NFC first
+    digits: bool = False  # each digit is a word
+    composed: bool = False  # the text is normalized to NFC first
     whole: bool = False  # a word that is a token is not merged from its parts
     bos: bool = False  # a text begins with BOS, unless the file says otherwise
 
@@ -68,7 +68,7 @@ WORDS = {
 
 
 class GgufText:
-    """What the metadata of a file say of texts."""
+    """The tokenizer, chat template and end tokens in a file's metadata."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -93,7 +93,7 @@ class GgufText:
         return ModelError(f"{self.path}: {said}", f"tokenizer {shown(value)} not supported")
 
     def _list(self, name: str, kind: type) -> list:
-        """One for each token."""
+        """A field with a value for each token."""
         found = self.fields.get(f"{PREFIX}{name}")
         is_list = isinstance(found, list) and found and all(type(each) is kind for each in found)
         if not is_list or (name != "tokens" and len(found) != len(self.tokens)):
@@ -104,12 +104,12 @@ class GgufText:
         return found
 
     def tokenizer(self) -> Tokenizer:
-        """Raises whatever the library makes of broken tables."""
+        """Build it. With broken tables the library may raise anything."""
         made = self._bytewise() if self.is_bytewise else self._sentencepiece()
         kinds = list(zip(self.tokens, self.types, strict=True))
         special = [AddedToken(text, special=True) for text, kind in kinds if kind == CONTROL]
         made.add_special_tokens(special)
-        # SentencePiece's stand in the text after its spaces have become signs
+        # SentencePiece's are matched after spaces have been replaced by SPACE
         own = [text for text, kind in kinds if kind == USER_DEFINED]
         made.add_tokens([AddedToken(text, normalized=SPACE in text) for text in own])
         is_usual = self.words.bos if self.is_bytewise else True
@@ -183,26 +183,22 @@ class GgufText:
     def config(self) -> dict[str, Any]:
         """Special tokens and chat templates, as a tokenizer_config.json has them."""
         config: dict[str, Any] = {"chat_template": self.fields.get("tokenizer.chat_template")}
-        for name, theirs in (
-            ("bos", "bos"),
-            ("eos", "eos"),
-            ("unk", "unknown"),
-            ("pad", "padding"),
-        ):
+        names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+        for name, theirs in names.items():
             number = self._special(theirs)
             if number is not None:
                 config[f"{name}_token"] = self.tokens[number]
         for_tools = self.fields.get("tokenizer.chat_template.tool_use")
         if isinstance(for_tools, str):
-            named = {"default": config["chat_template"], "tool_use": for_tools}
             config["chat_template"] = [
-                {"name": name, "template": template} for name, template in named.items()
+                {"name": "default", "template": config["chat_template"]},
+                {"name": "tool_use", "template": for_tools},
             ]
         return config
 
 
 def merges_of(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """All two tokens that together are a token, those of the highest score first."""
+    """All pairs of tokens whose concatenation is a token, by descending score."""
     numbers = {
         token: number
         for number, (token, kind) in enumerate(zip(tokens, types, strict=True))

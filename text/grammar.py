@@ -9,7 +9,7 @@ probability 0. The answer is then correct by construction. (`max_tokens` may sti
 `finish_reason` is "length".) The library llguidance does the hard part: it parses the grammar and
 walks the tree of all tokens' bytes to find those that may come next, in about 30 microseconds.
 
-    {"name": "T      any token whose bytes may stand in a string, but none with a line break
+    {"name": "T      any token whose bytes may be in a string, but none with a line break
     {"name": "Tom"   a comma, a brace or white space
 
 The mask of step N+1 needs the token of step N, and run-ahead starts step N+1 before that token is
@@ -44,7 +44,7 @@ LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,  # 4 ms
     # 1 ms. In an ambiguous grammar each item costs more, and a mask takes 20 ms. With more tokens
-    # an honest mask needs more items (`make`)
+    # an ordinary mask needs more items (`make`)
     "step_max_items": 5_000,
     "max_items_in_row": 2_000,
     "max_lexer_states": 20_000,  # 40 MB
@@ -52,7 +52,7 @@ LIMITS = {
     "verbose_errors": False,
 }
 # Seconds of processor time that a grammar may take from the thread that steps. With 152,000 tokens
-# an honest grammar takes 0.04 ms a token, at most 0.6.
+# an ordinary grammar takes 0.04 ms a token, at most 0.6.
 AT_FIRST = 0.02
 A_TOKEN = 0.001
 SANDBOX_LIMITS = SandboxLimits(seconds=1.0, patience=5.0, memory=64 * 2**20, at_once=6)
@@ -81,12 +81,12 @@ class Grammar:
         return self._charge(self._matcher.compute_bitmask)
 
     def masks(self, drafts: Sequence[int]) -> list[bytes]:
-        """The mask of the next place, and of each place behind a draft that the grammar allows, up
-        to the first that it forbids. The answer stands afterwards where it stood before."""
+        """The mask of the next place, and one after each draft that the grammar allows, up to the
+        first that it forbids. The state does not change."""
         masks = [self.mask()]
         if not drafts:
             return masks
-        # A wrong draft may lead where the library fails, and that is no fault of the answer.
+        # The library may fail on a wrong draft, which is not an error of the answer
         ahead = self.copy()
         ahead._left = min(self._left, A_TOKEN)
         try:
@@ -96,7 +96,7 @@ class Grammar:
                 ahead.accept(draft)
                 masks.append(ahead.mask())
         except BaseException:  # a Rust panic is no Exception
-            nothing = bytes(len(masks[0]))  # no token is finite then, and no draft is taken
+            nothing = bytes(len(masks[0]))  # allows no token, so no draft is accepted
             masks.append(nothing)
         return masks
 
@@ -117,7 +117,7 @@ class Grammar:
         return self._matcher.is_stopped()
 
     def _charge(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.thread_time()  # processor time: a busy machine is not the grammar's fault
+        began = time.thread_time()  # processor time, because the machine may be busy
         found = function(*arguments)
         self._left -= time.thread_time() - began
         if self._matcher.is_error():
@@ -181,7 +181,7 @@ class Grammars:
             raise ValueError(f"grammar: {one_line(error, 300)}") from None
 
     def _judge(self, source: Mapping[str, Any]) -> str:
-        """What is wrong with a grammar, tried once; empty if nothing is."""
+        """What is wrong with a grammar (empty if nothing is). Each grammar is checked once."""
         job = dict(source)
         key = hashlib.sha256(json.dumps(job).encode()).digest()
         fault = self._verdicts.get(key)

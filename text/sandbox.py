@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, NoReturn
 from runtime.validation import one_line
 
 STACK = 128 * 2**20  # of a job: recursive parsers need it
-NICE = 5  # a job takes what the others leave of the processor
+NICE = 5  # jobs yield to the server's threads
 START = 60.0  # seconds until the fork server is ready: a large tokenizer may take six
 READY = b"!\n"
 GRACE = 5.0  # seconds after a job's deadline until the fork server counts as gone
@@ -46,7 +46,7 @@ class SandboxLimits(NamedTuple):
     """The limits of a job."""
 
     seconds: float  # of processor time
-    patience: float  # seconds by the clock: on a busy machine a job waits for its turn
+    patience: float  # seconds by the clock: on a busy machine a job may have to wait
     memory: int  # bytes on top of the fork server's. macOS ignores this limit
     at_once: int = 1  # jobs at the same time
 
@@ -268,5 +268,5 @@ def attempt(function: Callable[[Any], Any], end: socket.socket) -> None:
 
 def send(end: socket.socket, answer: Any) -> None:
     """On a line of its own, also after an answer that was cut off."""
-    with suppress(OSError):  # nobody waits any more
+    with suppress(OSError):  # the parent has gone
         end.sendall(b"\n" + json.dumps(answer).encode())

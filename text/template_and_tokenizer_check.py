@@ -62,10 +62,13 @@ class TemplateChecker:
         is), and its renderings."""
         if len(source) > LONGEST:
             return f"is {len(source):,} characters long, more than {LONGEST:,}", []
-        fault, found = self._run("template", source, list(samples))
-        if fault:
-            return f"{fault} for a sample conversation" if found is None else fault, []
-        return found["fault"], found["texts"]
+        try:
+            fault, texts = self._child.run(("template", source, list(samples)))
+        except LimitError as error:
+            return f"{error} for a sample conversation", []
+        except BusyError as error:
+            return f"cannot be tried ({error})", []
+        return fault, texts
 
     def tokenizer(self, path: Path, texts: Sequence[str]) -> str:
         """What is wrong with a tokenizer, in words that follow "the tokenizer"; empty if nothing
@@ -75,19 +78,14 @@ class TemplateChecker:
         digest = hashlib.sha256(whole).digest()
         if digest in PASSED:
             return ""
-        fault, _ = self._run("tokenizer", str(path), list(texts))
-        if not fault:
-            PASSED.add(digest)
-        return fault
-
-    def _run(self, *job: Any) -> tuple[str, Any]:
-        """Words for a limit that was exceeded, and the child's result."""
         try:
-            return "", self._child.run(job)
+            self._child.run(("tokenizer", str(path), list(texts)))
         except LimitError as error:
-            return str(error), None
+            return str(error)
         except BusyError as error:
-            return f"cannot be tried ({error})", ""
+            return f"cannot be tried ({error})"
+        PASSED.add(digest)
+        return ""
 
 
 # --- in the child ---------------------------------------------------------------------------------
@@ -98,36 +96,33 @@ def prepare(_: None) -> Callable[[list], Any]:
     return lambda job: jobs[job[0]](*job[1:])
 
 
-def render_all(source: str, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def render_all(source: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
     """What is wrong with a template, and its renderings."""
     from text.chat_template import PATIENCE, PatienceError, Template
 
     texts: list[str] = []
-    fault = ""
     try:
         template = Template(source)
     except Exception as error:
-        return {"fault": f"is broken ({one_line(error)})", "texts": texts}
+        return f"is broken ({one_line(error)})", []
     for variables in samples:
         try:
             text = template.render(variables)
         except MemoryError:
             raise
         except PatienceError:
-            fault = f"takes more than {PATIENCE:g} s for a sample conversation"
-            break
+            return f"takes more than {PATIENCE:g} s for a sample conversation", []
         except Exception:  # it refuses this conversation, and may accept others
             continue
         if len(text) > RENDERED:
-            fault = f"makes {len(text):,} characters of a sample conversation"
-            break
+            return f"makes {len(text):,} characters of a sample conversation", []
         texts.append(text)
-    return {"fault": fault, "texts": texts}
+    return "", texts
 
 
 def encode_and_decode(path: str, texts: Sequence[str]) -> None:
-    """Only the child's limits matter here: an exception would be raised in the parent, too, where
-    it ends one request."""
+    """Only the child's limits matter here: an exception would be raised in the parent, too, and end
+    one request."""
     from tokenizers import Tokenizer
 
     if is_gguf(Path(path)):

@@ -29,11 +29,11 @@ from text.tool_parser import detect_format
 OURS = Path(__file__).resolve().parents[1] / "demo" / "model"
 
 
-FIRST = 100_000  # characters of a prompt that are encoded first, at least
+FIRST = 100_000  # minimum number of characters that are encoded first
 
 
 class TooLongError(ValueError):
-    """A prompt far beyond the room. `tokens`: it has at least this many."""
+    """A prompt far over the limit. `tokens`: a lower bound on its length."""
 
     def __init__(self, tokens: int):
         super().__init__(f"the prompt has more than {tokens:,} tokens")
@@ -125,7 +125,7 @@ class Tokenizer:
         return value if isinstance(value, str) else ""
 
     def _special_id(self, name: str) -> int | None:
-        with suppress(UnicodeEncodeError):  # half a surrogate pair
+        with suppress(UnicodeEncodeError):  # a lone surrogate
             return self.tokenizer.token_to_id(self.special(name)) if self.special(name) else None
 
     def stream(self, stops: Sequence[str]) -> StreamingDetokenizer:
@@ -145,8 +145,7 @@ class Tokenizer:
         return self.encode(prompt) if prompt else []
 
     def _check_known(self, prompt: str) -> None:
-        """Refuse a prompt that consists of unknown tokens only: the answer would have nothing to do
-        with it."""
+        """Refuse a prompt of unknown tokens only: the answer could not depend on it."""
         unknown = getattr(self.tokenizer.model, "unk_token", None)
         none = unknown and self.tokenizer.token_to_id(unknown)
         if all(token == none for token in self._ids(prompt, False)):
@@ -171,8 +170,8 @@ class Tokenizer:
         """Refuse a text far beyond `room` tokens by encoding only its start: to encode 1 MB takes
         350 MB of memory.
 
-        Each round doubles the start. Tokens near the cut may differ from those of the whole, so the
-        start must exceed the room by a quarter.
+        Each round doubles the start. Tokens near the cut may differ from those of the whole text, so
+        the start must exceed the limit by a quarter.
         """
         size = max(FIRST, 8 * room)
         while size < len(text):
@@ -244,7 +243,7 @@ class Tokenizer:
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             text.encode()
-        # Half a surrogate pair, from bytes that were no UTF-8
+        # a lone surrogate, from bytes that were not UTF-8
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"the prompt is no valid text at character {error.start}; give UTF-8"
@@ -355,6 +354,8 @@ class Tokenizer:
 
     def is_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends with an open reasoning mark, as some templates leave it."""
+        if not self.output_format.reasoning:
+            return False
         end = without_panics(self.tokenizer.decode, list(prompt[-16:]), skip_special_tokens=False)
         return self.output_format.is_thinking(end)
 

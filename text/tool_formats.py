@@ -1,8 +1,8 @@
 """How families of models write tool calls and mark their reasoning, as data.
 
 A `ToolFormat` describes calls as JSON (`{"name": "add", "arguments": {"a": 1}}`) or in tags
-(`<function=add><parameter=a>1</parameter></function>`), between two marks. What stands between the
-marks is learned from the model's own chat template, which is asked to write a call (`detect_format`
+(`<function=add><parameter=a>1</parameter></function>`), between two marks. The text around
+them is learned from the model's own chat template, which is asked to write a call (`detect_format`
 in `tool_parser.py`). `tool_call_grammar` makes the grammar of an answer that must call a tool.
 """
 
@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain
 from types import NoneType
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 
 class Tags(NamedTuple):
@@ -36,7 +37,7 @@ class ToolFormat(NamedTuple):
     name: str
     opens: str  # the mark before a call
     closes: str  # the mark after it, if there is one
-    # An answer may begin with a call without a mark. Then the template takes no other call with it
+    # An answer may begin with a call without a mark. Then the template accepts only one call
     is_bare: bool = False
     is_named: bool = False  # the tool's name may precede a body that is its arguments alone
     wrap: tuple[str, str] = ("", "")  # these may enclose a value in tags
@@ -95,9 +96,7 @@ class OutputFormat(NamedTuple):
 
     def is_thinking(self, prompt: str) -> bool:
         """Whether the prompt ends with an open reasoning mark, as some templates leave it."""
-        if not self.reasoning:
-            return False
-        return prompt.rstrip().endswith(self.reasoning[0])
+        return bool(self.reasoning) and prompt.rstrip().endswith(self.reasoning[0])
 
 
 # Mistral's templates want ids of nine letters
@@ -123,8 +122,8 @@ TAGGED = re.compile(
 
 
 def with_layout(format: ToolFormat, call: str, place: int) -> ToolFormat:
-    """Learn the layout from a call. `call`: the text from the opening mark on. `place`: of the
-    tool's name in it."""
+    """Learn the layout from a call. `call`: the text from the opening mark on. `place`: the index of
+    the tool's name in it."""
     start = call[:place]
     rest = call[place + len("is_called") :]
     if format.is_named and not start.endswith('"'):
@@ -308,7 +307,7 @@ def alone(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
         return value
     own = {name: value for name, value in schema.items() if name != "$id"}
     whole = json.dumps(own).replace('"$ref": "#', '"$ref": "#/$defs/whole')
-    place = key.replace("~", "~0").replace("/", "~1")
+    place = quote(key.replace("~", "~0").replace("/", "~1"))
     return {"$ref": f"#/$defs/whole/properties/{place}", "$defs": {"whole": json.loads(whole)}}
 
 

@@ -14,9 +14,9 @@ Newer models write no JSON but put each argument between tags, as it is:
 The solution. One state machine reads characters, not tokens, because a mark's last character may
 share a token with what follows. It is a generator that reads like a description of an answer, from
 start to end, and pauses in the middle of any line of it until more text has come. The marks are
-data (`tool_formats.py`). Nobody configures the format of a model: its chat template is asked to
-write a call, and the format is the one that parses this call back. Whether an argument in tags is a
-string or a number, the tool's schema says.
+data (`tool_formats.py`). The format of a model is not configured: its chat template is asked to
+write a call, and the format is the one that parses this call back. The tool's schema says whether
+an argument in tags is a string or a number.
 
 The invariant: however an answer is cut into pieces, its parts join to the same texts. A character
 costs the same however long the answer is. Whatever turns out to be no call is content, completely.
@@ -87,8 +87,8 @@ def split_output(text: str, is_thinking: bool = False) -> list[ParsedPart]:
 
 
 def split_reasoning(text: str, is_thinking: bool = False) -> tuple[str, str]:
-    """The reasoning of an answer without its marks, and the unchanged rest, which the model is
-    shown in its next prompt."""
+    """The reasoning of an answer without its marks, and the unchanged rest, which is part of the
+    next prompt."""
     reasoning = dict(split_output(text, is_thinking)).get("reasoning", "")
     answer = text[len(reasoning) :]
     answer = answer.lstrip("\n") if reasoning else answer
@@ -369,7 +369,7 @@ class ParserState:
         return self.calls > count
 
     def _is_begun(self, opening: str, rest: str) -> bool:
-        """Whether the answer was cut off in a call, of which this is the start."""
+        """Whether this is the start of a call in which the answer was cut off."""
         closes = self._format.closes
         is_closed = len(closes) > 1 and closes in rest
         return not is_closed and (bool(opening) or rest.lstrip(" \n,;[").startswith("{"))
@@ -493,7 +493,7 @@ class ParserState:
 
     def _object(self, depth: int = 0, kind: str = "") -> Reading[str]:
         """Take a JSON object by counting brackets outside strings. `depth`: number of its braces
-        that are taken already. `kind`: emit it as this kind as it comes."""
+        that have been read already. `kind`: emit it as this kind as it comes."""
         taken = []
         in_text = is_escaped = False
         while True:
@@ -527,7 +527,7 @@ class ParserState:
         self._emit("tool_call", tool)
 
     def _emit(self, kind: str, text: str) -> None:
-        """Join neighbouring pieces of one kind. Each call is a call of its own."""
+        """Join adjacent pieces of one kind, but never two calls."""
         if kind == "content" and text:
             self._is_line_start = text.endswith("\n")
         if self._parts and self._parts[-1].kind == kind != "tool_call":
@@ -641,7 +641,7 @@ def detect_format(source: str | None, render: Callable[[list, list], str]) -> Ou
 
 def as_written(format: ToolFormat, text: str, place: int) -> ToolFormat | None:
     """The format with the layout of the template's call; None if the format does not parse this
-    call back. `place`: of the name."""
+    call back. `place`: the index of the name."""
     begin = text.rfind(format.opens, 0, place)
     if format.is_bare and begin < 0 and f'"{format.key}"' in text[place:]:
         begin = text.rfind("{", 0, place)

@@ -11,10 +11,10 @@ import { chip } from "./lane_view.js";
 import { ask, eventsOf } from "./live.js";
 import { count, prefillInWords, span } from "./words.js";
 
-const TIGHT = 0.25; // of a slot: with less room left, the page says how much
-const NEAR = 50; // pixels: with the end of the log so near, the newest line stays in sight
-const AT_ONCE = 0.005; // seconds: an answer that came so quickly came in one piece, and has no rate
-const KEEPS = 500_000; // letters for a reload, at most
+const TIGHT = 0.25; // of a slot: if less is left, the page says so
+const NEAR = 50; // pixels to the end of the log: if closer, scroll along with the answer
+const AT_ONCE = 0.005; // seconds: an answer this quick came in one piece, so it has no rate
+const KEEPS = 500_000; // characters kept for a reload, at most
 const PLACE = "nanobatch-conversation";
 const TEXTS = ["content", "reasoning_content"]; // of an answer
 const OPTIONS = { model: "default", stream: true, stream_options: { include_usage: true }, return_progress: true };
@@ -73,7 +73,7 @@ export class Chat {
     this.send();
   }
 
-  // The settings of the next question.
+  // The turns that the model sees.
   get told() {
     return this.turns.filter(({ element }) => !element.matches(".dropped"));
   }
@@ -133,7 +133,7 @@ export class Chat {
     const { told } = this;
     for (const turn of told.slice(0, Math.ceil(told.length / 2))) {
       turn.element.classList.add("dropped");
-      write(turn.figures, "left out: the model is not told this question and its answer any more");
+      write(turn.figures, "left out: the model no longer sees this question and its answer");
     }
     this.#show(false);
     this.send();
@@ -189,7 +189,7 @@ export class Chat {
     const kept = { fields: [this.unsent, ...fields], lost, turns: turns.slice(lost) };
     try {
       sessionStorage.setItem(PLACE, JSON.stringify(kept));
-    } catch {} // a browser may keep nothing
+    } catch {} // storage may be turned off
   }
 
   #bringBack() {
@@ -211,7 +211,7 @@ export class Chat {
     }
     const { log, note } = this.parts;
     log.scrollTop = log.scrollHeight;
-    const lost = `too long to keep, so the model is not told: ${count(kept.lost, "older turn")}`;
+    const lost = `too long to keep, so the model no longer sees ${count(kept.lost, "older turn")}`;
     write(note, kept.lost ? lost : "");
     this.#show();
   }

@@ -27,10 +27,10 @@ export class StepView {
   constructor(player, choose) {
     this.player = player;
     this.choose = choose;
-    this.lane = null; // whose step is shown,
-    this.index = 0; // which,
-    this.since = 0; // since when,
-    this.said = ""; // and in which words
+    this.lane = null; // of the step that is shown
+    this.index = 0; // of that step
+    this.since = 0; // when it was first shown
+    this.said = ""; // its words
     this.examples = new Map(); // by hash: go to that step
     $("step-microscope").onclick = (event) => this.#point(event);
     if (player.window) return; // a server goes on
@@ -122,8 +122,8 @@ export class RequestsView {
     };
     this.rows = new Map(); // by number
     this.shown = "";
-    this.said = null; // the answer up to now,
-    this.rest = null; // and what is still to come
+    this.said = null; // the element of the answer up to now
+    this.rest = null; // and of its rest
   }
 
   #rowOf(number) {

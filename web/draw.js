@@ -100,10 +100,9 @@ function drawCell(pen, { kind, request }, x, y, width, height) {
   }
 }
 
-// Slots × time, as a player shows them, from `start` to `end`. `now`: what lies behind this moment is
-// drawn in full, and what lies before it and has been seen already (`seen`) faintly. `chosen`: a request
-// that is to stand out, if any. `mine`: requests whose slots have a mark. Answers with a function that tells
-// which moment stands at a place of the canvas.
+// Slots × time, from `start` to `end`: in full up to `now`, and faintly from there to `seen`, the latest moment
+// that was shown. `chosen`: highlight this request. `mine`: mark the slots of these requests. Return a function
+// from an x coordinate of the canvas to a time.
 export function drawTimeline(canvas, lane, player) {
   const { now, seen, start, end, chosen, mine } = player;
   const narrow = canvas.clientWidth < 560;
@@ -180,7 +179,7 @@ export function drawMicroscope(canvas, lane, index, chosen) {
       pen.globalAlpha = (isAhead ? 0.25 : 1) * (isAside ? 0.3 : 1);
       drawCell(pen, cell, x + 1, y + 1, column - 2, row - 2);
       if (cell.kind !== DECODE && cell.kind !== PREFILL) return;
-      pen.globalAlpha = Math.min(1, pen.globalAlpha * 2); // of a faint cell, too, the number can be read
+      pen.globalAlpha = Math.min(1, pen.globalAlpha * 2); // keep the number in a faint cell readable
       const ink = cell.kind === DECODE && !isAhead ? ON_HUE : inks.ink;
       const middle = x + column / 2;
       print(pen, 9, ink, "center", cell.request, middle, y + row / 2 + 0.5);

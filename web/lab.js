@@ -11,7 +11,7 @@ import { count, percent, span } from "./words.js";
 
 const PATIENCE = 8000; // milliseconds for an answer
 const SOON = 250; // milliseconds from a change until it is tried
-const RUNS = 5; // so many of the last are listed
+const RUNS = 5; // the newest runs, as listed
 const KNOBS = ["slots", "budget", "chunk", "rate"];
 const TAKEN = `# policies.py from by_arrival on, and a record for "gentle".
 # Then: python -m pytest -x course/exercises/test_1_policy.py

@@ -32,7 +32,7 @@ export class LaneView {
     this.element = make("div", "lane", head, this.canvas);
     this.slots = make("div", "slots");
     this.queue = make("p", "queue");
-    this.queued = null; // what the line showed last
+    this.queued = null; // the queue as drawn last
     this.rows = Array.from({ length: lane.slots }, (_, slot) => this.#makeRow(slot));
     const title = make("h4", "", lane.policy);
     this.answers = make("div", "answers", title, this.slots, this.queue);

@@ -7,10 +7,10 @@
 import { Lane, named, requestOf, unseen } from "./recording.js";
 import { isLong } from "./words.js";
 
-const REST = 0.25; // seconds: a longer rest is shown as if it had been so long
-const MOST = 6000; // steps of a lane; then the older ones go
-const KEPT = 2000; // and so many stay
-const AGAIN = 1500; // milliseconds until a lost server is asked again
+const REST = 0.25; // seconds: longer idle times are drawn this long
+const MOST = 6000; // steps of a lane; above that, old ones are dropped
+const KEPT = 2000; // steps that stay then
+const AGAIN = 1500; // milliseconds between attempts to reconnect
 
 const EVENT = /^(?:event: (.*)\n)?data: (.*)/; // as the server writes one: JSON has no line breaks
 
@@ -123,14 +123,14 @@ export class LiveLane {
   }
 }
 
-// Asks the server until the page is left. `greet` is told what the server says first, `show` of each frame,
-// `say` what a person should know, and `wantKey` that a key is missing or wrong; `useKey` is how one comes.
+// Watch the server until the page is closed, and reconnect. `greet` gets the server's first event, `show` each
+// frame, and `say` messages for the reader. `wantKey` is called if a key is missing or wrong; `useKey` takes one.
 export class Watcher {
   constructor(shape, { greet, show, say, wantKey }) {
     Object.assign(this, { shape, greet, show, say, wantKey });
     this.key = "";
     this.left = new AbortController(); // ends what is being read
-    this.timer = 0; // until the server is asked again
+    this.timer = 0; // of the next attempt
   }
 
   useKey(key) {
@@ -145,13 +145,13 @@ export class Watcher {
     const { signal } = this.left;
     try {
       await this.#watch(signal);
-      this.say("The server has ended. It is asked again.");
+      this.say("The server has ended. Reconnecting …");
     } catch (error) {
       if (signal.aborted) return;
       if (error.status === 401) {
         return this.wantKey(this, this.key ? "The server does not take this key." : "The server wants a key.");
       }
-      this.say(`No news from the server: ${error.message}. It is asked again.`);
+      this.say(`No news from the server: ${error.message}. Reconnecting …`);
     }
     this.timer = setTimeout(() => this.run(), AGAIN);
   }

@@ -49,7 +49,7 @@ class Page {
 
   #wire() {
     const { player } = this;
-    // Keys are those of the screen in the terminal, where it has the same. `by`: so many steps
+    // The same keys as in the terminal. `by`: number of steps
     this.keys = {
       " ": () => (player.playing ? player.pause() : player.play()),
       ArrowLeft: (by) => player.goBy(-by),
@@ -109,9 +109,9 @@ class Page {
   }
 }
 
-// Files of the repository that the page names. docs/make/page.py makes links of them once the repository
-// has an address. Until then this is done here where the address is known: on GitHub Pages, by the
-// page's own; and in a copy of the repository, where the page lies beside them. Elsewhere they are words.
+// Link the files of the repository that the page names. docs/make/page.py does it if the repository has an
+// address. Without one, do it here where the address is known: on GitHub Pages, and in a checkout. Elsewhere
+// the names stay plain text.
 function leadToRepository() {
   const known = /^https:..([\w-]+)\.github\.io.([^/]+)|^file:.*.docs.index\.html/.exec(location.href);
   if (!known) return;

@@ -38,11 +38,11 @@ function filled(element, text) {
 export class Markdown {
   constructor(root) {
     this.root = root;
-    this.text = ""; // all that has come,
-    this.fresh = ""; // and what is not drawn yet
-    this.line = ""; // the newest one, as far as it is drawn anew
-    this.drawn = null; // what was drawn of it,
-    this.before = {}; // and what all below was before
+    this.text = ""; // the whole answer so far
+    this.fresh = ""; // its end that is not drawn yet
+    this.line = ""; // the newest line, or the end of a long one: it is drawn again
+    this.drawn = null; // its node
+    this.before = {}; // the fields below, as they were before it
     this.block = null; // the next line may go on with it
     this.lists = []; // the open ones: {list, indent}
     this.fence = null; // of the open code: {mark, code, indent}

@@ -1,7 +1,7 @@
 // The clock of the page, shared by all lanes, so that two runs race on the same seconds.
 //
-// Everything drawn depends on `now`, in seconds of the run: it follows real time, slowed down, or stands, or
-// is set by hand. Frames are drawn only when something has changed.
+// Everything drawn depends on `now`, in seconds of the run: it follows real time, slowed down, or is stopped, or
+// set by hand. Frames are drawn only when something has changed.
 
 // Slowdown factors.
 export const PACES = [1, 2, 5, 10, 20, 50, 100, 200];

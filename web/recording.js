@@ -148,7 +148,7 @@ export class Lane {
 
   // Number of output tokens of a request at this time.
   tokensAt(request, time) {
-    const done = countUpTo(this.ended, time); // so many steps have ended
+    const done = countUpTo(this.ended, time); // number of steps that have ended
     return request.before + countUpTo(request.tokenSteps, done - 1);
   }
 

@@ -1,16 +1,8 @@
-"""The scheduler of this project, driven through recorded prompts, without a model.
+"""Replay recorded prompts through the real scheduler, without a model.
 
-The problem. A page should let its reader change the scheduler, and see what that does. A model does not
-fit there, and a scheduler needs none.
-
-The way out. The page runs the scheduler's files as they are (by Pyodide, which is CPython compiled for the
-browser). Here `analysis/simulator.py` is given the recorded prompts, and the time that each step took. What
-the reader writes are policies: functions and records. In our tests the same plans come out that were
-recorded.
-
-What this file keeps. Nothing in here decides anything.
-
-Where next: `web/lab.js`, which draws what comes of it.
+The page runs the scheduler's files as they are, in Pyodide (CPython for the browser), and
+`analysis/simulator.py` gives it the recorded prompts and the time of each step. Readers edit
+policies, which are functions and records. Nothing here decides anything.
 """
 
 import inspect
@@ -70,7 +62,7 @@ def sent_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Sent]
     for i, packed in enumerate(run["requests"]):
         request = named(fields["RequestView"], packed)
         metrics = named(fields["Metrics"], request["metrics"])
-        # Of a prompt whose tokens are not known, the length is
+        # If the tokens of a prompt are unknown, its length is used
         prompt = run["ids"][i] or [-1 - i] * metrics["prompt_tokens"]
         tokens = metrics["output_tokens"]
         most = run["asked"][i] or tokens
@@ -130,18 +122,18 @@ def step_of(ran: Ran) -> dict[str, Any]:
 
 
 def lines() -> str:
-    """The functions and records in which the policies differ, and one record more."""
+    """The part of `policies.py` that readers may edit, and a record of their own."""
     text = inspect.getsource(policies)
     return text[text.index("def by_arrival") :] + OWN
 
 
 def start() -> str:
-    """What the page begins with, as JSON."""
+    """The lines and the policies that the page begins with, as JSON."""
     return json.dumps({"lines": lines(), "policies": list(edited(lines()))})
 
 
 def edited(text: str) -> dict[str, Policy]:
-    """The policies of this text. An error knows its line in it."""
+    """Run this text, and return its policies. Its lines are named in a traceback."""
     names = vars(policies) | {"POLICIES": dict(POLICIES)}
     exec(compile(text, "<lines>", "exec"), names)
     return names["POLICIES"]
@@ -156,7 +148,7 @@ def line_of(error: BaseException) -> int | None:
 
 
 def arrivals(prompts: Sequence[Sent], rate: float) -> list[Sent]:
-    """So many a second, at random moments, which are the same every time; 0: all at once."""
+    """Poisson arrivals at this rate, with a fixed seed; 0: all at once."""
     dice = random.Random(1)
     now = 0.0
     out = []
@@ -167,7 +159,7 @@ def arrivals(prompts: Sequence[Sent], rate: float) -> list[Sent]:
 
 
 def answer(question: str) -> str:
-    """What the page asks, and what it is told, as JSON."""
+    """Answer a question of the page. Both are JSON."""
     asked = json.loads(question)
     try:
         prompts = arrivals(sent_of(asked["run"], asked["fields"]), asked["rate"])

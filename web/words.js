@@ -28,7 +28,7 @@ export function prefillInWords({ done, total, tokens_per_s: rate, left_s: left }
   return `${words}, ${pace} tokens/s, about ${about(left)}`;
 }
 
-// Whether it is being read, and that takes longer than two seconds.
+// Whether a prompt is being read, and takes longer than two seconds.
 export function isLong({ done, total, seconds, left_s: left }) {
   return done < total && seconds + (left ?? 0) > 2;
 }
@@ -58,8 +58,8 @@ export function endOf(text, most) {
 const UNSEEN = /[\p{Cc}\p{Zl}\p{Zp}]|(?![\u200c\u200d])\p{Cf}/gu; // joiners make emoji, and letters
 const RIGHT_TO_LEFT = /^\P{L}*[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u;
 
-// A text that has one line of the page: a line break is ¶, a tab is four blanks, and what draws nothing, or
-// turns the direction of writing, is seen. Every font has these signs; ␊ and ␛ are boxes in most.
+// A text for one line of the page: a line break becomes ¶ and a tab four blanks, and characters that are invisible
+// or change the direction of writing are shown. Every font has these signs; ␊ and ␛ are boxes in most.
 export function inOneLine(text) {
   const seen = (sign) => `<U+${sign.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}>`;
   return text.replaceAll("\r", "").replaceAll("\t", "    ").replaceAll("\n", "¶").replace(UNSEEN, seen);
@@ -133,15 +133,14 @@ export function capital(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
-// What a step spent on prompts and on draft tokens: so many tokens of prompts are read, and so many of the budget are
-// charged for them.
+// Of a step: prompt tokens read, draft tokens, and the budget charged for the prompt tokens.
 function spentOn(step) {
   const read = step.prefill.reduce((sum, [, , start, stop]) => sum + stop - start, 0);
   const drafted = step.drafts.reduce((sum, [, some]) => sum + some, 0);
   return { read, drafted, charged: step.cost - step.decode.length - drafted };
 }
 
-// What a step paid of its budget.
+// The budget that a step spent.
 export function costInWords(lane, index) {
   const step = lane.steps[index];
   const took = span(lane.ended[index] - lane.began[index]);

@@ -3,7 +3,7 @@
     python -m pytest -x course/exercises/test_1_policy.py
 
 The task. Under `continuous`, requests that arrive together are admitted together, as many as there
-are free slots. The steps that read their prompts are long, and all that decode beside them wait. And
+are free slots. The steps that read their prompts are long, and all that decode next to them wait. And
 a client with many long prompts takes all slots: `fair` counts slots, whatever is in them. Write the
 policy `gentle`. Whenever a slot is free one newcomer may take it, one a step. It is a request of the
 client whose running requests have the fewest tokens in their prompts; of equals the first in line.

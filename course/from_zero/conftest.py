@@ -18,8 +18,10 @@ from course.from_zero.stages import STAGES, Stage, names
 
 if overlay.asked() and "nanobatch" not in sys.modules:
     overlay.open_book(overlay.asked())
+BLANK = set()  # functions of the reader's chapters
 if overlay.opened():
     os.environ.setdefault("PYTEST_TIMEOUT", "60")  # seconds for a test, which takes one
+    BLANK = {name for name, _ in overlay.opened().blanks()}
 
 FAKES = Path(__file__).with_name("fakes.py")
 pytest.register_assert_rewrite("course.from_zero.shared_by_tests")
@@ -45,10 +47,8 @@ def about(item: pytest.Item) -> set[str]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    book = overlay.opened()
-    left = dict(book.blanks()) if book else {}
     # Another stage's function may have the same short name
-    blank = {task.short for task in stage_of(item).tasks if task.name in left}
+    blank = {task.short for task in stage_of(item).tasks if task.name in BLANK}
     if found := about(item) & blank:
         pytest.skip(f"{', '.join(sorted(found))}: blank")
 

@@ -1,4 +1,4 @@
-"""What stands in for later stages in a handout, where our functions are left out.
+"""Stand-ins for later stages in a handout, where our functions are left out.
 
 Each does just enough for the checks of earlier stages: one sequence at a time, no price, no run-ahead.
 Like a student's, the code is put into the chapters (`overlay.swapped`), so names are those of a chapter.

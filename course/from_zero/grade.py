@@ -3,9 +3,10 @@
     python course/from_zero/grade.py submission --json results.json
     python course/from_zero/grade.py submission --json results.json --hidden ../checks --seed anna
 
-Each stage's checks run in a process of their own, with limits of processor time and memory. A check
-counts if it passes with the student's functions, and fails when they are taken out. `--hidden` names a
-folder with further checks, such as `hidden_example/`. What this does not guard against: course/README.md.
+Each stage's checks run in a process of their own, with limits of processor time and memory. At last
+all of them run on a copy without the student's functions: a check that passes there, too, does not
+count. `--hidden` names a folder with further checks, such as `hidden_example/`. What this does not
+guard against: course/README.md.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from course import overlay
 from course.from_zero.check import blank_tasks
-from course.from_zero.run_stage_tests import run
+from course.from_zero.run_stage_tests import Check, run
 from course.from_zero.stages import STAGES, Stage, Task, tasks
 from course.from_zero.start import blank
 
@@ -36,20 +38,27 @@ WORK = Path(__file__).with_name("work") / "test_8_work.py"
 STAND_INS = Path(__file__).with_name("fakes.py")
 
 
-def without_bodies(folder: Path, stage: Stage, copy: Path) -> Path:
-    """A copy of the chapters, in which all functions up to this stage raise an error."""
+def without_bodies(folder: Path, copy: Path) -> Path:
+    """A copy of the chapters, in which all functions of the stages raise an error."""
     copy.mkdir()
     for file in overlay.Book(folder).files:
         text = file.read_text(encoding="utf-8")
         there = overlay.functions(text)
-        wanted = {
-            name: task
-            for name, task in tasks().get(file.stem, {}).items()
-            if name in there and task[0] <= stage.number
-        }
+        wanted = {n: task for n, task in tasks().get(file.stem, {}).items() if n in there}
         text = blank(text, wanted).replace("raise NotImplementedError(", "raise RuntimeError(")
         (copy / file.name).write_text(text, encoding="utf-8")
     return copy
+
+
+def pass_without(folder: Path, files: list[Path], **limits) -> set[str]:
+    """The checks in these files that pass without the student's functions."""
+    with TemporaryDirectory() as scratch:
+        copy = without_bodies(folder, Path(scratch, folder.name))
+        return passed(run(copy, files, **limits))
+
+
+def passed(checks: list[Check]) -> set[str]:
+    return {check.name for check in checks if check.outcome == "passed"}
 
 
 def stand_ins(folder: Path, stage: Stage) -> list[Task]:
@@ -67,68 +76,69 @@ def stand_ins(folder: Path, stage: Stage) -> list[Task]:
     return found
 
 
-def tried(folder: Path, stage: Stage, file: Path, **limits) -> tuple[list[str], float]:
-    """What to say of the checks in a file, and the share of them that counts."""
+class Part(NamedTuple):
+    """A file of checks, and the points for it."""
+
+    number: str
+    name: str
+    points: int
+    stage: Stage
+    tests: Path
+    visibility: str = "visible"
+
+
+def parts(hidden: Path | None, show: str) -> Iterator[Part]:
+    for stage in STAGES:
+        yield Part(f"{stage.number}", stage.name, POINTS, stage, stage.tests)
+        for file in hidden.glob(f"test_{stage.number}_*.py") if hidden else ():
+            name = f"{stage.name}, hidden checks"
+            yield Part(f"{stage.number}h", name, HIDDEN_POINTS, stage, file, show)
+    yield Part("8w", "work, compared with the reference", WORK_POINTS, STAGES[7], WORK)
+
+
+def tried(folder: Path, part: Part, without: set[str], **limits) -> tuple[list[str], float]:
+    """What to say of the checks, and the share of the points. `without`: see `pass_without`."""
+    stage = part.stage
     left = blank_tasks(folder, stage)
     blanks = [f"   · {task.name.replace('.', '.py, ', 1)} is blank" for task in left]
     if len(left) == len(stage.tasks):
         return blanks, 0.0
-    checks = run(folder, file, **limits)
-    passed = {check.name for check in checks if check.outcome == "passed"}
-    if passed:
-        with TemporaryDirectory() as scratch:
-            control = run(without_bodies(folder, stage, Path(scratch, folder.name)), file, **limits)
-        passed -= {check.name for check in control if check.outcome == "passed"}
+    checks = run(folder, [part.tests], **limits)
     lines = []
     for check in checks:
-        if check.outcome == "passed" and check.name not in passed:
+        if check.outcome == "passed" and check.name in without:
             why = "It passes without your functions, too: it does not count."
             check = check._replace(outcome="failed", text=why)
         lines += check.lines()
     copied = stand_ins(folder, stage)
     for task in copied:
         lines.append(f"   ✗ {task.name.replace('.', '.py, ', 1)} is the handout's stand-in.")
-    count = len(re.findall(r"^def test_", file.read_text(encoding="utf-8"), re.MULTILINE))
+    count = len(re.findall(r"^def test_", part.tests.read_text(encoding="utf-8"), re.MULTILINE))
     own = 1 - len(copied) / len(stage.tasks)
-    return lines + blanks, own * len(passed) / max(count, len(checks))
+    return lines + blanks, own * len(passed(checks) - without) / max(count, len(checks))
 
 
-def entry(number: str, name: str, most: int, share: float, lines: list[str], show: str) -> dict:
+def work(folder: Path, part: Part, without: set[str], **limits) -> tuple[list[str], float]:
+    """Work in proportion to the reference's in the same run: no seconds, so no machine matters."""
+    if any(blank_tasks(folder, stage) for stage in STAGES[: part.stage.number]):
+        return ["   · Counted when stages 1 to 8 are written."], 0.0
+    lines, share = tried(folder, part, without, **limits)
+    ratio = re.findall(r"ratio ([\d.]+)", "\n".join(lines))
+    return lines, share * min(1.0, float(ratio[-1])) if ratio else 0.0
+
+
+def entry(part: Part, lines: list[str], share: float) -> dict:
     return {
-        "number": number,
-        "name": name,
-        "score": round(most * share, 2),
-        "max_score": most,
+        "number": part.number,
+        "name": part.name,
+        "score": round(part.points * share, 2),
+        "max_score": part.points,
         "status": "passed" if share == 1 else "failed",
         "output": "\n".join(lines),
         "output_format": "text",
-        "visibility": show,
-        "tags": [f"stage {number.rstrip('hw')}"],
+        "visibility": part.visibility,
+        "tags": [f"stage {part.stage.number}"],
     }
-
-
-def grade_stage(
-    folder: Path, stage: Stage, hidden: Path | None, show: str, **limits
-) -> Iterator[dict]:
-    lines, share = tried(folder, stage, stage.tests, **limits)
-    yield entry(f"{stage.number}", stage.name, POINTS, share, lines, "visible")
-    for file in hidden.glob(f"test_{stage.number}_*.py") if hidden else ():
-        lines, share = tried(folder, stage, file, **limits)
-        name = f"{stage.name}, hidden checks"
-        yield entry(f"{stage.number}h", name, HIDDEN_POINTS, share, lines, show)
-
-
-def grade_work(folder: Path, **limits) -> dict:
-    """Work in proportion to the reference's in the same run: no seconds, so no machine matters."""
-    engine = STAGES[:8]
-    if any(blank_tasks(folder, stage) for stage in engine):
-        lines = ["   · Counted when stages 1 to 8 are written."]
-        share = 0.0
-    else:
-        lines, share = tried(folder, engine[-1], WORK, **limits)
-        ratio = re.findall(r"ratio ([\d.]+)", "\n".join(lines))
-        share *= min(1.0, float(ratio[-1])) if ratio else 0.0
-    return entry("8w", "work, compared with the reference", WORK_POINTS, share, lines, "visible")
 
 
 def grade(folder: str, hidden: Path | None, show: str, **limits) -> dict:
@@ -137,11 +147,13 @@ def grade(folder: str, hidden: Path | None, show: str, **limits) -> dict:
     said = ""
     try:
         path = overlay.check_book(folder)
-        for stage in STAGES:
-            for test in grade_stage(path, stage, hidden, show, **limits):
-                tests.append(test)
-                print(f"{test['number']:>4} {test['score']:g} of {test['max_score']}", flush=True)
-        tests.append(grade_work(path, **limits))
+        todo = [*parts(hidden, show)]
+        without = pass_without(path, [part.tests for part in todo], **limits)
+        for part in todo:
+            of_part = work if part.tests == WORK else tried
+            test = entry(part, *of_part(path, part, without, **limits))
+            tests.append(test)
+            print(f"{part.number:>4} {test['score']:g} of {part.points}", flush=True)
     except ValueError as error:
         said = str(error)
     # Students read this line, so hidden checks are not in it

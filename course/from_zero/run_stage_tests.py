@@ -1,4 +1,4 @@
-"""Run a file of checks on a student's chapters, in a process of its own.
+"""Run files of checks on a student's chapters, in a process of its own.
 
 `run` starts this file as a program, and reads a signed line for each check. The key comes through
 standard input and is read before any line of the student's: what the student's code prints, or writes
@@ -62,13 +62,15 @@ class Check(NamedTuple):
 # --- the process that asks ----------------------------------------------------------------------
 
 
-def run(folder: Path, tests: Path, *options: str, seconds: int = 0, **settings) -> list[Check]:
+def run(
+    folder: Path, tests: list[Path], *options: str, seconds: int = 0, **settings
+) -> list[Check]:
     """`options`: pytest's. `seconds`: of processor time, 0 for no limit.
     `settings`: those of `main`."""
     key = secrets.token_bytes(32)
     with TemporaryDirectory() as scratch, open(f"{scratch}/output", "w+b") as output:
         results = Path(scratch, "results")
-        asked = settings | {"seconds": seconds, "options": [str(tests), *options]}
+        asked = settings | {"seconds": seconds, "options": [*map(str, tests), *options]}
         process = subprocess.Popen(
             [sys.executable, __file__, folder, results, json.dumps(asked)],
             stdin=subprocess.PIPE,
@@ -131,7 +133,7 @@ def where(stderr: str, folder: Path) -> str:
 
 
 class Report:
-    """A plugin for pytest that writes what comes of each test."""
+    """A plugin for pytest that writes the outcome of each test."""
 
     def __init__(self, folder: Path, results: str, key: bytes):
         self.folder = folder
@@ -144,7 +146,7 @@ class Report:
         os.write(self.file, sign.encode() + b" " + line + b"\n")
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        self.write(item.name, "begun", says(item))
+        self.write(item.nodeid, "begun", says(item))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
@@ -160,9 +162,9 @@ class Report:
                 text = f"waits for stage {blank[1]}: {blank[2]}"
                 report.outcome = "skipped"  # so -x goes on
                 report.longrepr = ("", 0, text)
-            self.write(item.name, outcome, says(item, is_wrong=True), f"{text}\n{printed}")
+            self.write(item.nodeid, outcome, says(item, is_wrong=True), f"{text}\n{printed}")
         elif report.when == "call" or report.skipped:
-            self.write(item.name, outcome, says(item), printed)
+            self.write(item.nodeid, outcome, says(item), printed)
         return report
 
     def mistake(self, error: BaseException) -> str:
@@ -218,15 +220,10 @@ def main(
     except (Exception, SystemExit) as error:
         report.write("import", "failed", "The chapters can be imported.", report.mistake(error))
     else:
-        plugins = [
-            "-p",
-            "no:cacheprovider",
-            f"--rootdir={ROOT}",
-            f"--config-file={ROOT}/pyproject.toml",
-        ]
-        if not Path(options[0]).is_relative_to(Path(__file__).parent):  # hidden checks
-            plugins += ["-p", "course.from_zero.conftest"]
-        if pytest.main([*plugins, *options], plugins=[report]) > pytest.ExitCode.TESTS_FAILED:
+        # As a plugin, because hidden checks lie elsewhere
+        settings = ["-p", "no:cacheprovider", "-p", "course.from_zero.conftest", "--noconftest"]
+        settings += [f"--rootdir={ROOT}", f"--config-file={ROOT}/pyproject.toml", "--tb=native"]
+        if pytest.main([*settings, *options], plugins=[report]) > pytest.ExitCode.TESTS_FAILED:
             os._exit(3)
     report.write("end", "passed")
 

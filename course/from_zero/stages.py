@@ -1,7 +1,7 @@
 """The stages: what is blank, what each function must do, and three hints for each.
 
 No program by itself: `start.py` writes the tasks into the blank book, `check.py` tries what was
-written and tells hints. Beside each function stands what it must do in a *first* engine. Ours does
+written and gives hints. Each function comes with what it must do in a *first* engine. Ours does
 more (draft tokens, shared beginnings, grammars, a GPU's needs): all of that is switched off in the blank
 book until you want it.
 
@@ -60,13 +60,13 @@ STAGES = (
                 "llama.attention",
                 """Compare each query with the keys, add the mask, make weights of the scores, and
                 add up the values by weight. Leave `kind.has_kernel` and `kind.cap` aside: the demo
-                model has neither. `q` holds the tokens of B sequences behind each other, L of
+                model has neither. `q` holds the tokens of B sequences one after the other, L of
                 each.""",
                 (
                     "Bring q into the shape (B, H, L, Dh) first. Then the last two axes are a matrix "
                     "for each sequence and head, and `@` multiplies all of them at once.",
                     "Query heads 0 .. G-1 belong to key head 0, the next G to key head 1. As "
-                    "(B, Hkv, G * L, Dh) the queries stand beside the keys (B, Hkv, T, Dh) of their "
+                    "(B, Hkv, G * L, Dh) the queries are next to the keys (B, Hkv, T, Dh) of their "
                     "own head. The scores, as (B, H, L, T), take the mask (B, 1, L, T).",
                     """q = q.reshape(B, L, H, Dh).swapaxes(1, 2).reshape(B, Hkv, -1, Dh)
 scores = q @ k.swapaxes(-1, -2)              # (B, Hkv, G * L, T)
@@ -93,13 +93,13 @@ and cut qk into q and k again""",
             Task(
                 "llama.forward",
                 """Look up the tokens (`model.table.embed`), let them run through all layers
-                (`model.layers`), and return the states of those that are asked (behind `model.norm`). The
+                (`model.layers`), and return the states of those that are asked (after `model.norm`). The
                 docstring names what a layer calls. How a layer turns says its kind:
                 `model.kinds[layer.kind]`.""",
                 (
                     "A layer adds twice to x: what attention found, and what the MLP makes of it. "
                     "Before each of them stands a norm, and what is added goes to the x before the norm.",
-                    "Positions: those of all windows, behind each other. `turning(kind, positions)` is "
+                    "Positions: those of all windows, concatenated. `turning(kind, positions)` is "
                     "the turn of a kind of layer, and `visible_to(kind, model.config.H, windows)` what its "
                     "tokens see; a layer's kind is number `layer.kind` of `model.kinds`. "
                     "`only(x, asked)` takes the rows that are asked: once, before the last norm, is enough.",
@@ -269,11 +269,11 @@ return ((x >> 42) + 0.5) / 2**22       # 22 bits: below 1 as a float32, too""",
             Task(
                 "sampling.inverse_cdf",
                 """Where does a mark land that stands at u times the sum of the row's weights, if the
-                weights are laid behind each other? Never on a weight of 0. (u may be 1: then on the last
+                weights are laid end to end? Never on a weight of 0. (u may be 1: then on the last
                 place with a weight.)""",
                 (
                     "A running sum says where each place ends: `mx.cumsum`.",
-                    "How many places end at the mark or before it? So many lie before the one we look "
+                    "How many places end at the mark or before it? That is the index of the one we look "
                     "for.",
                     """sums = mx.cumsum(weights, axis=-1)
 mark = u * sums[:, -1:]
@@ -289,7 +289,7 @@ then no further than the last place with a weight: rounding may push the mark to
                 (
                     "The count keeps the places below it.",
                     "The mass keeps a token if the tokens *before* it have less than that: so the first "
-                    "is always kept. `mx.cumsum(..., inclusive=False)` adds up what stands before.",
+                    "is always kept. `mx.cumsum(..., inclusive=False)` adds up what comes before.",
                     """keep = mx.arange(k) < filters.count
 if filters.mass is not None:
     above = mx.cumsum(spread.weights, axis=-1, inclusive=False)
@@ -443,7 +443,7 @@ return plan""",
                 "sched.Scheduler.commit",
                 """Each of `plan.emitters` gets its token, in order: the only one in the list of its slot.
                 Append it to `request.answer`, unless it is below 0 (then the logits were not finite).
-                `accept(request, token)` is told of each, and says why the answer ends, or None. With
+                `accept(request, token)` gets each, and returns why the answer ends, or None. With
                 `max_tokens` tokens it ends, too: "length". `self.finish` ends a request. A
                 request that had ended before is a ghost: it gets nothing, and `accept` is not told. Return
                 `Committed`: those that ended now, the slots of ghosts, and no draft tokens.""",
@@ -508,7 +508,7 @@ if request.prefilled:
                 cost no more than `left` and than `self.chunk`; its cost is rounded up. If not even one
                 token fits, the chunk is empty: `start` is `stop`. `source` is None.""",
                 (
-                    "So many tokens fit: the smaller of left and chunk, divided by the price, rounded "
+                    "The number of tokens that fit: the smaller of left and chunk, divided by the price, rounded "
                     "down.",
                     "The chunk ends where the prompt does, if that comes first.",
                     """start = request.prefilled
@@ -548,7 +548,7 @@ for request in sorted(requests, key=self._rest):
             Task(
                 "runner.Runner.finish",
                 """Sample the tokens (`_sample`), and remember on the device, in `self._newest`, the token
-                of each slot that has one: -1 is none. Start all of it without waiting, with
+                of each slot that has one, else -1. Start all of it without waiting, with
                 `self._enqueue(...)`: the tokens, the newest ones and the log probabilities. Return an
                 `InFlightStep`, with `launched.proofs`. Its `build_s` is what this half and
                 `launched.took` took together, without `self._device_s` and `self._wait_s`. (Leave ranks
@@ -583,7 +583,7 @@ return InFlightStep(tokens, logprobs, states, launched.began, took, self._device
                 (`self._run(planned)`), then commit (`self._commit()` takes the oldest) until no more
                 than `self._max_in_flight(planned)` of `self._in_flight` are left. All of it within
                 `with self._changing(), device_lock, device_stream():`. True if anything was planned, or was in flight.
-                An exception is told to `self._fail(error)`, and the engine goes on (True); what is no
+                An exception goes to `self._fail(error)`, and the engine goes on (True); what is no
                 `Exception`, such as SystemExit, is raised again after that.""",
                 (
                     "Whether anything was in flight is asked after the start, and before the commits.",
@@ -653,7 +653,7 @@ return True""",
                 (
                     "A loop over all rows is right, and slow. `mx.concatenate([k, v], axis=1)` has the "
                     "heads in their order.",
-                    "An array of pages and one of places, as indices beside each other, write all rows at "
+                    "An array of pages and one of places, as indices next to each other, write all rows at "
                     "once: `a[pages, :, places] = new` takes new as (rows, 2 Hkv, Dh).",
                     """new = mx.concatenate([k, v], axis=1)
 for sequence, start in zip(self.sequences, self.starts):
@@ -715,7 +715,7 @@ return list(sampled[: ...])""",
             Task(
                 "lookup.answer",
                 """First the prompt goes in, and the last token that comes out begins the answer. Then, in
-                each step, the newest token and its draft, into the row behind all that is right. Draft
+                each step, the newest token and its draft, into the row after all that is right. Draft
                 no more than the answer may still use. Among the tokens that are accepted the first of
                 `ends` is the last one of the answer.""",
                 (
@@ -801,7 +801,7 @@ return mx.split(dequantize(codes, scales)[None], 2, axis=1)""",
             Task(
                 "ranks.route",
                 """What does a prompt cost on each replica? The tokens that wait there, and those of the
-                prompt behind the longest beginning that one of its texts shares. Return the number of the
+                prompt after the longest prefix that one of its texts shares. Return the number of the
                 cheapest replica; of equals the first.""",
                 (
                     "A text may share nothing, or be shorter than the prompt. Compare token by token, up "

@@ -5,7 +5,7 @@
 
 It has our chapters as they are today: essays, names, shapes, docstrings. The stages'
 functions are blank, and say what they must do. All others stand, and so does each check of bounds: MLX has none,
-and a wrong row would be a write into other memory. Where next: README.md beside this file.
+and a wrong row would be a write into other memory. Where next: README.md in this folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SWITCHES = {
 
 
 def task_of(task: Task, stage: int, indent: int) -> list[str]:
-    """What stands in place of a body."""
+    """What replaces a body."""
     margin = " " * indent
     says = " ".join(task.does.split())
     lines = textwrap.wrap(f"Stage {stage}. {says}", 96 - indent, break_on_hyphens=False)
@@ -49,10 +49,20 @@ def blank(text: str, wanted: dict[str, tuple[int, Task]]) -> str:
         node = nodes[name]
         stage, task = wanted[name]
         has_docstring = ast.get_docstring(node) is not None
-        # A comment may stand before the first statement, and goes with it
+        # A comment before the first statement goes with it
         last_kept = node.body[0].end_lineno if has_docstring else header_end(lines, node)
         lines[last_kept : node.end_lineno] = task_of(task, stage, node.body[0].col_offset)
     return "\n".join(lines) + "\n"
+
+
+def filled(text: str, name: str, other: str) -> str:
+    """A chapter, in which a blank function has the body that it has in another text."""
+    lines = text.splitlines(keepends=True)
+    end = functions(text)[name].end_lineno
+    theirs = functions(other)[name]
+    body = other.splitlines(keepends=True)[theirs.body[0].lineno - 1 : theirs.end_lineno]
+    lines[end - 1 : end] = body
+    return "".join(lines)
 
 
 def header_end(lines: list[str], node: ast.FunctionDef) -> int:
@@ -64,7 +74,7 @@ def header_end(lines: list[str], node: ast.FunctionDef) -> int:
 
 
 def blank_book(first: int = 1) -> dict[str, str]:
-    """All chapters of which a function is to be written in some stage, by the name of the file."""
+    """All chapters with a function that some stage asks for, by the name of the file."""
     book = {}
     blanks = tasks(first)
     for chapter in CHAPTERS:

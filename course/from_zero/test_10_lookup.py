@@ -77,7 +77,7 @@ class Model:
 
 @pytest.mark.about("answer")
 def test_steps():
-    """The newest token and its draft go in together, and the next ones begin behind what was right."""
+    """The newest token and its draft go in together, and the next ones begin after what was right."""
     model = Model("owl,fox;", "owl,fix,fox. ")
     said = model.answer(4)
     assert model.lines == [
@@ -115,7 +115,7 @@ def test_random():
 
 
 def demo_answer(prompt: str, most: int) -> tuple[list[int], list[int]]:
-    """The answer, and how many tokens go in at each step behind the prompt."""
+    """The answer, and how many tokens go in at each step after the prompt."""
     rows = Rows()
     sizes = []
 

@@ -70,7 +70,7 @@ def write(slots: list[int], starts: list[int], k: mx.array) -> eight_bits.SmallS
 
 @pytest.mark.about("write")
 def test_write():
-    """Rows land in their slots, and their scales beside them."""
+    """Rows land in their slots, and their scales next to them."""
     slab = write([3, 1], [6, 3], numbered(4))
     assert row_pictures([127 * scale for scale in slab.scales], "slot")[::2] == [
         "layer 1, k, slot 1, head 0  .  .  .  3  4  .  .  .  .  .  .  .  .  .  .  .",

@@ -31,7 +31,7 @@ def test_argmax():
 
 @pytest.mark.about("argmax")
 def test_argmax_of_nan():
-    """If a NaN is in a row, its best is no number: else nobody would notice."""
+    """If a NaN is in a row, its best is no number: else the mistake would not show."""
     best, _ = sampling.argmax(mx.array([[1.0, math.nan, 2.0]]))
     assert not mx.isfinite(best).item()
 

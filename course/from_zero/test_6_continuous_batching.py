@@ -13,7 +13,7 @@ from policies import POLICIES
 
 @pytest.mark.about("next_row")
 def test_next_row():
-    """The newest token goes into the row behind all before it."""
+    """The newest token goes into the row after all before it."""
     request = sched.Request(1, (5, 6, 7), 10, 0.0)
     rows = []
     for request.planned in (1, 2, 9):
@@ -77,7 +77,7 @@ def test_held():
 
 @pytest.mark.about("plan")
 def test_nobody():
-    """Where nobody is, nothing is planned; and no slot is blocked while nobody waits."""
+    """Without requests nothing is planned, and no slot is blocked while none waits."""
     tale = Tale(slots=2, policy="serial")
     assert tale.sched.plan(0.0) is None
     tale.submit(3, 2)
@@ -86,7 +86,7 @@ def test_nobody():
 
 @pytest.mark.about("plan")
 def test_max_tokens():
-    """No token is planned behind the last one, though none has been read."""
+    """No token is planned after the last one, though none has been read."""
     tale = Tale(slots=1)
     request = tale.submit(3, 2)
     plans = [tale.sched.plan(0.0) for _ in range(3)]

@@ -123,7 +123,7 @@ def test_ghosts():
 
 
 def test_a_ghost_of_nan():
-    """A ghost whose numbers are not finite harms nobody."""
+    """A ghost whose numbers are not finite does not reach the others."""
     tale = Tale(slots=1, lag=1)
     tale.fails.add(tale.submit(3, 9).id)
     second = tale.submit(2, 2)
@@ -197,7 +197,7 @@ def test_plan_false():
 
 
 def test_batch_invariance():
-    """In company each answer is the one that it has alone."""
+    """Each answer is the same in a batch as alone."""
     dice = random.Random(SEED or 3)
     asks = []
     for number in range(16):
@@ -215,4 +215,4 @@ def test_batch_invariance():
             run_all(engine)
     assert [handle.tokens for handle in together] == [handle.tokens for handle in alone]
     same = sum(a.logprobs == b.logprobs for a, b in zip(together, alone, strict=True))
-    print(f"{len(asks)} answers in company and alone: the same tokens, {same} with the same bits")
+    print(f"{len(asks)} answers in a batch and alone: the same tokens, {same} with the same bits")

@@ -54,9 +54,9 @@ def launch(prompt: str, size: int = 2) -> list[dict]:
     """Start the ranks, and wait for what they say. If one fails, all end."""
     with ExitStack() as at_last:
         folder = at_last.enter_context(TemporaryDirectory())
-        doors = [at_last.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(size)]
-        hosts = [[f"{LOOPBACK}:{each.getsockname()[1]}"] for each in doors]
-        for each in doors:
+        sockets = [at_last.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(size)]
+        hosts = [[f"{LOOPBACK}:{each.getsockname()[1]}"] for each in sockets]
+        for each in sockets:
             each.close()
         hostfile = Path(folder, "hosts.json")
         hostfile.write_text(json.dumps(hosts))

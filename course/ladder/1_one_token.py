@@ -4,7 +4,7 @@
 
 A language model is a function. Its input is a list of tokens: numbers, each of which stands for a
 few letters. Its output is one score for each token of its vocabulary: how well that token would
-come next. To write an answer we take the token with the best score, put it behind the others, and
+come next. To write an answer we take the token with the best score, append it to the others, and
 call the function again with the longer list. When the best token is the one that means "end", we
 stop.
 
@@ -16,7 +16,7 @@ This is called greedy decoding. Everything that a serving engine does is this lo
 at a time, without doing anything twice.
 
 The function is `forward` in `llama.py`. We use the real one, and read it later. It wants three
-things beside the model:
+things besides the model:
 
 - The tokens' numbers.
 - A place in which the model writes down what it has to remember about each token. That place is a
@@ -51,7 +51,7 @@ MODEL, TEXT = load()
 
 
 def new_slab(length: int) -> Slab:
-    """A place for so many tokens.
+    """Room for this many tokens.
 
     (Rounded up to a multiple of 32, because attention reads 32 rows at a time.)
     """

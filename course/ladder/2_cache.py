@@ -54,7 +54,7 @@ class Answer(NamedTuple):
 
 
 def new_slab(length: int) -> Slab:
-    """A place for so many tokens.
+    """Room for this many tokens.
 
     (Rounded up to a multiple of 32, because attention reads 32 rows at a time.)
     """

@@ -9,8 +9,8 @@ vectors instead of one. So we answer several prompts at a time. That is a batch.
 A batch of what shape? The simplest is a rectangle. Two things do not fit into it:
 
 - The prompts have different lengths. So the short ones are padded with zeros at their right end, up
-  to the longest. The padding's keys land in rows behind the prompt. No token sees a row that stands
-  behind its own, and the answer's tokens write over those rows, one by one.
+  to the longest. The padding's keys land in rows after the prompt. No token sees a row that comes
+  after its own, and the answer's tokens write over those rows, one by one.
 - The answers have different lengths. So an answer that ends early stays in the batch as a *ghost*
   (▚) until the whole batch is done: its last token goes in again and again, and what comes out is
   dropped. Meanwhile requests 5 to 8 wait. (Elsewhere this is padding, too: `generate` of Hugging

@@ -3,7 +3,7 @@
     python course/ladder/4b_chunks.py
 
 On rung 4 a prompt goes in as a whole, in one step. A prompt of 600 tokens makes a step that takes
-as long as forty others, and all who decode beside it wait: no reader gets a token until that step
+as long as forty others, and all who decode next to it wait: no reader gets a token until that step
 is over. The step is long because of one prompt. So we cut the prompt into *chunks*, and let in one
 chunk a step.
 
@@ -22,7 +22,7 @@ tokens:
 Compared with rung 4 a sequence knows how many tokens of its prompt are in the slab (`done`), and
 `chunk_of` cuts the next piece: these are the 15 lines. `plan` and `commit` are as before. A step
 now has an upper end: one chunk, and one token for each neighbour. That is the *budget* of a step,
-of which the next rung's scheduler makes a number that one can turn.
+which the next rung's scheduler turns into a setting.
 
 The program serves three short prompts, and in step 6 a long one comes: first with chunks as long as
 the longest prompt, so that nothing is cut, then with chunks of 64 tokens. Look at the longest step.
@@ -56,7 +56,7 @@ MODEL, TEXT = load()
 class Sequence:
     number: int  # the request's
     prompt: list[int]
-    done: int = 0  # so many tokens of the prompt are in the slab
+    done: int = 0  # tokens of the prompt that are in the slab
     answer: list[int] = field(default_factory=list)  # so far
 
 

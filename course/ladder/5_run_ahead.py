@@ -2,7 +2,7 @@
 
     python course/ladder/5_run_ahead.py
 
-Rung 4 and a half cut each prompt into *chunks*, and the others decode beside them. But it gave
+Rung 4 and a half cut each prompt into *chunks*, and the others decode next to them. But it gave
 every prompt a chunk in each step: ten long prompts would make a long step all the same. So a step
 has a *budget* of tokens, and prompts share it in the order in which they came.
 
@@ -184,7 +184,7 @@ def main() -> None:
     print(f"\nRequest 4, a talk of {length} tokens, came after step 6. Below is its last message.")
     show_answers(TEXT, PROMPTS, [request.answer for request in requests])
     print("""
-Question: the loop is whole: `turn` has a twin, `Engine.step`. What stands around it there, and what
+Question: the loop is whole: `turn` has a twin, `Engine.step`. What is around it there, and what
 may fail here?
 The real code answers: nanobatch.py, Engine.step.
 Next: python course/ladder/6_pages.py""")

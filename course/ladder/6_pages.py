@@ -75,7 +75,7 @@ class PagedWindow:
             self.slab.arrays[layer][self.table[entry], :, place] = new[i]
 
     def read(self, layer: int, group: AttentionGroup) -> list[mx.array]:
-        """The gather: copies of all pages, one behind the other."""
+        """The gather: copies of all pages, one after the other."""
         pages = [self.slab.arrays[layer][page, :, :PAGE] for page in self.table]
         rows = mx.concatenate(pages, axis=1)[None, :, : group.T]  # (1, 2 Hkv, T, Dh)
         return mx.split(rows, 2, axis=1)

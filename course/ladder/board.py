@@ -87,7 +87,7 @@ class Timeline:
         print("        " + "  ".join(legend))
 
     def picture(self, slot: int) -> str:
-        """All steps of a slot. Behind a request's first step stands its number, if it fits."""
+        """All steps of a slot. A request's number follows its first step, if it fits."""
         cells = [column[slot] for column in self.steps]
         owners = [owner for _, owner in cells]
         glyphs = [GLYPH[kind] for kind, _ in cells]

@@ -145,7 +145,7 @@ def in_html(prose: str) -> str:
 
 
 def link(linked: set[str], found: re.Match) -> str:
-    """What stands for a mark. The first word for each moment is a link; `linked` has these."""
+    """The HTML of a mark. The first word for each moment is a link; `linked` has these."""
     kind = found.lastgroup
     words = found[kind]
     if kind == "em":

@@ -66,8 +66,8 @@ CARD = """<meta property="og:image" content="{address}card.png">
 <meta name="twitter:card" content="summary_large_image">"""
 LONGER = """The first requests may take longer under continuous batching, because more of them share a step. All
 who come later gain."""
-DRAFTS = """Draft tokens are tried again where they were tried, and as many of them are accepted: nobody knows
-what other steps would have tried."""
+DRAFTS = """Draft tokens are tried again where they were tried, and as many of them are accepted, because what
+other steps would have tried is unknown."""
 ASKS = "Why can one machine answer many people at once?"
 LEAD = """A language model writes in steps. Each step makes one more <i>token</i>, a word or a part of one, for
 every request in a slot, and it reads the whole model once. {bargain}So no slot should be empty while requests wait.

@@ -47,6 +47,7 @@ from rich.segment import Segment, Segments  # noqa: E402
 from rich.text import Text  # noqa: E402
 
 import tui  # noqa: E402
+from course.from_zero.start import filled  # noqa: E402
 from course.overlay import functions  # noqa: E402
 from screen.app import Screen  # noqa: E402
 from screen.commands import Session  # noqa: E402
@@ -176,9 +177,9 @@ def run_screen(
 ) -> None:
     """Run the screen without a terminal until `act` has ended."""
     args = tui.parse_arguments(["--model", "demo", *options])
-    room = tui.open_room(args)
-    room.start()
-    screen = Screen(Session(room, State("demo")))
+    client = tui.open_client(args)
+    client.start()
+    screen = Screen(Session(client, State("demo")))
 
     async def play(_) -> None:
         try:
@@ -190,9 +191,7 @@ def run_screen(
     try:
         screen.run(headless=True, size=size, auto_pilot=play)
     finally:
-        if room.door:
-            room.door.close()
-        room.stop(10)
+        client.stop(10)
 
 
 def screen() -> dict[str, str]:
@@ -378,15 +377,11 @@ def output_of(folder: Path, command: str) -> list[str]:
 def fill_in(folder: Path, name: str, forget: str = "") -> list[str]:
     """Give a blank function its body. Return the function as it is then."""
     file = folder / "mine" / "llama.py"
-    solution = SOLUTION.read_text()
+    solution = SOLUTION.read_text().replace(forget, "") if forget else SOLUTION.read_text()
+    blank = functions(file.read_text())[name]
+    file.write_text(filled(file.read_text(), name, solution))
     solved = functions(solution)[name]
     body = solution.splitlines()[solved.body[0].lineno - 1 : solved.end_lineno]
-    if forget:
-        body = [line.replace(forget, "") for line in body]
-    lines = file.read_text().splitlines()
-    blank = functions(file.read_text())[name]
-    lines[blank.body[1].lineno - 1 : blank.end_lineno] = body
-    file.write_text("\n".join(lines) + "\n")
     arguments = ", ".join(arg.arg for arg in blank.args.args)
     return ["# mine/llama.py", "", f"def {name}({arguments}):", *body]
 

@@ -109,7 +109,7 @@ class Published(NamedTuple):
     taken: int = 1
 
     def weights(self, experts: int) -> int:
-        """Of the layers and the head, with so many experts in each layer."""
+        """Of the layers and the head, with this many experts in each layer."""
         H, Hkv, Dh = self.heads
         attention = self.D * Dh * (2 * H + 2 * Hkv)
         layer = attention + 3 * self.D * self.hidden * experts

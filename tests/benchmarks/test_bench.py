@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from xml.etree import ElementTree
@@ -62,12 +63,6 @@ def spec(tmp_path_factory) -> Spec:
     return Spec("", "nanobatch continuous", str(folder), 272, rows=2, prompt=8, output=4)
 
 
-def decode(spec: Spec, rows: str, *more: str) -> subprocess.CompletedProcess:
-    """The part `decode`, tiny."""
-    small = "--parts decode --prompt 8 --output 4 --samples 1 --rows"
-    return run("bench.py", "--model", spec.folder, *small.split(), rows, *more)
-
-
 # --- figures ------------------------------------------------------------------------------------
 
 
@@ -109,23 +104,9 @@ def test_gaps_before_and_after_a_long_prompt():
 def test_step_time_is_its_period():
     def step(number: int) -> StepView:
         stages = {"plan_s": 0.1, "build_s": 0.4, "device_s": 0.6, "wait_s": 0.8, "commit_s": 0.2}
-        return StepView(
-            number,
-            (),
-            (),
-            (),
-            (),
-            (),
-            (),
-            (),
-            0,
-            "",
-            0,
-            0,
-            began=number - 0.5,
-            ended=number,
-            **stages,
-        )
+        empty = [()] * 7
+        span = {"began": number - 0.5, "ended": number}
+        return StepView(number, *empty, 0, "", 0, 0, **span, **stages)
 
     figures = step_figures([step(1), step(2), step(3)])
     assert figures["step ms"] == 1000 and figures["wait ms"] == 800 and figures["device ms"] == 600
@@ -165,7 +146,7 @@ def test_processor_clock(spec):
     """A busy machine makes each second longer. Here the engine sleeps, and only the wall sees it."""
     rates = {}
     for clock in ("wall", "processor"):
-        sample = Sample(spec._replace(part="decode", rows=1, output=16, clock=clock))
+        sample = Sample(spec._replace(part="decode", rows=1, clock=clock))
         step = sample.contestant.engine.step
         sample.contestant.engine.step = lambda step=step: (time.sleep(0.1), step())
         rates[clock] = sample.decode()["decode tokens/s"]
@@ -192,27 +173,15 @@ def test_open_loop_waits_from_the_due_time():
 # --- what is shown ------------------------------------------------------------------------------
 
 
-def records(part: str, x: str, **rates: float) -> list[dict]:
-    return [
-        {
-            "part": part,
-            "x": x,
-            "contestant": who.replace("_", " "),
-            "sample": 0,
-            "figures": {"decode tokens/s": rate},
-        }
-        for who, rate in rates.items()
-    ]
-
-
 def test_table_cell():
-    samples = [
-        r for rate in (90, 150, 110) for r in records("decode", "rows 8", nanobatch_continuous=rate)
-    ]
-    peers = records("decode", "rows 8", **{"mlx-lm": 100, "llama.cpp": 220})
-    table = summarise([*samples, *peers])
+    ours = "nanobatch continuous"
+    rates = [(ours, 90), (ours, 150), (ours, 110), ("mlx-lm", 100), ("llama.cpp", 220)]
+    row = {"part": "decode", "x": "rows 8"}
+    table = summarise(
+        row | {"contestant": who, "figures": {"decode tokens/s": rate}} for who, rate in rates
+    )
     key = "decode", "rows 8", "decode tokens/s"
-    assert cell_text((*key, "nanobatch continuous"), table) == "110 (90.0–150)"
+    assert cell_text((*key, ours), table) == "110 (90.0–150)"
     assert cell_text((*key, "mlx-lm"), table) == "100 ×0.91"
     assert cell_text((*key, "llama.cpp"), table) == "220 ×2.00"
     assert cell_text((*key, "nobody"), table) == ""
@@ -380,75 +349,64 @@ def test_chat_compares_equal_numbers_of_tokens(spec):
     assert (chunk.prompt_tokens, chunk.cached_tokens) == (128 + 41, 128)
 
 
-def test_run_is_shown_and_plotted_again(spec, tmp_path):
+def test_run_is_shown_and_plotted_again(spec, tmp_path, capsys):
+    """A benchmark of minutes printed nothing if its standard error was no terminal, and looked as
+    if it hung."""
     data = tmp_path / "run.json"
     picture = tmp_path / "run.svg"
-    measured = decode(spec, "2", "--vs", "mlx-lm,mlx-lm@off", "--json", str(data))
+    words = f"--parts decode --prompt 8 --output 4 --samples 1 --rows 2 --vs mlx-lm --json {data}"
+    measured = run("bench.py", "--model", spec.folder, *words.split())
     assert measured.returncode == 0, measured.stderr
-    shown = run("bench.py", "--from", data)
-    assert (shown.returncode, shown.stdout) == (0, measured.stdout)
+    progress = r"nanobatch: {} of 2 after \d+ s: decode, rows 2, {}"
+    first, second = measured.stderr.splitlines()
+    assert re.fullmatch(progress.format(1, "nanobatch continuous"), first)
+    assert re.fullmatch(progress.format(2, "mlx-lm"), second)
+    assert bench.main(["--from", str(data)]) == 0 and capsys.readouterr().out == measured.stdout
     written = json.loads(data.read_text())
     assert {"processor", "version", "mlx-lm", "device", "commit"} <= written["machine"].keys()
-    assert {r["contestant"] for r in written["records"]} == {
-        "nanobatch continuous",
-        "mlx-lm",
-        "mlx-lm@off",
-    }
+    assert [r["contestant"] for r in written["records"]] == ["nanobatch continuous", "mlx-lm"]
     if sys.platform == "linux":  # elsewhere MLX has a fast BLAS of its own
-        assert re.search(r"BLAS openblas( \(\w+\))? +┃ BLAS mlx +┃", shown.stdout), shown.stdout
+        assert re.search(r"BLAS openblas( \(\w+\))? +┃", measured.stdout), measured.stdout
     assert plot.main([str(data), str(picture)]) == 0
     texts = [element.text for element in ElementTree.parse(picture).findall(".//{*}text")]
     assert {"decode tokens/s, by rows", "nanobatch continuous", "mlx-lm"} <= set(texts)
 
 
-def test_progress_in_a_pipe(spec):
-    """A benchmark of minutes printed nothing if its standard error was no terminal, and looked as
-    if it hung."""
-    done = decode(spec, "1,2")
-    assert done.returncode == 0
-    first, second = done.stderr.splitlines()
-    assert re.fullmatch(
-        r"nanobatch: 1 of 2 after \d+ s: decode, rows 1, nanobatch continuous", first
-    )
-    assert re.fullmatch(
-        r"nanobatch: 2 of 2 after \d+ s: decode, rows 2, nanobatch continuous", second
-    )
+@pytest.fixture
+def tiny(tmp_path, monkeypatch) -> Callable[[int], Spec]:
+    """`--shape tiny --bits ...`"""
+    monkeypatch.setitem(SHAPES, "tiny", (64, 1, 2, 1, 128, 300))
+
+    def of_bits(bits: int) -> Spec:
+        folder = str(make_model(tmp_path, "tiny", bits))
+        return Spec("decode", "nanobatch continuous", folder, 300, rows=2, prompt=4, output=3)
+
+    return of_bits
 
 
-def test_a_shape_makes_a_model_that_both_can_read(tmp_path, monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", (32, 1, 2, 1, 48, 300))
-    folder = str(make_model(tmp_path, "tiny"))
-    for who in ("nanobatch serial", "mlx-lm"):
-        sample = Sample(Spec("decode", who, folder, 300, rows=1, prompt=4, output=2))
-        assert sample.decode()["decode tokens/s"] > 0
-        sample.contestant.close()
+@pytest.mark.parametrize("who", ["nanobatch serial", "mlx-lm"])
+def test_a_shape_makes_a_model_that_both_can_read(tiny, who):
+    with closing(Sample(tiny(32)._replace(contestant=who)).contestant) as contestant:
+        assert driver.drive(contestant, [TimedRequest([1], 2)])[0].tokens
 
 
 @pytest.mark.parametrize("bits", [4, 16])
-def test_packed_shape_against_widened(tmp_path, monkeypatch, bits):
+def test_packed_shape_against_widened(tiny, bits):
     """`--bits 4 --vs widened`."""
-    monkeypatch.setitem(SHAPES, "tiny", (64, 1, 2, 1, 128, 300))
-    folder = make_model(tmp_path, "tiny", bits)
-    spec = Spec("decode", "", str(folder), 300, rows=2, prompt=4, output=3)
-    dtypes = []
+    forms = []
     for column in (our_column("continuous"), read_rival("widened", "continuous")):
-        sample = Sample(spec._replace(contestant=column.engine, dtype=column.dtype))
+        sample = Sample(tiny(bits)._replace(dtype=column.dtype))
         assert sample.decode()["decode tokens/s"] > 0
-        dtypes.append(sample.contestant.engine.model.cost.form)
+        forms.append(sample.contestant.engine.model.cost.form)
         sample.contestant.close()
     narrow = "bfloat16" if bits == 16 else f"{bits} bits in groups of 64"
-    assert dtypes == [
-        narrow if device.is_batch_invariant() else "float32, widened",
-        "float32, widened",
-    ]
+    wide = "float32, widened"
+    assert forms == [narrow if device.is_batch_invariant() else wide, wide]
 
 
-def test_kv_and_attention_reach_the_engine(tmp_path, monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", (64, 1, 2, 1, 128, 300))
-    folder = make_model(tmp_path, "tiny", 4)
-    spec = Spec("decode", "nanobatch continuous", str(folder), 300, rows=1, prompt=4, output=3)
+def test_kv_and_attention_reach_the_engine(tiny):
     for kv, attention in (("auto", "auto"), ("float32", "plain")):
-        sample = Sample(spec._replace(kv=kv, attention=attention))
+        sample = Sample(tiny(4)._replace(kv=kv, attention=attention))
         slab = sample.contestant.engine.runner.slab
         assert slab.dtype == (mx.float16 if kv == "auto" else mx.float32)
         assert slab.is_fused == (attention == "auto" and device.is_batch_invariant())
@@ -571,12 +529,12 @@ def test_steps_on_a_gpu_are_timed_with_the_wait_and_without(spec, monkeypatch):
 def test_quality_does_not_depend_on_the_chunks(monkeypatch, capsys):
     """A chunk that begins in the wrong row, or sees another span's rows, has another perplexity."""
     folder = find("demo").absolute()
-    monkeypatch.setattr(quality, "SPAN", 200)
+    monkeypatch.setattr(quality, "SPAN", 100)
     tables = []
-    for chunk in (100, 50):
+    for chunk in (50, 25):
         monkeypatch.setattr(quality, "CHUNK", chunk)
         monkeypatch.setattr(quality, "obstacle", lambda peer: "not in this test")
-        quality.show(folder, tokens=400)
+        quality.show(folder, tokens=200)
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1] and tables[0].count("|\n") == 4
     assert "| float | " in tables[0] and "100.0% |" in tables[0]

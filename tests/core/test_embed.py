@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
-from harness import check
+from harness import check, exactly
 from parity import CONFIGS
 from planted_bugs import poisoned
 
@@ -18,15 +18,7 @@ from runtime.unit_vector import unit
 EMBED = SamplingParams(embeds=True)
 QWEN = {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
 # Of different families, whole and packed. The last norm of tied Gemma and Granite is divided
-SHAPES = (
-    "qwen3",
-    "qwen2, tied",
-    "gemma3_text",
-    "granite, tied",
-    "qwen3_moe, 4 bits",
-    "bfloat16 in three shards",
-    "some layers quantized, each in its way",
-)
+SHAPES = ("qwen3", "gemma3_text", "granite, tied", "qwen3_moe, 4 bits")
 
 
 def make_embedder(folder: Path, mode: str = "lasttoken", **changes) -> Path:
@@ -88,8 +80,10 @@ def test_embedding_is_batch_invariant(folder):
     any chunks, and under all that a step in flight does."""
     rng = np.random.default_rng(11)
     asked = texts(rng, 9)
+    wish = SamplingParams(max_tokens=20, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
     with Engine.load(folder, slots=1, max_len=192, chunk=128, prefix_cache=False) as engine:
         alone = [engine.embed([ids])[0].tobytes() for ids in asked]
+        answer = engine.submit(asked[0], wish).result()
     reused = 0
     for run_ahead, speculate in ((True, 0), (False, 3)):
         with Engine.load(
@@ -101,32 +95,17 @@ def test_embedding_is_batch_invariant(folder):
             for ids in (*asked, *asked[::-1]):  # each twice: some slot may hold all of it
                 handles.append(engine.submit(ids, EMBED))
                 if rng.random() < 0.5:
-                    wish = SamplingParams(max_tokens=int(rng.integers(1, 30)), ignore_eos=True)
-                    others.append(engine.submit(ids[: len(ids) // 2] or ids, wish))
+                    others.append(engine.submit(asked[0], wish))
                 for _ in range(int(rng.integers(0, 4))):
                     engine.step()
                     check(engine)
             results = [handle.result() for handle in handles]
-            assert len(others) > 4 and all(other.result().tokens for other in others)
+            found = [(other.result().tokens, other.logprobs) for other in others]
+            assert found == [(answer.tokens, answer.logprobs)] * len(others) and len(others) > 4
         reused += sum(result.metrics.cached_tokens for result in results)
         got = [unit(result.vector).tobytes() for result in results]
         assert got == [*alone, *alone[::-1]]
     assert reused > 300
-
-
-def test_neighbours_of_vectors_answer_as_alone(folder):
-    prompt = list(range(40, 70))
-    wish = SamplingParams(max_tokens=20, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
-    with Engine.load(folder, slots=3, max_len=128) as engine:
-        alone = engine.generate([prompt], wish)[0]
-    with Engine.load(folder, slots=3, max_len=128, prefix_cache=False) as engine:
-        handle = engine.submit(prompt, wish)
-        while not handle.finish_reason:
-            engine.submit(prompt[: 5 + engine.steps % 20], EMBED)
-            engine.step()
-        assert engine.sched.submitted > 15
-        result = handle.result()
-        assert (result.tokens, result.logprobs) == (alone.tokens, alone.logprobs)
 
 
 def test_the_row_of_a_vector_ends_with_its_prompt(folder):
@@ -149,7 +128,7 @@ def test_the_slab_is_not_copied_for_vectors(folder, monkeypatch):
     """What refers to a state may refer to the slab, and the next write would copy it."""
     with Engine.load(folder, slots=4, max_len=1024, chunk=32) as engine:
         size = engine.runner.slab.arrays[0].nbytes
-        engine.submit(list(range(40)), SamplingParams(max_tokens=60, ignore_eos=True))
+        engine.submit(list(range(40)), exactly(60))
         rng = np.random.default_rng(1)
         engine.step()
         before = mx.get_active_memory()
@@ -204,7 +183,6 @@ def test_chat_model_warns_about_embeddings(tmp_path):
     [
         ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, True),
         ({"pooling_mode": "lasttoken", "include_prompt": True}, True),
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}, False),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, False),
         ({}, False),
     ],

@@ -7,21 +7,20 @@ import weakref
 
 import pytest
 from checkpoints import make_checkpoint
-from harness import check
+from harness import check, exactly
 from processes import python
 
 import runner
 from kernels.mlx import mx
-from nanobatch import Engine, QueueFull, SamplingParams
-from policies import POLICIES
+from nanobatch import Engine, QueueFull
 from runner import ForwardBatch, Runner
 from runtime.error_reports import describe, show_fault
 from runtime.handle import Handle
 from runtime.snapshot import StepView
 from sched import Scheduler
 
-LONG = SamplingParams(max_tokens=30, ignore_eos=True)
-FEW = SamplingParams(max_tokens=6, ignore_eos=True)
+LONG = exactly(30)
+FEW = exactly(6)
 # Each part of a step: the function that raises.
 PARTS = {
     "plan": (Scheduler, "plan"),
@@ -84,30 +83,16 @@ def test_exception_in_any_part_of_a_step(parts, monkeypatch, caplog, part, run_a
         assert engine.submit([4, 5], FEW).result().tokens == expected
 
 
-def test_policy_that_raises_at_submit(parts, monkeypatch, caplog):
+def test_policy_that_raises_at_submit(engine, monkeypatch, caplog):
     """Only the caller of submit gets the error."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        running = engine.submit([1], LONG)
-        engine.step()
-        with monkeypatch.context() as broken:
-            broken.setattr(engine.sched, "policy", engine.sched.policy._replace(room=bug))
-            with pytest.raises(Bug):
-                engine.submit([2], LONG)
-        check(engine)
-        assert running.result().finish_reason == "length" and not blocks(caplog.text)
-
-
-def test_policy_error_shows_its_line(parts, monkeypatch, caplog):
-    """Somebody has written a policy into the table, and its rule does not work."""
-    shortest = POLICIES["short"]._replace(name="shortest", next=bug)
-    monkeypatch.setitem(POLICIES, "shortest", shortest)
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        handle = engine.submit([1], LONG)
-        engine.drain("shortest")
-        assert handle.result().error.startswith("Bug")
-        assert f'File "{__file__}", line' in caplog.text and "in bug" in caplog.text
-        engine.drain("continuous")
-        assert engine.submit([1], FEW).result().finish_reason == "length"
+    running = engine.submit([1], LONG)
+    engine.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.sched, "policy", engine.sched.policy._replace(room=bug))
+        with pytest.raises(Bug):
+            engine.submit([2], LONG)
+    check(engine)
+    assert running.result().finish_reason == "length" and not blocks(caplog.text)
 
 
 class Panic(BaseException):
@@ -144,18 +129,15 @@ def test_detokenizer_that_raises_at_the_end(engine, caplog, act):
     assert handle.finish_reason == "cancelled" and len(blocks(caplog.text)) == 1
 
 
-def test_two_failing_steps_are_both_shown(parts, monkeypatch, caplog):
+def test_two_failing_steps_are_both_shown(engine, monkeypatch, caplog):
     """A step fails while the one before cannot be read."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        handle = engine.submit([1], LONG)
-        engine.step(), engine.step()
-        monkeypatch.setattr(runner, "forward", bug)
-        monkeypatch.setattr(runner.InFlightStep, "read", lambda self: 1 / 0)
-        engine.step()
-        assert handle.error == "Bug: the device is on fire"
-        assert (
-            len(caplog.messages) == 2 and blocks(caplog.text) and "ZeroDivisionError" in caplog.text
-        )
+    handle = engine.submit([1], LONG)
+    engine.step(), engine.step()
+    monkeypatch.setattr(runner, "forward", bug)
+    monkeypatch.setattr(runner.InFlightStep, "read", lambda self: 1 / 0)
+    engine.step()
+    assert handle.error == "Bug: the device is on fire"
+    assert len(caplog.messages) == 2 and blocks(caplog.text) and "ZeroDivisionError" in caplog.text
 
 
 def test_mistakes_of_users_have_no_traceback(engine, caplog):
@@ -230,13 +212,12 @@ with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
     assert f'  File "{tmp_path}/hacked.py", line 2, in forward' in block and block[-1] == error
 
 
-@pytest.mark.parametrize("error", ["ValueError", "TypeError"])
-def test_bug_in_forward_is_no_usage_error(tmp_path, error):
+def test_bug_in_forward_is_no_usage_error(tmp_path):
     """The first step is run while the model is loaded, and what goes wrong there was told in one
     line."""
     folder = make_checkpoint(tmp_path, seed=1)
     (tmp_path / "hacked.py").write_text(
-        f"def forward(model, ids, windows, asked):\n    raise {error}('shapes')\n"
+        "def forward(model, ids, windows, asked):\n    raise ValueError('shapes')\n"
     )
     code = f"""
 import sys, hacked, runner, serve
@@ -244,15 +225,12 @@ runner.forward = hacked.forward
 sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
 """
     done = python(code, PYTHONPATH=str(tmp_path))
-    assert done.returncode == (2 if error == "ValueError" else 1)
-    assert (
-        f'File "{tmp_path}/hacked.py", line 2, in forward' in done.stderr
-        and f"{error}: shapes" in done.stderr
-    )
+    assert done.returncode == 2 and "ValueError: shapes" in done.stderr
+    assert f'File "{tmp_path}/hacked.py", line 2, in forward' in done.stderr
 
 
 @pytest.mark.parametrize("part", ["k_proj", "v_proj"])
-def test_a_key_beyond_float16_ends_its_request_and_names_the_remedy(tmp_path, part):
+def test_key_beyond_float16_is_an_error(tmp_path, part):
     """An infinite key may get the weight 0: then the answer is wrong, and nobody notices."""
     folder = make_checkpoint(tmp_path, seed=3, dtype=mx.bfloat16, attention_bias=True)
     file = folder / "model.safetensors"
@@ -260,7 +238,7 @@ def test_a_key_beyond_float16_ends_its_request_and_names_the_remedy(tmp_path, pa
     name = f"model.layers.0.self_attn.{part}.bias"
     weights[name] = mx.full(weights[name].shape, -1e5, mx.bfloat16)
     mx.save_safetensors(str(file), weights, {"format": "pt"})
-    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    sampling = exactly(4)
     with Engine.load(folder, slots=2, max_len=128, chunk=32) as engine:
         for prompt in (list(range(9)), list(range(70))):  # one chunk, and three
             handle = engine.submit(prompt, sampling)

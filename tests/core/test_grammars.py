@@ -7,7 +7,8 @@ import threading
 
 import numpy as np
 import pytest
-from harness import Tap, check
+from harness import Tap, check, exactly
+from kinds import KINDS
 from planted_bugs import poisoned
 
 import runner
@@ -17,20 +18,7 @@ from text.grammar import Grammar
 
 DIGITS = {"regex": "[0-9]{8}"}
 LIST = {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}}
-PLAIN = SamplingParams(max_tokens=20, ignore_eos=True)
-SETTINGS = [
-    {},
-    {"temperature": 1.0},
-    {"temperature": 1.0, "top_k": 5},
-    {"temperature": 1.0, "top_k": 100},
-    {"temperature": 1.0, "top_p": 0.8},
-    {"temperature": 1.3, "min_p": 0.1},
-    {"repetition_penalty": 1.5},
-    {"temperature": 1.0, "logit_bias": {48: 5.0, 97: 100.0}},
-    {"temperature": 1.0, "logprobs": 5},
-    {"temperature": 0.7, "top_p": 0.9, "logprobs": 0, "repetition_penalty": 0.8},
-    {"logprobs": 3, "logit_bias": {50: -1e9}},
-]
+PLAIN = exactly(20)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -45,7 +33,7 @@ def prompts(count: int) -> list[list[int]]:
 def test_grammar_holds_with_every_setting(parts, run_ahead):
     """In company every setting runs beside itself without a grammar."""
     wishes = []
-    for n, settings in enumerate(SETTINGS):
+    for n, settings in enumerate(KINDS.values()):
         wishes.append(SamplingParams(max_tokens=30, seed=n, grammar=DIGITS, **settings))
         wishes.append(SamplingParams(max_tokens=12, seed=n, ignore_eos=True, **settings))
     asks = list(zip(prompts(len(wishes)), wishes, strict=True))
@@ -62,7 +50,7 @@ def test_grammar_holds_with_every_setting(parts, run_ahead):
             assert alone.logprobs == handle.logprobs
     for handle in handles[::2]:
         assert handle.finish_reason == "stop" and re.fullmatch("[0-9]{8}", handle.text)
-    assert len({handle.text for handle in handles[::2]}) > len(SETTINGS) / 2
+    assert len({handle.text for handle in handles[::2]}) > len(KINDS) / 2
 
 
 def test_logprobs_under_a_grammar(engine):
@@ -222,63 +210,33 @@ class PanicException(BaseException):
     """As a panic in Rust comes to Python: no Exception."""
 
 
-@pytest.mark.parametrize("error", [RuntimeError, PanicException])
-@pytest.mark.parametrize("method", ["mask", "accept"])
-@pytest.mark.parametrize("run_ahead", [True, False])
+@pytest.mark.parametrize(
+    ("method", "error", "run_ahead"),
+    [
+        ("mask", RuntimeError, True),
+        ("mask", PanicException, False),
+        ("accept", PanicException, True),
+        ("accept", RuntimeError, False),
+    ],
+)
 def test_failing_grammar_ends_its_request_alone(
-    parts, monkeypatch, caplog, method, error, run_ahead
+    make_engine, monkeypatch, caplog, method, error, run_ahead
 ):
     """The neighbours' tokens stay the same."""
-    with Engine(*parts, slots=3, max_len=64, chunk=32, run_ahead=run_ahead) as engine:
-        good = [SamplingParams(max_tokens=30, grammar=DIGITS), PLAIN]
-        expected = [engine.submit([n], wish).result().tokens for n, wish in enumerate(good)]
-        handles = [engine.submit([n], wish) for n, wish in enumerate(good)]
-        bad = engine.submit([9], SamplingParams(max_tokens=30, grammar=DIGITS))
-        usual = getattr(Grammar, method)
+    engine = make_engine(slots=3, max_len=64, run_ahead=run_ahead)
+    good = [SamplingParams(max_tokens=30, grammar=DIGITS), PLAIN]
+    expected = [engine.submit([n], wish).result().tokens for n, wish in enumerate(good)]
+    handles = [engine.submit([n], wish) for n, wish in enumerate(good)]
+    bad = engine.submit([9], SamplingParams(max_tokens=30, grammar=DIGITS))
+    usual = getattr(Grammar, method)
 
-        def fail(self, *arguments):
-            if self is bad.grammar and len(bad.tokens) == 4:
-                raise error("out of fuel")
-            return usual(self, *arguments)
+    def fail(self, *arguments):
+        if self is bad.grammar and len(bad.tokens) == 4:
+            raise error("out of fuel")
+        return usual(self, *arguments)
 
-        monkeypatch.setattr(Grammar, method, fail)
-        engine.wait(lambda: all(handle.finish_reason for handle in (*handles, bad)))
-        check(engine)
-        assert bad.finish_reason == "error" and "out of fuel" in bad.error
-        assert [handle.tokens for handle in handles] == expected
-        assert (
-            engine.submit([9], SamplingParams(max_tokens=30, grammar=DIGITS)).result().finish_reason
-            == "stop"
-        )
-
-
-def test_failure_between_forward_and_sampling(parts, monkeypatch, caplog):
-    """What was in the step ends, and the engine goes on."""
-    with Engine(*parts, slots=2, max_len=64, chunk=32) as engine:
-        expected = engine.submit([1], SamplingParams(max_tokens=30, grammar=DIGITS)).result().tokens
-        handle = engine.submit([1], SamplingParams(max_tokens=30, grammar=DIGITS))
-        while len(handle.tokens) < 3:
-            engine.step()
-        monkeypatch.setattr(Runner, "finish", lambda *rest: 1 / 0)
-        engine.step()
-        monkeypatch.undo()
-        assert handle.finish_reason == "error" and "ZeroDivisionError" in handle.error
-        assert (
-            engine.submit([1], SamplingParams(max_tokens=30, grammar=DIGITS)).result().tokens
-            == expected
-        )
-
-
-def test_a_tap_records_no_ghost(parts):
-    """A ghost's pick has index 0. Its row took the place of the logits of the request's first token."""
-    sampling = SamplingParams(max_tokens=20, grammar={"choice": ["yes", "no", "perhaps"]})
-    with Engine(*parts, slots=1, max_len=128, speculate=0) as engine:
-        tap = Tap(engine)
-        handle = engine.submit([5, 6, 7], sampling)
-        handle.result()
-        engine.wait(lambda: not engine.has_work)
-        ghosts = sum(len(step.ghosts) for step in engine.snapshot().steps)
-        first = engine.submit([5, 6, 7], SamplingParams(max_tokens=1))
-        first.result()
-    assert ghosts == 1 and len(handle.tokens) > 1
-    assert np.array_equal(tap.of(handle)[0], tap.of(first)[0])
+    monkeypatch.setattr(Grammar, method, fail)
+    engine.wait(lambda: all(handle.finish_reason for handle in (*handles, bad)))
+    check(engine)
+    assert bad.finish_reason == "error" and "out of fuel" in bad.error
+    assert [handle.tokens for handle in handles] == expected

@@ -107,9 +107,7 @@ def test_half_precision_is_close_to_mlx_lm(dtype, tmp_path):
     assert error.mean() < (0.05 if dtype == mx.bfloat16 else 0.01)
 
 
-def test_dynamic_rope_has_one_theta_per_engine(
-    tmp_path,
-):
+def test_dynamic_rope_has_one_theta_per_engine(tmp_path):
     """It is chosen by the length of a slot. mlx-lm is told that theta by hand, and no rule."""
     scaling = {"type": "dynamic", "factor": 2.0}
     folder = make_checkpoint(tmp_path, seed=7, rope_scaling=scaling, max_position_embeddings=40)
@@ -133,7 +131,7 @@ def test_long_positions_stay_close_too(tmp_path):
     prompt = np.random.default_rng(8).integers(0, 256, 1900).tolist()
     with Engine.load(folder, slots=2, max_len=2048, chunk=128) as engine:
         tap = Tap(engine)
-        handle = engine.submit(prompt, nanobatch.SamplingParams(max_tokens=16, ignore_eos=True))
+        handle = engine.submit(prompt, nanobatch.exactly(16))
         handle.result()
         expected = Reference(folder).logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]
         assert np.abs(tap.of(handle) - expected).max() < CLOSE

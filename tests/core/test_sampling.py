@@ -7,6 +7,8 @@ import mlx_lm.sample_utils as peer
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
+from harness import exactly
+from kinds import KINDS
 
 import sampling
 from kernels.mlx import mx
@@ -66,19 +68,8 @@ def expected_distribution(logits: np.ndarray, options: dict) -> np.ndarray:
     return np.array(mx.softmax(x / options["temperature"], axis=-1)[0], dtype=np.float64)
 
 
-@pytest.mark.parametrize(
-    "name, how",
-    [
-        *[(name, "sorted") for name in OPTIONS],
-        *[
-            (name, "bisected")
-            for name, options in OPTIONS.items()
-            if SamplingParams(**options).group == "long list"
-        ],
-    ],
-    indirect=["how"],
-)
-def test_frequencies_of_20000_draws(name, how):
+@pytest.mark.parametrize("name", OPTIONS)
+def test_frequencies_of_20000_draws(name):
     """Each token's count lies within five standard deviations, and no token comes that mlx-lm would
     filter."""
     options = OPTIONS[name]
@@ -104,31 +95,6 @@ def test_frequencies_of_20000_draws(name, how):
         assert chi2 < common.sum() + 5 * math.sqrt(2 * common.sum())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 0.7},
-        {"repetition_penalty": 3.0, "logit_bias": {9: 2.5}},
-    ],
-)
-@pytest.mark.parametrize("length", [1, 40])
-def test_penalty_and_bias_equal_mlx_lm(folder, parts, options, length):
-    """mlx-lm's own processors, step by step, on the last 20 tokens of prompt and answer."""
-    prompt = np.random.default_rng(length).integers(0, 250, length).tolist()
-    reference, tokens = Reference(folder), []
-    processors = peer.make_logits_processors(**options)
-    for _ in range(30):
-        x = mx.array(reference.logits(prompt + tokens)[-1:])
-        for process in processors:
-            x = process(mx.array(prompt + tokens), x)
-        tokens.append(int(mx.argmax(x[0]).item()))
-    with Engine(*parts, slots=3, max_len=128, chunk=32) as engine:
-        neighbour = engine.submit([1, 2], SamplingParams(max_tokens=25, repetition_penalty=1.2))
-        handle = engine.submit(prompt, SamplingParams(max_tokens=30, ignore_eos=True, **options))
-        assert handle.result().tokens == tokens
-        neighbour.result()
-
-
 def test_penalties_count_the_answer_alone():
     """A short answer is filled up with its first token, which must not count again."""
     asked = SamplingParams(presence_penalty=1.0, frequency_penalty=0.5)
@@ -149,75 +115,38 @@ def test_penalties_count_the_answer_alone():
         {"frequency_penalty": 0.3, "repetition_penalty": 1.3, "logit_bias": {5: 2.0}},
     ],
 )
-def test_presence_and_frequency_penalty(folder, parts, options):
-    """As OpenAI writes it: of a token that the answer has so often, `frequency_penalty` as often,
-    and `presence_penalty` once. The prompt does not count."""
+def test_penalties_and_bias(folder, make_engine, options):
+    """As OpenAI defines it: `frequency_penalty` for each occurrence in the answer, and
+    `presence_penalty` once. The prompt does not count. The repetition penalty is mlx-lm's."""
     prompt = [7, 7, 9]
-    reference = Reference(folder)
-    tokens = []
+    asked = exactly(90, **options)  # more than a block of 64
+    answers = []
+    for run_ahead in (True, False):
+        engine = make_engine(slots=3, run_ahead=run_ahead)
+        for tokens in (5, 70):
+            engine.submit([1, 2], SamplingParams(max_tokens=tokens, frequency_penalty=1))
+        # Of two, one is in a slot that another answer had
+        answers += [engine.submit(prompt, asked) for _ in range(2)]
+        assert engine.submit(prompt, exactly(90)).result().tokens != answers[0].result().tokens
+    tokens = answers[0].tokens
+    assert [handle.result().tokens for handle in answers] == [tokens] * 4
     (process,) = peer.make_logits_processors(
         repetition_penalty=options.get("repetition_penalty", 1.0001)
     )
-    for _ in range(90):  # more than a block of 64
-        x = reference.logits(prompt + tokens)[-1].copy()
-        for token, bias in options.get("logit_bias", {}).items():
-            x[token] += bias
+    logits = Reference(folder).logits(prompt + tokens)[len(prompt) - 1 : -1]
+    for n, (x, token) in enumerate(zip(logits, tokens, strict=True)):
+        x = x.copy()
+        for biased, bias in options.get("logit_bias", {}).items():
+            x[biased] += bias
         if "repetition_penalty" in options:
-            x = np.array(process(mx.array(prompt + tokens), mx.array(x)[None])[0])
-        counts = np.bincount(tokens, minlength=len(x)) if tokens else np.zeros(len(x))
+            x = np.array(process(mx.array(prompt + tokens[:n]), mx.array(x)[None])[0])
+        counts = np.bincount(np.array(tokens[:n], int), minlength=len(x))
         x -= options.get("presence_penalty", 0) * (counts > 0)
         x -= options.get("frequency_penalty", 0) * counts
-        tokens.append(int(x.argmax()))
-    plain = SamplingParams(max_tokens=90, ignore_eos=True)
-    asked = SamplingParams(max_tokens=90, ignore_eos=True, **options)
-    for run_ahead in (True, False):
-        with Engine(*parts, slots=3, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
-            neighbours = [
-                engine.submit([1, 2], SamplingParams(max_tokens=n, frequency_penalty=1))
-                for n in (5, 70)
-            ]
-            handle = engine.submit(prompt, asked)
-            again = engine.submit(prompt, asked)
-            assert handle.result().tokens == tokens
-            assert again.result().tokens == tokens  # in a slot that another answer had
-            assert engine.submit(prompt, plain).result().tokens != tokens
-            assert all(neighbour.result().finish_reason for neighbour in neighbours)
+        assert x.argmax() == token, n
 
 
 # --- large vocabularies, ties, and what is not finite -------------------------------------------
-
-KINDS = {
-    "greedy": {},
-    "open": {"temperature": 0.8},
-    "logprobs=0": {"logprobs": 0},
-    "logprobs=20": {"logprobs": 20},
-    "logit_bias": {"logit_bias": {token: (token % 7) - 3.0 for token in range(200)}},
-    "repetition_penalty": {"repetition_penalty": 1.4},
-    "presence_penalty": {"presence_penalty": 1.5},
-    "frequency_penalty": {"frequency_penalty": -0.7, "temperature": 0.6},
-    "top_k": {"temperature": 1.0, "top_k": 40},
-    "a large top_k": {"temperature": 1.3, "top_k": 90},
-    "min_p": {"temperature": 1.0, "min_p": 0.1},
-    "top_p": {"temperature": 1.0, "top_p": 0.9},
-    "a short list of everything": {
-        "temperature": 0.7,
-        "top_k": 9,
-        "top_p": 0.8,
-        "min_p": 0.1,
-        "logprobs": 5,
-    },
-    "all": {
-        "temperature": 1.1,
-        "top_k": 80,
-        "top_p": 0.95,
-        "min_p": 0.01,
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.6,
-        "frequency_penalty": 0.4,
-        "logprobs": 3,
-        "logit_bias": {5: 2.0, 8: -1000.0},
-    },
-}
 
 
 def picks_of(kinds: list[str], at: int = 0) -> list[SamplingRow]:
@@ -338,17 +267,19 @@ def test_filter_ties_keep_the_lowest_ids(options, kept, how):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all nan", "all -inf", "all inf"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_non_finite_row_has_no_token(kind, bad, how):
+def test_non_finite_row_has_no_token(bad, how):
     """In the middle of a row, too, where comparisons pass over NaN in silence."""
-    logits = np.random.default_rng(2).standard_normal((3, V)).astype(np.float32)
-    good = outcome(logits, picks_of([kind] * 3))
+    picks = picks_of([*KINDS, *KINDS])
+    logits = np.random.default_rng(2).standard_normal((len(picks), V)).astype(np.float32)
+    good = outcome(logits, picks)
+    half = len(KINDS)
     if isinstance(bad, str):
-        logits[1] = float(bad.split()[1])
+        logits[:half] = float(bad.split()[1])
     else:
-        logits[1, 130] = bad
-    found = outcome(logits, picks_of([kind] * 3))
-    assert found[1][0] == -1 and (found[0], found[2]) == (good[0], good[2])
+        logits[:half, 130] = bad
+    found = outcome(logits, picks)
+    assert [found[slot][0] for slot in range(half)] == [-1] * half
+    assert all(found[slot] == good[slot] for slot in range(half, 2 * half))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -419,90 +350,56 @@ def test_logit_bias_is_built_once():
     assert not state.bias(SamplingRow(0, SamplingParams(), 0, 0)).any()
 
 
-def test_next_request_in_a_slot_has_its_own_bias(parts):
+def test_next_request_in_a_slot_has_its_own_bias(make_engine):
     """The bias is kept by slot, so a new request must not inherit it."""
     wishes = [{}, {7: 100.0}, {9: 100.0}, {}, {7: 100.0}]
-    with Engine(*parts, slots=1, max_len=64) as engine:
-        plain, *results = [
-            engine.submit([1, 2], SamplingParams(max_tokens=3, ignore_eos=True, logit_bias=bias))
-            .result()
-            .tokens
-            for bias in wishes
-        ]
+    engine = make_engine(slots=1, max_len=64)
+    plain, *results = [
+        engine.submit([1, 2], exactly(3, logit_bias=bias)).result().tokens for bias in wishes
+    ]
     assert results == [[7] * 3, [9] * 3, plain, [7] * 3]
 
 
 # --- in company ---------------------------------------------------------------------------------
-
-EIGHT = [
-    SamplingParams(max_tokens=24, ignore_eos=True),
-    SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8, seed=1),
-    SamplingParams(max_tokens=28, ignore_eos=True, temperature=1.5, top_k=10, seed=2),
-    SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, top_p=0.9, seed=2),
-    SamplingParams(
-        max_tokens=22, ignore_eos=True, temperature=1.2, min_p=0.05, repetition_penalty=1.3, seed=3
-    ),
-    SamplingParams(max_tokens=26, ignore_eos=True, repetition_penalty=2.0),
-    SamplingParams(max_tokens=18, ignore_eos=True, logit_bias={7: 5.0}, logprobs=3),
-    SamplingParams(
-        max_tokens=24, temperature=3.0, top_k=150, top_p=0.99, seed=4, stop=["e", 40], logprobs=0
-    ),
-]
 
 
 def fingerprint(result) -> tuple:
     return result.tokens, result.text, result.finish_reason, result.logprobs
 
 
-def test_mixed_settings_in_one_batch(parts, slots=3):
-    """Eight requests sample as they do alone."""
-    prompts = [[n, 10 * n + 3, 7] * (1 + n) for n in range(8)]
-    with Engine(*parts, slots=slots, max_len=128, chunk=32) as engine:
-        alone = [
-            fingerprint(engine.submit(*pair).result()) for pair in zip(prompts, EIGHT, strict=True)
-        ]
-        assert len({tuple(tokens) for tokens, *_ in alone}) == 8
-        for order in (range(8), reversed(range(8)), [3, 1, 7, 5, 0, 2, 6, 4]):
-            handles = {n: engine.submit(prompts[n], EIGHT[n]) for n in order}
-            for n, handle in handles.items():
-                assert fingerprint(handle.result()) == alone[n], f"request {n} of {slots} slots"
-
-
-def test_penalty_is_per_request(parts):
+def test_penalty_is_per_request(engine):
     """The neighbour's answer had outgrown what was kept for penalties: the step failed, for all."""
     wishes = [
-        SamplingParams(max_tokens=90, ignore_eos=True, logprobs=0),
-        SamplingParams(max_tokens=9, ignore_eos=True, logprobs=0, presence_penalty=1.5),
+        exactly(90, logprobs=0),
+        exactly(9, logprobs=0, presence_penalty=1.5),
     ]
-    with Engine(*parts, slots=2, max_len=128) as engine:
-        alone = [fingerprint(engine.submit([1, 2], wish).result()) for wish in wishes]
-        longer = engine.submit([1, 2], wishes[0])
-        engine.wait(lambda: len(longer.tokens) > 70)
-        shorter = engine.submit([1, 2], wishes[1])
-        assert [fingerprint(handle.result()) for handle in (longer, shorter)] == alone
+    alone = [fingerprint(engine.submit([1, 2], wish).result()) for wish in wishes]
+    longer = engine.submit([1, 2], wishes[0])
+    engine.wait(lambda: len(longer.tokens) > 70)
+    shorter = engine.submit([1, 2], wishes[1])
+    assert [fingerprint(handle.result()) for handle in (longer, shorter)] == alone
 
 
-def test_seeds_make_answers_repeat_and_differ(parts):
+def test_seeds_make_answers_repeat_and_differ(make_engine):
     hot = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.5}
-    with Engine(*parts, slots=4, max_len=128) as engine:
-        seeded = [engine.submit([1, 2], SamplingParams(seed=5, **hot)) for _ in range(3)]
-        assert len({tuple(handle.result().tokens) for handle in seeded}) == 1
-        others = [
-            engine.submit([1, 2], SamplingParams(seed=seed, **hot)) for seed in (5, 6, 7, -5, 2**63)
-        ]
-        assert len({tuple(handle.result().tokens) for handle in others}) == 5
-        unseeded = [engine.submit([1, 2], SamplingParams(**hot)) for _ in range(5)]
-        assert len({tuple(handle.result().tokens) for handle in unseeded}) == 5
+    engine = make_engine(slots=4)
+    seeded = [engine.submit([1, 2], SamplingParams(seed=5, **hot)) for _ in range(3)]
+    assert len({tuple(handle.result().tokens) for handle in seeded}) == 1
+    others = [
+        engine.submit([1, 2], SamplingParams(seed=seed, **hot)) for seed in (5, 6, 7, -5, 2**63)
+    ]
+    assert len({tuple(handle.result().tokens) for handle in others}) == 5
+    unseeded = [engine.submit([1, 2], SamplingParams(**hot)) for _ in range(5)]
+    assert len({tuple(handle.result().tokens) for handle in unseeded}) == 5
 
 
-def test_logprobs_are_those_of_the_model(folder, parts):
-    with Engine(*parts, slots=2, max_len=128) as engine:
-        neighbour = engine.submit([4], SamplingParams(max_tokens=12, logprobs=1, ignore_eos=True))
-        result = engine.submit(
-            [1, 2, 3], SamplingParams(max_tokens=12, logprobs=5, ignore_eos=True)
-        ).result()
-        plain = engine.submit([1, 2, 3], SamplingParams(max_tokens=12, ignore_eos=True)).result()
-        assert all(len(entry.top) == 1 for entry in neighbour.result().logprobs)
+def test_logprobs_are_those_of_the_model(folder, engine):
+    neighbour = engine.submit([4], SamplingParams(max_tokens=12, logprobs=1, ignore_eos=True))
+    result = engine.submit(
+        [1, 2, 3], SamplingParams(max_tokens=12, logprobs=5, ignore_eos=True)
+    ).result()
+    plain = engine.submit([1, 2, 3], exactly(12)).result()
+    assert all(len(entry.top) == 1 for entry in neighbour.result().logprobs)
     assert plain.logprobs is None and plain.tokens == result.tokens
     logits = Reference(folder).logits([1, 2, 3, *result.tokens[:-1]])[2:].astype(np.float64)
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -515,12 +412,12 @@ def test_logprobs_are_those_of_the_model(folder, parts):
         )
 
 
-def test_max_tokens_none_fills_the_slot(parts):
-    with Engine(*parts, slots=1, max_len=100) as engine:
-        result = engine.submit([1] * 10, SamplingParams(max_tokens=None, ignore_eos=True)).result()
-        assert len(result.tokens) == 90 and result.finish_reason == "length"
-        with pytest.raises(ValueError, match=r"100.*100"):
-            engine.submit([1] * 100, SamplingParams(max_tokens=None))
+def test_max_tokens_none_fills_the_slot(make_engine):
+    engine = make_engine(slots=1, max_len=100)
+    result = engine.submit([1] * 10, exactly(None)).result()
+    assert len(result.tokens) == 90 and result.finish_reason == "length"
+    with pytest.raises(ValueError, match=r"100.*100"):
+        engine.submit([1] * 100, SamplingParams(max_tokens=None))
 
 
 # --- bad input ----------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ course/from_zero.
 import os
 import random
 import sys
-import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from scheduler_story import BAD, Story, timeline
@@ -70,24 +70,6 @@ def test_a_cancel_gives_its_client_no_second_turn():
     assert [line.split()[2] for line in story.drawn()] == ["A:p", "D:p", "C:p"]
 
 
-def test_fair_forgets_clients_without_requests():
-    """The line is never empty, and a new client comes in each step. The scheduler kept the names of
-    all of them."""
-    story = Story(slots=1, policy="fair")
-    story.submit_all((3, 1), (3, 1))
-    names = []
-    for _ in range(50):
-        name = Name("client")
-        names.append(weakref.ref(name))
-        request = story.submit(3, 1, client=name)
-        story.step()
-        del name, request
-    story.plans.clear()
-    story.step()
-    assert story.sched.waiting
-    assert sum(name() is not None for name in names) <= len(story.sched.waiting) + 2
-
-
 class Name(str):
     """A client's name that counts how often it is looked up."""
 
@@ -108,13 +90,6 @@ def test_fair_is_linear_in_the_queue():
     plan = scheduler.plan(0.0)
     assert [request.id for request in plan.admitted] == list(range(64))
     assert Name.count <= 3 * 10_000
-
-
-def test_short_takes_the_shortest_prompt_in_line():
-    story = Story(slots=1, policy="short", chunk=32, budget=32)
-    for length in (9, 3, 9, 6):
-        story.submit(length, 1)
-    assert [line.split()[2] for line in story.drawn()] == ["B:p", "D:p", "A:p", "C:p"]
 
 
 def test_short_ages_by_a_token_a_step():
@@ -223,52 +198,16 @@ def test_next_turn_counts_as_a_short_prompt():
     ]
 
 
-def first_tokens(
-    slots: int, far: int, prompts: dict[int, int], decoding: int = 0
-) -> tuple[list[int], int]:
-    """Steps from submit to the first token, of each prompt that comes at a step, in an engine of
-    the usual budget. Also what all of their chunks cost of it."""
+@pytest.mark.parametrize("slots", [2, 8])
+def test_short_prompt_beside_a_long_one(slots):
+    """With the usual budget, 35 tokens beside 3,000 had their first token 17 steps after they came."""
     budget = usual_budget(slots, 128)
-    continuous = POLICIES["continuous"]
-    planner = Scheduler(slots, 20_000, continuous, chunk=128, budget=budget, far=far)
-    chats = [Request(id, (id,), 10_000, 0.0, prefix_cache=False) for id in range(decoding)]
-    for chat in chats:
-        planner.submit(chat)
-    asked: dict[int, Request] = {}
-    first: dict[int, int] = {}
-    cost = 0
-    while len(first) < len(prompts):
-        step = planner.steps + 1
-        if step in prompts:
-            asked[step] = Request(100 + step, (0,) * prompts[step], 2, 0.0, prefix_cache=False)
-            planner.submit(asked[step])
-        plan = planner.plan(0.0)
-        assert plan.cost <= max(budget, 128 + len(plan.decodes)), "who decodes would wait longer"
-        assert len(plan.decodes) >= decoding * (step > 1), "who decodes has a token in every step"
-        cost += sum(chunk.cost for chunk in plan.chunks)
-        tokens = {member.slot: [0] for member in plan.emitters}
-        planner.commit(plan, tokens, lambda request, token: None, 0.0)
-        for came, request in asked.items():
-            if request.committed:
-                first.setdefault(came, step - came + 1)
-    return [first[came] for came in prompts], cost
-
-
-@pytest.mark.parametrize("slots", [2, 4, 8])
-@pytest.mark.parametrize(("far", "long"), [(218, 960), (25, 18_000)])
-def test_prompts_beside_a_long_one(far, long, slots):
-    """The demo's prices, and a small random model's. A prompt of 35 tokens had its first token 17, 9
-    and 1 steps after it came, beside 960 tokens, and one of 400 after 27, 27 and 11; alone it takes
-    6."""
-    for decoding in {0, slots - 2}:
-        (alone,), _ = first_tokens(slots, far, {1: 400}, decoding)
-        (lonely,), _ = first_tokens(slots, far, {1: long}, decoding)
-        (_, short), _ = first_tokens(slots, far, {1: long, 3: 35}, decoding)
-        assert short <= 3
-        (last, medium), cost = first_tokens(slots, far, {1: long, 3: 400}, decoding)
-        assert medium <= 2.5 * alone
-        rows = decoding + 1
-        assert last <= 1.1 * max(lonely, cost / (usual_budget(slots, 128) - rows))
+    story = Story(slots=slots, max_len=4_000, chunk=128, budget=budget, far=25)
+    story.submit(3_000, 1, prefix_cache=False)
+    story.step(), story.step()
+    short = story.submit(35, 1, prefix_cache=False)
+    story.step(), story.step(), story.step()
+    assert short.finish_reason == "length"
 
 
 def test_prefill_never_starves():
@@ -912,6 +851,9 @@ def test_random_schedules():
     assert min(overtaken["fair"], overtaken["short"]) > SCHEDULES / 8
 
 
+# --- planted bugs -------------------------------------------------------------------------------
+
+
 def no_turns(scheduler: Scheduler) -> Iterator[Request]:
     """The client with the fewest slots, then the oldest request."""
     held = Counter(request.client for request in scheduler.running.values())
@@ -939,102 +881,109 @@ def no_age(scheduler: Scheduler) -> Iterator[Request]:
     return iter(sorted(scheduler.waiting.values(), key=lambda r: len(r.prompt)))
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [
-        "a slot is freed twice",
-        "a slot has two owners",
-        "the newest is served first",
-        "a ghost's token goes to the slot's new owner",
-        "the newest token is remembered, whose row is not written",
-        "a ghost's row is remembered, which is to be scrubbed",
-        "what is said behind a wrong draft is taken",
-        "a chunk that nobody has seen is remembered",
-        "a chunk that was given away is remembered",
-        "fair knows no turns",
-        "fair counts no slots",
-        "short does not age",
-    ],
-)
-def test_the_invariants_have_teeth(monkeypatch, bug):
-    """Each planted bug is caught by the random schedules."""
-    if bug == "a slot is freed twice":
-        finish = Scheduler.finish
+def freed_twice(finish: Callable) -> Callable:
+    def planted(self, request, reason, now):
+        finish(self, request, reason, now)
+        if request.slot is not None:
+            self.prefixes.by_use.append(request.slot)
 
-        def finish_twice(self, request, reason, now):
-            finish(self, request, reason, now)
-            if request.slot is not None:
-                self.prefixes.by_use.append(request.slot)
+    return planted
 
-        monkeypatch.setattr(Scheduler, "finish", finish_twice)
-    elif bug == "a slot has two owners":
-        admit = Scheduler._admit
 
-        def admit_twice(self, now):
-            admitted = admit(self, now)
-            for request in admitted:
-                request.slot = 0
-            return admitted
+def two_owners(admit: Callable) -> Callable:
+    def planted(self, now):
+        admitted = admit(self, now)
+        for request in admitted:
+            request.slot = 0
+        return admitted
 
-        monkeypatch.setattr(Scheduler, "_admit", admit_twice)
-    elif bug == "the newest is served first":
-        submit = Scheduler.submit
+    return planted
 
-        def push_in(self, request):
-            submit(self, request)
-            self.waiting.move_to_end(request.id, last=False)
 
-        monkeypatch.setattr(Scheduler, "submit", push_in)
-    elif bug == "what is said behind a wrong draft is taken":
-        commit = Scheduler.commit
+def newest_first(submit: Callable) -> Callable:
+    def planted(self, request):
+        submit(self, request)
+        self.waiting.move_to_end(request.id, last=False)
 
-        def all_right(self, plan, tokens, accept, now):
-            decodes = [d._replace(draft=tuple(tokens[d.slot][:-1])) for d in plan.decodes]
-            return commit(self, replace(plan, decodes=tuple(decodes)), tokens, accept, now)
+    return planted
 
-        monkeypatch.setattr(Scheduler, "commit", all_right)
-    elif bug == "a chunk that nobody has seen is remembered":
-        leave = Scheduler._leave_slot
 
-        def trusting(self, request):
-            request.proven = max(request.proven, request.prefilled)
-            leave(self, request)
+def token_to_the_new_owner(commit: Callable) -> Callable:
+    def planted(self, plan, tokens, accept, now):
+        owners = {request.slot: request for request in self.running.values()}
+        for member in plan.emitters:
+            if member.request.finish_reason and member.slot in owners:
+                accept(owners[member.slot], tokens[member.slot][0])
+        return commit(self, plan, tokens, accept, now)
 
-        monkeypatch.setattr(Scheduler, "_leave_slot", trusting)
-    elif bug == "a chunk that was given away is remembered":
-        monkeypatch.setattr(Prefixes, "is_held_by", lambda self, slot, trail: True)
-    elif bug == "fair knows no turns":
-        monkeypatch.setitem(POLICIES, "fair", POLICIES["fair"]._replace(next=no_turns))
-    elif bug == "fair counts no slots":
-        monkeypatch.setitem(POLICIES, "fair", POLICIES["fair"]._replace(next=no_slots))
-    elif bug == "short does not age":
-        monkeypatch.setitem(POLICIES, "short", POLICIES["short"]._replace(next=no_age))
-    elif "remembered" in bug:
-        leave = Scheduler._leave_slot
+    return planted
 
-        def one_more(self, request):
-            leave(self, request)
-            is_ghost, whole = (
-                request.planned > request.committed,
-                (*request.prompt, *request.answer),
-            )
-            if request.prefix_cache and request.answer and is_ghost == ("ghost" in bug):
-                self.prefixes.hold(
-                    request.slot, self.prefixes.trail(whole, request.prefix_cache), len(whole)
-                )
 
-        monkeypatch.setattr(Scheduler, "_leave_slot", one_more)
-    else:
-        commit = Scheduler.commit
+def wrong_draft_taken(commit: Callable) -> Callable:
+    def planted(self, plan, tokens, accept, now):
+        decodes = [d._replace(draft=tuple(tokens[d.slot][:-1])) for d in plan.decodes]
+        return commit(self, replace(plan, decodes=tuple(decodes)), tokens, accept, now)
 
-        def commit_by_slot(self, plan, tokens, accept, now):
-            owners = {request.slot: request for request in self.running.values()}
-            for member in plan.emitters:
-                if member.request.finish_reason and member.slot in owners:
-                    accept(owners[member.slot], tokens[member.slot][0])
-            return commit(self, plan, tokens, accept, now)
+    return planted
 
-        monkeypatch.setattr(Scheduler, "commit", commit_by_slot)
-    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
+
+def unseen_chunk_cached(leave: Callable) -> Callable:
+    def planted(self, request):
+        request.proven = max(request.proven, request.prefilled)
+        leave(self, request)
+
+    return planted
+
+
+def last_row_cached(is_ghosts: bool, leave: Callable) -> Callable:
+    """The newest token's row, which is not written, or a ghost's, which is to be scrubbed."""
+
+    def planted(self, request):
+        leave(self, request)
+        is_ghost = request.planned > request.committed
+        if request.prefix_cache and request.answer and is_ghost == is_ghosts:
+            whole = (*request.prompt, *request.answer)
+            self.prefixes.hold(request.slot, self.prefixes.trail(whole, True), len(whole))
+
+    return planted
+
+
+BUGS = {
+    "a slot is freed twice": (Scheduler, "finish", freed_twice),
+    "a slot has two owners": (Scheduler, "_admit", two_owners),
+    "the newest is served first": (Scheduler, "submit", newest_first),
+    "a ghost's token goes to the slot's new owner": (Scheduler, "commit", token_to_the_new_owner),
+    "the newest token is cached": (Scheduler, "_leave_slot", partial(last_row_cached, False)),
+    "a ghost's row is cached": (Scheduler, "_leave_slot", partial(last_row_cached, True)),
+    "a token after a wrong draft is taken": (Scheduler, "commit", wrong_draft_taken),
+    "an unproven chunk is cached": (Scheduler, "_leave_slot", unseen_chunk_cached),
+    "a chunk of an earlier owner is cached": (
+        Prefixes,
+        "is_held_by",
+        lambda held: lambda *slot_and_trail: True,
+    ),
+}
+UNFAIR = {"fair": [no_turns, no_slots], "short": [no_age]}
+
+
+def schedules_fail() -> bool:
+    try:
         for seed in range(200):
             random_schedule(seed)
+    except (AssertionError, KeyError, ValueError, IndexError):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(monkeypatch, bug):
+    """By the invariants, in random schedules."""
+    owner, name, plant = BUGS[bug]
+    monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
+    assert schedules_fail()
+
+
+@pytest.mark.parametrize("policy, order", [(p, order) for p in UNFAIR for order in UNFAIR[p]])
+def test_a_planted_unfairness_is_caught(monkeypatch, policy, order):
+    monkeypatch.setitem(POLICIES, policy, POLICIES[policy]._replace(next=order))
+    assert schedules_fail()

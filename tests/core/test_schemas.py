@@ -15,7 +15,7 @@ from schemas import random_schema
 
 from nanobatch import Engine, SamplingParams
 
-SCHEMAS = int(os.environ.get("NANOBATCH_SCHEMAS", 24))
+SCHEMAS = int(os.environ.get("NANOBATCH_SCHEMAS", 12))
 
 
 @pytest.mark.parametrize("model", ["demo", "random"])

@@ -47,7 +47,7 @@ def test_run_ahead_sees_an_end_a_step_late():
     assert played(eager_first_token=True) == ["0-2 | 1:p 2:p", "2-4 | 2:d", "4-6 | 2:d ghosts [1]"]
 
 
-def test_what_was_drafted_is_drafted_again_and_as_much_of_it_is_right():
+def test_replay_drafts_the_same_tokens():
     """A lane of the page whose answers had come several tokens a step would have taken a step for each
     token here. And the step before a draft is read first."""
     (guest,) = guests((9, math.inf))
@@ -71,7 +71,7 @@ def test_limits_of_an_old_recording():
     assert cuts(far=8, eager_first_token=False) == [32, 16, 16, 6]
 
 
-def test_nobody_is_refused_who_was_let_in():
+def test_replay_refuses_no_request():
     """Under another policy the line may be longer than the engine's was, and its limit. A comparison
     ended in a traceback."""
     crowd = guests(*[(3, math.inf)] * 9)
@@ -91,7 +91,7 @@ def test_replayed_cancel_leaves_at_the_same_moment(run_ahead):
     assert crowd[0].request.committed == 4
 
 
-def test_what_never_ends_is_said():
+def test_stuck_replay_is_an_error():
     shut = POLICIES["serial"]._replace(room=lambda free, running: 0)
     with pytest.raises(Stuck, match="no slots are taken, 2 wait"):
         list(Replay.under(OLD, shut, guests((1, math.inf), (1, math.inf)), lambda plan: 1.0))

@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
+import kinds
 import numpy as np
 import pytest
-from harness import check
+from harness import check, exactly
 from planted_bugs import poisoned
 
 import kv
@@ -20,22 +21,8 @@ from sched import Decode, Request, Scheduler
 ROUNDS = int(os.environ.get("NANOBATCH_GUESSES", 1))  # 100 take ten minutes
 DIGITS = {"regex": "[0-9]{3,20}"}
 LIST = {"json": {"type": "array", "items": {"enum": ["a long word", 17]}, "maxItems": 6}}
-# Each is named after what it tries.
-KINDS = {
-    "greedy": {},
-    "temperature": {"temperature": 0.9},
+KINDS = kinds.KINDS | {
     "hot": {"temperature": 3.0},
-    "top_p": {"temperature": 1.0, "top_p": 0.8},
-    "top_k": {"temperature": 1.2, "top_k": 7},
-    "long top_k": {"temperature": 1.2, "top_k": 100},
-    "min_p": {"temperature": 1.3, "min_p": 0.05},
-    "penalty": {"repetition_penalty": 1.6},
-    "presence": {"presence_penalty": 1.2, "temperature": 0.7},
-    "frequency": {"frequency_penalty": 0.4},
-    "penalty, drawn": {"repetition_penalty": 1.3, "temperature": 0.8, "top_p": 0.9},
-    "bias": {"logit_bias": {5: 4.0, 70: 6.0, 99: 5.0}, "temperature": 1.0},
-    "logprobs": {"logprobs": 4, "temperature": 0.7},
-    "greedy logprobs": {"logprobs": 2},
     "grammar": {"ignore_eos": False, "grammar": DIGITS, "temperature": 1.0, "logprobs": 3},
     "schema": {"ignore_eos": False, "grammar": LIST, "repetition_penalty": 1.2, "temperature": 1.0},
     "ends": {"ignore_eos": False, "logit_bias": {257: 6.0}, "temperature": 1.0},
@@ -145,7 +132,7 @@ def replaced(sampling: SamplingParams, stop: str) -> SamplingParams:
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_no_draft_changes_a_token_a_log_probability_a_text_or_a_reason(parts, run_ahead):
+def test_drafts_change_no_answer(parts, run_ahead):
     right: Counter = Counter()
     wrong: Counter = Counter()
     for seed in range(ROUNDS):
@@ -159,7 +146,7 @@ def test_no_draft_changes_a_token_a_log_probability_a_text_or_a_reason(parts, ru
 
 
 @pytest.mark.parametrize("bug", ["one index for all rows", "a penalty without the draft tokens"])
-def test_a_bug_in_how_rows_are_chosen_is_caught(parts, monkeypatch, bug):
+def test_planted_sampling_row_bug_is_caught(parts, monkeypatch, bug):
     sampling_rows = nanobatch.sampling_rows
     field = "index" if bug == "one index for all rows" else "before"
 
@@ -173,7 +160,7 @@ def test_a_bug_in_how_rows_are_chosen_is_caught(parts, monkeypatch, bug):
 
 
 @pytest.mark.parametrize("bug", ["", "its rows are not scrubbed", "it is not begun again"])
-def test_a_wrong_draft_that_is_not_finite_spoils_no_right_row(parts, monkeypatch, bug):
+def test_non_finite_draft_spoils_no_row(parts, monkeypatch, bug):
     """Attention multiplies a hidden row by 0, and 0 x NaN is NaN. So the right rows of that piece
     say nothing, too, and later steps would read what it has left."""
     model, text = poisoned(parts[0], 99), parts[1]
@@ -184,7 +171,7 @@ def test_a_wrong_draft_that_is_not_finite_spoils_no_right_row(parts, monkeypatch
         monkeypatch.setattr(Scheduler, "_begin_again", lambda self, decode: None)
     sizes = {"slots": 3, "max_len": 160, "chunk": 32}
     never = {99: -100.0}  # it is drafted, and never said
-    wish = SamplingParams(max_tokens=60, ignore_eos=True, logit_bias=never)
+    wish = exactly(60, logit_bias=never)
     wishes = [("", [n, 5, 6], wish) for n in range(6)]
     dice = np.random.default_rng(1)
     with Engine(model, text, speculate=0, **sizes) as engine:
@@ -204,41 +191,16 @@ def test_a_wrong_draft_that_is_not_finite_spoils_no_right_row(parts, monkeypatch
             assert all(handle.request.draft_source is None for handle in found)
 
 
-def test_an_answer_that_is_cancelled_in_any_step_is_the_beginning_of_the_whole_one(parts):
-    """And the slot's next owner is not disturbed by what is left in it."""
-    sizes = {"slots": 2, "max_len": 128, "chunk": 32}
-    wish = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=4)
-    prompts = [[7, n, 9, 7, n] for n in range(20)]
-    with Engine(*parts, speculate=0, **sizes) as engine:
-        plain = [engine.submit(prompt, wish).result().tokens for prompt in prompts]
-    right = 0
-    with Engine(*parts, speculate=5, **sizes) as engine:
-        answers = {1 + n: tokens for n, tokens in enumerate(plain)}
-        engine.sched.draft = Oracle(answers, np.random.default_rng(3))
-        for n, prompt in enumerate(prompts):
-            handle = engine.submit(prompt, wish)
-            for _ in range(n // 2):
-                engine.step()
-                check(engine)
-            if n % 2:
-                handle.cancel()
-            tokens = handle.result().tokens
-            assert tokens == plain[n][: len(tokens)]
-            assert n % 2 or len(tokens) == 30
-            right += handle.metrics.accepted_tokens
-    assert right > 20
-
-
 # --- what is drafted ----------------------------------------------------------------------------
 
 
 def hints_of(prompt: list[int]) -> PromptLookup:
     lookup = PromptLookup()
-    lookup.begin(prompt, None)
+    lookup.begin(prompt)
     return lookup
 
 
-def test_what_stood_behind_the_two_newest_tokens_before_is_drafted():
+def test_draft_continues_the_last_bigram():
     lookup = hints_of([1, 2, 3, 4, 5, 9, 1])
     assert lookup.draft(3) == []
     lookup.follow([2])
@@ -249,7 +211,7 @@ def test_what_stood_behind_the_two_newest_tokens_before_is_drafted():
     assert lookup.draft(3) == [] and lookup.matches == 0
 
 
-def test_how_likely_a_draft_is_right_is_learned_for_each_length_of_a_run():
+def test_acceptance_is_learned_by_run_length():
     """One rate for all took a copy with changes for a copy, and a pair of words for a quotation."""
     lookup = hints_of([1, 2, 3, 4, 5, 6, 7, 1])
     assert lookup.chances(6) == [0.4, 0.6, 0.7, 0.85, 0.93, 0.93]
@@ -300,7 +262,7 @@ class Silent:
         return []
 
 
-def test_a_grammar_that_forces_nothing_is_asked_now_and_then():
+def test_unforcing_grammar_is_asked_seldom():
     """Each step of free text under a grammar waited for its tokens, and asked in vain."""
     grammar = Silent()
     request = inventing(0)
@@ -319,12 +281,12 @@ def test_a_grammar_that_forces_nothing_is_asked_now_and_then():
 
 
 @pytest.mark.parametrize(("row_s", "wide"), [(0.02, 15), (0.4, 8), (2.0, 3), (9.0, 1)])
-def test_the_dearer_a_row_is_the_fewer_tokens_are_drafted(row_s, wide):
+def test_expensive_rows_shorten_drafts(row_s, wide):
     speculate = priced(row_s)([copying(0)], 100)
     assert len(speculate[0]) == wide
 
 
-def test_a_step_is_read_at_once_only_if_the_draft_tokens_behind_it_pay():
+def test_step_is_read_at_once_only_if_drafts_pay():
     """Else every answer in which a pair came again lost run-ahead, though nothing was drafted."""
 
     def may_follow(row_s: float, *requests: Request) -> bool:
@@ -337,7 +299,7 @@ def test_a_step_is_read_at_once_only_if_the_draft_tokens_behind_it_pay():
     assert not may_follow(9.0, *map(copying, range(8)))
 
 
-def test_who_gains_nothing_by_draft_tokens_waits_a_twentieth_longer_at_most():
+def test_drafts_slow_others_by_at_most_5_percent():
     """A copier took the half of a step more of three neighbours, in each of its steps."""
     requests = [copying(0), inventing(1), inventing(2), inventing(3)]
     speculate = priced(0.1)
@@ -353,7 +315,7 @@ def test_who_gains_nothing_by_draft_tokens_waits_a_twentieth_longer_at_most():
     assert all(len(found) == 2 for found in alone), "among themselves they may"
 
 
-def test_a_step_that_another_program_made_long_is_no_price():
+def test_outlier_step_is_no_price():
     speculate = Drafter()
     now = 0.0
     for n in range(60):
@@ -365,38 +327,14 @@ def test_a_step_that_another_program_made_long_is_no_price():
     assert speculate._seconds(1) == pytest.approx(0.01, rel=0.2)
 
 
-def test_what_a_named_client_said_before_in_this_slot_is_looked_up_and_a_strangers_words_are_not():
-    speculate = Drafter(4)
-
-    def drafted(client: str, prompt: tuple[int, ...], slot: int = 0) -> tuple[int, ...] | None:
-        request = Request(1, prompt, 20, 0.0, client=client)
-        request.draft_source = PromptLookup()
-        request.slot = slot
-        request.planned = 1
-        request.answer.append(4)
-        return speculate([request], 10).get(1)
-
-    long, short = (1, 2, 3, 4, 5, 6), (8, 3)
-    drafted("ann", long)
-    assert drafted("ann", short, slot=1) is None, "another slot remembers other words"
-    assert drafted("ann", short) == (5, 6, 4)
-    drafted("ann", long)
-    assert drafted("bob", short) is None
-    assert drafted("ann", short) is None, "the slot has Bob's words now"
-    drafted("", long)
-    assert drafted("", short) is None, "all without a name are strangers"
-
-
 @pytest.mark.parametrize("speculate", [None, 3])
-def test_an_engine_draft_tokens_by_itself_and_says_the_same(parts, speculate):
+def test_engine_drafts_by_itself(parts, speculate):
     """A random model soon repeats itself. And JSON's keys are forced."""
     schema = {
         "json": {"type": "object", "properties": {"a_long_key_of_many_bytes": {"type": "boolean"}}}
     }
     schema["json"] |= {"required": ["a_long_key_of_many_bytes"], "additionalProperties": False}
-    wishes = [
-        ("", [1, 2, 3], SamplingParams(max_tokens=90, ignore_eos=True, repetition_penalty=0.9))
-    ]
+    wishes = [("", [1, 2, 3], exactly(90, repetition_penalty=0.9))]
     wishes += [("", [4, 2, 3], SamplingParams(max_tokens=90, grammar=schema))]
     found = []
     for most in (0, speculate):
@@ -412,14 +350,12 @@ def test_an_engine_draft_tokens_by_itself_and_says_the_same(parts, speculate):
         assert last[0][0] > 5, last
 
 
-def test_a_number_of_draft_tokens_below_0_is_refused(parts):
+def test_negative_speculate_is_refused(parts):
     with pytest.raises(ValueError, match="speculate = -1, but it must be at least 0"):
         Engine(*parts, slots=1, max_len=64, speculate=-1)
 
 
-def test_an_engine_whose_bits_depend_on_the_company_draft_tokens_only_if_it_is_asked_to(
-    parts, monkeypatch
-):
+def test_drafts_need_batch_invariance_or_a_number(parts, monkeypatch):
     monkeypatch.setattr("models.memory.is_batch_invariant", lambda model: False)
     for asked, most in ((None, 0), (4, 4)):
         with Engine(*parts, slots=1, max_len=64, speculate=asked) as engine:

@@ -2,22 +2,22 @@
 
 import ast
 import json
-import shutil
+import os
 from pathlib import Path
 
 import jsonschema
 import pytest
+from books import change, fill, full_book
 from processes import run
 
 from course import overlay
-from course.from_zero import grade
+from course.from_zero import grade, start
 from course.from_zero.stages import STAGES, tasks
 
 ROOT = Path(__file__).parents[2]
 ZERO = ROOT / "course" / "from_zero"
-FIRST = ROOT / "tests" / "lib" / "simple_core.py"
+HIDDEN = ZERO / "hidden_example"
 LEFT = "left = max(left, self.chunk)"  # the first line of Scheduler._chunks, stage 7
-CHUNKS = STAGES[6]
 
 # https://gradescope-autograders.readthedocs.io/en/latest/specs/, "Output format"
 SHOWN = {"enum": ["hidden", "after_due_date", "after_published", "visible"]}
@@ -55,96 +55,90 @@ RESULTS = {
 }
 
 
-def handed_in(folder: Path, more: str = "", **wrong: str) -> Path:
-    """Our chapters, with `more` at the end of sched.py, and `wrong` in the place of a line in it."""
-    folder.mkdir()
-    for chapter in tasks():
-        shutil.copy(overlay.our_file(overlay.module_name(chapter)), folder)
-    text = (folder / "sched.py").read_text()
-    assert LEFT in text
-    (folder / "sched.py").write_text(text.replace(LEFT, wrong.get("left", LEFT)) + more)
-    return folder
-
-
-def graded(folder: Path, monkeypatch, stages: list, *options: str) -> dict:
-    """By the program, in some of the stages (in all of them it takes half a minute)."""
-    monkeypatch.setattr(grade, "STAGES", stages)
-    monkeypatch.setattr(
-        grade, "grade_work", lambda *_, **__: grade.entry("8w", "", 0, 1, [], "visible")
-    )
-    monkeypatch.setenv("NANOBATCH_SEED", "")
+def graded(folder: Path, patch: pytest.MonkeyPatch, numbers: str, *options: str) -> list[dict]:
+    """By the program, in some of the parts. The results of each, and at last the whole."""
+    every_part = grade.parts
+    chosen = numbers.split()
+    patch.setattr(grade, "parts", lambda *how: [p for p in every_part(*how) if p.number in chosen])
+    patch.setenv("NANOBATCH_SEED", "")
     file = folder.parent / "results.json"
     assert grade.main([str(folder), "--json", str(file), *options]) == 0
     results = json.loads(file.read_text())
     jsonschema.validate(results, RESULTS)
-    return results
+    return [*results["tests"], results]
 
 
 def test_right_folder_has_full_points(tmp_path, monkeypatch):
-    hidden = (
-        "--hidden",
-        str(ZERO / "hidden_example"),
-        "--show",
-        "after_due_date",
-        "--seed",
-        "anna",
+    options = f"--hidden {HIDDEN} --show after_due_date --seed anna"
+    seventh, hidden, whole = graded(
+        full_book(tmp_path / "anna"), monkeypatch, "7 7h", *options.split()
     )
-    results = graded(handed_in(tmp_path / "anna"), monkeypatch, [CHUNKS], *hidden)
-    assert [test["number"] for test in results["tests"]] == ["7", "7h", "8w"]
-    assert all(test["score"] == test["max_score"] for test in results["tests"]), results
-    assert results["score"] == 15 and results["extra_data"] == {"seed": "anna"}
-    assert results["tests"][1]["visibility"] == "after_due_date"
+    assert seventh["score"] == 10 and hidden["score"] == 5, whole
+    assert hidden["visibility"] == "after_due_date" and "10 of 10" in whole["output"]
+    assert whole["score"] == 15 and whole["extra_data"] == {"seed": "anna"}
 
 
-def test_wrong_stage_loses_points(tmp_path, monkeypatch):
-    """The message names the mistake; the other stage keeps its points. A folder that is no Python
-    has none, and says why."""
-    folder = handed_in(tmp_path / "ben", left="pass")
-    second, seventh, _ = graded(folder, monkeypatch, [STAGES[1], CHUNKS])["tests"]
-    assert second["score"] == 10 and 0 < seventh["score"] < 10
+def test_mistakes_lose_points(tmp_path, monkeypatch):
+    """The message names the mistake. A stand-in of the handout has no points, and logits for all
+    tokens, where some are asked, are work in vain. A folder that is no Python has no points, and
+    says why."""
+    folder = full_book(tmp_path / "ben")
+    change(folder, "sched.Scheduler._chunks", LEFT, "pass")
+    wrong = "self.model.head(mx.concatenate([states, states]))[: len(states)]"
+    change(folder, "runner.Runner._forward", "self.model.head(states)", wrong)
+    stand_in = overlay.functions(grade.STAND_INS.read_text())["rotate"]
+    with (folder / "rope.py").open("a") as file:
+        file.write(f"\n\n{ast.unparse(stand_in)}\n")
+    second, seventh, work, _ = graded(folder, monkeypatch, "2 7 8w")
+    assert second["score"] == 7.5
+    assert second["output"].endswith("   ✗ rope.py, rotate is the handout's stand-in.")
+    assert 0 < seventh["score"] < 10
     assert "✗ One whole chunk is let in, however many decode." in seventh["output"]
+    assert "rows of logits: 182, reference 91" in work["output"] and work["score"] == 2.5
     (folder / "sched.py").write_text("def (")
-    results = graded(folder, monkeypatch, [CHUNKS])
-    assert results["score"] == 0 and "sched.py, line 1: invalid syntax" in results["output"]
+    (whole,) = graded(folder, monkeypatch, "7")
+    assert whole["score"] == 0 and "sched.py, line 1: invalid syntax" in whole["output"]
 
 
 CHEATS = {
     "exit": "import os\nos._exit(0)",
     "pytest": "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None",
-    "flood": "import sys\nopen(sys.argv[2], 'a').write('00 [\"test_chunks\", \"passed\"]')\n"
-    "Scheduler._chunks = lambda *_: [print('7 passed' * 10**6) for _ in iter(int, 1)]",
-    "loop": "Scheduler._chunks = lambda *_: [0 for _ in iter(int, 1)]",
+    "flood": """import sys, contextlib
+def flood(*_):
+    with contextlib.suppress(OSError):
+        while print('7 passed' * 10**6) is None: pass
+    while True: pass
+open(sys.argv[2], 'a').write('00 ["test_chunks", "passed"]')
+Scheduler._chunks = flood""",
 }
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_cheat_has_no_points(cheat, tmp_path):
-    folder = handed_in(tmp_path / "carl", f"\nScheduler._chunks = lambda *_: []\n{CHEATS[cheat]}\n")
-    (result,) = grade.grade_stage(folder, CHUNKS, None, "hidden", seconds=3, gigabytes=8)
-    assert result["score"] == 0 and "✗" in result["output"]
-    if cheat == "loop":
-        assert "3 s of processor time" in result["output"] and "in <lambda>" in result["output"]
+    folder = full_book(tmp_path / "carl")
+    with (folder / "sched.py").open("a") as file:
+        file.write(f"\nScheduler._chunks = lambda *_: []\n{CHEATS[cheat]}\n")
+    (part,) = (part for part in grade.parts(None, "hidden") if part.number == "7")
+    limits = {"seconds": 3, "gigabytes": 8}
+    without = grade.pass_without(folder, [part.tests], **limits) if cheat == "pytest" else set()
+    lines, share = grade.tried(folder, part, without, **limits)
+    said = "\n".join(lines)
+    assert share == 0 and "✗" in said
+    if cheat == "flood":
+        assert "3 s of processor time" in said and "in flood" in said
 
 
-def test_stand_ins_of_a_handout_have_no_points(tmp_path):
-    folder = handed_in(tmp_path / "dora")
-    ours = overlay.functions(grade.STAND_INS.read_text())
-    with (folder / "rope.py").open("a") as file:
-        file.write(f"\n\n{ast.unparse(ours['rotate'])}\n")
-    lines, share = grade.tried(folder, STAGES[1], STAGES[1].tests, seconds=60)
-    assert share == 0.75 and lines[-1] == "   ✗ rope.py, rotate is the handout's stand-in."
-
-
-def test_work_is_compared_with_the_reference(tmp_path):
-    """Logits for all tokens, where some are asked, are work in vain."""
-    folder = handed_in(tmp_path / "mine")
-    file = folder / "runner.py"
-    right = "logits = self.model.head(states)"
-    assert right in file.read_text()
-    wrong = "logits = self.model.head(mx.concatenate([states, states]))[: len(states)]"
-    file.write_text(file.read_text().replace(right, wrong))
-    result = grade.grade_work(folder, seconds=60, gigabytes=8)
-    assert "rows of logits: 182, reference 91" in result["output"] and result["score"] == 2.5
+@pytest.mark.skipif(
+    os.environ.get("NANOBATCH_ZERO") != "all", reason="a minute; NANOBATCH_ZERO=all"
+)
+def test_a_whole_book_of_simple_functions_has_full_points(tmp_path, monkeypatch):
+    folder = tmp_path / "dora"
+    start.main([str(folder)])
+    fill(folder, range(1, len(STAGES) + 1))
+    numbers = " ".join(part.number for part in grade.parts(HIDDEN, "hidden"))
+    *parts, whole = graded(folder, monkeypatch, numbers, "--hidden", str(HIDDEN))
+    assert len(parts) >= 20
+    assert all(part["score"] == part["max_score"] for part in parts), whole
 
 
 # --- the handout --------------------------------------------------------------------------------
@@ -196,8 +190,7 @@ def test_handout_runs_alone(handout, tmp_path):
     mine = tmp_path / "mine"
     zero = handout / "course" / "from_zero"
     assert run(zero / "start.py", mine, cwd=tmp_path).returncode == 0
-    written = [task.name for stage in (*STAGES[:3], STAGES[4]) for task in stage.tasks]
-    write(mine, written)
+    fill(mine, [1, 2, 3, 5])
     said = run(zero / "check.py", mine, 3, cwd=tmp_path)
     assert said.returncode == 0, said.stdout + said.stderr
     said = run(zero / "check.py", mine, 5, cwd=tmp_path)
@@ -213,17 +206,3 @@ def test_handout_runs_alone(handout, tmp_path):
     assert "try yours: --book mine" in said.stderr and not (mine / ".gitignore").exists()
     said = run(handout / "ask.py", "--book", mine, "hi", cwd=tmp_path)
     assert said.returncode == 2 and "a handout has no reference" in said.stderr
-
-
-def write(folder: Path, names: list[str]) -> None:
-    """Give blank functions the bodies of simple_core.py."""
-    other = FIRST.read_text()
-    for each in names:
-        chapter, _, name = each.partition(".")
-        file = folder / f"{chapter}.py"
-        lines = file.read_text().splitlines(keepends=True)
-        node = overlay.functions("".join(lines))[name]
-        theirs = overlay.functions(other)[name]
-        body = other.splitlines(keepends=True)[theirs.body[0].lineno - 1 : theirs.end_lineno]
-        lines[node.end_lineno - 1 : node.end_lineno] = body
-        file.write_text("".join(lines))

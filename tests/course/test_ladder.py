@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from processes import run, without_backend
-from source import places, tokens_by_line
+from source import code_tokens, places
 
 from nanobatch import Engine, Result, SamplingParams
 
@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 LEARN = ROOT / "course" / "ladder"
 RUNGS = sorted(LEARN.glob("[0-9]*_*.py"))
 TOKENS = 1200  # of code: what ten minutes allow
-TOKENS_A_LINE = 9.5  # on average: a line does one thing
 
 
 @pytest.fixture(scope="module")
@@ -94,26 +93,12 @@ def test_rung_equals_the_engine(path, engine, tmp_path):
         assert second < first
 
 
-def test_tokens_of_a_line():
-    text = '"""A docstring."""\n\n# a comment\nx = f(\n    y,\n)  # and a comment\n\nz = """one\ntoken"""\n'
-    assert tokens_by_line(text) == {4: 4, 5: 2, 6: 1, 8: 3}
-
-
-def test_the_ladder_has_air():
-    """Bounded in lines alone, it once had several thoughts in one line."""
-    lines = [
-        count for path in LEARN.glob("*.py") for count in tokens_by_line(path.read_text()).values()
-    ]
-    assert len(lines) > 300
-    assert sum(lines) / len(lines) <= TOKENS_A_LINE
-
-
 @pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
 def test_rung_is_short_and_ends_with_a_question(path):
     """A place that was renamed would send the reader into nothing; and what stands there need not
     stand here."""
     text = path.read_text()
-    assert tokens_by_line(text).total() <= TOKENS
+    assert len(code_tokens(text)) <= TOKENS
     assert f"    python course/ladder/{path.name}\n" in ast.get_docstring(ast.parse(text))
     question = text.index("\nQuestion: ")
     (answer,) = re.findall(

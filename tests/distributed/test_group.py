@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -33,14 +34,14 @@ from rank import SIZES, again, live
 from servers import free_ports, hail
 from waiting import wait_for
 
-from distributed import group
+from distributed import channel, group
 from distributed.channel import NAME, OTHERS, PROOF, accept, connect, messages_of, proof
 from distributed.group import LOST, Ranks
 from distributed.rendezvous import LOOPBACK, join
 from kernels import matmul_library
 from kernels.mlx import mx
 from models.config import read_config
-from models.layers import Chain
+from models.layers import Chain, Layer
 from models.load import ModelReader
 from models.memory import check_alike, is_batch_invariant
 from models.sharding import Shard
@@ -101,6 +102,7 @@ def test_unshardable_family_is_refused(tmp_path, family, changes):
 KINDS = {
     "gqa": {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
     "mqa": {"num_key_value_heads": 1},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
     "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
@@ -126,77 +128,54 @@ def own(branch):
     return branch.steps[0] if isinstance(branch, Chain) else branch
 
 
+def assert_shards_make_up(folder: Path, form: str, size: int, atol: float) -> list[Layer]:
+    """Compare the first layer with what its shards compute. Return these."""
+    models = [ModelReader(folder, form, Ranks(rank, size)).read() for rank in range(size)]
+    layers = [model.layers[0] for model in models]
+    reader = ModelReader(folder, form)
+    c, whole = reader.config, reader.read().layers[0]
+    shares = [Shard.of(c, rank, size) for rank in range(size)]
+    x = mx.random.normal((5, c.D), key=mx.random.key(1)).astype(models[0].dtype)
+    heads = mx.random.normal((5, c.H, c.Dh), key=mx.random.key(2)).astype(x.dtype)
+
+    def check(found: mx.array, expected: mx.array) -> None:
+        assert mx.allclose(found, expected, rtol=atol / 10, atol=atol)
+
+    q, k, v = mx.split(whole.qkv(x).reshape(5, -1, c.Dh), [c.H, c.H + c.Hkv], axis=1)
+    for layer, share in zip(layers, shares, strict=True):
+        parts = (q[:, [*share.queries]], k[:, [*share.keys]], v[:, [*share.keys]])
+        check(layer.qkv(x), mx.concatenate(parts, axis=1).flatten(1))
+    outs = [
+        own(layer.out)(heads[:, [*share.queries]].flatten(1))
+        for layer, share in zip(layers, shares, strict=True)
+    ]
+    check(sum(outs), own(whole.out)(heads.flatten(1)))
+    check(sum(own(layer.mlp)(x) for layer in layers), own(whole.mlp)(x))
+    assert [model.head(x) is x for model in models] == [False] + [True] * (size - 1)
+    return layers
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_make_up_the_layer(tmp_path, kind):
     """A bias that every rank adds counts several times; columns where rows belong still have
     fitting shapes."""
     changes = {"num_hidden_layers": 1, "intermediate_size": 192, **KINDS[kind]}
     folder = make_checkpoint(tmp_path / "model", seed=3, **changes)
-    whole = ModelReader(folder, "float32").read()
-    c, layer = whole.config, whole.layers[0]
-    x = mx.random.normal((5, c.D), key=mx.random.key(1))
-    q, k, v = np.split(np.array(layer.qkv(x)), np.cumsum([c.H * c.Dh, c.Hkv * c.Dh]), axis=1)
-    heads = mx.random.normal((5, c.H, c.Dh), key=mx.random.key(2))
-    down = lambda layer: own(layer.mlp)(x)  # noqa: E731
     for size in (2, 3, 4):
-        models = [ModelReader(folder, "float32", Ranks(rank, size)).read() for rank in range(size)]
-        shares = [Shard.of(c, rank, size) for rank in range(size)]
-        for model, share in zip(models, shares, strict=True):
-            queries, keys = (
-                slice(heads.start * c.Dh, heads.stop * c.Dh)
-                for heads in (share.queries, share.keys)
-            )
-            expected = np.concatenate([q[:, queries], k[:, keys], v[:, keys]], axis=1)
-            np.testing.assert_allclose(np.array(model.layers[0].qkv(x)), expected, atol=1e-4)
-        parts = [
-            own(model.layers[0].out)(
-                heads[:, share.queries.start : share.queries.stop].reshape(5, -1)
-            )
-            for model, share in zip(models, shares, strict=True)
-        ]
-        np.testing.assert_allclose(
-            np.array(sum(parts)), np.array(own(layer.out)(heads.reshape(5, -1))), atol=1e-4
-        )
-        sums = sum(down(model.layers[0]) for model in models)
-        np.testing.assert_allclose(np.array(sums), np.array(down(layer)), atol=1e-3)
-        assert [model.head(x) is x for model in models] == [False] + [True] * (size - 1)
+        assert_shards_make_up(folder, "float32", size, atol=1e-3)
 
 
-def test_packed_shards_keep_their_scales(tmp_path):
+@pytest.mark.parametrize("size", [2, 4])
+def test_packed_shards_keep_their_scales(tmp_path, size):
     """On a GPU a quantized matrix stays packed. A cut inside of a group would leave numbers without
     their scale."""
-    folder = make_checkpoint(
-        tmp_path / "model",
-        dtype=mx.float16,
-        hidden_size=128,
-        intermediate_size=256,
-        quantize=lambda module: (4, 64),
-    )
-    whole = ModelReader(folder, "checkpoint").read().layers[0]
-    x = mx.random.normal((3, 128), key=mx.random.key(1)).astype(mx.float16)
-    down = lambda layer: own(layer.mlp)(x)  # noqa: E731
-    for size in (2, 4):
-        layers = [
-            ModelReader(folder, "checkpoint", Ranks(rank, size)).read().layers[0]
-            for rank in range(size)
-        ]
-        np.testing.assert_allclose(
-            np.array(sum(map(down, layers))), np.array(down(whole)), rtol=0.02, atol=0.5
-        )
-        parts = [
-            own(layer.out)(heads)
-            for layer, heads in zip(layers, mx.split(x, size, axis=-1), strict=True)
-        ]
-        np.testing.assert_allclose(
-            np.array(sum(parts)), np.array(own(whole.out)(x)), rtol=0.02, atol=0.1
-        )
+    changes = {"dtype": mx.float16, "hidden_size": 128, "intermediate_size": 256}
+    folder = make_checkpoint(tmp_path / "model", quantize=lambda module: (4, 64), **changes)
+    for layer in assert_shards_make_up(folder, "checkpoint", size, atol=0.3):
         # One head of 32 numbers is half a group: its part of `o` is unpacked.
-        assert [own(layer.out).bits for layer in layers] == [4 if size == 2 else 0] * size
-        assert all(
-            part.bits == 4
-            for layer in layers
-            for part in (layer.qkv, own(layer.mlp).gate_up, own(layer.mlp).down)
-        )
+        assert own(layer.out).bits == (4 if size == 2 else 0)
+        mlp = own(layer.mlp)
+        assert [part.bits for part in (layer.qkv, mlp.gate_up, mlp.down)] == [4, 4, 4]
 
 
 def test_a_rank_takes_the_memory_of_its_share(tmp_path):
@@ -229,10 +208,9 @@ def test_more_ranks_than_heads_are_refused(tmp_path):
 class Wire(Ranks):
     """The connection between a leader and a follower, in one process."""
 
-    leads = True
-
     def __init__(self):
         super().__init__()
+        self.leads = True
         self.sent = []
 
     def broadcast(self, message):
@@ -574,6 +552,33 @@ def test_silent_neighbour_times_out():
         accept([server], KEY, {"a"}, time.monotonic() + 0.01)
 
 
+CALLER = """
+import sys, time
+from distributed import channel
+line = channel.connect(sys.argv[1], sys.argv[2].encode(), "a", time.monotonic() + 60)
+channel.send(line, [1])
+sys.stdin.read()
+channel.send(line, [2])
+"""
+
+
+def test_stopped_rank_is_not_lost(monkeypatch):
+    """By Ctrl-Z, or in code that lets no other thread of Python run: it could not say that it lives."""
+    monkeypatch.setattr(channel, "SILENCE_S", 2)
+    door = Answering("a")
+    command = [sys.executable, "-c", CALLER, door.address, KEY.decode()]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as rank:
+        (line,) = door.lines().values()
+        messages = messages_of(line)
+        assert next(messages) == [1]
+        rank.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        rank.send_signal(signal.SIGCONT)
+        rank.stdin.close()
+        assert list(messages) == [[2]]
+    line.close()
+
+
 GOODBYE = """
 import socket
 from distributed.group import Ranks
@@ -706,27 +711,6 @@ def test_two_processes_answer_like_one(tmp_path):
         assert re.search(heads, pair.said(1))
 
 
-MPI_KINDS = {
-    "llama": {},
-    "mistral": {"model_type": "mistral", "sliding_window": None},
-    "qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", "head_dim": 16},
-    "granite, tied": {
-        "model_type": "granite",
-        "tie_word_embeddings": True,
-        "residual_multiplier": 0.8,
-    },
-    "phi3": {"model_type": "phi3"},
-    "phi3, a part turns": {"model_type": "phi3", "partial_rotary_factor": 0.5},
-    "gemma2": {"model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True},
-    "gemma3_text": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 20},
-    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0, 1]},
-    "seed_oss": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
-    "gqa": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16},
-    "mqa": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "4 bit": {"quantize": lambda module: (4, 32)},
-}
 # Random schedules for each model
 MPI_ROUNDS = int(os.environ.get("NANOBATCH_MPI", 0))
 
@@ -736,8 +720,7 @@ MPI_ROUNDS = int(os.environ.get("NANOBATCH_MPI", 0))
 def test_ranks_by_mpi(size, tmp_path):
     """They answer like one process, with the same bits."""
     folders = [
-        str(make_checkpoint(tmp_path / kind, seed=2, **changes))
-        for kind, changes in MPI_KINDS.items()
+        str(make_checkpoint(tmp_path / kind, seed=2, **changes)) for kind, changes in KINDS.items()
     ]
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(size), sys.executable]
     done = subprocess.run(
@@ -766,7 +749,7 @@ def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own,
 def test_benchmark_on_ranks(tmp_path):
     """Over MPI a sample's process could not join the others, so all samples are taken by the ranks
     themselves."""
-    small = (
+    small = [
         "--parts",
         "decode",
         "--rows",
@@ -777,10 +760,9 @@ def test_benchmark_on_ranks(tmp_path):
         "16",
         "--output",
         "8",
-    )
-    with Pair(
-        tmp_path, str(ROOT / "bench.py"), *small, "--json", str(tmp_path / "run.json")
-    ) as pair:
+        "--json",
+    ]
+    with Pair(tmp_path, str(ROOT / "bench.py"), *small, str(tmp_path / "run.json")) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
     records = json.loads((tmp_path / "run.json").read_text())["records"]
     assert len(records) == 2 and all(record["figures"]["decode tokens/s"] > 0 for record in records)
@@ -805,26 +787,21 @@ def test_lost_rank_ends_every_process(tmp_path, fault, codes, says):
         assert planted == (fault == "raises at rank 0")
 
 
-@pytest.mark.parametrize(("by", "many"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
-def test_server_of_rank_0_stops_all_ranks(tmp_path, by, many):
-    """A third signal interrupted the goodbye to rank 1, which then took rank 0 for lost."""
+def test_server_of_rank_0_stops_all_ranks(tmp_path):
+    """In a terminal, Ctrl-C reaches all. A third one interrupted the goodbye to rank 1, which then
+    took rank 0 for lost."""
     with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0") as pair:
         address = pair.says(0, r"at http://(\S+)/v1; .*rank 0 of 2 by ring")[1]
         pair.says(1, "follows rank 0")
-        host, port = address.split(":")
-        body = json.dumps(
-            {"prompt": "Count from 3 to 9.", "max_tokens": 8, "temperature": 0}
-        ).encode()
-        with socket.create_connection((host, int(port)), 30) as line:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
-            line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            assert line.recv(4096).startswith(b"HTTP/1.1 200")
-        for process in (
-            reversed(pair.processes.values()) if by == signal.SIGINT else [pair.processes[0]]
-        ):
-            process.send_signal(by)  # in a terminal, Ctrl-C reaches all
-        if many:
-            hail(pair.processes[0], by)
+        body = json.dumps({"prompt": "Count.", "max_tokens": 8}).encode()
+        asked = urllib.request.Request(
+            f"http://{address}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            assert answer.status == 200
+        for process in reversed(pair.processes.values()):
+            process.send_signal(signal.SIGINT)
+        hail(pair.processes[0], signal.SIGINT)
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         assert "Traceback" not in pair.said(0) + pair.said(1)
 
@@ -863,19 +840,6 @@ def inside():
             yield enter
         finally:
             network.kill()
-
-
-def test_cut_connection_ends_every_process(tmp_path, inside):
-    """No word comes of it, and MLX would wait for ever."""
-    with Pair(tmp_path, RANK, "cut", inside=inside) as pair:
-        assert pair.codes() == [LOST, LOST], pair.said(0) + pair.said(1)
-        (results,) = pair.found()
-        assert len(results) == 4
-        for reason, error in results:
-            assert reason == "error" and re.search(r"rank 1 \(127.0.0.1:\d+\) is gone", error), (
-                error
-            )
-        assert re.search(r"rank 1 of 2: rank 0 \(.*\) is gone", pair.said(1))
 
 
 CUT = """
@@ -919,15 +883,6 @@ def test_rank_lost_while_loading(tmp_path):
         assert re.search(r"rank 0 of 2: rank 1 \(127.0.0.1:\d+\) is gone", pair.said(0))
 
 
-@pytest.mark.parametrize(("how", "victim"), [("stopped", 1), ("busy", 0)])
-def test_slow_rank_is_not_lost(tmp_path, how, victim):
-    """Stopped, such as by Ctrl-Z; or busy with something that lets no other thread of Python run:
-    it could not say that it lives. Either takes longer than a machine may be silent."""
-    with Pair(tmp_path, RANK, how, str(victim)) as pair:
-        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
-        assert pair.found() == [[["length", 12]] * 4]
-
-
 def test_missing_rank_is_named(tmp_path):
     """MLX waited for it without a word, and let no other thread of Python run."""
     with Pair(tmp_path, str(ROOT / "ask.py"), "Hello", only=(1,)) as pair:
@@ -949,11 +904,12 @@ def test_server_answers_while_ranks_meet(tmp_path):
         assert pair.codes() == [0]
 
 
-SHORT_OF_TIME = """
+OTHER_KEYS = """
 import os, sys, time
 from distributed import rendezvous
 rendezvous.MEET_S = 1.0
 hosts, rank = os.environ["MLX_HOSTFILE"], os.environ["MLX_RANK"]
+os.environ["NANOBATCH_RING_KEY"] = rank
 meets = rendezvous.meet
 
 def together(*given):
@@ -962,74 +918,24 @@ def together(*given):
         time.sleep(0.01)
     return meets(*given)
 
-if sys.argv[1:] == ["other keys"]:
-    os.environ["NANOBATCH_RING_KEY"] = rank
-    rendezvous.meet = together  # one may come seconds after the other
+rendezvous.meet = together  # one may come seconds after the other
 sys.argv = ["ask.py", "Hello"]
 import ask
 sys.exit(ask.main())
 """
 
 
-@pytest.mark.parametrize("case", ["alone 0", "other keys"])
-def test_lonely_rank_ends_with_one_line(tmp_path, case):
-    """It waited for ever in MLX, and so did its door. With another word in NANOBATCH_RING_KEY it is
-    a stranger."""
-    only = (int(case[-1]),) if "alone" in case else (0, 1)
-    with Pair(tmp_path, "-c", SHORT_OF_TIME, case, only=only) as pair:
-        assert pair.codes() == [2] * len(only), [pair.said(rank) for rank in only]
-        for rank in only:
+def test_ranks_with_other_keys_end_with_one_line(tmp_path):
+    """They waited for ever in MLX."""
+    with Pair(tmp_path, "-c", OTHER_KEYS) as pair:
+        assert pair.codes() == [2, 2], pair.said(0) + pair.said(1)
+        for rank in (0, 1):
             first, last = pair.said(rank).splitlines()
             other = f"rank {1 - rank} ({pair.hosts[1 - rank]})"
             assert first == f"nanobatch: rank {rank} waits for {other}"
-            why = OTHERS if case == "other keys" else "Connection refused"
             assert last == (
-                f"nanobatch: rank {rank} waited for {other} in vain ({why}); start all ranks."
+                f"nanobatch: rank {rank} waited for {other} in vain ({OTHERS}); start all ranks."
             )
-
-
-class Strangers(ExitStack):
-    """Many who call at these addresses again and again, from before the ranks are there until this
-    block ends: browsers, port scans, and some who say nothing and stay."""
-
-    SAYS = (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 200, None)
-
-    def __init__(self, addresses: list[str]):
-        super().__init__()
-        self.calls = Counter()
-        self._over = threading.Event()
-        for address in addresses:
-            for says in self.SAYS:
-                thread = threading.Thread(target=self._call, args=(address, says), daemon=True)
-                thread.start()
-                self.callback(thread.join, 60)
-        self.callback(self._over.set)
-
-    def _call(self, address: str, says: bytes | None) -> None:
-        host, port = address.split(":")
-        silent = []
-        while not self._over.is_set():
-            with suppress(OSError):
-                line = socket.create_connection((host, int(port)), 5)
-                self.calls[address] += 1
-                if says is None:
-                    silent = [*silent[-100:], line]
-                else:
-                    line.sendall(says)
-                    line.close()
-            time.sleep(0.001)
-
-
-def test_ranks_meet_despite_strangers(tmp_path):
-    """One connection to the leader's port, of a port scan or a browser, was its neighbour for MLX:
-    then the ranks never met."""
-    ask = [str(ROOT / "ask.py"), "What is 17 + 6?"]
-    with Pair(tmp_path, *ask, only=(0,)) as pair, Strangers(pair.hosts) as strangers:
-        wait_for(lambda: strangers.calls[pair.hosts[0]] >= 200)  # they have come first
-        pair.start(1)
-        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
-        assert "23" in pair.said(0)
-        assert min(strangers.calls[host] for host in pair.hosts) > 0
 
 
 RING_OF_STRANGERS = """

@@ -40,8 +40,3 @@ def test_links_of_annotated_pages_lead_somewhere():
     there = set(re.findall(r'^  \["(\w+)", "', details, re.MULTILINE))
     assert len(there) == 5 and moments - {""} <= there
     assert 'id="Scheduler.plan"' in PAGES["sched.html"]
-
-
-def test_annotated_pages_are_published():
-    workflow = (ROOT / ".github" / "workflows" / "page.yml").read_text()
-    assert workflow.index("docs/make/annotated.py") < workflow.index("upload-pages-artifact")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quick import QUICK
-from source import PACKAGES, code_tokens, lines_of_code
+from source import PACKAGES, code_tokens
 
 from models.memory import CORE, sources
 
@@ -417,37 +417,6 @@ def test_screen_uses_engine_methods_only():
     assert len(screen) > 30
     offenders = [line for name in screen for line in assigned(name, source(name))]
     assert not offenders, report(offenders)
-
-
-# --- the tests of these tests -------------------------------------------------------------------
-
-
-def test_a_line_of_code_is_no_prose():
-    text = '"""A docstring\n\nof three lines."""\n\n# a comment\nx = """a text\nof two lines"""  # and a comment\n'
-    assert lines_of_code(text) == 2
-    assert lines_of_code('def f(\n    x,\n):\n    """Says."""\n\n    return x\n') == 4
-
-
-def test_an_import_is_found_wherever_it_stands():
-    text = """
-import json, mlx.core as mx
-from text import tokenizer as text
-from kernels import mlx as device
-from models.ops import silu
-if json:
-    import kv
-class A:
-    def f(self):
-        with open("x"):
-            from nanobatch import Engine
-"""
-    outside = "json mlx kernels/mlx text/tokenizer models/ops kv"
-    outside = {Import(module, False) for module in outside.split()}
-    assert imports("tui", text) == {*outside, Import("nanobatch", True)}
-    assert imports("models/load", "from .config import Config\nfrom .ops import silu") == {
-        Import("models/config", False),
-        Import("models/ops", False),
-    }
 
 
 def test_quick_covers_every_package():

@@ -32,3 +32,9 @@ def test_pictures_are_made_by_programs():
     assert shown <= made | plots, shown - made - plots
     assert there == {path for path in made | plots if path.exists()}, "nobody makes this one"
     assert made == {path for path in made if path.exists()}
+
+
+def test_screen_is_drawn(tmp_path):
+    """The program called a function of tui.py that had been renamed."""
+    assert pictures.main(["screen", "--out", str(tmp_path)]) == 0
+    assert "prefill" in (tmp_path / "screen.svg").read_text()

@@ -290,6 +290,7 @@ static int is_over(void) { return planted && (differ || wrong || unlike || off);
 
 static void *student(void *seed) {
   unsigned state = *(unsigned *)seed * 2654435761u;
+  int is_short = rounds < 10; /* for a sanitizer */
   for (int i = 0; i < rounds && !is_over(); i++)
     for (int turned = 0; turned < 2; turned++) {
       draw_and_examine(&state, 40, 70, 150, turned);
@@ -299,14 +300,15 @@ static void *student(void *seed) {
       draw_and_examine_packed(&state, between(&state, 1, 14), 700, 300); /* computed in shares */
     }
   for (int form = SOFTMAX; form <= CAP && !is_over(); form++) {
-    for (int N = 1; N < 40; N++) examine_operation(&state, form, between(&state, 1, 5), N);
-    examine_operation(&state, form, 3, 5000);
+    for (int N = 1; N < 40; N += is_short ? 6 : 1) examine_operation(&state, form, between(&state, 1, 5), N);
+    examine_operation(&state, form, 3, is_short ? 500 : 5000);
     examine_operation(&state, form, 300, 300); /* computed in shares */
   }
-  for (int i = 0; i < 20 && !is_over(); i++) draw_and_examine_packed(&state, between(&state, 1, 150), 30, 3000); /* cut along K */
+  for (int i = 0; i < (is_short ? 2 : 20) && !is_over(); i++)
+    draw_and_examine_packed(&state, between(&state, 1, 150), 30, 3000); /* cut along K */
   for (int M = 1; M <= 3; M++) /* more groups than are made float32 at a time */
     for (int form = FOUR_BITS; form <= EIGHT_BITS && !is_over(); form++) examine_packed(&state, M, 9, 2560, form, 32, M - 1);
-  for (int M = 1; M <= 33 && !is_over(); M += 8) examine(&state, M, 400, 288, 0);
+  for (int M = 1; M <= 33 && !is_over(); M += is_short ? 32 : 8) examine(&state, M, 400, 288, 0);
   if (!is_over()) examine(&state, 130, 64, 70, 1); /* cut by rows */
   return NULL;
 }
@@ -322,5 +324,5 @@ int main(int count, char **arguments) {
   printf("%ld rows compared, %ld differ, %ld numbers wrong\n", (long)compared, (long)differ, (long)wrong);
   printf("%ld packed products compared, %ld numbers differ\n", (long)packed, (long)unlike);
   printf("%ld operations looked at, %ld numbers wrong\n", (long)operations, (long)off);
-  return differ || wrong || unlike || off || compared < 16 * rounds || packed < 11 * rounds || operations < 400;
+  return differ || wrong || unlike || off || compared < 16 * rounds || packed < 11 * rounds || operations < 100;
 }

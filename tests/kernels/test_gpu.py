@@ -21,7 +21,7 @@ import pytest
 from checkpoints import Reference, make_checkpoint
 from harness import random_asks, run_schedule
 from mlx_lm.models.cache import BatchKVCache, KVCache
-from parity import CONFIGS, LLAMA3, compare, whole
+from parity import CONFIGS, compare, whole
 
 import kv
 import llama
@@ -31,7 +31,7 @@ from kernels.mlx import mx
 from kv import Slab, Window
 from models import memory, ops
 from models.load import read_model
-from models.rope import AttentionType, rope_periods
+from models.rope import AttentionType
 from nanobatch import Engine, SamplingParams
 from policies import POLICIES
 from runner import Prefill
@@ -114,23 +114,6 @@ def test_half_and_packed_are_as_close_as_mlx_lm(weights, policy, tmp_path):
     assert np.mean(ours) < 1.1 * np.mean(peers), (np.mean(ours), np.mean(peers))
 
 
-def test_mx_fast_rope_only_where_it_is_right(tmp_path, monkeypatch):
-    """Some releases turned one token of each sequence by the first sequence's position."""
-    folder = make_checkpoint(tmp_path, rope_scaling={"rope_type": "llama3", **LLAMA3})
-    assert read_model(folder).kinds[0].periods is not None
-    right = mx.fast.rope
-
-    def wrong(x, *args, offset, **options):
-        return right(x, *args, offset=offset[:1] if x.shape[2] == 1 else offset, **options)
-
-    monkeypatch.setattr(mx.fast, "rope", wrong)
-    assert read_model(folder).kinds[0].periods is None
-    with Engine.load(
-        folder, dtype="float32", kv="float32", slots=4, max_len=256, chunk=32
-    ) as engine:
-        compare(engine, Reference(folder), 0, prompts=6)
-
-
 def two_pass(q, k, v, right) -> mx.array:
     """Wrong from 1,024 rows on with grouped heads, as on some chips."""
     is_wrong = k.shape[2] >= 1024 and q.shape[1] > k.shape[1]
@@ -185,17 +168,6 @@ def test_a_small_mac_is_not_filled(monkeypatch):
     sizes = memory.fit(shape, 2, device.free_memory())
     assert sizes[:3] == (8, 1024, 512)
     assert memory.slab_nbytes(*memory.slab_shape(shape, *sizes[:3]), 2) < whole / 5
-
-
-def test_rotary_positions_that_are_nan_are_found_at_load(monkeypatch):
-    monkeypatch.setattr(mx.fast, "rope", lambda x, *args, **options: x * float("nan"))
-    assert rope_periods(10_000.0 ** (-mx.arange(0, 16, 2) / 16), mx.float32) is None
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_the_trial_passes_where_mlx_is_right(dtype):
-    for Dh in (8, 64, 128):
-        assert rope_periods(10_000.0 ** (-mx.arange(0, Dh, 2) / Dh), dtype) is not None
 
 
 # --- the form -----------------------------------------------------------------------------------
@@ -353,25 +325,16 @@ def test_attention_copies_no_slab(monkeypatch):
     slab = Slab(1, 8, 2, 256, 16, mx.float32)
     slots, starts = [0, 1, 3, 7], [5, 200, 100, 64]
     window = Window(slab, slots, starts, 1)
-    assert [(group.slots, group.T) for group in window.groups] == [
-        (slice(0, 2), 224),
-        (slice(3, 4), 101),
-        (slice(7, 8), 65),
-    ]
+    groups = [(group.slots, group.T) for group in window.groups]
+    assert groups == [(slice(0, 2), 224), (slice(3, 4), 101), (slice(7, 8), 65)]
     new = mx.arange(4 * 2 * 16).reshape(4, 2, 16) + 1.0
     window.write(0, new, -new)
-    sequences = iter(zip(starts, np.array(new), strict=True))
-    for group in window.groups:
-        k, v = (np.array(x) for x in window.read(0, group))
-        mask = np.array(llama.seen(group.positions, group.T, None))
-        assert mask.shape == (group.B, 1, 1, group.T)
-        for row in range(group.B):
-            start, written = next(sequences)
-            assert np.array_equal(k[row, :, start], written) and np.array_equal(
-                v[row, :, start], -written
-            )
-            seen = mask[row].all(0)[0]
-            assert seen.sum() == start + 1 and seen[: start + 1].all()
+    read = [window.read(0, group) for group in window.groups]
+    keys = [k[row] for k, _ in read for row in range(len(k))]
+    values = [v[row] for _, v in read for row in range(len(v))]
+    for row, start in enumerate(starts):
+        assert mx.array_equal(keys[row][:, start], new[row])
+        assert mx.array_equal(values[row][:, start], -new[row])
     assert np.count_nonzero(np.array(slab.arrays[0])) == 2 * new.size, "another row was written"
 
 
@@ -441,13 +404,13 @@ def test_buffers_of_many_shapes_do_not_pile_up(tmp_path):
     dice = random.Random(1)
     held = []
     with Engine.load(folder, slots=4, max_len=512, chunk=64) as engine:
-        while engine.steps < 1_000:
+        while engine.steps < 500:
             if not engine.has_work:
                 for _ in range(4):
                     prompt = [dice.randrange(1, 200) for _ in range(dice.randint(3, 300))]
                     tokens = dice.randint(5, 200)
                     engine.submit(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
             engine.step()
-            if engine.steps % 250 == 0:
+            if engine.steps % 125 == 0:
                 held.append(mx.get_cache_memory())
     assert len(held) >= 4 and held[-1] < 1.25 * held[2], held  # it levels off

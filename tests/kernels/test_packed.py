@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
+from gguf_models import make_pair
 from parity import CONFIGS, seed_of, whole
 from processes import python
 
@@ -45,64 +46,6 @@ def of_16_bits(seed: int, shape: tuple, dtype: str, factor: float = 1) -> Matrix
     return Matrix(weight, None, scales, bits=16, group=shape[-1])
 
 
-def widened(matrix: Matrix) -> mx.array:
-    """The float32 numbers, as they are made where nothing stays packed."""
-    if matrix.offsets is None:
-        return matrix.weight.astype(mx.float32) * matrix.scales
-    if matrix.claim:
-        return matrix.embed(mx.arange(len(matrix.scales)))
-    scales, offsets = matrix.scales.astype(mx.float32), matrix.offsets.astype(mx.float32)
-    return mx.dequantize(matrix.weight, scales, offsets, matrix.group, matrix.bits)
-
-
-# --- the same bits ------------------------------------------------------------------------------
-
-KINDS = {
-    **{
-        f"{bits} bits in groups of {group}, scales of {scales}": (bits, group, scales)
-        for bits, group, scales in [
-            (4, 32, "float16"),
-            (4, 64, "bfloat16"),
-            (4, 128, "float32"),
-            (8, 32, "float32"),
-            (8, 64, "float16"),
-            (8, 128, "bfloat16"),
-            (2, 64, "float16"),
-            (3, 64, "bfloat16"),
-            (5, 128, "float32"),
-            (6, 32, "float16"),
-        ]
-    },
-    "float16": (16, 0, "float16"),
-    "bfloat16": (16, 0, "bfloat16"),
-}
-# Real sizes: the sum is cut along K; a share ends inside a tile, and blocks lie across shares
-SIZES = [(100, 8192), (1030, 2048), (2500, 256), (17, 3200)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_product_has_the_widened_bits(kind):
-    """One row, few, more than one strip, and as many as a prompt has; two matrices as one."""
-    bits, group, dtype = KINDS[kind]
-    for seed, (N, K) in enumerate(SIZES):
-        if bits == 16:
-            K -= 5  # no multiple of any vector
-            parts = [
-                of_16_bits(seed, (N, K), dtype),
-                of_16_bits(seed + 9, (7, K), dtype, factor=0.3),
-            ]
-        else:
-            parts = [quantized(seed + n, (N + n, K), bits, group, dtype) for n in (0, 9)]
-        matrix = packed(joined(parts))
-        wide = mx.concatenate([widened(part) for part in parts])
-        assert mx.array_equal(widened(matrix), wide)
-        for count in (1, 2, 7, 13, 200):
-            x = normal(count, count, K)
-            assert mx.array_equal(matrix(x), x @ wide.T), (N, K, count)
-        ids = mx.array([[0, N], [N + 3, 1]])
-        assert mx.array_equal(matrix.embed(ids), wide[ids])
-
-
 def of_bytes(seed: int, shape: tuple, bits: int, group: int) -> Matrix:
     """As K-quants of GGUF are: a scale is a byte times a float16 number for 256 weights."""
     rng = np.random.default_rng(seed)
@@ -118,25 +61,81 @@ def of_bytes(seed: int, shape: tuple, bits: int, group: int) -> Matrix:
     return Matrix(mx.array(weight), None, factors(), factors(), bits, group)
 
 
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 32), (8, 16)])
-def test_scales_of_bytes_give_the_bits_of_the_widened_weights(bits, group):
-    """Of one product and of each expert's; the sum is cut along K; an odd number of 256 weights."""
-    for seed, (N, K) in enumerate([(100, 8192), (35, 2304), (17, 256)]):
-        parts = [of_bytes(seed + n, (N + n, K), bits, group) for n in (0, 9)]
+def spread(part: Matrix) -> list[mx.array]:
+    """Scales and offsets as float32 numbers, one byte after the other."""
+    found = []
+    for factors in (part.scales, part.offsets):
+        data = np.array(factors)
+        groups = part.weight.shape[-1] * 32 // part.bits // part.group
+        sizes = np.ascontiguousarray(data[..., groups:]).view(np.float16).astype(np.float32)
+        numbers = data[..., :groups].astype(np.float32) - 128
+        found.append(mx.array(numbers * sizes.repeat(256 // part.group, axis=-1)))
+    return found
+
+
+def widened(matrix: Matrix) -> mx.array:
+    """The float32 numbers, as they are made where nothing stays packed."""
+    if matrix.offsets is None:
+        return matrix.weight.astype(mx.float32) * matrix.scales
+    if matrix.claim:
+        return matrix.embed(mx.arange(len(matrix.scales)))
+    if matrix.scales.dtype == mx.uint8:
+        factors = spread(matrix)
+    else:
+        factors = [matrix.scales.astype(mx.float32), matrix.offsets.astype(mx.float32)]
+    return dequantized(matrix.weight, *factors, matrix.group, matrix.bits)
+
+
+# --- the same bits ------------------------------------------------------------------------------
+
+QUANTIZED = [
+    (4, 32, "float16"),
+    (4, 64, "bfloat16"),
+    (4, 128, "float32"),
+    (8, 32, "float32"),
+    (8, 64, "float16"),
+    (8, 128, "bfloat16"),
+    (2, 64, "float16"),
+    (3, 64, "bfloat16"),
+    (5, 128, "float32"),
+    (6, 32, "float16"),
+]
+KINDS = [(quantized, *each) for each in QUANTIZED]
+KINDS += [(of_bytes, 4, 32), (of_bytes, 8, 32), (of_bytes, 8, 16)]
+KINDS += [(of_16_bits, "float16"), (of_16_bits, "bfloat16", 0.3)]
+EACH_KIND = pytest.mark.parametrize(
+    ("make", "how"),
+    [pytest.param(make, how, id=f"{make.__name__}-{how}") for make, *how in KINDS],
+)
+# Real sizes: the sum is cut along K; a share ends inside a tile, and blocks lie across shares; an
+# odd number of 256 weights
+SIZES = [(100, 8192), (1030, 2048), (2500, 256), (35, 2304)]
+
+
+@EACH_KIND
+def test_packed_product_has_the_widened_bits(make, how):
+    """One row, few, more than one strip, and as many as a prompt has; two matrices as one."""
+    for seed, (N, K) in enumerate(SIZES):
+        K -= 5 * (make is of_16_bits)  # no multiple of any vector
+        parts = [make(seed + n, (N + n, K), *how) for n in (0, 9)]
         matrix = packed(joined(parts))
-        wide = mx.concatenate(
-            [dequantized(part.weight, *spread(part), group, bits) for part in parts]
-        )
-        assert mx.array_equal(matrix.embed(mx.arange(len(wide))), wide)
-        assert matrix.size == wide.size
-        for count in (1, 7, 200):
+        wide = mx.concatenate([widened(part) for part in parts])
+        assert matrix.size == wide.size and mx.array_equal(widened(matrix), wide)
+        for count in (1, 7, 13, 200):
             x = normal(count, count, K)
             assert mx.array_equal(matrix(x), x @ wide.T), (N, K, count)
-    part = of_bytes(3, (5, 70, 512), bits, group)
+        ids = mx.array([[0, N], [N + 3, 1]])
+        assert mx.array_equal(matrix.embed(ids), wide[ids])
+
+
+@EACH_KIND
+def test_packed_experts_have_the_widened_bits(make, how):
+    part = make(3, (5, 70, 512), *how)
     x = normal(1, 9, 1, 1, 512)
     chosen = mx.array(np.random.default_rng(0).integers(0, 5, (9, 3)))
-    wide = Matrix(dequantized(part.weight, *spread(part), group, bits))
-    assert mx.array_equal(packed(part)(x, chosen), wide(x, chosen))
+    stack = packed(part)
+    assert stack.weight.shape[:2] == (5, 70)
+    assert mx.array_equal(stack(x, chosen), Matrix(widened(part))(x, chosen))
 
 
 def rounded_product(x: np.ndarray, part: Matrix) -> np.ndarray:
@@ -181,32 +180,7 @@ def test_int8_activations_want_packed_weights(tmp_path):
         Engine.load(folder, activations=8)
 
 
-def spread(part: Matrix) -> list[mx.array]:
-    """Scales and offsets as float32 numbers, one byte after the other."""
-    found = []
-    for factors in (part.scales, part.offsets):
-        data = np.array(factors)
-        groups = part.weight.shape[-1] * 32 // part.bits // part.group
-        sizes = np.ascontiguousarray(data[..., groups:]).view(np.float16).astype(np.float32)
-        numbers = data[..., :groups].astype(np.float32) - 128
-        found.append(mx.array(numbers * sizes.repeat(256 // part.group, axis=-1)))
-    return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_experts_have_the_widened_bits(kind):
-    bits, group, dtype = KINDS[kind]
-    shape, x = (5, 70, 512), normal(1, 9, 1, 1, 512)
-    make = quantized if bits < 16 else of_16_bits
-    part = make(3, shape, *((bits, group, dtype) if bits < 16 else (dtype,)))
-    chosen = mx.array(np.random.default_rng(0).integers(0, 5, (9, 3)))
-    wide = Matrix(widened(part))
-    stack = packed(part)
-    assert stack.weight.shape[:2] == (5, 70)
-    assert mx.array_equal(stack(x, chosen), wide(x, chosen))
-
-
-WAYS = ("as it is", "float16", "bfloat16")
+PRECISIONS = ("as it is", "float16", "bfloat16")
 
 
 def lean(name: str, way: str) -> dict:
@@ -220,7 +194,7 @@ def test_every_family_has_the_widened_bits(name, tmp_path):
     """Factors that are folded into weights, tied heads, biases, fused projections, windows, experts,
     norms that add 1, each matrix packed in its own way: one pass over a prompt, and single rows."""
     seed = seed_of(name)
-    way = WAYS[seed % 3] if "quantize" in CONFIGS[name] else WAYS[1 + seed % 2]
+    way = PRECISIONS[seed % 3] if "quantize" in CONFIGS[name] else PRECISIONS[1 + seed % 2]
     folder = make_checkpoint(tmp_path, seed=seed, **lean(name, way))
     narrow, wide = read_model(folder), read_model(folder, "float32")
     assert is_batch_invariant(narrow) and is_batch_invariant(wide)
@@ -240,30 +214,40 @@ def claimants(model) -> list:
     return [part for _, part in found if isinstance(part, Matrix) and part.claim]
 
 
-@pytest.mark.parametrize("way", ["4 bits", "8 bits, scales of float32", "bfloat16"])
-@pytest.mark.parametrize("size", [2, 3, 4])
+WAYS = ("4 bits", "8 bits, scales of float32", "bfloat16")
+CUTS = [(way, size) for way in WAYS for size in (2, 3, 4)]
+CUTS += [(way, size) for way in ("Q5_0", "Q4_K", "Q6_K") for size in (2, 4)]
+
+
+@pytest.mark.parametrize(("way", "size"), CUTS)
 def test_shard_has_the_widened_bits(tmp_path, way, size):
-    """With 3 and 4 ranks `o` and `down` are cut inside a group: there the share is unpacked."""
+    """With 3 and 4 ranks `o` and `down` are cut inside a group: there the share is unpacked. Scales
+    that are bytes are widened where a rank has a part of each row."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "attention_bias": True}
-    if way == "bfloat16":
-        changes["dtype"] = mx.bfloat16
+    if way.startswith("Q"):
+        lean, folder = make_pair(tmp_path, way, num_hidden_layers=1, hidden_size=512)
+    elif way == "bfloat16":
+        lean = folder = make_checkpoint(tmp_path, dtype=mx.bfloat16, **changes)
     else:
         changes["dtype"] = mx.float32 if "float32" in way else mx.float16
         changes["quantize"] = lambda module: (int(way[0]), 64)
-    folder = make_checkpoint(tmp_path, **changes)
-    x, seen = normal(2, 5, 128), set()
+        lean = folder = make_checkpoint(tmp_path, **changes)
+    seen = set()
     for rank in range(size):
-        both = [ModelReader(folder, form, Ranks(rank, size)) for form in ("auto", "float32")]
-        narrow, wide = (reader.read().layers[0] for reader in both)
-        assert mx.array_equal(narrow.qkv(x), wide.qkv(x))
+        ranks = Ranks(rank, size)
+        narrow = ModelReader(lean, ranks=ranks).read().layers[0]
+        wide = ModelReader(folder, "float32", ranks).read().layers[0]
         (narrow_mlp, *_), (wide_mlp, *_) = narrow.mlp.steps, wide.mlp.steps
-        assert mx.array_equal(narrow_mlp.gate_up(x), wide_mlp.gate_up(x))
-        outs = (narrow.out.steps[0], wide.out.steps[0])
-        for part, right in (outs, (narrow_mlp.down, wide_mlp.down)):
+        for part, right in (
+            (narrow.qkv, wide.qkv),
+            (narrow_mlp.gate_up, wide_mlp.gate_up),
+            (narrow.out.steps[0], wide.out.steps[0]),
+            (narrow_mlp.down, wide_mlp.down),
+        ):
             seen.add(part.claim is not None)
-            some = normal(rank, 4, right.weight.shape[1])
-            assert mx.array_equal(part(some), right(some))
-    assert True in seen and (False in seen) == (way != "bfloat16" and size > 2)
+            x = normal(rank, 5, right.weight.shape[1])
+            assert mx.array_equal(part(x), right(x))
+    assert True in seen and (False in seen) == ("bits" in way and size > 2)
 
 
 # --- the way in ---------------------------------------------------------------------------------
@@ -299,28 +283,6 @@ def test_lazy_product_holds_the_matrix():
         others = [mx.random.normal((300, 512)) for _ in range(4)]
         mx.eval(others)
         assert np.array_equal(np.array(later), right)
-
-
-def test_freed_packed_memory_is_reusable():
-    """Addresses come again at once: an allocator gives back what was freed last."""
-    again = 0
-    x = normal(1, 2, 256)
-    before: set[int] = set()
-    for seed in range(60):
-        matrix = packed(quantized(seed, (40, 256), 8, 64))
-        before.add(address(matrix.weight) - matmul_library.LINE)
-        mx.eval(matrix(x))
-        del matrix
-        # As long as the packed one was, and so perhaps at its place
-        for width in (256, 64, 66):
-            w = mx.random.normal((44, width)) + 0
-            mx.eval(w)
-            start = address(w)
-            again += any(0 <= start - at < 64 or 0 <= at - start < 64 for at in before)
-            some = x[:, :width]
-            right = np.array(some, np.float64) @ np.array(w, np.float64).T
-            assert np.allclose(np.array(some @ w.T), right, atol=1e-3)
-    assert len(before) >= 1
 
 
 def test_wrong_shape_ends_the_process():

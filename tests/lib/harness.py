@@ -18,6 +18,11 @@ from runtime import deferred_interrupt, loop, request_registry, snapshot
 from runtime import handle as handle_file
 
 
+def exactly(tokens: int | None, **more) -> SamplingParams:
+    """Answers of this length: no token of the model's ends them."""
+    return SamplingParams(max_tokens=tokens, ignore_eos=True, **more)
+
+
 class Tap:
     """Record the logits that each token was sampled from: `logits[request id, index]`, (V,)."""
 

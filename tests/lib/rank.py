@@ -1,14 +1,12 @@
-"""What a rank of the tests does in a process of its own: `python rank.py answers ROUNDS FOLDER ...`,
-`python rank.py FAULT` or `python rank.py DELAY RANK`.
+"""What a rank of the tests does in a process of its own: `python rank.py answers ROUNDS FOLDER ...`
+or `python rank.py FAULT`.
 
 Rank 0 prints what came of it as JSON.
 """
 
-import ctypes
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,12 +22,10 @@ from kernels import mlx  # noqa: F401  first, as in a program of ours
 import numpy as np
 from harness import Tap, check, random_asks, run_schedule
 
-from distributed import channel
 from models.load import ModelReader
 from nanobatch import POLICIES, Engine, SamplingParams
 from sched import Request
 
-channel.SILENCE_S = 2  # while one is silent, the other waits inside MLX, with all of a processor
 SIZES = {"slots": 3, "max_len": 192, "chunk": 32, "speculate": 2}
 OPENING = list(range(40, 110))  # longer than two chunks
 SETTINGS = [
@@ -119,9 +115,6 @@ def fail(fault: str) -> None:
         if len(calls) == 6 and is_there:
             if fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if fault == "cut":
-                subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
-                return begin(order)
             raise OverflowError("planted")
         return begin(order)
 
@@ -158,35 +151,10 @@ def kill_in_load() -> None:
     Engine.load("demo", slots=2, max_len=1024)
 
 
-def delay(how: str, victim: int) -> None:
-    """In the sixth step one of the ranks does nothing for longer than a machine may be silent."""
-    with Engine.load("demo", slots=2, max_len=256) as engine:
-        begin, calls = engine.runner.begin, []
-
-        def late(order):
-            calls.append(order)
-            if len(calls) == 6 and engine.ranks.rank == victim:
-                if how == "stopped":
-                    subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                else:
-                    ctypes.PyDLL(None).sleep(3)  # no other thread of Python runs meanwhile
-            return begin(order)
-
-        engine.runner.begin = late
-        if engine.ranks.rank:
-            sys.exit(engine.follow())
-        sampling = SamplingParams(max_tokens=12, ignore_eos=True)
-        results = engine.generate(["Tell me a story."] * 4, sampling)
-        print(json.dumps([[r.finish_reason, len(r.tokens)] for r in results]), flush=True)
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "answers":
         answer(int(sys.argv[2]), sys.argv[3:])
     elif sys.argv[1] == "killed in load":
         kill_in_load()
-    elif sys.argv[2:]:
-        delay(sys.argv[1], int(sys.argv[2]))
     else:
         fail(sys.argv[1])

@@ -9,7 +9,6 @@ from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 from word_engine import Clock, word_engine
 
 from nanobatch import Engine
@@ -24,9 +23,7 @@ from screen.state import State
 from screen.workload import Settings
 from tui import Screen
 
-SIZES = ((80, 24), (120, 40), (200, 50))
 GOLDEN = Path(__file__).parents[1] / "screen" / "golden"
-at_every_size = pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 
 
 class Stage:

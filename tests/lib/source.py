@@ -1,9 +1,8 @@
-"""Source code as text: what a file defines, and how many tokens and lines of code it has."""
+"""Source code as text: what a file defines, and its tokens and lines of code."""
 
 import ast
 import io
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,14 +56,6 @@ def opens(token: tokenize.TokenInfo) -> int:
     """1 for the start of an f-string, -1 for its end."""
     kind = tokenize.tok_name[token.type]
     return kind.endswith("STRING_START") - kind.endswith("STRING_END")
-
-
-def tokens_by_line(text: str) -> Counter[int]:
-    """How many tokens begin in each line of code.
-
-    Lines can be made longer, and then there are fewer of them. Tokens cannot be hidden.
-    """
-    return Counter(token.start[0] for token in code_tokens(text))
 
 
 def lines_of_code(text: str) -> int:

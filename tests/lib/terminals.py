@@ -29,8 +29,8 @@ OTHER = re.compile(
 
 
 class Terminal:
-    """A program in a terminal of this size, and its picture. `spoiled`: lines of Python that run in
-    it before its `main`."""
+    """A program in a terminal of this size, and its picture. `spoiled`: lines of Python that run
+    before the `main` of the screen."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class Terminal:
         size: tuple[int, int] = (100, 30),
         environment: Mapping[str, str] | None = None,
         spoiled: str = "",
+        program: str = "tui.py",
         **how,
     ):
         self.width, self.height = size
@@ -47,7 +48,7 @@ class Terminal:
         self.slave = slave
         ours = {"TERM": "xterm-256color", "COLORTERM": "truecolor", "NANOBATCH_HISTORY": "off"}
         env = os.environ | ours | (environment or {})
-        command = [sys.executable, str(ROOT / "tui.py"), *arguments]
+        command = [sys.executable, str(ROOT / program), *arguments]
         if spoiled:
             code = f"import sys, tui\nfrom runtime import cli\n{spoiled}\ncli.run(tui.main)"
             env["PYTHONPATH"] = str(ROOT)

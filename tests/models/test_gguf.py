@@ -12,9 +12,7 @@ import pytest
 from gguf_models import FAMILIES, make_pair
 from parity import whole
 
-from distributed.group import Ranks
 from kernels import mlx as device
-from kernels.mlx import mx
 from models import model_finder
 from models.config import read_config
 from models.forward_cost import nbytes_of
@@ -75,27 +73,6 @@ def test_mlxs_own_products_come_near(kind, tmp_path):
     assert nbytes_of(ours) == reader.nbytes
     right = whole(read_model(wide, "float32"), PROMPT)
     assert np.abs(whole(ours, PROMPT) - right).max() < 0.02 * np.abs(right).max()
-
-
-@pytest.mark.parametrize("kind", ["Q5_0", "Q4_K", "Q6_K"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_rank_has_its_share_of_the_bits(kind, size, tmp_path):
-    """Scales that are bytes are widened where a rank has a part of each row."""
-    file, wide = make_pair(tmp_path, kind, num_hidden_layers=1, hidden_size=512)
-    x = mx.array(np.random.default_rng(1).standard_normal((5, 512), dtype=np.float32))
-    for rank in range(size):
-        readers = (
-            ModelReader(file, ranks=Ranks(rank, size)),
-            ModelReader(wide, "float32", Ranks(rank, size)),
-        )
-        ours, right = (reader.read().layers[0] for reader in readers)
-        assert mx.array_equal(ours.qkv(x), right.qkv(x))
-        out, whole_out = ours.out.steps[0], right.out.steps[0]
-        some = x[:, : whole_out.weight.shape[1]]
-        assert mx.array_equal(out(some), whole_out(some))
-        down, whole_down = ours.mlp.steps[0].down, right.mlp.steps[0].down
-        some = x[:, : whole_down.weight.shape[1]]
-        assert mx.array_equal(down(some), whole_down(some))
 
 
 def test_frequencies_of_llama_3_come_from_their_tensor(tmp_path):
@@ -165,24 +142,17 @@ def gguf_bytes(fields=(), tensors=(), data: int = 256, version: int = 3, counts=
 HUGE = 2**63 + 1
 BROKEN = {
     "empty": (b"", "not a GGUF file"),
-    "only its first word": (b"GGUF", "broken header"),
     "something else": (b"PK\3\4" * 99, "not a GGUF file"),
-    "a Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "a page": (b"<!DOCTYPE html><html>", "HTML page"),
     "big-endian": (b"GGUF\0\0\0\3" + bytes(99), "big-endian"),
-    "version 1": (gguf_bytes(version=1), "version 1"),
     "version 99": (gguf_bytes(version=99), "version 99", "2 and 3"),
     "too many tensors": (gguf_bytes(counts=(HUGE, 0)), "broken header"),
-    "too many fields": (gguf_bytes(counts=(0, HUGE)), "broken header"),
     "a long name": (gguf_bytes([struct.pack("<Q", HUGE)]), "broken header"),
-    "a long list of numbers": (gguf_bytes([field("a", 9, array(0, HUGE))]), "broken header"),
     "a long list of texts": (gguf_bytes([field("a", 9, array(8, HUGE))]), "broken header"),
     "a list of lists": (gguf_bytes([field("a", 9, array(9, 1, array(0, 0)))]), "type 9"),
-    "an unknown type of field": (gguf_bytes([field("a", 77, b"")]), "type 77"),
     "a field twice": (gguf_bytes([field("a", 0, b"\1")] * 2), "'a' twice"),
     "a name that is no text": (gguf_bytes([field(b"\xff", 0, b"\1")]), "broken header"),
     "no dimensions": (gguf_bytes(tensors=[tensor(shape=())]), "0 dimensions"),
-    "nine dimensions": (gguf_bytes(tensors=[tensor(shape=(1,) * 9)]), "9 dimensions"),
     "an empty tensor": (gguf_bytes(tensors=[tensor(shape=(32, 0))]), "of the shape (0, 32)"),
     "a tensor of 2^248 numbers": (gguf_bytes(tensors=[tensor(shape=(2**62,) * 4)]), "cut off"),
     "half a block": (gguf_bytes(tensors=[tensor(shape=(48,), kind=8)]), "no Q8_0", "(48,)"),
@@ -191,9 +161,7 @@ BROKEN = {
     "a tensor twice": (gguf_bytes(tensors=[tensor(), tensor(offset=128)]), "there twice"),
     "overlapping": (gguf_bytes(tensors=[tensor("a"), tensor("b", offset=96)]), "'b' begins"),
     "unaligned": (gguf_bytes(tensors=[tensor(offset=4)]), "'a' begins at"),
-    "far away": (gguf_bytes(tensors=[tensor(offset=2**62)]), "cut off"),
     "an odd alignment": (gguf_bytes([field("general.alignment", 4, b"\3\0\0\0")]), "power of two"),
-    "no alignment": (gguf_bytes([field("general.alignment", 8, text("32"))]), "power of two"),
     "no architecture": (gguf_bytes(tensors=[tensor()]), "None", "llama, qwen2"),
 }
 
@@ -265,23 +233,17 @@ def test_a_spoilt_header_is_refused_or_read_and_never_anything_else(tmp_path, wh
 
 UNFIT = {
     "a tensor is missing": ({}, without(Q), f"lacks the tensor {Q}"),
-    "no embedding": ({}, without("token_embd.weight"), "lacks the tensor token_embd.weight"),
     "a wrong shape": ({}, cut(Q), Q, "(128, 256)", "(256, 256)"),
     "a norm's wrong shape": ({}, cut("output_norm.weight"), "(128,)", "(256,)"),
     "NaN": ({}, filled(Q, np.nan), "blk.0.attn_q.scales holds NaN"),
-    "infinity": ({}, filled(Q, np.inf), "blk.0.attn_q.scales holds NaN or infinity"),
     "zeros": ({}, filled(Q, 0), "blk.0.attn_q.scales is all zeros"),
     "another architecture": ({"general.architecture": "mamba"}, None, "'mamba'", "llama, qwen2"),
-    "a list of architectures": ({"general.architecture": ["llama"]}, None, "llama, qwen2"),
     "a list of pre-tokenizers": ({f"{T}pre": ["qwen2"]}, None, "qwen2"),
     "parts in words": ({"split.count": "two"}, None, "-00001-of-"),
     "merges that are numbers": ({f"{T}merges": [1, 2]}, None, "not a tokenizer"),
     "no number of layers": ({"llama.block_count": None}, None, "lacks the field llama.block_count"),
     "too many layers": ({"llama.block_count": 10**6}, None, "lacks the tensor blk.999999"),
-    "layers in words": ({"llama.block_count": "two"}, None, "num_hidden_layers", "'two'"),
-    "no heads": ({"llama.attention.head_count": 0}, None, "0"),
     "heads that differ": ({"llama.attention.head_count_kv": [1, 2]}, None, "[1, 2]", "one number"),
-    "another number of heads": ({"llama.attention.head_count": 8}, None, Q),
     "experts": ({"llama.expert_count": 8}, None, "llama.expert_count = 8"),
     "a part of a head turns": ({"llama.rope.dimension_count": 16}, None, "dimension_count = 16"),
     "an unknown rope": ({"llama.rope.scaling.type": "new"}, None, "rope type = 'new'"),
@@ -291,11 +253,9 @@ UNFIT = {
         "factor",
         "'two'",
     ),
-    "a part of a model": ({"split.count": 2}, None, "-00001-of-"),
     "another tokenizer": ({f"{T}model": "bert"}, None, "'bert'", "gpt2, llama"),
     "an unknown pre-tokenizer": ({f"{T}pre": "tekken"}, None, "'tekken'", "qwen2"),
     "no tokens": ({f"{T}tokens": None}, None, f"{T}tokens"),
-    "tokens that are numbers": ({f"{T}tokens": [1, 2]}, None, f"{T}tokens"),
     "too many tokens": ({f"{T}tokens": list("abcd"), f"{T}token_type": [1]}, None, "token_type"),
     "no scores": ({f"{T}model": "llama"}, None, f"{T}scores"),
     "merges of nothing": ({f"{T}merges": ["xyz qrs"]}, None, "not a tokenizer"),

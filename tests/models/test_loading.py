@@ -9,7 +9,6 @@ import shutil
 import struct
 import threading
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,13 +18,12 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from kernels import mlx as device
 from kernels.mlx import mx
 from models import config as configs
-from models import families, weights
+from models import families
 from models.families import FAMILIES
 from models.load import ModelReader, read_model
 from models.memory import slab_of
-from nanobatch import Engine, SamplingParams, Tokenizer
+from nanobatch import Engine, Tokenizer
 from runtime.files import LARGEST, LARGEST_OTHER, ModelError
-from text import tokenizer as text
 
 
 @pytest.fixture(scope="module")
@@ -131,21 +129,6 @@ def test_an_end_token_that_is_no_id(folder, value):
     refused(folder, "config.json", "eos_token_id")
 
 
-def test_cached_hub_id_loads_offline(whole, tmp_path, monkeypatch):
-    """A snapshot folder, laid out as huggingface_hub lays it out, is all that a cached model is."""
-    from huggingface_hub import constants
-
-    repo = tmp_path / "models--someone--tiny"
-    snapshot = repo / "snapshots" / ("0" * 40)
-    shutil.copytree(whole, snapshot)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text("0" * 40)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with Engine.load("someone/tiny", slots=1, max_len=64) as engine:
-        assert len(engine.submit([1, 2], SamplingParams(max_tokens=3)).result().tokens) == 3
-
-
 # --- what is refused ----------------------------------------------------------------------------
 
 
@@ -192,9 +175,6 @@ def test_a_missing_shard_and_an_index_that_lies(sharded, tmp_path):
     refused(folder, "stale")
     index.write_text("{}")
     refused(folder, "weight_map")
-    for place in ("../elsewhere.safetensors", "x" * 300, 7):
-        index.write_text(json.dumps({"weight_map": {"model.norm.weight": place}}))
-        refused(folder, "model.norm.weight", str(place)[:20])
 
 
 @pytest.mark.parametrize(
@@ -214,15 +194,6 @@ def test_what_lies_where_weights_should_be(folder, content, word):
     refused(folder, "model.safetensors", word)
 
 
-@pytest.mark.parametrize(
-    "content", ["<html>", "version https://git-lfs.github.com/spec/v1", "{", "[]", "\xff"]
-)
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
-def test_what_lies_where_a_json_file_should_be(folder, file, content):
-    (folder / file).write_bytes(content.encode("latin-1"))
-    refused(folder, file)
-
-
 def test_a_tail_of_zeros_where_a_download_stopped(folder):
     path = folder / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -231,47 +202,37 @@ def test_a_tail_of_zeros_where_a_download_stopped(folder):
     refused(folder, "model.safetensors", "zeros")
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_a_number_that_is_not_finite(folder, number):
-    def spoil(weights):
-        values = np.array(weights["model.layers.1.mlp.up_proj.weight"])
-        values[3, 4] = number
-        weights["model.layers.1.mlp.up_proj.weight"] = mx.array(values)
-
-    change_weights(folder, spoil)
-    refused(folder, "model.layers.1.mlp.up_proj.weight", "NaN or infinity")
+def ends_in(number: float):
+    return lambda w: mx.concatenate([w[:-1], mx.full((1, w.shape[1]), number)])
 
 
-def test_bad_tensors(whole, tmp_path):
-    """Of zeros, missing, foreign, or of another shape."""
+Q = "model.layers.0.self_attn.q_proj"
 
-    def broken(name, change):
-        folder = shutil.copytree(whole, tmp_path / name)
-        change_weights(folder, change)
-        return folder
 
-    name = "model.layers.0.self_attn.q_proj.weight"
-    refused(broken("zeros", lambda w: w.update({name: mx.zeros_like(w[name])})), name, "zeros")
-    refused(broken("missing", lambda w: w.pop(name)), name, "lacks")
-    refused(
-        broken("foreign", lambda w: w.update({"model.layers.9.x.weight": mx.ones(3)})),
-        "model.layers.9",
-        "no place",
-    )
-    refused(
-        broken("transposed", lambda w: w.update({name: w[name][:10]})), name, "(10, 64)", "(64, 64)"
-    )
-    refused(
-        broken("integers", lambda w: w.update({name: mx.ones((64, 64), mx.int32)})),
-        name,
-        "I32",
-        "BF16",
-    )
-    refused(
-        broken("packed", lambda w: w.update({name: mx.ones((64, 64), mx.uint32)})), name, "scales"
-    )
-    scales = name.replace("weight", "scales")
-    refused(broken("half", lambda w: w.update({scales: mx.ones((64, 2))})), "biases", "missing")
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (f"{Q}.weight", mx.zeros_like, ["zeros"]),
+        (f"{Q}.weight", ends_in(math.nan), ["NaN or infinity"]),
+        (f"{Q}.weight", ends_in(-math.inf), ["NaN or infinity"]),
+        (f"{Q}.weight", lambda w: None, ["lacks"]),
+        (f"{Q}.weight", lambda w: w[:10], ["(10, 64)", "(64, 64)"]),
+        (f"{Q}.weight", lambda w: w.astype(mx.int32), ["I32", "BF16"]),
+        (f"{Q}.weight", lambda w: w.view(mx.uint32), ["scales"]),
+        (f"{Q}.scales", lambda w: mx.ones((64, 2)), ["biases", "missing"]),
+        ("model.layers.9.x.weight", lambda w: mx.ones(3), ["no place"]),
+    ],
+)
+def test_bad_tensors(folder, name, change, words):
+    """One number of a matrix is enough."""
+
+    def replace(weights) -> None:
+        new = change(weights.pop(name, None))
+        if new is not None:
+            weights[name] = new
+
+    change_weights(folder, replace)
+    refused(folder, name.removesuffix(".scales"), *words)
 
 
 def test_bad_fused_matrix(tmp_path):
@@ -313,27 +274,23 @@ def test_bad_experts(tmp_path):
     refused(folder, "experts.up_proj.weight", "3 experts")
 
 
-def test_bad_quantized_shapes(tmp_path):
-    folder = make_checkpoint(
-        tmp_path, quantize=lambda module: (4, 32) if "down" in module else None
-    )
-    name = "model.layers.0.mlp.down_proj.weight"
-    change_weights(folder, lambda w: w.update({name: mx.ones((64, 7), mx.uint32)}))
-    refused(folder, name.removesuffix(".weight"), "Supported bits: 2, 3, 4, 5, 6, 8")
-
-
 @pytest.mark.parametrize(
-    ("part", "dtype"),
-    [("weight", mx.float16), ("scales", mx.uint32), ("biases", mx.bfloat16), ("biases", mx.uint32)],
+    ("part", "change", "word"),
+    [
+        ("weight", lambda w: w[:, :7], "Supported bits: 2, 3, 4, 5, 6, 8"),
+        ("weight", lambda w: w.astype(mx.float16), "float16"),
+        ("scales", lambda w: w.astype(mx.uint32), "uint32"),
+        ("biases", lambda w: w.astype(mx.bfloat16), "bfloat16"),
+    ],
 )
-def test_bad_quantized_dtypes(tmp_path, part, dtype):
-    """Of the right shapes, it was read beyond its end, with scales of one kind taken for another."""
+def test_bad_quantized_tensors(tmp_path, part, change, word):
+    """Some were read beyond their end, or scales of one kind were taken for another."""
     folder = make_checkpoint(
         tmp_path, quantize=lambda module: (4, 32) if "down" in module else None
     )
     name = f"model.layers.0.mlp.down_proj.{part}"
-    change_weights(folder, lambda w: w.update({name: mx.ones(w[name].shape, dtype)}))
-    refused(folder, "model.layers.0.mlp.down_proj", str(dtype).split(".")[-1], "download it again")
+    change_weights(folder, lambda w: w.update({name: change(w[name])}))
+    refused(folder, "model.layers.0.mlp.down_proj", word)
 
 
 @pytest.mark.parametrize(
@@ -346,12 +303,10 @@ def test_bad_quantized_dtypes(tmp_path, part, dtype):
                 "llama, mistral, qwen2, qwen3, granite, phi3, olmo2, smollm3, seed_oss, gemma2",
             ],
         ),
-        ({"model_type": ...}, ["model_type", "llama"]),
         (
             {"rope_scaling": {"rope_type": "mrope"}},
             ["mrope", "default, linear, dynamic, llama3, yarn, longrope"],
         ),
-        ({"rope_scaling": {"type": "longrope"}}, ["short_factor", "8 planes"]),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1] * 8, "long_factor": [2]}},
             ["long_factor", "8"],
@@ -367,14 +322,9 @@ def test_bad_quantized_dtypes(tmp_path, part, dtype):
             ["partial_rotary_factor", "0.2", "even"],
         ),
         ({"rope_scaling": {"type": "linear"}}, ["factor"]),
-        ({"rope_scaling": "linear"}, ["rope scaling", "linear"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope scaling", "flat"]),
-        ({"rope_theta": 0}, ["rope_theta", "0"]),
         ({"quantization": [4]}, ["quantization", "object"]),
-        ({"quantization_config": "x"}, ["quantization_config", "object"]),
-        ({"layer_types": 5}, ["layer_types", "full_attention"]),
         ({"layer_types": ["linear_attention"] * 2}, ["layer_types", "linear_attention"]),
-        ({"head_dim": 2}, ["head_dim", "2"]),
         ({"partial_rotary_factor": 0.5}, ["partial"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
         (
@@ -391,12 +341,10 @@ def test_bad_quantized_dtypes(tmp_path, part, dtype):
         ({"quantization": {"mode": "mxfp4", "bits": 4, "group_size": 32}}, ["mxfp4", "affine"]),
         ({"hidden_size": ...}, ["hidden_size"]),
         ({"num_hidden_layers": "two"}, ["num_hidden_layers", "two"]),
-        ({"num_attention_heads": 0}, ["num_attention_heads", "0"]),
         ({"num_key_value_heads": 3}, ["4 attention heads", "3"]),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, ["64", "5"]),
         ({"head_dim": 15}, ["15", "even"]),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, ["no_rope_layers", "[1]", "2 layers"]),
-        ({"model_type": "smollm3", "no_rope_layers": [1, 5]}, ["no_rope_layers", "[1, 5]"]),
         ({"model_type": "granite", "logits_scaling": 0}, ["logits_scaling", "0"]),
         ({"vocab_size": 100}, ["embed_tokens", "(272, 64)", "(100, 64)"]),
     ],
@@ -416,7 +364,6 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
 @pytest.mark.parametrize(
     ("settings", "window", "whole"),
     [
-        ({"model_type": "llama", "sliding_window": 64}, None, []),
         (
             {
                 "model_type": "llama",
@@ -426,9 +373,7 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
             64,
             [0],
         ),
-        ({"model_type": "mistral"}, 4096, []),
         ({"model_type": "mistral", "sliding_window": None}, 4096, []),  # None leaves the field out
-        ({"model_type": "qwen2", "sliding_window": 64}, None, []),
         # From layer 28 on
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None, []),
         (
@@ -583,7 +528,7 @@ def tried(folder) -> str:
         return line
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "loop"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero"])
 @pytest.mark.parametrize("file", FILES)
 def test_special_files_are_refused(folder, file, kind):
     """To open a pipe that nothing writes to takes for ever, and there is no end to /dev/zero."""
@@ -594,47 +539,23 @@ def test_special_files_are_refused(folder, file, kind):
     elif kind == "folder":
         path.mkdir()
     else:
-        path.symlink_to(path if kind == "loop" else kind)
+        path.symlink_to(kind)
     thread = threading.Thread(target=lambda: said.append(tried(folder)), daemon=True)
     thread.start()
     thread.join(60)
     if thread.is_alive() and kind == "pipe":
         # Else the thread would hold the device's lock for ever
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
-    is_missing = kind == "loop" and file not in (
-        "config.json",
-        "tokenizer.json",
-        "model.safetensors",
-    )
-    assert said and (said[0] == "loaded" if is_missing else str(path) in said[0]), said
+    assert said and str(path) in said[0], said
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "model.safetensors"])
-def test_oversized_file_is_refused(folder, file, monkeypatch):
-    """An index of two million entries was refused after 34 s. A file of nothing but a length stands
-    for such."""
+def test_oversized_file_is_refused(folder, file):
+    """An index of two million entries was refused after 34 s. This file is nothing but a length."""
     path, most = folder / file, LARGEST.get(file, LARGEST_OTHER)
     with path.open("wb") as large:
         large.truncate(most + 1)
-    read, read_text = [], Path.read_text
-    monkeypatch.setattr(
-        Path, "read_text", lambda self, **how: read.append(self) or read_text(self, **how)
-    )
-    line = tried(folder)
-    assert path not in read
-    assert f"{path} has {most + 1:,} bytes, and such a file may have {most:,}" in line
-
-
-def test_oversized_index_is_refused(folder, monkeypatch):
-    """A path for each entry took most of those 34 s."""
-    looked = []
-    exists = Path.exists
-    monkeypatch.setattr(Path, "exists", lambda self: looked.append(self.name) or exists(self))
-    names = {f"tensor {number}": "model.safetensors" for number in range(10_000)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ModelError, match="lacks tensor"):
-        weights.Weights(folder)
-    assert 0 < looked.count("model.safetensors") < 5
+    assert f"{path} has {most + 1:,} bytes, and such a file may have {most:,}" in tried(folder)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -719,18 +640,23 @@ def test_random_configs(folder):
 @pytest.mark.parametrize(
     "text",
     [
-        '{"a": ' * 100_000,
-        "[" * 100_000,
+        "<html>",
+        "{",
+        "[]",
+        "\xff",
+        '{"a": ' * 10**5,
+        "[" * 10**5,
         '{"vocab_size": 1' + "0" * 5000 + "}",
-        '{"model_type": "' + "x" * 5000 + '"}',
     ],
-    ids=["nested objects", "nested lists", "5,000 digits", "5,000 characters"],
+    ids=lambda text: text[:8],
 )
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
-def test_json_that_python_cannot_read_is_refused(folder, file, text):
-    (folder / file).write_text(text)
-    line = tried(folder)
-    assert file in line or (line == "loaded" and file != "config.json" and "model_type" in text)
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"]
+)
+def test_what_is_no_json_file(folder, file, text):
+    """Python's own reader raises other errors for what is nested too deeply or has too many digits."""
+    (folder / file).write_bytes(text.encode("latin-1"))
+    assert file in tried(folder)
 
 
 @pytest.mark.parametrize(
@@ -738,7 +664,6 @@ def test_json_that_python_cannot_read_is_refused(folder, file, text):
     [
         ("generation_config.json", {"eos_token_id": "x" * 5000}),
         ("tokenizer_config.json", {"eos_token": "\ud800"}),
-        ("tokenizer_config.json", {"bos_token": "\ud800"}),
         (
             "tokenizer_config.json",
             {"chat_template": [{"name": [], "template": "x"}, {"name": {}}, 5]},
@@ -746,10 +671,8 @@ def test_json_that_python_cannot_read_is_refused(folder, file, text):
         ("tokenizer_config.json", {"chat_template": "{{ 1"}),
         ("model.safetensors.index.json", {"weight_map": {"x" * 5000: "model.safetensors"}}),
         ("model.safetensors.index.json", {"weight_map": {"x": "x" * 5000}}),
-        ("model.safetensors.index.json", {"weight_map": {"x": "\ud800"}}),
         ("model.safetensors.index.json", {"weight_map": {"x": "a\0b"}}),
         ("model.safetensors.index.json", {"weight_map": {"x": ".."}}),
-        ("model.safetensors.index.json", {"weight_map": {"x": ""}}),
         ("model.safetensors.index.json", {"weight_map": {"x": "config.json"}}),
     ],
     ids=lambda value: str(value)[:60].encode("ascii", "backslashreplace").decode(),
@@ -802,27 +725,6 @@ def test_random_damage_to_weights(folder):
         path.write_bytes(spoilt(rng, data))
         count[tried(folder) == "loaded"] += 1
     assert count[True] > 20 and count[False] > 150, count
-
-
-@pytest.mark.parametrize(
-    ("owner", "function", "file"),
-    [
-        (Path, "read_text", "config.json"),
-        (weights.struct, "unpack", "model.safetensors"),
-        (text.tokenizers, "Tokenizer", "tokenizer.json"),
-        (mx, "load", "model.safetensors"),
-    ],
-)
-def test_empty_error_is_named(folder, monkeypatch, owner, function, file):
-    """`str(MemoryError())` is empty, and so was what stood between the brackets; or nothing caught
-    it at all."""
-
-    def full(*arguments, **options):
-        raise MemoryError
-
-    full.from_file = full
-    monkeypatch.setattr(owner, function, full)
-    refused(folder, file, "(MemoryError)")
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -27,14 +27,9 @@ ADVISED = [
 ]
 
 
-@pytest.mark.parametrize(("advice", "expected"), ADVISED)
-def test_all_programs_begin_alike(tmp_path, monkeypatch, advice, expected):
-    """Over HTTP the temperature was 1, at which a small model answers wrongly, and elsewhere 0,
-    whatever the model's makers say."""
-    folder = make_checkpoint(tmp_path, seed=1)
-    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
-    if advice:
-        (folder / "generation_config.json").write_text(json.dumps(advice))
+@pytest.fixture
+def seen(monkeypatch) -> list[tuple]:
+    """The settings of each request."""
     seen = []
     submit = Engine.submit
 
@@ -43,6 +38,17 @@ def test_all_programs_begin_alike(tmp_path, monkeypatch, advice, expected):
         return submit(engine, prompt, sampling, **how)
 
     monkeypatch.setattr(Engine, "submit", note)
+    return seen
+
+
+@pytest.mark.parametrize(("advice", "expected"), ADVISED)
+def test_all_programs_begin_alike(tmp_path, monkeypatch, seen, advice, expected):
+    """Over HTTP the temperature was 1, at which a small model answers wrongly, and elsewhere 0,
+    whatever the model's makers say."""
+    folder = make_checkpoint(tmp_path, seed=1)
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    if advice:
+        (folder / "generation_config.json").write_text(json.dumps(advice))
     few = ["--model", str(folder), "--max-tokens", "2", "--max-len", "64"]
     assert ask.main([*few, "Hi"]) == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
@@ -73,17 +79,9 @@ def test_all_programs_begin_alike(tmp_path, monkeypatch, advice, expected):
     assert seen == [expected] * 5
 
 
-def test_what_a_user_gives_goes_before_advice(tmp_path, monkeypatch):
+def test_what_a_user_gives_goes_before_advice(tmp_path, seen):
     folder = make_checkpoint(tmp_path, seed=1)
     (folder / "generation_config.json").write_text(json.dumps(QWEN))
-    seen = []
-    submit = Engine.submit
-
-    def note(engine, prompt, sampling=None, **how):
-        seen.append(tuple(getattr(sampling, name) for name in ADVICE))
-        return submit(engine, prompt, sampling, **how)
-
-    monkeypatch.setattr(Engine, "submit", note)
     given = ["--temperature", "0", "--top-k", "3", "--max-tokens", "2", "--max-len", "64"]
     assert ask.main(["--model", str(folder), *given, "--raw", "Hi"]) == 0
     assert seen == [(0.0, 0.8, 3, 0.0, 1.1)]

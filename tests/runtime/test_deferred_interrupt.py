@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable
 
 import pytest
-from harness import check, interrupt
+from harness import check, exactly, interrupt
 from processes import python
 
 import runner
-from nanobatch import Engine, SamplingParams
-from runtime.deferred_interrupt import Held
+from nanobatch import Engine
+from runtime.deferred_interrupt import defer_interrupt
 
-LONG = SamplingParams(max_tokens=30, ignore_eos=True)
-FEW = SamplingParams(max_tokens=6, ignore_eos=True)
+LONG = exactly(30)
+FEW = exactly(6)
 PROMPTS = ([1], [2] * 30, [3] * 60)
 
 
@@ -46,7 +46,7 @@ def is_whole(engine: Engine, expected: list[list[int]]) -> bool:
 
 def test_ctrl_c_is_deferred_to_the_end_of_a_block():
     done = []
-    with pytest.raises(KeyboardInterrupt), Held() as held:
+    with pytest.raises(KeyboardInterrupt), defer_interrupt() as held:
         signal.raise_signal(signal.SIGINT)
         done.append(held.came)
     assert done == [True]
@@ -58,8 +58,8 @@ def test_nested_blocks_call_a_handler_once():
     calls, order = [], []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append(list(order)))
     try:
-        with Held():
-            with Held():
+        with defer_interrupt():
+            with defer_interrupt():
                 signal.raise_signal(signal.SIGINT)
                 order.append("inner")
             order.append("outer")
@@ -68,10 +68,10 @@ def test_nested_blocks_call_a_handler_once():
         signal.signal(signal.SIGINT, before)
 
 
-def test_where_ctrl_c_is_ignored_it_stays_so():
+def test_ignored_ctrl_c_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Held() as held:
+        with defer_interrupt() as held:
             signal.raise_signal(signal.SIGINT)
         assert not held.came and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -82,7 +82,7 @@ def test_another_thread_leaves_the_signal_alone():
     found = []
 
     def look() -> None:
-        with Held():
+        with defer_interrupt():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)
@@ -91,11 +91,11 @@ def test_another_thread_leaves_the_signal_alone():
     assert found == [signal.getsignal(signal.SIGINT)]
 
 
-def test_a_second_ctrl_c_ends_the_process_at_once():
+def test_second_ctrl_c_ends_the_process():
     code = """
 import signal
-from runtime.deferred_interrupt import Held
-with Held():
+from runtime.deferred_interrupt import defer_interrupt
+with defer_interrupt():
     signal.raise_signal(signal.SIGINT)
     print("goes on", flush=True)
     signal.raise_signal(signal.SIGINT)
@@ -111,7 +111,7 @@ def test_second_ctrl_c_is_immediate():
     calls, order = [], []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append(list(order)))
     try:
-        with Held():
+        with defer_interrupt():
             for word in ("first", "second", "third"):
                 signal.raise_signal(signal.SIGINT)
                 order.append(word)
@@ -204,7 +204,7 @@ def press_after(seconds: float, act: Callable[[], object]) -> bool:
     return not ended
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_ctrl_c_while_serving(engine, expected, seed):
     """Python's condition has let go of its lock at some lines, and a RuntimeError came out instead:
     exit code 1."""

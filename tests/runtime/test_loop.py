@@ -1,18 +1,18 @@
 """The one thread that steps an engine: it sleeps, wakes, pauses, steps by hand, and never dies of
-what others wish."""
+what others call."""
 
 import sys
 import threading
 import time
 
 import pytest
+from harness import exactly
 from waiting import wait_for
 
-from nanobatch import Engine, SamplingParams
 from runtime.loop import Loop, Stopwatch
 
-LONG = SamplingParams(max_tokens=60, ignore_eos=True)
-SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
+LONG = exactly(60)
+SHORT = exactly(3)
 
 
 @pytest.fixture
@@ -33,20 +33,20 @@ def test_paused_loop_takes_no_step(engine, loop):
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_single_steps_are_counted(parts, run_ahead):
+def test_single_steps_are_counted(make_engine, run_ahead):
     """The engine runs ahead, so the first call after a rest starts a step and finishes none."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
-        loop = Loop(engine).start()
-        loop.pause()
-        handle = engine.submit([1], LONG)
-        for count, expected in ((1, 1), (1, 2), (3, 5)):
-            loop.step(count)
-            wait_for(lambda expected=expected: engine.steps == expected and loop.stepping == 0)
-            time.sleep(0.05)
-            assert engine.steps == len(handle.tokens) == expected and loop.paused
-        loop.resume()
-        assert handle.result(timeout=60).finish_reason == "length"
-        assert loop.stop(patience=60)
+    engine = make_engine(run_ahead=run_ahead)
+    loop = Loop(engine).start()
+    loop.pause()
+    handle = engine.submit([1], LONG)
+    for count, expected in ((1, 1), (1, 2), (3, 5)):
+        loop.step(count)
+        wait_for(lambda expected=expected: engine.steps == expected and loop.stepping == 0)
+        time.sleep(0.05)
+        assert engine.steps == len(handle.tokens) == expected and loop.paused
+    loop.resume()
+    assert handle.result(timeout=60).finish_reason == "length"
+    assert loop.stop(patience=60)
 
 
 def test_surplus_single_steps_are_dropped(engine, loop):
@@ -63,7 +63,7 @@ def test_surplus_single_steps_are_dropped(engine, loop):
 
 
 def test_command_runs_between_steps(engine, loop):
-    """Never while a step is being run, though the wish comes at any moment."""
+    """Never while a step is being run, though the command comes at any moment."""
     inside, seen = [], []
     begin = engine.runner.begin
 
@@ -75,9 +75,9 @@ def test_command_runs_between_steps(engine, loop):
             inside.pop()
 
     engine.runner.begin = watched
-    handle = engine.submit([1], SamplingParams(max_tokens=100, ignore_eos=True))
+    handle = engine.submit([1], exactly(100))
     for _ in range(50):
-        loop.wish(lambda: seen.append((len(inside), threading.current_thread().name)))
+        loop.call(lambda: seen.append((len(inside), threading.current_thread().name)))
         time.sleep(0.001)
     handle.result(timeout=60)
     wait_for(lambda: len(seen) == 50)
@@ -87,48 +87,46 @@ def test_command_runs_between_steps(engine, loop):
 def test_failing_command_is_logged(engine, loop):
     """The next one is executed."""
     done = threading.Event()
-    loop.wish(lambda: 1 / 0)
-    loop.wish(lambda: exit(3))
-    loop.wish(done.set)
+    loop.call(lambda: 1 / 0)
+    loop.call(lambda: exit(3))
+    loop.call(done.set)
     assert done.wait(60)
     faults = engine.snapshot().faults
     assert len(faults) == 2 and "ZeroDivisionError" in faults[0] and "SystemExit" in faults[1]
     assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
 
 
-@pytest.mark.parametrize("how", ["result", "iterate", "generate", "serve"])
+@pytest.mark.parametrize("how", ["result", "serve"])
 def test_waiting_command_is_refused(engine, loop, how):
     """The loop's thread waited for a step that only itself could take, and so did everybody from
     then on."""
     acts = {
         "result": lambda: engine.submit([7], SHORT).result(),
-        "iterate": lambda: list(engine.submit([7], SHORT)),
-        "generate": lambda: engine.generate([[7]], SHORT),
         "serve": lambda: engine.serving().start(),
     }
-    loop.wish(acts[how])
+    loop.call(acts[how])
     wait_for(lambda: engine.snapshot().faults)
     assert ("already" if how == "serve" else "cannot wait for it") in engine.snapshot().faults[0]
     assert engine.submit([1], SHORT).result(timeout=60).finish_reason == "length"
 
 
-def test_between_is_called_as_often_as_it_asks(parts):
+def test_between_is_called_as_often_as_it_asks(make_engine):
     """After each step."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32, speculate=0) as engine:
-        steps = []
-        loop = Loop(engine, between=lambda: steps.append(engine.steps)).start()
-        engine.submit([1], LONG).result(timeout=60)
-        wait_for(lambda: steps[-1] == 60)
-        assert set(range(1, 61)) <= set(steps)
-        count = len(steps)
-        time.sleep(0.2)
-        assert len(steps) == count, "it is called although nothing happens"
-        assert loop.stop(patience=60)
-        calls = []
-        loop = Loop(engine, between=lambda: calls.append(1) or 0.02).start()
-        wait_for(lambda: len(calls) > 5)
-        assert engine.steps == 60
-        assert loop.stop(patience=60)
+    engine = make_engine(speculate=0)
+    steps = []
+    loop = Loop(engine, between=lambda: steps.append(engine.steps)).start()
+    engine.submit([1], LONG).result(timeout=60)
+    wait_for(lambda: steps[-1] == 60)
+    assert set(range(1, 61)) <= set(steps)
+    count = len(steps)
+    time.sleep(0.2)
+    assert len(steps) == count, "it is called although nothing happens"
+    assert loop.stop(patience=60)
+    calls = []
+    loop = Loop(engine, between=lambda: calls.append(1) or 0.02).start()
+    wait_for(lambda: len(calls) > 5)
+    assert engine.steps == 60
+    assert loop.stop(patience=60)
 
 
 @pytest.mark.parametrize("paused", [True, False])
@@ -161,7 +159,7 @@ def test_command_can_stop_the_loop(engine):
     """The loop does not wait for itself."""
     loop = Loop(engine).start()
     stopped = []
-    loop.wish(lambda: stopped.append(loop.stop()))
+    loop.call(lambda: stopped.append(loop.stop()))
     wait_for(lambda: stopped == [True])
     assert loop.stop(patience=60)
 
@@ -220,84 +218,81 @@ def test_stopwatch_is_monotonic():
     assert not wrong and readings == sorted(readings)
 
 
-def test_slow_motion_rate(
-    parts,
-):
+def test_slow_motion_rate(make_engine):
     """So many steps a second; the engine's clock stands still in between."""
     watch = Stopwatch()
-    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
-        engine.submit([1], SHORT).result()  # warm
-        loop = Loop(engine, watch=watch).start()
-        loop.slow = 2.0
-        loop.wish(lambda: None)
-        began, told, before = time.monotonic(), watch(), engine.steps
-        handle = engine.submit([1], SamplingParams(max_tokens=4, ignore_eos=True))
-        assert handle.result(timeout=60).finish_reason == "length" and engine.steps - before == 4
-        took = time.monotonic() - began
-        counted = engine.snapshot().steps[-1].ended - told
-        assert took > 1.4, "four steps begin half a second apart"
-        assert took - counted > 0.2, "the clock went on while nothing ran"
-        assert loop.stop(patience=60)
+    engine = make_engine(clock=watch)
+    engine.submit([1], SHORT).result()  # warm
+    loop = Loop(engine, watch=watch).start()
+    loop.slow = 10.0
+    loop.call(lambda: None)
+    began, told, before = time.monotonic(), watch(), engine.steps
+    handle = engine.submit([1], exactly(4))
+    assert handle.result(timeout=60).finish_reason == "length" and engine.steps - before == 4
+    took = time.monotonic() - began
+    counted = engine.snapshot().steps[-1].ended - told
+    assert took > 0.28, "four steps begin a tenth of a second apart"
+    assert took - counted > 0.02, "the clock went on while nothing ran"
+    assert loop.stop(patience=60)
 
 
-def test_slow_motion_can_be_left_at_once(parts):
+def test_slow_motion_can_be_left_at_once(make_engine):
     """One step in a hundred seconds: whoever waits for the next step waits for ever."""
     watch = Stopwatch()
-    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
-        loop = Loop(engine, watch=watch).start()
-        loop.slow = 0.01
-        handle, heard = engine.submit([1], LONG), threading.Event()
-        wait_for(lambda: engine.steps == 1)
-        loop.wish(heard.set)
-        assert heard.wait(60) and engine.steps == 1
-        loop.step(1)  # a step by hand waits for its turn, too
-        loop.wish(lambda: setattr(loop, "slow", 0.0))
-        wait_for(lambda: engine.steps == 2)
-        assert loop.paused
-        loop.resume()
-        assert handle.result(timeout=60).finish_reason == "length"
-        assert loop.stop(patience=60)
+    engine = make_engine(clock=watch)
+    loop = Loop(engine, watch=watch).start()
+    loop.slow = 0.01
+    handle, heard = engine.submit([1], LONG), threading.Event()
+    wait_for(lambda: engine.steps == 1)
+    loop.call(heard.set)
+    assert heard.wait(60) and engine.steps == 1
+    loop.step(1)  # a step by hand waits for its turn, too
+    loop.call(lambda: setattr(loop, "slow", 0.0))
+    wait_for(lambda: engine.steps == 2)
+    assert loop.paused
+    loop.resume()
+    assert handle.result(timeout=60).finish_reason == "length"
+    assert loop.stop(patience=60)
 
 
-def test_slow_motion_wakes_for_a_request(parts):
+def test_slow_motion_wakes_for_a_request(make_engine):
     """Even when the next step is not due yet."""
     watch, turns = Stopwatch(), []
-    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
-        loop = Loop(engine, between=lambda: turns.append(1), watch=watch)
-        loop.slow = 2.0
-        loop.start()
-        wait_for(lambda: turns)  # an idle turn; the next step is due half a second later
-        handle = engine.submit([1], SHORT)
-        wait_for(lambda: handle.finish_reason == "length")
-        assert loop.stop(patience=60)
+    engine = make_engine(clock=watch)
+    loop = Loop(engine, between=lambda: turns.append(1), watch=watch)
+    loop.slow = 10.0
+    loop.start()
+    wait_for(lambda: turns)  # an idle turn; the next step is due a tenth of a second later
+    handle = engine.submit([1], SHORT)
+    wait_for(lambda: handle.finish_reason == "length")
+    assert loop.stop(patience=60)
 
 
-def test_step_without_a_plan(parts):
+def test_step_without_a_plan(engine):
     """A step that only reads back loses nothing."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        handle = engine.submit([1], LONG)
-        for i in range(1, 9):
-            engine.step()
-            engine.step(plan=False)
-            look = engine.snapshot()
-            assert look.planned == engine.steps == len(handle.tokens) == i
-            assert not engine.step(plan=False)
-        alone = handle.result().tokens
-        assert engine.submit([1], LONG).result().tokens == alone
+    handle = engine.submit([1], LONG)
+    for i in range(1, 9):
+        engine.step()
+        engine.step(plan=False)
+        look = engine.snapshot()
+        assert look.planned == engine.steps == len(handle.tokens) == i
+        assert not engine.step(plan=False)
+    alone = handle.result().tokens
+    assert engine.submit([1], LONG).result().tokens == alone
 
 
-def test_a_pause_stops_the_engines_clock(parts):
+def test_a_pause_stops_the_engines_clock(make_engine):
     watch = Stopwatch()
-    with Engine(*parts, slots=2, max_len=128, chunk=32, clock=watch) as engine:
-        loop = Loop(engine, watch=watch).start()
-        loop.pause()
-        wait_for(lambda: loop.paused and watch() == watch())
-        began = time.monotonic()
-        handle = engine.submit([1], SHORT)
-        before = watch()
-        time.sleep(0.3)
-        assert watch() == before
-        loop.resume()
-        metrics = handle.result(timeout=60).metrics
-        assert metrics.queued_s <= metrics.ttft_s < time.monotonic() - began - 0.3
-        assert loop.stop(patience=60)
+    engine = make_engine(clock=watch)
+    loop = Loop(engine, watch=watch).start()
+    loop.pause()
+    wait_for(lambda: loop.paused and watch() == watch())
+    began = time.monotonic()
+    handle = engine.submit([1], SHORT)
+    before = watch()
+    time.sleep(0.3)
+    assert watch() == before
+    loop.resume()
+    metrics = handle.result(timeout=60).metrics
+    assert metrics.queued_s <= metrics.ttft_s < time.monotonic() - began - 0.3
+    assert loop.stop(patience=60)

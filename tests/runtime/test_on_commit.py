@@ -11,16 +11,17 @@ from pathlib import Path
 
 import harness
 import pytest
+from harness import exactly
 from waiting import wait_for
 
 import runner
 from kernels.mlx import device_lock
-from nanobatch import Engine, Handle, SamplingParams
+from nanobatch import Engine, Handle
 from runtime.loop import Loop
 
 ROOT = Path(__file__).parents[2]
-LONG = SamplingParams(max_tokens=30, ignore_eos=True)
-SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
+LONG = exactly(30)
+SHORT = exactly(3)
 
 
 class Hook:
@@ -50,30 +51,28 @@ class Hook:
         return self.calls[-1][1]
 
 
-def test_hook_sees_each_token_within_its_step(parts):
+def test_hook_sees_each_token_within_its_step(make_engine):
     """By the time `step` returns, `on_commit` has been called for each token."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32, run_ahead=False) as engine:
-        hook = Hook(engine)
-        handles = [engine.submit([n], SHORT) for n in (1, 2)]
-        seen = []
-        while engine.step():
-            seen.append(sum(len(handle.tokens) for handle in handles))
-        assert [tokens for tokens, _ in hook.calls] == seen == [2, 4, 6], (
-            "once a step, however many tokens it has"
-        )
-        assert hook.ended == [1, 2]
+    engine = make_engine(run_ahead=False)
+    hook = Hook(engine)
+    handles = [engine.submit([n], SHORT) for n in (1, 2)]
+    seen = []
+    while engine.step():
+        seen.append(sum(len(handle.tokens) for handle in handles))
+    assert [tokens for tokens, _ in hook.calls] == seen == [2, 4, 6], (
+        "once a step, however many tokens it has"
+    )
+    assert hook.ended == [1, 2]
 
 
 @pytest.mark.parametrize(
     "way", ["length", "stop", "cancel in line", "cancel in a slot", "failed step", "close"]
 )
-def test_every_way_to_end_is_told_after_the_fact(parts, monkeypatch, way):
+def test_hook_sees_every_end(parts, monkeypatch, way):
     engine = Engine(*parts, slots=1, max_len=128, chunk=32)
     stop = engine.submit([1, 2], LONG).result().tokens[3]
     hook = Hook(engine)
-    first = engine.submit(
-        [1, 2], SamplingParams(max_tokens=9, ignore_eos=True, stop=[stop] if way == "stop" else ())
-    )
+    first = engine.submit([1, 2], exactly(9, stop=[stop] if way == "stop" else ()))
     behind = engine.submit([3], SHORT)
     engine.step()
     if way in ("length", "stop"):
@@ -146,22 +145,6 @@ def test_slow_hook_blocks_no_other_thread(engine):
         assert first.result(timeout=60).finish_reason == "length"
 
 
-def test_hook_may_submit_and_cancel(engine):
-    expected, handles = engine.submit([5], LONG).result().tokens, []
-
-    def more(_) -> None:
-        if len(handles) < 4:
-            handles.append(engine.submit([5], LONG))
-            if len(handles) % 2:
-                handles[-1].cancel()
-
-    engine.on_commit = more
-    engine.submit([1], SHORT).result()
-    assert [handle.result().finish_reason for handle in handles] == ["cancelled", "length"] * 2
-    assert [handle.tokens for handle in handles[1::2]] == [expected] * 2
-    harness.check(engine)
-
-
 def test_hook_may_close_the_engine(parts):
     """All requests end, and nobody hangs."""
     engine = Engine(*parts, slots=2, max_len=128, chunk=32)
@@ -175,7 +158,7 @@ def test_hook_may_close_the_engine(parts):
 
 STORM = int(os.environ.get("NANOBATCH_STORM", 400))  # requests
 THREADS = 16
-BRIEF = SamplingParams(max_tokens=2, ignore_eos=True)
+BRIEF = exactly(2)
 
 
 def fail(error: BaseException) -> None:
@@ -241,7 +224,7 @@ def test_storm(parts):
     both loops stop. NANOBATCH_STORM=5000 is the long form."""
     sizes = {"slots": 4, "max_len": 64, "chunk": 32}
     with Engine(*parts, **sizes) as engine:
-        asks = [([n, 3], SamplingParams(max_tokens=4 + n, ignore_eos=True)) for n in range(9)]
+        asks = [([n, 3], exactly(4 + n)) for n in range(9)]
         alone = [engine.submit(*ask).result().tokens for ask in asks]
     seen, wrong = [], []
 

@@ -1,12 +1,13 @@
 """How far a long prompt is, how fast it is read, and how long it will take."""
 
 import pytest
+from harness import exactly
 from word_engine import Clock, word_engine
 
-from nanobatch import Engine, SamplingParams
+from nanobatch import Engine
 from runtime.prefill_progress import PrefillClock, PrefillProgress, work_of
 
-SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
+SHORT = exactly(3)
 
 
 def test_estimate_grows_with_depth():

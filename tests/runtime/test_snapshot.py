@@ -5,13 +5,14 @@ import dataclasses
 import threading
 
 import pytest
+from harness import exactly
 from word_engine import Clock, word_engine
 
-from nanobatch import Engine, SamplingParams
+from nanobatch import Engine
 from runtime.handle import Handle
 from runtime.request_registry import Log, RequestRegistry
 
-SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
+SHORT = exactly(3)
 
 
 def settle(engine: Engine) -> None:
@@ -22,88 +23,68 @@ def settle(engine: Engine) -> None:
 # --- steps --------------------------------------------------------------------------------------
 
 
-def test_each_step_is_seen_once(engine):
-    seen, look = [], engine.snapshot()
-    for n in range(40):
-        engine.submit([n], SamplingParams(max_tokens=1 + n % 9, ignore_eos=True))
-    while engine.step():
-        if engine.steps % 7 == 0:
-            look = engine.snapshot(look)
-            seen += look.steps
-    look = engine.snapshot(look)
-    seen += look.steps
-    assert [step.step for step in seen] == list(range(1, engine.steps + 1)) and len(seen) > 90
-    assert look.missed == 0 and look.planned == engine.steps
-    again = engine.snapshot(look)
-    assert again.steps == () and again.ended == () and again.missed == 0 and again.seen == look.seen
-    assert sum(step.tokens for step in seen) == look.output_tokens
-
-
 def test_rare_snapshots_count_missed_steps():
     """One snapshot in some thousand steps still has them all, or says how many it missed."""
     clock = Clock()
     with word_engine(clock, clock, slots=1, max_len=4_000) as engine:
         first = engine.snapshot()
-        engine.submit([1], SamplingParams(max_tokens=3_900, ignore_eos=True)).result()
+        engine.submit([1], exactly(3_900)).result()
         look = engine.snapshot(first)
         assert look.missed == 0 and [step.step for step in look.steps] == list(range(1, 3_901))
-        engine.submit([1], SamplingParams(max_tokens=900, ignore_eos=True)).result()
+        engine.submit([1], exactly(900)).result()
         late = engine.snapshot(first)
         assert len(late.steps) == 4096 and late.missed == 4_800 - 4096
         assert [late.steps[0].step, late.steps[-1].step] == [late.missed + 1, 4_800]
         assert [step.step for step in engine.snapshot(look).steps] == list(range(3_901, 4_801))
-        assert engine.snapshot(look).missed == 0
+        now = engine.snapshot(look)
+        assert now.missed == 0 and now.planned == engine.steps
+        again = engine.snapshot(now)
+        assert (again.steps, again.ended, again.missed, again.seen) == ((), (), 0, now.seen)
 
 
-def test_step_view(parts):
+def test_step_view(make_engine):
     """Chunks of 32 and a budget of 40: A decodes, D's 6 tokens go first, C has 13 of its 20, and B,
     the oldest, keeps 20. E waits in line."""
-    with Engine(
-        *parts, slots=4, max_len=128, chunk=32, budget=40, run_ahead=False, prefix_cache=False
-    ) as engine:
-        a = engine.submit([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
-        engine.step()
-        b, c, d, e = (
-            engine.submit([3 + n] * length, SHORT) for n, length in enumerate((70, 20, 6, 1))
-        )
-        engine.step()
-        step = engine.snapshot().steps[-1]
-        assert (
-            step.admitted == tuple((r.request.slot, r.id) for r in (b, c, d)) and step.waiting == 1
-        )
-        chunks = [(h.request.slot, h.id, 0, stop) for h, stop in ((d, 6), (c, 13), (b, 20))]
-        assert step.prefill == tuple(chunks)
-        assert step.decode == ((a.request.slot, a.id),) and step.held == ()
-        assert (step.tokens, step.cost) == (2, 40)
-        assert step.policy == "continuous" and step.ghosts == () and step.blocked == ()
-        settle(engine)
-        assert e.result().finish_reason == "length"
+    engine = make_engine(slots=4, budget=40, run_ahead=False, prefix_cache=False)
+    a = engine.submit([1, 2], exactly(9))
+    engine.step()
+    b, c, d, e = (engine.submit([3 + n] * length, SHORT) for n, length in enumerate((70, 20, 6, 1)))
+    engine.step()
+    step = engine.snapshot().steps[-1]
+    assert step.admitted == tuple((r.request.slot, r.id) for r in (b, c, d)) and step.waiting == 1
+    chunks = [(h.request.slot, h.id, 0, stop) for h, stop in ((d, 6), (c, 13), (b, 20))]
+    assert step.prefill == tuple(chunks)
+    assert step.decode == ((a.request.slot, a.id),) and step.held == ()
+    assert (step.tokens, step.cost) == (2, 40)
+    assert step.policy == "continuous" and step.ghosts == () and step.blocked == ()
+    settle(engine)
+    assert e.result().finish_reason == "length"
 
 
-def test_ghost_is_shown_in_its_step(parts):
-    with Engine(*parts, slots=1, max_len=128, chunk=32, speculate=0) as engine:
-        token = engine.submit([1, 2], SHORT).result().tokens[1]
-        before = engine.snapshot()
-        engine.submit([1, 2], SamplingParams(max_tokens=9, ignore_eos=True, stop=[token])).result()
-        settle(engine)
-        steps = engine.snapshot(before).steps
-        assert [step.ghosts for step in steps][-1] == (0,) and steps[-1].tokens == 0
-        assert not any(step.ghosts for step in steps[:-1])
+def test_ghost_is_shown_in_its_step(make_engine):
+    engine = make_engine(slots=1, speculate=0)
+    token = engine.submit([1, 2], SHORT).result().tokens[1]
+    before = engine.snapshot()
+    engine.submit([1, 2], exactly(9, stop=[token])).result()
+    settle(engine)
+    steps = engine.snapshot(before).steps
+    assert [step.ghosts for step in steps][-1] == (0,) and steps[-1].tokens == 0
+    assert not any(step.ghosts for step in steps[:-1])
 
 
 # --- requests that ended ------------------------------------------------------------------------
 
 
-def test_kept_texts_are_bounded(parts, monkeypatch):
+def test_kept_texts_are_bounded(make_engine, monkeypatch):
     """500 prompts of 400 kB were 200 MB, for as long as the server ran."""
     monkeypatch.setattr(RequestRegistry, "TEXTS", 1000)
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        for number in range(10):
-            engine.submit(str(number) * 100, SHORT).result()
-        look = engine.snapshot()
-        kept = [view.prompt[0] for view in look.ended]
-        assert kept == list("0123456789")[-len(kept) :] and look.missed_ends == 10 - len(kept) > 0
-        assert 500 < sum(view.size for view in look.ended) <= 1000
+    engine = make_engine()
+    for number in range(10):
+        engine.submit(str(number) * 100, SHORT).result()
+    look = engine.snapshot()
+    kept = [view.prompt[0] for view in look.ended]
+    assert kept == list("0123456789")[-len(kept) :] and look.missed_ends == 10 - len(kept) > 0
+    assert 500 < sum(view.size for view in look.ended) <= 1000
 
 
 def test_newest_log_entry_is_always_kept():
@@ -125,9 +106,7 @@ def test_ended_requests_are_seen_once(engine):
     origins = [{"client": n} for n in range(4)]
     stop = engine.submit([1, 2], SHORT).result().tokens[1]
     length = engine.submit([1, 2], SHORT, origin=origins[0])
-    stopped = engine.submit(
-        [1, 2], SamplingParams(max_tokens=9, ignore_eos=True, stop=[stop]), origin=origins[1]
-    )
+    stopped = engine.submit([1, 2], exactly(9, stop=[stop]), origin=origins[1])
     error = engine.submit([1, 2], SHORT, origin=origins[2])
     error._stream.push = lambda token: 1 / 0
     settle(engine)
@@ -163,23 +142,10 @@ def test_ended_requests_are_seen_once(engine):
     assert engine.snapshot(look).ended == ()
 
 
-def test_missed_ends_are_counted(engine):
-    """The newest 500 are kept; those before were lost between two looks without a sign."""
-    start = engine.snapshot()
-    for n in range(501):
-        engine.submit([n % 256], SHORT).cancel()
-    look = engine.snapshot(start)
-    assert look.missed_ends == 1 and [view.id for view in look.ended] == list(range(2, 502))
-    for _ in range(700):
-        engine.submit([1], SHORT).cancel()
-    assert engine.snapshot(look).missed_ends == 200 and engine.snapshot(start).missed_ends == 701
-    assert engine.snapshot(engine.snapshot(look)).missed_ends == 0 == start.missed_ends
-
-
 # --- the line -----------------------------------------------------------------------------------
 
 
-def test_snapshot_of_a_long_queue(parts, monkeypatch):
+def test_snapshot_of_a_long_queue(engine, monkeypatch):
     """Of those in line 32 are described; of those that came since the last look all, and each
     once."""
     described = []
@@ -187,25 +153,24 @@ def test_snapshot_of_a_long_queue(parts, monkeypatch):
     monkeypatch.setattr(
         Handle, "view", lambda handle: described.append(handle.id) or view_of(handle)
     )
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        handles = [engine.submit([n % 256], SHORT) for n in range(5_000)]
-        engine.step()
-        look = engine.snapshot()
-        assert look.waiting == 4_998 and len(look.queue) == 32
-        assert [id for id, _ in look.queue] == list(range(3, 35)) and all(
-            waited >= 0 for _, waited in look.queue
-        )
-        assert [view.id for view in look.requests] == list(range(1, 35)) and len(described) == 34
-        described.clear()
-        look = engine.snapshot(look)
-        assert [view.id for view in look.requests] == [1, 2] and len(described) == 2
-        new = [engine.submit([7], SHORT).id for _ in range(3)]
-        described.clear()
-        look = engine.snapshot(look)
-        assert [view.id for view in look.requests] == [1, 2, *new] and len(described) == 5
-        assert look.waiting == 5_001 and (look.submitted, look.finished) == (5_003, 0)
-        for handle in handles:
-            handle.cancel()
+    handles = [engine.submit([n % 256], SHORT) for n in range(5_000)]
+    engine.step()
+    look = engine.snapshot()
+    assert look.waiting == 4_998 and len(look.queue) == 32
+    assert [id for id, _ in look.queue] == list(range(3, 35)) and all(
+        waited >= 0 for _, waited in look.queue
+    )
+    assert [view.id for view in look.requests] == list(range(1, 35)) and len(described) == 34
+    described.clear()
+    look = engine.snapshot(look)
+    assert [view.id for view in look.requests] == [1, 2] and len(described) == 2
+    new = [engine.submit([7], SHORT).id for _ in range(3)]
+    described.clear()
+    look = engine.snapshot(look)
+    assert [view.id for view in look.requests] == [1, 2, *new] and len(described) == 5
+    assert look.waiting == 5_001 and (look.submitted, look.finished) == (5_003, 0)
+    for handle in handles:
+        handle.cancel()
 
 
 # --- slots --------------------------------------------------------------------------------------
@@ -219,13 +184,8 @@ def test_text_of_any_earlier_step(parts):
     """A screen that goes back in time needs it, and looks at every tenth step only. Letters that
     may become a stop string, or are half a character, come later than their token."""
     engine = Engine(*parts, slots=2, max_len=128)
-    stops = [
-        engine.generate(["a prompt"], SamplingParams(max_tokens=40, ignore_eos=True))[0].text[20:23]
-    ]
-    handles = [
-        engine.submit("a prompt", SamplingParams(max_tokens=40, ignore_eos=True, stop=stop))
-        for stop in ([], stops)
-    ]
+    stops = [engine.generate(["a prompt"], exactly(40))[0].text[20:23]]
+    handles = [engine.submit("a prompt", exactly(40, stop=stop)) for stop in ([], stops)]
     seen = {handle.id: {} for handle in handles}
     while engine.step():
         for handle in handles:
@@ -236,55 +196,43 @@ def test_text_of_any_earlier_step(parts):
         assert texts == seen[request.id] and len(texts) > 3, request
 
 
-def test_slot_is_blocked_only_while_others_wait(parts):
-    with Engine(*parts, slots=2, max_len=128, chunk=32, policy="static", run_ahead=False) as engine:
-        engine.submit([2], SamplingParams(max_tokens=20, ignore_eos=True))
-        engine.step()
-        assert phases(engine) == ["decode", "free"]
-        waiting = engine.submit([3], SHORT)
-        engine.step()
-        assert phases(engine) == ["decode", "blocked"]
-        waiting.cancel()
-        assert phases(engine) == ["decode", "free"]
+def test_slot_is_blocked_only_while_others_wait(make_engine):
+    engine = make_engine(policy="static", run_ahead=False)
+    engine.submit([2], exactly(20))
+    engine.step()
+    assert phases(engine) == ["decode", "free"]
+    waiting = engine.submit([3], SHORT)
+    engine.step()
+    assert phases(engine) == ["decode", "blocked"]
+    waiting.cancel()
+    assert phases(engine) == ["decode", "free"]
 
 
-def test_snapshot_names_the_next_policy(parts):
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
-        running, waiting = engine.submit([1] * 40, SHORT), None
-        engine.step()
-        engine.drain("serial")
-        waiting = engine.submit([2], SHORT)
-        look = engine.snapshot()
-        assert (look.policy, look.draining_to) == ("continuous", "serial")
-        engine.step()
-        assert phases(engine)[1] == "blocked"
-        running.result()
-        look = engine.snapshot()
-        assert (look.policy, look.draining_to, waiting.finish_reason) == ("serial", None, None)
-        assert [slot.remembered for slot in look.slots] == [0, 0]
-        waiting.result()
-        views = {view.id: view.policy for view in engine.snapshot().ended}
-        assert views == {running.id: "continuous", waiting.id: "serial"}
-        with pytest.raises(ValueError, match="magic"):
-            engine.drain("magic")
-
-
-def test_drain_wakes_the_engine(parts):
-    """Also while a thread serves."""
-    with Engine(*parts, slots=2, max_len=128, chunk=32) as engine, engine.serving():
-        handles = [
-            engine.submit([n], SamplingParams(max_tokens=20, ignore_eos=True)) for n in range(5)
-        ]
-        engine.drain("static")
-        assert all(handle.result(timeout=60).finish_reason == "length" for handle in handles)
-        assert engine.snapshot().policy == "static"
+def test_snapshot_names_the_next_policy(engine):
+    running, waiting = engine.submit([1] * 40, SHORT), None
+    engine.step()
+    engine.drain("serial")
+    waiting = engine.submit([2], SHORT)
+    look = engine.snapshot()
+    assert (look.policy, look.draining_to) == ("continuous", "serial")
+    engine.step()
+    assert phases(engine)[1] == "blocked"
+    running.result()
+    look = engine.snapshot()
+    assert (look.policy, look.draining_to, waiting.finish_reason) == ("serial", None, None)
+    assert [slot.remembered for slot in look.slots] == [0, 0]
+    waiting.result()
+    views = {view.id: view.policy for view in engine.snapshot().ended}
+    assert views == {running.id: "continuous", waiting.id: "serial"}
+    with pytest.raises(ValueError, match="magic"):
+        engine.drain("magic")
 
 
 # --- what a snapshot is -------------------------------------------------------------------------
 
 
 def test_snapshot_is_immutable(engine):
-    handle = engine.submit([1], SamplingParams(max_tokens=20, ignore_eos=True))
+    handle = engine.submit([1], exactly(20))
     for _ in range(5):
         engine.step()
     look = engine.snapshot()
@@ -315,18 +263,8 @@ def test_snapshot_from_another_thread(engine):
     watcher = threading.Thread(target=watch)
     watcher.start()
     for n in range(30):
-        engine.submit([n], SamplingParams(max_tokens=10, ignore_eos=True))
+        engine.submit([n], exactly(10))
     settle(engine)
     done.set()
     watcher.join(60)
     assert looks > 10 and not wrong
-
-
-def test_engine_errors_are_seen_once(engine):
-    start = engine.snapshot()
-    engine.registry.note("a wish could not be fulfilled", KeyError("red"))
-    look = engine.snapshot(start)
-    assert (
-        look.faults == ("a wish could not be fulfilled: KeyError: 'red'",)
-        and engine.snapshot(look).faults == ()
-    )

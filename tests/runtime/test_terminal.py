@@ -42,7 +42,7 @@ def test_wide_characters_may_be_broken_anywhere():
     assert wrapped(["日本語日本語"], 4) == "日本\n語日\n本語"
 
 
-def test_nothing_is_lost_however_a_text_is_cut():
+def test_random_cuts_lose_nothing():
     """Without blanks and breaks it is the same text, and no line is too wide but for a word that is."""
     dice = random.Random(1)
     letters = ["a", "bc", "défg", "日", " ", "  ", "\n", "\t", "longerword", "\x1b[2m", "👍"]

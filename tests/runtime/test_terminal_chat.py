@@ -3,21 +3,19 @@ and a terminal's keys."""
 
 import json
 import os
-import pty
 import re
-import select
-import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
+from harness import exactly
 from processes import run
+from terminals import Terminal
 
 from nanobatch import Engine, SamplingParams
-from runtime.terminal_chat import Conversation, Dialogue
+from runtime.terminal_chat import Conversation, Dialogue, History, begin, history_file
 
 ROOT = Path(__file__).parents[2]
-SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
+SHORT = exactly(12)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +69,7 @@ def test_system_message_survives_new(engine):
 def test_drop_makes_room(engine):
     """The question waits, and is asked again as soon as the oldest one is forgotten."""
     long = "Count from 3 to 5. " * 11
-    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    sampling = exactly(60)
     dialogue, said = talk(engine, long, long, "/drop", sampling=sampling)
     assert "tokens are left: /drop and /new make room" in said
     assert re.search(
@@ -179,64 +177,38 @@ def test_a_thought_is_kept_apart_from_the_answer():
     }
 
 
-class Terminal:
-    """`ask.py` in a terminal of its own."""
-
-    def __init__(self, home: Path, *options: str):
-        pid, self.file = pty.fork()
-        if not pid:
-            os.environ |= {"XDG_STATE_HOME": str(home), "TERM": "xterm"}
-            os.chdir(ROOT)
-            os.execv(sys.executable, [sys.executable, "ask.py", *options])
-        self.pid = pid
-        self.seen = ""
-
-    def more(self) -> bool:
-        """Take what comes next. False at the end."""
-        ready, _, _ = select.select([self.file], [], [], 60)
-        assert ready, self.seen
-        try:
-            self.seen += os.read(self.file, 4096).decode(errors="replace")
-        except OSError:
-            return False
-        return True
-
-    def until(self, text: str) -> str:
-        while text not in self.seen:
-            assert self.more(), self.seen
-        before, _, self.seen = self.seen.partition(text)
-        return before
-
-    def type(self, text: str) -> None:
-        os.write(self.file, text.encode())
-
-    def end(self) -> int:
-        while self.more():
-            pass
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+def until(terminal: Terminal, text: bytes) -> None:
+    """Wait for a text, and forget all up to its end."""
+    while text not in terminal.raw:
+        assert terminal.process.poll() is None, terminal.raw
+        terminal.read(1)
+    terminal.raw = terminal.raw.partition(text)[2]
 
 
 def test_ctrl_c_stops_only_the_answer(tmp_path):
     """Without a prompt: a dialogue begins. Up brings the question back."""
-    terminal = Terminal(tmp_path, "--ignore-eos", "--max-len", "4096")
-    terminal.until(">>> ")
-    terminal.type("Tell me a story.\n")
-    terminal.until("story.\r\n")
-    while not terminal.seen.strip():
-        assert terminal.more()
-    terminal.type("\x03")
-    terminal.until("; stopped]")
-    terminal.until(">>> ")
-    while "(Ctrl-D ends)" not in terminal.seen:
-        # Python hears a Ctrl-C that comes before its line editor waits only with the next key
+    options = ("--ignore-eos", "--max-len", "4096")
+    home = {"XDG_STATE_HOME": str(tmp_path), "NANOBATCH_HISTORY": "on", "TERM": "xterm"}
+    with Terminal(
+        *options, program="ask.py", environment=home, preexec_fn=lambda: os.login_tty(0)
+    ) as terminal:
+        until(terminal, b">>> ")
+        terminal.type("Tell me a story.\n")
+        until(terminal, b"story.\r\n")
+        while not terminal.raw.strip():
+            terminal.read(1)
         terminal.type("\x03")
-        if select.select([terminal.file], [], [], 1)[0]:
-            assert terminal.more()
-    terminal.until("(Ctrl-D ends)")
-    terminal.type("\x1b[A")  # Up
-    terminal.until("Tell me a story.")
-    terminal.type("\x15/bye\n")  # Ctrl-U takes it away
-    assert terminal.end() == 0
+        until(terminal, b"; stopped]")
+        until(terminal, b">>> ")
+        while b"(Ctrl-D ends)" not in terminal.raw:
+            # Python hears a Ctrl-C that comes before its line editor waits only with the next key
+            terminal.type("\x03")
+            terminal.read(1)
+        until(terminal, b"(Ctrl-D ends)")
+        terminal.type("\x1b[A")  # Up
+        until(terminal, b"Tell me a story.")
+        terminal.type("\x15/bye\n")  # Ctrl-U takes it away
+        assert terminal.process.wait(60) == 0
     file = tmp_path / "nanobatch" / "history"
     assert "Tell me a story." in file.read_text()
     assert file.stat().st_mode & 0o077 == 0 and file.parent.stat().st_mode & 0o077 == 0
@@ -244,27 +216,24 @@ def test_ctrl_c_stops_only_the_answer(tmp_path):
 
 def test_a_history_file_with_zeros_is_read(tmp_path):
     """A lost block of the file is zeros. `readline` refuses a NUL, and `--chat` ended with a traceback."""
-    file = tmp_path / "nanobatch" / "history"
-    file.parent.mkdir()
+    file = tmp_path / "history"
     file.write_bytes(b"Why batch?\n\0\0\0\0\nWhat is a\0 slot?\n")
-    terminal = Terminal(tmp_path, "--chat", "--max-tokens", "4")
-    terminal.until(">>> ")
-    terminal.type("\x1b[A")  # Up
-    terminal.until("What is a slot?")
-    terminal.type("\x15/bye\n")
-    assert terminal.end() == 0
+    assert History(file).questions == ["Why batch?", "What is a slot?"]
 
 
-def test_history_can_be_turned_off(tmp_path, monkeypatch):
+def test_history_can_be_turned_off(monkeypatch):
+    assert history_file().name == "history"
     monkeypatch.setenv("NANOBATCH_HISTORY", "off")
-    terminal = Terminal(tmp_path, "--chat", "--max-tokens", "4")
-    terminal.until(">>> ")
-    terminal.type("Why batch?\n")
-    terminal.until("[read ")
-    terminal.until(">>> ")
-    terminal.type("\x04")
-    assert terminal.end() == 0
-    assert not list(tmp_path.iterdir())
+    assert history_file() is None
+
+
+def test_chat_needs_a_template(parts):
+    """Without a template there are no turns."""
+    with (
+        Engine(*parts, slots=1, max_len=64) as engine,
+        pytest.raises(ValueError, match="no chat template"),
+    ):
+        begin(engine, SHORT, [])
 
 
 def test_conversation_over_a_pipe():
@@ -273,9 +242,3 @@ def test_conversation_over_a_pipe():
     done = run("ask.py", "--chat", "--max-tokens", "8", prompt, input="And back?\n")
     assert done.returncode == 0, done
     assert done.stdout.count("[read ") == 2 and "were still in the slot" in done.stdout
-
-
-def test_chat_needs_a_template(tmp_path):
-    """Without a template there are no turns."""
-    done = run("ask.py", "--chat", "--model", make_checkpoint(tmp_path))
-    assert done.returncode == 2 and "no chat template" in done.stderr

@@ -6,9 +6,7 @@ from textual.color import Color
 from textual.theme import BUILTIN_THEMES
 
 from screen.draw import style
-from screen.draw.canvas import Canvas
 from screen.draw.style import BLOCKED, DECODE, EMPTY, HELD, PREFILL
-from screen.pages.request_details import draw_parts
 
 
 def contrast(a: Color, b: Color) -> float:
@@ -37,16 +35,6 @@ def test_words_can_be_read_in_every_theme(name):
     assert contrast(Color.parse(p.bad), Color.parse(p.back)) >= 3.4
     for hue in style.HUES:
         assert contrast(Color.parse(style.text_color_on(hue)), Color.parse(hue)) > 4.4
-
-
-def test_a_thought_opened_by_the_prompt_is_dim():
-    """It became dim at its end, when the mark came."""
-    p = style.Palette.of(BUILTIN_THEMES["textual-dark"])
-    for is_thinking, colour in ((True, p.muted), (False, p.text)):
-        on = Canvas(p, 80, 24)
-        draw_parts(on, "Hm, let me", is_thinking)
-        (line,) = on.lines
-        assert line[-1].style.color.name.lower() == Color.parse(colour).hex.lower()
 
 
 def test_prefill_can_be_seen_on_light_and_on_dark():

@@ -1,29 +1,29 @@
 """Engine clients: commands run between two steps, and the clock stops while nothing runs."""
 
-import inspect
 import random
 import re
 from collections import Counter
 from typing import NamedTuple
 
 import pytest
-from screen_stage import Stage, show
+from screen_stage import Stage, on_screen, show
 from textual import events
 
-from screen import commands, workload
+from screen import commands, keys, workload
+from screen.commands import Session
 from screen.draw import slots
-from screen.engine_client import EngineClient, LocalEngineClient
 from screen.experiment import Experiment
 from screen.remote_client import RemoteEngineClient
+from screen.state import State
 
 
-@pytest.mark.parametrize("wish", ["/burst 6", "/load 5", "/race 6", "hello"])
-def test_prompts_are_tokenized_in_the_callers_thread(wish):
+@pytest.mark.parametrize("line", ["/burst 6", "/load 5", "/race 6", "hello"])
+def test_prompts_are_tokenized_in_the_callers_thread(stage, line):
     """A template that took long held up the steps of all."""
-    stage, read = Stage().load(), []
+    read = []
     ask = stage.engine.text.ask
     stage.engine.text.ask = lambda prompt: read.append(prompt) or ask(prompt)
-    stage.obey(wish)
+    stage.obey(line)
     before = list(read)
     assert before
     for _ in range(200):
@@ -32,10 +32,9 @@ def test_prompts_are_tokenized_in_the_callers_thread(wish):
     assert stage.state.requests and read == before
 
 
-def test_panes_agree_while_paused_and_stepping():
+def test_panes_agree_while_paused_and_stepping(stage):
     """Slots were one step ahead of Step: a prompt of one chunk was never seen in its slot as
     prefill."""
-    stage = Stage().load()
     stage.engine.sched.budget = 16  # one chunk a step: many prompts are held
     stage.obey("/burst 20")
     stage.turns(3)
@@ -59,9 +58,8 @@ def test_panes_agree_while_paused_and_stepping():
     assert min(seen["prefill"], seen["decode"], seen["held"]) > 10
 
 
-def test_a_pause_reads_the_step_in_flight_first():
+def test_a_pause_reads_the_step_in_flight_first(stage):
     """That step has taken its time, too."""
-    stage = Stage().load()
     stage.obey("/burst 4")
     stage.turns(9)
     assert stage.state.view.engine.planned == stage.state.history[-1].step + 1
@@ -75,9 +73,8 @@ def test_a_pause_reads_the_step_in_flight_first():
     assert stage.state.view.engine.now == newest.ended
 
 
-def test_a_steady_load_lets_a_paused_loop_sleep():
+def test_a_steady_load_lets_a_paused_loop_sleep(stage):
     """It asked to be called at a moment of a clock that did not go on: again and again, at once."""
-    stage = Stage().load()
     stage.obey("/load 5")
     stage.turns()
     stage.obey("/pause")
@@ -92,55 +89,43 @@ def test_a_steady_load_lets_a_paused_loop_sleep():
     assert 0 < stage.client.loop.turn() <= 0.25
 
 
-def test_only_the_first_burst_of_the_demo_runs_slowly():
-    async def scenario(it):
-        it.stage.session.eases = True
-        await it.press("b", turns=2)
-        assert it.state.view.slow == commands.SLOW
-        assert f"slow: {commands.SLOW} steps/s" in it.text() and "0 full speed" in it.text()
-        assert "0 Full speed" in it.text().splitlines()[-1]
-        while not it.stage.session.settled:
-            it.stage.time.now += it.stage.client.loop.turn() or 0
-            it.stage.session.look()
+@on_screen()
+async def test_only_the_first_burst_of_the_demo_runs_slowly(it):
+    it.stage.session.eases = True
+    await it.press("b", turns=2)
+    assert it.state.view.slow == commands.SLOW
+    assert f"slow: {commands.SLOW} steps/s" in it.text() and "0 full speed" in it.text()
+    assert "0 Full speed" in it.text().splitlines()[-1]
+    while not it.stage.session.settled:
+        it.stage.time.now += it.stage.client.loop.turn() or 0
+        it.stage.session.look()
+    assert it.state.view.slow == 0
+    await it.press("b", turns=3)
+    assert it.state.view.slow == 0 and "running" in it.text()
+    it.stage.session.eases = True
+    for leave in (["0"], ["plus"] * 4):
+        await it.press("b", *leave, turns=2)
         assert it.state.view.slow == 0
-        await it.press("b", turns=3)
-        assert it.state.view.slow == 0 and "running" in it.text()
-
-    show(scenario)
 
 
-@pytest.mark.parametrize("leave", ["0", "plus"])
-def test_the_first_bursts_slow_motion_can_be_left(leave):
-    async def scenario(it):
-        it.stage.session.eases = True
-        await it.press("b", turns=2)
-        await it.press(*[leave] * (4 if leave == "plus" else 1), turns=2)
-        assert it.state.view.slow == 0 and "slow" not in it.text().splitlines()[0]
-
-    show(scenario)
-
-
-def test_minus_and_plus_change_the_speed():
-    async def scenario(it):
-        await it.press("minus")
-        assert it.state.view.slow == 16
-        await it.press("minus", "minus", "minus", "plus")  # faster than views come
-        assert it.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
-        assert "Full speed" in it.text().splitlines()[-1]
-        await it.press("b", turns=2)
-        assert it.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
-        await it.press("space", turns=2)
-        assert "paused" in it.text() and it.state.view.slow == 4
-        await it.press("space", "0")
-        assert it.state.view.slow == 0 and "running" in it.text()
-        it.app.action_command("/slow 0.05")
-        await it.sees("slow = '0.05'")
-
-    show(scenario)
+@on_screen()
+async def test_minus_and_plus_change_the_speed(it):
+    await it.press("minus")
+    assert it.state.view.slow == 16
+    await it.press("minus", "minus", "minus", "plus")  # faster than views come
+    assert it.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
+    assert "Full speed" in it.text().splitlines()[-1]
+    await it.press("b", turns=2)
+    assert it.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
+    await it.press("space", turns=2)
+    assert "paused" in it.text() and it.state.view.slow == 4
+    await it.press("space", "0")
+    assert it.state.view.slow == 0 and "running" in it.text()
+    it.app.action_command("/slow 0.05")
+    await it.sees("slow = '0.05'")
 
 
-def test_a_steady_load_comes_at_its_rate_and_stops():
-    stage = Stage().load()
+def test_a_steady_load_comes_at_its_rate_and_stops(stage):
     stage.obey("/load 5")
     stage.client.loop.turn()
     for _ in range(400):  # 20 seconds
@@ -155,21 +140,19 @@ def test_a_steady_load_comes_at_its_rate_and_stops():
     assert stage.engine.sched.submitted == count and count > 0
 
 
-def test_a_refused_prompt_comes_back_into_the_box():
-    async def scenario(it):
-        await it.press("i", *"xyz", turns=0)
-        it.app.prompt.put("x" * 2600)
-        await it.press("enter", turns=2)
-        assert it.app.prompt.value == "x" * 2600
-        await it.sees("not fired: the prompt has 2,600")
-        said = "not fired: the prompt has 2,600 tokens, but a slot holds 512, prompt and answer together; shorten it"
-        # It told of a max_tokens that no user had set
-        assert it.state.faults[-1].message.startswith(said)
-        # The cursor stood at the beginning, so this took nothing away
-        await it.press("ctrl+u", turns=0)
-        assert it.app.prompt.value == ""
-
-    show(scenario, size=(120, 40))
+@on_screen(size=(120, 40))
+async def test_a_refused_prompt_comes_back_into_the_box(it):
+    await it.press("i", *"xyz", turns=0)
+    it.app.prompt.put("x" * 2600)
+    await it.press("enter", turns=2)
+    assert it.app.prompt.value == "x" * 2600
+    await it.sees("not fired: the prompt has 2,600")
+    said = "not fired: the prompt has 2,600 tokens, but a slot holds 512, prompt and answer together; shorten it"
+    # It told of a max_tokens that no user had set
+    assert it.state.faults[-1].message.startswith(said)
+    # The cursor stood at the beginning, so this took nothing away
+    await it.press("ctrl+u", turns=0)
+    assert it.app.prompt.value == ""
 
 
 def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
@@ -213,8 +196,8 @@ class Tried(Experiment):
         self.run = run
 
 
-def test_an_experiment_advances_between_steps():
-    stage, asks = Stage().load(), stage_asks(3)
+def test_an_experiment_advances_between_steps(stage):
+    asks = stage_asks(3)
 
     def experiment(client):
         handles = [client.submit(ask) for ask in asks]
@@ -234,8 +217,7 @@ def test_an_experiment_advances_between_steps():
 
 
 @pytest.mark.parametrize("end", ["cancel", "mistake", "wrong"])
-def test_an_experiment_that_is_cut_short_undoes_its_changes(end, caplog):
-    stage = Stage().load()
+def test_an_experiment_that_is_cut_short_undoes_its_changes(stage, end, caplog):
     budget = stage.engine.sched.budget
 
     def experiment(client):
@@ -266,8 +248,7 @@ def test_an_experiment_that_is_cut_short_undoes_its_changes(end, caplog):
     stage.finish()
 
 
-def test_an_experiment_is_refused_next_to_another_or_to_clients():
-    stage = Stage().load()
+def test_an_experiment_is_refused_next_to_another_or_to_clients(stage):
 
     def experiment(client):
         while True:
@@ -288,9 +269,8 @@ def stage_asks(count: int) -> list[workload.Ask]:
     return [workload.Settings().ask(f"prompt {i}", 8) for i in range(count)]
 
 
-def test_a_steady_load_that_fills_the_queue_is_turned_off():
-    """Each prompt that found no room was a fault of its own, for as long as the load went on."""
-    stage = Stage().load()
+def test_a_steady_load_that_fills_the_queue_is_turned_off(stage):
+    """Each refused prompt was a fault of its own, for as long as the load went on."""
     stage.engine.sched.max_queue = 20
     stage.obey("/load 1000")
     for _ in range(100):
@@ -304,10 +284,9 @@ def test_a_steady_load_that_fills_the_queue_is_turned_off():
 
 
 @pytest.mark.parametrize("order", ["/same 5 hello", "/race 4"])
-def test_a_steady_load_pauses_during_an_experiment(order):
-    """Some experiments were refused under a load. And behind a race came all that would have come
-    meanwhile, at once."""
-    stage = Stage().load()
+def test_a_steady_load_pauses_during_an_experiment(stage, order):
+    """Some experiments were refused under a load. After a race, all prompts that would have
+    come meanwhile came at once."""
     stage.obey("/load 2")
     stage.turns()
     stage.obey(order)
@@ -325,9 +304,8 @@ def test_a_steady_load_pauses_during_an_experiment(order):
     assert stage.engine.sched.submitted - before > 4
 
 
-def test_ended_requests_are_dropped_from_our_own():
+def test_ended_requests_are_dropped_from_our_own(stage):
     """After each step all of them were asked, and a step took a millisecond more."""
-    stage = Stage().load()
     dice = random.Random(5)
     stage.obey("/burst 100")
     ended = 0
@@ -346,27 +324,24 @@ def test_ended_requests_are_dropped_from_our_own():
     assert not stage.client.own
 
 
-def test_watchers_see_the_prompt_as_typed():
+def test_watchers_see_the_prompt_as_typed(stage):
     """A server's page and a screen elsewhere were told "5 token ids"."""
-    stage = Stage().load()
     stage.obey("Hello")
     stage.turns()
     (request,) = stage.engine.snapshot().requests
     assert request.prompt == "Hello"
 
 
-@pytest.mark.parametrize("kind", [LocalEngineClient, RemoteEngineClient])
-def test_both_clients_have_every_method_of_the_protocol(kind):
-    """A command without a method of its own was an attribute error on a watched engine."""
-    methods = [name for name, each in vars(EngineClient).items() if inspect.isfunction(each)]
-    for name in [name for name in methods if not name.startswith("_")]:
-        wanted = inspect.signature(getattr(EngineClient, name)).parameters
-        assert [*inspect.signature(getattr(kind, name)).parameters] == [*wanted], name
-    assert isinstance(kind.news, property)
-
-
-def test_a_remote_client_refuses_engine_commands():
-    client = RemoteEngineClient("http://127.0.0.1:1")
-    for command, *arguments in (("pause", True), ("set_budget", None), ("switch", "")):
-        with pytest.raises(ValueError, match="only watches"):
-            getattr(client, command)(*arguments)
+def test_a_watched_engine_obeys_or_refuses_each_command():
+    """A command without a method of its own was an attribute error, and /json was refused."""
+    session = Session(RemoteEngineClient("http://127.0.0.1:1"), State())
+    session.look()
+    session.stays = True
+    refused = set()
+    for name, rest in keys.COMMANDS.items():
+        try:
+            session.obey(f"/{name} {rest}")
+        except ValueError as error:
+            refused |= {name} if "only watches" in str(error) else set()
+    assert refused == {"policy", "load", "pause", "resume", "step", "slow"}
+    assert session.client.posted == 9  # /burst 8, and /json

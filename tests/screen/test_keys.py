@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from screen_stage import Stage, at_every_size, drawn, like_golden, plain, show
+from screen_stage import Stage, drawn, like_golden, on_screen, plain, show
 from textual import events
 
 import tui
@@ -14,220 +14,185 @@ from screen import app, commands, keys, state, workload
 from screen.draw import charts, layout, style
 from screen.draw import step as steps
 from screen.draw.style import BLOCKED, DECODE, HELD, PREFILL
-from screen.pages import race
 from screen.state import State
 from screen.workload import Settings
 
 
-@at_every_size
-def test_a_prompt_may_contain_the_letters_of_keys(size):
-    async def scenario(it):
-        await it.press("i", *"quiz", "space", *"xbrpcq", "enter")
-        assert it.stage.prompt(1) == "quiz xbrpcq"
-        await it.turns(360)
-        assert it.state.ended[-1].text.startswith("once upon a time")
-        assert "1 ended" in it.text()
-        if size[0] > 80:
-            assert it.state.ended[-1].text.split()[-1] in it.text()
-
-    show(scenario, size=size)
+@on_screen(size=(120, 40))
+async def test_a_prompt_may_contain_the_letters_of_keys(it):
+    await it.press("i", *"quiz", "space", *"xbrpcq", "enter")
+    assert it.stage.prompt(1) == "quiz xbrpcq"
+    await it.turns(360)
+    assert "1 ended" in it.text()
+    assert it.state.ended[-1].text.split()[-1] in it.text()
 
 
-def test_enter_fires_the_example_or_opens_the_prompt():
-    async def scenario(it):
-        await it.press("enter", turns=2)
-        assert it.stage.prompt(1) == workload.BURST[0][0]
-        await it.press("enter", *"again", "enter", turns=2)
-        assert it.stage.prompt(2) == "again"
-        assert it.app.focused is it.app.prompt
-        await it.press(*"draft", "escape", "b", turns=2)
-        assert (
-            it.stage.engine.sched.submitted == 2 + 12
-            and it.app.query_one(app.PromptBox).value == "draft"
-        )
-
-    show(scenario)
+@on_screen()
+async def test_enter_fires_the_example_or_opens_the_prompt(it):
+    await it.press("enter", turns=2)
+    assert it.stage.prompt(1) == workload.BURST[0][0]
+    await it.press("enter", *"again", "enter", turns=2)
+    assert it.stage.prompt(2) == "again"
+    assert it.app.focused is it.app.prompt
+    await it.press(*"draft", "escape", "b", turns=2)
+    assert (
+        it.stage.engine.sched.submitted == 2 + 12
+        and it.app.query_one(app.PromptBox).value == "draft"
+    )
 
 
-def test_a_wrong_command_comes_back_with_a_message():
-    async def scenario(it):
-        await it.press(
-            "slash",
-            *"set",
-            "space",
-            *"temperature=0.5",
-            "space",
-            *"max=7",
-            "space",
-            *"seed=3",
-            "enter",
-        )
-        assert it.state.settings == Settings(0.5, 7, 3, burst=12)
-        assert "set temperature=0.5 max=7 seed=3" in it.text() and "– tok/s" in it.text()
-        it.app.hush(it.state.said)
-        await it.pilot.pause()
-        assert "temp 0.5 · max 7 tok · seed 3" in it.text()
-        await it.press("slash", *"burst", "space", "0", "enter")
-        await it.sees("from 1 to 1,000")
-        assert it.app.query_one(app.PromptBox).value == "/burst 0"
-        await it.press("ctrl+u", *"/nonsense", "enter")
-        await it.sees("not a command")
-        await it.press("escape", "c", "i")  # a key that asks for what cannot be is told so, too
-        await it.sees("nothing has run yet")
-        await it.press("ctrl+u", *"//5", "enter", turns=2)
-        assert it.stage.prompt(1) == "/5"
-        assert it.state.requests[1].origin.max_tokens == 7
-
-    show(scenario, size=(120, 40))
+@on_screen(size=(120, 40))
+async def test_a_wrong_command_comes_back_with_a_message(it):
+    await it.press(
+        "slash",
+        *"set",
+        "space",
+        *"temperature=0.5",
+        "space",
+        *"max=7",
+        "space",
+        *"seed=3",
+        "enter",
+    )
+    assert it.state.settings == Settings(0.5, 7, 3, burst=12)
+    assert "set temperature=0.5 max=7 seed=3" in it.text() and "– tok/s" in it.text()
+    it.app.hush(it.state.said)
+    await it.pilot.pause()
+    assert "temp 0.5 · max 7 tok · seed 3" in it.text()
+    await it.press("slash", *"burst", "space", "0", "enter")
+    await it.sees("from 1 to 1,000")
+    assert it.app.query_one(app.PromptBox).value == "/burst 0"
+    await it.press("ctrl+u", *"/nonsense", "enter")
+    await it.sees("not a command")
+    await it.press("escape", "c", "i")  # a key gets its refusal as well
+    await it.sees("nothing has run yet")
+    await it.press("ctrl+u", *"//5", "enter", turns=2)
+    assert it.stage.prompt(1) == "/5"
+    assert it.state.requests[1].origin.max_tokens == 7
 
 
-def test_b_fires_x_cancels_one_and_X_all():
-    async def scenario(it):
-        await it.press("b", turns=5)
-        assert it.stage.engine.sched.submitted == 12 and "queue 4" in it.text()
-        await it.press("down", "down", "x", turns=2)
-        assert it.state.selected == 2
-        assert [r.id for r in it.state.ended if r.reason == "cancelled"] == [3]
-        await it.press("X", turns=2)
-        assert len(it.state.ended) == 12 and not it.state.view.busy
-        await it.press("up", "up", "up", "x", turns=2)
-        await it.sees("slot 7 has no request")
-
-    show(scenario)
+@on_screen()
+async def test_b_fires_x_cancels_one_and_X_all(it):
+    await it.press("b", turns=5)
+    assert it.stage.engine.sched.submitted == 12 and "queue 4" in it.text()
+    await it.press("down", "down", "x", turns=2)
+    assert it.state.selected == 2
+    assert [r.id for r in it.state.ended if r.reason == "cancelled"] == [3]
+    await it.press("X", turns=2)
+    assert len(it.state.ended) == 12 and not it.state.view.busy
+    await it.press("up", "up", "up", "x", turns=2)
+    await it.sees("slot 7 has no request")
 
 
-def test_space_pauses_and_s_steps():
-    async def scenario(it):
-        await it.press("b", turns=10)
-        await it.press("space")
-        steps = len(it.state.history)
-        assert "paused" in it.text()
-        await it.press("s", turns=3)
-        assert len(it.state.history) == steps + 1
-        # The first of these starts a step and has none to read back
-        await it.press("space", turns=5)
-        assert len(it.state.history) == steps + 5 and "running" in it.text()
-        await it.press("space")
-        await it.press("left", "left", turns=0)
-        assert it.state.cursor is not None
-        await it.press("space")
-        assert it.state.cursor is None  # going on, the screen follows the newest step
-
-    show(scenario)
+@on_screen()
+async def test_space_pauses_and_s_steps(it):
+    await it.press("b", turns=10)
+    await it.press("space")
+    steps = len(it.state.history)
+    assert "paused" in it.text()
+    await it.press("s", turns=3)
+    assert len(it.state.history) == steps + 1
+    # The first of these starts a step and has none to read back
+    await it.press("space", turns=5)
+    assert len(it.state.history) == steps + 5 and "running" in it.text()
+    await it.press("space")
+    await it.press("left", "left", turns=0)
+    assert it.state.cursor is not None
+    await it.press("space")
+    assert it.state.cursor is None  # going on, the screen follows the newest step
 
 
-def test_policy_and_load_change_live():
-    async def scenario(it):
-        await it.press("p")
-        assert it.state.view.engine.policy == "static" and "static" in it.text()
-        await it.press("l")
-        assert it.state.view.load == 2
-        it.app.action_command("/load 4")
+@on_screen(size=(120, 40))
+async def test_policy_and_load_change_live(it):
+    await it.press("p")
+    assert it.state.view.engine.policy == "static" and "static" in it.text()
+    await it.press("l")
+    assert it.state.view.load == 2
+    it.app.action_command("/load 4")
+    await it.turns()
+    assert it.state.view.load == 4 and "load 4/s" in it.text()
+    await it.press("l")
+    assert it.state.view.load == 0
+
+
+@on_screen(size=(120, 40))
+async def test_the_cursor_goes_back_in_time(it):
+    await it.press("b", turns=400)
+    await it.press("z", turns=0)  # one step a column
+    newest = it.state.history[-1].step
+    await it.press("left", turns=0)
+    assert it.state.cursor == it.state.step.step == newest - 1
+    assert f"step {newest - 1:,} " in it.text() and "End: follow" in it.text()
+    assert f"◀ back at step {newest - 1:,} of {newest:,}" in it.text()
+    await it.press("pageup", "comma", turns=0)
+    assert it.state.step.step == newest - 42
+    await it.press("home", turns=0)
+    assert it.state.step.step == 1 and "▲ step 1" in it.text()
+    assert "Step 1 " in it.text() and "r1 → slot 0" in it.text()
+    await it.press("end")
+    assert it.state.cursor is None
+    for zoom in (2, 4, 8, None):
+        await it.press("z", turns=0)
+        assert it.state.zoom == zoom
+        await it.press("end", "left", turns=0)
+        wide = it.state.zoom_for(it.app.query_one("#timeline").size.width - 4)
+        assert it.state.step.step == newest - wide and wide == (zoom or wide)
+        # And no step can be passed over
+        await it.press("end", "shift+left", "comma", "full_stop", turns=0)
+        assert it.state.step.step == newest - 1
+
+
+@on_screen(size=(120, 40))
+async def test_all_panes_go_back_with_the_cursor(it):
+    """Only Timeline and Step went back; slots, queue and answers were those of now."""
+
+    state, seen = it.state, {}
+    await it.press("b", turns=0)
+    for _ in range(60):
         await it.turns()
-        assert it.state.view.load == 4 and "load 4/s" in it.text()
-        await it.press("l")
-        assert it.state.view.load == 0
-
-    show(scenario, size=(120, 40))
-
-
-@at_every_size
-def test_the_cursor_goes_back_in_time(size):
-    async def scenario(it):
-        await it.press("b", turns=400)
-        await it.press("z", turns=0)  # one step a column
-        newest = it.state.history[-1].step
-        await it.press("left", turns=0)
-        assert (
-            it.state.cursor == it.state.step.step == newest - 1
-            and f"step {newest - 1:,} " in it.text()
-        )
-        assert (
-            "End: follow" in it.text()
-            and f"◀ back at step {newest - 1:,} of {newest:,}" in it.text()
-        )
-        await it.press("pageup", "comma", turns=0)
-        assert it.state.step.step == newest - 42
-        await it.press("home", turns=0)
-        assert it.state.step.step == 1 and "▲ step 1" in it.text()
-        while it.state.lower != "step" and size[0] < 110:
-            await it.press("v", turns=0)
-        assert "Step 1 " in it.text() and "r1 → slot 0" in it.text()
-        await it.press("end")
-        assert it.state.cursor is None
-        for zoom in (2, 4, 8, None):
-            await it.press("z", turns=0)
-            assert it.state.zoom == zoom
-            await it.press("end", "left", turns=0)
-            wide = it.state.zoom_for(it.app.query_one("#timeline").size.width - 4)
-            wide = wide if it.app.query_one("#timeline").display else 1
-            assert (it.state.step.step == newest - wide and wide == (zoom or wide)) or size[
-                0
-            ] < 110, zoom
-            # And no step can be passed over
-            await it.press("end", "shift+left", "comma", "full_stop", turns=0)
-            assert it.state.step.step == newest - 1
-
-    show(scenario, size=size)
-
-
-def test_all_panes_go_back_with_the_cursor():
-    """Only Timeline and Step went back; beside them stood the slots, the queue and the answers of
-    now."""
-
-    async def scenario(it):
-        state, seen = it.state, {}
-        await it.press("b", turns=0)
-        for _ in range(60):
-            await it.turns()
-            if state.history:
-                slots = [
-                    (s.slot, s.request, s.used, s.output_tokens) for s in state.view.engine.slots
-                ]
-                seen[state.view.engine.planned] = (
-                    slots,
-                    [r for r, _ in state.view.engine.queue],
-                    dict(state.requests),
-                )
-        it.stage.finish()
-        await it.turns()
-        then = 31
-        state.look_at(state.index_of(then))
-        # After the commit of a step, the engine has planned the next one: its slots are a step
-        # further.
-        rows = {s.slot: s.used for s in state.slots()}
-        for slot, request, used, said in seen[then + 1][0]:
-            if request is not None and state.past.cells[slot] == (DECODE, request):
-                assert rows[slot] == used and said == state.slots()[slot].output_tokens
-        assert sum(cell.kind == DECODE for cell in state.past.cells) >= 4
-        waiting, line = state.line()
-        assert [r for r, _ in line] == seen[then][1] and waiting == len(line) > 0
-        # As all else: at the step's end
-        assert all(waited == pytest.approx(state.past.ended) for _, waited in line)
-        for slot in range(8):
-            owner = state.owner(slot)
-            before = seen[then + 1][2][owner.id]
-            if before.reason is None and before.metrics.output_tokens:
-                assert (
-                    owner.reason is None
-                    and owner.metrics.output_tokens == before.metrics.output_tokens
-                )
-                assert owner.metrics.ttft_s == pytest.approx(before.metrics.ttft_s)
-                assert owner.text == before.text
-        began, last = charts.stretch(state)
-        assert (began, last) == (state.history[0].began, state.past.ended)
-        ttfts = plain(drawn(charts.draw_ttft, state, 60, 9))
-        ended = sum(r.arrived + r.metrics.ttft_s <= last for r in state.requests.values())
-        assert f" of {ended}, {12 - ended} still wait" in ttfts[0] and 0 < ended < 12
-        it.app.hush(state.said)  # it would go by itself after a while
-        it.app.paint()
-        await it.pilot.pause()
-        assert "◀ back at step 31 of" in it.text() and "Slots at step 31" in it.text()
-        like_golden("past-120x40", it.text())
-        await it.press("end", turns=0)
-        assert "at step 31" not in it.text() and state.slots() is state.view.engine.slots
-
-    show(scenario, size=(120, 40))
+        if state.history:
+            slots = [(s.slot, s.request, s.used, s.output_tokens) for s in state.view.engine.slots]
+            seen[state.view.engine.planned] = (
+                slots,
+                [r for r, _ in state.view.engine.queue],
+                dict(state.requests),
+            )
+    it.stage.finish()
+    await it.turns()
+    then = 31
+    state.look_at(state.index_of(then))
+    # After the commit of a step, the engine has planned the next one: its slots are a step
+    # further.
+    rows = {s.slot: s.used for s in state.slots()}
+    for slot, request, used, said in seen[then + 1][0]:
+        if request is not None and state.past.cells[slot] == (DECODE, request):
+            assert rows[slot] == used and said == state.slots()[slot].output_tokens
+    assert sum(cell.kind == DECODE for cell in state.past.cells) >= 4
+    waiting, line = state.line()
+    assert [r for r, _ in line] == seen[then][1] and waiting == len(line) > 0
+    # As all else: at the step's end
+    assert all(waited == pytest.approx(state.past.ended) for _, waited in line)
+    for slot in range(8):
+        owner = state.owner(slot)
+        before = seen[then + 1][2][owner.id]
+        if before.reason is None and before.metrics.output_tokens:
+            assert (
+                owner.reason is None and owner.metrics.output_tokens == before.metrics.output_tokens
+            )
+            assert owner.metrics.ttft_s == pytest.approx(before.metrics.ttft_s)
+            assert owner.text == before.text
+    began, last = charts.stretch(state)
+    assert (began, last) == (state.history[0].began, state.past.ended)
+    ttfts = plain(drawn(charts.draw_ttft, state, 60, 9))
+    ended = sum(r.arrived + r.metrics.ttft_s <= last for r in state.requests.values())
+    assert f" of {ended}, {12 - ended} still wait" in ttfts[0] and 0 < ended < 12
+    it.app.hush(state.said)  # it would go by itself after a while
+    it.app.paint()
+    await it.pilot.pause()
+    assert "◀ back at step 31 of" in it.text() and "Slots at step 31" in it.text()
+    like_golden("past-120x40", it.text())
+    await it.press("end", turns=0)
+    assert "at step 31" not in it.text() and state.slots() is state.view.engine.slots
 
 
 def test_back_in_time_an_answer_is_cut_where_it_was():
@@ -257,68 +222,59 @@ def test_back_in_time_an_answer_is_cut_where_it_was():
     assert sorted(set(said)) == list(range(25)), "some step was not looked at"
 
 
-def test_the_step_pane_says_newest_only_if_it_is():
-    """It is painted less often than the header: "step 689" stood over "Step 663 newest"."""
+@on_screen(size=(120, 40))
+async def test_the_step_pane_says_newest_only_if_it_is(it):
+    """It is painted less often than the header: "step 689" above "Step 663 newest"."""
 
-    async def scenario(it):
-        await it.press("b", turns=30)
-        it.app._looks = 0
+    await it.press("b", turns=30)
+    it.app._looks = 0
+    await it.turns()
+    stays = it.text()
+    await it.turns()
+    assert "one of many" in stays and "newest" not in it.text()
+    it.stage.obey("/slow 8")
+    await it.turns()
+    for _ in range(3):
+        it.stage.client.loop._next = 0.0
         await it.turns()
-        stays = it.text()
-        await it.turns()
-        assert "one of many" in stays and "newest" not in it.text()
-        it.stage.obey("/slow 8")
-        await it.turns()
-        for _ in range(3):
-            it.stage.client.loop._next = 0.0
-            await it.turns()
-            newest = it.state.history[-1].step
-            assert (
-                f" step {newest} " in it.text()
-                and f"── Step {newest} " in it.text()
-                and "newest" in it.text()
-            )
-
-    show(scenario, size=(120, 40))
+        newest = it.state.history[-1].step
+        assert (
+            f" step {newest} " in it.text()
+            and f"── Step {newest} " in it.text()
+            and "newest" in it.text()
+        )
 
 
-def test_g_goes_from_a_step_to_its_request_and_back():
+@on_screen(size=(120, 40))
+async def test_g_goes_from_a_step_to_its_request_and_back(it):
     """A step named a request that could not be opened from there, and a request did not say when it
     had run."""
 
-    async def scenario(it):
-        state = it.state
-        await it.press("g")
-        await it.sees("slot 0 has had no request yet")
-        await it.press("b", turns=60)
-        await it.press("g")  # one that runs
-        assert f"r{state.owner(0).id}, open" in it.text() and "prompt tokens" in it.text()
-        await it.press("escape")
-        await it.turns(340)
-        last = state.ended[-1]
-        await it.press("f", "y")
-        assert f"r{last.id}, 1 of 12 that have ended" in it.text()
-        assert it.app.clipboard == last.text
-        steps = [state.history[i].step for i in state.steps_of(last)]
-        assert f"{steps[0]:,} to {steps[-1]:,}, in slot {last.slot}: " in it.text()
-        await it.press("g", turns=0)
-        assert (
-            state.cursor == steps[0]
-            and state.selected == last.slot
-            and "Slots at step" in it.text()
-        )
-        assert (last.slot, last.id) in state.step.admitted
-        await it.press("g", turns=0)
-        assert state.open.id == last.id and f"r{last.id}," in it.text()
-        await it.press("down", "g", "g", turns=0)
-        assert state.open.id == state.ended[-2].id
-
-    show(scenario, size=(120, 40))
+    state = it.state
+    await it.press("g")
+    await it.sees("slot 0 has had no request yet")
+    await it.press("b", turns=60)
+    await it.press("g")  # one that runs
+    assert f"r{state.owner(0).id}, open" in it.text() and "prompt tokens" in it.text()
+    await it.press("escape")
+    await it.turns(340)
+    last = state.ended[-1]
+    await it.press("f", "y")
+    assert f"r{last.id}, 1 of 12 that have ended" in it.text()
+    assert it.app.clipboard == last.text
+    steps = [state.history[i].step for i in state.steps_of(last)]
+    assert f"{steps[0]:,} to {steps[-1]:,}, in slot {last.slot}: " in it.text()
+    await it.press("g", turns=0)
+    assert state.cursor == steps[0] and state.selected == last.slot and "Slots at step" in it.text()
+    assert (last.slot, last.id) in state.step.admitted
+    await it.press("g", turns=0)
+    assert state.open.id == last.id and f"r{last.id}," in it.text()
+    await it.press("down", "g", "g", turns=0)
+    assert state.open.id == state.ended[-2].id
 
 
-def test_a_cut_step_pane_can_be_opened():
+def test_a_cut_step_pane_can_be_opened(stage):
     """At 80x24 the last lines of a step were missing, without a sign."""
-    stage = Stage().load()
     stage.obey("/burst 20")
     stage.turns(3)
     tall = stage.lines(steps.draw_step_pane, 60, 30)
@@ -341,49 +297,22 @@ def test_a_cut_step_pane_can_be_opened():
     show(scenario, size=(60, 20))
 
 
-def test_a_message_too_long_for_the_prompt_is_a_notice():
-    """At 120 columns "a step's budget: at most so many" was cut behind 38 letters."""
+@on_screen(size=(120, 40))
+async def test_a_message_too_long_for_the_prompt_is_a_notice(it):
+    """At 120 columns the words about a step's budget were cut after 38 letters."""
 
-    async def scenario(it):
-        it.app.say("fired")
-        it.app.paint()
-        assert it.state.said == "fired" and not it.app._notifications
-        words = "budget 30: at most 22 tokens of a prompt in a step"
-        it.app.say(words)
-        await it.pilot.pause()
-        assert [told.message for told in it.app._notifications] == [words]
-
-    show(scenario, size=(120, 40))
+    it.app.say("fired")
+    it.app.paint()
+    assert it.state.said == "fired" and not it.app._notifications
+    words = "budget 30: at most 22 tokens of a prompt in a step"
+    it.app.say(words)
+    await it.pilot.pause()
+    assert [told.message for told in it.app._notifications] == [words]
 
 
-def test_a_requested_race_is_shown_at_once():
-    """The race before was shown until then; and where nothing ran, the new one was said to wait for
-    what runs."""
-    stage = Stage().load()
-    seen = lambda: stage.lines(race.draw, 80, 24)  # noqa: E731
-    for _ in range(2):
-        stage.obey("/race 4 serial continuous")
-        assert (
-            seen()[0].startswith("── Race: serial and continuous ")
-            and seen()[1].strip() == race.RACE_BEGINS
-        )
-        stage.turns(5)
-        assert "running …" in "".join(seen())
-        stage.finish()
-        race.to_the_end(stage.state)  # of its film
-        assert "continuous takes" in "".join(seen())
-    stage.obey("one")
-    stage.turns(3)
-    stage.obey("/race 4")
-    assert race.RACE_WAITS in "".join(seen())
-    stage.turns(3)
-    assert race.RACE_WAITS in "".join(seen())
-
-
-def test_the_printed_parts_of_a_step_add_up():
+def test_the_printed_parts_of_a_step_add_up(stage):
     """Each part was rounded by itself, and so was their sum: 0.00 + 0.00 + 0.00 would have been
     0.01."""
-    stage = Stage().load()
     stage.obey("one")
     stage.finish()
     parts = {"plan_s": 4e-6, "build_s": 4e-6, "commit_s": 4e-6, "device_s": 14.4e-6, "wait_s": 1.0}
@@ -392,188 +321,133 @@ def test_the_printed_parts_of_a_step_add_up():
         " time     1,000.01 ms = Python 0.00 + device 0.01 + wait 1,000.00",
         " Python   plan 0.00, build 0.00, commit 0.00",
     ]
-    parts["plan_s"] = 0.0149
-    for width in range(30, 90):
-        lines = plain(drawn(steps.draw_time, replace(step, **parts), width, 9))
-        text = " ".join(" ".join(lines[:-1]).split())
-        total, *sums = [
-            float(number.replace(",", "")) for number in re.findall(r"[\d,]+\.\d\d", text)
-        ]
-        assert (
-            sum(sums[:3]) == pytest.approx(total)
-            and sum(sums[3:]) == pytest.approx(sums[0]) == 14.9
-        )
-        assert not any(line.endswith(("+", "device", "wait")) for line in lines), lines
 
 
-def test_r_races_and_shows_it_live():
-    async def scenario(it):
-        await it.press("r", turns=30)
-        assert "Race" in it.text() and "running …" in it.text() and "runs next" in it.text()
-        assert "answers, static" in it.text()
-        it.stage.finish()
-        await it.turns()
-        assert "Both legs on one clock" in it.text() and "continuous takes" not in it.text()
-        await it.press("end", turns=0)
-        it.app.paint()
-        await it.pilot.pause()
-        assert "continuous takes" in it.text() and "static" in it.text()
-        await it.press("escape", turns=0)
-        await it.sees(f"{2 * 12} ended")
-
-    show(scenario, size=(120, 40))
-
-
-def test_help_names_every_key_and_the_words():
-    async def scenario(it):
-        await it.press("question_mark")
-        seen = it.text()
-        assert keys.KEYS[0].help in seen and "more lines" in seen
-        for _ in range(9):
-            await it.press("space")
-            seen += it.text()
-        assert not it.state.view.paused, "a pager's key paused the engine behind the page"
-        for word in re.findall(r"\S+", " ".join(key.help for key in keys.KEYS)):
-            assert word in seen, f"{word}: the end of a line was cut off"
-        for name in (*dict(keys.WORDS), *POLICIES):
-            assert f" {name}  " in seen or f" {name} " in seen, name
-        for kind in (PREFILL, DECODE, HELD, BLOCKED, style.GHOST):
-            assert f"{style.NAMES[kind]} {style.GLYPHS[kind]}" in seen
-        await it.press("escape")
-        assert "Slots" in it.text()
-
-    show(scenario)
+@on_screen()
+async def test_help_names_every_key_and_the_words(it):
+    await it.press("question_mark")
+    seen = it.text()
+    assert keys.KEYS[0].help in seen and "more lines" in seen
+    for _ in range(9):
+        await it.press("space")
+        seen += it.text()
+    assert not it.state.view.paused, "a pager's key paused the engine behind the page"
+    for word in re.findall(r"\S+", " ".join(key.help for key in keys.KEYS)):
+        assert word in seen, f"{word}: the end of a line was cut off"
+    for name in (*dict(keys.WORDS), *POLICIES):
+        assert f" {name}  " in seen or f" {name} " in seen, name
+    for kind in (PREFILL, DECODE, HELD, BLOCKED, style.GHOST):
+        assert f"{style.NAMES[kind]} {style.GLYPHS[kind]}" in seen
+    await it.press("escape")
+    assert "Slots" in it.text()
 
 
-def test_i_and_slash_open_the_prompt_from_every_page():
+@on_screen()
+async def test_i_and_slash_open_the_prompt_from_every_page(it):
     """The box behind the page took all keys from then on, and Esc did not lead back."""
 
-    async def scenario(it):
-        it.stage.obey("one")
-        await it.turns(2)
-        for page in ("question_mark", "t", "h", "f", "r"):
-            await it.press(page, "i", *f"hi {page}", "enter", "escape", turns=2)
-            assert it.app.page is None and it.app.focused is None
-            newest = max(it.state.requests)
-            assert it.stage.prompt(newest) == f"hi {page}" or page == "r"
-            await it.press(page, "slash", turns=0)
-            assert it.app.focused is it.app.prompt and it.app.prompt.value == "/"
-            await it.press("escape", "question_mark", "escape", turns=0)
-            assert it.app.focused is None and it.app.page is None
-
-    show(scenario)
+    it.stage.obey("one")
+    await it.turns(2)
+    for page in ("question_mark", "t", "h", "f", "r"):
+        await it.press(page, "i", *f"hi {page}", "enter", "escape", turns=2)
+        assert it.app.page is None and it.app.focused is None
+        newest = max(it.state.requests)
+        assert it.stage.prompt(newest) == f"hi {page}" or page == "r"
+        await it.press(page, "slash", turns=0)
+        assert it.app.focused is it.app.prompt and it.app.prompt.value == "/"
+        await it.press("escape", "question_mark", "escape", turns=0)
+        assert it.app.focused is None and it.app.page is None
 
 
-def test_keys_switch_and_close_pages():
-    """It only led back to the main screen, so every key had to be pressed twice."""
+@on_screen()
+async def test_keys_switch_and_close_pages(it):
+    """It only led back to the main screen, so every key had to be pressed twice. On a fresh screen
+    the keys went into the prompt box."""
 
-    async def scenario(it):
-        await it.press("b")
-        it.stage.finish()
-        for key, page in (
-            ("t", "totals"),
-            ("f", "requests"),
-            ("question_mark", "help"),
-            ("c", "compare"),
-            ("h", "clients"),
-        ):
-            await it.press(key, turns=0)
-            assert it.app.page.name == page
-        await it.press("h", turns=0)
-        assert it.app.page is None
-        await it.press("question_mark", "r", turns=20)
-        assert it.app.page.name == "race" and it.state.view.racing and "running …" in it.text()
-        await it.press("c", turns=0)
-        assert it.app.page.name == "compare" and "simulated" in it.text()
+    for key in "Ethf":
+        await it.press(key, turns=0)
+        assert it.app.page.key == key and it.app.focused is None
+    await it.press("escape", "b")
+    it.stage.finish()
+    for key, page in (
+        ("t", "totals"),
+        ("f", "requests"),
+        ("question_mark", "help"),
+        ("c", "compare"),
+        ("h", "clients"),
+    ):
+        await it.press(key, turns=0)
+        assert it.app.page.name == page
+    await it.press("h", turns=0)
+    assert it.app.page is None
+    await it.press("question_mark", "r", turns=20)
+    assert it.app.page.name == "race" and it.state.view.racing and "running …" in it.text()
+    await it.press("c", turns=0)
+    assert it.app.page.name == "compare" and "simulated" in it.text()
 
-    show(scenario)
 
-
-def test_a_pause_behind_a_page_is_said_on_the_page():
+@on_screen()
+async def test_a_pause_behind_a_page_is_said_on_the_page(it):
     """Space stopped the engine behind a page, and nothing there said so."""
 
-    async def scenario(it):
-        await it.press("b", "t", "space")
-        assert it.state.view.paused
-        await it.sees("done behind this page: /pause")
-        await it.press("space")
-        assert not it.state.view.paused
-        await it.sees("done behind this page: /resume")
-        await it.press("escape", "question_mark")
-        line = (
-            it.text()
-            .splitlines()
-            .index(next(line for line in it.text().splitlines() if line.startswith(" p ")))
-        )
-        await it.pilot.click("#sheet", offset=(2, line))
-        await it.sees("done behind this page: /policy")
-
-    show(scenario)
+    await it.press("b", "t", "space")
+    assert it.state.view.paused
+    await it.sees("done behind this page: /pause")
+    await it.press("space")
+    assert not it.state.view.paused
+    await it.sees("done behind this page: /resume")
+    await it.press("escape", "question_mark")
+    line = (
+        it.text()
+        .splitlines()
+        .index(next(line for line in it.text().splitlines() if line.startswith(" p ")))
+    )
+    await it.pilot.click("#sheet", offset=(2, line))
+    await it.sees("done behind this page: /policy")
 
 
-def test_footer_keys_can_be_clicked_while_typing():
-    async def scenario(it):
-        for typing in (False, True):
-            if typing:
-                await it.press("i")
-            await it.pilot.pause()
-            line = it.text().splitlines()[-1]
-            before = it.stage.engine.sched.submitted
-            await it.pilot.click("#keys", offset=(line.index("b Burst") + 2, 0))
-            await it.turns()
-            assert it.stage.engine.sched.submitted == before + 12
-            # The blank takes clicks, too
-            await it.pilot.click("#keys", offset=(line.index("? Help") + 1, 0))
-            await it.turns()
-            assert "Help" in it.text().splitlines()[0]
-            await it.press("escape")
-            await it.press("escape")
-
-    show(scenario, size=(120, 40))
-
-
-def test_mouse_clicks_and_wheel():
-    async def scenario(it):
-        await it.press("b", turns=60)
-        await it.pilot.click("#slots", offset=(5, 2 + 4))
-        assert it.state.selected == 4
-        await it.pilot.click("#timeline", offset=(4 + 10, 3))
-        zoom = it.state.zoom_for(76)
-        assert it.state.cursor == it.state.history[10 * zoom].step
-        assert it.state.selected == 2  # it was the third line of the timeline
-        await it.press("end")
-        timeline = it.app.query_one("#timeline")
-        timeline.post_message(events.MouseScrollUp(timeline, 5, 5, 0, -1, 0, False, False, False))
+@on_screen(size=(120, 40))
+async def test_footer_keys_can_be_clicked_while_typing(it):
+    for typing in (False, True):
+        if typing:
+            await it.press("i")
         await it.pilot.pause()
-        assert it.state.cursor is not None
-
-    show(scenario)
-
-
-def test_every_action_is_in_the_command_palette():
-    async def scenario(it):
-        titles = [command.title for command in it.app.get_system_commands(it.app.screen)]
-        assert all(any(title.startswith(key.label) for title in titles) for key in keys.KEYS)
-        await it.press("ctrl+p")
-        assert it.app.screen is not it.app.screen_stack[0]
+        line = it.text().splitlines()[-1]
+        before = it.stage.engine.sched.submitted
+        await it.pilot.click("#keys", offset=(line.index("b Burst") + 2, 0))
+        await it.turns()
+        assert it.stage.engine.sched.submitted == before + 12
+        # The blank takes clicks, too
+        await it.pilot.click("#keys", offset=(line.index("? Help") + 1, 0))
+        await it.turns()
+        assert "Help" in it.text().splitlines()[0]
+        await it.press("escape")
         await it.press("escape")
 
-    show(scenario)
+
+@on_screen()
+async def test_mouse_clicks_and_wheel(it):
+    await it.press("b", turns=60)
+    await it.pilot.click("#slots", offset=(5, 2 + 4))
+    assert it.state.selected == 4
+    await it.pilot.click("#timeline", offset=(4 + 10, 3))
+    zoom = it.state.zoom_for(76)
+    assert it.state.cursor == it.state.history[10 * zoom].step
+    assert it.state.selected == 2  # it was the third line of the timeline
+    await it.press("end")
+    timeline = it.app.query_one("#timeline")
+    timeline.post_message(events.MouseScrollUp(timeline, 5, 5, 0, -1, 0, False, False, False))
+    await it.pilot.pause()
+    assert it.state.cursor is not None
 
 
-def test_the_palette_takes_keys_in_a_tiny_window():
-    """PageUp before it was laid out was a KeyError, and ended the screen."""
-
-    async def scenario(it):
-        await it.pilot.resize_terminal(1, 1)
-        for key in ("ctrl+p", "pageup", "pagedown", "down", "pageup", "end"):
-            it.app.post_message(events.Key(key, None))
-        await it.pilot.pause()
-        await it.press("pageup", "pagedown", turns=0)
-        assert len(it.app.screen_stack) == 2
-        await it.press("escape", turns=0)
-
-    show(scenario)
+@on_screen()
+async def test_every_action_is_in_the_command_palette(it):
+    titles = [command.title for command in it.app.get_system_commands(it.app.screen)]
+    assert all(any(title.startswith(key.label) for title in titles) for key in keys.KEYS)
+    await it.press("ctrl+p")
+    assert it.app.screen is not it.app.screen_stack[0]
+    await it.press("escape")
 
 
 @pytest.mark.parametrize("broken", [True, False])
@@ -584,70 +458,41 @@ def test_a_model_that_cannot_be_loaded_gives_exit_code_2(broken, capsys):
     assert capsys.readouterr().err == ("nanobatch: x is cut off\n" if broken else "")
 
 
-STATES = ("idle", "busy", "paused", "help", "contest", "requests", "loading")
-
-
 @pytest.mark.parametrize(
-    ("key", "state"),
-    [*(("q", state) for state in STATES), ("ctrl+c", "loading"), ("ctrl+q", "help")],
+    ("keys", "load"),
+    [
+        ("q", True),
+        ("ctrl+c", False),
+        ("b space q", True),
+        ("question_mark ctrl+q", False),
+        ("r q", True),
+    ],
 )
-def test_the_screen_can_be_left_in_every_state(key, state):
+def test_the_screen_can_be_left_in_every_state(keys, load):
     async def scenario(it):
-        keys = {
-            "busy": ["b"],
-            "paused": ["b", "space"],
-            "help": ["question_mark"],
-            "contest": ["r"],
-            "requests": ["b", "f"],
-        }
-        if state != "loading":
-            await it.press(*keys.get(state, []), turns=3)
-        await it.pilot.press(key)
+        await it.pilot.press(*keys.split())
         assert it.app.return_code == 0 and it.app._exit
 
-    show(scenario, load=state != "loading")
+    show(scenario, load=load)
 
 
-def test_a_multiline_paste_is_one_prompt():
-    """All lines but the first were lost."""
-
-    async def scenario(it):
-        await it.press("i", "ctrl+u", turns=0)
-        it.app.post_message(events.Paste("first line\r\n  second\nthird"))
-        await it.pilot.pause()
-        lines = [line.strip(" ❯") for line in it.text().splitlines()]
-        at = lines.index("first line")
-        assert lines[at + 1] == "second" and lines[at + 2].startswith("third")
-        await it.press("!", "enter", turns=2)
-        assert it.state.requests[1].origin.prompt == "first line\n  second\nthird!"
-        it.app.prompt.put("x" * 600 + "\ny")
-        await it.press("enter", turns=2)
-        # It did not fit, and comes back whole
-        assert it.app.prompt.value == "x" * 600 + "\ny"
-
-    show(scenario, size=(120, 40))
-
-
-def test_help_and_quit_are_commands():
+@on_screen(size=(120, 40))
+async def test_help_and_quit_are_commands(it):
     """They were unknown."""
 
-    async def scenario(it):
-        await it.press("slash", *"help", "enter")
-        await it.sees("Help: keys")
-        await it.press("escape", turns=0)
-        assert it.app.focused is it.app.prompt
-        await it.press("slash", *"helpp", "enter")
-        await it.sees("/quit")
-        # This was no command, said the list that has it
-        await it.press("ctrl+u", *"/quit", "space", *"now", "enter")
-        assert it.app._exit and it.app.return_code == 0
-
-    show(scenario, size=(120, 40))
+    await it.press("slash", *"help", "enter")
+    await it.sees("Help: keys")
+    await it.press("escape", turns=0)
+    assert it.app.focused is it.app.prompt
+    await it.press("slash", *"helpp", "enter")
+    await it.sees("/quit")
+    # This was no command, said the list that has it
+    await it.press("ctrl+u", *"/quit", "space", *"now", "enter")
+    assert it.app._exit and it.app.return_code == 0
 
 
-def test_cancelling_what_is_not_there_says_so():
+def test_cancelling_what_is_not_there_says_so(stage):
     """`/cancel 99999` said that it was cancelled."""
-    stage = Stage().load()
     stage.obey("one")
     stage.obey("/cancel 1")  # it is on its way, and nobody has looked yet
     stage.turns(2)
@@ -660,10 +505,9 @@ def test_cancelling_what_is_not_there_says_so():
             stage.obey(order)
 
 
-def test_max_is_cut_to_the_slot():
+def test_max_is_cut_to_the_slot(stage):
     """The edge went on to promise 100,000 tokens in slots of 512. A temperature may be what
     sampling takes."""
-    stage = Stage().load()
     assert stage.obey("/set max=100000") == "max=512: a slot holds no more"
     assert stage.state.settings.max_tokens == 512
     assert stage.obey("/set max=512 temperature=500") == "set max=512 temperature=500"
@@ -686,125 +530,89 @@ def test_P_saves_a_picture_of_any_page(tmp_path, monkeypatch):
     show(scenario, size=(120, 40))
 
 
-def test_escape_clears_a_command_but_not_a_prompt():
+@on_screen()
+async def test_escape_clears_a_command_but_not_a_prompt(it):
     """`/set …` stayed in the box."""
 
-    async def scenario(it):
-        await it.press("e", turns=0)
-        assert it.app.query_one(app.PromptBox).value.startswith("/set temperature=default")
-        await it.press("escape", turns=0)
-        assert it.app.query_one(app.PromptBox).value == "" and it.app.focused is None
-        await it.press("i", *"draft", "escape", turns=0)
-        assert it.app.query_one(app.PromptBox).value == "draft"
-
-    show(scenario)
+    await it.press("e", turns=0)
+    assert it.app.query_one(app.PromptBox).value.startswith("/set temperature=default")
+    await it.press("escape", turns=0)
+    assert it.app.query_one(app.PromptBox).value == "" and it.app.focused is None
+    await it.press("i", *"draft", "escape", turns=0)
+    assert it.app.query_one(app.PromptBox).value == "draft"
 
 
-def test_a_letter_that_is_no_key_begins_a_prompt():
+@on_screen(size=(120, 40))
+async def test_a_letter_that_is_no_key_begins_a_prompt(it):
     """It was refused, with the advice to press `i` first."""
 
-    async def scenario(it):
-        assert "press i to type" in it.text()
-        await it.press(*"my name", "enter", turns=2)
-        assert it.stage.prompt(1) == "my name"
-        assert it.app.focused is it.app.prompt
-        await it.press("escape", turns=0)
-        assert "temp 0" in it.text() and "press i to type · temp" not in it.text()
-
-    show(scenario, size=(120, 40))
+    assert "press i to type" in it.text()
+    await it.press(*"my name", "enter", turns=2)
+    assert it.stage.prompt(1) == "my name"
+    assert it.app.focused is it.app.prompt
+    await it.press("escape", turns=0)
+    assert "temp 0" in it.text() and "press i to type · temp" not in it.text()
 
 
-def test_on_a_fresh_screen_the_keys_of_pages_open_them():
-    """They went into the prompt box, and so did `o`, until something had run."""
-
-    async def scenario(it):
-        for key in "Ethf":
-            await it.press(key, turns=0)
-            assert it.app.page.key == key and it.app.focused is None
-            await it.press("escape", turns=0)
-        await it.press("o", turns=0)
-        assert it.state.chatting and it.app.focused is None
-
-    show(scenario)
-
-
-def test_tab_completes_commands_and_arguments():
-    async def scenario(it):
-        for typed, becomes in (
-            ("/po", "/policy "),
-            ("/policy st", "/policy static"),
-            ("/race static ser", "/race static serial"),
-            ("/p", "/p"),
-            ("/set te", "/set temperature="),
-            ("/nonsense", "/nonsense"),
-            ("a prompt", "a prompt"),
-        ):
-            it.app.prompt.put(typed)
-            await it.press("i", "tab", turns=0)
-            assert it.app.prompt.value == becomes and it.app.focused is it.app.prompt
-            await it.press("escape", turns=0)
-        it.app.prompt.put("/p")
+@on_screen()
+async def test_tab_completes_commands_and_arguments(it):
+    for typed, becomes in (
+        ("/po", "/policy "),
+        ("/policy st", "/policy static"),
+        ("/race static ser", "/race static serial"),
+        ("/p", "/p"),
+        ("/set te", "/set temperature="),
+        ("/nonsense", "/nonsense"),
+        ("a prompt", "a prompt"),
+    ):
+        it.app.prompt.put(typed)
         await it.press("i", "tab", turns=0)
-        assert "/policy /pause" in it.text()
+        assert it.app.prompt.value == becomes and it.app.focused is it.app.prompt
+        await it.press("escape", turns=0)
+    it.app.prompt.put("/p")
+    await it.press("i", "tab", turns=0)
+    assert "/policy /pause" in it.text()
 
-    show(scenario)
 
-
-def test_the_help_names_every_command():
-    stage = Stage().load()
+def test_the_help_names_every_command(stage):
     obeyed = set(commands.RUN)
     assert obeyed | {"quit", *keys.PAGES} == set(keys.COMMANDS)
     assert set(keys.ARGUMENTS) < set(keys.COMMANDS)
-    for name, rest in keys.COMMANDS.items():
-        if name not in (
-            "help",
-            "quit",
-            "compare",
-            "why",
-            "cancel",
-            "again",
-            "drop",
-            "talk",
-            "tour",
-        ):
-            stage.obey(f"/{name} {rest}".strip())
+    others = ["help", "quit", "compare", "why", "cancel", "again", "drop", "talk", "tour"]
+    for name in keys.COMMANDS.keys() - others:
+        stage.obey(f"/{name} {keys.COMMANDS[name]}")
 
 
-def test_page_down_scrolls_the_help_by_a_page():
-    async def scenario(it):
-        await it.press("question_mark")
-        last = it.text().splitlines()[-2]
-        await it.press("pagedown")
-        assert last in it.text().splitlines()[1:3]
-        await it.press("end")
-        assert "more line" not in it.text() and "commands" in it.text() + last
-        await it.press("home")
-        assert last == it.text().splitlines()[-2]
-
-    show(scenario)
+@on_screen()
+async def test_page_down_scrolls_the_help_by_a_page(it):
+    await it.press("question_mark")
+    last = it.text().splitlines()[-2]
+    await it.press("pagedown")
+    assert last in it.text().splitlines()[1:3]
+    await it.press("end")
+    assert "more line" not in it.text() and "commands" in it.text() + last
+    await it.press("home")
+    assert last == it.text().splitlines()[-2]
 
 
-def test_a_small_screen_shows_the_requested_pane():
+@on_screen()
+async def test_a_small_screen_shows_the_requested_pane(it):
     """At 80x24 there was no answer and no plan in sight before `v` was found."""
 
-    async def scenario(it):
-        assert "b fires a burst" in it.text() and "v leads to them" in it.text()
-        await it.press("i", *"quiz", "enter", "escape", turns=30)
-        assert "Answers" in it.text() and "slot 0 r1" in it.text()
-        await it.press("space", "s", turns=2)
-        assert "admitted" in it.text() and "v View" in it.text()
-        await it.press("space", turns=2)
-        assert "Timeline" in it.text()
-        await it.press("v", "space", turns=2)
-        assert "Answers" in it.text() and "admitted" not in it.text()
-
-    show(scenario)
+    assert "b fires a burst" in it.text() and "v leads to them" in it.text()
+    await it.press("i", *"quiz", "enter", "escape", turns=30)
+    assert "Answers" in it.text() and "slot 0 r1" in it.text()
+    await it.press("space", "s", turns=2)
+    assert "admitted" in it.text() and "v View" in it.text()
+    await it.press("space", turns=2)
+    assert "Timeline" in it.text()
+    await it.press("v", "space", turns=2)
+    assert "Answers" in it.text() and "admitted" not in it.text()
 
 
 @pytest.mark.parametrize(("looks_on", "runs"), [(True, False), (True, True), (False, False)])
-def test_json_begins_paused_for_a_user(looks_on, runs, monkeypatch):
-    """It was over in a quarter of a second, before `s` could follow. A log would wait for ever."""
-    stage = Stage().load()
+def test_json_begins_paused_for_a_user(stage, looks_on, runs, monkeypatch):
+    """It was over in a quarter of a second, before `s` could follow. A log would never end."""
     asked = []
     if runs:
         stage.obey("/burst 2")
@@ -817,10 +625,9 @@ def test_json_begins_paused_for_a_user(looks_on, runs, monkeypatch):
     assert stage.state.view.paused == (looks_on and not runs)
 
 
-def test_every_click_leads_to_what_is_there():
+def test_every_click_leads_to_what_is_there(stage):
     """A click on the number of ended requests led to an action that had gone. And no line is longer
     than its page."""
-    stage = Stage().load()
     for order in ("/same 9", "/break client"):
         stage.obey(order)
         stage.turns()

@@ -19,13 +19,10 @@ from server.access_log import RequestRecord, ServerView
         ["--slots", "many"],
         ["--max-len", "-3"],
         ["--policy", "fastest"],
-        ["--prompts", "/nowhere/at/all"],
         ["--seed", "x"],
         ["--model", "/nowhere/at/all"],
         ["--model", ""],
-        ["--script", "dance"],
         ["--size", "80"],
-        ["--record", "/nowhere/at/all.json"],
         ["--nonsense"],
     ],
     ids=" ".join,
@@ -125,7 +122,7 @@ def is_plain(text: str) -> bool:
 
 
 def test_a_plain_log_has_no_control_characters():
-    """A path over HTTP is percent-decoded, and stood in the log as it was."""
+    """A path over HTTP is percent-decoded, and was logged as it was."""
     stage = Stage(slots=2).load()
     call = RequestRecord(1, 0.0, "127.0.0.1", f"GET /{HOSTILE}", status=404, message=HOSTILE)
     ended = [(call,)]
@@ -178,7 +175,7 @@ def test_a_plain_log_has_a_line_for_each_event():
         assert part in text, part
     times = [float(line.split()[0]) for line in lines if re.match(r" +\d+\.\d{3} s ", line)]
     assert len(times) > 20 and times == sorted(times), (
-        "a step was told of when it had ended, behind what came later"
+        "a step was logged at its end, after later events"
     )
     # The first leg was told of at its end, at other prices than the verdict; and nothing said why
     # it took longer.
@@ -189,8 +186,7 @@ def test_a_plain_log_has_a_line_for_each_event():
     assert "On the engine's clock: static " in said
 
 
-def test_an_interrupted_log_is_complete():
-    stage = Stage().load()
+def test_an_interrupted_log_is_complete(stage):
     lines: list[str] = []
     log = commands.PlainLog(stage.session, lines.append)
     stage.obey("/burst 2")
@@ -221,9 +217,8 @@ def test_the_log_times_a_policy_switch_by_its_first_step():
     assert lines.index(f"{first.view.began:8.3f} s  policy static") < len(lines) - 4
 
 
-def test_pages_in_a_log_name_no_keys():
-    """ "Esc back" and "↑↓ scroll" stood in its headings."""
-    stage = Stage().load()
+def test_pages_in_a_log_name_no_keys(stage):
+    """Its headings had "Esc back" and "↑↓ scroll"."""
     stage.obey("/burst 3")
     stage.finish()
     for name in ("requests", "totals", "clients", "errors"):

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from screen_stage import Stage, at_every_size, drawn, plain
 
 from analysis.cpu_contention import IDLE, LEAST, Others, Worked, counted, my_cores
 from screen.draw import status
@@ -17,7 +16,7 @@ intr 12345
 
 
 class Machine:
-    """A machine of so many cores, on which a second passes when a test says so."""
+    """A machine on which a second passes when a test says so."""
 
     def __init__(self, cores: int, counts: bool = True):
         self.now = self.mine = self.busy = self.idle = 0.0
@@ -78,15 +77,11 @@ def test_the_load_average_replaces_missing_counts():
     assert machine.second(own=0.5, others=0) == 0.0
 
 
-@at_every_size
-def test_the_header_names_other_programs(size):
+def test_the_header_names_other_programs(stage):
     """ "219 ms = build 170" blamed the engine."""
-    stage = Stage().load()
     stage.obey("/burst 20")
     stage.turns(70)
-    before = plain(drawn(status.draw_status, stage.state, size[0], 1))
+    (before,) = stage.lines(status.draw_status, 80, 1)
     stage.state.view = stage.state.view._replace(others=1.58, cores=2)
-    (line,) = plain(drawn(status.draw_status, stage.state, size[0], 1))
-    assert "others: 1.6 of 2 cores" in line and "others" not in before[0]
-    stage.finish()
-    assert "others" not in stage.lines(status.draw_status, 200, 1)[0]
+    (line,) = stage.lines(status.draw_status, 80, 1)
+    assert "others: 1.6 of 2 cores" in line and "others" not in before

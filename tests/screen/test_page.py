@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from screen_stage import Stage
 from source import PACKAGES
 
 from screen import keys
@@ -77,22 +76,8 @@ def test_a_new_page_is_a_file_and_a_line_of_the_table(tmp_path):
     assert run.returncode == 0 and run.stdout == "hello, too\n", run.stdout + run.stderr
 
 
-def test_no_file_but_the_table_of_keys_lists_the_pages():
-    """The command line and the screen know no page by its name."""
-    others = ("race", "help", "requests", "tour")  # words of options and files, too
-    names = [name for name in keys.PAGES if name not in others]
-    assert len(names) > 8
-    for file in ("tui.py", "screen/app.py", "screen/commands.py", "screen/page.py"):
-        text = (ROOT / file).read_text()
-        named = [name for name in names if f'"{name}"' in text or f"'{name}'" in text]
-        assert not named, (file, named)
-    app = (ROOT / "screen" / "app.py").read_text()
-    assert "screen.pages" not in app and "Tour" not in app
-
-
-def test_every_page_can_be_read_in_a_log():
+def test_every_page_can_be_read_in_a_log(stage):
     """Totals, errors and clients were for screens alone."""
-    stage = Stage().load()
     stage.obey("/burst 4")
     stage.finish()
     for page in keys.PAGES.values():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
-from screen_stage import GOLDEN, Stage, drawn, like_golden, plain, show
+from screen_stage import GOLDEN, Stage, drawn, like_golden, on_screen, plain, show
 from textual import events
 from textual.geometry import Region
 
@@ -38,46 +38,38 @@ def test_the_main_screen_in_mid_burst_is_as_drawn(policy, width, height):
     show(scenario, Stage(policy=policy), (width, height))
 
 
-def test_the_screen_before_anything_has_run_is_as_drawn():
-    async def scenario(it):
-        like_golden("start-120x40", it.text())
-
-    show(scenario, size=(120, 40))
+@on_screen(size=(120, 40))
+async def test_the_screen_before_anything_has_run_is_as_drawn(it):
+    like_golden("start-120x40", it.text())
 
 
-def test_the_comparison_is_as_drawn():
-    async def scenario(it):
-        it.stage.obey("/burst 20")
-        it.stage.finish()
-        await it.press("c")
-        like_golden("compare-120x40", it.text())
-
-    show(scenario, size=(120, 40))
+@on_screen(size=(120, 40))
+async def test_the_comparison_is_as_drawn(it):
+    it.stage.obey("/burst 20")
+    it.stage.finish()
+    await it.press("c")
+    like_golden("compare-120x40", it.text())
 
 
-def test_the_lesson_is_as_drawn():
-    async def scenario(it):
-        it.stage.obey("/burst 40")
-        await it.turns(250)
-        while it.state.lower != "lesson":
-            await it.press("v", turns=0)
-        await it.turns(0)
-        like_golden("lesson-120x40", it.text())
-
-    show(scenario, size=(120, 40))
+@on_screen(size=(120, 40))
+async def test_the_lesson_is_as_drawn(it):
+    it.stage.obey("/burst 40")
+    await it.turns(250)
+    while it.state.lower != "lesson":
+        await it.press("v", turns=0)
+    await it.turns(0)
+    like_golden("lesson-120x40", it.text())
 
 
 @pytest.mark.parametrize("lower", [name for name in layout.LOWER[:-1] if name != "lesson"])
-def test_each_pane_of_a_small_screen_is_as_drawn(lower):
-    async def scenario(it):
-        it.stage.obey("/burst 12")
-        await it.turns(40)
-        while it.state.lower != lower:
-            await it.press("v", turns=0)
-        await it.turns(0)
-        like_golden(f"pane-{lower}-80x24", it.text())
-
-    show(scenario)
+@on_screen()
+async def test_each_pane_of_a_small_screen_is_as_drawn(it, lower):
+    it.stage.obey("/burst 12")
+    await it.turns(40)
+    while it.state.lower != lower:
+        await it.press("v", turns=0)
+    await it.turns(0)
+    like_golden(f"pane-{lower}-80x24", it.text())
 
 
 def test_each_golden_file_is_compared_by_a_test():
@@ -89,28 +81,26 @@ def test_each_golden_file_is_compared_by_a_test():
     assert not [name for name in files if not any(re.fullmatch(p, name) for p in patterns)]
 
 
-def test_loading_shows_stages_and_library_output():
-    async def scenario(it):
-        assert "starting" in it.text()
-        it.stage.client._report("finding owner/name")
-        it.app.look()
-        it.app.post_message(
-            events.Print("\rmodel: 41%|████ | 12.3M/30.1M [00:04<00:06, 2.9MB/s]", True)
-        )
-        await it.pilot.pause()
-        assert (
-            "… finding owner/name" in it.text()
-            and "12.3M/30.1M" in it.text()
-            and "2.9MB/s" in it.text()
-        )
-        assert "Slots" not in it.text()
-        it.stage.client.load()
-        it.app.look()
-        await it.pilot.pause()
-        assert "Slots" in it.text() and "finding" not in it.text()
-        assert it.app.query_one(app.PromptBox).value == workload.BURST[0][0]
-
-    show(scenario, load=False)
+@on_screen(load=False)
+async def test_loading_shows_stages_and_library_output(it):
+    assert "starting" in it.text()
+    it.stage.client._report("finding owner/name")
+    it.app.look()
+    it.app.post_message(
+        events.Print("\rmodel: 41%|████ | 12.3M/30.1M [00:04<00:06, 2.9MB/s]", True)
+    )
+    await it.pilot.pause()
+    assert (
+        "… finding owner/name" in it.text()
+        and "12.3M/30.1M" in it.text()
+        and "2.9MB/s" in it.text()
+    )
+    assert "Slots" not in it.text()
+    it.stage.client.load()
+    it.app.look()
+    await it.pilot.pause()
+    assert "Slots" in it.text() and "finding" not in it.text()
+    assert it.app.query_one(app.PromptBox).value == workload.BURST[0][0]
 
 
 def test_an_engine_that_does_not_start_says_why():
@@ -131,8 +121,8 @@ def test_an_engine_that_does_not_start_says_why():
     show(scenario, stage, load=False)
 
 
-@pytest.mark.parametrize("width", range(60, 230, 17))
 @pytest.mark.parametrize("slots", [1, 3, 8, 40])
+@pytest.mark.parametrize("width", range(60, 230, 34))
 def test_panes_never_overlap_nor_leave_the_screen(width, slots):
     seen = 0
     for height in range(20, 70, 3):
@@ -143,18 +133,10 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
                 check_places(chats, width, height)
             assert {"status", "slots", "prompt", "keys"} <= found.keys()
             drawn = layout.STACKS.get(lower, (lower,))
-            assert drawn[0] in found or lower in ("streams", "timeline") or width >= 110, (
-                lower,
-                found,
-            )
-            charted = [
-                found[name].height
-                for name in ("rate", "batch", "ttft", "batching")
-                if name in found
-            ]
-            assert min(charted, default=4) >= 4, (
-                "a chart of two lines was a title and an axis, with nothing in between"
-            )
+            assert drawn[0] in found or lower in ("streams", "timeline") or width >= 110
+            charts = found.keys() & {"rate", "batch", "ttft", "batching"}
+            # A chart of two lines was a title and an axis, with nothing in between
+            assert all(found[name].height >= 4 for name in charts)
             check_places(found, width, height)
             seen += len(found)
     assert seen > 500
@@ -168,7 +150,7 @@ def check_places(found, width, height):
             assert other == name or not region.overlaps(its), (name, other)
 
 
-@pytest.mark.parametrize("slots", [1, 3, 8, 40])
+@pytest.mark.parametrize("slots", [3, 40])
 def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
     """A line that is cut would tell a lie: 179 of 1799."""
     stage = Stage(slots=slots, policy="static").load()
@@ -178,8 +160,8 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
         '"日本語のテキスト 👩‍👩‍👧 [/foo] and_a_very_long_word_that_has_no_blank_in_it_at_all_and_goes_on_for_ever"'
     )
     seen = Counter()
-    for _ in range(5):
-        stage.turns(40)
+    for _ in range(3):
+        stage.turns(70)
         for lower, (width, height) in product(
             layout.LOWER, ((60, 20), (80, 24), (97, 31), (120, 40), (200, 50))
         ):
@@ -199,20 +181,15 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
                     drawn(keys.PAGES[name].draw, stage.state, width, height),
                     Region(0, 0, width, 10_000),
                 )
-        check_lines(
-            "requests",
-            drawn(request_details.draw_request, stage.state, 74, 12),
-            Region(0, 0, 74, 12),
-        )
+        lines = drawn(request_details.draw_request, stage.state, 74, 12)
+        check_lines("requests", lines, Region(0, 0, 74, 12))
         seen["requests"] += 1  # with many slots it has no room of its own
-        if sum(request.metrics.output_tokens > 0 for request in stage.state.requests.values()) < 2:
-            continue  # with one slot, the first is still alone
         stage.obey("/compare")
         for width, height in ((60, 20), (80, 24), (120, 40), (200, 50)):
             lines = drawn(race.draw, stage.state, width, height)
             check_lines("contest", lines, Region(0, 0, width, height))
     assert (
-        seen.keys() == app.PANES.keys() - {"loading", "small", "tour"} and min(seen.values()) >= 5
+        seen.keys() == app.PANES.keys() - {"loading", "small", "tour"} and min(seen.values()) >= 3
     )
 
 
@@ -222,29 +199,15 @@ def check_lines(name: str, lines: list[style.Line], region: Region) -> None:
         assert cell_len(line) <= region.width, (name, region, line)
 
 
-def test_any_size_survives_and_below_60x20_is_a_line():
-    async def scenario(it):
-        it.stage.obey("/burst 20")
-        for size in (
-            (59, 24),
-            (80, 19),
-            (10, 3),
-            (1, 1),
-            (60, 20),
-            (200, 60),
-            (79, 24),
-            (110, 34),
-            (300, 20),
-        ):
-            await it.pilot.resize_terminal(*size)
-            await it.turns(2)
-            text = it.text()
-            assert ("60×20" in text) == (size[0] < 60 or size[1] < 20) or size[0] < 10, (size, text)
-        for sheet in ("question_mark", "f", "c"):
-            await it.press(sheet)
-            for size in ((10, 3), (60, 20), (200, 60)):
-                await it.pilot.resize_terminal(*size)
-            await it.press("escape")
-        assert it.app.is_running
-
-    show(scenario)
+@on_screen()
+async def test_any_size_survives_and_below_60x20_is_a_line(it):
+    it.stage.obey("/burst 20")
+    for size in ((59, 24), (80, 19), (10, 3), (1, 1), (60, 20), (200, 60), (300, 20)):
+        await it.pilot.resize_terminal(*size)
+        await it.turns(2)
+        text = it.text()
+        assert ("60×20" in text) == (size[0] < 60 or size[1] < 20) or size[0] < 10, (size, text)
+    await it.press("question_mark")
+    for size in ((10, 3), (60, 20), (200, 60)):
+        await it.pilot.resize_terminal(*size)
+    assert it.app.is_running

@@ -2,78 +2,67 @@
 
 import stat
 
-import pytest
-from screen_stage import Stage, show
+from screen_stage import Stage, on_screen, show
 from textual import events
 
 from runtime.terminal_chat import History
 
 
-def test_the_box_stays_open_after_enter():
+@on_screen()
+async def test_the_box_stays_open_after_enter(it):
     """Each question needed `i` again, and what was typed without it was swallowed."""
 
-    async def scenario(it):
-        await it.press("i", *"one", "enter", *"two", "enter", turns=3)
-        assert [it.stage.prompt(1), it.stage.prompt(2)] == ["one", "two"]
-        await it.press(*"/pause", "enter", *"b", turns=1)
-        assert it.state.view.paused and it.app.prompt.value == "b"
-        await it.press("ctrl+u", "escape", "slash", *"resume", "enter", turns=1)
-        assert not it.state.view.paused and it.app.focused is None
-
-    show(scenario)
+    await it.press("i", *"one", "enter", *"two", "enter", turns=3)
+    assert [it.stage.prompt(1), it.stage.prompt(2)] == ["one", "two"]
+    await it.press(*"/pause", "enter", *"b", turns=1)
+    assert it.state.view.paused and it.app.prompt.value == "b"
+    await it.press("ctrl+u", "escape", "slash", *"resume", "enter", turns=1)
+    assert not it.state.view.paused and it.app.focused is None
 
 
-def test_up_and_down_recall_prompts():
-    async def scenario(it):
-        box = it.app.prompt
-        await it.press("i", *"one", "enter", *"two", "enter", *"dra", turns=0)
-        for key, value in (
-            ("up", "two"),
-            ("up", "one"),
-            ("up", "one"),
-            ("down", "two"),
-            ("down", "dra"),
-            ("down", "dra"),
-        ):
-            await it.press(key, turns=0)
-            assert box.value == value, key
-        await it.press("up", "enter", "up", turns=1)
-        assert it.stage.prompt(3) == box.value == "two"
-
-    show(scenario)
+@on_screen()
+async def test_up_and_down_recall_prompts(it):
+    box = it.app.prompt
+    await it.press("i", *"one", "enter", *"two", "enter", *"dra", turns=0)
+    for key, value in (
+        ("up", "two"),
+        ("up", "one"),
+        ("up", "one"),
+        ("down", "two"),
+        ("down", "dra"),
+        ("down", "dra"),
+    ):
+        await it.press(key, turns=0)
+        assert box.value == value, key
+    await it.press("up", "enter", "up", turns=1)
+    assert it.stage.prompt(3) == box.value == "two"
 
 
-@pytest.mark.parametrize(
-    "keys", [["ctrl+j"], ["shift+enter"], ["alt+enter"], ["backslash", "enter"]], ids="+".join
-)
-def test_ctrl_j_or_a_backslash_begins_another_line(keys):
-    async def scenario(it):
+@on_screen()
+async def test_ctrl_j_or_a_backslash_begins_another_line(it):
+    for number, keys in enumerate((["ctrl+j"], ["alt+enter"], ["backslash", "enter"]), start=1):
         await it.press("i", "ctrl+u", *"one", *keys, *"two", turns=0)
         assert it.app.prompt.value == "one\ntwo"
         await it.press("up", "end", *keys, turns=0)
         assert it.app.prompt.value == "one\n\ntwo"
-        await it.press("enter", turns=1)
-        assert it.stage.prompt(1) == "one\n\ntwo"
-
-    show(scenario)
+        await it.press("enter", "escape", turns=1)
+        assert it.stage.prompt(number) == "one\n\ntwo"
 
 
-def test_a_multiline_prompt_is_visible_and_editable():
-    async def scenario(it):
-        before = it.app.prompt.region
-        await it.press("i", "ctrl+u", *"first", "ctrl+j", *"second", turns=0)
-        it.app.post_message(events.Paste(" x\r\n\x1b[31mthird"))
-        await it.pilot.pause()
-        assert it.app.prompt.region.height == 3 and it.app.prompt.region.bottom == before.bottom
-        assert all(line in it.text() for line in ("first ", "second x", "␛[31mthird"))
-        await it.press("up", "up", *"!", turns=0)
-        assert it.app.prompt.value.startswith("first!")
-        await it.press("escape", turns=0)
-        assert it.app.prompt.region == before, "it covers panes only while it is used"
-        await it.press("i", "enter", "up", turns=1)
-        assert it.stage.prompt(1) == it.app.prompt.value == "first!\nsecond x\n␛[31mthird"
-
-    show(scenario)
+@on_screen()
+async def test_a_multiline_prompt_is_visible_and_editable(it):
+    before = it.app.prompt.region
+    await it.press("i", "ctrl+u", *"first", "ctrl+j", *"second", turns=0)
+    it.app.post_message(events.Paste(" x\r\n\x1b[31mthird"))
+    await it.pilot.pause()
+    assert it.app.prompt.region.height == 3 and it.app.prompt.region.bottom == before.bottom
+    assert all(line in it.text() for line in ("first ", "second x", "␛[31mthird"))
+    await it.press("up", "up", *"!", turns=0)
+    assert it.app.prompt.value.startswith("first!")
+    await it.press("escape", turns=0)
+    assert it.app.prompt.region == before, "it covers panes only while it is used"
+    await it.press("i", "enter", "up", turns=1)
+    assert it.stage.prompt(1) == it.app.prompt.value == "first!\nsecond x\n␛[31mthird"
 
 
 def test_the_history_is_private_and_saved_at_once(tmp_path):

@@ -1,5 +1,4 @@
-"""The screen on real traffic: with a door of its own (`--serve`), and on a server in another
-process (`--watch`)."""
+"""The screen with real clients: of its own server (`--serve`), or of one that it watches (`--watch`)."""
 
 import copy
 import json
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
+from types import SimpleNamespace
 
 import pytest
 from screen_stage import Show, Stage, drawn, like_golden, plain, show
@@ -40,10 +40,10 @@ LONG = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
 
 class Watched(Server):
-    """A session that looks at a door, and a client of that door."""
+    """A session that watches a server, and a client of that server."""
 
-    def __init__(self, room, address: str):
-        self.client, self.session = room, Session(room, State("small"))
+    def __init__(self, client, address: str):
+        self.client, self.session = client, Session(client, State("small"))
         self.host, port = address.removeprefix("http://").split(":")
         self.port = int(port)
 
@@ -69,25 +69,25 @@ class Watched(Server):
 
 @contextmanager
 def serving(engine):
-    """A room with a door, as `tui.py --serve` opens it."""
-    door = APIServer(Options(port=0)).start()
-    room = LocalEngineClient(lambda report, clock: engine, door, "small")
-    room.start()
+    """An engine client with a server, as `tui.py --serve` opens it."""
+    api = APIServer(Options(port=0)).start()
+    client = LocalEngineClient(lambda report, clock: engine, api, "small")
+    client.start()
     try:
-        yield Watched(room, door.address)
+        yield Watched(client, api.address)
     finally:
-        door.close()
-        room.loop.stop()
+        api.close()
+        client.loop.stop()
 
 
 @contextmanager
 def watching(server: Server, *keys: str):
-    room = RemoteEngineClient(server.address, *keys)
-    room.start()
+    client = RemoteEngineClient(server.address, *keys)
+    client.start()
     try:
-        yield Watched(room, server.address)
+        yield Watched(client, server.address)
     finally:
-        room.stop(1)
+        client.stop(1)
 
 
 @pytest.fixture(scope="module")
@@ -170,13 +170,7 @@ def test_cancelling_all_ends_ones_own_requests_alone(watched):
     line.hang_up()
 
 
-def test_a_race_is_refused_in_one_line(watched):
-    """Clients would wait for it, and it would measure them."""
-    with pytest.raises(ValueError, match="no race while a server runs"):
-        watched.session.obey("/race")
-
-
-# --- a door of one's own ------------------------------------------------------------------------
+# --- a server of one's own ----------------------------------------------------------------------
 
 
 def test_quitting_ends_a_pause_for_clients(engine):
@@ -195,35 +189,25 @@ def test_quitting_ends_a_pause_for_clients(engine):
 
 
 def test_loading_says_that_clients_get_503():
-    door = APIServer(Options(port=0)).start()
+    api = APIServer(Options(port=0)).start()
     try:
-        room = LocalEngineClient(lambda report, clock: None, door)
+        client = LocalEngineClient(lambda report, clock: None, api)
         state = State()
-        state.absorb(room.look())
+        state.absorb(client.look())
         text = "\n".join(plain(drawn(status.draw_loading, state, 100, 30)))
-        assert f"{door.address}/v1 is open, and answers 503 until then" in text
-        it = Watched(room, door.address)
+        assert f"{api.address}/v1 is open, and answers 503 until then" in text
+        it = Watched(client, api.address)
         it.complete()
         assert [call.status for call in it.sees(lambda state: state.calls)] == [503]
     finally:
-        door.close()
-
-
-def tui_process(*arguments: str, **options) -> subprocess.Popen:
-    pipes = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "tui.py"), *arguments], cwd="/", **pipes | options
-    )
+        api.close()
 
 
 def test_a_server_without_a_terminal_drains_on_a_signal():
     (port,) = free_ports(1)
-    process = tui_process("--serve", str(port), "--plain")
+    command = [sys.executable, str(ROOT / "tui.py"), "--serve", str(port), "--plain"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd="/", **pipes)
     try:
         while "policy" not in process.stdout.readline():
             assert process.poll() is None
@@ -287,19 +271,19 @@ def test_a_prompt_is_settled_only_with_its_answer(server, monkeypatch):
 
 def test_a_prompt_waits_for_a_loading_server(engine):
     """It came back, refused with 503."""
-    door = APIServer(Options(port=0)).start()
-    room = RemoteEngineClient(door.address)
-    room.start()
-    it = Watched(room, door.address)
+    api = APIServer(Options(port=0)).start()
+    client = RemoteEngineClient(api.address)
+    client.start()
+    it = Watched(client, api.address)
     it.session.obey("Hello")
     it.sees(lambda state: any("being loaded" in line for line in state.view.done))
     with (loop := engine.serving()):
-        door.open(engine, loop, "small")
+        api.open(engine, loop, "small")
         try:
             it.sees(lambda state: state.view.stage == "ready" and it.session.settled)
         finally:
-            room.stop(1)
-            door.close()
+            client.stop(1)
+            api.close()
     assert [(r.prompt, bool(r.text)) for r in it.state.ended] == [("Hello", True)]
     assert not it.state.faults
 
@@ -346,9 +330,9 @@ def test_a_lost_server_is_shown_and_reconnected():
             it.sees(lambda state: len(state.ended) == 1)
 
 
-def test_a_server_that_only_hangs_is_gone_too(monkeypatch):
+def test_a_server_that_only_hangs_is_gone_too(server, monkeypatch):
     monkeypatch.setattr("screen.remote_client.SILENT_S", 1.5)
-    with Server() as server, watching(server) as it:
+    with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
         server.process.send_signal(signal.SIGSTOP)
         it.sees(lambda state: state.view.gone_s is not None)
@@ -380,19 +364,18 @@ def places_of(data: object, path: tuple[int, ...] = ()) -> Iterator[tuple[int, .
         yield from places_of(each, (*path, i))
 
 
-def test_hostile_frames_do_no_harm():
-    """A server with `slots: 4000000000` did. One value of a real frame is replaced at a time: 300
+def test_hostile_frames_do_no_harm(stage):
+    """A server with `slots: 4000000000` did. One value of a real frame is replaced at a time: 100
     of them, seed 1."""
-    stage = Stage().load()
     stage.obey("/burst 6")
     engine = stage.turns(12).engine.snapshot()
     data = json.loads(
-        watch_frames.Sender(True).pack(watch_frames.Frame(False, 0, 0.0, engine, canned_door()[0]))
+        watch_frames.Sender(True).pack(watch_frames.Frame(False, 0, 0.0, engine, canned_door()))
     )
     places = [*places_of(data)]
     dice = random.Random(1)
     refused = 0
-    for _ in range(300):
+    for _ in range(100):
         hostile = copy.deepcopy(data)
         *path, last = dice.choice(places)
         reduce(operator.getitem, path, hostile)[last] = dice.choice(HOSTILE)
@@ -406,7 +389,7 @@ def test_hostile_frames_do_no_harm():
         for draw in PANES.values():
             for line in plain(drawn(draw, state, 120, 40)):
                 assert "\x1b" not in line
-    assert 100 < refused < 280, refused
+    assert 30 < refused < 95, refused
 
 
 def test_a_hostile_server_is_a_line_on_the_screen(server):
@@ -428,16 +411,7 @@ def test_a_hostile_server_is_a_line_on_the_screen(server):
 
 @pytest.mark.parametrize(
     "url",
-    [
-        "ftp://x",
-        "http://",
-        "http://h:99999",
-        "http://user:pw@h",
-        "http://h/?a=1",
-        "",
-        ":",
-        "http://h:0",
-    ],
+    ["ftp://x", "http://", "http://h:99999", "http://user:pw@h", "http://h/?a=1", ""],
 )
 def test_a_wrong_address_is_one_line_and_exit_code_2(url, capsys):
     with pytest.raises(SystemExit) as left:
@@ -479,52 +453,29 @@ def test_watching_needs_no_mlx(server, tmp_path):
 # --- the pane -----------------------------------------------------------------------------------
 
 
-def canned_door() -> tuple[ServerView, list[RequestRecord]]:
-    asked = RequestRecord(
-        7, 0.0, "10.1.2.3", "POST /v1/chat/completions", "chatcmpl-7-7f3a", (7,), True, 200
-    )
-    wrong = RequestRecord(
-        3, 0.0, "192.168.100.200", "POST /v1/completions", status=400, reason="invalid_value"
-    )
-    figures = {
-        "prompt_tokens": 1204,
-        "cached_tokens": 1088,
-        "tokens": 64,
-        "ttft_s": 0.0312,
-        "generation_tps": 58.2,
-    }
-    done = RequestRecord(
-        2,
-        0.0,
-        "127.0.0.1",
-        "POST /v1/completions",
-        "cmpl-2-7f3a",
-        (2, 3),
-        False,
-        200,
-        "stop",
-        **figures,
-    )
+def canned_door() -> ServerView:
+    chat, complete = "POST /v1/chat/completions", "POST /v1/completions"
+    figures = {"prompt_tokens": 1204, "cached_tokens": 1088, "tokens": 64}
+    figures |= {"ttft_s": 0.0312, "generation_tps": 58.2}
+    asked = RequestRecord(7, 0.0, "10.1.2.3", chat, "chatcmpl-7-7f3a", (7,), True, 200)
+    done = RequestRecord(2, 0.0, "127.0.0.1", complete, "cmpl-2-7f3a", (2, 3), status=200)
+    wrong = RequestRecord(3, 0.0, "192.168.100.200", complete, status=400, reason="invalid_value")
     message = "temperature = 'hot', but it must be a number from 0 to 1,000,000; \x1b[31m[/foo]"
-    ended = [
-        done.__class__(**vars(done) | {"latency_s": 1.13}),
-        RequestRecord(**vars(wrong) | {"message": message, "latency_s": 0.002}),
-        RequestRecord(
-            **vars(asked)
-            | {"number": 4, "hung_up": True, "reason": "cancelled", "latency_s": 0.5, **figures}
-        ),
-    ]
-    calls = (asked, RequestRecord(8, 0.0, "2001:db8::1234:5678:9abc", "POST /v1/chat/completions"))
-    return ServerView("http://127.0.0.1:8000", False, 3, 1, calls, tuple(ended), 0, 3), ended
+    ended = (
+        replace(done, reason="stop", latency_s=1.13, **figures),
+        replace(wrong, message=message, latency_s=0.002),
+        replace(asked, number=4, hung_up=True, reason="cancelled", latency_s=0.5, **figures),
+    )
+    calls = (asked, RequestRecord(8, 0.0, "2001:db8::1234:5678:9abc", chat))
+    return ServerView("http://127.0.0.1:8000", False, 3, 1, calls, ended, 0, 3)
 
 
 def test_the_clients_pane_is_as_drawn():
     async def scenario(it: Show):
-        it.stage.client.server = type(
-            "APIServer", (), {"request_log": type("RequestLog", (), {"changes": 0})}
+        views = [canned_door(), replace(canned_door(), ended=())]
+        it.stage.client.server = SimpleNamespace(
+            look=lambda since: views[bool(since)], request_log=SimpleNamespace(changes=0)
         )
-        views = [canned_door()[0], ServerView(*(*vars(canned_door()[0]).values(),)[:5], (), 0, 3)]
-        it.stage.client.server.look = lambda since: views[bool(since)]
         it.stage.obey("/burst 3")
         await it.turns(30)
         it.app.paint()
@@ -541,7 +492,7 @@ def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
     """A terminal that is stopped stops the screen, and not the thread that hears of each step."""
     monkeypatch.setattr(watch_frames, "STEPS", 20)
     monkeypatch.setattr(watch_frames, "ENDS", 5)
-    door = canned_door()[0]
+    door = canned_door()
     seen = handled = None
     for number in range(6):
         for _ in range(3):
@@ -556,8 +507,8 @@ def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
 
 
 def test_clients_are_counted_beyond_those_that_are_kept():
-    """ "2,000 ended" stood there for ever, and fewer and fewer of them had been refused."""
-    state, door = State(), canned_door()[0]
+    """ "2,000 ended" was shown from then on, and fewer and fewer of them had been refused."""
+    state, door = State(), canned_door()
     for number in range(1, 1001):
         state.absorb(View(door=replace(door, seen=3 * number)))
     assert len(state.calls) == State.REMEMBERED

@@ -4,10 +4,8 @@ The tests were written from the protocols' documentation, before the code. The m
 is told to (`tests/lib/parrot.py`).
 """
 
-import base64
 import json
 import re
-from array import array
 
 import pytest
 from parrot import CALL, CALLS, FLAT, PARIS, SCHEMAS, THOUGHT, TOOLS, Taught, said
@@ -16,12 +14,12 @@ from servers import (
     CHAT,
     COMPLETIONS,
     COUNT,
-    EMBEDDINGS,
     MESSAGES,
     RESPONSES,
     Reply,
     Server,
 )
+from streams import ask
 
 SEVERAL = {"type": "auto", "disable_parallel_tool_use": False}
 
@@ -101,11 +99,8 @@ def test_streamed_call_is_head_then_arguments(server):
 
 
 def test_streamed_calls_have_two_indices(server):
-    calls = [
-        d["tool_calls"][0]
-        for d in deltas(chat(server, CALLS, stream=True, parallel_tool_calls=True))
-        if "tool_calls" in d
-    ]
+    found = deltas(chat(server, CALLS, stream=True, parallel_tool_calls=True))
+    calls = [delta["tool_calls"][0] for delta in found if "tool_calls" in delta]
     begun = [(call["index"], call["function"]["name"]) for call in calls if "id" in call]
     assert begun == [(0, "get_weather"), (1, "get_time")]
 
@@ -127,23 +122,13 @@ def conversation(**changes) -> list[dict]:
     return [said(CALL), assistant | changes.get("assistant", {}), result | changes.get("tool", {})]
 
 
-def answered(server: Server, **changes) -> str:
-    body = {"messages": conversation(**changes), "tools": TOOLS}
-    return choice(server.ask(CHAT, body))["message"]["content"]
-
-
 def test_tool_result_in_chat(server):
-    assert answered(server) == "The tool says: 17 degrees"
-
-
-def test_tool_result_as_text_parts(server):
     parts = [{"type": "text", "text": "17 "}, {"type": "text", "text": "degrees"}]
-    assert answered(server, tool={"content": parts}) == "The tool says: 17 degrees"
-
-
-def test_call_with_text_and_reasoning(server):
-    assistant = {"content": "I look.", "reasoning_content": "It is easy.", "refusal": None}
-    assert answered(server, assistant=assistant) == "The tool says: 17 degrees"
+    own = {"content": "I look.", "reasoning_content": "It is easy.", "refusal": None}
+    for changes in ({}, {"tool": {"content": parts}}, {"assistant": own}):
+        body = {"messages": conversation(**changes), "tools": TOOLS}
+        message = choice(server.ask(CHAT, body))["message"]
+        assert message["content"] == "The tool says: 17 degrees"
 
 
 def test_call_with_invalid_arguments_is_refused(server):
@@ -180,29 +165,14 @@ def test_invalid_tools_are_refused(server):
     wrong = [5, [5], [{"type": "function"}], [{"type": "function", "function": {"name": "a b"}}]]
     wrong.append([{"type": "function", "function": {"name": "a", "parameters": 5}}])
     wrong.append([{"type": "function", "function": {"name": ""}}])
+    wrong.append([{"type": "web_search"}])
     for tools in wrong:
         assert refused(chat(server, tools=tools), 400, "tools")["param"] == "tools", tools
-
-
-def test_non_function_tool_is_refused(server):
-    refused(chat(server, tools=[{"type": "web_search"}]), 400, "web_search")
 
 
 def test_tool_without_parameters_and_strict(server):
     tools = [{"type": "function", "function": {"name": "now", "strict": True}}]
     assert choice(chat(server, "No.", tools=tools))["message"]["content"] == "No."
-
-
-def test_truncated_call_ends_with_length(server):
-    found = choice(chat(server, max_tokens=60))
-    assert found["finish_reason"] == "length"
-    assert found["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"')
-
-
-def test_malformed_call_is_content(server):
-    found = choice(chat(server, "<tool_call>junk</tool_call>"))
-    assert found["message"]["content"] == "<tool_call>junk</tool_call>"
-    assert found["finish_reason"] == "stop"
 
 
 def test_each_choice_has_its_calls(server):
@@ -237,12 +207,6 @@ def test_usage_counts_reasoning_tokens(server):
     assert events[-2]["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
 
 
-def test_truncated_reasoning_is_no_content(server):
-    found = choice(chat(server, THOUGHT, tools=[], max_tokens=12))
-    assert found["finish_reason"] == "length" and not found["message"]["content"]
-    assert "It i" in THOUGHT and "It".startswith(found["message"]["reasoning_content"][:2])
-
-
 def test_reasoning_can_be_disabled(server):
     plain = chat(server, "Yes.", tools=[]).json["usage"]["prompt_tokens"]
     options = {"enable_thinking": False}
@@ -250,19 +214,10 @@ def test_reasoning_can_be_disabled(server):
     assert reply.json["usage"]["prompt_tokens"] == plain + len("<think>\n\n</think>\n\n")
 
 
-def test_unknown_template_argument_is_refused(server):
-    refused(chat(server, "x", chat_template_kwargs={"documents_of": 5}), 400, "documents_of")
-    refused(chat(server, "x", chat_template_kwargs=5), 400, "chat_template_kwargs")
-
-
 def test_log_probabilities_cover_reasoning_and_calls(server):
     text = f"{THOUGHT}Yes."
     found = choice(chat(server, text, tools=[], logprobs=True))["logprobs"]["content"]
     assert "".join(token["token"] for token in found) == text
-    events = chat(server, text, tools=[], logprobs=True, stream=True).events[:-1]
-    parts = [event["choices"][0]["logprobs"] for event in events]
-    tokens = [token for part in parts if part for token in part["content"]]
-    assert "".join(token["token"] for token in tokens) == text
 
 
 def test_return_progress(server):
@@ -276,9 +231,6 @@ def test_return_progress(server):
         assert found[0]["total"] == events[-2]["usage"]["prompt_tokens"]
         counts = [p["processed"] for p in found]
         assert counts == sorted(counts) and found[-1]["time_ms"] >= 0
-
-
-def test_return_progress_needs_a_stream(server):
     refused(chat(server, return_progress=True), 400, "stream")
 
 
@@ -368,9 +320,11 @@ def test_reasoning_item(server):
 
 def test_truncated_response_is_incomplete(server):
     body = respond(server, "A long answer.", max_output_tokens=4).json
-    assert body["status"] == "incomplete"
-    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert body["output"][0]["status"] == "incomplete"
+    events = respond(server, "A long answer.", max_output_tokens=4, stream=True).events
+    assert events[-1]["type"] == "response.incomplete"
+    for found in (body, events[-1]["response"]):
+        assert found["status"] == found["output"][0]["status"] == "incomplete"
+        assert found["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
 def test_stored_state_is_refused(server):
@@ -406,13 +360,11 @@ def test_invalid_input_is_refused(server):
     refused(items(server, {"type": "function_call_output", "output": "x"}), 400, "call_id")
 
 
-def test_unknown_model_is_404_in_responses(server):
+def test_unknown_names_in_responses(server):
     assert refused(respond(server, model="gpt-5"), 404)["code"] == "model_not_found"
-
-
-def test_forcing_an_unknown_function_is_refused(server):
     wrong = {"type": "function", "name": "nothing"}
     refused(respond(server, tools=FLAT, tool_choice=wrong), 400, "tool_choice")
+    assert server.ask("/v1/responses/resp_1").status == 404
 
 
 def test_tool_choice_none_in_responses(server):
@@ -464,16 +416,6 @@ def test_streamed_function_call(server):
     assert done["arguments"] == arguments and json.loads(arguments) == PARIS
     item = events[-1]["response"]["output"][0]
     assert (item["id"], item["call_id"]) == (added["id"], added["call_id"])
-
-
-def test_truncated_stream_ends_with_incomplete(server):
-    events = respond(server, "A long answer.", max_output_tokens=4, stream=True).events
-    assert events[-1]["type"] == "response.incomplete"
-    assert events[-1]["response"]["incomplete_details"]["reason"] == "max_output_tokens"
-
-
-def test_stored_response_is_404(server):
-    assert server.ask("/v1/responses/resp_1").status == 404
 
 
 # --- Messages -------------------------------------------------------------------------------------
@@ -608,28 +550,22 @@ def test_streamed_message_events(server):
 
 
 def test_streamed_call_is_partial_json(server):
-    events = message(
-        server, f"I look.\n{CALLS}", tools=SCHEMAS, tool_choice=SEVERAL, stream=True
-    ).events
+    fields = {"tools": SCHEMAS, "tool_choice": SEVERAL, "stream": True}
+    events = message(server, f"I look.\n{CALLS}", **fields).events
     begun = [e for e in events if e["type"] == "content_block_start"]
-    assert [e["index"] for e in begun] == [0, 1, 2]
+    ended = [e["index"] for e in events if e["type"] == "content_block_stop"]
+    assert [e["index"] for e in begun] == ended == [0, 1, 2]
     use = begun[1]["content_block"]
     assert (use["type"], use["name"], use["input"]) == ("tool_use", "get_weather", {})
     found = [e for e in events if e["type"] == "content_block_delta" and e["index"] == 1]
     assert {e["delta"]["type"] for e in found} == {"input_json_delta"}
     assert json.loads("".join(e["delta"]["partial_json"] for e in found)) == PARIS
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
-    ended = [e["index"] for e in events if e["type"] == "content_block_stop"]
-    assert ended == [0, 1, 2]
 
 
 def test_tool_choice_in_messages(server):
-    for kind in ("auto", {"type": "auto"}, {"type": "always"}, {"type": "tool", "name": "x"}):
-        reply = message(server, tools=SCHEMAS, tool_choice=kind)
-        if kind == {"type": "auto"}:
-            assert reply.status == 200, reply
-        else:
-            refused(reply, 400, "tool_choice")
+    for kind in ("auto", {"type": "always"}, {"type": "tool", "name": "x"}):
+        refused(message(server, tools=SCHEMAS, tool_choice=kind), 400, "tool_choice")
     none = message(server, CALL, tools=SCHEMAS, tool_choice={"type": "none"})
     assert content(none)[0]["type"] == "text"
     single = {"type": "auto", "disable_parallel_tool_use": True}
@@ -652,13 +588,9 @@ def test_invalid_messages_are_refused(server):
     result = {"type": "tool_result", "content": "x"}
     wrong = [None, 5, [], [5], [{"role": "wizard", "content": "x"}], [{"role": "user"}]]
     wrong += [[{"role": "assistant", "content": [use]}], [{"role": "user", "content": [result]}]]
+    wrong += [[said("x"), {"role": "assistant", "content": "It is"}]]  # a prefill
     for messages in wrong:
         refused(message(server, messages=messages), 400, "message")
-
-
-def test_assistant_prefill_is_refused(server):
-    messages = [said("x"), {"role": "assistant", "content": "It is"}]
-    refused(message(server, messages=messages), 400, "assistant")
 
 
 def test_neutral_values_are_accepted_in_messages(server):
@@ -695,34 +627,6 @@ def test_model_names(server):
     refused(server.ask("/v1/models/gpt-5"), 404, "gpt-5")
 
 
-# --- Embeddings -----------------------------------------------------------------------------------
-
-
-def embed(server: Server, given: object = "Why batch?", **fields) -> Reply:
-    return server.ask(EMBEDDINGS, {"model": "default", "input": given, **fields})
-
-
-def vectors(reply: Reply) -> list[list[float]]:
-    assert reply.status == 200, reply
-    entries = reply.json["data"]
-    assert [entry["index"] for entry in entries] == list(range(len(entries)))
-    return [entry["embedding"] for entry in entries]
-
-
-def test_embedding_object(server):
-    body = embed(server).json
-    assert body["object"] == "list" and set(body) == {"object", "data", "model", "usage"}
-    (entry,) = body["data"]
-    assert set(entry) == {"object", "index", "embedding"} and entry["object"] == "embedding"
-    assert abs(sum(x * x for x in entry["embedding"]) - 1) < 1e-6
-
-
-def test_base64_embeddings(server):
-    (plain,) = vectors(embed(server, encoding_format="float"))
-    (written,) = vectors(embed(server, encoding_format="base64"))
-    assert list(array("f", base64.b64decode(written))) == plain
-
-
 # --- calls in tags, as Qwen 3 Coder writes them ---------------------------------------------------
 
 LINES = 'One line,\n a < b, "two" </parameter> and a\\n.\n'
@@ -751,19 +655,11 @@ WRITES = {"name": "write", "description": "It writes.", "parameters": WRITE}
 
 def test_tagged_arguments_have_the_schema_types(tagged):
     tools = [{"type": "function", "function": WRITES}]
+    body = {"messages": [said(f"I write.\n{IN_TAGS}\n{IN_TAGS}")], "max_tokens": 999}
     for stream in (False, True):
-        fields = {"tools": tools, "parallel_tool_calls": True, "stream": stream}
-        reply = chat(tagged, f"I write.\n{IN_TAGS}\n{IN_TAGS}", max_tokens=999, **fields)
-        if not stream:
-            message = choice(reply)["message"]
-            assert message["content"] == "I write."
-            told = [call["function"]["arguments"] for call in message["tool_calls"]]
-        else:
-            told = ["", ""]
-            for delta in deltas(reply):
-                for call in delta.get("tool_calls", ()):
-                    told[call["index"]] += call["function"]["arguments"]
-        assert [json.loads(each) for each in told] == [WRITTEN, WRITTEN]
+        found = ask(tagged, CHAT, body | {"tools": tools, "parallel_tool_calls": True}, stream)
+        assert found.text == "I write."
+        assert [json.loads(given) for _, given in found.calls] == [WRITTEN, WRITTEN]
 
 
 def test_tagged_call_in_messages(tagged):
@@ -773,10 +669,7 @@ def test_tagged_call_in_messages(tagged):
     assert [block["type"] for block in first] == ["thinking", "tool_use"]
     assert first[1]["input"] == WRITTEN
     result = {"type": "tool_result", "tool_use_id": first[1]["id"], "content": "done"}
-    turns = [
-        said(IN_TAGS),
-        {"role": "assistant", "content": first},
-        {"role": "user", "content": [result]},
-    ]
+    turns = [said(IN_TAGS), {"role": "assistant", "content": first}]
+    turns.append({"role": "user", "content": [result]})
     again = content(message(tagged, messages=turns, tools=tools, thinking=thinking))
     assert again == [{"type": "text", "text": "The tool says: done"}]

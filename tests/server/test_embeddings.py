@@ -1,7 +1,9 @@
 """Vectors over HTTP: `/v1/embeddings`, as OpenAI's clients ask for them."""
 
+import base64
 import math
 import threading
+from array import array
 from collections.abc import Iterator
 
 import numpy as np
@@ -48,6 +50,10 @@ def test_embeddings_in_order(here, wanted):
     assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
     assert (body["object"], body["model"]) == ("list", "parrot")
     assert vectors(here.ask(PATH, {"input": TEXTS[0]})) == [wanted[TEXTS[0]].tolist()]
+    assert {*body} == {"object", "data", "model", "usage"}
+    assert {*body["data"][0]} == {"object", "index", "embedding"}
+    (written,) = vectors(here.ask(PATH, {"input": TEXTS[0], "encoding_format": "base64"}))
+    assert [*array("f", base64.b64decode(written))] == wanted[TEXTS[0]].tolist()
     ids = list(here.parrot.engine.text.encode(TEXTS[1]))
     for given in (ids, [ids]):
         assert vectors(here.ask(PATH, {"input": given})) == [wanted[TEXTS[1]].tolist()]
@@ -96,8 +102,7 @@ def test_finished_texts_make_room_for_the_rest(here, wanted, monkeypatch):
 
 
 def test_full_queue_is_429_and_keeps_no_text(here, monkeypatch):
-    engine = here.parrot.engine
-    monkeypatch.setattr(engine.sched, "max_queue", 1)
+    monkeypatch.setattr(here.parrot.engine.sched, "max_queue", 1)
     here.parrot.loop.pause()
     try:
         assert here.ask(PATH, {"input": TEXTS * 3}).status == 429

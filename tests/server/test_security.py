@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from here import Here
 from servers import CHAT, COMPLETIONS
 
 from runtime.files import LARGEST, LARGEST_OTHER, ModelError, check_size
@@ -24,12 +23,6 @@ LIMIT = re.compile(r"^\| (.+) \| ([\d.,]+)[^|]* \| `(.+)\.py`, `(.+)` \| (.+) \|
 TEST = re.compile(r"`(tests/[\w/]+\.py)`, `(\w+)`")
 SAID = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "add"}}
-
-
-@pytest.fixture
-def here(engine):
-    with Here(engine) as here:
-        yield here
 
 
 def test_table_of_limits_has_the_values_of_the_code():

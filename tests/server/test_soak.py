@@ -29,6 +29,7 @@ from pathlib import Path
 
 import pytest
 from hostile import asked
+from parrot import FLAT, SCHEMAS, TOOLS
 from serve_memory import Weight
 from servers import (
     CHAT,
@@ -43,6 +44,7 @@ from servers import (
 )
 from soak import IN_USE, JUDGED, SOAK, growth, run_rounds
 from streams import WITHOUT_STREAM, ask
+from tooluse import random_ask
 from waiting import wait_for
 
 BAD = [
@@ -117,24 +119,12 @@ TEMPLATE = """\
 {%- endfor %}
 {{- '<|assistant|>' }}{% if enable_thinking %}{{ '<think>' }}{% endif %}
 """
-PLACE = {
-    "type": "object",
-    "properties": {"place": {"enum": ["den", "wood"]}},
-    "required": ["place"],
-}
-SUM = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}, "b": {"type": "boolean"}}}
-FUNCTIONS = {"look": PLACE, "add": SUM | {"required": ["a", "b"]}}
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": schema}}
-    for name, schema in FUNCTIONS.items()
-]
-FLAT = [{"type": "function", "name": name, "parameters": FUNCTIONS[name]} for name in FUNCTIONS]
-SCHEMAS = [{"name": name, "input_schema": FUNCTIONS[name]} for name in FUNCTIONS]
 # What a small model writes of its own accord is no call: an expression holds it to one
-LOOK = r"\n<tool_call>\n\{\"name\": \"look\", \"arguments\": \{\"n\": [1-9]{1,9}\}\}\n</tool_call>"
+LOOK = (
+    r"\n<tool_call>\n\{\"name\": \"get_time\", \"arguments\": \{\"n\": [1-9]{1,9}\}\}\n</tool_call>"
+)
 CALLING = f"So[a-z ]{{2,20}}({LOOK}){{1,3}}"
 THINKING = r"[a-z ]{2,30}\n</think>\n\n"
-FORM = {"type": "json_schema", "name": "place", "schema": PLACE}
 # For each route that answers: what makes its answers long
 ENDLESS = {
     CHAT: {"max_tokens": 900, "ignore_eos": True},
@@ -197,24 +187,35 @@ def talker(folder: Path) -> Path:
 
 
 def make_case(number: int) -> tuple[str, dict]:
-    """A route, and what is asked there."""
+    """A route, and what is asked there. An answer that is to be the same twice has a seed, or where
+    the protocol knows none, the likeliest tokens."""
     dice = random.Random(number)
     text = dice.choice(PROMPTS).format(n=number % 50, m=number % 50 + 9)
-    paths = [CHAT, CHAT, CHAT, COMPLETIONS, RESPONSES, RESPONSES, MESSAGES, MESSAGES]
-    path = dice.choice([*paths, *WITHOUT_STREAM])
     length = dice.choice([1, 20, 60, 150, 250])
+    path = dice.choice(
+        [CHAT, CHAT, COMPLETIONS, *WITHOUT_STREAM, "tools", "tools", "tools", "tools"]
+    )
     if path == EMBEDDINGS:
         texts = [f"{text} {n}" for n in range(dice.choice([1, 5, 40]))]
         return path, {"input": texts, "encoding_format": dice.choice(["float", "base64"])}
     if path == COMPLETIONS:
         return path, {"prompt": text, "max_tokens": length, "seed": number}
+    if path == COUNT:
+        return path, {"messages": [{"role": "user", "content": text}], "tools": SCHEMAS}
     if path == CHAT:
         return path, make_chat(dice, text) | {"max_tokens": length, "seed": number}
-    # These two know no seed: an answer that is to be the same twice takes the likeliest token
-    if path == RESPONSES:
-        return path, make_response(dice, text) | {"max_output_tokens": length, "temperature": 0}
-    body = make_message(dice, text)
-    return path, body if path == COUNT else body | {"max_tokens": length, "temperature": 0}
+    asked = random_ask(number, length, tools=1)
+    while len(json.dumps(asked.body)) > 1500:  # the model's context is short
+        number += 1000
+        asked = random_ask(number, length, tools=1)
+    thinks = {
+        CHAT: {"chat_template_kwargs": {"enable_thinking": True}},
+        RESPONSES: {"reasoning": {"effort": "high"}, "temperature": 0},
+        MESSAGES: {"thinking": {"type": "enabled", "budget_tokens": 1024}, "temperature": 0},
+    }[asked.path]
+    if dice.random() < 0.7:
+        thinks = {} if asked.path == CHAT else {"temperature": 0}
+    return asked.path, asked.body | thinks
 
 
 def make_chat(dice: random.Random, text: str) -> dict:
@@ -227,69 +228,20 @@ def make_chat(dice: random.Random, text: str) -> dict:
         body |= {"logprobs": True, "top_logprobs": 3}
     if dice.random() < 0.2:
         body |= {"frequency_penalty": dice.choice([-0.5, 0.5, 2]), "presence_penalty": 0.5}
-    kind = dice.randrange(8)
-    thinks = dice.random() < 0.5
-    if thinks and kind > 1:
-        body |= {"chat_template_kwargs": {"enable_thinking": True}}
-    if kind == 2:
+    kind = dice.randrange(4)
+    if kind == 1:
         body |= dice.choice(GRAMMARS)
-    elif kind in (3, 4):
+    elif kind == 2:
+        thinks = dice.random() < 0.5
+        body |= {"chat_template_kwargs": {"enable_thinking": thinks}}
         body |= {"tools": TOOLS, "guided_regex": (THINKING if thinks else "") + CALLING}
-    elif kind in (5, 6):
-        named = {"type": "function", "function": {"name": "add"}}
-        body |= {"tools": TOOLS, "tool_choice": dice.choice(["required", named])}
-        body |= {"parallel_tool_calls": dice.random() < 0.5}
-    elif kind == 7:
-        function = {"name": "look", "arguments": '{"place": "den"}'}
+    elif kind == 3:
+        function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
         call = {"id": "abcdefghi", "type": "function", "function": function}
         own = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": "abcdefghi", "content": "A fox."}
         body["messages"] += [own, result]
         body |= {"tools": TOOLS}
-    return body
-
-
-def make_response(dice: random.Random, text: str) -> dict:
-    body: dict = {"input": text}
-    kind = dice.randrange(5)
-    if dice.random() < 0.3:
-        body |= {"reasoning": {"effort": "high"}}
-    if kind == 1:
-        body |= {"text": {"format": FORM}}
-    elif kind in (2, 3):
-        named = {"type": "function", "name": "look"}
-        body |= {"tools": FLAT, "tool_choice": dice.choice(["auto", "required", "required", named])}
-        body |= {"parallel_tool_calls": dice.random() < 0.5}
-    elif kind == 4:
-        call = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
-        result = {"type": "function_call_output", "call_id": "1", "output": "A fox."}
-        reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
-        said = {"type": "message", "role": "user", "content": text}
-        body = {
-            "input": [said, reasoning, call, result],
-            "tools": FLAT,
-            "instructions": "Be terse.",
-        }
-    return body
-
-
-def make_message(dice: random.Random, text: str) -> dict:
-    body: dict = {"messages": [{"role": "user", "content": text}]}
-    kind = dice.randrange(5)
-    if dice.random() < 0.3:
-        body |= {"thinking": {"type": "enabled", "budget_tokens": 1024}}
-    if kind == 1:
-        body |= {"output_config": {"format": FORM}, "stop_sequences": ["}"]}
-    elif kind in (2, 3):
-        choice = dice.choice([{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "add"}])
-        choice |= {"disable_parallel_tool_use": dice.random() < 0.5}
-        body |= {"tools": SCHEMAS, "tool_choice": choice}
-    elif kind == 4:
-        use = {"type": "tool_use", "id": "1", "name": "look", "input": {"place": "den"}}
-        result = {"type": "tool_result", "tool_use_id": "1", "content": "A fox."}
-        body["messages"] += [{"role": "assistant", "content": [use]}]
-        body["messages"] += [{"role": "user", "content": [result]}]
-        body |= {"tools": SCHEMAS, "system": "Be terse."}
     return body
 
 
@@ -323,7 +275,7 @@ def attack(server: Server, dice: random.Random) -> str:
         if stream and dice.random() < 0.3:
             path, body = CHAT, PROGRESS
         line.post(path, body | {"stream": stream} | ENDLESS[path])
-        if kind == 3:  # half a connection, which nobody reads
+        if kind == 3:  # half-closed, and never read
             line.socket.shutdown(socket.SHUT_WR)
         time.sleep(dice.choice([0, 0.05, 0.5]))
         if kind == 4:  # a reset instead of a farewell

@@ -5,15 +5,13 @@ import os
 import re
 import threading
 from collections import Counter
-from enum import Enum
 
-import openai
 import pytest
 from hostile import HOSTILE, asked
 from jsonschema import validate
 from processes import resident
 from pydantic import BaseModel, Field
-from servers import CHAT, COMPLETIONS, Server
+from servers import CHAT, COMPLETIONS
 
 PET = {
     "type": "object",
@@ -28,41 +26,24 @@ PET = {
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": True}}
 
 
-@pytest.fixture(scope="module")
-def server():
-    with Server() as server:
-        yield server
-
-
-@pytest.fixture
-def client(server):
-    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
-
-
 def say(**fields) -> dict:
     messages = [{"role": "user", "content": "Tell me a story about a dog."}]
     return {"messages": messages, "max_tokens": 300, "seed": 3, **fields}
 
 
-@pytest.mark.parametrize("strict", [True, False, None])
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_answer_follows_its_schema(server, strict, temperature):
+@pytest.mark.parametrize("strict", [True, None])
+def test_answer_follows_its_schema(server, strict):
     form = {"type": "json_schema", "json_schema": {"name": "pet", "schema": PET, "strict": strict}}
-    reply = server.ask(CHAT, say(response_format=form, temperature=temperature))
+    reply = server.ask(CHAT, say(response_format=form, temperature=1))
     (choice,) = reply.json["choices"]
     assert choice["finish_reason"] == "stop"
     validate(json.loads(choice["message"]["content"]), PET)
 
 
 def test_json_object(server):
-    for seed in range(4):
-        parsed = say(response_format={"type": "json_object"}, seed=seed, max_tokens=200)
-        (choice,) = server.ask(CHAT, parsed).json["choices"]
-        assert choice["finish_reason"] in ("stop", "length")
-        if choice["finish_reason"] == "stop":
-            assert isinstance(json.loads(choice["message"]["content"]), dict)
-        else:
-            assert choice["message"]["content"].startswith("{")
+    asked = say(response_format={"type": "json_object"}, max_tokens=60)
+    (choice,) = server.ask(CHAT, asked).json["choices"]
+    assert choice["message"]["content"].startswith("{")
 
 
 @pytest.mark.parametrize(
@@ -98,52 +79,38 @@ def test_guided_fields_of_vllm(server, field, value, pattern):
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
     ],
 )
-@pytest.mark.parametrize("stream", [True, False])
-def test_invalid_grammar_is_400(server, fields, param, words, stream):
-    reply = server.ask(CHAT, say(stream=stream, **fields))
+def test_invalid_grammar_is_400(server, fields, param, words):
+    reply = server.ask(CHAT, say(stream=True, **fields))
     assert (reply.status, reply.error["param"]) == (400, param), reply.body
     assert words in reply.error["message"] and "\n" not in reply.error["message"]
-
-
-class Size(Enum):
-    SMALL = "small"
-    LARGE = "large"
-
-
-class Friend(BaseModel):
-    name: str = Field(max_length=10)
-    size: Size
 
 
 class Dog(BaseModel):
     name: str = Field(max_length=12)
     age: int = Field(ge=0, le=20)
-    friends: list[Friend] = Field(max_length=2)
 
 
 def test_openai_client_parse(client):
     messages = say()["messages"]
     answer = client.chat.completions.parse(
-        model="demo", messages=messages, response_format=Dog, max_tokens=400, seed=1
+        model="demo", messages=messages, response_format=Dog, max_tokens=100, seed=1
     )
     dog = answer.choices[0].message.parsed
     assert isinstance(dog, Dog) and 0 <= dog.age <= 20
 
 
-# A few of each kind; NANOBATCH_HOSTILE=all is the long form
-TRIED = (
-    sorted(HOSTILE)
-    if os.environ.get("NANOBATCH_HOSTILE")
-    else ["a large divisor", "1,500 that may be left out", "many ways to read it", "nested repeats"]
-)
+# NANOBATCH_HOSTILE=all is the long form
+SOME = ["a large divisor", "1,500 that may be left out", "many ways to read it", "nested repeats"]
+TRIED = sorted(HOSTILE) if os.environ.get("NANOBATCH_HOSTILE") else SOME
 
 
 @pytest.mark.parametrize("name", TRIED)
 def test_hostile_grammars_block_nobody(server, name):
-    """Each time in another spelling, so that no verdict can be remembered."""
+    """Each time in another spelling, so that no verdict can be remembered. Four hostile schemas once
+    took all threads that read bodies."""
     plain = {"prompt": "Once upon a time", "max_tokens": 85, "ignore_eos": True, "temperature": 0}
     expected = server.ask(COMPLETIONS, plain).json["choices"][0]["text"]
-    before, answers, is_over = memory(server), Counter(), threading.Event()
+    before, answers, is_over = resident(server.process.pid), Counter(), threading.Event()
 
     def attack(client: int) -> None:
         number = client
@@ -152,7 +119,7 @@ def test_hostile_grammars_block_nobody(server, name):
             parsed = {"prompt": "A story", "max_tokens": 85, **asked(name, number)}
             answers[server.ask(COMPLETIONS, parsed).status] += 1
 
-    attackers = [threading.Thread(target=attack, args=(client,)) for client in range(3)]
+    attackers = [threading.Thread(target=attack, args=(client,)) for client in range(5)]
     for thread in attackers:
         thread.start()
     for number in range(3):
@@ -165,21 +132,5 @@ def test_hostile_grammars_block_nobody(server, name):
     for thread in attackers:
         thread.join()
     assert answers.total() and answers.keys() <= {200, 400, 503}
-    assert memory(server) - before < 200 * 2**20
+    assert resident(server.process.pid) - before < 200 * 2**20
     assert "Traceback" not in server.log.read_text()
-
-
-def memory(server) -> int:
-    return resident(server.process.pid)
-
-
-def test_requests_do_not_wait_for_other_grammars(server):
-    """Four hostile schemas once took all threads that read bodies, for seconds."""
-    slow = {"allOf": [{"multipleOf": p} for p in (2, 3, 5, 7, 11, 13)]}
-    lines = [server.line() for _ in range(5)]
-    for line in lines:
-        line.post(CHAT, say(guided_json=slow, max_tokens=3))
-    replies = [server.ask(CHAT, say(max_tokens=1)) for _ in range(5)]
-    assert [reply.status for reply in replies] == [200] * 5
-    for line in lines:
-        line.hang_up()

@@ -22,7 +22,7 @@ def taught():
 
 
 def test_openai_client_assembles_both_protocols(taught):
-    """It reads fields of events that nobody else does, and raises if one is missing."""
+    """It reads fields of events that other clients ignore, and raises if one is missing."""
     client = openai.OpenAI(base_url=f"{taught.address}/v1", api_key="none", max_retries=0)
     text = f"say: <think>Easy.</think>I look.\n{CALLS}"
     both = {"model": "default", "parallel_tool_calls": True}
@@ -68,45 +68,11 @@ def with_calls(written: str) -> str:
     return LISTED + TURNS.replace("CALL", written)
 
 
-def ask_with_tools(template: str, text: str, **fields):
-    with Taught(template=template) as taught:
-        body = {"messages": [said(text)], "tools": TOOLS, "max_tokens": 300, **fields}
-        return taught.ask(CHAT, body)
-
-
-@pytest.mark.parametrize(
-    ("written", "text"),
-    [
-        (LLAMA, '{"name": "get_weather", "parameters": {"city": "Paris"}}'),
-        (MISTRAL, '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}'),
-        (MISTRAL, '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]'),
-        (
-            TAGS,
-            "<tool_call><function=get_weather><parameter=city>Paris</parameter></function></tool_call>",
-        ),
-        (
-            GLM,
-            "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
-        ),
-    ],
-)
-def test_call_in_the_format_of_the_template(written, text):
-    choice = ask_with_tools(with_calls(written), text).json["choices"][0]
-    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
-    function = choice["message"]["tool_calls"][0]["function"]
-    assert function["name"] == "get_weather"
-    assert json.loads(function["arguments"]) == {"city": "Paris"}
-
-
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [(with_calls(XML), "<function=is_called>"), (TURNS, "takes no tools")],
-)
-def test_unknown_tool_format_is_named(template, words):
-    reply = ask_with_tools(template, "x")
-    assert (reply.status, reply.error["param"]) == (400, "tools") and words in reply.error[
-        "message"
-    ]
+def test_unknown_tool_format_is_named():
+    with Taught(template=with_calls(XML)) as server:
+        reply = server.ask(CHAT, {"messages": [said("x")], "tools": TOOLS})
+    assert (reply.status, reply.error["param"]) == (400, "tools")
+    assert "<function=is_called>" in reply.error["message"]
 
 
 def test_template_that_opens_reasoning():
@@ -191,17 +157,6 @@ def test_waiting_stream_reports_its_position():
             line.until(b"[DONE]")
 
 
-def test_x_api_key_header():
-    with Taught(api_key="secret") as taught:
-        body = {"messages": [said("Yes.")], "max_tokens": 9}
-        assert taught.ask(MESSAGES, body, x_api_key="secret").status == 200
-        assert taught.ask(MESSAGES, body, Authorization="Bearer secret").status == 200
-        for headers in ({}, {"x_api_key": "wrong"}, {"Authorization": "Basic secret"}):
-            reply = taught.ask(MESSAGES, body, **headers)
-            assert (reply.status, reply.error["type"]) == (401, "authentication_error")
-            assert reply.json["type"] == "error"
-
-
 def test_anthropic_thread_is_refused(taught):
     """Anthropic's runner of tools asks so first, and goes on without if it finds this code."""
     body = {"messages": [said("Yes.")], "max_tokens": 9, "thread": {"type": "create"}}
@@ -211,15 +166,15 @@ def test_anthropic_thread_is_refused(taught):
 
 
 DEEP = json.loads("[" * 200 + "]" * 200)
+X = {"messages": [said("x")]}
 HOSTILE = {
     CHAT: [
-        {"messages": [said("x")], "tools": TOOLS * 65},
-        {"messages": [said("x")], "tools": DEEP},
-        {"messages": [said("x")], "tools": TOOLS, "tool_choice": DEEP},
+        X | {"tools": TOOLS * 65},
+        X | {"tools": DEEP},
+        X | {"tools": TOOLS, "tool_choice": DEEP},
         {"messages": [{"role": "assistant", "tool_calls": DEEP}]},
         {"messages": [{"role": "tool", "tool_call_id": {}, "content": "x"}]},
-        {"messages": [said("x")], "chat_template_kwargs": {"messages_": 1}},
-        {"messages": [said("x")], "x\n" * 900: 1},
+        X | {"x\n" * 900: 1},
         {"messages": [said("x") | {"x\n" * 900: 1}]},
     ],
     RESPONSES: [
@@ -235,10 +190,10 @@ HOSTILE = {
         {"messages": [{"role": "user", "content": [{"type": {}}]}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": {}}]}]},
         {"messages": [said("x")] * 2049},
-        {"messages": [said("x")], "system": DEEP},
-        {"messages": [said("x")], "thinking": DEEP},
-        {"messages": [said("x")], "tools": SCHEMAS, "tool_choice": {"type": []}},
-        {"messages": [said("x")], "stop_sequences": [""]},
+        X | {"system": DEEP},
+        X | {"thinking": DEEP},
+        X | {"tools": SCHEMAS, "tool_choice": {"type": []}},
+        X | {"stop_sequences": [""]},
     ],
 }
 
@@ -268,6 +223,7 @@ def test_call_ids_fit_every_template(taught):
     assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in calls)
 
 
+CUT = ("length", "max_tokens", "incomplete")
 BARE = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 
 
@@ -293,18 +249,19 @@ def test_unmarked_call_in_each_protocol(taught, path):
         assert found.text == text and not found.calls
 
 
-@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    "call", [CALL, BARE, f"```json\n{BARE}\n```"], ids=["marked", "bare", "block"]
+    ("path", "call"),
+    [(CHAT, CALL), (RESPONSES, BARE), (MESSAGES, f"```json\n{BARE}\n```")],
+    ids=["marked", "bare", "block"],
 )
 def test_truncated_call_is_no_content(taught, path, call):
-    """Half of a sixth call stood in the content, as `<tool_call>\\n{"name": "`."""
+    """Half of a sixth call was left in the content, as `<tool_call>\\n{"name": "`."""
     for length in range(9, len("I look.\n" + call) - 20, 19):
         body = body_of(path, f"I look.\n{call}", length)
         found = ask(taught, path, body, False)
         assert found == ask(taught, path, body, True)
         assert found.text == "I look." and len(found.calls) <= 1
-        assert found.reason in ("length", "max_tokens", "incomplete")
+        assert found.reason in CUT
 
 
 # --- calls that have to come ----------------------------------------------------------------------
@@ -331,29 +288,21 @@ def test_required_call_always_comes(template):
     """A model of random weights would never write one."""
     named = {"type": "function", "function": {"name": "mug"}}
     with Taught(template=template, is_taught=False) as server:
-        for seed in range(7):
-            body = {
-                "messages": [said("x")],
-                "tools": PICK,
-                "seed": seed,
-                "temperature": 9,
-                "max_tokens": 200,
-            }
-            body |= {"tool_choice": named if seed % 3 == 2 else "required"}
-            body |= {"parallel_tool_calls": False}
-            choice = server.ask(CHAT, body).json["choices"][0]
-            assert choice["finish_reason"] == "tool_calls" and not choice["message"]["content"]
-            (call,) = choice["message"]["tool_calls"]
-            arguments = json.loads(call["function"]["arguments"])
-            assert arguments["size"] in ("small", "large {") and arguments["hot"] in (True, False)
-            assert call["function"]["name"] in (("mug",) if seed % 3 == 2 else ("tea", "mug"))
-            streamed = server.ask(CHAT, body | {"stream": True}).events
-            assert streamed[-2]["choices"][0]["finish_reason"] == "tool_calls"
+        for seed in range(4):
+            names = ["mug"] if seed == 3 else ["tea", "mug"]
+            body = {"messages": [said("x")], "tools": PICK, "seed": seed, "temperature": 9}
+            body |= {"tool_choice": named if seed == 3 else "required"}
+            body |= {"parallel_tool_calls": False, "max_tokens": 200}
+            found = ask(server, CHAT, body, stream=seed % 2 == 1)
+            assert found.reason == "tool_calls" and not found.text
+            ((name, arguments),) = found.calls
+            validate(json.loads(arguments), SIZE)
+            assert name in names
 
 
 HAS_MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 # A model of random weights never ends its reasoning: it may have to begin with one, but need not
-ASKS = int(os.environ.get("NANOBATCH_TOOLS", 15))
+ASKS = int(os.environ.get("NANOBATCH_TOOLS", 9))
 
 
 @pytest.mark.parametrize("marks", [(), HAS_MARKS], ids=["letters", "added"])
@@ -365,21 +314,19 @@ def test_random_requests_with_tools(marks):
         complete = 0
         for seed in range(ASKS):
             found = check(server, random_ask(seed, max_tokens=250))
-            complete += bool(found.calls) and found.reason in (
-                "tool_calls",
-                "completed",
-                "tool_use",
-            )
+            complete += bool(found.calls) and found.reason not in CUT
         assert complete > ASKS // 4
+
+
+FIVE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
 
 
 def test_reasoning_can_end_under_a_grammar():
     """The mask forbade the token </think>: reasoning went on until max_tokens."""
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
     with Taught(template=THINKING, is_taught=False, marks=HAS_MARKS) as server:
         end = server.parrot.engine.text.tokenizer.token_to_id("</think>")
         ask = {"messages": [said("x")], "max_tokens": 60, "logit_bias": {str(end): 20}}
-        for fields in ({"response_format": form}, {"tools": PICK, "tool_choice": "required"}):
+        for fields in ({"response_format": FIVE}, {"tools": PICK, "tool_choice": "required"}):
             choice = server.ask(CHAT, ask | fields).json["choices"][0]
             message = choice["message"]
             assert message["content"] == "5" or message["tool_calls"][0]["function"]["name"]
@@ -410,17 +357,12 @@ def test_recursive_schema_of_arguments(template, schema):
     body = {"messages": [said("x")], "tools": tools, "tool_choice": "required", "max_tokens": 400}
     body |= {"parallel_tool_calls": False, "temperature": 1}
     with Taught(template=with_calls(template), is_taught=False) as server:
-        is_whole = False
         for seed in range(5):
-            reply = server.ask(CHAT, body | {"seed": seed})
-            assert reply.status == 200, reply
-            choice = reply.json["choices"][0]
-            if choice["finish_reason"] == "tool_calls":
-                (call,) = choice["message"]["tool_calls"]
-                validate(json.loads(call["function"]["arguments"]), {"type": "object", **schema})
-                is_whole = True
-                break
-        assert is_whole
+            found = ask(server, CHAT, body | {"seed": seed}, stream=False)
+            if found.reason == "tool_calls":
+                ((_, arguments),) = found.calls
+                return validate(json.loads(arguments), {"type": "object", **schema})
+        pytest.fail("no call is complete")
 
 
 def test_required_call_of_many_tools():
@@ -447,36 +389,15 @@ def test_non_object_parameters_are_refused(taught):
         assert reply.status == 400 and "object" in reply.error["message"]
 
 
-def test_required_call_in_other_protocols():
-    flat = [{"type": "function", **tool["function"]} for tool in PICK]
-    schemas = [{"name": tool["name"], "input_schema": SIZE} for tool in flat]
-    with Taught(template=with_calls(HERMES), is_taught=False) as server:
-        body = {"input": "x", "tools": flat, "tool_choice": "required", "max_output_tokens": 300}
-        body |= {"parallel_tool_calls": False}
-        (item,) = server.ask(RESPONSES, body).json["output"]
-        assert item["type"] == "function_call" and json.loads(item["arguments"])["size"]
-        choice = {"type": "any", "disable_parallel_tool_use": True}
-        body = {"messages": [said("x")], "tools": schemas, "tool_choice": choice, "max_tokens": 300}
-        reply = server.ask(MESSAGES, body).json
-        assert reply["stop_reason"] == "tool_use" and reply["content"][0]["input"]["size"]
-
-
 def test_reasoning_before_a_forced_answer():
     """Held to the grammar from its first token on, it would write JSON into its reasoning."""
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
     with Taught(template=THINKING, is_taught=False) as server:
         text = server.parrot.engine.text
         assert text.output_format.reasoning and text.read([said("x")]).is_thinking
         ask = {"messages": [said("x")], "temperature": 0, "max_tokens": 30}
         # Its reasoning never ends, and is no JSON
-        message = server.ask(CHAT, ask | {"response_format": form}).json["choices"][0]["message"]
+        message = server.ask(CHAT, ask | {"response_format": FIVE}).json["choices"][0]["message"]
         assert message["content"] == "" and len(message["reasoning_content"]) > 5
-    with Taught(template=with_calls(HERMES), is_taught=False) as server:
-        # It does not think: it may call, or answer in JSON, and does one of the two
-        body = {"messages": [said("x")], "tools": PICK, "response_format": form, "max_tokens": 300}
-        for seed in range(4):
-            choice = server.ask(CHAT, body | {"seed": seed}).json["choices"][0]
-            assert choice["finish_reason"] == "tool_calls" or choice["message"]["content"] == "5"
 
 
 def test_unsupported_schema_of_arguments_is_refused(taught):
@@ -487,20 +408,13 @@ def test_unsupported_schema_of_arguments_is_refused(taught):
     assert reply.status == 400 and reply.error["param"] == "tools", reply
 
 
-def test_json_answer_in_each_protocol():
-    form = {"type": "json_schema", "name": "a", "schema": {"enum": ["yes", "no"]}}
-    with Taught(template=with_calls(HERMES), is_taught=False) as server:
-        reply = server.ask(RESPONSES, {"input": "x", "text": {"format": form}})
-        assert json.loads(reply.json["output"][0]["content"][0]["text"]) in ("yes", "no")
-        body = {"messages": [said("x")], "max_tokens": 99, "output_config": {"format": form}}
-        assert json.loads(server.ask(MESSAGES, body).json["content"][0]["text"]) in ("yes", "no")
-        wrong = form | {"schema": {"type": "number", "multipleOf": "no"}}
-        reply = server.ask(RESPONSES, {"input": "x", "text": {"format": wrong}})
+def test_invalid_form_in_other_protocols(taught):
+    wrong = {"type": "json_schema", "name": "a", "schema": {"type": "number", "multipleOf": "no"}}
+    for form in (wrong, {"type": "xml"}, {"type": "json_schema"}, 5):
+        reply = taught.ask(RESPONSES, {"input": "x", "text": {"format": form}})
         assert (reply.status, reply.error["param"]) == (400, "text")
-        for kind in ({"type": "xml"}, {"type": "json_schema"}, 5):
-            assert server.ask(RESPONSES, {"input": "x", "text": {"format": kind}}).status == 400
-            body["output_config"] = {"format": kind}
-            assert server.ask(MESSAGES, body).status == 400
+        body = {"messages": [said("x")], "max_tokens": 99, "output_config": {"format": form}}
+        assert taught.ask(MESSAGES, body).status == 400
 
 
 def test_oversized_tools_are_refused_before_the_template(taught, monkeypatch):

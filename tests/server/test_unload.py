@@ -7,7 +7,7 @@ from waiting import wait_for
 import serve
 
 QUESTION = {"messages": [{"role": "user", "content": "Count from 3 to 7."}], "temperature": 0}
-GONE = "idle for 1 s: weights and slab are let go of, until the next request"
+GONE = "idle for 1 s: weights and slab are unloaded until the next request"
 
 
 def test_idle_server_unloads_and_reloads():

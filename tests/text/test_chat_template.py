@@ -10,22 +10,16 @@ network.
 import datetime
 import itertools
 import json
-import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
-from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
 from checkpoints import BOS, make_tokenizer
 from tokenizers import AddedToken, processors
-from waiting import wait_for
 
 from analysis.simulator import Replay
 from nanobatch import Tokenizer
@@ -193,8 +187,6 @@ TEMPLATES = {
     "everything": EVERYTHING,
     "newer": NEWER,
 }
-# Llama 2 writes one for each turn of the user
-WRITES_BOS = ("llama 3", "mistral", "everything", "newer")
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict]:
@@ -242,6 +234,17 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
+@pytest.fixture
+def no_check(monkeypatch):
+    checker = template_and_tokenizer_check.TemplateChecker
+    monkeypatch.setattr(checker, "template", lambda *_: ("", []))
+    monkeypatch.setattr(checker, "tokenizer", lambda *_: "")
+
+
+# A rendering is the same without the check in a child process, which takes half a second
+unchecked = pytest.mark.usefixtures("no_check")
+
+
 def make_model(
     folder: Path,
     template=None,
@@ -254,15 +257,8 @@ def make_model(
     configs do."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
-    more = (
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eot_id|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "[INST]",
-        "[/INST]",
-    )
+    more = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    more += ["<|im_start|>", "<|im_end|>", "[INST]", "[/INST]"]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in more])
     if not adds_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
@@ -329,6 +325,7 @@ def test_conversation_equals_transformers(published, name, messages):
     assert len(text.render(messages)) > 8 and json.dumps(messages) == before
 
 
+@unchecked
 @pytest.mark.parametrize(("adds_bos", "as_dict"), [(True, True), (False, False)])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("name", "says_eos"), [("llama 2", True), ("chatml", False)])
@@ -390,6 +387,7 @@ def test_broken_template_for_tools(tmp_path):
     assert text.output_format.why == "this model's chat template takes no tools"
 
 
+@unchecked
 def test_template_file_wins_over_config(tmp_path):
     """A model saved again by a newer library may have both, and the config's is the old one."""
     text = make_model(tmp_path, "old", chat_template="old")
@@ -398,6 +396,7 @@ def test_template_file_wins_over_config(tmp_path):
     assert text.render(turns("x")) == reference(tmp_path, turns("x"))[0] == "new x"
 
 
+@unchecked
 def test_special_tokens_map(tmp_path):
     """Else `bos_token` is nothing in the template, and the prompt has no BOS at all."""
     make_model(tmp_path, LLAMA3)
@@ -412,12 +411,14 @@ def test_special_tokens_map(tmp_path):
     assert text.encode_chat(turns("x")).count(BOS) == 1
 
 
+@unchecked
 def test_strftime_now(tmp_path):
     text = make_model(tmp_path, "{{ strftime_now('%Y-%m-%d') }}")
     days = [str(datetime.date.today()), text.render(turns("x")), str(datetime.date.today())]
     assert days[1] in (days[0], days[2])
 
 
+@unchecked
 def test_null_field_counts_as_missing(tmp_path):
     """OpenAI's clients send `content: null` along with tool calls. The word "None" is not what the
     assistant said."""
@@ -427,13 +428,11 @@ def test_null_field_counts_as_missing(tmp_path):
     text = make_model(
         tmp_path / "2", "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     )
-    assert (
-        text.render(messages)
-        == reference(tmp_path / "2", messages)[0]
-        == "user:Hi;assistant:;user:And?;"
-    )
+    said = "user:Hi;assistant:;user:And?;"
+    assert text.render(messages) == reference(tmp_path / "2", messages)[0] == said
 
 
+@unchecked
 def test_generation_tag(tmp_path):
     """`{% generation %}` is a tag of Hugging Face's own: it marks what is trained on, and writes
     nothing itself."""
@@ -448,43 +447,36 @@ def test_generation_tag(tmp_path):
 # --- BOS ------------------------------------------------------------------------------------------
 
 
-@every_conversation
 @pytest.mark.parametrize("adds_bos", [True, False])
-@pytest.mark.parametrize("name", WRITES_BOS)
-def test_one_bos_from_template_and_tokenizer(published, name, adds_bos, messages):
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama 3", 1),
+        ("mistral", 1),
+        ("newer", 1),
+        ("chatml", 0),
+        ("zephyr", 0),
+        ("llama 2", 2),  # one for each turn of the user
+    ],
+)
+def test_bos_is_where_the_template_writes_it(published, name, count, adds_bos):
     """A template's BOS and the tokenizer's make two, which is how a good model turns into a worse
     one in silence."""
-    ids = published(name, adds_bos).encode_chat(messages)
-    typed = sum(message["content"].count("<s>") for message in messages)
-    assert ids[0] == BOS and (ids.count(BOS) == 1 or typed)
-    assert ids[1] != BOS
-
-
-@pytest.mark.parametrize("adds_bos", [True, False])
-@pytest.mark.parametrize("name", ["chatml", "zephyr"])
-def test_template_without_bos(tmp_path, name, adds_bos):
-    """What the template writes is all: so it was in training, and so `transformers` does it."""
-    text = make_model(tmp_path, TEMPLATES[name], adds_bos=adds_bos)
-    assert BOS not in text.encode_chat(turns("Hello!", "Hi.", "Bye."))
-
-
-@pytest.mark.parametrize("adds_bos", [True, False])
-def test_llama_2_writes_one_bos_per_turn(tmp_path, adds_bos):
-    text = make_model(tmp_path, LLAMA2, adds_bos=adds_bos)
-    for count in (1, 2, 3):
-        messages = turns(*["x"] * (2 * count - 1))
-        assert text.encode_chat(messages).count(BOS) == text.render(messages).count("<s>") == count
+    ids = published(name, adds_bos).encode_chat(turns("Hello!", "Hi.", "Bye."))
+    assert ids.count(BOS) == count and ids[1] != BOS
 
 
 # --- prompts as a person types them ---------------------------------------------------------------
 
 
+@unchecked
 def test_typed_prompt_is_a_user_message(tmp_path):
     text = make_model(tmp_path, CHATML)
     assert text.ask("Hi") == text.encode_chat(turns("Hi")) != text.encode("Hi")
     assert text.ask(" ") == text.encode_chat(turns(" "))
 
 
+@unchecked
 def test_raw_prompt_is_plain_text(tmp_path):
     text = make_model(tmp_path / "1", CHATML)
     assert text.ask("Hi", raw=True) == text.encode("Hi")
@@ -492,6 +484,7 @@ def test_raw_prompt_is_plain_text(tmp_path):
     assert text.ask("Hi") == text.ask("Hi", raw=True) == text.encode("Hi")
 
 
+@unchecked
 @pytest.mark.parametrize("template", [CHATML, None])
 @pytest.mark.parametrize("raw", [True, False])
 def test_empty_prompt_has_no_tokens(tmp_path, template, raw):
@@ -514,6 +507,7 @@ def refusal(text: Tokenizer, messages, kind: type = ValueError) -> str:
     return message
 
 
+@unchecked
 @pytest.mark.parametrize("template", [None, [], [{"name": "x"}], 17, {"default": "x"}])
 def test_no_template_no_conversation(tmp_path, template):
     text = make_model(tmp_path, template)
@@ -528,15 +522,10 @@ def test_no_template_no_conversation(tmp_path, template):
         ("llama 2", turns("a", "b")[::-1], "Roles must alternate"),
         ("llama 2", turns("a") * 2, "Roles must alternate"),
         ("mistral", turns("a", "b")[::-1], "conversation roles must alternate"),
-        (
-            "mistral",
-            [*turns("a", "b"), *turns("c", system="late")],
-            "conversation roles must alternate",
-        ),
     ],
 )
-def test_template_error_reaches_the_caller(tmp_path, name, messages, words):
-    assert words in refusal(make_model(tmp_path, TEMPLATES[name]), messages)
+def test_template_error_reaches_the_caller(published, name, messages, words):
+    assert words in refusal(published(name), messages)
 
 
 @pytest.mark.parametrize(
@@ -573,15 +562,16 @@ def test_template_syntax_error_names_the_folder(tmp_path, place, source):
         "Hi",
     ],
 )
-def test_invalid_chat_messages_are_refused(tmp_path, messages):
-    assert "role" in refusal(make_model(tmp_path, CHATML), messages)
+def test_invalid_chat_messages_are_refused(published, messages):
+    assert "role" in refusal(published("chatml"), messages)
 
 
 @pytest.mark.parametrize("name", ["llama 2", "chatml", "mistral", "everything"])
-def test_message_without_content(tmp_path, name):
-    refusal(make_model(tmp_path, TEMPLATES[name]), [{"role": "user"}])
+def test_message_without_content(published, name):
+    refusal(published(name), [{"role": "user"}])
 
 
+@unchecked
 @pytest.mark.parametrize(
     "source",
     [
@@ -604,6 +594,7 @@ def test_any_template_failure_is_a_refusal(tmp_path, source):
     refusal(make_model(tmp_path, source), turns("Hi"))
 
 
+@unchecked
 @pytest.mark.parametrize(
     "source",
     [
@@ -640,16 +631,13 @@ def test_template_cannot_escape_the_sandbox(tmp_path, source):
 
 MILLION = "{% set x = 'a' * 10 ** 6 %}"
 GROWS = "{% set s = namespace(x=START) %}{% for _ in range(60) %}{% set s.x = STEP %}{% endfor %}"
+LOOP = "{% for i in range(10 ** 5) %}"
 ENDLESS = [
-    "{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}",
-    "{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{{ j }}{% endfor %}{% endfor %}",
-    "{% for i in range(10 ** 5) %}{{ i }}{% for j in range(10 ** 5) if j %}{% endfor %}{% endfor %}",
+    LOOP * 2 + "{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% for n in [60] recursive %}{% if n %}{{ loop([n - 1, n - 1]) }}{% endif %}{% endfor %}",
     "{% set s = namespace(n=60) %}{% block b %}{% set s.n = s.n - 1 %}{% if s.n %}"
     "{{ self.b() }}{{ self.b() }}{% endif %}{% set s.n = s.n + 1 %}{% endblock %}",
-    "{% for i in range(10 ** 5) %}{% set x = range(10 ** 5) | list | sort %}{% endfor %}",
-    "{% for i in range(10 ** 5) %}{% set x = range(10 ** 5) | map('string') | list %}{% endfor %}",
+    LOOP + "{% set x = range(10 ** 5) | list | sort %}{% endfor %}",
 ]
 # In one operation of C each, which nothing but the system can stop
 UNSTOPPABLE = [
@@ -659,11 +647,7 @@ UNSTOPPABLE = [
 ]
 HUGE = [
     "{{ 'a' * 10 ** 9 }}",
-    "{% set x = ['a'] * 10 ** 9 %}",
-    "{{ 'a'.center(10 ** 9) }}",
     "{{ 'a' | indent(10 ** 9, true) }}",
-    "{{ messages | tojson(indent=10 ** 9) }}",
-    "{{ '{:{}}'.format(1, 10 ** 9) }}",
     MILLION + "{{ x | replace('a', x) }}",
     MILLION + "{% for i in range(1000) %}{{ x }}{% endfor %}",
     GROWS.replace("START", "'a'").replace("STEP", "s.x ~ s.x"),
@@ -688,11 +672,8 @@ def unfit(text: Tokenizer) -> str:
 @pytest.mark.parametrize("source", [ENDLESS[0], *UNSTOPPABLE])
 def test_endless_template_is_found_at_load(tmp_path, monkeypatch, source):
     """It was found by the first client, whose conversation then held a thread of the server."""
-    monkeypatch.setattr(
-        template_and_tokenizer_check,
-        "LIMITS",
-        template_and_tokenizer_check.LIMITS._replace(seconds=0.3),
-    )
+    limits = template_and_tokenizer_check.LIMITS._replace(seconds=0.3)
+    monkeypatch.setattr(template_and_tokenizer_check, "LIMITS", limits)
     line = unfit(make_model(tmp_path, source))
     assert "takes more than 0.3 s for a sample conversation" in line
 
@@ -712,25 +693,16 @@ def executable(path: Path, script: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("exec sleep 60", "cannot be tried (no process can be started (timed out))"),
-        ("kill -9 $$", "cannot be tried (no process can be started ("),
-        ("echo not JSON; exit 3", "cannot be tried (no process can be started ("),
-        (None, "cannot be tried (no process can be started ("),
-    ],
-)
-def test_load_without_a_child_process_is_refused(tmp_path, monkeypatch, script, words):
+@pytest.mark.parametrize("script", ["exec sleep 60", None])
+def test_load_without_a_child_process_is_refused(tmp_path, monkeypatch, script):
     """Nothing is known of its template and its tokenizer, so they are not trusted."""
     python = executable(tmp_path / "python", script) if script else str(tmp_path / "nothing")
     monkeypatch.setattr(sys, "executable", python)
-    if "timed out" in words:
-        monkeypatch.setattr("text.sandbox.START", 0.2)
+    monkeypatch.setattr("text.sandbox.START", 0.2)
     monkeypatch.setattr(template_and_tokenizer_check, "PASSED", set())
-    with pytest.raises(ModelError) as refused:
+    said = r"the tokenizer cannot be tried \(no process can be started \("
+    with pytest.raises(ModelError, match=said + ("timed out" if script else "")):
         make_model(tmp_path / "model", CHATML)
-    assert f"the tokenizer {words}" in str(refused.value)
 
 
 def test_only_the_demo_template_needs_no_check(tmp_path, monkeypatch):
@@ -748,107 +720,11 @@ def test_only_the_demo_template_needs_no_check(tmp_path, monkeypatch):
     assert asked == [f"{ours} "]
 
 
-# A program without a file, which a child could not import again
-LOADS = """
-import signal, sys
-from pathlib import Path
-from text.tokenizer import Tokenizer
-
-stride = signal.default_int_handler if sys.argv[2] == "ends" else lambda *_: None
-signal.signal(signal.SIGINT, stride)
-text = Tokenizer(Path(sys.argv[1]), 300)
-print(text.render([{"role": "user", "content": "x"}]))
-"""
-
-
-def test_check_without_main_file_and_stdin(tmp_path):
-    make_model(tmp_path, "hello {{ messages[0].content }}")
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$0" -c "$1" "$2" ends <&-', sys.executable, LOADS, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout == "hello x\n", done.stderr
-
-
-def used_by(process: int) -> int:
-    """Ticks of a processor, on Linux."""
-    with suppress(OSError):
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[11])
-    return 0
-
-
-def children(process: int) -> list[int]:
-    with suppress(OSError):
-        return [
-            int(n) for n in Path(f"/proc/{process}/task/{process}/children").read_text().split()
-        ]
-    return []
-
-
-@pytest.fixture
-def interrupted(tmp_path, monkeypatch):
-    """A program that loads a template gets Ctrl-C, as a terminal sends it, while its child tries
-    the template. Answers with the program's output and the child's number."""
-
-    def run(source: str, how: str) -> tuple[str, int]:
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                template_and_tokenizer_check.TemplateChecker, "template", lambda *_: ("", [])
-            )
-            make_model(tmp_path, source)
-        program = subprocess.Popen(
-            [sys.executable, "-c", LOADS, str(tmp_path), how],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            text=True,
-        )
-
-        def running() -> list[int]:
-            """The job is the watcher's child, which is the fork server's. It runs once it has used
-            processor time."""
-            assert program.poll() is None
-            watchers = itertools.chain(*map(children, children(program.pid)))
-            return [*filter(used_by, itertools.chain(*map(children, watchers)))]
-
-        [child] = wait_for(running)
-        os.killpg(program.pid, signal.SIGINT)
-        return program.communicate(timeout=60)[0], child
-
-    return run
-
-
-on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
-
-
-@on_linux
-def test_ctrl_c_ends_the_check(interrupted):
-    """Else the child would take a processor until its limit."""
-    said, child = interrupted(UNSTOPPABLE[0], "ends")
-    assert "KeyboardInterrupt" in said
-    stat = Path(f"/proc/{child}/stat")
-    with suppress(OSError):  # it is gone, or dead and not yet buried
-        while stat.read_text().rpartition(") ")[2][0] != "Z":
-            assert used_by(child) < 400, "it goes on to its limit of five seconds"
-            time.sleep(0.01)
-
-
-@on_linux
-def test_handled_ctrl_c_does_not_end_the_check(interrupted):
-    """A terminal sends it to all of a program's processes. The child would die of it, and its
-    model would have no template."""
-    said, _ = interrupted("{% set n = 3 * 10 ** 5 %}{% set x = 10 ** n %}fine", "goes on")
-    assert said == "fine\n"
-
-
 # --- what a trusted template may still do ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", ENDLESS[::3])
+@unchecked
+@pytest.mark.parametrize("source", ENDLESS)
 def test_slow_rendering_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
     """Four such conversations held all of a server's threads that read prompts, for a minute. A
     signal, which comes to the main thread alone, would not do."""
@@ -867,6 +743,7 @@ def test_slow_rendering_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
     assert text.render(turns("a")) == "fine"
 
 
+@unchecked
 def test_quadratic_template_is_stopped(tmp_path, monkeypatch):
     """Such a template is quick on every conversation that its author had tried."""
     monkeypatch.setattr("text.chat_template.PATIENCE", 0.1)
@@ -874,11 +751,9 @@ def test_quadratic_template_is_stopped(tmp_path, monkeypatch):
     text = make_model(tmp_path, pairs + "{{ a.content }}{% endfor %}")
     assert text.render(turns("x", "y")) == "xy"
     assert "takes more than 0.1 s" in refusal(text, turns(*["x"] * 10_000))
-    by_letter = "{% for a in messages[0].content %}{% for b in messages[0].content %}{% endfor %}"
-    text = make_model(tmp_path / "2", by_letter + "{% endfor %}fine")
-    assert "takes more than 0.1 s" in refusal(text, turns("x" * 100_000))
 
 
+@unchecked
 def test_busy_machine_does_not_stop_a_template(tmp_path, monkeypatch):
     """On a busy machine a normal template was called endless: its seconds were those of the wall
     clock."""
@@ -888,23 +763,8 @@ def test_busy_machine_does_not_stop_a_template(tmp_path, monkeypatch):
         assert "Hello" in text.render(CONVERSATIONS["one turn"])
 
 
-def test_stopped_template_leaves_others_alone(tmp_path, monkeypatch):
-    """Each thread, and each rendering, has its own time."""
-    monkeypatch.setattr("text.chat_template.PATIENCE", 0.2)
-    endless = make_model(tmp_path / "endless", HIDDEN % ENDLESS[0])
-    good = make_model(tmp_path / "good", LLAMA3)
-    expected = good.render(turns("Hi"))
-    render = partial(refusal, endless, turns("Hi", "Hello."))
-    thread = threading.Thread(target=render, daemon=True)
-    thread.start()
-    count = 0
-    while thread.is_alive():
-        assert good.render(turns("Hi")) == expected
-        count += 1
-    assert count > 20
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
+@unchecked
+@pytest.mark.parametrize("name", ["llama 2", "everything"])
 def test_limits_are_far_from_normal_use(tmp_path, name):
     """A million characters are more than most models can read."""
     text = make_model(tmp_path, TEMPLATES[name])
@@ -917,10 +777,6 @@ def test_limits_are_far_from_normal_use(tmp_path, name):
     "source",
     [
         "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
-        "{{ " + "[" * 3000 + "]" * 3000 + " }}",
-        "{{ " + "not " * 3000 + "1 }}",
-        "{{ " + " + ".join(["1"] * 3000) + " }}",
-        "{{ messages" + ".a" * 3000 + " }}",
         "{{ messages" + " | string" * 3000 + " }}",
         "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
         "{% for x in [1] %}" * 30 + "{% endfor %}" * 30,
@@ -933,6 +789,7 @@ def test_oversized_template_is_refused(tmp_path, source):
     assert str(tmp_path) in refusal(make_model(tmp_path, source), turns("Hi"), ModelError)
 
 
+@unchecked
 @pytest.mark.parametrize(
     "what", ["''", "messages", "raise_exception", "strftime_now", "range", "self"]
 )
@@ -1008,7 +865,7 @@ def test_rendering_is_stateless(published, name):
         <|eot_id|> <|start_header_id|>user<|end_header_id|>\\n\\n What is 17 + 6?
         <|eot_id|><|start_header_id|>assistant<|end_header_id|>\\n\\n
 
-    Qwen's template leaves the thoughts of earlier turns out, so the answer behind a thought is read
+    Qwen's template leaves the thoughts of earlier turns out, so the answer after a thought is read
     once more. Mistral's writes the system message into the newest question, so the question and the
     answer before are.
     """

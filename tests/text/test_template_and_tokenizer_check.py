@@ -18,7 +18,6 @@ from text import tokenizer as tokens
 no_limit_of_memory = pytest.mark.skipif(
     sys.platform == "darwin", reason="macOS does not limit a process's memory"
 )
-DOUBLED = normalizers.Sequence([normalizers.Replace("o", "oo") for _ in range(40)])
 RARE = normalizers.Sequence([normalizers.Replace("ʘ", "ʘʘ") for _ in range(40)])
 DECODED = decoders.Sequence([decoders.ByteLevel(), *[decoders.Replace("e", "ee")] * 30])
 # The first number says how long the table is: 4 GB
@@ -33,8 +32,8 @@ def with_charsmap(tokenizer: str) -> str:
 
 def hostile(name: str) -> str:
     tokenizer = make_tokenizer()
-    if name in ("normalizer", "rare"):
-        tokenizer.normalizer = DOUBLED if name == "normalizer" else RARE
+    if name == "rare":
+        tokenizer.normalizer = RARE
     elif name == "decoder":
         tokenizer.decoder = DECODED
     elif name == "padding":
@@ -43,14 +42,11 @@ def hostile(name: str) -> str:
 
 
 @no_limit_of_memory
-@pytest.mark.parametrize("name", ["normalizer", "rare", "decoder", "charsmap"])
+@pytest.mark.parametrize("name", ["rare", "decoder", "charsmap"])
 def test_greedy_tokenizer_is_refused(tmp_path, monkeypatch, name):
     """5 KB of JSON took all memory at the first prompt, or aborted the process."""
-    monkeypatch.setattr(
-        template_and_tokenizer_check,
-        "LIMITS",
-        template_and_tokenizer_check.LIMITS._replace(seconds=3.0, memory=2**27),
-    )
+    limits = template_and_tokenizer_check.LIMITS._replace(seconds=1.5, memory=2**27)
+    monkeypatch.setattr(template_and_tokenizer_check, "LIMITS", limits)
     (tmp_path / "tokenizer.json").write_text(hostile(name))
     with pytest.raises(ModelError) as refused:
         Tokenizer(tmp_path, 300)
@@ -84,11 +80,8 @@ def test_template_with_huge_output_is_refused(tmp_path):
 @no_limit_of_memory
 def test_renderings_are_tokenized_in_the_check(tmp_path, monkeypatch):
     """The tokenizer explodes at a letter that only the template writes."""
-    monkeypatch.setattr(
-        template_and_tokenizer_check,
-        "LIMITS",
-        template_and_tokenizer_check.LIMITS._replace(seconds=3.0, memory=2**27),
-    )
+    limits = template_and_tokenizer_check.LIMITS._replace(seconds=1.5, memory=2**27)
+    monkeypatch.setattr(template_and_tokenizer_check, "LIMITS", limits)
     tokenizer = make_tokenizer()
     letter = "\U0001d70a"
     doubled = [normalizers.Replace(letter, letter * 2) for _ in range(40)]

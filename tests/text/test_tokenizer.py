@@ -3,8 +3,6 @@ and stays cheap."""
 
 import json
 import random
-import statistics
-import time
 from collections import Counter
 from functools import cache
 from itertools import combinations, pairwise
@@ -76,9 +74,8 @@ def sentencepiece() -> tokenizers.Tokenizer:
     trained = tokenizers.Tokenizer(models.BPE())
     trained.normalizer = normalizer
     counts = Counter(char for text in corpus() for char in text if char not in f"{BROKEN}\n")
-    known = sorted(counts, key=lambda char: (-counts[char], char))[
-        :110
-    ]  # the trainer's own limit breaks ties by chance
+    # The trainer's own limit breaks ties by chance
+    known = sorted(counts, key=lambda char: (-counts[char], char))[:110]
     trainer = trainers.BpeTrainer(vocab_size=250, max_token_length=8, show_progress=False)
     trained.train_from_iterator(
         ["".join(char for char in text if char in known) for text in corpus()], trainer
@@ -113,11 +110,18 @@ TOKENIZERS = {
 every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 
 
-def stream(tokenizer: tokenizers.Tokenizer, ids: list[int]) -> tuple[list[str], str]:
-    """The pieces that pushing each id gave, and what was held back to the end."""
-    text = StreamingDetokenizer(tokenizer)
-    pieces = [text.push(token) for token in ids]
-    return pieces, text.finish(ids)
+def stream(
+    tokenizer: tokenizers.Tokenizer, ids: list[int], stops: list[str] | None = None
+) -> tuple[list[str], str, StreamingDetokenizer]:
+    """The pieces that pushing each id gave, up to a stop string; what was held back to the end; and
+    the stream."""
+    text = StreamingDetokenizer(tokenizer, stops or [])
+    pieces = []
+    for token in ids:
+        pieces.append(text.push(token))
+        if text.stop is not None:
+            break
+    return pieces, text.finish(ids), text
 
 
 # --- pieces and the whole -------------------------------------------------------------------------
@@ -130,52 +134,38 @@ def test_tokenizers_here_are_sharp():
     texts = [random_text(rng) for _ in range(300)]
     for name, make in TOKENIZERS.items():
         tokenizer = make()
-        ids = [
-            token
-            for text in texts
-            for token in tokenizer.encode(text, add_special_tokens=False).ids
-        ]
-        singles = [tokenizer.decode([token]) for token in ids]
+        ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        singles = [tokenizer.decode([token]) for each in ids for token in each]
         assert sum(BROKEN in single for single in singles) > 1000, name
-        assert (
-            name == "bytes"
-            or sum(len(single) > 1 and BROKEN not in single for single in singles) > 300
-        ), name
-        assert (
-            name != "byte BPE"
-            or sum(len(single) > 1 and BROKEN in single for single in singles) > 100
-        )
+        long = [single for single in singles if len(single) > 1]
+        broken = sum(BROKEN in single for single in long)
+        assert name == "bytes" or len(long) - broken > 300, name
+        assert name != "byte BPE" or broken > 100
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("bytes", 800), ("byte BPE", 1000), ("sentencepiece", 1000)]
-)
-def test_random_texts_stream_as_they_decode(name, count):
+@every_tokenizer
+def test_random_texts_stream_as_they_decode(name):
     """Decoding token by token shows U+FFFD for each half of a character, and loses the spaces of
     SentencePiece."""
-    tokenizer, rng, done = TOKENIZERS[name](), random.Random(2), 0
-    for _ in range(count):
+    tokenizer, rng = TOKENIZERS[name](), random.Random(2)
+    for _ in range(500):
         text = random_text(rng)
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         whole = tokenizer.decode(ids, skip_special_tokens=True)
         # What we are compared with is sound
         assert whole == text.replace("▁", " " if name == "sentencepiece" else "▁")
-        pieces, rest = stream(tokenizer, ids)
+        pieces, rest, _ = stream(tokenizer, ids)
         assert "".join(pieces) + rest == whole, (text, pieces, rest)
         assert BROKEN in text or not any(BROKEN in piece for piece in pieces), (text, pieces)
-        done += 1
-    assert done == count
 
 
 @every_tokenizer
 def test_text_comes_with_the_token_that_completes_it(name):
     """Holding all back to the end would join to the whole, too."""
     tokenizer, rng, shown = TOKENIZERS[name](), random.Random(3), 0
-    for _ in range(300):
-        text = "".join(
-            rng.choice("etaoinshrd" if name == "sentencepiece" else "etaé中😀\n ")
-            for _ in range(30)
-        )
+    letters = "etaoinshrd" if name == "sentencepiece" else "etaé中😀\n "
+    for _ in range(150):
+        text = "".join(rng.choices(letters, k=30))
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         whole = StreamingDetokenizer(tokenizer)
         joined = ""
@@ -185,7 +175,7 @@ def test_text_comes_with_the_token_that_completes_it(name):
             assert joined == decoded or decoded.endswith(BROKEN)
             shown += joined == decoded
         assert joined == text and whole.finish(ids) == ""
-    assert shown > 3000
+    assert shown > 1500
 
 
 @every_tokenizer
@@ -196,25 +186,17 @@ def test_random_tokens_stream_as_they_decode(name):
     # An embedding is often padded beyond the ids that mean something
     size = tokenizer.get_vocab_size() + 8
     byte_ids = range(3, 259) if name == "sentencepiece" else range(256)
-    wrong, broken = [], 0
-    for _ in range(800):
+    broken = 0
+    for _ in range(500):
         ids = [
             rng.choice(byte_ids) if rng.random() < 0.7 else rng.randrange(size)
             for _ in range(rng.randint(1, 12))
         ]
         whole = tokenizer.decode(ids, skip_special_tokens=True)
         broken += BROKEN in whole
-        try:
-            pieces, rest = stream(tokenizer, ids)
-        except Exception as error:
-            wrong.append((ids, str(error)))
-            continue
-        if "".join(pieces) + rest != whole:
-            wrong.append((ids, pieces, rest, whole))
-    assert broken > 400
-    assert not wrong, (
-        f"{len(wrong)} of 800; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
-    )
+        pieces, rest, _ = stream(tokenizer, ids)
+        assert "".join(pieces) + rest == whole, (ids, pieces, rest)
+    assert broken > 250
 
 
 def pieces_of(texts: list[str], count: int = 400) -> list[str]:
@@ -233,8 +215,7 @@ def by_number(pieces: list[str]) -> dict[str, int]:
 
 
 def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
-    """Beside the three above: what else is published, with the decoder that puts its pieces
-    together."""
+    """Other kinds of published tokenizers, with their decoders."""
     texts = corpus()
     plain = pieces_of(texts)
     split_output = [piece.replace(" ", "▁") for piece in plain]
@@ -288,22 +269,18 @@ def test_every_tokenizer_streams_as_it_decodes(kind):
     tokenizer.add_tokens(
         [AddedToken("<tool>"), AddedToken(" é ", normalized=False), AddedToken("中😀")]
     )
-    rng, size, wrong, long = random.Random(10), tokenizer.get_vocab_size() + 5, [], 0
-    for _ in range(300):
+    rng, size, long = random.Random(10), tokenizer.get_vocab_size() + 5, 0
+    for _ in range(150):
         some = [rng.randrange(size) for _ in range(4)]  # so that tokens come again, too
         ids = [
             rng.choice(some) if rng.random() < 0.2 else rng.randrange(size)
             for _ in range(rng.randint(1, 60))
         ]
         whole = tokenizer.decode(ids, skip_special_tokens=True)
-        pieces, rest = stream(tokenizer, ids)
-        if "".join(pieces) + rest != whole:
-            wrong.append((ids, pieces, rest, whole))
+        pieces, rest, _ = stream(tokenizer, ids)
+        assert "".join(pieces) + rest == whole, (ids, pieces, rest)
         long += len(whole) > 20
-    assert long > 150, "there was hardly any text"
-    assert not wrong, (
-        f"{len(wrong)} of 300; the shortest: {min(wrong, key=lambda case: len(case[0]))}"
-    )
+    assert long > 75, "there was hardly any text"
 
 
 # --- stop strings ---------------------------------------------------------------------------------
@@ -377,9 +354,9 @@ def all_cuts(rng: random.Random, length: int) -> list[tuple[int, ...]]:
 def test_stop_string_cut_at_every_place():
     """One looked for in each piece alone is missed if it spans two; one that is waited for too late
     has been shown."""
-    rng, wrong = random.Random(7), []
+    rng = random.Random(7)
     cases = stopped_cases = cut_stops = 0
-    for _ in range(400):
+    for _ in range(120):
         alphabet = rng.choice(("ab", "abc", "a\n ", "aé", "é中", "a😀", "🇩🇪👩", "ab<|>"))
         text = "".join(rng.choice(alphabet) for _ in range(rng.randint(2, 10)))
         stops = random_stops(rng, text, alphabet)
@@ -388,36 +365,18 @@ def test_stop_string_cut_at_every_place():
         whole_characters = {len(text[:n].encode()) for n in range(len(text) + 1)}
         pieces = Pieces(text)
         for cut in all_cuts(rng, pieces.length):
-            stream, ids, out, seen = (
-                StreamingDetokenizer(pieces.tokenizer, stops),
-                pieces.cut(cut),
-                [],
-                0,
-            )
-            for token, place in zip(ids, (*cut, pieces.length), strict=True):
-                out.append(stream.push(token))
-                seen = place
-                if stream.stop is not None:
-                    break
-            in_time = next(
-                place
-                for place in (*cut, pieces.length)
-                if place >= end and place in whole_characters
-            )
-            late = stops_here and not (stream.stop is not None and seen <= in_time)
-            out.append(stream.finish(ids))
-            if late or "".join(out) != shown or (stream.stop is not None) != stops_here:
-                wrong.append((text, stops, cut, out, shown))
+            places = (*cut, pieces.length)
+            out, rest, streamed = stream(pieces.tokenizer, pieces.cut(cut), stops)
+            case = (text, stops, cut, out, shown)
+            assert "".join(out) + rest == shown, case
+            assert (streamed.stop is not None) == stops_here, case
+            in_time = next(each for each in places if each >= end and each in whole_characters)
+            assert not stops_here or places[len(out) - 1] <= in_time, case
             cases += 1
             stopped_cases += stops_here
             cut_stops += stops_here and any(begin < place < end for place in cut)
-    assert (
-        cases > 10_000
-        and stopped_cases > 8_000
-        and cases - stopped_cases > 2_000
-        and cut_stops > 5_000
-    )
-    assert not wrong, f"{len(wrong)} of {cases}; the first: {wrong[0]}"
+    assert cases > 3_000 and cases - stopped_cases > 600
+    assert stopped_cases > 2_000 and cut_stops > 1_500
 
 
 def test_cost_is_independent_of_stop_string_length():
@@ -444,24 +403,18 @@ def test_cost_is_independent_of_stop_string_length():
 @every_tokenizer
 def test_stop_strings_with_a_real_tokenizer(name):
     """Where merges, spaces and byte tokens decide what a token is."""
-    tokenizer, rng, stopped, wrong = TOKENIZERS[name](), random.Random(8), 0, []
-    for _ in range(500):
+    tokenizer, rng, stopped = TOKENIZERS[name](), random.Random(8), 0
+    for _ in range(300):
         text = random_text(rng)
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         whole = tokenizer.decode(ids)
         stops = random_stops(rng, whole, text)
         shown, stops_here, _ = expected(whole, stops)
-        stream, out = StreamingDetokenizer(tokenizer, stops), []
-        for token in ids:
-            out.append(stream.push(token))
-            if stream.stop is not None:
-                break
-        out.append(stream.finish(ids))
-        if "".join(out) != shown or (stream.stop is not None) != stops_here:
-            wrong.append((text, stops, out, shown))
+        out, rest, streamed = stream(tokenizer, ids, stops)
+        assert "".join(out) + rest == shown, (text, stops, out, shown)
+        assert (streamed.stop is not None) == stops_here, (text, stops)
         stopped += stops_here
-    assert 150 < stopped < 450
-    assert not wrong, f"{len(wrong)} of 500; the first: {wrong[0]}"
+    assert 90 < stopped < 270
 
 
 @pytest.mark.parametrize(
@@ -482,18 +435,9 @@ def test_stop_strings_by_hand(text, stops, shown):
     """The cases above are held against a reference; these hold the reference."""
     assert expected(text, stops)[:2] == (shown, text != shown)
     pieces = Pieces(text)
-    stream, ids = (
-        StreamingDetokenizer(pieces.tokenizer, stops),
-        pieces.cut(tuple(range(1, pieces.length))),
-    )
-    out = []
-    for token in ids:
-        out.append(stream.push(token))
-        if stream.stop is not None:
-            break
-    assert "".join(out) + stream.finish(ids) == shown and (stream.stop is not None) == (
-        text != shown
-    )
+    ids = pieces.cut(tuple(range(1, pieces.length)))
+    out, rest, streamed = stream(pieces.tokenizer, ids, stops)
+    assert "".join(out) + rest == shown and (streamed.stop is not None) == (text != shown)
 
 
 # --- cost -----------------------------------------------------------------------------------------
@@ -505,34 +449,38 @@ ENDLESS = {
 }
 
 
+class Counted:
+    """A tokenizer that counts the tokens which it decodes."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
+        self._tokenizer = tokenizer
+        self.decoded = 0
+
+    def decode(self, ids: list[int], **options) -> str:
+        self.decoded += len(ids)
+        return self._tokenizer.decode(ids, **options)
+
+    def __getattr__(self, name: str):
+        return getattr(self._tokenizer, name)
+
+
 def endless_ids(name: str, kind: str) -> list[int]:
     tokenizer, text = TOKENIZERS[name](), ENDLESS[kind]
     if isinstance(text, bytes):
-        return [
-            tokenizer.token_to_id("<0xFF>" if name == "sentencepiece" else byte_names()[text[0]])
-        ]
+        byte = "<0xFF>" if name == "sentencepiece" else byte_names()[text[0]]
+        return [tokenizer.token_to_id(byte)]
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
 @every_tokenizer
 def test_token_costs_the_same_late_as_early(name, kind):
-    """A stream that decodes all again for each token makes long answers quadratic. Old and new are
-    timed in turn."""
-    tokenizer, ids = TOKENIZERS[name](), endless_ids(name, kind)
-    stops = ["a" * 40 + "b"]
-    many = 1_500 if kind == "broken characters" else 6_000
-    old, times = StreamingDetokenizer(tokenizer, stops), {"old": [], "new": []}
-    for n in range(many):
-        old.push(ids[n % len(ids)])
-    for _ in range(8):
-        new = StreamingDetokenizer(tokenizer, stops)
-        for n in range(50):
-            for age, stream in (("old", old), ("new", new)):
-                start = time.perf_counter()
-                stream.push(ids[(n + many * (age == "old")) % len(ids)])
-                times[age].append(time.perf_counter() - start)
-    assert statistics.median(times["old"]) < 8 * statistics.median(times["new"])
+    """A stream that decodes all again for each token makes long answers quadratic."""
+    tokenizer, ids = Counted(TOKENIZERS[name]()), endless_ids(name, kind)
+    text = StreamingDetokenizer(tokenizer, ["a" * 40 + "b"])
+    for n in range(1000):
+        text.push(ids[n % len(ids)])
+    assert tokenizer.decoded < 60 * 1000
 
 
 # --- BOS ------------------------------------------------------------------------------------------
@@ -556,7 +504,7 @@ def test_prompt_has_one_bos(tmp_path, begins_with_bos, adds_bos, bos):
     """A text copied from a rendered template begins with `<s>`. Two of them are a prompt that no
     model was trained on.
 
-    Where neither adds it, there is none: a model such as Qwen was trained without.
+    Where neither adds it, the prompt has none: models such as Qwen are trained without.
     """
     text = make_text(tmp_path, adds_bos, bos_token=bos)
     ids = text.encode("<s>Hé" if begins_with_bos else "Hé")
@@ -567,8 +515,7 @@ def test_prompt_has_one_bos(tmp_path, begins_with_bos, adds_bos, bos):
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_only_a_leading_bos_is_dropped(tmp_path, adds_bos):
-    """What stands within a text is its author's: a few-shot prompt may begin each example with
-    `<s>`."""
+    """Further ones are kept: a few-shot prompt may begin each example with `<s>`."""
     text = make_text(tmp_path, adds_bos, bos_token="<s>")
     assert text.encode("a<s>b<s><s>").count(BOS) == 3 + adds_bos
     # None named, none removed

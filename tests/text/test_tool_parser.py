@@ -6,6 +6,7 @@ import os
 import random
 import re
 import time
+from functools import cache
 
 import pytest
 from checkpoints import make_tokenizer
@@ -24,7 +25,7 @@ from text.tool_parser import (
     split_reasoning,
 )
 
-ANSWERS = int(os.environ.get("NANOBATCH_ANSWERS", 200))  # for each format
+ANSWERS = int(os.environ.get("NANOBATCH_ANSWERS", 100))  # for each format
 # What may be an argument of a call in tags
 PROPERTIES = {
     "text": {"type": "string"},
@@ -60,25 +61,18 @@ def learned(rendered: str):
 
 TAGGED = [learned(rendered)._replace(name=name) for name, rendered in WRITTEN.items()]
 ALL = [HERMES, MISTRAL, LLAMA, APRIEL, *TAGGED]
-# What may stand in a text or an argument and looks like a mark, or like the end of one
-HOSTILE = [
-    *[
-        "}",
-        "{",
-        "]",
-        "[",
-        '"',
-        "\\",
-        "</",
-        "<tool_ca",
-        "[TOOL_",
-        "<|python",
-        "<thi",
-        "\n",
-        " ",
-        ";",
-    ],
-    *["é", "🦊", "\u2028", "</tool_call", "[ARGS]", '{"name": "add"', "<tool_response>", ","],
+# Text that looks like a mark, or like the end of one
+HOSTILE = ["}", "{", "]", "[", '"', "\\", "</", "<tool_ca", "[TOOL_", "<|python", "<thi", "\n", " "]
+HOSTILE += [
+    "é",
+    "🦊",
+    "\u2028",
+    "</tool_call",
+    "[ARGS]",
+    '{"name": "add"',
+    "<tool_response>",
+    ",",
+    ";",
 ]
 WORDS = ["fox", "den", "17", "the", "sum", "is"]
 
@@ -108,9 +102,8 @@ def make_arguments(dice: random.Random, format) -> dict:
     tags = format.tags
     marks = [tags.after_value, tags.after_value.strip(), tags.before_key, tags.end + "<"]
     text = "".join(dice.choice([words(dice, 5), *marks, "\n", "x"]) for _ in range(4)) + "."
-    follows = "|".join(
-        re.escape(each.strip()) for each in (tags.before_key, tags.end, format.closes) if each
-    )
+    nexts = (tags.before_key, tags.end, format.closes)
+    follows = "|".join(re.escape(each.strip()) for each in nexts if each)
     mark = re.escape(tags.after_value.strip())
     text = re.sub(rf"({mark}\s*)(?={follows})", r"\1.", text)
     values = {
@@ -188,7 +181,7 @@ def make_answer(format, seed: int) -> tuple[str, list[tuple], OutputFormat]:
     calls = [make_call(dice, format) for _ in range(dice.randrange(4))]
     if not calls or (format is not LLAMA and dice.random() < 0.5):
         answer = "so " + words(dice, 12).replace(format.opens, "")
-        # Llama's calls stand at the beginning, or after their mark
+        # Llama's calls are at the beginning, or after their mark
         text += answer
         parts.append(("content", answer.rstrip() if calls else answer))
     if calls:
@@ -478,7 +471,7 @@ NO_CALLS = [
     "a list:\n[1]\n{\n}\n",
     '["name": "add", "arguments": {"a": 1}]',
 ]
-IN_JSON = [format for format in FORMATS if format.name not in ("MiniCPM", "Seed", "MiniMax")]
+IN_JSON = [HERMES, MISTRAL, LLAMA, APRIEL]
 
 
 @pytest.mark.parametrize("format", IN_JSON, ids=lambda format: format.name)
@@ -505,29 +498,16 @@ def test_unmarked_lookalikes_are_content(format):
         if format.is_bare and text.startswith('{"name": "add", "arguments": {'):
             continue  # its own form of a call, at the beginning of an answer
         for cut in range(len(text) + 1):
-            assert parse([text[:cut], text[cut:]], output_format) == [("content", text)], (
-                text,
-                cut,
-            )
+            found = parse([text[:cut], text[cut:]], output_format)
+            assert found == [("content", text)], (text, cut)
         assert parse(list(text), output_format) == [("content", text)]
-        parser = OutputParser(output_format)  # nobody has given a tool
+        parser = OutputParser(output_format)  # without tools
         assert [*parser.push(text), *parser.push(None)] == [("content", text)]
 
 
 def test_unmarked_calls_are_parsed_however_cut():
     """Whole, cut off anywhere, damaged, and with `max_tokens` at their end."""
-    pieces = [
-        *BARE,
-        *NO_CALLS,
-        *HOSTILE,
-        "\n",
-        "\n\n",
-        " ",
-        "so",
-        "```json\n",
-        "```",
-        "<tool_call>",
-    ]
+    pieces = [*BARE, *NO_CALLS, *HOSTILE, "\n\n", "so", "```json\n", "```", "<tool_call>"]
     calls = 0
     for seed in range(10 * ANSWERS):
         dice = random.Random(seed)
@@ -544,19 +524,16 @@ def test_unmarked_calls_are_parsed_however_cut():
             cuts = [sorted(dice.choices(range(len(text) + 1), k=3)), range(1, len(text))]
             for cut in cuts:
                 cut_up = [text[a:b] for a, b in zip([0, *cut], [*cut, None], strict=True)]
-                assert parse(cut_up, output_format, is_cut=is_cut, **how) == parts, (
-                    seed,
-                    cut,
-                    text,
-                )
+                again = parse(cut_up, output_format, is_cut=is_cut, **how)
+                assert again == parts, (seed, cut, text)
         calls += any(part.kind == "tool_call" for part in parts)
     assert calls > 2 * ANSWERS
 
 
 @pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 def test_truncated_call_is_dropped(format):
-    """Half a call stood in the content, as `<tool_call>\\n{"name": "`. An answer that ends by itself
-    is told whole, since nothing is missing."""
+    """Half a call was left in the content, as `<tool_call>\\n{"name": "`. An answer that ends by
+    itself is kept whole."""
     dice = random.Random(5)
     output_format = OutputFormat(REASONING_MARKS[0], format)
     call = written(format, [("add", {})], dice)
@@ -573,14 +550,8 @@ def test_truncated_call_is_dropped(format):
 
 
 def test_truncated_text_is_content():
-    for text in (
-        "so",
-        "so ",
-        "so\n",
-        "3 <",
-        '<tool_call>{"a": 1}</tool_call> was wrong',
-        "```py\nx",
-    ):
+    wrong = '<tool_call>{"a": 1}</tool_call> was wrong'
+    for text in ("so", "so ", "so\n", "3 <", wrong, "```py\nx"):
         expected = text.removesuffix(" <")
         assert parse(text, SPEECH, is_cut=True) == [("content", expected)], text
         assert parse(list(text), SPEECH, is_cut=True) == [("content", expected)], text
@@ -596,13 +567,6 @@ def test_single_call_ends_with_its_last_character():
             assert parser.is_over and len(places) > 2, text
             assert text[: places[0] + 1].count("add") == 1, text
             assert OutputParser(OutputFormat(None, format), TOOLS).ends(text) is format.is_bare
-
-
-def test_single_call():
-    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert told(parse(text + "\n" + text + "!", SPEECH, is_single=True)) == [
-        ("tool_call", "add", {})
-    ]
 
 
 @pytest.mark.parametrize(
@@ -626,10 +590,8 @@ def test_parsing_cost_does_not_grow(text):
     began = time.thread_time()
     pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
     parts = parse(pieces, SPEECH)
-    assert (
-        sum(len(part.text) for part in parts) >= len(text.strip()) - 7
-        or parts[0].kind == "tool_call"
-    )
+    length = sum(len(part.text) for part in parts)
+    assert length >= len(text.strip()) - 7 or parts[0].kind == "tool_call"
     assert time.thread_time() - began < 20
 
 
@@ -655,25 +617,15 @@ RENDERED = {
     "Mistral": '[TOOL_CALLS][{"name": "is_called", "arguments": {"n": 7}, "id": "abcdefghi"}]</s>',
     "Llama 3": 'assistant<|end|>\n\n{"name": "is_called", "parameters": {"n": 7}}<|eot_id|>',
 }
-RENDERED_OTHERWISE = {
-    "new Mistral": ('[TOOL_CALLS]is_called[ARGS]{"n": 7}</s>', "Mistral"),
-    "half a call": ("<tool_call>\n<function=is_called>\n<parameter=n>7</parameter>", None),
-    "Granite": ('<|tool_call|>[{"name": "is_called", "arguments": {"n": 7}}]', "Granite 3"),
-    "Phi": (
-        '<|tool_call|>[{"name": "is_called", "arguments": {"n": 7}}]<|/tool_call|>',
-        "Granite 3",
-    ),
-    "MiniMax M1": (
-        '<tool_calls>\n{"name": "is_called", "arguments": {"n": 7}}\n</tool_calls>',
-        "Apriel",
-    ),
-    "InternLM": (
-        '<|action_start|><|plugin|>\n{"name": "is_called", "parameters": {"n": 7}}<|action_end|>',
-        "InternLM 2",
-    ),
-    "a list alone": ('[{"name": "is_called", "arguments": {"n": 7}}]', None),
-    "DeepSeek": ('<|tool_call_begin|>is_called<|sep|>{"n": 7}<|tool_call_end|>', None),
-    "Python": ("[is_called(n=7)]", None),
+RENDERED_OTHERWISE = {  # the format, or None if there is none
+    '[TOOL_CALLS]is_called[ARGS]{"n": 7}</s>': "Mistral",
+    "<tool_call>\n<function=is_called>\n<parameter=n>7</parameter>": None,  # half a call
+    '<|tool_call|>[{"name": "is_called", "arguments": {"n": 7}}]': "Granite 3",
+    '<tool_calls>\n{"name": "is_called", "arguments": {"n": 7}}\n</tool_calls>': "Apriel",
+    '<|action_start|><|plugin|>\n{"name": "is_called", "parameters": {"n": 7}}<|action_end|>': "InternLM 2",
+    '[{"name": "is_called", "arguments": {"n": 7}}]': None,
+    '<|tool_call_begin|>is_called<|sep|>{"n": 7}<|tool_call_end|>': None,  # DeepSeek
+    "[is_called(n=7)]": None,
 }
 EXAMPLE = (
     'Answer <tool_call>\n{"name": <name>, "arguments": <object>}\n</tool_call>. Tools: is_listed. '
@@ -686,16 +638,12 @@ def test_format_is_detected_from_the_template(name):
     assert output_format.tools.name == name and output_format.reasoning == REASONING_MARKS[0]
 
 
-@pytest.mark.parametrize("name", RENDERED_OTHERWISE)
-def test_unknown_format_is_quoted(name):
-    rendered, known = RENDERED_OTHERWISE[name]
-    output_format = detect_format(
-        "{{ messages }}", lambda messages, tools: "Tools: is_listed. " + rendered
-    )
-    assert (output_format.tools and output_format.tools.name) == known
-    assert known or (
-        "is_called" in output_format.why and "known: Hermes, Mistral" in output_format.why
-    )
+@pytest.mark.parametrize("rendered", RENDERED_OTHERWISE)
+def test_unknown_format_is_quoted(rendered):
+    known = RENDERED_OTHERWISE[rendered]
+    found = detect_format("{{ messages }}", lambda *_: "Tools: is_listed. " + rendered)
+    assert (found.tools and found.tools.name) == known
+    assert known or ("is_called" in found.why and "known: Hermes, Mistral" in found.why)
 
 
 def test_model_without_tools_says_why():
@@ -712,33 +660,17 @@ def test_model_without_tools_says_why():
 REQUIRED = {
     "Hermes": [
         "Hermes",
-        "<tool_call>\n",
-        '{"name": "is_listed", "arguments": {"n": 7}}',
-        "\n</tool_call>",
+        '<tool_call>\n{"name": "is_listed", "arguments": {"n": 7}}\n</tool_call>',
     ],
     "Llama 3": ["Llama 3", '{"name": "is_listed", "parameters": {"n": 7}}'],
-    "older Mistral": ["Mistral", "[TOOL_CALLS]", '[{"name": "is_listed", "arguments": {"n": 7}}]'],
-    "Mistral with a space": [
-        "space",
-        "[TOOL_CALLS]",
-        ' [{"name": "is_listed", "arguments": {"n": 7}}]',
-    ],
-    "newer Mistral": ["newer", "[TOOL_CALLS]", "is_listed", "[ARGS]", '{"n": 7}'],
-    "Mistral with ids": [
-        "ids",
-        "[TOOL_CALLS]",
-        "is_listed",
-        "[CALL_ID]",
-        "abcdefghi",
-        "[ARGS]",
-        '{"n": 7}',
-    ],
-    "Mistral without an id": ["ids", "[TOOL_CALLS]", "is_listed", "[ARGS]", '{"n": 7}'],
+    "older Mistral": ["Mistral", '[TOOL_CALLS][{"name": "is_listed", "arguments": {"n": 7}}]'],
+    "with a space": ["space", '[TOOL_CALLS] [{"name": "is_listed", "arguments": {"n": 7}}]'],
+    "newer Mistral": ["newer", '[TOOL_CALLS]is_listed[ARGS]{"n": 7}'],
+    "Mistral with ids": ["ids", '[TOOL_CALLS]is_listed[CALL_ID]abcdefghi[ARGS]{"n": 7}'],
+    "Mistral without an id": ["ids", '[TOOL_CALLS]is_listed[ARGS]{"n": 7}'],
 }
-# The same call in tags, with the pieces that are special tokens in some tokenizers
 for name, rendered in WRITTEN.items():
-    marks = "|".join(re.escape(mark) for mark in MARKS)
-    REQUIRED[name] = [name, *re.split(f"({marks})", rendered.replace("is_called", "is_listed"))]
+    REQUIRED[name] = [name, rendered.replace("is_called", "is_listed")]
 TEMPLATE_WRITES = (
     RENDERED
     | WRITTEN
@@ -750,15 +682,16 @@ TEMPLATE_WRITES = (
 )
 
 
-def with_marks(texts, kind: str):
-    """A small tokenizer whose tokens include these texts, as special tokens or as added ones that
-    are not special; its grammars; and the ids that a grammar has to know."""
+@cache
+def with_marks(kind: str):
+    """A small tokenizer whose tokens include all marks, as special tokens or as added ones that are
+    not special; its grammars; and the ids that a grammar has to know."""
     tokenizer = make_tokenizer()
     if kind != "letters":
         is_special = kind == "special"
-        tokens = [AddedToken(text, special=is_special, normalized=False) for text in sorted(texts)]
+        tokens = [AddedToken(text, special=is_special, normalized=False) for text in sorted(MARKS)]
         tokenizer.add_tokens(tokens)
-    grammars = Grammars(tokenizer, 300, [257])
+    grammars = Grammars(tokenizer, 320, [257])
     added = {each.content: id for id, each in tokenizer.get_added_tokens_decoder().items()}
     special = grammars.special(added.values())
     marks = {text: id for text, id in added.items() if text in MARKS or id in special}
@@ -773,21 +706,14 @@ KINDS = ["letters", "special", "added"]  # how a tokenizer knows marks
 def test_grammar_allows_the_trained_format(name, kind):
     """Held to another form, a model goes on with what is unlikely, and may call with nonsense.
     Qwen's <tool_call> is an added token that is not special, and no call could be required."""
-    template, *pieces = REQUIRED[name]
-    output_format = detect_format(
-        "", lambda messages, tools: "Tools: is_listed. " + TEMPLATE_WRITES[template]
-    )
-    tokenizer, grammars, marks = with_marks(MARKS & set(pieces), kind)
-    held = grammars.grammar({"lark": tool_call_grammar(output_format, LISTED, marks=marks)})
-    text = "".join(pieces)
-    for token in tokenizer.encode(text, add_special_tokens=False).ids:
-        bits = int.from_bytes(held.mask(), "little")
-        assert bits >> token & 1, (text, tokenizer.decode([token], skip_special_tokens=False))
-        held.accept(token)
-    assert held.is_complete or int.from_bytes(held.mask(), "little") >> 257 & 1
-    assert told(joined(OutputParser(output_format, {"is_listed": SCHEMA}).push(text))) == [
-        ("tool_call", "is_listed", {"n": 7})
-    ]
+    template, text = REQUIRED[name]
+    rendered = "Tools: is_listed. " + TEMPLATE_WRITES[template]
+    output_format = detect_format("", lambda messages, tools: rendered)
+    tokenizer, grammars, marks = with_marks(kind)
+    rules = tool_call_grammar(output_format, LISTED, marks=marks)
+    assert allows(grammars, rules, tokenizer.encode(text, add_special_tokens=False).ids)
+    parts = OutputParser(output_format, {"is_listed": SCHEMA}).push(text)
+    assert told(joined(parts)) == [("tool_call", "is_listed", {"n": 7})]
 
 
 @pytest.mark.parametrize("marks", REASONING_MARKS, ids="".join)
@@ -796,7 +722,7 @@ def test_reasoning_mark_under_a_grammar(kind, marks):
     """The token </think> was forbidden where it is an added one that is not special, so the thought
     went on until max_tokens. And in letters the mark went on as a thought for the grammar, while
     the parser took what followed for the answer."""
-    tokenizer, grammars, ids = with_marks(marks, kind)
+    tokenizer, grammars, ids = with_marks(kind)
     opens, closes = marks
     pieces = [opens, "Hm.", closes, "\n\n", '"yes"']
     for is_thinking in (False, True):
@@ -825,8 +751,7 @@ def allows(grammars, rules: str, tokens: list[int]) -> bool:
 @pytest.mark.parametrize("format", TAGGED, ids=lambda format: format.name)
 def test_tagged_string_follows_its_pattern(format, kind):
     """Where the arguments are JSON, a pattern was kept. In tags any text could be written."""
-    texts = {mark for mark in MARKS if mark in str(format.tags)}
-    tokenizer, grammars, marks = with_marks(texts, kind)
+    tokenizer, grammars, marks = with_marks(kind)
     start, _, end = format.layout
     start += "pay" + format.tags.after_name
     end = format.tags.end + end
@@ -835,14 +760,9 @@ def test_tagged_string_follows_its_pattern(format, kind):
         parameters = {"properties": {"a": {"type": "string", "pattern": pattern}}}
         tool = {"function": {"name": "pay", "parameters": {**parameters, "required": ["a"]}}}
         rules = tool_call_grammar(OutputFormat(tools=format), [tool], is_single=True, marks=marks)
-        held = grammars.grammar({"lark": rules})
         before = f"{start}{format.tags.before_key}a{format.tags.after_key}"
         whole = f"{before}{text}{format.tags.after_value}{end}"
-        for token in tokenizer.encode(whole, add_special_tokens=False).ids:
-            if not int.from_bytes(held.mask(), "little") >> token & 1:
-                return False
-            held.accept(token)
-        return held.is_complete
+        return allows(grammars, rules, tokenizer.encode(whole, add_special_tokens=False).ids)
 
     assert can_be("^[A-Z]{3}$", "EUR") and not can_be("^[A-Z]{3}$", "EURO")
     assert not can_be("^[A-Z]{3}$", "eur") and can_be("^[A-Z]{3}", "EUR, not USD")
@@ -851,6 +771,15 @@ def test_tagged_string_follows_its_pattern(format, kind):
     assert can_be("^a$|b", "cbc"), "a pattern that cannot be said holds nothing up"
     is_again = can_be("[0-9]", f"none{format.tags.after_value}1")
     assert not is_again, "the first mark ends the text"
+
+
+def test_tagged_argument_with_any_name_may_refer_to_a_definition():
+    """A key with a letter beyond ASCII was no valid reference, and the request a 400."""
+    parameters = {"properties": {"日/%~": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"const": 5}}}
+    tool = {"function": {"name": "pay", "parameters": parameters}}
+    for format in TAGGED:
+        rules = tool_call_grammar(OutputFormat(tools=format), [tool])
+        assert with_marks("letters")[1].grammar({"lark": rules})
 
 
 # --- for those who watch --------------------------------------------------------------------------

@@ -65,26 +65,17 @@ def test_it_answers_to_the_keyboard_and_to_the_scrubber(opens):
     until(tab, "nanobatch.player.now === 0")
     tab.locator("[data-scrub]").fill("1000")
     until(tab, "Math.abs(nanobatch.player.now - nanobatch.player.end / 2) < 0.01")
+    tab.locator("[data-scrub]").focus()
+    tab.keyboard.press(" ")  # it scrolled the page
+    until(tab, "nanobatch.player.playing")
     pace = tab.evaluate("nanobatch.player.pace")
     tab.locator("h1").click()
     tab.keyboard.press("-")
     until(tab, f"nanobatch.player.pace > {pace}")
 
 
-def test_steps_that_are_worth_a_look_can_be_shown(opens):
-    tab = opens(DEMO)
-    buttons = tab.locator("[data-step-examples] button")
-    words = ("Admitted", "(tokens 1 to ", "known already", "a ghost", "kept shut")
-    assert buttons.count() == len(words)
-    for number, word in enumerate(words):
-        tab.evaluate("nanobatch.choose(3)")
-        buttons.nth(number).click()
-        assert tab.evaluate("nanobatch.player.chosen") == 0  # or all others would be faint
-        shows(tab, "[data-step-words]", f"{word}")
-
-
 def test_links_of_the_annotated_core_open_a_step(opens):
-    """Of another page, and in the open page, where only the hash changes."""
+    """Of another page, and in the open page, where only the hash changes; and so do buttons."""
     tab = opens(f"file://{DEMO}#ghost")
     shows(tab, "[data-step-words]", "a ghost")
     assert not tab.evaluate("nanobatch.player.playing")
@@ -94,6 +85,10 @@ def test_links_of_the_annotated_core_open_a_step(opens):
     for name, said in words.items():
         tab.evaluate(f"location.hash = '{name}'")
         shows(tab, "[data-step-words]", said)
+    tab.evaluate("nanobatch.choose(3)")
+    tab.locator("[data-step-examples] button").first.click()
+    shows(tab, "[data-step-words]", "Admitted")
+    assert tab.evaluate("nanobatch.player.chosen") == 0  # or all others would be faint
     until(
         tab, "document.querySelector('[data-step-panel]').getBoundingClientRect().top < innerHeight"
     )
@@ -128,16 +123,6 @@ def test_the_price_of_a_step_adds_up_in_its_words(opens):
     wholes = re.findall(r"all (\d+) tokens", words)
     assert read == sum(int(b) - int(a) + 1 for a, b in chunks) + sum(map(int, wholes)) > 0
     assert whole == decoded + price and price > read
-
-
-def test_the_space_bar_plays_wherever_the_focus_is(opens):
-    """After a touch of the scrubber it scrolled the page."""
-    tab = opens(DEMO)
-    tab.locator("[data-scrub]").fill("1000")
-    until(tab, "!nanobatch.player.playing")
-    tab.locator("[data-scrub]").focus()
-    tab.keyboard.press(" ")
-    until(tab, "nanobatch.player.playing")
 
 
 def test_heading_and_picture_show_the_same_step(opens):
@@ -197,20 +182,19 @@ def plays(opens, tmp_path):
     return opened
 
 
-@pytest.mark.parametrize("runs", [1, 2])
-def test_any_text_stays_in_its_row(plays, runs):
+def test_any_text_stays_in_its_row(plays):
     """The demo model writes no line break. With a real model's answers, lines lay over the rows below
     and over the next heading."""
     run = recording([(f'"{text}"', 600) for text in TEXTS], burst=len(TEXTS), max_len=4096)
-    tab = plays(*[run] * runs)
+    tab = plays(run, run)
     until(tab, "nanobatch.player.now > 0")
-    for part in (0.05, 0.2, 0.4, 0.7, 1.0):
+    for part in (0.1, 0.5, 1.0):
         tab.evaluate(f"nanobatch.player.goTo(nanobatch.player.end * {part})")
-        in_place_everywhere(tab, 60 * runs)
+        in_place_everywhere(tab, 120)
     tab.click("[data-every]")
     for number in range(1, len(TEXTS) + 1):
         choose(tab, number)
-        in_place_everywhere(tab, 100 * runs)
+        in_place_everywhere(tab, 200)
 
 
 def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path):
@@ -228,8 +212,8 @@ def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path):
                 engine.submit(prompt, SamplingParams(max_tokens=600, ignore_eos=True))
             tab = opens(f"{api.address}/", offline=False)
             until(tab, "window.nanobatch")
-            for steps in range(150, 1050, 150):
-                loop.step(150)
+            for steps in (300, 600, 900):
+                loop.step(300)
                 until(tab, f"nanobatch.player.lanes[0].steps.length === {steps}")
                 in_place_everywhere(tab, 60)
             loop.resume()
@@ -240,17 +224,8 @@ def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path):
         api.close()
 
 
-ASKED = """/set max=60
-List three colours, one per line.
-Write a Python function that adds two numbers.
-Give me a recipe with numbered steps.
-Say hello in Chinese and in Hebrew.
-Write a short poem about the sea in four lines.
-"""
-
-
 def test_nothing_moves_when_it_is_seen_for_the_first_time(opens):
-    """The list of requests was filled when it came in sight, and what stood below it jumped."""
+    """The list of requests was filled when it came in sight, and what was below it jumped."""
     tab = opens(DEMO)
     until(tab, "nanobatch.player.now > 0.02")
     tab.evaluate("nanobatch.player.pause()")
@@ -476,38 +451,3 @@ def test_a_servers_own_page_shows_what_it_does(opens):
         shows(tab, ".answers .text", "3, 4, 5, 6, 7")
         shows(tab, ".figures", "1 answered")
         shows(tab, "[data-status]", "1 request answered")
-
-
-def test_another_origin_reads_nothing(opens, files, tmp_path):
-    """It read everybody's prompts and answers."""
-    (tmp_path / "page.html").write_text('<!doctype html><link rel="icon" href="data:,">')
-    with Server() as server:
-        watched = "(address) => fetch(address + '/watch').then(async (it) => [it.status, it.body])"
-        tab = opens(f"{files(str(tmp_path))}page.html", offline=False)
-        assert tab.evaluate(watched, server.address)[0] == 403
-        assert any("403" in line for line in tab.said)
-        tab.said.clear()
-        own = opens(f"{server.address}/", offline=False)
-        assert own.evaluate(watched, server.address)[0] == 200
-
-
-def test_a_typed_key_stays_out_of_the_address(opens):
-    with Server("--api-key", "hush", "--watch-key", "eye") as server:
-        tab = opens(f"{server.address}/", offline=False)
-        until(tab, "!document.querySelector('[data-key-form]').hidden")
-        asked = []
-        tab.on("request", lambda request: asked.append(request.url))
-        tab.fill("[data-key]", "wrong")
-        tab.keyboard.press("Enter")
-        shows(tab, "[data-status]", "not take")
-        tab.fill("[data-key]", "hush")  # with it one may ask, and not read what others ask
-        tab.keyboard.press("Enter")
-        shows(tab, "[data-status]", "not shown")
-        assert tab.is_visible("[data-key]")
-        tab.fill("[data-key]", "eye")
-        tab.keyboard.press("Enter")
-        until(tab, "!document.querySelector('[data-status]').textContent.includes('not shown')")
-        shows(tab, "[data-status]", "demo")
-        assert not tab.is_visible("[data-key]")
-        assert asked and not [url for url in asked if url != f"{server.address}/watch"]
-        tab.said.clear()  # the browser's own lines about 401

@@ -1,6 +1,6 @@
 """A conversation in a server's page, in a real browser (see test_browser.py).
 
-Some answers come from an engine, which says what it is told (`tests/lib/parrot.py`). What only has to
+Some answers come from an engine, which repeats the prompt (`tests/lib/parrot.py`). What only has to
 be drawn is put in the place of a server's answer.
 """
 
@@ -53,7 +53,7 @@ def parrots() -> Iterator[Callable[..., Parrot]]:
 
 @pytest.fixture
 def talks(opens, parrots):
-    """Opens the page of a server that repeats what it is told. Each request of the page is kept."""
+    """Opens the page of a server that repeats prompts. Each request of the page is kept."""
 
     def opened(parrot: Parrot | None = None, **how):
         address = (parrot or parrots()).api.address
@@ -201,7 +201,7 @@ def test_what_a_reload_restores_is_bounded(talks):
         hear(tab, "word " * 40_000)
     tab.reload()
     until(tab, "document.querySelectorAll('.turn').length === 2")
-    note = "too long to keep, so the model is not told: 1 older turn"
+    note = "too long to keep, so the model no longer sees 1 older turn"
     assert part(tab, "note").inner_text() == note
     assert tab.evaluate("sessionStorage[sessionStorage.key(0)].length") < 500_000
 
@@ -362,7 +362,7 @@ def test_a_conversation_that_outgrows_its_slot(talks, parrots):
     part(tab, "drop").click()
     until(tab, f"{STOPPED} && document.querySelectorAll('.turn').length === 3")
     mark = tab.locator(".turn.dropped .facts").first
-    assert "is not told this question and its answer" in mark.inner_text()
+    assert "no longer sees this question and its answer" in mark.inner_text()
     dropped_question = tab.locator(".turn.dropped .asked").first
     assert mark.bounding_box()["y"] < dropped_question.bounding_box()["y"], "what is it about?"
     told = [m["content"] for m in sent(tab)[-1]["messages"]]
@@ -376,15 +376,23 @@ def give(tab, key: str) -> None:
 
 
 def test_a_refused_key_is_not_sent_again(talks, parrots):
-    """The page asked with the first key that was typed, also when the second one was right."""
+    """The page asked with the first key that was typed, also when the second one was right. No
+    address has a key in it."""
     tab = talks(parrots(api_key="hush", watch_key="eye"))
     until(tab, "!document.querySelector('[data-key-form]').hidden")
     give(tab, "wrong")
     shows(tab, "[data-status]", "does not take")
-    give(tab, "hush")
-    until(tab, "window.nanobatch")
+    give(tab, "hush")  # with it one may ask, and not read what others ask
+    shows(tab, "[data-status]", "not shown")
     say(tab, "say: hello")
     assert tab.inner_text(".turn > .reply").strip() == "hello"
+    assert tab.is_visible("[data-key]")
+    give(tab, "eye")
+    until(tab, "nanobatch.player.lane.hidesTexts === false")
+    assert not tab.is_visible("[data-key]")
+    home = tab.evaluate("location.origin")
+    asked = {r.url.removeprefix(home) for r in tab.asked}
+    assert asked == {"/watch", "/v1/chat/completions"}
     tab.said.clear()  # the browser's own lines about 401
 
 
@@ -402,7 +410,7 @@ def test_a_missing_key_is_asked_for(talks, parrots):
     )  # the status tells of the watch soon
     assert part(tab, "box").input_value() == "say: hello"
     give(tab, "hush")
-    shows(tab, ".turn .facts", "read")
+    shows(tab, ".turn .facts", "read ")
     assert tab.inner_text(".turn > .reply").strip() == "hello"
     assert tab.evaluate("nanobatch.player.lanes[0].hidesTexts") is False
     tab.reload()  # which keeps what was said, and no key
@@ -418,8 +426,9 @@ def test_a_missing_key_is_asked_for(talks, parrots):
 def events(said: str, thought: str = "") -> str:
     """A server's stream."""
     progress = {"total": 9, "cache": 0, "processed": 9, "time_ms": 1}
-    deltas = [{"reasoning_content": thought[i : i + 7]} for i in range(0, len(thought), 7)]
-    deltas += [{"content": said[i : i + 7]} for i in range(0, len(said), 7)]
+    size = 7 + len(said) // 1000
+    deltas = [{"reasoning_content": thought[i : i + size]} for i in range(0, len(thought), size)]
+    deltas += [{"content": said[i : i + size]} for i in range(0, len(said), size)]
     chunks = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
     chunks.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
     chunks.append({"choices": [], "usage": {"completion_tokens": 9}})
@@ -553,8 +562,8 @@ LONG = {
     "of code": "```\ncode\n```\n",
     "of cells": "| a ",
 }
-TEXTS_OF = {name: (line * 100_000)[:100_000] for name, line in LONG.items()}
-TEXTS_OF["of items that lie deeper and deeper"] = "".join(" " * n + "- x\n" for n in range(440))
+TEXTS_OF = {name: (line * 30_000)[:30_000] for name, line in LONG.items()}
+TEXTS_OF["of items that lie deeper and deeper"] = "".join(" " * n + "- x\n" for n in range(250))
 # Letters that enter the page while an answer comes in pieces, for each letter of the answer; how deep
 # its elements lie; and how many parts one has
 WORK = """([text, size]) => {
@@ -584,8 +593,8 @@ WORK = """([text, size]) => {
 
 
 def test_drawing_is_linear_in_the_answer(draws):
-    """Answers of 100,000 letters, in pieces of 50. What draws the answer anew for each piece puts each
-    letter into the page a thousand times."""
+    """Answers of 30,000 letters, in pieces of 50. What draws the answer anew for each piece puts each
+    letter into the page 300 times."""
     for name, text in TEXTS_OF.items():
         work, deep, broad = draws.evaluate(WORK, [text, 50])
         assert 0 < work < 50, name

@@ -88,7 +88,7 @@ def play(frames: list[str], **bounds: int) -> dict:
 
 
 def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list], list[int]]:
-    """What a watcher is told of five requests, from a step on, the texts at each frame, and how many wait."""
+    """Frames of five requests from a step on, the texts at each frame, and the number of waiting requests."""
     sender = watch_frames.Sender(texts)
     for n in range(5):
         engine.submit(
@@ -107,43 +107,41 @@ def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list
     return frames, told, lines
 
 
+def check_texts(played: dict, told: list[list]) -> None:
+    """The page had each text at each frame as the engine had told it."""
+    compared = 0
+    for got, sent in zip(played["texts"], told, strict=True):
+        for number, text in sent:
+            assert dict(map(tuple, got))[number] == text
+            compared += len(text) > 5
+    assert compared > 100 and played["ascending"]
+
+
 @needs_node
 @pytest.mark.parametrize("begin", [0, 25])
 def test_the_page_rebuilds_each_text_as_it_grew(engine, begin):
     """Also if it comes to the server in the middle of answers."""
     frames, told, lines = frames_of(engine, True, begin)
     played = play(frames)
-    compared = 0
-    for got, sent in zip(played["texts"], told, strict=True):
-        known = dict(map(tuple, got))
-        for number, text in sent:
-            assert known[number] == text
-            compared += len(text) > 5
-    assert compared > 100
-    assert played["figures"]["answered"] == 5 and played["ascending"]
-    assert played["waiting"] == lines
+    check_texts(played, told)
+    assert played["figures"]["answered"] == 5 and played["waiting"] == lines
 
 
 @needs_node
 def test_an_open_page_forgets_old_steps(engine):
-    """A request whose admission was forgotten stood in line again, and was said never to have had a slot."""
+    """A request whose admission was forgotten was queued again, and was said never to have had a slot."""
     frames, told, lines = frames_of(engine, True)
     played = play(frames, most=40, kept=15)
-    assert 15 <= played["steps"] <= 41 and played["ascending"]
+    check_texts(played, told)
+    assert 15 <= played["steps"] <= 41
     assert played["waiting"] == lines and max(lines) == 5
     assert played["fates"][-1].startswith("It had its slot before")
-    compared = 0
-    for got, sent in zip(played["texts"], told, strict=True):
-        for number, text in sent:
-            assert dict(map(tuple, got))[number] == text
-            compared += len(text) > 5
-    assert compared > 100
 
 
 @needs_node
 @pytest.mark.parametrize("at_once", [False, True])
 def test_rests_that_the_page_leaves_out_are_no_waits(engine, at_once):
-    """A request behind a rest had waited a quarter of a second, and one before several rests for all of
+    """A request after a rest had waited a quarter of a second, and one before several rests for all of
     them, as soon as the page came later."""
     sender, seen, frames = watch_frames.Sender(True), None, []
     nothing = ServerView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)

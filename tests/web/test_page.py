@@ -102,7 +102,7 @@ def test_no_module_writes_markup():
 
 
 def test_a_name_is_there_once_in_all_modules():
-    """They are put one behind the other, so a second one would be a mistake of syntax."""
+    """They are concatenated, so a second one would be a syntax error."""
     names = []
     for module in live_page.MODULES:
         text = (live_page.FOLDER / f"{module}.js").read_text()
@@ -189,12 +189,12 @@ def test_a_changed_recording_makes_a_page_or_one_line(tmp_path, capsys):
     whole = recording(burst=2)
     run, out = tmp_path / "run.json", tmp_path / "out.html"
     ends: Counter[int] = Counter()
-    for seed in range(80):
+    for seed in range(40):
         run.write_text(changed(random.Random(seed), whole))
         ends[page_program.main([str(run), str(out)])] += 1
         assert capsys.readouterr().err.count("\n") == (not out.exists()), seed
         out.unlink(missing_ok=True)
-    assert set(ends) == {0, 2} and min(ends.values()) > 5, ends
+    assert set(ends) == {0, 2} and min(ends.values()) > 2, ends
 
 
 def test_what_is_no_recording_is_refused_in_one_line(tmp_path, capsys):
@@ -295,7 +295,7 @@ tell({ lines: signs.map(inOneLine), cuts: cuts.length, halves });
 
 @needs_node
 def test_the_page_agrees_with_the_terminal():
-    """What draws nothing, or turns what stands beside it, is seen. The page has no ␊ and no ␛, which most
+    """Invisible and bidirectional characters are shown. The page has no ␊ and no ␛, which most
     fonts of a browser draw as a box, and a terminal's do not."""
     hidden = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in UNSEEN]
     signs = [sign for sign in hidden if unicodedata.bidirectional(sign) != "AN"]

@@ -31,8 +31,8 @@ def named(kind: str, values: list) -> dict:
 def test_the_scheduler_plans_each_step_of_the_page_again(run):
     """From the prompts alone, and from the ends of the answers."""
     limits = named("Limits", run["limits"])
-    wishes = simulate.sent_of(run, FIELDS)
-    played = simulate.play(limits, POLICIES[run["policy"]], wishes, page.price_of(RECORDING))
+    prompts = simulate.sent_of(run, FIELDS)
+    played = simulate.play(limits, POLICIES[run["policy"]], prompts, page.price_of(RECORDING))
     assert len(played["steps"]) == len(run["steps"]) > 400
     for plan, packed in zip(played["steps"], run["steps"], strict=True):
         step = {"drafts": []} | named("StepView", packed)  # it was recorded before there were any
@@ -87,7 +87,7 @@ def test_the_hashes_of_the_page_are_those_of_its_texts(run):
 
 
 def test_the_words_about_speed_are_those_of_the_table():
-    """llama.cpp is ahead wherever all rows decode, and behind from four users on."""
+    """llama.cpp is faster wherever all rows decode, and slower from four users on."""
     cells = re.findall(
         r"<tr><td>(\d+) (requests?|users?)</td>(.*?)</tr>", page.table_of("bench-15m.json")
     )

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from browsers import in_node, needs_node
 
 from policies import POLICIES
 from web import simulate
@@ -47,8 +46,8 @@ def test_the_lines_as_they_are_change_no_plan(policy):
     played = asked(policy=policy)
     assert "error" not in played and len(played["steps"]) > 20
     if policy in POLICIES:
-        wishes = simulate.sent_of(RUN, FIELDS)
-        plain = simulate.play(LIMITS, POLICIES[policy], wishes, PRICE)
+        prompts = simulate.sent_of(RUN, FIELDS)
+        plain = simulate.play(LIMITS, POLICIES[policy], prompts, PRICE)
         assert json.loads(json.dumps(plain["steps"])) == played["steps"]
 
 
@@ -130,21 +129,3 @@ def test_python_and_the_page_have_the_same_table_of_old_names():
     )
     pairs = re.findall(r'(\w+): "(\w+)"', line[1])
     assert dict(pairs) == simulate.RENAMED and len(pairs) == len(simulate.RENAMED)
-
-
-PLAYS = """
-import { lanesOf } from "./recording.js";
-const [lane] = lanesOf(asked);
-const { draft_tokens, accepted_tokens, tokenSteps } = lane.requests.get(1);
-tell({ drafts: lane.steps.map((step) => step.drafts), draft_tokens, accepted_tokens, tokens: tokenSteps.length });
-"""
-
-
-@needs_node
-def test_the_page_plays_a_recording_of_version_0_5():
-    recording = json.loads(OLD.read_text())
-    fields, (run,) = recording["fields"], recording["runs"]
-    played = in_node(PLAYS, recording)
-    place = fields["StepView"].index("guesses")
-    assert played["drafts"] == [step[place] for step in run["steps"]]
-    assert played["tokens"] == 12 and 0 < played["accepted_tokens"] < played["draft_tokens"]

@@ -37,7 +37,7 @@ def test_neighbours_keep_their_rows():
 
 
 def test_a_neighbour_of_nan():
-    """A neighbour whose numbers are not finite harms nobody."""
+    """A neighbour whose numbers are not finite does not reach the others."""
     slab = new_slab(slots=2)
     for layer in range(len(slab.arrays)):
         slab.arrays[layer][1] = mx.nan

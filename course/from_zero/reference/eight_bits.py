@@ -45,7 +45,7 @@ def dequantize(codes: mx.array, scale: mx.array) -> mx.array:
 
 
 class SmallSlab:
-    """The slab of `kv.py` in 8 bits, with the scales beside it."""
+    """The slab of `kv.py` in 8 bits, with their scales."""
 
     is_fused = False  # as `llama.attend` asks
 

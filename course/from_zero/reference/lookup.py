@@ -4,8 +4,8 @@ The problem. A step reads every weight of the model, and adds one token to the a
 verify several with the same reading, if somebody guessed them.
 
 The solution. Much of an answer repeats earlier text. Where the two newest tokens occurred before,
-what came after them then is the *draft* now. It goes in behind the newest token, and the model says
-what comes after each of them. As long as it says what was drafted, the draft is right:
+what came after them then is the *draft* now. It goes in after the newest token, and the model says
+what comes after each of them. As long as it samples what was drafted, the draft is right:
 
     text so far      owl , fox , bee . owl ,
     draft                    fox , bee               the newest token is the second "owl ,"
@@ -16,7 +16,7 @@ The invariant: the answer is the greedy one, token by token, with a draft of any
 is taken was always sampled by the model, after tokens that are all right.
 
 The price: a row for each draft token, also for those that are wrong. Their keys and values remain
-behind the sequence until the next tokens are written over them. And a step must be read before the
+after the sequence until the next tokens are written over them. And a step must be read before the
 next one can be drafted, so there is no run-ahead.
 
 Where it loses: where a text does not repeat itself, because few drafts are accepted. And in a full

@@ -20,7 +20,7 @@ What o and down yield on a rank is a part of the result, for all of D. `mx.distr
 the parts of all ranks. x, the norms and the embedding are the same on each.
 
 The invariant: the tokens are those of one rank; numbers differ by rounding, because a sum in two
-parts is added in another order. All ranks call the same sums in the same order, or wait for ever.
+parts is added in another order. All ranks call the same sums in the same order, or wait forever.
 
 The price: two messages a layer, of N * D numbers, and each waits for the slowest rank. For the demo
 12 messages a token. Data parallelism has none, but holds the weights twice.
