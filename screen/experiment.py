@@ -19,6 +19,13 @@ def runs(view: View, found: Finding | None) -> bool:
     return view.experimenting and view.finding is found
 
 
+def result(view: View, found: Finding, is_over: bool) -> str:
+    """The findings in a few words. An experiment that neither runs nor is over was ended."""
+    if is_over or runs(view, found):
+        return found.so_far
+    return f"{found.so_far.rstrip('.')}, and then it was ended"
+
+
 class Experiment:
     """An experiment: `steps` yields its findings."""
 

@@ -24,7 +24,7 @@ from runtime.handle import Handle
 from runtime.validation import shown
 from screen.draw.canvas import Canvas, Figure
 from screen.draw.style import count, shorten
-from screen.experiment import Experiment, runs
+from screen.experiment import Experiment, result
 from screen.page import Page, PageSession
 from screen.state import State
 from screen.workload import BURST, Ask
@@ -324,10 +324,9 @@ def draw(state: State, on: Canvas) -> None:
         on.say(words, on.muted)
         return
     on.heading(f"What came of it: {BREAKS[found.what][0]}")
-    words = found.so_far
-    if not (runs(state.view, found) or found.stage == "over"):
-        words += ", and then it was ended"
-    on.entry("result" if found.stage == "over" else "so far", words, on.accent)
+    is_over = found.stage == "over"
+    words = result(state.view, found, is_over)
+    on.entry("result" if is_over else "so far", words, on.accent)
     on.entry("done", found.did)
     for how, some in by_end(found.ended):
         on.entry("ended", f"{ids(some)}: {how}", on.bad)

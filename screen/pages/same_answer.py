@@ -21,7 +21,7 @@ from runtime.handle import Handle
 from runtime.validation import read_whole
 from screen.draw.canvas import Canvas
 from screen.draw.style import count, number, shorten
-from screen.experiment import Experiment, runs
+from screen.experiment import Experiment, result, runs
 from screen.page import Page, PageSession
 from screen.state import State
 from screen.workload import BURST, Ask
@@ -326,9 +326,7 @@ def product_of(found: SameAnswer) -> str:
 
 def draw_counter(state: State, on: Canvas, found: SameAnswer) -> None:
     """Draw the number of runs and of answers."""
-    words = found.so_far
-    if not (runs(state.view, found) or found.stage == "over"):
-        words += ", and then it was ended"
+    words = result(state.view, found, found.stage == "over")
     hue = on.bad if found.unlike else on.accent if found.runs else on.muted
     on.pen().put(" " + shorten(words, on.width - 2), hue, True)
 
