@@ -402,7 +402,8 @@ class Runner:
         marks everything that was started together as computed at the same time.)
 
         On a GPU this has not been measured: there the device idles while the next pass is
-        encoded. `NANOBATCH_WAIT=off` copies instead of waiting, and bench.py tries both.
+        encoded. `NANOBATCH_WAIT=off` copies instead of waiting; `bench.py --parts steps` with and
+        without it shows which is faster.
         """
         began = self.clock()
         if self.waits:

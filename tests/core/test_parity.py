@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
-from harness import Tap, random_asks, run_schedule
+from harness import Tap, exactly, random_asks, run_schedule
 from parity import (
     CLOSE,
     CLOSE_KV,
@@ -24,7 +24,6 @@ from parity import (
     whole,
 )
 
-import nanobatch
 from kernels.mlx import mx
 from models.load import read_model
 from nanobatch import Engine
@@ -131,7 +130,7 @@ def test_long_positions_stay_close_too(tmp_path):
     prompt = np.random.default_rng(8).integers(0, 256, 1900).tolist()
     with Engine.load(folder, slots=2, max_len=2048, chunk=128) as engine:
         tap = Tap(engine)
-        handle = engine.submit(prompt, nanobatch.exactly(16))
+        handle = engine.submit(prompt, exactly(16))
         handle.result()
         expected = Reference(folder).logits(prompt + handle.tokens[:-1])[len(prompt) - 1 :]
         assert np.abs(tap.of(handle) - expected).max() < CLOSE
