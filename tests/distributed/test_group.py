@@ -114,7 +114,7 @@ KINDS = {
     },
     "phi3": {"model_type": "phi3"},
     "phi3, a part turns": {"model_type": "phi3", "partial_rotary_factor": 0.5},
-    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0]},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0, 1]},
     "gemma2": {"model_type": "gemma2", "head_dim": 16},
     "gemma3_text": {"model_type": "gemma3_text", "head_dim": 16},
     "interleaved, 4 bit": {"rope_traditional": True, "quantize": lambda module: (4, 32)},
