@@ -1,7 +1,7 @@
 """The parts of a model: projections, MLPs, experts, norms, layers.
 
-Each projection is a record of arrays, made once when the model is loaded. It is called with the input and
-returns the output, however its weights are stored, so `forward` need not ask. Next: `load.py`.
+Each part is a record of arrays, made when the model is loaded. It is called with the input and returns the
+output, however its weights are stored, so `forward` need not know that. Next: `load.py`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class Mlp(NamedTuple):
 
 
 class Choices:
-    """Which experts the tokens of the newest pass take, layer by layer. A pass computes that anyway:
-    keeping it adds no node to the graph, and only those who ask wait for it.
+    """The experts that the tokens of the newest pass take, layer by layer. A pass computes them anyway:
+    keeping them adds no node to the graph, and only `read` waits for them.
 
-    subtle: no choices of an earlier pass are kept. What was never computed of them would hold the
-    slab, and the next write would copy it.
+    subtle: those of earlier passes are dropped. If they were never computed, they would hold the slab,
+    and the next write would copy it.
     """
 
     def __init__(self, layers: int):
         self._newest: deque[mx.array | None] = deque(maxlen=layers)
 
     def add(self, chosen: mx.array) -> None:  # (N, k)
-        # No token is asked in the last layer: nothing of it is computed, and nobody may ask for it
+        # Without a token to sample, the last layer is not computed, and must not be read
         self._newest.append(chosen if chosen.size else None)
 
     def read(self) -> list[Counter[int]]:
-        """By layer: by how many tokens each expert was taken. Waits until the device knows."""
+        """For each layer, the number of tokens of each expert. Waits for the device."""
         chosen = list(self._newest)
         return [Counter() if each is None else Counter(each.flatten().tolist()) for each in chosen]
 
@@ -56,13 +56,12 @@ class Choices:
 class Experts(NamedTuple):
     """The sum over a token's k best experts of share * down(silu(gate(x)) * up(x))
 
-    A router says which these are. The shares are the router's softmax over all experts; in some
-    models those of the k best are made to add up to 1. Which experts a token takes depends on that
-    token alone, and so do its bits.
+    A router chooses them. The shares are the router's softmax over all experts; in some models those
+    of the k best are normalized to 1. A token's experts, and its bits, depend on that token alone.
     """
 
     router: Matrix  # D -> experts
-    gate: Matrix  # of experts, as the next two
+    gate: Matrix  # a stack of experts, like the next two
     up: Matrix
     down: Matrix
     k: int
@@ -83,8 +82,7 @@ class Experts(NamedTuple):
 
 
 class SideBySide(NamedTuple):
-    """Projections of one input that cannot be one, because they are packed each in a way of its
-    own."""
+    """Projections of one input that cannot be joined, because they are packed differently."""
 
     parts: tuple[Matrix, ...]
 
@@ -93,7 +91,7 @@ class SideBySide(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """x / sqrt(mean(x^2) + eps) * weight: the numbers of each row get the same size."""
+    """x / sqrt(mean(x^2) + eps) * weight"""
 
     weight: mx.array  # (D,)
     of_row: Step
@@ -107,8 +105,7 @@ class Norm(NamedTuple):
 
 
 class QKNorm(NamedTuple):
-    """Some families have norms of queries and of keys: of each head, or over all heads of a token
-    at once."""
+    """Norms of queries and keys, in some families: of each head, or over all heads of a token."""
 
     q: Norm
     k: Norm
@@ -127,7 +124,7 @@ Step = Callable[[mx.array], mx.array]
 
 
 class Chain(NamedTuple):
-    """One step after the other."""
+    """Several steps, one after the other."""
 
     steps: tuple[Step, ...]
 
@@ -138,18 +135,16 @@ class Chain(NamedTuple):
 
 
 def chain(*steps: Step | None) -> Step:
-    """These steps as one. What a model does not have is None; if it has none of them, x stays as it
-    is."""
-    there = tuple(step for step in steps if step is not None)
-    return there[0] if len(there) == 1 else Chain(there)
+    """Join steps into one. Leave out those that are None; without any, x is returned unchanged."""
+    present = tuple(step for step in steps if step is not None)
+    return present[0] if len(present) == 1 else Chain(present)
 
 
 class Layer(NamedTuple):
-    """What `forward` calls, one after the other. A family's own things are inside: there is nothing
-    to ask."""
+    """The steps that `forward` calls. Whatever a family adds is inside them."""
 
-    index: int  # its place in the model, and in the slab
-    kind: int  # of attention: which of the model's `kinds`
+    index: int  # in the model, and in the slab
+    kind: int  # its attention type: an index into the model's `kinds`
     attn_norm: Step  # (N, D) -> the same
     qkv: Step  # (N, D) -> (N, (H + 2 Hkv) * Dh)
     qk_norm: Step  # (N, H + Hkv, Dh) -> the same
@@ -166,16 +161,16 @@ class Model:
     layers: list[Layer]
     norm: Norm
     table: Matrix | None  # the embedding, as a projection D -> V
-    # By the table, where the checkpoint ties them. A rank that follows has none, and leaves x as it is.
+    # The table, if the checkpoint ties them. On ranks other than 0 it returns x.
     head: Step  # (n, D) -> (n, V)
-    kinds: tuple[AttentionType, ...]  # how attention treats positions, each in some of the layers
-    ranks: Ranks = ALONE  # who has the other shares of it; config and layers are this one's
-    choices: Choices | None = None  # None: it has no experts
+    kinds: tuple[AttentionType, ...]  # the attention types of the layers
+    ranks: Ranks = ALONE  # that have the other shards; config and layers are those of this shard
+    choices: Choices | None = None  # of experts, if it has any
     cost: ModelCost = field(default_factory=ModelCost)  # of a forward pass
     quantization: str = ""  # of the files: "Q4_K_M", "4-bit" or "bfloat16"
     kv_dtype: mx.Dtype = mx.float32  # of the keys and values in the slab
-    is_fused: bool = False  # attention is one operation, and not the formula in `llama.py`
-    arithmetic: str = "float"  # of products with packed weights; "int8": activations have 8 bits
+    is_fused: bool = False  # attention is one operation instead of the formula in `llama.py`
+    arithmetic: str = "float"  # of products with packed weights; "int8": with activations of 8 bits
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -183,13 +178,12 @@ class Model:
 
     @property
     def has_narrow_kv(self) -> bool:
-        """Do keys and values lose digits when they are stored?"""
+        """Are keys and values rounded when they are stored?"""
         return self.kv_dtype.size < self.dtype.size
 
     @property
     def is_float32(self) -> bool:
-        """Is everything computed with float32 numbers? Our own product makes packed weights into
-        such."""
+        """Is everything computed in float32? Our own product converts packed weights to it."""
         parts = tree_flatten((self.layers, self.norm, self.table, self.head), is_leaf=_is_claimed)
         return all(part.dtype == mx.float32 for _, part in parts if isinstance(part, mx.array))
 
@@ -198,8 +192,7 @@ class Model:
         return replace(self, layers=[], table=None, head=chain(), kinds=(), choices=None)
 
     def for_slots_of(self, length: int) -> Model:
-        """The same model, with the positions that it wants where sequences may be as long as
-        this."""
+        """The same model with the rope for sequences of up to this length."""
         Dh = self.config.Dh
         kinds = [AttentionType.of(*kind[:3], Dh, length, kind.has_kernel) for kind in self.kinds]
         return replace(self, kinds=tuple(kinds))

@@ -1,12 +1,12 @@
 """Load a model: weights in the form that `forward` wants, and slots that fit the remaining memory.
 
-A checkpoint stores queries, keys and values separately, in half precision or packed into a few bits.
-The forward pass wants one matrix for each product, and it stays packed where the device can multiply it
-so: on a GPU by MLX, on a CPU by our own product (`kernels/packed.py`).
+A checkpoint stores queries, keys and values separately, in half precision or quantized. The forward pass
+wants one matrix for each product. It stays packed if the device can multiply it so: on a GPU by MLX, on a
+CPU by our own product (`kernels/packed.py`).
 
-Memory that runs out is no exception in MLX: the process dies. So a model and its slab are measured before
-the first tensor is read, and what does not fit is refused with sizes that would. Tensors are taken layer
-by layer, so the files' copy and ours are never in memory together.
+In MLX running out of memory is no exception: the process dies. So the sizes of model and slab are computed
+before the first tensor is read, and what does not fit is refused with sizes that would. Tensors are read
+layer by layer, so that only one layer is in memory twice.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ def read_model(
     attention: str = "auto",
     activations: int = 32,
 ) -> Model:
-    """The model in a folder or GGUF file, for one process, without a check of the slab's memory."""
+    """Read the model in a folder or GGUF file for one process, without checking memory for a slab."""
     how = {"kv": kv, "attention": attention, "activations": activations}
     return ModelReader(folder, dtype, **how).read()
 
 
 class ModelReader:
-    """Takes a checkpoint's tensors one by one and gives them the shape that `forward` wants.
+    """Reads a checkpoint's tensors and makes a model of them. Checks names and shapes at once.
 
-    `dtype` is "float32", "checkpoint" (as the files have it), or "auto" (`usual_form`). Names and
-    shapes are checked at once; nothing is read before `read`. Of `ranks` each reads its share.
-    `held`: bytes that will have been freed when it is read.
+    `dtype`: "float32", "checkpoint" (as the files have it), or "auto" (`usual_form`).
+    `ranks`: each reads its shard.
+    `held`: bytes that will be freed before the model is read.
     `kv`: "float32", or "auto" (`kv_dtype`).
     `attention`: "plain", which is the formula in `llama.py`, or "auto" (`is_fused`).
     `activations`: 8 rounds them to 8 bits where they are multiplied with weights of 8 bits or fewer.
@@ -121,7 +121,7 @@ class ModelReader:
         self.free = None if free is None else free + held
 
     def check_rounding(self) -> None:
-        """Refuse activations in 8 bits where nothing would be multiplied so."""
+        """Refuse 8-bit activations if no product would use them."""
         if self.form != "packed" or not any(t.bits for t in self.weights.tensors.values()):
             raise ValueError(
                 "activations = 8 is for weights of 8 bits or fewer, on a CPU, by our own product; "
@@ -129,7 +129,7 @@ class ModelReader:
             )
 
     def check_room(self) -> None:
-        """Refuse weights for which there is no memory."""
+        """Refuse weights that do not fit into memory."""
         if self.free is not None and self.nbytes > self.free:
             needs = readable(self.nbytes)
             raise ModelError(
@@ -140,11 +140,11 @@ class ModelReader:
 
     @property
     def kv_dtype(self) -> mx.Dtype:
-        """What keys and values are stored as.
+        """The type in which keys and values are stored.
 
-        They are computed as float32 numbers. If the checkpoint has 16 bits a weight or fewer, float16
-        is enough: the logits move less than by one bit of a weight. That holds for checkpoints in
-        bfloat16, too, because float16 has three more bits of precision; keys seldom need the range.
+        They are computed in float32. If the checkpoint has 16 bits a weight or fewer, float16 is
+        enough: it changes the logits less than one bit of a weight does. That holds for checkpoints
+        in bfloat16, too, because float16 has three more bits of precision; keys seldom need the range.
         (What exceeds it becomes a NaN: `Window.write`.)
         """
         if self.form == "checkpoint":
@@ -153,13 +153,14 @@ class ModelReader:
 
     @property
     def is_fused(self) -> bool:
-        """Is attention one operation of our own product? Not where a reader's chapters run: a change of
-        the formula is to be seen."""
+        """Is attention one operation of our own product? Not with a reader's own chapters, where a change
+        of the formula must show."""
         is_plain = self.attention == "plain" or opened()
         return device.is_batch_invariant() and self.form != "checkpoint" and not is_plain
 
     def fit(self, **options) -> Sizes:
-        """Slots that fit next to the weights. Refuse a slab that is too large before these are read."""
+        """Choose slots that fit next to the weights, before these are read. Refuse a slab that is too
+        large."""
         self.check_room()
         free = None if self.free is None else self.free - self.nbytes
         return fit(self.config, self.kv_dtype.size, free, **options)
@@ -167,8 +168,7 @@ class ModelReader:
     def read(self) -> Model:
         self.check_room()
         c = self.config
-        # One layer at a time, evaluated at once: else the files' copy and ours would stand in
-        # memory together.
+        # Evaluate layer by layer: else the files' arrays and ours would all be in memory together
         positions = [c.positions(i) for i in range(c.layers)]
         kinds = list(dict.fromkeys(positions))
         layers = [self.layer(i, kinds.index(each)) for i, each in enumerate(positions)]
@@ -210,14 +210,13 @@ class ModelReader:
             raise RuntimeError("the program is ending")
         c = self.config
         name = f"model.layers.{index}."
-        # Of the norms that a family has around its two branches, each is before a branch or behind
-        # it.
+        # Norms are before or after the two branches
         norms = {place: self.norm(f"{name}{module}") for place, module in c.norms.items()}
         qk_norm = None
         if c.qk_norm:
             q_norm, k_norm = (self.norm(f"{name}self_attn.{part}_norm") for part in "qk")
             qk_norm = QKNorm(q_norm, k_norm, c.H, c.qk_norm == "width")
-        # Each rank has a share of every branch
+        # Each rank computes a part of every branch
         summed = self.ranks.sum if self.ranks.size > 1 else None
         layer = Layer(
             index=index,
@@ -249,7 +248,7 @@ class ModelReader:
         return Mlp(gate_up, self.linear(f"{name}down_proj"), self.config.gelu)
 
     def tensor(self, name: str) -> mx.array:
-        """A tensor in our precision, times what its module's output is multiplied by."""
+        """A tensor in our precision, multiplied by the factor of its module."""
         return self.times(self.take(name), name)
 
     def times(self, array: mx.array, name: str) -> mx.array:
@@ -262,8 +261,7 @@ class ModelReader:
         return array.astype(dtype)
 
     def take(self, name: str) -> mx.array:
-        """A tensor as the files have it; of queries and keys, with each head's numbers in the order
-        of `Rope.order`."""
+        """A tensor as the files have it; queries and keys with each head in the order of `Rope.order`."""
         array = self.weights.take(name)
         Dh = self.config.Dh
         order = self.config.rope.order(Dh)
@@ -274,7 +272,7 @@ class ModelReader:
         return heads[:, mx.array(order)].reshape(array.shape)
 
     def linear(self, *modules: str) -> Matrix | SideBySide:
-        """One projection, or several of the same input: as one, if they are stored alike."""
+        """A projection, or several of the same input: joined if they are stored alike."""
         parts = [self.part(module) for module in modules]
         if len({part.packing for part in parts}) > 1:
             return SideBySide(tuple(self.kept(part) for part in parts))
@@ -285,12 +283,12 @@ class ModelReader:
         return packed(matrix, rounds) if self.form == "packed" and matrix.bits else matrix
 
     def part(self, module: str) -> Matrix:
-        """A module as it is to be multiplied, by itself. A rank has its share."""
+        """The matrix of a module, or this rank's shard of it."""
         name = f"{module}.weight"
         has = self.weights.tensors
         rows, columns = self.share.cut(module, self.config.Dh)
         bias = None
-        # Where each rank has some columns, their outputs are added up, and a bias is added once
+        # If ranks have some columns each, their outputs are summed, so only rank 0 adds the bias
         if f"{module}.bias" in has and not (self.ranks.rank and columns.stop):
             bias = self.tensor(f"{module}.bias")[rows]
         weight = self.take(name)
@@ -298,7 +296,7 @@ class ModelReader:
             return self.quantized(module, weight, bias, rows, columns)
         weight = cut_out(weight, rows, columns)
         if self.form == "packed" and weight.dtype != mx.float32 and weight.shape[-1] >= LEAST:
-            # Times the factor in the register: the product has more digits than the weight
+            # The factor becomes a scale: multiplied in advance, the weight would need more bits
             scales = mx.full((*weight.shape[:-1], 1), self.config.factor(name), mx.float32)
             return Matrix(weight, bias, scales, bits=16, group=weight.shape[-1])
         return Matrix(self.times(weight, name), bias)
@@ -311,7 +309,7 @@ class ModelReader:
         rows: slice,
         columns: slice,
     ) -> Matrix:
-        """As the files have it, if no group of numbers is cut."""
+        """Keep a quantized matrix packed if no group is cut."""
         name = f"{module}.weight"
         bits = self.weights.tensors[name].bits
         group = self.weights.tensors[name].group
@@ -344,8 +342,8 @@ class ModelReader:
 
 
 def cut_out(matrix: mx.array, rows: slice, columns: slice) -> mx.array:
-    """These rows and columns, copied: a view would keep the whole in memory. (Some of the rows are
-    always joined with others, which copies them. A norm's weight is a vector, and is never cut.)"""
+    """Copy these rows and columns: a view would keep the whole matrix in memory. (Some rows alone are
+    later joined with others, which copies them. A norm's weight is a vector, and never cut.)"""
     if matrix.ndim == 1:
         return matrix
     part = matrix[..., rows, columns]

@@ -1,7 +1,7 @@
-"""Choose slots and their length to fit the free memory, and check that all ranks agree.
+"""Choose the number of slots and their length to fit the free memory, and check that all ranks agree.
 
-Memory that runs out is no exception in MLX: the process dies. So weights and slab are measured before a
-tensor is read. And ranks that differ would add up nonsense without complaint.
+In MLX running out of memory is no exception: the process dies. So the sizes of weights and slab are
+computed before a tensor is read. And MLX would add up the arrays of ranks that differ without an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from models.layers import Model
 from runtime import validation
 from runtime.files import ModelError
 
-# The files on top that a step runs
+# The root modules that a step runs
 CORE = [
     "kv",
     "llama",
@@ -46,12 +46,12 @@ BELOW = (
 )  # packages that a step may run
 
 
-# A chunk is a multiple of this many tokens. `Slab` asserts that a slot has whole buckets of rows.
+# A chunk is a multiple of this many tokens, so that a slot has whole buckets of rows (`Slab`)
 GRAIN = 32
 
 
 class Sizes(NamedTuple):
-    """What an engine is made with."""
+    """The sizes of an engine."""
 
     slots: int
     max_len: int  # of a slot, in tokens
@@ -70,18 +70,18 @@ def fit(
     usual_len: int = 1024,
     **other,  # options of an engine that take no memory
 ) -> Sizes:
-    """Slots and their length as asked for, or chosen to fit the memory. A ValueError if that cannot
-    be.
+    """Use the sizes that are given, and choose the others to fit the memory. Raise ValueError if they
+    do not fit.
 
-    `itemsize`: the bytes of one number in the slab.
-    `free`: the bytes that the slab may take; None if that is not known.
+    `itemsize`: the bytes of a number in the slab.
+    `free`: the bytes available to the slab; None if unknown.
     """
     asked = {"slots": slots, "max_len": max_len, "chunk": chunk, "budget": budget}
     for name, value in asked.items():
         if value is not None:
             validation.whole(name, value, 1, 2**31 - 1)
     if chunk is None:
-        # A CPU is as quick with 128 tokens at a time, a GPU is not
+        # Longer chunks are faster on a GPU alone
         chunk = 512 if has_gpu() else 128
     if chunk % GRAIN:
         raise ValueError(f"chunk = {chunk}, but it must be a multiple of {GRAIN}")
@@ -114,17 +114,17 @@ def fit(
 
 
 def usual_budget(slots: int, chunk: int) -> int:
-    """A token for each slot, a chunk, and half of one for every eight slots."""
+    """A token for each slot, one chunk, and half a chunk more for every eight slots."""
     return slots + chunk + chunk * (slots // 8) // 2
 
 
 def fit_beside(model: Model, *asked: int | None) -> Sizes:
-    """Slots that fit next to a model whose weights have been read."""
+    """Choose slots that fit next to a model that has been read."""
     return fit(model.config, model.kv_dtype.size, device.free_memory(), *asked)
 
 
 def agreed(model: Model, own: Sizes) -> Sizes:
-    """Of several ranks all have the same sizes: the least that fits one."""
+    """Give all ranks the same sizes: the smallest of each."""
     if model.ranks.size == 1:
         return own
     check_alike(model)
@@ -136,7 +136,7 @@ def described(model: Model, sizes: Sizes) -> str:
     c = model.config
     slab = slab_of(model, sizes)
     slots = f"{sizes.slots} slot{'s' * (sizes.slots > 1)} of {sizes.max_len:,} tokens"
-    # A file of several types is known by its name, such as Q4_K_M
+    # A file with tensors of several types has a name for that, such as Q4_K_M
     form = model.quantization if " and " in model.cost.form else model.cost.form
     said = [
         f"{c.model_type}, {c.layers} layer{'s' * (c.layers > 1)}",
@@ -158,7 +158,7 @@ def slab_of(model: Model, sizes: Sizes) -> int:
 
 
 def sources() -> list[Path]:
-    """All that a step is made of, in the same order on every machine."""
+    """The sources of a step, in the same order on every machine."""
     checkout = Path(__file__).resolve().parents[1]
     # In the package, nanobatch.py is called engine.py
     core = [path for path in checkout.glob("*.py") if path.stem in (*CORE, "engine")]
@@ -170,8 +170,7 @@ def sources() -> list[Path]:
 
 
 def check_alike(model: Model) -> None:
-    """Have all ranks the same program and model? Else they would add up nonsense, and MLX would not
-    complain."""
+    """Refuse ranks with another program or model: MLX would add up nonsense without an error."""
     marks = [zlib.crc32(path.read_bytes()) for path in sources()]
     alike = {
         "version of nanobatch and MLX": (mx.__version__, marks),
@@ -181,7 +180,7 @@ def check_alike(model: Model) -> None:
             str(model.kv_dtype),
             model.arithmetic,
         ),
-        # Another training has changed these, too, if not every one
+        # Differ if the model was trained further
         "weights": model.norm.weight.tolist(),
     }
     for what, own in alike.items():
@@ -193,31 +192,29 @@ def check_alike(model: Model) -> None:
 
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest n up to `limit` that fits, 0 if not even 1 does. Everything smaller than what
-    fits, fits."""
+    """The largest n up to `limit` that fits, or 0. If n fits, so does every smaller one."""
     return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
 
 
 def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
-    """Arguments for `Slab`. A slot is a whole number of chunks long: more than the padding of the
-    last one needs."""
+    """Arguments for `Slab`. A slot has a whole number of chunks, which leaves room for padding the last
+    one."""
     chunks = -(-max_len // chunk)
     return c.layers, slots, c.Hkv, chunks * chunk, c.Dh
 
 
 def slab_nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:
-    """The memory that a slab of these sizes takes: keys and values."""
+    """The memory of a slab of these sizes: keys and values."""
     length += label_rows(Dh, itemsize)
     return 2 * layers * slots * Hkv * length * Dh * itemsize
 
 
 def far_position(c: Config) -> int:
-    """The position at which looking back on all before costs a token as much as everything else in
-    a layer does.
+    """The position from which attention costs a token more than everything else in a layer.
 
-    Measured on CPUs, with heads of 32 to 64: for one query head to look at one row (the score, its
-    share of the softmax, the value added up) costs as much as 300 multiplications by weights. On a
-    GPU it has not been measured: there chunks stay as wide as they are.
+    Measured on CPUs, with heads of 32 to 64: for one query head, one row (score, softmax, weighted
+    value) costs as much as 300 multiplications by weights. Not measured on GPUs, where the width of
+    chunks does not depend on it.
     """
     if has_gpu():
         return sys.maxsize
@@ -227,12 +224,11 @@ def far_position(c: Config) -> int:
 
 
 def is_batch_invariant(model: Model) -> bool:
-    """Do a request's logits have the same bits in any company?
+    """Do a request's logits have the same bits in any batch?
 
-    Our own product sees to that for float32 numbers on a CPU, and for packed weights, of which it
-    makes such, if each process that shares the model has it. (Each may have it in a form of its own,
-    since what a process adds to a sum is the same in any company.) Nobody has shown it for what MLX
-    multiplies itself, nor for chapters that somebody else has written.
+    They do with our own product on a CPU, for float32 and packed weights, if each rank uses it. (The
+    instruction sets may differ, because what a rank adds to a sum is the same in any batch.) It is not
+    known of MLX's own products, nor of chapters that somebody else has written.
     """
     marks = model.ranks.gather(device.is_batch_invariant() and model.is_float32 and not opened())
     return all(mark == [True] for mark in marks)

@@ -1,7 +1,7 @@
-"""Find models, and list those that are here: folders, GGUF files, the hub's cache, LM Studio, Ollama.
+"""Find and list local models: folders, GGUF files, the hub's cache, LM Studio, Ollama.
 
-A complete local model is used as it is, without asking the network. `listed` reads names, configs and
-headers, but no weights, and a broken model does not end it.
+A complete local model is used without asking the network. `listed` reads names, configs and headers, but
+no weights, and lists broken models, too.
 """
 
 import math
@@ -31,21 +31,21 @@ from runtime.validation import one_line, printable, shown
 from text.gguf_tokenizer import GgufText
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
-# What a download fetches; no other file is ever read
+# The files that a download fetches; no other one is read
 FILES = ("*.json", "model*.safetensors", "*.jinja")
-GGUF_NAME = re.compile(r"[-._]gguf\b.*$", re.IGNORECASE)  # what is not the model's own name
+GGUF_NAME = re.compile(r"[-._]gguf\b.*$", re.IGNORECASE)  # a suffix to the model's own name
 LM_STUDIO = (Path("~/.lmstudio/models"), Path("~/.cache/lm-studio/models"))
 
 
 def find(model: str) -> Path:
-    """The folder of a model, or its GGUF file: "demo", a path, a hub id such as
+    """Find the folder or GGUF file of a model: "demo", a path, a hub id such as
     `mlx-community/Llama-3.2-1B-Instruct-4bit`, or a name of Ollama's."""
     if model.startswith(OLLAMA):
         return ollama_file(model)
     try:
         path = DEMO if model == "demo" else Path(model).expanduser()
         exists = path.exists()
-    # A name that no file can have, or an unknown user's home
+    # An invalid file name, or an unknown user's home
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(
             f"{shown(model)} is no folder ({error.args[-1]}); name one, or a hub id."
@@ -83,12 +83,12 @@ def find(model: str) -> Path:
 
 
 def whole_or_gguf(folder: Path) -> Path:
-    """A folder, or the GGUF file in it that is its model."""
+    """A folder with a config, or the GGUF file in it."""
     return folder if (folder / "config.json").exists() else chosen(folder) or folder
 
 
 def is_whole(folder: Path) -> bool:
-    """Is all of a model here? A download that was interrupted leaves some files, and its folder."""
+    """Is a model complete? An interrupted download leaves some of its files."""
     if not all((folder / name).exists() for name in ("config.json", "tokenizer.json")):
         return False
     try:
@@ -96,13 +96,13 @@ def is_whole(folder: Path) -> bool:
     except MissingError:
         return False
     except ModelError:
-        return True  # what is wrong with it is said where it is read
+        return True  # reading it names the fault
     has_index = any(files.values())
     return has_index or not any("-of-" in path.name for path in files)
 
 
 def _download(repo: str) -> Path:
-    """Fetch a repository from the hub, or take what the cache has of it; huggingface_hub shows the
+    """Download a repository from the hub, or use what is cached of it. huggingface_hub shows the
     progress."""
     import huggingface_hub
     from huggingface_hub import errors
@@ -115,8 +115,8 @@ def _download(repo: str) -> Path:
         why = "is no folder here, and not on the hub: check the spelling, or `hf auth login` if it is private"
     except errors.HFValidationError:
         why = "is no folder here, and no valid hub id (owner/name)"
-    except Exception as error:  # no network, a proxy, a full disk: something that the user can mend
-        try:  # the network may be down, but part of an older download may be here
+    except Exception as error:  # no network, a proxy, a full disk: something that the user can fix
+        try:  # without a network, part of an older download may be enough
             return Path(
                 huggingface_hub.snapshot_download(repo, allow_patterns=FILES, local_files_only=True)
             )
@@ -126,11 +126,11 @@ def _download(repo: str) -> Path:
     raise ModelError(f"{shown(repo)} {why}.")
 
 
-# --- what is here -------------------------------------------------------------------------------
+# --- local models -------------------------------------------------------------------------------
 
 
 def found() -> Iterator[tuple[str, Path]]:
-    """Name and folder of all that the hub's cache and LM Studio's folder hold, served or not."""
+    """Names and folders of all models in the hub's cache and LM Studio's folder, supported or not."""
     from huggingface_hub import constants
 
     for repo in below(Path(constants.HF_HUB_CACHE), "models--*"):
@@ -153,7 +153,7 @@ def found() -> Iterator[tuple[str, Path]]:
 def below(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(path for path in folder.glob(pattern) if path.is_dir())
-    except OSError:  # it may not be read
+    except OSError:  # not permitted
         return []
 
 
@@ -165,12 +165,12 @@ class Listed(NamedTuple):
     parameters: str
     quantization: str
     size: str  # on disk
-    memory: str  # that its weights take here
+    memory: str  # of its weights
     served: str  # "yes", or why not
 
 
 def listed() -> list[Listed]:
-    """What is here, the demo first. Only configs and headers are read."""
+    """All local models, the demo first. Only configs and headers are read."""
     lines = [_listed("demo", DEMO)]
     for name, folder in found():
         files = [] if (folder / "config.json").exists() else files_in(folder)
@@ -184,7 +184,7 @@ def listed() -> list[Listed]:
 
 
 def _listed(name: str, place: Path) -> Listed:
-    """What its reader says of a model, or why it does not read it."""
+    """A model's line, with the reason if its reader refuses it."""
     family = parameters = quantization = memory = "-"
     served = "yes"
     size = 0

@@ -1,15 +1,15 @@
-"""The few operations of a Llama: the formula, and who computes it.
+"""The operations of a Llama that are not matrix products.
 
-The problem. The page of `llama.py` shows what a Llama computes. How fast that goes depends on
-details that have nothing to do with a Llama. On a CPU, MLX computes number by number, so there
-`matmul.c` takes float32 rows (`kernels/row_ops.py`). On a GPU, a step of a few tokens takes
-the time to read the weights, and some microseconds for each kernel (a function that runs there),
-however little it computes: so there the fewest kernels win.
+The problem. `llama.py` shows what a Llama computes. Its speed depends on details that have nothing to
+do with a Llama. On a CPU, MLX computes number by number, so `matmul.c` computes float32 rows there
+(`kernels/row_ops.py`). On a GPU, a step of a few tokens takes the time to read the weights, and some
+microseconds for each kernel (a function that runs there), however little it computes. So the fewest
+kernels are fastest.
 
-What this file keeps. Each docstring begins with the formula. MLX's own words for it stand below,
-and are what runs wherever `matmul.c` does not. A test holds both against the formula
-(`tests/models/test_ops.py`). No result depends on what else runs in the step, since a request's bits
-must not.
+The solution. Each docstring begins with the formula. The body computes it by `matmul.c`, or else with
+MLX's operations. A test compares both with the formula (`tests/models/test_ops.py`).
+
+The invariant: no result depends on what else runs in the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def softmax(x: mx.array, scale: float = 1.0) -> mx.array:  # (..., T) -> (..., T
 
 
 def swiglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side -> (..., hidden)
-    """silu(gate) * up, with silu(x) = x / (1 + e^-x): nearly 0 below 0, nearly x above."""
+    """silu(gate) * up, with silu(x) = x / (1 + e^-x): close to 0 for x < 0, to x for x > 0."""
     if row_ops.take(gate_up):
         return row_ops.usual(SWIGLU)(gate_up)
     gate, up = mx.split(gate_up, 2, axis=-1)
@@ -41,7 +41,7 @@ def one_kernel(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
 
 
-# For a CPU, MLX would call the machine's C++ compiler, if there is one
+# On a CPU, MLX would call the machine's C++ compiler
 if mx.default_device() == mx.gpu:
     one_kernel = mx.compile(one_kernel, shapeless=True)
 
@@ -49,7 +49,7 @@ if mx.default_device() == mx.gpu:
 def geglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side -> (..., hidden)
     """gelu(gate) * up, with gelu(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
 
-    That is x / (1 + e^-v), with v twice what tanh is taken of.
+    That is x / (1 + e^-v), where v is twice the argument of tanh.
     """
     if row_ops.take(gate_up):
         return row_ops.usual(GEGLU)(gate_up)
@@ -66,7 +66,7 @@ def rms_norm(weight: mx.array, eps: float) -> Callable[[mx.array], mx.array]:
 
 
 def capped(x: mx.array, cap: float) -> mx.array:
-    """cap tanh(x / cap): nearly x near 0, and never beyond the cap."""
+    """cap tanh(x / cap): close to x near 0, and never beyond the cap."""
     if row_ops.take(x):
         return row_ops.usual(CAP, cap)(x)
     return cap * mx.tanh(x / cap)

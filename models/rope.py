@@ -1,14 +1,9 @@
-"""Rotary positions: how a position becomes angles, and how a query or a key is turned by them.
+"""Rotary positions: queries and keys are turned by angles that depend on their position.
 
-The problem. Attention sees positions by turning queries and keys. Each family stretches the
-positions beyond the length that its model was trained for in a way of its own, and each device
-turns fastest in another form.
-
-What this file keeps. A `Rope` is what the config says, as plain data. A `AttentionType` is how attention
-treats positions in some of the layers. Each form is held against the formula, or against mlx-lm, by
-a test (`tests/models/test_ops.py`).
-
-Where next: `layers.py`, what a model is made of.
+Families differ in how they go beyond the length that a model was trained for, and devices in which form
+is fastest. A `Rope` is the config as plain data, an `AttentionType` is how attention treats positions in
+some of the layers. Tests compare each form with the formula or with mlx-lm (`tests/models/test_ops.py`).
+Next: `layers.py`.
 """
 
 from __future__ import annotations
@@ -33,23 +28,22 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
-    # By what each plane's turn is slowed, for sequences up to the original length
+    # The factor by which each plane is slowed, for sequences up to the original length
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()  # and for longer ones
-    gain: float = 1.0  # what is turned becomes longer by this
+    gain: float = 1.0  # turned vectors are multiplied by this
     turned: int | None = None  # how many numbers of a head turn, from the first; None means all
-    interleaved: bool = False  # neighbours are a plane, not number i and number i + Dh/2
+    interleaved: bool = False  # adjacent numbers are a plane, instead of number i and i + Dh/2
 
     def is_too_short(self, length: int) -> bool:
-        """Is the length that the model was trained for less than this, so that planes turn by
-        another rule?"""
+        """Is this beyond the trained length, for types that then turn differently?"""
         return self.type in ("dynamic", "longrope") and length > self.original_length
 
     def order(self, Dh: int) -> list[int]:
-        """Where each number of a head comes from, so that number i and number i + Dh/2 are a plane.
+        """The order of a head's numbers in which number i and number i + Dh/2 are a plane.
 
-        The planes that do not turn come after those that do. This is done to the rows of q and k
-        while they are loaded. A product of q and k does not depend on the order of their numbers.
+        Planes that do not turn come last. The rows of q and k are put into this order when they are
+        loaded, which does not change their dot products.
         """
         turned = Dh if self.turned is None else self.turned
         if self.interleaved:
@@ -68,12 +62,12 @@ def rotate(
     cos: mx.array,  # (N, 1, Dh)
     sin: mx.array,  # (N, 1, Dh)
 ) -> mx.array:  # (N, heads, Dh)
-    """Rotary positions: number i and number i + Dh/2 of a head are one point in a plane, turned by
-    its position.
+    """Number i and number i + Dh/2 of a head are a point in a plane. Turn it by the angle of its
+    position.
 
-    The dot product of two turned vectors depends on the difference of their angles alone. So
-    attention sees how far apart two tokens are, and never where they stand. (a, b) becomes (a cos -
-    b sin, b cos + a sin); `sin` holds the minus.
+    The dot product of two turned vectors depends only on the difference of their angles. So attention
+    sees the distance of two tokens, and not their positions. (a, b) becomes (a cos - b sin, b cos +
+    a sin); `sin` has the minus sign.
     """
     a, b = mx.split(x, 2, axis=-1)
     return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
@@ -82,9 +76,9 @@ def rotate(
 class AttentionType(NamedTuple):
     """How attention treats positions in some of the layers. Most models have one kind of layer."""
 
-    rope: Rope | None  # None: it knows no positions
+    rope: Rope | None  # None: no positions (NoPE)
     span: int | None  # the sliding window, a token's own row included; None: full attention
-    cap: float | None  # what the scores come near to, and never exceed
+    cap: float | None  # soft cap of the scores
     frequencies: mx.array | None  # (Dh/2,)
     periods: mx.array | None  # 1 / frequencies, for a GPU
     has_kernel: bool = (
@@ -100,7 +94,7 @@ class AttentionType(NamedTuple):
         length: int = 0,
         has_kernel: bool = False,
     ) -> AttentionType:
-        """`length`: how long a sequence may be."""
+        """`length`: the maximum length of a sequence."""
         if rope is None:
             return AttentionType(None, span, cap, None, None, has_kernel)
         frequencies = rope_frequencies(rope, Dh, length)
@@ -116,11 +110,8 @@ def turning(
     kind: AttentionType,
     positions: mx.array,  # (N,)
 ) -> Callable[[mx.array], mx.array]:  # (N, heads, Dh) -> the same
-    """How the queries and keys of tokens at these positions are turned: `rotate`, by the positions'
-    angles.
-
-    On a GPU it is one kernel of MLX's.
-    """
+    """A function that turns queries and keys of tokens at these positions: `rotate`, or one kernel of
+    MLX's on a GPU."""
     rope = kind.rope
     if rope is None:
         return lambda x: x
@@ -147,13 +138,12 @@ def rope_angles(
     kind: AttentionType,
     positions: mx.array,  # (N,)
 ) -> tuple[mx.array, mx.array]:  # (N, 1, Dh) each
-    """cos and sin of each position times each plane's frequency, once for both numbers that are
-    turned in the plane."""
+    """cos and sin of each position times each plane's frequency, for both numbers of a plane."""
     rope = kind.rope
     angles = positions[:, None, None] * kind.frequencies  # (N, 1, Dh/2)
     cos = mx.cos(angles)
     sin = mx.sin(angles)
-    if rope.gain != 1:  # what turns becomes longer
+    if rope.gain != 1:  # only for planes that turn
         gain = mx.where(kind.frequencies > 0, rope.gain, 1.0)
         cos = cos * gain
         sin = sin * gain
@@ -164,26 +154,25 @@ def both_of_a_plane(
     cos: mx.array,  # (..., Dh/2)
     sin: mx.array,  # (..., Dh/2)
 ) -> tuple[mx.array, mx.array]:  # (..., Dh) each
-    """For both numbers of each plane, as `rotate` wants them: `sin` with its minus."""
+    """cos and sin for both numbers of each plane, as `rotate` wants them: `sin` with its minus sign."""
     both_cos = mx.concatenate([cos, cos], axis=-1)
     both_sin = mx.concatenate([-sin, sin], axis=-1)
     return both_cos, both_sin
 
 
 def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2,)
-    """How far each of a head's Dh/2 planes turns from one position to the next.
+    """The angle by which each of a head's Dh/2 planes turns from one position to the next.
 
-    Plane i turns by theta ** (-2 i / Dh): the first by 1, so it tells neighbours apart, the last by
-    nearly 1 / theta, so it takes tens of thousands of positions for one turn, and tells far from
-    near. Where only a part of a head turns, that part is the Dh of this formula, and the planes
-    behind it stand still.
+    Plane i turns by theta ** (-2 i / Dh): the first by 1, which distinguishes neighbours, the last by
+    nearly 1 / theta, which takes tens of thousands of positions for a turn and distinguishes near from
+    far. If only a part of a head turns, that part is the Dh of this formula, and the other planes do
+    not turn.
 
-    A model is stretched beyond the length it was trained for by turning its planes more slowly.
-    `linear` slows all of them. `llama3` and `yarn`
-    slow the slow ones only, because the fast ones tell neighbours apart. `dynamic` raises theta
-    with `length`. `longrope` names a factor for each plane, found by search, and others for
-    sequences beyond the trained length. Here `length` is that of a slot: so all sequences of an
-    engine turn alike, and may share rows.
+    Planes that turn more slowly extend a model beyond the length it was trained for. `linear` slows all
+    of them. `llama3` and `yarn` slow only the slow ones, because the fast ones distinguish neighbours.
+    `dynamic` raises theta with `length`. `longrope` has a factor for each plane, found by search, and
+    others for sequences beyond the trained length. Here `length` is that of a slot, so all sequences of
+    an engine turn alike and may share rows.
     """
     R = rope.turned or Dh
     theta = rope.theta
@@ -211,8 +200,8 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
 def slowed(rope: Rope, periods: mx.array) -> mx.array:  # (R/2,) -> the same
     """The periods of `llama3` and `yarn`: a mixture of each frequency and the slowed one.
 
-    The mixture is written for its reciprocal, for each type as mlx-lm computes it: far from the
-    beginning, the last digit of a frequency is seen in the fourth of a logit.
+    It is computed from the reciprocals, for each type as mlx-lm does: at far positions, the last digit of
+    a frequency changes the fourth digit of a logit.
     """
     turns = rope.original_length / (2 * mx.pi * periods)  # full turns within the trained length
     keep = kept_of_planes(rope, turns)
@@ -223,12 +212,11 @@ def slowed(rope: Rope, periods: mx.array) -> mx.array:  # (R/2,) -> the same
 
 
 def kept_of_planes(rope: Rope, turns: mx.array) -> mx.array:  # (R/2,) -> the same
-    """How much of each plane's frequency is kept: 0 where it is slowed by the whole factor, 1 where
-    not at all.
+    """The share of each plane's frequency that is kept: 0 means slowed by the whole factor, 1 not at all.
 
-    Fewer turns than low_freq_factor: nothing is kept. More than high_freq_factor: all. In between
-    `llama3` goes by the number of turns. `yarn` goes by the number of the plane: from the last
-    whole one before the one bound to the first behind the other.
+    With fewer turns than low_freq_factor it is 0, with more than high_freq_factor 1. In between `llama3`
+    interpolates by the number of turns, `yarn` by the number of the plane, between the bounds rounded
+    outwards.
     """
     low = rope.low_freq_factor
     high = rope.high_freq_factor

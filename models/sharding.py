@@ -1,14 +1,12 @@
-"""Which share of a model each of several processes holds.
+"""Divide a model among several ranks (tensor parallelism).
 
-The problem. A model that does not fit one machine must be cut up. Each layer is cut: every process
-has some of the heads and some of the hidden numbers of the MLP. With small numbers: H = 6 query
-heads, Hkv = 2 key heads, so G = 3. What each rank has:
+Each layer is divided: every rank has some of the heads and some of the hidden units of the MLP. For
+example, with H = 6 query heads and Hkv = 2 key heads, so G = 3:
 
     2 ranks   queries 0 1 2, key 0    |  queries 3 4 5, key 1
     4 ranks   queries 0, key 0  |  queries 1 2, key 0  |  queries 3, key 1  |  queries 4 5, key 1
 
-Where next: `load.py`, which takes a rank's share of the weights; `distributed/group.py`, how the
-ranks work together.
+Next: `load.py`, which reads a rank's shard of the weights; `distributed/group.py`, how ranks work together.
 """
 
 from __future__ import annotations
@@ -21,26 +19,26 @@ from runtime.files import ModelError
 
 
 def evenly(count: int, ranks: int) -> list[range]:
-    """0..count in neighbouring pieces that differ by one at most."""
+    """Divide 0..count into consecutive ranges whose lengths differ by at most one."""
     return [range(count * r // ranks, count * (r + 1) // ranks) for r in range(ranks)]
 
 
 class Shard(NamedTuple):
-    """What one rank has of each layer."""
+    """The part of each layer that one rank has."""
 
     queries: range  # heads
-    keys: range  # heads, and as many value heads
-    hidden: range  # numbers inside the MLP
+    keys: range  # heads, and the same value heads
+    hidden: range  # units inside the MLP
 
     @staticmethod
     def of(c: Config, rank: int, size: int) -> Shard:
-        """With fewer key heads than ranks, several ranks have the same key head and divide its
-        query heads."""
+        """With more ranks than key heads, several ranks have the same key head and divide its query
+        heads."""
         if size > 1 and c.qk_norm == "width":
             raise ModelError(
                 f"{c.model_type} cannot be shared: it has a norm over all heads. Start one process."
             )
-        # A last bit may decide which experts a token takes, and it must be the same on all
+        # A last bit may decide which experts a token takes, and all ranks must take the same
         if size > 1 and c.experts:
             raise ModelError(
                 f"{c.model_type} cannot be shared: each process would choose experts. Start one process."
@@ -75,7 +73,7 @@ class Shard(NamedTuple):
         )
 
     def cut(self, module: str, Dh: int) -> tuple[slice, slice]:
-        """Which rows and which columns of a module's weight (out, in)."""
+        """The rows and columns of a module's weight (out, in)."""
         own = {
             "queries": slice(self.queries.start * Dh, self.queries.stop * Dh),
             "keys": slice(self.keys.start * Dh, self.keys.stop * Dh),

@@ -1,8 +1,8 @@
 """The tensors of a model folder, checked before they are used.
 
-MLX loads lazily and checks little: a truncated download, a matrix of zeros or a NaN would become nonsense,
-many tokens later. A tensor leaves `Weights.take` only if the config implies it in this shape and its
-numbers are finite and not all zero. Anything else raises a `ModelError` of one line.
+MLX loads lazily and checks little: after a truncated download, or with a matrix of zeros or a NaN, the
+model would answer nonsense. `Weights.take` returns a tensor only if it has the shape that the config
+implies and its numbers are finite and not all zero. Otherwise it raises a `ModelError` of one line.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.u
 
 
 def usual_form() -> str:
-    """What becomes of weights unless another form is asked for.
+    """The default form of weights in memory.
 
-    "checkpoint": they stay as the files have them, and MLX multiplies. "float32": they are widened.
-    "packed": matrices stay as they are, and our own product makes float32 numbers of them as it
-    goes. On a CPU, MLX itself is fast with float32 alone.
+    "checkpoint": as the files have them; MLX multiplies. "float32": widened. "packed": as the files
+    have them; our own product converts them to float32 in registers. On a CPU, MLX itself is fast with
+    float32 alone.
     """
     if device.has_gpu():
         return "checkpoint"
@@ -44,7 +44,7 @@ def usual_form() -> str:
 
 
 class Tensor(NamedTuple):
-    """A tensor that the model is made of: its file, and what the file's header says of it."""
+    """A tensor of the model: its file, and its entry in the file's header."""
 
     path: Path
     name: str  # in the file
@@ -52,7 +52,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     rows: slice = slice(None)  # of the tensor in the file
     parts: tuple[Tensor, ...] = ()  # of a stack that is stored matrix by matrix
-    # Of a packed matrix, once it is checked: the bits of a number, and how many share a scale
+    # Of a packed matrix, once it is checked
     bits: int = 0
     group: int = 0
 
@@ -114,7 +114,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def read_entry(path: Path, name: str, entry: dict) -> Tensor:
-    """What a header says of one tensor."""
+    """Read a tensor's entry in a header."""
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:
         kind = shown(entry["dtype"])
@@ -127,8 +127,7 @@ def read_entry(path: Path, name: str, entry: dict) -> Tensor:
 
 
 def weight_files(folder: Path) -> dict[Path, set[str]]:
-    """The files to read. Each comes with the tensors that the index promises in it, if there is an
-    index."""
+    """The files to read. If there is an index, each with the tensors that should be in it."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         found = sorted(folder.glob("model*.safetensors"))
@@ -140,7 +139,7 @@ def weight_files(folder: Path) -> dict[Path, set[str]]:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ModelError(f"{index} has no weight_map; download it again.")
-    # Grouped first, since there may be a million tensors, and a path costs more than a text
+    # Group by name first: there may be a million tensors, and a Path costs more than a str
     files: dict[str, set[str]] = {}
     for tensor, file in places.items():
         if not isinstance(file, str) or "/" in file or len(file) > 200:
@@ -155,12 +154,12 @@ def weight_files(folder: Path) -> dict[Path, set[str]]:
     return {folder / file: tensors for file, tensors in files.items()}
 
 
-# --- what the model is made of ------------------------------------------------------------------
+# --- the tensors of a model ---------------------------------------------------------------------
 
 
 class Weights:
-    """The tensors of a checkpoint. All names and shapes are checked together, the numbers of each
-    when it is taken."""
+    """The tensors of a checkpoint. Names and shapes are checked at once, a tensor's numbers when it is
+    taken."""
 
     described_by = "config.json"
 
@@ -178,14 +177,14 @@ class Weights:
             raise ModelError(
                 f"{folder}: its weight files hold no tensors; download the model again."
             )
-        # As models without a head are saved
+        # Models without a head are saved without this prefix
         if "embed_tokens.weight" in self.tensors:
             self.tensors = {f"model.{name}": tensor for name, tensor in self.tensors.items()}
-        self._arrays: dict[Path, dict[str, mx.array]] = {}  # that have not been taken yet
+        self._arrays: dict[Path, dict[str, mx.array]] = {}  # not taken yet
         self._may_be_zero = (".bias", ".biases")
 
     def quantization(self, config: Config) -> str:
-        """How most of the model's numbers are written in the files."""
+        """The format of most of the numbers in the files."""
         sizes: Counter[str] = Counter()
         for name, shape in config.tensors().items():
             sizes[self._stored_as(name)] += math.prod(shape)
@@ -206,7 +205,7 @@ class Weights:
         return any(tensor.dtype != mx.float32 for tensor in matrices)
 
     def nbytes(self, own: Config, form: str, has_head: bool) -> int:
-        """The memory that a rank's share of the model will take in this form (`usual_form`)."""
+        """The memory of a rank's shard of the model in this form (`usual_form`)."""
         return sum(
             self._nbytes(name, shape, form, own.factor(name) != 1)
             for name, shape in own.tensors().items()
@@ -214,7 +213,7 @@ class Weights:
         )
 
     def _nbytes(self, name: str, shape: tuple[int, ...], form: str, is_multiplied: bool) -> int:
-        """Of one tensor, with its scales and offsets. What cuts a group of numbers is unpacked."""
+        """The memory of one tensor, with its scales and offsets. If a group is cut, it is unpacked."""
         count = math.prod(shape)
         width = shape[-1]
         tensor = self.tensors[name]
@@ -229,7 +228,7 @@ class Weights:
             return 2 * count + 4 * count // width
         scales = self.tensors[f"{name.removesuffix('.weight')}.scales"]
         size = scales.dtype.size
-        # Bytes that stand for scales are widened where their rows are cut, or where MLX multiplies
+        # Scales that are bytes are widened if their rows are cut, or if MLX multiplies
         is_cut = width * tensor.bits < 32 * tensor.shape[-1]
         if (form == "packed" and is_multiplied) or (size == 1 and (form != "packed" or is_cut)):
             size = 4
@@ -246,8 +245,7 @@ class Weights:
         return row_nbytes(width, kept) * (count // width) + factors
 
     def split(self, config: Config) -> None:
-        """Let what is stored as one tensor appear as its parts, under the names that other families
-        give them."""
+        """Replace fused tensors by their parts, under the names of other families."""
         shapes = config.tensors()
         for name, tensor in list(self.tensors.items()):
             module, _, kind = name.rpartition(".")
@@ -255,7 +253,7 @@ class Weights:
             modules = [f"{place}.{part}" for part in FUSED.get(fused, ())]
             heights = {part: shapes.get(f"{part}.weight", (0,))[0] for part in modules}
             if not heights or not all(heights.values()):
-                continue  # whole as it is, or `check_against` finds no place for it
+                continue  # not fused, or `check_against` refuses it
             if tensor.shape[:1] != (sum(heights.values()),):
                 raise ModelError(
                     f"{tensor.path}: {name} has the shape {tensor.shape}, but config.json implies "
@@ -270,8 +268,8 @@ class Weights:
             del self.tensors[name]
 
     def join(self, config: Config) -> None:
-        """Let experts' matrices appear as stacks, whether the files hold mlx-lm's stacks or each by
-        itself."""
+        """Give experts' matrices the names of stacks, whether the files hold mlx-lm's stacks or single
+        matrices."""
         apart: dict[str, dict[int, Tensor]] = {}
         for name in list(self.tensors):
             match = re.fullmatch(r"(.+\.mlp\.experts\.)(\d{1,9})\.(\w+\.\w+)", name)
@@ -293,15 +291,15 @@ class Weights:
             self.tensors[name] = parts[0]._replace(shape=shape, parts=parts)
 
     def check_against(self, config: Config) -> None:
-        """Refuse weights unless they hold every tensor that the config implies, in its shape, and
-        no other."""
+        """Refuse weights unless they hold exactly the tensors that the config implies, in their
+        shapes."""
         self._may_be_zero += ("norm.weight",) * config.norms_add
         if config.fused:
             self.split(config)
         if config.experts:
             self.join(config)
         last = f"model.layers.{config.layers - 1}.post_attention_layernorm.weight"
-        # Asked first, so that refusing a config with a million layers is quick
+        # Checked first, so that a config with a million layers is refused quickly
         if last not in self.tensors:
             raise self._lacks(last)
         expected = config.tensors()
@@ -337,13 +335,12 @@ class Weights:
         return ModelError(f"{self.folder} lacks the tensor {name}; download it again.")
 
     def _packing(self, module: str, shape: tuple[int, ...]) -> tuple[int, int]:
-        """(bits, group size) of a quantized matrix, from its shapes, whatever a config claims.
+        """(bits, group size) of a quantized matrix, from its shapes alone, so layers may differ.
 
-        `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them
-        shares one scale. So a width of 128 in 16 words with 2 scales means 4 bits in groups of 64.
-        Layers may differ, without further care.
+        `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares
+        one scale. So a width of 128 in 16 words with 2 scales means 4 bits in groups of 64.
         """
-        # The weight and the scales are there, or nobody would ask
+        # The caller has found weight and scales
         path = self.tensors[f"{module}.scales"].path
         if f"{module}.biases" not in self.tensors:
             raise ModelError(f"{path}: {module} is quantized, but {module}.biases is missing.")
@@ -370,8 +367,7 @@ class Weights:
         )
 
     def take(self, name: str) -> mx.array:
-        """One tensor, read and checked now. It can be taken once: from here on the caller owns its
-        memory."""
+        """Read and check one tensor. It can be taken once, since the caller then owns its memory."""
         return self._read(self.tensors[name])
 
     def _read(self, tensor: Tensor) -> mx.array:
@@ -388,7 +384,7 @@ class Weights:
         arrays = self._arrays[path]
         array = arrays[tensor.name]
         rows = tensor.rows
-        # Parts are taken in order: the last one ends the tensor
+        # Parts are taken in order, so the last one frees the tensor
         if rows.stop in (None, len(array)):
             del arrays[tensor.name]
         array = array[rows]
@@ -396,9 +392,11 @@ class Weights:
         return array
 
     def _check_numbers(self, tensor: Tensor, array: mx.array) -> None:
-        """Without their signs the bits of numbers are ordered as the numbers are, with infinity and
-        NaN above all others. (As integers, since MLX takes 40 times as long to compare float16
-        numbers.) Packed integers, biases and quantization offsets may well be all zero."""
+        """Refuse NaN, infinity, and all zeros except in biases and quantization offsets.
+
+        Without their signs, the bits of floats are ordered like the numbers, with infinity and NaN above
+        all others. They are compared as integers, because MLX is 40 times as slow with float16.
+        """
         if array.dtype == mx.uint32:
             return
         kind = mx.uint16 if array.dtype.size == 2 else mx.uint32
@@ -413,7 +411,7 @@ class Weights:
 
 
 def stored_in(name: str) -> str:
-    """What a family that fuses matrices calls the one that holds this tensor."""
+    """The name of the fused matrix that holds this tensor."""
     for fused, parts in FUSED.items():
         name = re.sub(rf"\.({'|'.join(parts)})\.", f".{fused}.", name)
     return name

@@ -162,7 +162,7 @@ def counts() -> str:
         "batch invariance: planted bugs, all caught": bugs,
         "matrix product: planted bugs, all caught": len(product.BUGS),
         "scheduler: random schedules, checked after every step": sched.SCHEDULES,
-        "ranks over MPI (not in the suite): models": len(ranks.MPI_KINDS),
+        "ranks over MPI (not in the suite): models": len(ranks.KINDS),
     }
     return table(["", "how many"], [[what, f"{many:,}"] for what, many in rows.items()], left=1)
 

@@ -1,5 +1,5 @@
-"""One model over several processes: shares add up, orders survive the wire, two processes answer
-like one, and a rank that is lost is told of and not waited for.
+"""One model over several processes: shards add up, batches arrive unchanged, two processes answer like
+one, and a lost rank ends all of them.
 
 The processes speak over MLX's ring, on loopback. `NANOBATCH_MPI=6 python -m pytest -k by_mpi` runs two
 to four by MPI, with more models. It needs mpirun, such as Debian's openmpi-bin.
@@ -61,8 +61,7 @@ RANK = str(ROOT / "tests" / "lib" / "rank.py")
     ("H", "Hkv", "hidden"), [(8, 8, 96), (8, 4, 640), (9, 3, 1536), (8, 1, 100), (12, 2, 512)]
 )
 def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
-    """A head or a hidden number that two ranks have counts twice; one that no rank has is
-    missing."""
+    """A head or hidden unit of two ranks counts twice; one of no rank is missing."""
     changes = {
         "num_attention_heads": H,
         "num_key_value_heads": Hkv,
@@ -91,8 +90,8 @@ def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
     [("olmo2", {}), ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2})],
 )
 def test_unshardable_family_is_refused(tmp_path, family, changes):
-    """Each rank would norm by what it has of q and k, or might choose other experts; MLX adds up
-    what does not belong together without complaint."""
+    """Each rank would norm its own part of q and k, or might choose other experts, and MLX would add up
+    the results without an error."""
     folder = make_checkpoint(tmp_path / "model", model_type=family, **changes)
     with pytest.raises(ModelError, match=rf"{family}.*one process"):
         ModelReader(folder, "float32", Ranks(1, 2))
@@ -114,7 +113,7 @@ KINDS = {
     },
     "phi3": {"model_type": "phi3"},
     "phi3, a part turns": {"model_type": "phi3", "partial_rotary_factor": 0.5},
-    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0]},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [0, 1]},
     "gemma2": {"model_type": "gemma2", "head_dim": 16},
     "gemma3_text": {"model_type": "gemma3_text", "head_dim": 16},
     "interleaved, 4 bit": {"rope_traditional": True, "quantize": lambda module: (4, 32)},
@@ -124,7 +123,7 @@ KINDS = {
 
 
 def own(branch):
-    """What a rank computes by itself, before it is added up over the ranks."""
+    """What a rank computes before the sum over the ranks."""
     return branch.steps[0] if isinstance(branch, Chain) else branch
 
 
@@ -167,8 +166,8 @@ def test_shards_make_up_the_layer(tmp_path, kind):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_packed_shards_keep_their_scales(tmp_path, size):
-    """On a GPU a quantized matrix stays packed. A cut inside of a group would leave numbers without
-    their scale."""
+    """On a GPU a quantized matrix stays packed. A cut inside a group would leave numbers without their
+    scale."""
     changes = {"dtype": mx.float16, "hidden_size": 128, "intermediate_size": 256}
     folder = make_checkpoint(tmp_path / "model", quantize=lambda module: (4, 64), **changes)
     for layer in assert_shards_make_up(folder, "checkpoint", size, atol=0.3):
@@ -279,7 +278,7 @@ def test_single_process(monkeypatch):
     ],
 )
 def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, text, says):
-    """MLX answers with an abort, or waits for ever; port 65537 is 1 for it."""
+    """MLX aborts, or waits forever; it takes port 65537 for 1."""
     monkeypatch.setenv("MLX_RANK", rank)
     monkeypatch.delenv("MLX_HOSTFILE", raising=False)
     if text:
@@ -292,8 +291,8 @@ def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, te
 
 
 def test_taken_port(monkeypatch, tmp_path):
-    """Two processes with one MLX_RANK listened at one port, since MLX lets them: either might get
-    the neighbour."""
+    """Two processes with one MLX_RANK listened at one port, which MLX allows: either might be
+    connected."""
     with socket.socket() as other:
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as MLX does it
             other.setsockopt(socket.SOL_SOCKET, option, 1)
@@ -311,7 +310,7 @@ def test_taken_port(monkeypatch, tmp_path):
 
 
 class Beside(Ranks):
-    """Rank 0 of two, which never meets the other one, but knows what it would say."""
+    """Rank 0 of two, with the other one's answers to `gather`."""
 
     def __init__(self, says: list[int]):
         super().__init__(0, 2)
@@ -323,8 +322,8 @@ class Beside(Ranks):
 
 
 def test_ranks_with_other_weights_are_refused(tmp_path):
-    """A model and its tuned version have one config. Half of each answered nonsense, and nothing
-    said so."""
+    """A model and a fine-tuned version have the same config. Half of each answered nonsense, without
+    an error."""
     models = [
         ModelReader(make_checkpoint(tmp_path / str(seed), seed=seed), "float32").read()
         for seed in (1, 2)
@@ -344,7 +343,7 @@ def test_ranks_with_other_weights_are_refused(tmp_path):
 
 
 class Ring(ExitStack):
-    """Ranks of one process, connected in a ring. `ended`: which one ended, and why."""
+    """Ranks in one process, connected in a ring. `ended`: which one ended, and why."""
 
     def __init__(self, monkeypatch, size: int):
         super().__init__()
@@ -375,8 +374,7 @@ class Ring(ExitStack):
 
 
 def test_orders_are_passed_along_the_ring(monkeypatch):
-    """The leader leaves when each of the others has done all it was told. Until then a rank still
-    needs the others."""
+    """The leader leaves when all other ranks have run every batch. Until then they need each other."""
     with Ring(monkeypatch, 4) as ring:
         leader, *others = ring.all
         orders = [[3, 1], list(range(5000))]
@@ -401,7 +399,7 @@ def test_orders_are_passed_along_the_ring(monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("lost", [0, 2])
 def test_every_rank_hears_which_one_is_lost(monkeypatch, lost):
-    """The ranks that end for it close their lines as well, so each blamed its neighbour."""
+    """The ranks that end because of it close their connections, too, so each blamed its neighbour."""
     with Ring(monkeypatch, 4) as ring:
         ring.lines[(lost + 1) % 4][0].shutdown(socket.SHUT_RDWR)
         said = dict(ring.ended.get(timeout=60) for _ in range(4))
@@ -411,8 +409,7 @@ def test_every_rank_hears_which_one_is_lost(monkeypatch, lost):
 
 
 def test_heartbeat_within_a_message():
-    """Two threads write on a line. A long order does not go out at once, if the next rank is slow
-    to read."""
+    """Two threads write to a connection. A long batch is sent in pieces if the next rank reads slowly."""
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:
@@ -428,7 +425,7 @@ def soon() -> float:
 
 
 class Answering:
-    """`answer`, in a thread of its own, at a port that is free."""
+    """`accept` in a thread, at a free port."""
 
     def __init__(self, *names: str, until: float = 0.0):
         server = socket.create_server((LOOPBACK, 0), backlog=200)
@@ -450,19 +447,19 @@ class Answering:
 
 
 def test_strangers_are_not_accepted():
-    """The first who came was taken for the neighbour."""
-    door = Answering("a", "b")
-    silent = [door.stranger() for _ in range(150)]
+    """The first caller was taken for the neighbour."""
+    listener = Answering("a", "b")
+    silent = [listener.stranger() for _ in range(150)]
     wrong = [
-        door.stranger(b"GET / HTTP/1.1\r\n\r\n"),
-        door.stranger(b"x" * 100_000),
-        door.stranger(b"a".ljust(NAME) + bytes(PROOF)),
+        listener.stranger(b"GET / HTTP/1.1\r\n\r\n"),
+        listener.stranger(b"x" * 100_000),
+        listener.stranger(b"a".ljust(NAME) + bytes(PROOF)),
     ]
     no_goodbye = struct.pack("ii", 1, 0)
     wrong[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_goodbye)
     wrong[0].close()
-    calls = {name: connect(door.address, KEY, name, soon()) for name in ("a", "b")}
-    lines = door.lines()
+    calls = {name: connect(listener.address, KEY, name, soon()) for name in ("a", "b")}
+    lines = listener.lines()
     for name, line in lines.items():
         calls[name].sendall(name.encode())
         assert line.recv(9) == name.encode()
@@ -472,25 +469,25 @@ def test_strangers_are_not_accepted():
             while stranger.recv(4096):  # the question
                 pass
     with pytest.raises(ConnectionRefusedError):
-        door.stranger()
+        listener.stranger()
     for line in (*calls.values(), *lines.values(), *silent, *wrong):
         line.close()
 
 
 def test_replayed_proof_is_refused():
-    """A proof is about the question that was asked: one that was written down is of no use."""
-    door = Answering("a", "b")
-    first = door.stranger()
+    """A proof answers one challenge: a recorded one is useless."""
+    listener = Answering("a", "b")
+    first = listener.stranger()
     question = first.recv(PROOF)
     named = b"a".ljust(NAME)
     heard = named + proof(KEY, question + named)
-    other = door.stranger(heard)
+    other = listener.stranger(heard)
     assert len(other.recv(PROOF)) == PROOF and other.recv(1) == b""
     first.sendall(b"c".ljust(NAME) + proof(KEY, question + b"c".ljust(NAME)))
     assert first.recv(1) == b"", "there is no such line"
-    one = connect(door.address, KEY, "a", soon())
-    two = connect(door.address, KEY, "b", soon())
-    assert door.lines().keys() == {"a", "b"}
+    one = connect(listener.address, KEY, "a", soon())
+    two = connect(listener.address, KEY, "b", soon())
+    assert listener.lines().keys() == {"a", "b"}
     for line in (first, other, one, two):
         line.close()
 
@@ -505,7 +502,7 @@ def test_replayed_proof_is_refused():
     ],
 )
 def test_other_program_at_the_port(says, why):
-    """The error says that it is no rank."""
+    """The error says that this is no rank."""
     with socket.create_server((LOOPBACK, 0)) as server:
         address = "{}:{}".format(*server.getsockname())
 
@@ -529,8 +526,8 @@ def test_other_program_at_the_port(says, why):
 
 
 def test_self_connection_is_retried(monkeypatch):
-    """Nobody listens yet, and the system gives the caller the very port that it calls: it would
-    keep the port from the rank that is to listen there."""
+    """While nothing listens, the system may give the caller the very port that it calls, and the rank
+    could not listen there."""
     made = []
 
     def itself(*_) -> socket.socket:
@@ -563,12 +560,12 @@ channel.send(line, [2])
 
 
 def test_stopped_rank_is_not_lost(monkeypatch):
-    """By Ctrl-Z, or in code that lets no other thread of Python run: it could not say that it lives."""
+    """Stopped by Ctrl-Z, or while another thread holds the GIL, it sends no heartbeat."""
     monkeypatch.setattr(channel, "SILENCE_S", 2)
-    door = Answering("a")
-    command = [sys.executable, "-c", CALLER, door.address, KEY.decode()]
+    listener = Answering("a")
+    command = [sys.executable, "-c", CALLER, listener.address, KEY.decode()]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as rank:
-        (line,) = door.lines().values()
+        (line,) = listener.lines().values()
         messages = messages_of(line)
         assert next(messages) == [1]
         rank.send_signal(signal.SIGSTOP)
@@ -591,8 +588,7 @@ leader.leave()
 
 
 def test_rank_lost_during_goodbye():
-    """Where one signal ended both ranks at once, rank 0 waited for ever until rank 1 would hear of
-    the end."""
+    """After a signal that ended both ranks at once, rank 0 waited forever for the goodbye."""
     done = python(GOODBYE)
     assert done.returncode == LOST and "rank 1 (there) is gone" in done.stderr
 
@@ -601,8 +597,8 @@ def test_rank_lost_during_goodbye():
 
 
 def test_full_send_buffer_does_not_block_the_exit():
-    """Once `mlx.launch` was killed, the word about a lost rank broke its pipe, and rank 0 waited
-    for ever."""
+    """After `mlx.launch` was killed, the message about a lost rank raised a BrokenPipeError, and rank 0
+    waited forever."""
     code = "from distributed.group import Ranks; Ranks(0, 2)._end('rank 1 is gone', 3)"
     reader, writer = os.pipe()
     os.close(reader)
@@ -613,8 +609,7 @@ def test_full_send_buffer_does_not_block_the_exit():
 
 class Pair(ExitStack):
     """Two ranks, started by hand, that end with this block whatever happens. `only`: the others are
-    never started. `inside` comes before each command. `forms`: of our own matrix product, one for
-    each rank."""
+    never started. `forms`: of our own matrix product, one for each rank."""
 
     def __init__(
         self,
@@ -622,7 +617,6 @@ class Pair(ExitStack):
         *command: str,
         only: tuple[int, ...] = (0, 1),
         host: str = "127.0.0.1",
-        inside: tuple[str, ...] = (),
         forms: Sequence[str] = (),
     ):
         super().__init__()
@@ -630,7 +624,7 @@ class Pair(ExitStack):
         (tmp_path / "hosts.json").write_text(json.dumps([[host] for host in self.hosts]))
         self.logs = [tmp_path / f"rank{rank}.log" for rank in (0, 1)]
         self.processes = {}
-        self._command = [*inside, sys.executable, *command]
+        self._command = [sys.executable, *command]
         self._environment = os.environ | {
             "NANOBATCH_THREADS": "1",  # the two wait for each other, and share the cores
             "MLX_HOSTFILE": str(tmp_path / "hosts.json"),
@@ -673,8 +667,8 @@ class Pair(ExitStack):
         return self.logs[rank].read_text()
 
     def found(self) -> list[list]:
-        """What rank 0 printed as JSON, a list of lists each time. MLX may have written a word of its
-        own at the end of such a line."""
+        """The lists of lists that rank 0 printed as JSON. MLX may have printed something at the end of
+        such a line."""
         texts = self.said(0).split("[[")[1:]
         return [json.JSONDecoder().raw_decode(f"[[{text}")[0] for text in texts]
 
@@ -688,8 +682,8 @@ class Pair(ExitStack):
 
 
 def test_two_processes_answer_like_one(tmp_path):
-    """A model of its own kinds: more query heads than key heads, biases, an untied head, 4 bit. The
-    two have other forms of the product. Each request in company has the bits that it has alone."""
+    """With grouped heads, biases, an untied head, 4 bits, and another instruction set on each rank. Each
+    request has the same bits in a batch and alone."""
     kinds = {
         "num_attention_heads": 6,
         "num_key_value_heads": 1,
@@ -718,7 +712,7 @@ MPI_ROUNDS = int(os.environ.get("NANOBATCH_MPI", 0))
 @pytest.mark.skipif(not MPI_ROUNDS, reason="a long form: NANOBATCH_MPI=6")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_by_mpi(size, tmp_path):
-    """They answer like one process, with the same bits."""
+    """They give the same tokens as one process, and are batch-invariant."""
     folders = [
         str(make_checkpoint(tmp_path / kind, seed=2, **changes)) for kind, changes in KINDS.items()
     ]
@@ -741,14 +735,13 @@ def test_ranks_by_mpi(size, tmp_path):
     ("own", "says", "exact"), [(True, 1, True), (True, 0, False), (False, 1, False)]
 )
 def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
-    """Once it had to be the same product, down to the number of its threads."""
+    """All ranks had to have the same instruction set, and the same number of threads."""
     monkeypatch.setattr("kernels.mlx.is_batch_invariant", lambda: own)
     assert is_batch_invariant(replace(parts[0], ranks=Beside([says]))) is exact
 
 
 def test_benchmark_on_ranks(tmp_path):
-    """Over MPI a sample's process could not join the others, so all samples are taken by the ranks
-    themselves."""
+    """Over MPI a new process for a sample could not join, so the ranks take all samples themselves."""
     small = [
         "--parts",
         "decode",
@@ -776,7 +769,7 @@ def test_benchmark_on_ranks(tmp_path):
     ],
 )
 def test_lost_rank_ends_every_process(tmp_path, fault, codes, says):
-    """MLX may wait for a lost rank for ever, and with it the thread that steps."""
+    """MLX, and with it the thread that steps, may wait forever for a lost rank."""
     with Pair(tmp_path, RANK, fault) as pair:
         assert pair.codes() == codes, pair.said(0) + pair.said(1)
         (results,) = pair.found()
@@ -807,7 +800,7 @@ def test_server_of_rank_0_stops_all_ranks(tmp_path):
 
 
 def test_idle_rank_loss_is_noticed(tmp_path):
-    """Nothing is sent then, so MLX notices nothing: the next client would be the first to learn of
+    """Nothing is sent then, so MLX does not notice: the next client would have been the first to learn of
     it. Where the hostfile writes the address in another way, such as by name, a rank was never
     missed."""
     with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0", host="127.1") as pair:
@@ -822,8 +815,7 @@ def test_idle_rank_loss_is_noticed(tmp_path):
 
 @pytest.fixture
 def inside():
-    """What to write before a command that shall run in a network of its own, without any other
-    machine."""
+    """A prefix for commands that run in a network namespace of their own."""
     if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
         pytest.skip("no network of its own without unshare, nsenter and ip")
     script = "ip link set lo up && echo up && exec sleep 600"
@@ -863,8 +855,8 @@ print(list(heard))
 
 
 def test_connection_cut_during_an_order(inside):
-    """The system then does not ask whether the other machine is there. It tries again for a quarter
-    of an hour. So the rank that listens must ask."""
+    """The sender's system then sends no keepalive probes, but retransmits for a quarter of an hour. So the
+    receiver must probe."""
     done = subprocess.run(
         [*inside, sys.executable, "-c", CUT],
         cwd=ROOT,
@@ -877,14 +869,14 @@ def test_connection_cut_during_an_order(inside):
 
 
 def test_rank_lost_while_loading(tmp_path):
-    """The others wait for its numbers inside of MLX, and no request is there to be told."""
+    """The others wait in MLX, and there is no request to end with an error."""
     with Pair(tmp_path, RANK, "killed in load") as pair:
         assert pair.codes() == [LOST, -signal.SIGKILL], pair.said(0)
         assert re.search(r"rank 0 of 2: rank 1 \(127.0.0.1:\d+\) is gone", pair.said(0))
 
 
 def test_missing_rank_is_named(tmp_path):
-    """MLX waited for it without a word, and let no other thread of Python run."""
+    """MLX waited for it without a message, and held the GIL."""
     with Pair(tmp_path, str(ROOT / "ask.py"), "Hello", only=(1,)) as pair:
         pair.says(1, re.escape(f"rank 1 waits for rank 0 ({pair.hosts[0]})"))
         pair.processes[1].send_signal(signal.SIGINT)
@@ -892,7 +884,7 @@ def test_missing_rank_is_named(tmp_path):
 
 
 def test_server_answers_while_ranks_meet(tmp_path):
-    """MLX let no other thread of Python run, so the door answered nothing."""
+    """MLX held the GIL, so the server did not answer."""
     (port,) = free_ports(1)
     command = [str(ROOT / "serve.py"), "--port", str(port)]
     with Pair(tmp_path, *command, only=(0,)) as pair:
@@ -926,7 +918,7 @@ sys.exit(ask.main())
 
 
 def test_ranks_with_other_keys_end_with_one_line(tmp_path):
-    """They waited for ever in MLX."""
+    """They waited forever in MLX."""
     with Pair(tmp_path, "-c", OTHER_KEYS) as pair:
         assert pair.codes() == [2, 2], pair.said(0) + pair.said(1)
         for rank in (0, 1):
@@ -950,8 +942,8 @@ sys.exit(ask.main())
 
 
 def test_stranger_at_mlx_is_kept_out(tmp_path):
-    """MLX takes the first who calls, and cannot tell who it is. Its connections are exchanged for
-    ours, before it has read from them."""
+    """MLX accepts the first caller, whoever it is. Its connections are replaced by ours before it reads
+    from them."""
     with Pair(tmp_path, "-c", RING_OF_STRANGERS) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
         assert "23" in pair.said(0)

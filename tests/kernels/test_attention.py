@@ -19,7 +19,8 @@ LENGTH = 352
 
 
 class Shape:
-    """A slab of random numbers, as if every row had an earlier owner, and queries for windows."""
+    """A slab full of random numbers, as if every row had been used before, and queries for
+    windows."""
 
     def __init__(self, seed: int):
         self.rng = rng = np.random.default_rng(seed)
@@ -118,7 +119,7 @@ def test_a_nan_stays_in_its_sequence(dtype):
 
 
 def test_a_slab_keeps_its_label_through_all_that_is_written():
-    """Without it, the operation would be taken for a product with a matrix that is not there."""
+    """Without it, the operation would be taken for a product with a matrix."""
     slab = Slab(1, 2, 1, 32, 16, mx.float16, is_fused=True)
     label = np.array(slab.arrays[0][-1, -1, -1]).tobytes()
     assert any(label)

@@ -68,8 +68,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_tokens_equal_mlx_lm_under_every_policy(name, tmp_path):
-    """Each branch of a GPU once scaled, masked or turned in a way of its own: the tokens show any
-    difference."""
+    """A branch for GPUs that scales, masks or turns differently changes the tokens."""
     seed = list(CHOSEN).index(name)
     folder = make_checkpoint(tmp_path, seed=seed, **CHOSEN[name])
     options = {"slots": 2 + seed % 5, "policy": [*POLICIES][seed % len(POLICIES)]}
@@ -83,8 +82,8 @@ def test_tokens_equal_mlx_lm_under_every_policy(name, tmp_path):
     ("weights", "policy"), [("bfloat16", "continuous"), ("float16", "fair"), ("4 bits", "static")]
 )
 def test_half_and_packed_are_as_close_as_mlx_lm(weights, policy, tmp_path):
-    """Both against mlx-lm in float32 on the same weights, along the tokens that ours has chosen in
-    company."""
+    """Compare both with mlx-lm in float32 on the same weights, for the tokens that our engine chose
+    in a batch."""
     packed = {"quantize": lambda module: (4, 64), "hidden_size": 128, "intermediate_size": 192}
     dtype = mx.float16 if weights == "float16" else mx.bfloat16
     folder = make_checkpoint(
@@ -222,7 +221,7 @@ FUSED = (
 
 
 def count(step: Callable[[], list[mx.array]]) -> Counter:
-    """How many operations of each kind a step has that answers with all that it makes."""
+    """Count the operations of a step by kind."""
     calls: Counter = Counter()
     inputs: list[mx.array] = []
 
@@ -256,7 +255,7 @@ def count(step: Callable[[], list[mx.array]]) -> Counter:
 
 
 def ours(folder: Path, slots: list[int]) -> Counter:
-    """A step in which these of eight slots decode, all of them at rows of their own."""
+    """A step in which these of eight slots decode, each at another row."""
     model = read_model(folder, "checkpoint")
     c = model.config
     slab = kv.Slab(c.layers, 8 if len(slots) > 1 else 1, c.Hkv, 256, c.Dh, model.dtype)
@@ -309,8 +308,8 @@ def counts_of_steps(folder: Path, weights: str, slots: list[int]) -> list[tuple[
 @pytest.mark.parametrize("slots", [[0], [0, 1, 2], [1, 2, 4, 5]])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_step_has_no_more_operations_than_mlx_lm(weights, slots, tmp_path):
-    """A layer had 22 in half precision, mlx-lm's 17: an index, a split or a cast is soon one of its
-    own."""
+    """A layer had 22 in half precision, mlx-lm's 17: an index, a split or a cast may be one
+    more."""
     (one, peers_one), (two, peers_two) = counts_of_steps(tmp_path, weights, slots)
     layer, peers_layer = two - one, peers_two - peers_one
     rest, peers_rest = one - layer, peers_one - peers_layer

@@ -1,5 +1,5 @@
-"""The C library: right, the same in any company and on any processor, free of races; built when
-nanobatch is installed, and checked when it is loaded."""
+"""The C library: right, batch-invariant, the same on all processors, free of races; built at
+install and checked when it is loaded."""
 
 import ctypes
 import os
@@ -49,7 +49,7 @@ def examined(exam: Path, bug: int = 0, rounds: int = 4) -> subprocess.CompletedP
 @NEEDS_COMPILER
 @pytest.mark.parametrize("form", COMPILED)
 def test_product_is_right_and_row_invariant(tmp_path, form):
-    """In the very library that programs load."""
+    """In the library that programs load."""
     done = examined(compiled(tmp_path / "exam", EXAM, build.library(form)), rounds=60)
     assert done.returncode == 0 and "0 differ, 0 numbers wrong" in done.stdout, done
 
@@ -59,7 +59,7 @@ def test_product_is_right_and_row_invariant(tmp_path, form):
     "fma" not in matmul_library.processor(), reason="no fused multiply-add on this x86"
 )
 def test_plain_c_has_the_same_bits(tmp_path):
-    """One order of sums for all, so that answers can be compared between processors."""
+    """All forms have one order of sums, so that answers can be compared between processors."""
     library = compiled(tmp_path / "plain.so", "-shared", "-mfma", build.SOURCE)
     assert matmul_library.computed(ctypes.CDLL(library)) == matmul_library.BITS
 
@@ -172,7 +172,7 @@ BUGS = {  # what is right, and what stands in its place; PLANTED is 1 in the pro
 
 
 def planted(folder: Path) -> Path:
-    """The source with all bugs in it; the number `planted` says which of them there is."""
+    """The source with all bugs in it; the variable `planted` turns one of them on."""
     source = build.SOURCE.read_text()
     for number, (right, wrong) in enumerate(BUGS.values(), 1):
         assert source.count(right) == 1, right
@@ -184,8 +184,9 @@ def planted(folder: Path) -> Path:
 
 @NEEDS_COMPILER
 def test_every_planted_bug_is_caught(tmp_path):
-    """By the exam; and, where a single thread can see it, by the check at load, so that what a
-    compiler with a fault has made is not used. All bugs are in one library, and turned on in turn."""
+    """By the exam and, if it shows in one thread, by the check at load, so that the output of a
+    broken compiler is not used. One library has all bugs, which are turned on one after the
+    other."""
     path = compiled(tmp_path / "planted.so", "-shared", *BEST, planted(tmp_path))
     exam = compiled(tmp_path / "exam", EXAM, path)
     library = ctypes.CDLL(path)
@@ -274,7 +275,7 @@ def checkout(tmp_path) -> Path:
 
 
 def blas_of(checkout: Path, choice: str = "") -> str:
-    """What multiplies there, or the line that ends a program."""
+    """The name of the library that multiplies, or the error."""
     done = run(
         "-c", "from kernels import mlx; print(mlx.named())", cwd=checkout, NANOBATCH_BLAS=choice
     )

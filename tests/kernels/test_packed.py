@@ -1,5 +1,5 @@
-"""Weights that stay packed: not a bit differs from the same weights widened, no memory is taken for
-what it is not, and none is kept."""
+"""Packed weights: the bits are those of widened weights, nothing else is taken for a packed matrix,
+and no memory leaks."""
 
 import ctypes
 import gc
@@ -74,7 +74,7 @@ def spread(part: Matrix) -> list[mx.array]:
 
 
 def widened(matrix: Matrix) -> mx.array:
-    """The float32 numbers, as they are made where nothing stays packed."""
+    """The float32 numbers that are computed where nothing stays packed."""
     if matrix.offsets is None:
         return matrix.weight.astype(mx.float32) * matrix.scales
     if matrix.claim:
@@ -139,7 +139,7 @@ def test_packed_experts_have_the_widened_bits(make, how):
 
 
 def rounded_product(x: np.ndarray, part: Matrix) -> np.ndarray:
-    """Each group of a row in whole numbers from -127 to 127, in float64 otherwise."""
+    """Round each group of a row to integers from -127 to 127, and compute in float64."""
     wide = np.array(packed(part).embed(mx.arange(len(part.weight))), np.float64)
     groups = x.reshape(len(x), -1, part.group)
     largest = np.abs(groups).max(axis=-1, keepdims=True)
@@ -221,8 +221,8 @@ CUTS += [(way, size) for way in ("Q5_0", "Q4_K", "Q6_K") for size in (2, 4)]
 
 @pytest.mark.parametrize(("way", "size"), CUTS)
 def test_shard_has_the_widened_bits(tmp_path, way, size):
-    """With 3 and 4 ranks `o` and `down` are cut inside a group: there the share is unpacked. Scales
-    that are bytes are widened where a rank has a part of each row."""
+    """With 3 and 4 ranks `o` and `down` are cut inside a group, so the shard is unpacked. Scales
+    that are bytes are widened if a rank has a part of each row."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "attention_bias": True}
     if way.startswith("Q"):
         lean, folder = make_pair(tmp_path, way, num_hidden_layers=1, hidden_size=512)
@@ -254,8 +254,8 @@ def test_shard_has_the_widened_bits(tmp_path, way, size):
 
 
 def test_float32_is_not_taken_for_packed():
-    """Even if they begin as a packed matrix does, but for one bit of its key. (Numbers made of it
-    may be no numbers. So the first column of a result is not looked at.)"""
+    """Even if they begin like a packed matrix, except for one bit of its key. (That may be a NaN,
+    so the first column of a result is not compared.)"""
     matrix = packed(quantized(1, (64, 64), 8, 32))
     begins = (ctypes.c_char * matmul_library.LINE).from_address(
         address(matrix.weight) - matmul_library.LINE
@@ -272,8 +272,7 @@ def test_float32_is_not_taken_for_packed():
 
 
 def test_lazy_product_holds_the_matrix():
-    """The model was let go, and its memory given to others, before the graph was evaluated: then
-    a list of addresses would say nothing, or something wrong."""
+    """The model was freed and its memory reused before the graph was evaluated."""
     x = normal(1, 3, 512)
     for seed in range(6):
         part = quantized(seed, (300, 512), 4, 64)
@@ -300,7 +299,7 @@ def test_wrong_shape_ends_the_process():
 
 
 def test_loads_while_another_computes(tmp_path):
-    """A step of another engine computes all the while."""
+    """Another engine runs steps meanwhile."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "quantize": lambda module: (4, 64)}
     folder = make_checkpoint(tmp_path / "a", seed=1, **changes)
     other = make_checkpoint(tmp_path / "b", seed=2, dtype=mx.bfloat16)
@@ -341,7 +340,8 @@ def test_loads_while_another_computes(tmp_path):
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_memory_is_as_estimated(tmp_path, bits):
-    """`fit` goes by what is said before the first tensor is read. Nothing is widened on the way."""
+    """`fit` uses the estimate from before the first tensor is read. Nothing is widened while
+    loading."""
     changes = {
         "hidden_size": 512,
         "intermediate_size": 2048,

@@ -1,6 +1,5 @@
-"""Operations on rows behind the door of packed matrices: none is taken for numbers, nor numbers for
-one, and no memory goes before its last use. (`tests/models/test_ops.py` holds them against their
-formulas.)"""
+"""Operations on rows: none is taken for a matrix, nor a matrix for one, and memory lives until its last
+use. (`tests/models/test_ops.py` compares them with their formulas.)"""
 
 import gc
 from pathlib import Path
@@ -25,7 +24,7 @@ def normal(seed: int, *shape: int) -> mx.array:
 
 
 def test_tiny_matrices_are_not_operations():
-    """To look whether it is an operation must not read beyond it."""
+    """The check for an operation must not read beyond them."""
     for N, K in ((1, 1), (2, 1), (1, 2)):
         x, w = normal(1, 5, K), normal(2, N, K)
         right = np.array(x, np.float64) @ np.array(w, np.float64).T
@@ -33,7 +32,7 @@ def test_tiny_matrices_are_not_operations():
 
 
 def test_lazy_norm_holds_its_weights():
-    """The model was let go, and its memory given to others, before the graph was evaluated."""
+    """The model was freed and its memory reused before the graph was evaluated."""
     x = normal(1, 3, 512)
     for seed in range(6):
         weight = normal(seed, 512)

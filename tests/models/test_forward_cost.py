@@ -1,4 +1,4 @@
-"""What a pass reads and multiplies: counted by hand, and as a pass that runs does it."""
+"""The bytes and products of a forward pass: counted by hand, and measured while it runs."""
 
 from collections import Counter
 
@@ -98,7 +98,7 @@ def prompt(length: int) -> list[int]:
 
 
 class Meter:
-    """Counts what is multiplied and looked at, while a graph is built."""
+    """Counts products and attention while a graph is built."""
 
     def __init__(self, monkeypatch):
         self.counts: Counter[str] = Counter()
@@ -173,8 +173,8 @@ def compare(model: Model, step, metered: Counter, exact: bool) -> None:
 
 
 def test_experts_of_the_newest_step(tmp_path):
-    """Each of so many tokens takes two experts, in each layer; in the last, only those that are
-    asked go on. A step without any of those leaves nothing behind that would hold the slab."""
+    """Each token takes two experts in each layer; in the last one, only tokens to sample do. A step
+    without any leaves nothing that would hold the slab."""
     with Engine.load(
         make_checkpoint(tmp_path, **EXPERTS), slots=3, max_len=256, chunk=32
     ) as engine:
@@ -197,8 +197,8 @@ def test_experts_of_the_newest_step(tmp_path):
 
 
 def test_kept_experts_copy_no_slab(tmp_path):
-    """Of a chunk that ends no prompt the last layer's choices are never computed. If they were
-    kept beyond the next pass, they would hold the slab, and a step would copy it."""
+    """If a chunk ends no prompt, the last layer's choices are never computed. Kept beyond the next
+    pass, they would hold the slab, and a step would copy it."""
     with Engine.load(
         make_checkpoint(tmp_path, **EXPERTS), slots=2, max_len=16_384, chunk=32, budget=34
     ) as engine:

@@ -1,4 +1,4 @@
-"""GGUF files: the same bits as with weights made float32 by the `gguf` package, whatever the type."""
+"""GGUF files give the same bits as weights that the `gguf` package converts to float32."""
 
 import os
 import struct
@@ -93,7 +93,7 @@ def test_frequencies_of_llama_3_come_from_their_tensor(tmp_path):
 
 
 def load(file: Path) -> None:
-    """As an engine does, but the tokenizer last: trying it takes longest."""
+    """Load like an engine, but the tokenizer last, because its check is slow."""
     found = model_finder.find(str(file))
     ModelReader(found).read()
     Tokenizer(found, 272)

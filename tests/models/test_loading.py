@@ -1,5 +1,4 @@
-"""Every way a checkpoint may be written is read, and every way it may be broken is said in one
-line."""
+"""Every form of a checkpoint is read, and every fault is named in one line."""
 
 import json
 import math
@@ -38,7 +37,7 @@ def sharded(tmp_path_factory):
 
 @pytest.fixture
 def folder(whole, tmp_path):
-    """A whole checkpoint of one's own, to break."""
+    """A copy of the checkpoint, to break."""
     return shutil.copytree(whole, tmp_path / "model")
 
 
@@ -251,8 +250,7 @@ def test_bad_fused_matrix(tmp_path):
 
 
 def test_bad_experts(tmp_path):
-    """Each expert may be a tensor by itself. A gap among them would shift all that come after
-    it."""
+    """Each expert may be a tensor of its own. A missing one would shift all later ones."""
     settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     folder = make_checkpoint(tmp_path, model_type="qwen3_moe", experts_apart=True, **settings)
     read_model(folder)
@@ -408,8 +406,7 @@ KNOWN_TO_TRANSFORMERS = [family for family in FAMILIES if family in CONFIG_MAPPI
 
 
 def test_config_defaults_equal_transformers(tmp_path):
-    """mlx-lm takes SeedOss for a model without biases if its config does not say, and SmolLM3 for
-    another theta."""
+    """mlx-lm has other defaults for the biases of SeedOss and the theta of SmolLM3."""
     assert len(KNOWN_TO_TRANSFORMERS) >= 12
     for family in KNOWN_TO_TRANSFORMERS:
         unsaid = {"head_dim": None, "rope_theta": None, "rms_norm_eps": None}
@@ -441,8 +438,7 @@ OTHERS = """
 
 @pytest.mark.parametrize("family", [*KNOWN_TO_TRANSFORMERS, *OTHERS.split()])
 def test_transformers_configs(tmp_path, family):
-    """Its spelling changes with its releases: since the fifth, rope's theta stands in
-    `rope_parameters`."""
+    """Field names change with releases: since transformers 5, theta is in `rope_parameters`."""
     config = AutoConfig.for_model(family).to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config))
     if family in FAMILIES:
@@ -487,8 +483,8 @@ def test_model_larger_than_memory(whole, monkeypatch):
 
 
 def test_sizes_are_fixed_before_loading(whole, monkeypatch):
-    """They were reckoned twice. So a program that took memory meanwhile refused a model whose
-    weights had just been read."""
+    """They were computed twice. When another program took memory in between, a model was refused
+    after its weights had been read."""
     read = ModelReader.read
 
     def read_beside_a_neighbour(reader: ModelReader):
@@ -531,7 +527,7 @@ def tried(folder) -> str:
 @pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero"])
 @pytest.mark.parametrize("file", FILES)
 def test_special_files_are_refused(folder, file, kind):
-    """To open a pipe that nothing writes to takes for ever, and there is no end to /dev/zero."""
+    """Opening a pipe without a writer blocks forever, and /dev/zero has no end."""
     path, said = folder / file, []
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -624,7 +620,7 @@ def strange(rng: random.Random, config: dict) -> dict:
 
 
 def test_random_configs(folder):
-    """A value of 5,000 characters was said again whole; a number of 5,000 digits raised another
+    """A value of 5,000 characters was repeated whole; a number of 5,000 digits raised another
     error."""
     rng, config, count = (
         random.Random(11),

@@ -1,5 +1,5 @@
-"""A model that is here is found without the network, and what cannot be served is listed with the
-reason."""
+"""Local models are found without the network, and listed with the reason if they are not
+supported."""
 
 import json
 from hashlib import sha256
@@ -21,7 +21,7 @@ from runtime.files import ModelError
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
-    """A machine of one's own: an empty hub cache and LM Studio's folder, and no network."""
+    """An empty hub cache, LM Studio's folder and Ollama's store, and no network."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(models, "LM_STUDIO", (tmp_path / "studio",))
@@ -60,8 +60,7 @@ def test_cached_model_needs_no_network(home, monkeypatch):
     "gone", ["tokenizer.json", "model-00002-of-00003.safetensors", "model.safetensors.index.json"]
 )
 def test_a_download_that_was_interrupted_goes_on(home, monkeypatch, gone):
-    """A folder in the cache holds what had come so far: taken for the model, it would be refused
-    for ever."""
+    """The folder in the cache is incomplete: taken for the model, it would be refused forever."""
     folder = cached(home, "someone/tiny", shards=3)
     (folder / gone).unlink()
     if "index" in gone:

@@ -1,5 +1,5 @@
-"""Each operation, in the form that this device runs fastest, against its formula: in float64, or as
-MLX has it."""
+"""Compare each operation, in the form that is fastest on this device, with its formula in float64,
+or with MLX."""
 
 import math
 from functools import partial
@@ -45,7 +45,7 @@ def form(request, monkeypatch) -> str:
 
 
 def places_off(y: mx.array, wanted: np.ndarray) -> float:
-    """How far the worst number is off, in units in the last place of what is wanted."""
+    """The largest error, in units in the last place."""
     return (np.abs(wide(y) - wanted) / np.spacing(np.abs(wanted).astype(np.float32))).max()
 
 
@@ -140,7 +140,7 @@ def test_argmax_takes_the_first(V, dtype):
 
 @pytest.mark.parametrize("place", [0, 5, 130, 255])
 def test_argmax_shows_nan(place):
-    """NaN passes a comparison in silence. A row that holds one must not yield a token."""
+    """Comparisons with NaN are false. A row that holds one must not yield a token."""
     x = normal(3, 256)
     x[1, place] = np.nan
     best, _ = sampling.argmax(mx.array(x))
@@ -207,7 +207,7 @@ def test_softmax_is_its_formula(form, rows, T, scale):
 
 
 def test_softmax_is_row_invariant(form):
-    """The form was chosen by how many rows there are, and that depends on the neighbours."""
+    """The form depended on the number of rows, and so on the other requests."""
     x = mx.array(normal(40, 4, 96, scale=5.0))
     whole = softmax(x)
     for rows in (1, 2, 3, 4, 15, 16, 39):
