@@ -166,6 +166,10 @@ def test_invalid_tools_are_refused(server):
     wrong.append([{"type": "function", "function": {"name": "a", "parameters": 5}}])
     wrong.append([{"type": "function", "function": {"name": ""}}])
     wrong.append([{"type": "web_search"}])
+    for kind in ("string", ["object", "null"]):
+        wrong.append(
+            [{"type": "function", "function": {"name": "a", "parameters": {"type": kind}}}]
+        )
     for tools in wrong:
         assert refused(chat(server, tools=tools), 400, "tools")["param"] == "tools", tools
 

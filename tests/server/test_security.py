@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from servers import CHAT, COMPLETIONS
+from servers import COMPLETIONS
 
 from runtime.files import LARGEST, LARGEST_OTHER, ModelError, check_size
 from server import embeddings_api, openai, watch, watch_frames
@@ -135,10 +135,3 @@ def test_rules_of_a_grammar_are_limited():
     assert compiled({"lark": rules})
     with pytest.raises(ValueError, match=f"at most {RULES}"):
         compiled({"lark": f'{rules}\nstart: "b"'})
-
-
-def test_chat_of_ordinary_size_passes(here):
-    """The limits above are no obstacle."""
-    body = {"prompt": "Hello", "stop": ["a"] * MAX_STOPS, "max_tokens": 1, "n": openai.MAX_N}
-    assert here.ask(COMPLETIONS, body).status == 200
-    assert here.ask(CHAT, {"messages": SAID}).status == 400, "this model has no template"

@@ -12,8 +12,6 @@ from servers import CHAT, COUNT, MESSAGES, RESPONSES
 from streams import ask
 from tooluse import PATHS, check, random_ask
 
-from text.tool_formats import FORMATS, OutputFormat
-
 
 @pytest.fixture(scope="module")
 def taught():
@@ -363,30 +361,6 @@ def test_recursive_schema_of_arguments(template, schema):
                 ((_, arguments),) = found.calls
                 return validate(json.loads(arguments), {"type": "object", **schema})
         pytest.fail("no call is complete")
-
-
-def test_required_call_of_many_tools():
-    """A schema's colons were counted as rules of a grammar."""
-    fields = {name: {"type": "integer"} for name in "abc"}
-    tools = []
-    for number in range(60):
-        function = {"name": f"t{number}", "parameters": {"type": "object", "properties": fields}}
-        tools.append({"type": "function", "function": function})
-    body = {"messages": [said("x")], "tools": tools, "tool_choice": "required", "max_tokens": 9}
-    with Taught(template=TURNS + "{# is_called #}", is_taught=False) as server:
-        server.parrot.engine.text.output_format = OutputFormat(
-            None, FORMATS[0]
-        )  # whose prompt is short
-        reply = server.ask(CHAT, body | {"parallel_tool_calls": False})
-        assert reply.status == 200, reply
-
-
-def test_non_object_parameters_are_refused(taught):
-    for type in ("string", ["object", "null"], 5):
-        function = {"name": "f", "parameters": {"type": type}}
-        body = {"messages": [said("x")], "tools": [{"type": "function", "function": function}]}
-        reply = taught.ask(CHAT, body)
-        assert reply.status == 400 and "object" in reply.error["message"]
 
 
 def test_reasoning_before_a_forced_answer():

@@ -527,8 +527,6 @@ def test_only_a_leading_bos_is_dropped(tmp_path, adds_bos):
 WORDS = {"hello": 0, "world": 1}
 FAIL_AT_ENCODE = {
     "WordLevel without its [UNK]": models.WordLevel(WORDS, unk_token="[UNK]"),
-    "WordPiece without its [UNK]": models.WordPiece(WORDS, unk_token="[UNK]"),
-    "BPE without its <unk>": models.BPE(WORDS, [], unk_token="<unk>"),
     "Unigram without unk_id": models.Unigram([("hello", -1.0), ("world", -1.0)]),
     "a regex that never ends, which panics": models.BPE(WORDS, []),
 }

@@ -230,26 +230,37 @@ def as_bytes(text: str) -> list[str]:
     return [*map(stream.push, tokens), stream.finish(tokens)]
 
 
+def parse_however_cut(text: str, output_format: OutputFormat, seed: int, **how) -> list[ParsedPart]:
+    """The parts of an answer: the same whole, character by character, and cut at random places."""
+    dice = random.Random(seed)
+    parts = parse(text, output_format, **how)
+    for count in (1, 3, 6):
+        cut = sorted(dice.choices(range(len(text) + 1), k=count))
+        pieces = [text[a:b] for a, b in zip([0, *cut], [*cut, None], strict=True)]
+        assert parse(pieces, output_format, **how) == parts, (seed, cut, text)
+    assert parse(list(text), output_format, **how) == parts, (seed, text)
+    return parts
+
+
 @pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 def test_random_answers_are_parsed_however_cut(format):
     calls = thoughts = 0
     for seed in range(ANSWERS):
         text, expected, output_format = make_answer(format, seed)
-        parts = parse(text, output_format)
+        parts = parse_however_cut(text, output_format, seed)
         if format.is_bare:  # its template takes one call in a message: no more are told
             first = [i for i, part in enumerate(expected) if part[0] == "tool_call"][:1]
             expected = expected[: first[0] + 1] if first else expected
         assert told(parts) == expected, (seed, text)
-        assert parse(list(text), output_format) == parts, (seed, text)
         assert seed % 10 or parse(as_bytes(text), output_format) == parts, (seed, text)
-        dice = random.Random(seed)
-        for _ in range(3):
-            places = sorted(dice.choices(range(len(text) + 1), k=4))
-            pieces = [text[a:b] for a, b in zip([0, *places], [*places, None], strict=True)]
-            assert parse(pieces, output_format) == parts, (seed, places)
         calls += any(part[0] == "tool_call" for part in expected)
         thoughts += expected[0][0] == "reasoning"
     assert calls > 0.6 * ANSWERS and thoughts > 0.5 * ANSWERS
+
+
+def damaged(text: str, dice: random.Random) -> str:
+    place = dice.randrange(len(text)) if text else 0
+    return text[:place] + dice.choice(HOSTILE) + text[place + dice.randrange(3) :]
 
 
 @pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
@@ -260,11 +271,9 @@ def test_damaged_answers_are_parsed_however_cut(format):
         text, _, output_format = make_answer(format, seed)
         dice = random.Random(-seed)
         text = text[: dice.randrange(len(text) + 1)]
-        if seed % 2 and text:
-            place = dice.randrange(len(text))
-            text = text[:place] + dice.choice(HOSTILE) + text[place + dice.randrange(3) :]
-        parts = parse(text, output_format)
-        assert parse(list(text), output_format) == parts, (seed, text)
+        if seed % 2:
+            text = damaged(text, dice)
+        parts = parse_however_cut(text, output_format, seed)
         kinds |= {part.kind for part in parts}
         if text.strip() and not any(text.strip() == marks[0] for marks in REASONING_MARKS):
             length = sum(len(part.text) for part in parts)
@@ -285,21 +294,13 @@ def spaced(text: str, dice: random.Random) -> str:
 @pytest.mark.parametrize("format", [*ALL, None], ids=lambda format: format and format.name)
 def test_long_white_space_is_parsed_however_cut(format):
     """More than 300 blanks after reasoning were the answer in one piece, and vanished in many."""
-    compared = 0
     for seed in range(ANSWERS // 8):
         text, _, output_format = make_answer(format or HERMES, seed)
         output_format = output_format._replace(tools=format)
         dice = random.Random(seed)
         text = spaced(text, dice)[: dice.choice([None, dice.randrange(len(text))])]
         how = {"is_thinking": dice.random() < 0.2, "is_single": dice.random() < 0.2}
-        parts = parse(text, output_format, **how)
-        places = dice.choices(range(len(text) + 1), k=6)
-        cuts = [[place] for place in places] + [sorted(places), range(1, len(text))]
-        for cut in cuts:
-            pieces = [text[a:b] for a, b in zip([0, *cut], [*cut, None], strict=True)]
-            assert parse(pieces, output_format, **how) == parts, (seed, cut, text)
-            compared += 1
-    assert compared == ANSWERS // 8 * 8
+        parse_however_cut(text, output_format, seed, **how)
 
 
 SPEECH = OutputFormat(REASONING_MARKS[0], HERMES)
@@ -514,18 +515,12 @@ def test_unmarked_calls_are_parsed_however_cut():
         text = "".join(dice.choice(pieces) for _ in range(dice.randrange(1, 5)))
         if dice.random() < 0.5:
             text = text[: dice.randrange(len(text) + 1)]
-        if dice.random() < 0.3 and text:
-            place = dice.randrange(len(text))
-            text = text[:place] + dice.choice(HOSTILE) + text[place + dice.randrange(3) :]
+        if dice.random() < 0.3:
+            text = damaged(text, dice)
         how = {"is_single": dice.random() < 0.3, "is_thinking": dice.random() < 0.1}
         output_format = OutputFormat(REASONING_MARKS[0], dice.choice(IN_JSON))
         for is_cut in (False, True):
-            parts = parse(text, output_format, is_cut=is_cut, **how)
-            cuts = [sorted(dice.choices(range(len(text) + 1), k=3)), range(1, len(text))]
-            for cut in cuts:
-                cut_up = [text[a:b] for a, b in zip([0, *cut], [*cut, None], strict=True)]
-                again = parse(cut_up, output_format, is_cut=is_cut, **how)
-                assert again == parts, (seed, cut, text)
+            parts = parse_however_cut(text, output_format, seed, is_cut=is_cut, **how)
         calls += any(part.kind == "tool_call" for part in parts)
     assert calls > 2 * ANSWERS
 
@@ -773,12 +768,15 @@ def test_tagged_string_follows_its_pattern(format, kind):
     assert not is_again, "the first mark ends the text"
 
 
-def test_tagged_argument_with_any_name_may_refer_to_a_definition():
-    """A key with a letter beyond ASCII was no valid reference, and the request a 400."""
+def test_grammars_of_calls_with_unusual_tools():
+    """A key with a letter beyond ASCII was no valid reference. And a schema's colons were counted as
+    rules of a grammar, of which there may be 500."""
     parameters = {"properties": {"日/%~": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"const": 5}}}
-    tool = {"function": {"name": "pay", "parameters": parameters}}
-    for format in TAGGED:
-        rules = tool_call_grammar(OutputFormat(tools=format), [tool])
+    fields = {name: {"type": "integer"} for name in "abc"}
+    many = [{"name": f"t{n}", "parameters": {"properties": fields}} for n in range(60)]
+    cases = [(format, [{"name": "pay", "parameters": parameters}]) for format in TAGGED]
+    for format, tools in [*cases, (learned(RENDERED["Hermes"]), many)]:
+        rules = tool_call_grammar(OutputFormat(tools=format), [{"function": t} for t in tools])
         assert with_marks("letters")[1].grammar({"lark": rules})
 
 
