@@ -490,9 +490,8 @@ class Screen(App):
         """Complete what is in the box as far as it is unambiguous."""
         found = keys.completions(self.prompt.value)
         if found:
-            first, last = min(found), max(found)
-            alike = sum(takewhile(bool, map(str.__eq__, first, last)))
-            self.prompt.put(first[:alike])
+            alike = sum(takewhile(bool, map(str.__eq__, min(found), max(found))))
+            self.prompt.put(found[0][:alike])
         if len(found) > 1:
             self.say(" ".join(line.split()[-1] for line in found))
 

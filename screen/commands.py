@@ -57,7 +57,10 @@ NUMBERS = {  # the commands with a number, and the limits
 }
 
 WATCHES = "this screen only watches: it fires prompts and cancels its own, and changes nothing else"
-SLOW, SLOWEST, FASTEST = 16, 1, 128  # steps a second: of a first burst, and as far as the keys go
+SLOW = 16  # steps a second of a first burst
+# As far as the keys go
+SLOWEST = 1
+FASTEST = 128
 
 
 class Session:
@@ -72,9 +75,8 @@ class Session:
         self.state = state
         self.eases = eases
         self._seen = 0
-        self._coming: dict[
-            str, object
-        ] = {}  # changes of the view by commands that have not run yet
+        # Changes of the view by commands that have not run yet
+        self._coming: dict[str, object] = {}
         self.stays = False
         self.has_chats = False  # on a screen prompts belong to conversations
 

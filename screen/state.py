@@ -226,8 +226,8 @@ class State:
     def _absorb_steps(self, news: Snapshot, busy: bool) -> None:
         if news.missed and self.history:
             lost = news.output_tokens - self._delivered - sum(step.tokens for step in news.steps)
-            first, last = news.steps[0], self.history[-1]
-            self.history.append(gap(UNSEEN, first, last, news.missed, max(0, lost)))
+            last = self.history[-1]
+            self.history.append(gap(UNSEEN, news.steps[0], last, news.missed, max(0, lost)))
             self._count(self.history[-1])
         # Requests without an end that are older than every open one have ended unseen
         if news.missed_ends:
@@ -566,5 +566,5 @@ def breakdown_in(state: State, request: RequestView) -> LatencyBreakdown:
     """The latency of a request in parts, each step divided at the usual prices."""
     steps = state.steps_of(request)
     step = state.history[steps[-1]].step if steps else None
-    usual, now = prices(state, one_in=2, step=step), state.view.engine.now
-    return break_down(request, state.requests.values(), state.history, usual, now)
+    usual = prices(state, one_in=2, step=step)
+    return break_down(request, state.requests.values(), state.history, usual, state.view.engine.now)

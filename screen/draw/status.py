@@ -25,13 +25,13 @@ def what_is_done(view: View) -> str:
         return f"{'▮▮ paused,' if view.paused else '⇣'} draining → {view.engine.draining_to}"
     if view.paused:
         return "▮▮ paused"
-    sign, word = "■", "idle"
+    doing = "■ idle"
     if view.busy:
-        sign, word = "▶", "running"
+        doing = "▶ running"
     if view.racing:
-        sign, word = "⚑", "racing"
+        doing = "⚑ racing"
     # Steps per second of real time; all other figures use the engine's clock
-    return f"{sign} slow: {view.slow:g} steps/s" if view.slow else f"{sign} {word}"
+    return f"{doing[0]} slow: {view.slow:g} steps/s" if view.slow else doing
 
 
 def others_of(view: View) -> str:

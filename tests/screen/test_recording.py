@@ -32,16 +32,12 @@ def recorded(stage: Stage) -> dict:
 
 def steps_of(recording: dict, run: int = 0) -> list[dict]:
     names = recording["fields"]["StepView"]
-    return [dict(zip(names, step, strict=True)) for step in recording["runs"][run]["steps"]]
+    return [simulate.named(names, step) for step in recording["runs"][run]["steps"]]
 
 
 def requests_of(recording: dict, run: int = 0) -> list[dict]:
     names = recording["fields"]["RequestView"]
-    out = [dict(zip(names, each, strict=True)) for each in recording["runs"][run]["requests"]]
-    for request in out:
-        metrics = recording["fields"]["Metrics"]
-        request["metrics"] = dict(zip(metrics, request["metrics"], strict=True))
-    return out
+    return [simulate.named(names, each) for each in recording["runs"][run]["requests"]]
 
 
 def test_a_recording_has_every_step_and_text():
@@ -91,7 +87,7 @@ def test_the_scheduler_plans_again_what_was_recorded(policy, is_hurried):
     stage.obey("/burst 20")
     recording = recorded(stage.finish())
     run = recording["runs"][0]
-    limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
+    limits = simulate.named(recording["fields"]["Limits"], run["limits"])
     prompts = simulate.sent_of(run, recording["fields"])
     played = simulate.play(limits, POLICIES[policy], prompts, page.price_of(recording))
     plans = json.loads(json.dumps(played["steps"]))
@@ -123,7 +119,7 @@ def test_a_recording_of_fair_still_knows_who_is_who():
         stage.engine.submit(ids, SamplingParams(max_tokens=9), client="ab"[number in (7, 9)])
     recording = recorded(stage.finish())
     run = recording["runs"][0]
-    limits = dict(zip(recording["fields"]["Limits"], run["limits"], strict=True))
+    limits = simulate.named(recording["fields"]["Limits"], run["limits"])
     prompts = simulate.sent_of(run, recording["fields"])
     prompts = [sent._replace(prompt=(i,) * len(sent.prompt)) for i, sent in enumerate(prompts)]
     played = simulate.play(limits, POLICIES["fair"], prompts, PRICE)

@@ -22,13 +22,8 @@ import pytest
 from browsers import DESK, PHONE, choose, in_place_everywhere, needs_browser, shows, until
 from recordings import HOSTILE, TEXTS, recording
 from servers import Server
-from word_engine import Clock, word_engine
 
 from docs.make import annotated, page
-from nanobatch import SamplingParams
-from server.app import APIServer
-from server.http import Options
-from text.tokenizer import Prompt
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "docs" / "index.html"
@@ -195,33 +190,6 @@ def test_any_text_stays_in_its_row(plays):
     for number in range(1, len(TEXTS) + 1):
         choose(tab, number)
         in_place_everywhere(tab, 200)
-
-
-def test_any_text_stays_in_its_row_of_a_servers_page(opens, tmp_path):
-    time = Clock()
-    api = APIServer(Options(port=0)).start()
-    with word_engine(time, time, max_len=4096) as engine:
-        engine.text.folder = tmp_path  # where a model's own settings would lie
-        loop = engine.serving()
-        with loop:
-            loop.pause()
-            api.open(engine, loop, "a-model-with-a-long-name" * 20)
-            for text in TEXTS:
-                said = f'"{text}"'
-                prompt = Prompt(tuple(engine.text.ask(said)), said)
-                engine.submit(prompt, SamplingParams(max_tokens=600, ignore_eos=True))
-            tab = opens(f"{api.address}/", offline=False)
-            until(tab, "window.nanobatch")
-            for steps in (300, 600, 900):
-                loop.step(300)
-                until(tab, f"nanobatch.player.lanes[0].steps.length === {steps}")
-                in_place_everywhere(tab, 60)
-            loop.resume()
-            until(tab, f"nanobatch.player.lanes[0].figuresAt(1e9).answered === {len(TEXTS)}")
-            for number in range(1, len(TEXTS) + 1):
-                choose(tab, number)
-                in_place_everywhere(tab, 60)
-        api.close()
 
 
 def test_nothing_moves_when_it_is_seen_for_the_first_time(opens):

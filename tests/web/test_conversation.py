@@ -304,21 +304,6 @@ def test_a_stopped_answer_frees_its_slot(talks, parrots):
     assert not parrot.engine.snapshot().requests
 
 
-def test_two_tabs_are_two_clients(talks, parrots):
-    parrot = parrots()
-    tabs = [talks(parrot), talks(parrot)]
-    parrot.loop.slow = 80  # steps a second
-    for tab in tabs:
-        say(tab, "say: " + "on and on " * 200, waits=False)
-    rows = "[...document.querySelectorAll('.slots .row')].findIndex((row) => row.matches('.mine'))"
-    for tab in tabs:
-        until(tab, f"{rows} >= 0")
-    assert len({tab.evaluate(rows) for tab in tabs}) == 2
-    for tab in tabs:
-        part(tab, "stop").click()
-    parrot.loop.slow = 0.0
-
-
 def test_a_late_page_knows_the_queue(talks, parrots):
     """It was told of the first 32, and said that no more were in line."""
     parrot = parrots()

@@ -87,6 +87,11 @@ def play(frames: list[str], **bounds: int) -> dict:
     return in_node(TAKES, {"shape": shape, "frames": told, "bounds": bounds})
 
 
+def packed(sender: watch_frames.Sender, seen) -> str:
+    nothing = ServerView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
+    return sender.pack(watch_frames.Frame(False, 0, 0.0, seen, nothing))
+
+
 def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list], list[int]]:
     """Frames of five requests from a step on, the texts at each frame, and the number of waiting requests."""
     sender = watch_frames.Sender(texts)
@@ -94,12 +99,11 @@ def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list
         engine.submit(
             f"prompt {n}", SamplingParams(max_tokens=60, ignore_eos=True), origin="10.0.0.1"
         )
-    nothing = ServerView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
     seen, frames, told, lines = None, [], [], []
     for step in range(400):
         if step >= begin:
             seen = engine.snapshot(seen)
-            frames.append(sender.pack(watch_frames.Frame(False, 0, 0.0, seen, nothing)))
+            frames.append(packed(sender, seen))
             lines.append(seen.waiting)
             told.append([[r.id, r.text] for r in (*seen.requests, *seen.ended)])
         engine.step()
@@ -144,13 +148,12 @@ def test_rests_that_the_page_leaves_out_are_no_waits(engine, at_once):
     """A request after a rest had waited a quarter of a second, and one before several rests for all of
     them, as soon as the page came later."""
     sender, seen, frames = watch_frames.Sender(True), None, []
-    nothing = ServerView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
     for n in range(3):
         engine.submit(f"prompt {n}", SamplingParams(max_tokens=2, ignore_eos=True))
         for step in range(6):
             if not at_once or (n, step) == (2, 5):
                 seen = engine.snapshot(seen)
-                frames.append(sender.pack(watch_frames.Frame(False, 0, 0.0, seen, nothing)))
+                frames.append(packed(sender, seen))
             engine.step()
         time.sleep(0.3)
     waits = play(frames)["waits"]
@@ -190,7 +193,6 @@ tell(said);
 def test_the_page_agrees_with_the_screen_on_long_prompts():
     """The page had a hatched bar for minutes, and no word of how long it would take."""
     clock, sender = Clock(), watch_frames.Sender(False)
-    nothing = ServerView("http://127.0.0.1:8000", False, 3, 1, (), (), 0, 0)
     frames, told, seen = [], [], None
     with word_engine(clock, clock, slots=2, max_len=9_000) as engine:
         engine.runner.time = SlowClock(clock)
@@ -198,7 +200,7 @@ def test_the_page_agrees_with_the_screen_on_long_prompts():
         engine.submit([2] * 20, SamplingParams(max_tokens=30))
         while engine.step():
             seen = engine.snapshot(seen)
-            frames.append(sender.pack(watch_frames.Frame(False, 0, 0.0, seen, nothing)))
+            frames.append(packed(sender, seen))
             long = [slot for slot in seen.slots if slot.prefill.is_long]
             told.append([[slot.request, slot.prefill.words] for slot in long])
     shape = live_page.SHAPE | {"protocol": watch_frames.PROTOCOL}
