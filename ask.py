@@ -102,15 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
             if asked[name] is None:  # left to the model's generation_config.json
                 del asked[name]
         SamplingParams(**asked)  # report a mistake before anything is loaded
-        options = {"slots": slots, "max_len": args.max_len, "policy": args.policy}
-        options |= {
-            "usual_len": 8192 if talks else 1024,
-            "speculate": args.speculate,
-            "kv": args.kv,
-            "attention": args.attention,
-            "slot_cache": args.slot_cache,
-            "activations": args.activations,
-        }
+        options = cli.engine_options(args)
+        options |= {"slots": slots, "usual_len": 8192 if talks else 1024}
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (distributed/group.py), one answers
                 return engine.follow()

@@ -184,11 +184,9 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
         )
     from nanobatch import Engine
 
-    sizes = {"slots": args.slots or 4, "max_len": args.max_len, "usual_len": 8192}
-    options = {"policy": args.policy, "max_queue": args.max_queue, "speculate": args.speculate}
-    options |= {"kv": args.kv, "attention": args.attention, "activations": args.activations}
-    options["slot_cache"] = args.slot_cache
-    engine = Engine.load(args.model, **options, **sizes, **how)
+    options = cli.engine_options(args)
+    options |= {"slots": args.slots or 4, "usual_len": 8192, "max_queue": args.max_queue}
+    engine = Engine.load(args.model, **options, **how)
     # Otherwise a bug in `forward` would look like a wrong option
     with error_reports.shown("the first step failed"):
         engine.runner.warm_up()

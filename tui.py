@@ -170,10 +170,7 @@ def load_engine(
     from kernels import mlx as device
     from nanobatch import Engine
 
-    options = {"policy": args.policy, "slots": args.slots, "max_len": args.max_len}
-    options |= {"usual_len": TALK, "speculate": args.speculate, "kv": args.kv}
-    options |= {"attention": args.attention, "activations": args.activations}
-    options["slot_cache"] = args.slot_cache
+    options = cli.engine_options(args) | {"usual_len": TALK}
     # The demo's prompts and answers are short: with these, they fill a slot, and some take two chunks
     if args.model == "demo":
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}

@@ -9,7 +9,6 @@ this checkout nor a compiler: its README.md says how to begin.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import shutil
 import sys
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from course.from_zero.stages import STAGES
 from course.from_zero.start import blank_book
 from course.overlay import CHAPTERS, ROOT, our_file
+from runtime import cli
 
 FOLDERS = ("analysis", "demo/model", "distributed", "kernels", "models", "runtime", "screen")
 FOLDERS += ("server", "text", "web", "course/from_zero")
@@ -83,17 +83,16 @@ def make(folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="handout.py", description=__doc__.partition("\n")[0])
+    parser = cli.CommandLine("course/handout.py", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where: a new folder")
-    args = parser.parse_args()
+    folder = parser.parse_args().folder
     try:
-        make(args.folder)
-    except (OSError, ValueError) as error:
-        print(f"handout.py: {error}", file=sys.stderr)
-        return 2
-    print(f"{args.folder}: begin with its README.md")
+        make(folder)
+    except OSError as error:
+        parser.error(f"{folder}: {error.strerror or error}; name a new folder")
+    print(f"{folder}: begin with its README.md")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.run(main)

@@ -294,6 +294,12 @@ def processor() -> str:
     return f"{name}, {many} core{'s' if many != 1 else ''}"
 
 
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `add_engine` has read, except for the model, as `Engine.load` takes it."""
+    names = ("slots", "max_len", "policy", "speculate", "kv", "attention", "activations")
+    return {name: getattr(args, name) for name in (*names, "slot_cache")}
+
+
 class ShowVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
         print(version())

@@ -12,15 +12,16 @@ workflow makes them when it publishes `docs/`.
 
 import ast
 import html
-import io
-import keyword
 import re
-import tokenize
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import NamedTuple
+
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "annotated"
@@ -42,7 +43,6 @@ MARKS = re.compile(
     """,
     re.VERBOSE,
 )
-COLOURED = re.compile("keyword|NUMBER|COMMENT|.*STRING.*")  # an f-string has several tokens
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -83,7 +83,7 @@ def definitions(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 def parts_of(text: str) -> list[Part]:
     """A file, cut before each function, class and comment. The first part is the essay."""
-    lines = coloured(text)
+    lines = highlight(text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
     begins: dict[int, Part] = {}
     docstrings: set[int] = set()
     for name, node in definitions(ast.parse(text)):
@@ -109,22 +109,6 @@ def parts_of(text: str) -> list[Part]:
             parts.append(Part("", [line.strip("# ")], []))
         before = line
     return parts
-
-
-def coloured(text: str) -> list[str]:
-    """The lines as HTML, with a class for keywords, strings, numbers and comments."""
-    heads = text.splitlines()
-    tails = [""] * len(heads)  # of each line, what is HTML already
-    for token in reversed([*tokenize.generate_tokens(io.StringIO(text).readline)]):
-        kind = "keyword" if keyword.iskeyword(token.string) else tokenize.tok_name[token.type]
-        if COLOURED.fullmatch(kind) and token.start[0] == token.end[0]:
-            row = token.start[0] - 1
-            start = token.start[1]
-            word = html.escape(heads[row][start : token.end[1]])
-            after = html.escape(heads[row][token.end[1] :])
-            tails[row] = f'<i class="{kind.lower()}">{word}</i>{after}{tails[row]}'
-            heads[row] = heads[row][:start]
-    return [html.escape(head) + tail for head, tail in zip(heads, tails, strict=True)]
 
 
 def in_html(prose: str) -> str:

@@ -1,11 +1,11 @@
 """The life of one request to its first token, as text: which of our functions it enters, in which
 file and order.
 
-    python docs/make/life.py [folder of another checkout]
+    python docs/make/life.py
 
 One slot, one request, from `submit` to the step that delivers its first token. The list ends with
 two figures: the number of functions entered, and how often the reader changes to another file. To see
-whether a change makes the way longer, trace another checkout, too.
+whether a change makes the way longer, run this file of another checkout, too.
 
 Left out are the layers after the first, what `ops.py`, `rope.py` and `layers.py` in `models` and
 `mlx.py` and `row_ops.py` in `kernels` define, and the slab's windows. A comprehension, a generator
@@ -13,37 +13,29 @@ expression or a lambda belongs to its function. A function entered several times
 line.
 """
 
-import ast
 import inspect
 import sys
 from itertools import groupby, pairwise
 from pathlib import Path
 from types import FrameType
 
-HERE = Path(__file__).resolve().parents[2]
-ROOT = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else HERE
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from nanobatch import Engine, SamplingParams  # noqa: E402
 
-# Left out by name, not by file: another checkout may keep the same functions elsewhere.
-FILES = ("models/ops", "models/rope", "models/layers", "kernels/mlx", "kernels/row_ops")
-TRUSTED = [node for name in FILES for node in ast.parse((HERE / f"{name}.py").read_text()).body]
-LEFT_OUT = {node.name for node in TRUSTED if isinstance(node, (ast.FunctionDef, ast.ClassDef))} | {
-    "Window"
-}
-
-
+PACKAGES = ("runtime", "models", "kernels", "text", "distributed")
+LEFT_OUT = ("models/ops", "models/rope", "models/layers", "kernels/mlx", "kernels/row_ops")
+LEFT_OUT = [ROOT / f"{name}.py" for name in LEFT_OUT]
 SAMPLING = SamplingParams(max_tokens=8)
 
 
 def is_ours(frame: FrameType) -> bool:
     code = frame.f_code
-    if code.co_name.startswith("<") or code.co_qualname.split(".")[0] in LEFT_OUT:
+    if code.co_name.startswith("<") or code.co_qualname.startswith("Window."):
         return False
     file = Path(code.co_filename)
-    packages = ("runtime", "models", "kernels", "text", "distributed")
-    return file.parent == ROOT or file.parent.name in packages
+    return (file.parent == ROOT or file.parent.name in PACKAGES) and file not in LEFT_OUT
 
 
 def trace(engine: Engine, prompt: str) -> list[tuple[int, str, str]]:  # depth, file, function
@@ -60,21 +52,14 @@ def trace(engine: Engine, prompt: str) -> list[tuple[int, str, str]]:  # depth, 
         names = [caller.f_code.co_name for caller in stack]
         # The second layer's calls come from the same places in the code as the first's
         if "forward" in names[1:]:
-            site = [
-                (caller.f_code, caller.f_lasti)
-                for caller in stack[1 : names.index("forward", 1) + 1]
-            ]
-            if (frame.f_code, *site) in sites:
+            callers = stack[1 : names.index("forward", 1) + 1]
+            site = (frame.f_code, *((each.f_code, each.f_lasti) for each in callers))
+            if site in sites:
                 return
-            sites.add((frame.f_code, *site))
+            sites.add(site)
         file = Path(frame.f_code.co_filename).relative_to(ROOT)
-        entered.append(
-            (
-                sum(map(is_ours, stack[1:])),
-                str(file),
-                frame.f_code.co_qualname.replace("<locals>.", ""),
-            )
-        )
+        depth = sum(map(is_ours, stack[1:]))
+        entered.append((depth, str(file), frame.f_code.co_qualname.replace("<locals>.", "")))
 
     sys.setprofile(profile)
     handle = engine.submit(prompt, SAMPLING)

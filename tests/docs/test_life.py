@@ -40,10 +40,9 @@ def test_drawing_and_table_have_ten_stations():
     assert numbers == sorted(map(int, drawn)) == list(range(1, 11))
 
 
-def test_a_request_goes_the_way_that_is_drawn(engine, monkeypatch):
+def test_a_request_goes_the_way_that_is_drawn(engine):
     """From submit to text, as docs/make/life.py traces it: the functions come in the order of the
     table."""
-    monkeypatch.setattr(life, "ROOT", ROOT)  # it looks for a folder among the program's arguments
     entered = [name for _, _, name in life.trace(engine, "Count.")]
     stations = [name for _, name in STATIONS]
     inside = stations[

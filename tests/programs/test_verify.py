@@ -1,4 +1,4 @@
-"""`verify.py`, as a stranger runs it: what is compared, what a receipt says, and that a product which
+"""`verify.py`, as a user runs it: what is compared, what a receipt says, and that a product which
 breaks the promise is found. NANOBATCH_VERIFY=1 tries every way, as the program does by itself."""
 
 import json
