@@ -164,11 +164,10 @@ INLINE vec nibbles(words w) { return _mm256_cvtepi32_ps(_mm256_and_si256(w, _mm2
 INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 INLINE four add_lanes(vec a, vec b, vec c, vec d) {
-  vec ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)); /* four of a, of b */
-  vec cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
-  vec acbd = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee)); /* two of a, of c, ... */
-  acbd = _mm256_hadd_ps(acbd, acbd);
-  return _mm_unpacklo_ps(_mm256_castps256_ps128(acbd), _mm256_extractf128_ps(acbd, 1));
+  vec ac = _mm256_add_ps(_mm256_blend_ps(a, c, 0xf0), _mm256_permute2f128_ps(a, c, 0x21)); /* four of a, of c */
+  vec bd = _mm256_add_ps(_mm256_blend_ps(b, d, 0xf0), _mm256_permute2f128_ps(b, d, 0x21));
+  vec abcd = _mm256_add_ps(_mm256_blend_ps(ac, bd, 0xcc), _mm256_shuffle_ps(ac, bd, 0x4e)); /* two of a, of b, ... */
+  return _mm_hadd_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
 }
 
 #elif defined(__aarch64__)
@@ -408,11 +407,9 @@ typedef struct { /* y = alpha x W + beta y */
   float alpha, beta;
   int is_turned; /* w is (K, N), and else (N, K) */
   const Packed *packed; /* what lies at w, if w is packed */
-  vec *kept;            /* if the sums are cut along K: COLS sums for each row, in PARTS, as was left by what came before */
-  int is_first, is_last; /* of these parts */
-  int8_t *rounded;       /* activations in 8 bits, (M, K); */
-  float *steps;          /* of each group what 1 means, and that times its sum, (M, groups, 2); */
-  int is_rounding;       /* and whether they are made now */
+  void *strips;         /* x in the order in which tiles read it, float32 or rounded to 8 bits; */
+  float *steps;         /* if rounded: of each group what 1 means, and that times its sum, (M, groups, 2); */
+  int makes_strips;     /* and whether they are made now */
   const long *tiles;     /* attention: the first row of each tile, */
   long tile_count;       /* and at last M */
 } Product;
@@ -424,9 +421,9 @@ INLINE void put(const Product *p, long m, long j, float sum) {
   *y = p->beta ? fma_one(p->alpha, sum, p->beta * *y) : p->alpha * sum; /* with a beta of 0, y may hold anything */
 }
 
-INLINE void load_x(const Product *p, const float *x, vec own[ROWS], const int rows) {
+INLINE void load_x(const float *x, long ldx, vec own[ROWS], const int rows) {
   for (int r = 0; r < rows; r++) {
-    own[r] = load(x + r * p->ldx);
+    own[r] = load(x + r * ldx);
     KEEP(own[r]);
   }
 }
@@ -476,7 +473,7 @@ INLINE void add_numbers(const Product *p, const float *x, const float *w, long k
     for (int i = 0; i < parts; i++) {
       const int lane = (part + i) * LANES;
       vec own[ROWS];
-      load_x(p, x + k + lane, own, rows);
+      load_x(x + k + lane, p->ldx, own, rows);
 #pragma GCC unroll 4
       for (int c = 0; c < cols; c++) {
         vec weights = load(w + c * p->ldw + k + lane);
@@ -519,7 +516,7 @@ INLINE void add_packed(const Product *p, const float *x, long j, const Factors f
       for (int i = 0; i < parts; i++) {
         const int lane = (part + i) * LANES;
         vec own[ROWS];
-        load_x(p, x + k + lane, own, rows);
+        load_x(x + k + lane, p->ldx, own, rows);
 #pragma GCC unroll 4
         for (int c = 0; c < cols; c++) {
           if (bits == 16 && c < AHEAD) __builtin_prefetch(at + (c + COLS + (part + i) * AHEAD) * width);
@@ -535,6 +532,25 @@ INLINE void add_packed(const Product *p, const float *x, long j, const Factors f
   copy(sum, after, parts, rows, cols);
 }
 
+/* `cols` numbers of row m of the result, from column j on: their sums, and the last products, one by one. */
+INLINE void put_row(const Product *p, long m, long j, four sums, const long cols, const int form) {
+  const float *x = p->x + m * p->ldx;
+  const long whole = p->K / ORDER * ORDER;
+  if (cols == COLS && whole == p->K && is_plain(p)) {
+    store_four(p->y + m * p->ldy + j, sums);
+    return;
+  }
+  float total[COLS];
+  store_four(total, sums);
+  for (int c = 0; c < cols; c++) {
+    for (long k = whole; k < p->K; k++) {
+      float weight = form == FLOAT32 ? p->w[(j + c) * p->ldw + k] : one_unpacked(p->packed, j + c, k, form);
+      total[c] = fma_one(x[k], weight, total[c]);
+    }
+    put(p, m, j + c, total[c]);
+  }
+}
+
 /* W as stored: `cols` columns j of the result for `rows` rows from m on. With `is_first`, the weights come from memory,
    and are used again for the rows below. So the next COLS columns are fetched ahead. `form` is that of the weights. */
 INLINE void stored_tile(const Product *p, long m, long j, const int rows, const int cols, const int is_first,
@@ -542,22 +558,17 @@ INLINE void stored_tile(const Product *p, long m, long j, const int rows, const 
   const float *x = p->x + m * p->ldx;
   const float *w = p->w + j * p->ldw;
   const long whole = p->K / ORDER * ORDER;
-  vec *kept = p->kept ? p->kept + (m * COLS + j) * PARTS : NULL;
-  const int goes_on = kept && !p->is_first, parts = together(rows, form);
+  const int parts = together(rows, form);
   const long piece = parts == PARTS ? p->K : form == FLOAT32 ? PIECE : PACKED_PIECE;
   Sums sums;
-  if (goes_on || !whole)
-    for (int i = 0; i < PARTS; i++)
-      for (int r = 0; r < rows; r++)
-        for (int c = 0; c < cols; c++) sums[i][r][c] = goes_on ? kept[(r * COLS + c) * PARTS + i] : all(0);
+  if (!whole) copy(NULL, sums, PARTS, rows, cols);
 
   for (long k = 0, end; k < whole; k = end) {
-    const int is_new = k == 0 && !goes_on;
     if (form == FLOAT32) {
       end = at_most(k + piece, whole);
 #pragma GCC unroll 4
       for (int i = 0; i < PARTS; i += parts)
-        add_numbers(p, x, w, k, end, i, is_new ? NULL : &sums[i], &sums[i], rows, cols, is_first);
+        add_numbers(p, x, w, k, end, i, k ? &sums[i] : NULL, &sums[i], rows, cols, is_first);
     } else {
       const Packed *a = p->packed;
       const long g = k >> a->shift;
@@ -567,34 +578,13 @@ INLINE void stored_tile(const Product *p, long m, long j, const int rows, const 
         read_factors(a, (j + c) * a->groups + g, at_most(GROUPS, a->groups - g), &factors[c], form);
 #pragma GCC unroll 4
       for (int i = 0; i < PARTS; i += parts)
-        add_packed(p, x, j, factors, g, k, end, i, is_new ? NULL : &sums[i], &sums[i], rows, cols, form);
+        add_packed(p, x, j, factors, g, k, end, i, k ? &sums[i] : NULL, &sums[i], rows, cols, form);
     }
   }
 
-  if (kept && !p->is_last) {
-    for (int i = 0; i < PARTS; i++)
-      for (int r = 0; r < rows; r++)
-        for (int c = 0; c < cols; c++) kept[(r * COLS + c) * PARTS + i] = sums[i][r][c];
-    return;
-  }
   add_parts(sums, rows, cols);
 #pragma GCC unroll 6
-  for (int r = 0; r < rows; r++) {
-    four four_sums = add_columns(sums[0][r], cols);
-    if (cols == COLS && whole == p->K && is_plain(p)) {
-      store_four(p->y + (m + r) * p->ldy + j, four_sums);
-      continue;
-    }
-    float total[COLS];
-    store_four(total, four_sums);
-    for (int c = 0; c < cols; c++) {
-      for (long i = whole; i < p->K; i++) {
-        float weight = form == FLOAT32 ? w[c * p->ldw + i] : one_unpacked(p->packed, j + c, i, form);
-        total[c] = fma_one(x[r * p->ldx + i], weight, total[c]);
-      }
-      put(p, m + r, j + c, total[c]);
-    }
-  }
+  for (int r = 0; r < rows; r++) put_row(p, m + r, j, add_columns(sums[0][r], cols), cols, form);
 }
 
 /* W turned: `cols` vectors of columns, from column j on. A single row has registers for WIDEST of them. */
@@ -750,23 +740,37 @@ static void turned_block(const Product *p, long m0, long m1, long j0, long j1) {
 
 /* --- packed weights: few rows and many -------------------------------------------------------------------------------
 
-   For few rows, weights are unpacked in the register, by each strip again. For more, a block of them is unpacked into a
-   scratch that stays in the L1 cache, and multiplied as any other block. If K is long, a block is a part of it, so that
-   the L2 cache holds the same part of x for many rows. The sums of the other parts are kept meanwhile, lane by lane. */
+   For few rows, weights are unpacked in the register, by each strip again. For more, some columns are unpacked into a
+   panel that stays in the L1 cache, and all strips go over it. Panels hold their numbers in the order in which a tile reads
+   them: for each part of the sums LANES numbers of each column, then the next LANES of each. Before that, x is copied
+   into strips of the same order. Then a tile reads two streams. (The rows of a matrix are often a multiple of 4 KiB apart,
+   so the numbers that it reads together would share one set of the L1 cache: with AVX2 the loop is three times as slow.)
+
+   If K is long, a panel is a part of it, so that the L2 cache holds the same part of x for many rows. The sums of the
+   other parts are kept meanwhile, lane by lane. */
 
 enum {
-  NARROW = 16,  /* columns whose packed weights stay in the L1 cache while the strips go over them */
-  DEEP = 1024,  /* numbers of a row that are unpacked at a time: whole blocks, and at most GROUPS groups */
-  TALL = 64,    /* rows for which that is done once */
+  NARROW = 16, /* columns whose packed weights stay in the L1 cache while the strips go over them */
+  DEEP = 1024, /* numbers of a row that are unpacked at a time: whole blocks, and at most GROUPS groups */
+  TALL = 72,   /* rows for which that is done once: whole strips */
 };
 
-INLINE void unpack_as(const Packed *a, long j0, long j1, long k0, long k1, float *to, const int form) {
+typedef struct {
+  long j, cols;   /* columns of the result; beyond the last one, copies of it fill the last tile */
+  long k, depth;  /* the numbers k..k + depth of each */
+  float *weights; /* a tile after the other */
+} Panel;
+
+INLINE void unpack_as(const Packed *a, const Panel *panel, const int form) {
   const long bits = bits_of(form), width = row_nbytes(a->K, form), step = step_of(a, form);
   const int exact = a->form_of_scales != FLOAT32, shift = a->shift;
-  const long g = k0 >> shift, count = ((k1 - 1) >> shift) + 1 - g;
-  for (long j = j0; j < j1; j++) {
+  const long k0 = panel->k, k1 = k0 + panel->depth, g = k0 >> shift, count = ((k1 - 1) >> shift) + 1 - g;
+  for (long c = 0; c < panel->cols; c++) {
+    const long j = at_most(panel->j + c, a->N - 1);
     const char *at = line(a, 1) + j * width + k0 * bits / 8;
-    const long ahead = (j1 - j0) * width; /* what the next block unpacks */
+    const long ahead = panel->cols * width; /* what the next panel unpacks */
+    float *to = panel->weights + c / COLS * COLS * panel->depth + c % COLS * LANES;
+    const long part = panel->depth / ORDER * COLS * LANES;
     Factors factors;
     words left[PARTS] = {0};
     read_factors(a, j * a->groups + g, count, &factors, form);
@@ -779,24 +783,100 @@ INLINE void unpack_as(const Packed *a, long j0, long j1, long k0, long k1, float
         at += BLOCK / 2;
       }
 #pragma GCC unroll 8
-      for (; k + ORDER <= stop; k += ORDER, to += ORDER) {
+      for (; k < stop; k += ORDER, to += COLS * LANES) {
         if (bits == 16) __builtin_prefetch(at + ahead);
         for (int i = 0; i < PARTS; i++)
-          store(to + i * LANES, next(&group, &left[i], at + i * LANES * bits / 8, form, exact));
+          store(to + i * part, next(&group, &left[i], at + i * LANES * bits / 8, form, exact));
         if (form != FOUR_BITS) at += ORDER * bits / 8;
       }
-      for (; k < stop; k++) *to++ = one_unpacked(a, j, k, form);
     }
   }
 }
 
-/* The weights k0..k1 of rows j0..j1 of W. */
-static NOINLINE void unpack(const Packed *a, long j0, long j1, long k0, long k1, float *to) {
-  if (a->form == FLOAT16) unpack_as(a, j0, j1, k0, k1, to, FLOAT16);
-  if (a->form == BFLOAT16) unpack_as(a, j0, j1, k0, k1, to, BFLOAT16);
-  if (a->form == FOUR_BITS) unpack_as(a, j0, j1, k0, k1, to, FOUR_BITS);
-  if (a->form == EIGHT_BITS) unpack_as(a, j0, j1, k0, k1, to, EIGHT_BITS);
+static NOINLINE void unpack(const Packed *a, const Panel *panel) {
+  if (a->form == FLOAT16) unpack_as(a, panel, FLOAT16);
+  if (a->form == BFLOAT16) unpack_as(a, panel, BFLOAT16);
+  if (a->form == FOUR_BITS) unpack_as(a, panel, FOUR_BITS);
+  if (a->form == EIGHT_BITS) unpack_as(a, panel, EIGHT_BITS);
 }
+
+/* How many rows has the strip that begins with row m. */
+static long height(const Product *p, long m) { return next_height(at_most(TALL - m % TALL, p->M - m), ROWS); }
+
+/* Copy x into the strips that begin in rows m0..m1: the part for the first panel of all strips, then that for the next. */
+static void make_strips(const Product *p, long m0, long m1) {
+  const long whole = p->K / ORDER * ORDER;
+  for (long m = 0, rows; m < m1; m += rows) {
+    rows = height(p, m);
+    for (long deep = 0, depth; deep < whole && m >= m0; deep += depth) {
+      depth = at_most(DEEP, whole - deep);
+      for (long r = 0; r < rows; r++)
+        for (long i = 0; i < PARTS; i++) {
+          const float *from = p->x + (m + r) * p->ldx + deep + i * LANES;
+          float *to = (float *)p->strips + deep * p->M + m * depth + i * depth / PARTS * rows + r * LANES;
+          for (long k = 0; k < depth; k += ORDER, to += rows * LANES) store(to, load(from + k));
+        }
+    }
+  }
+}
+
+/* What a panel adds to the sums of a tile: from each part `count` vectors of each row and column. */
+INLINE void add_panel(const float *x, const float *w, long count, Sums before, Sums after, const int rows,
+                      const int is_first) {
+#pragma GCC unroll 4
+  for (int i = 0; i < PARTS; i++) {
+    vec sum[1][ROWS][COLS];
+    copy(is_first ? NULL : &before[i], sum, 1, rows, COLS);
+    for (long k = 0; k < count; k++, x += rows * LANES, w += COLS * LANES) {
+      vec own[ROWS];
+      load_x(x, LANES, own, rows);
+#pragma GCC unroll 4
+      for (int c = 0; c < COLS; c++) {
+        vec weights = load(w + c * LANES);
+        KEEP(weights);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) sum[0][r][c] = fma_(own[r], weights, sum[0][r][c]);
+      }
+    }
+    copy(sum, &after[i], 1, rows, COLS);
+  }
+}
+
+/* A strip of a panel: its numbers of the result, or as long as their sums are not complete, the sums `kept`. */
+INLINE void panel_strip(const Product *p, const Panel *panel, long m, Sums kept, const int rows, const int is_first) {
+  const long depth = panel->depth, count = depth / ORDER, whole = p->K / ORDER * ORDER, ldy = p->ldy;
+  const int is_usual = whole == p->K && is_plain(p) && panel->j + panel->cols <= p->N;
+  const float *x = (const float *)p->strips + panel->k * p->M + m * depth;
+  if (panel->k + depth < whole) {
+    add_panel(x, panel->weights, count, kept, kept, rows, is_first);
+    return;
+  }
+  for (long c = 0; c < panel->cols; c += COLS) {
+    const long j = panel->j + c;
+    float *y = p->y + m * ldy + j;
+    Sums sums;
+    add_panel(x, panel->weights + c * depth, count, kept, sums, rows, is_first);
+    add_parts(sums, rows, COLS);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++, y += ldy) {
+      four four_sums = add_columns(sums[0][r], COLS);
+      if (is_usual) store_four(y, four_sums);
+      else put_row(p, m + r, j, four_sums, at_most(COLS, p->N - j), p->packed->form);
+    }
+  }
+}
+
+typedef void PanelStrip(const Product *p, const Panel *panel, long m, Sums kept);
+#define PANEL(rows)                                                                       \
+  static NOINLINE void panel##rows(const Product *p, const Panel *panel, long m, Sums kept) { \
+    if (panel->k) panel_strip(p, panel, m, kept, rows, 0);                                \
+    else panel_strip(p, panel, m, kept, rows, 1);                                         \
+  }
+PANEL(1) PANEL(2) PANEL(3)
+#if defined(__AVX512F__) || defined(__aarch64__)
+PANEL(4) PANEL(5) PANEL(6)
+#endif
+static PanelStrip *const panel_strips[] = HEIGHTS(panel);
 
 static void multiply_few(const Product *p, long m0, long m1, long j0, long j1) {
   for (long j = j0; j < j1; j += NARROW)
@@ -806,27 +886,21 @@ static void multiply_few(const Product *p, long m0, long m1, long j0, long j1) {
     }
 }
 
-static void multiply_many(const Product *p, long m0, long m1, long j0, long j1) {
+static void multiply_many(const Product *p, long j0, long j1) {
   float weights[COLS * DEEP] __attribute__((aligned(64)));
-  vec kept[TALL * COLS * PARTS];
-  long wide = at_most(p->K, DEEP);
-  wide = COLS * DEEP / wide / COLS * COLS;
-  for (long m = m0; m < m1; m += TALL)
-    for (long j = j0; j < j1; j += wide) {
-      long rows = at_most(TALL, m1 - m), cols = at_most(wide, j1 - j);
-      for (long k = 0; k < p->K; k += DEEP) {
-        Product part = *p;
-        part.x += m * p->ldx + k;
-        part.y += m * p->ldy + j;
-        part.w = weights;
-        part.K = part.ldw = at_most(DEEP, p->K - k);
-        part.kept = p->K > DEEP ? kept : NULL;
-        part.is_first = k == 0;
-        part.is_last = k + DEEP >= p->K;
-        unpack(p->packed, j, j + cols, k, k + part.K, weights);
-        stored_block(&part, 0, rows, 0, cols);
+  Sums kept[TALL];
+  const long whole = p->K / ORDER * ORDER, wide = COLS * DEEP / at_most(whole, DEEP) / COLS * COLS;
+  for (long m0 = 0; m0 < p->M; m0 += TALL)
+    for (long j = j0; j < j1; j += wide)
+      for (long k = 0; k < whole; k += DEEP) {
+        const long cols = at_most(wide, (j1 - j + COLS - 1) / COLS * COLS);
+        const Panel panel = {.j = j, .cols = cols, .k = k, .depth = at_most(DEEP, whole - k), .weights = weights};
+        unpack(p->packed, &panel);
+        for (long m = m0, rows; m < at_most(m0 + TALL, p->M); m += rows) {
+          rows = height(p, m);
+          panel_strips[rows](p, &panel, m, kept[m - m0]);
+        }
       }
-    }
 }
 
 /* --- activations in 8 bits ---------------------------------------------------------------------------------------------
@@ -907,7 +981,8 @@ static void round_rows(const Product *p, long m0, long m1) {
         memcpy(bits + i, &shifted, sizeof shifted);
         sum += numbers[i] = (int8_t)bits[i];
       }
-      for (long i = 0; i < group; i += 4) memcpy(p->rounded + first * p->K + (g * group + i) * rows + 4 * r, numbers + i, 4);
+      int8_t *to = (int8_t *)p->strips + first * p->K + g * group * rows + 4 * r;
+      for (long i = 0; i < group; i += 4) memcpy(to + i * rows, numbers + i, 4);
       step[0] = is_usual ? of_bits(most) / 127 : 0 * of_bits(most); /* what is not finite makes the row NaN */
       step[1] = step[0] * sum;
     }
@@ -932,7 +1007,7 @@ INLINE void rounded_tile(const Product *p, long m, long panel, long g0, long g1,
   const int planes = form == ROUNDED_8 ? 2 : 1;
   const long lines = form == ROUNDED_4 ? 1 : 2; /* of 8 weights */
   const char *at = line(a, 1 + (panel * p->K + g0 * group) / 8 * lines);
-  const int8_t *x = p->rounded + m * p->K + g0 * group * rows;
+  const int8_t *x = (const int8_t *)p->strips + m * p->K + g0 * group * rows;
   const words half = (words)((ints){0} + 0x0f0f0f0f);
   for (long g = g0; g < g1; g++) {
     ints total[ROUNDED_ROWS][PARTS] = {0};
@@ -1415,9 +1490,10 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
     operate(p, m0, m1);
     return;
   }
-  if (p->rounded) {
-    if (p->is_rounding) round_rows(p, m0, m1);
-    else multiply_rounded(p, j0, j1);
+  if (p->strips) {
+    const int is_8 = is_rounded(p->packed->form);
+    if (p->makes_strips) (is_8 ? round_rows : make_strips)(p, m0, m1);
+    else (is_8 ? multiply_rounded : multiply_many)(p, j0, j1);
     return;
   }
   if (p->is_turned) {
@@ -1425,8 +1501,7 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
     return;
   }
   if (p->packed) {
-    long few = p->packed->form == FOUR_BITS ? FEW_OF_FOUR_BITS : FEW;
-    (m1 - m0 <= few ? multiply_few : multiply_many)(p, m0, m1, j0, j1);
+    multiply_few(p, m0, m1, j0, j1);
     return;
   }
   long high = HIGH / (p->K + 1) + ROWS;
@@ -1576,15 +1651,23 @@ static NOINLINE void run_attention(Product p) {
   free(tiles);
 }
 
+/* Whether x is copied into strips first. */
+static int needs_strips(const Product *p) {
+  if (!p->packed || is_operation(p->packed)) return 0;
+  const int form = p->packed->form;
+  return is_rounded(form) || (p->M > (form == FOUR_BITS ? FEW_OF_FOUR_BITS : FEW) && p->K >= ORDER);
+}
+
 static void run(const Product *p);
-static NOINLINE void run_rounded(Product p) {
-  p.rounded = allocate(p.M * p.K);
-  p.steps = allocate(p.M * p.packed->groups * 2 * sizeof *p.steps);
-  p.is_rounding = 1;
+static NOINLINE void run_in_strips(Product p) {
+  const int is_8 = is_rounded(p.packed->form);
+  p.strips = allocate(p.M * p.K * (is_8 ? sizeof(int8_t) : sizeof(float)));
+  p.steps = is_8 ? allocate(p.M * p.packed->groups * 2 * sizeof *p.steps) : NULL;
+  p.makes_strips = 1;
   run(&p);
-  p.is_rounding = 0;
+  p.makes_strips = 0;
   run(&p);
-  free(p.rounded);
+  free(p.strips);
   free(p.steps);
 }
 
@@ -1593,18 +1676,18 @@ static NOINLINE void run(const Product *p) {
     run_attention(*p);
     return;
   }
-  if (p->packed && is_rounded(p->packed->form) && !p->rounded) {
-    run_rounded(*p);
+  if (needs_strips(p) && !p->strips) {
+    run_in_strips(*p);
     return;
   }
-  double work = (double)p->M * (p->is_rounding ? OF_A_POWER : p->N) * (is_operation(p->packed) ? OF_A_POWER : p->K);
+  double work = (double)p->M * (p->makes_strips ? OF_A_POWER : p->N) * (is_operation(p->packed) ? OF_A_POWER : p->K);
   if (threads == 1 || work < (p->packed ? PACKED_ALONE : ALONE) || pthread_mutex_trylock(&pool.owner)) {
     multiply(p, 0, p->M, 0, p->N); /* also if another thread's product is shared out just now */
     return;
   }
   int by_rows = p->N < WIDTH_OF_SHARE * threads || (p->is_turned && p->M >= HEIGHT_OF_SHARE * threads);
   if (is_operation(p->packed)) by_rows = 1;
-  if (p->rounded) by_rows = p->is_rounding;
+  if (p->strips) by_rows = p->makes_strips;
   long units = by_rows ? (p->M + HEIGHT_OF_SHARE - 1) / HEIGHT_OF_SHARE : (p->N + WIDTH_OF_SHARE - 1) / WIDTH_OF_SHARE;
   long each = p->M < MANY ? 8 : 16; /* shares for each thread */
   long shares = at_most(at_most(each * threads, units), (long)(work / (p->packed ? PACKED_SHARE : SHARE)));

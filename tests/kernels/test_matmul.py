@@ -86,9 +86,9 @@ BUGS = {  # what is right, and what stands in its place; PLANTED is 1 in the pro
         "          else sum[i][r][c] = fma_(own[r], weights, sum[i][r][c]);",
     ),
     "an unnamed multiply-add at the end of a sum": (
-        "total[c] = fma_one(x[r * p->ldx + i], weight, total[c]);",
-        "total[c] = PLANTED && rows == 1 ? total[c] + x[r * p->ldx + i] * weight : "
-        "fma_one(x[r * p->ldx + i], weight, total[c]);",
+        "total[c] = fma_one(x[k], weight, total[c]);",
+        "total[c] = PLANTED && p->M == 1 ? total[c] + x[k] * weight : "
+        "fma_one(x[k], weight, total[c]);",
     ),
     "a tile of three rows that adds from the end": (
         "for (; k < end; k += ORDER)",
@@ -132,8 +132,8 @@ BUGS = {  # what is right, and what stands in its place; PLANTED is 1 in the pro
         "read_factors(a, (j + c) * a->groups + (PLANTED ? 0 : g), at_most",
     ),
     "sums that begin anew with each part of a long row": (
-        "part.is_first = k == 0;",
-        "part.is_first = PLANTED || k == 0;",
+        "copy(is_first ? NULL : &before[i],",
+        "copy(PLANTED || is_first ? NULL : &before[i],",
     ),
     "packed numbers at the end of a row without their scale": (
         " * ((const float *)line(a, a->scales))[j];",
