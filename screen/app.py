@@ -250,7 +250,7 @@ class Screen(App):
         elif self.state.chatting:
             places = arrange_chat(*self.size, slots)
         else:
-            places = arrange(*self.size, slots, self.state.lower, bool(view.door))
+            places = arrange(*self.size, slots, self.state.lower, bool(view.server))
         tall = min(self.prompt.tall, self.size.height // 3)
         for name in ("mark", "prompt"):
             if name in places:
@@ -615,7 +615,7 @@ class Screen(App):
         self.say(f"steps a column: {self.state.zoom or 'so that they fit'}")
 
     def action_view(self) -> None:
-        panes = LOWER if self.state.view.door else LOWER[:-1]
+        panes = LOWER if self.state.view.server else LOWER[:-1]
         if is_wide(*self.size):
             panes = CHARTS
         now = self.state.lower if self.state.lower in panes else panes[0]

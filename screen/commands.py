@@ -240,8 +240,8 @@ class Session:
         self.client.run_experiment(experiment)
 
     def check_alone(self, what: str) -> None:
-        if self.state.view.door or self.state.view.watches:
-            whose = "while a server runs" if self.state.view.door else "on a watched engine"
+        if self.state.view.server or self.state.view.watches:
+            whose = "while a server runs" if self.state.view.server else "on a watched engine"
             raise ValueError(
                 f"no {what} {whose}, since its clients would suffer; start a {command('tui.py')} for it"
             )
@@ -261,7 +261,7 @@ class Session:
         """Cancel all of this screen's requests, the named one, or that of the selected slot."""
         if rest == "all":
             self.client.cancel(None)
-            whose = "your requests" if self.state.view.door else "requests"
+            whose = "your requests" if self.state.view.server else "requests"
             return f"all {whose} are cancelled"
         if rest:
             owner = number_for("cancel", rest.removeprefix("r"))
@@ -450,7 +450,7 @@ class PlainLog:
         view = state.view
         for stage in view.done[len(before.done) :]:
             self.write(f"loading: {stage}")
-        for call in view.door.ended if view.door else ():
+        for call in view.server.ended if view.server else ():
             hung_up = ", hung up" if call.hung_up else ""
             end = f"{call.status} {call.reason}{hung_up}: {call.message}".rstrip(": ")
             self.write(" ".join(f"{call.client} {call.route} → {end}".split()))

@@ -231,8 +231,8 @@ class LocalEngineClient(EngineClient):
         known = self._known
         loop = self.loop
         if self.server:
-            seen = since.door.seen if since and since.door else 0
-            known = known._replace(door=self.server.look(seen))
+            seen = since.server.seen if since and since.server else 0
+            known = known._replace(server=self.server.look(seen))
         if known.stage != "ready":
             return known
         snapshot = self.engine.snapshot(since.engine if since else None)

@@ -69,7 +69,7 @@ class View(NamedTuple):
     faults: tuple[Fault, ...] = ()
     handled: int = 0  # number of commands carried out
     engine: Snapshot | None = None
-    door: ServerView | None = None  # None: no server
+    server: ServerView | None = None  # None: no server
     watches: bool = False  # the engine is a server's: this screen only fires and cancels its own
     model: str = ""  # name of a watched model
     has_chat: bool = True  # the model has a chat template

@@ -128,8 +128,8 @@ class State:
             self._forget()
             if before.epoch:
                 self.chats.lose()
-        if view.door:
-            self._absorb_calls(view.door.ended)
+        if view.server:
+            self._absorb_calls(view.server.ended)
         if view.engine is not None:
             if before.engine is None:
                 self._meet(view.engine.limits)
@@ -215,7 +215,7 @@ class State:
         unseen = {
             "step went by": view.engine.missed,
             "request ended": view.engine.missed_ends,
-            "client left": view.door.missed if view.door else 0,
+            "client left": view.server.missed if view.server else 0,
         }
         for what, many in unseen.items():
             if many:

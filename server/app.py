@@ -386,8 +386,8 @@ class APIServer:
             return None
         loop = self.loop
         engine = self.served.engine.snapshot(before and before.engine)
-        door = self.look(before.door.seen if before else 0)
-        return Frame(loop.paused, loop.stepping, loop.slow, engine, door)
+        server = self.look(before.server.seen if before else 0)
+        return Frame(loop.paused, loop.stepping, loop.slow, engine, server)
 
     # --- a prompt and its answer
 

@@ -46,4 +46,4 @@ async def watch(
 
 def state_of(frame: Frame) -> tuple:
     """Equal for two frames if nothing has happened between them."""
-    return frame.engine.seen, frame.engine.planned, frame.door.seen, frame.door.open
+    return frame.engine.seen, frame.engine.planned, frame.server.seen, frame.server.open

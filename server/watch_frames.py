@@ -32,7 +32,7 @@ class Frame(NamedTuple):
     stepping: int
     slow: float
     engine: Snapshot
-    door: ServerView
+    server: ServerView
 
 
 def packed(value: Any) -> Any:
@@ -111,17 +111,17 @@ class Sender:
 
     def pack(self, frame: Frame) -> str:
         engine = frame.engine
-        door = frame.door
+        server = frame.server
         if not self._texts:  # no texts
-            opened = tuple(map(without_texts, door.open))
-            door = replace(door, open=opened, ended=tuple(map(without_texts, door.ended)))
+            opened = tuple(map(without_texts, server.open))
+            server = replace(server, open=opened, ended=tuple(map(without_texts, server.ended)))
             engine = replace(engine, faults=("",) * len(engine.faults))
         before = self._sent
         self._sent = {r.id: (len(r.text), len(r.lengths)) for r in engine.requests}
         requests = tuple(self._cut(request, before) for request in engine.requests)
         ended = tuple(self._cut(request, before) for request in engine.ended)
         engine = replace(engine, requests=requests, ended=ended)
-        return ENCODE(frame._replace(engine=engine, door=door))
+        return ENCODE(frame._replace(engine=engine, server=server))
 
     def _cut(self, request: RequestView, sent: dict[int, tuple[int, int]]) -> RequestView:
         if not self._texts:  # lengths of pieces would reveal much of a text
@@ -194,12 +194,12 @@ def joined(before: Frame | None, frame: Frame) -> Frame:
     new = frame.engine
     if before is None:  # what ended long before is no news
         new = replace(new, missed=0, missed_ends=0, faults=())
-        return frame._replace(engine=new, door=replace(frame.door, missed=0))
+        return frame._replace(engine=new, server=replace(frame.server, missed=0))
     old = before.engine
     steps = (*old.steps, *new.steps)
     faults = (*old.faults, *new.faults)
     ended = (*old.ended, *new.ended)
-    calls = (*before.door.ended, *frame.door.ended)
+    calls = (*before.server.ended, *frame.server.ended)
     requests = {request.id: request for request in (*old.requests, *new.requests)}
     for request in ended:
         requests.pop(request.id, None)
@@ -213,9 +213,9 @@ def joined(before: Frame | None, frame: Frame) -> Frame:
         missed=old.missed + new.missed + len(steps[:-STEPS]),
         missed_ends=old.missed_ends + new.missed_ends + len(ended[:-ENDS]),
     )
-    missed = before.door.missed + frame.door.missed + len(calls[:-ENDS])
-    door = replace(frame.door, ended=calls[-ENDS:], missed=missed)
-    return frame._replace(engine=engine, door=door)
+    missed = before.server.missed + frame.server.missed + len(calls[:-ENDS])
+    server = replace(frame.server, ended=calls[-ENDS:], missed=missed)
+    return frame._replace(engine=engine, server=server)
 
 
 def told(frame: Frame) -> Frame:
@@ -223,4 +223,4 @@ def told(frame: Frame) -> Frame:
     engine = replace(
         frame.engine, requests=(), ended=(), missed_ends=0, steps=(), missed=0, faults=()
     )
-    return frame._replace(engine=engine, door=replace(frame.door, ended=(), missed=0))
+    return frame._replace(engine=engine, server=replace(frame.server, ended=(), missed=0))

@@ -21,13 +21,13 @@ LOWER = ("timeline", "streams", "step", *CHARTS, "clients")
 
 
 def arrange(
-    width: int, height: int, slots: int, lower: str, door: bool = False
+    width: int, height: int, slots: int, lower: str, server: bool = False
 ) -> dict[str, Region]:
     """The region of each pane that fits. `lower` is one of `LOWER`."""
     places = frame(width, height)
     body = height - 3
     if is_wide(width, height):
-        return places | arrange_wide(width, body, slots, lower, door)
+        return places | arrange_wide(width, body, slots, lower, server)
     rows = min(slots, (body - 5) // 2)
     places["slots"] = Region(0, 1, width, rows + 3)
     y = rows + 4
@@ -41,7 +41,7 @@ def arrange(
     return places | stack(Region(0, y, width, tall), lower)
 
 
-def arrange_wide(width: int, body: int, slots: int, lower: str, door: bool) -> dict[str, Region]:
+def arrange_wide(width: int, body: int, slots: int, lower: str, server: bool) -> dict[str, Region]:
     """All panes: slots, timeline and answers on the left, charts and the step on the right. `body`:
     lines between the first one and the prompt box."""
     rows = min(slots, max(4, (body - 15) // 2))
@@ -55,7 +55,7 @@ def arrange_wide(width: int, body: int, slots: int, lower: str, door: bool) -> d
     places = stack(Region(right, 1, wide, top), charts)
     places["slots"] = Region(0, 1, left, rows + 3)
     places["timeline"] = Region(0, rows + 4, left, rows + 2)
-    if door:
+    if server:
         calls = tall // 2
         tall -= calls
         places["clients"] = Region(0, y + tall, width, calls)

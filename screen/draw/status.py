@@ -19,7 +19,7 @@ WAITING = 8  # commands shown while the model loads, the newest
 def what_is_done(view: View) -> str:
     if view.gone_s is not None:
         return f"✗ gone for {view.gone_s:,.0f} s"
-    if view.door and view.door.draining:
+    if view.server and view.server.draining:
         return "⇣ ending"
     if view.engine.draining_to:
         return f"{'▮▮ paused,' if view.paused else '⇣'} draining → {view.engine.draining_to}"
@@ -84,9 +84,9 @@ def parts_of_status(state: State, on: Canvas) -> Iterator[Sequence]:
     if view.busy and not past:
         yield others_of(view), on.bad, True
     yield f"{state.finished:,} ended", on.text, False, "page('requests')"
-    if view.door:
-        clients = sum(bool(call.requests) for call in view.door.open)
-        address = view.door.address.partition("//")[2]
+    if view.server:
+        clients = sum(bool(call.requests) for call in view.server.open)
+        address = view.server.address.partition("//")[2]
         yield f"{clients:,} asking at {address}", on.text, False, "page('clients')"
     if not past:
         yield f"step {newest:,}", on.muted
@@ -129,8 +129,8 @@ def draw_loading(state: State, on: Canvas) -> None:
             words = shorten(line, on.width - 2 * indent - 24)
             say(f"  {words}  waits for the model", on.accent)
         say(state.printed and f"  {state.printed}", on.muted)
-        if view.door:
-            say(f"\n{view.door.address}/v1 is open, and answers 503 until then", on.muted)
+        if view.server:
+            say(f"\n{view.server.address}/v1 is open, and answers 503 until then", on.muted)
     say("\nq quits", on.muted, do="quit")
     on.lines[:0] = [[]] * max(0, on.lines_left // 3)
 

@@ -50,7 +50,7 @@ def farewell(state: State, width: int) -> list[str]:
     on = Canvas(DARK, width, 0)
     draw_table(state, on, 10)
     left = state.view.engine.submitted - state.view.engine.finished
-    is_elsewhere = state.view.watches or state.view.door
+    is_elsewhere = state.view.watches or state.view.server
     lost = f"{count(left, 'request')} not finished.\n" if left and not is_elsewhere else ""
     on.say(lost + CLOCK)
     return ["".join(segment.text for segment in line) for line in on.lines]

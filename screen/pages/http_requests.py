@@ -84,21 +84,21 @@ def draw_call(on: Canvas, call: RequestRecord, columns: Sequence[Figure], messag
 
 def draw(state: State, on: Canvas, whole: bool = True) -> None:
     """Draw HTTP requests, open ones first, then the newest. `whole`: all of them, with messages."""
-    door = state.view.door
-    if door is None:
+    server = state.view.server
+    if server is None:
         on.title("Clients")
         words = (
             "No server runs. With --serve 8000, programs can send requests in OpenAI's protocol."
         )
         on.entry("", words, on.muted)
         return
-    opened = door.open[::-1]
+    opened = server.open[::-1]
     ended = state.calls[::-1]
     # Screens that watch are not clients
     asking = sum("/watch" not in call.route for call in opened)
-    counts = {"open": asking, "ended": door.seen, "refused": state.refused, "hung up ╳": state.gone}
+    counts = {"open": asking, "ended": server.seen, "refused": state.refused, "hung up ╳": state.gone}
     note = " · ".join(f"{count:,} {what}" for what, count in counts.items())
-    title = f"Clients of {door.address.removeprefix('http://')}"
+    title = f"Clients of {server.address.removeprefix('http://')}"
     title = title if len(title) + cell_len(note) + 12 <= on.width else "Clients"
     note += "  Esc back" * (whole and on.has_keys)
     on.heading(title, note, do=BACK if whole else CLIENTS)

@@ -224,7 +224,7 @@ def test_pages_in_a_log_name_no_keys(stage):
     for name in ("requests", "totals", "clients", "errors"):
         said = "\n".join(keys.PAGES[name].told(stage.state))
         assert said.startswith("── ") and not re.search("Esc|scroll", said), said
-    stage.state.view = stage.state.view._replace(door=ServerView("", False, 0, 0, (), (), 0, 0))
+    stage.state.view = stage.state.view._replace(server=ServerView("", False, 0, 0, (), (), 0, 0))
     assert "hung up ╳ ──" in keys.PAGES["clients"].told(stage.state)[0]
 
 

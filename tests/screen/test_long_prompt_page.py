@@ -114,7 +114,7 @@ def test_a_race_and_clients_keep_their_budget(stage):
     assert "its legs have one budget" in stage.state.faults[-1].message
     assert not stage.state.view.turns
     view = stage.state.view
-    for others in (view._replace(watches=True), view._replace(door=object())):
+    for others in (view._replace(watches=True), view._replace(server=object())):
         stage.state.view = others
         with pytest.raises(ValueError, match=r"no other budget .* clients would suffer"):
             stage.obey("/budget 100")

@@ -126,8 +126,8 @@ def test_an_engine_that_does_not_start_says_why():
 def test_panes_never_overlap_nor_leave_the_screen(width, slots):
     seen = 0
     for height in range(20, 70, 3):
-        for lower, door in product(layout.LOWER, (False, True)):
-            found = layout.arrange(width, height, slots, lower, door)
+        for lower, server in product(layout.LOWER, (False, True)):
+            found = layout.arrange(width, height, slots, lower, server)
             if lower == "streams":
                 chats = layout.arrange_chat(width, height, slots)
                 check_places(chats, width, height)

@@ -141,7 +141,7 @@ def test_a_client_that_hangs_up_is_marked(watched):
         COMPLETIONS, LONG | {"max_tokens": 900, "stream": True}
     )
     line.until(b"data: ")
-    watched.sees(lambda state: any(call.stream for call in state.view.door.open))
+    watched.sees(lambda state: any(call.stream for call in state.view.server.open))
     assert " open" in watched.drawn()
     line.hang_up()
     call = watched.sees(lambda state: state.calls and state.calls[-1].hung_up and state.calls[-1])
@@ -370,7 +370,7 @@ def test_hostile_frames_do_no_harm(stage):
     stage.obey("/burst 6")
     engine = stage.turns(12).engine.snapshot()
     data = json.loads(
-        watch_frames.Sender(True).pack(watch_frames.Frame(False, 0, 0.0, engine, canned_door()))
+        watch_frames.Sender(True).pack(watch_frames.Frame(False, 0, 0.0, engine, canned_server()))
     )
     places = [*places_of(data)]
     dice = random.Random(1)
@@ -453,7 +453,7 @@ def test_watching_needs_no_mlx(server, tmp_path):
 # --- the pane -----------------------------------------------------------------------------------
 
 
-def canned_door() -> ServerView:
+def canned_server() -> ServerView:
     chat, complete = "POST /v1/chat/completions", "POST /v1/completions"
     figures = {"prompt_tokens": 1204, "cached_tokens": 1088, "tokens": 64}
     figures |= {"ttft_s": 0.0312, "generation_tps": 58.2}
@@ -472,7 +472,7 @@ def canned_door() -> ServerView:
 
 def test_the_clients_pane_is_as_drawn():
     async def scenario(it: Show):
-        views = [canned_door(), replace(canned_door(), ended=())]
+        views = [canned_server(), replace(canned_server(), ended=())]
         it.stage.client.server = SimpleNamespace(
             look=lambda since: views[bool(since)], request_log=SimpleNamespace(changes=0)
         )
@@ -492,29 +492,29 @@ def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
     """A terminal that is stopped stops the screen, and not the thread that hears of each step."""
     monkeypatch.setattr(watch_frames, "STEPS", 20)
     monkeypatch.setattr(watch_frames, "ENDS", 5)
-    door = canned_door()
+    server = canned_server()
     seen = handled = None
     for number in range(6):
         for _ in range(3):
             engine.submit([number], SamplingParams(max_tokens=4, ignore_eos=True)).result()
         seen = engine.snapshot(seen)
-        handled = watch_frames.joined(handled, watch_frames.Frame(False, 0, 0.0, seen, door))
+        handled = watch_frames.joined(handled, watch_frames.Frame(False, 0, 0.0, seen, server))
     assert [step.step for step in handled.engine.steps][-1] == engine.steps
     assert len(handled.engine.steps) == 20 and handled.engine.missed == engine.steps - 20
     assert [view.id for view in handled.engine.ended] == list(range(14, 19))
-    assert handled.engine.missed_ends == 13 and len(handled.door.ended) == 5
-    assert handled.door.missed == 6 * len(door.ended) - 5
+    assert handled.engine.missed_ends == 13 and len(handled.server.ended) == 5
+    assert handled.server.missed == 6 * len(server.ended) - 5
 
 
 def test_clients_are_counted_beyond_those_that_are_kept():
     """ "2,000 ended" was shown from then on, and fewer and fewer of them had been refused."""
-    state, door = State(), canned_door()
+    state, server = State(), canned_server()
     for number in range(1, 1001):
-        state.absorb(View(door=replace(door, seen=3 * number)))
+        state.absorb(View(server=replace(server, seen=3 * number)))
     assert len(state.calls) == State.REMEMBERED
     heading = plain(drawn(http_requests.draw_clients, state, 120, 12))[0]
     assert "2 open · 3,000 ended · 1,000 refused · 1,000 hung up" in heading
-    state.absorb(View(door=replace(door, ended=(), seen=0), epoch=1))  # another process
+    state.absorb(View(server=replace(server, ended=(), seen=0), epoch=1))  # another process
     assert (
         "0 ended · 0 refused · 0 hung up"
         in plain(drawn(http_requests.draw_clients, state, 120, 12))[0]
