@@ -16,12 +16,12 @@ const AFTER = 1200; // milliseconds until another request may take the place of 
 
 // The state of the game: a scheduler without a policy.
 export class Hand {
-  constructor({ wishes, price, slots }) {
+  constructor({ requests, price, slots }) {
     this.price = price;
     this.now = 0;
     this.cut = 64; // tokens of prompts in a step, at most
     this.admitted = []; // with the next step
-    this.coming = wishes.map((wish) => ({ ...wish, read: 0, said: 0 }));
+    this.coming = requests.map((request) => ({ ...request, read: 0, said: 0 }));
     this.line = [];
     this.slots = Array(slots).fill(null);
     this.lane = new Lane("you", { slots });

@@ -265,12 +265,12 @@ def game_of(recording: dict) -> dict:
     for name, policy in POLICIES.items():
         played = simulate.play(limits, policy, hand, price)
         runs.append({"policy": name, "does": policy.does, **figures_of(played, hand)})
-    wishes = []
+    requests = []
     for number, (sent, packed) in enumerate(zip(hand, run["requests"], strict=True), start=1):
         prompt = packed[at] if len(sent.prompt) < LETTER else f"(a long text) {packed[at]}"
         sizes = {"prompt_tokens": len(sent.prompt), "output_tokens": sent.tokens}
-        wishes.append({"id": number, "prompt": prompt, **sizes, "arrived": sent.arrived})
-    return {"wishes": wishes, "price": price, "slots": limits["slots"], "runs": runs}
+        requests.append({"id": number, "prompt": prompt, **sizes, "arrived": sent.arrived})
+    return {"requests": requests, "price": price, "slots": limits["slots"], "runs": runs}
 
 
 def figures_of(played: dict, hand: list[simulate.Sent]) -> dict[str, float]:

@@ -50,13 +50,13 @@ def test_every_policy_has_played_the_hand():
     assert [run["policy"] for run in SETUP["runs"]] == list(POLICIES)
     done = {run["policy"]: run["done"] for run in SETUP["runs"]}
     assert done["continuous"] < done["static"] < done["serial"]
-    assert len(SETUP["wishes"]) == 24 and SETUP["wishes"][-1]["arrived"] < 0.5
-    assert sum("long text" in wish["prompt"] for wish in SETUP["wishes"]) == 4
+    assert len(SETUP["requests"]) == 24 and SETUP["requests"][-1]["arrived"] < 0.5
+    assert sum("long text" in request["prompt"] for request in SETUP["requests"]) == 4
 
 
 @needs_node
 def test_the_game_keeps_the_schedulers_rules(played):
-    tokens = sum(wish["output_tokens"] for wish in SETUP["wishes"])
+    tokens = sum(request["output_tokens"] for request in SETUP["requests"])
     for hand in played.values():
         assert hand["answered"] == 24 and hand["tokens"] == tokens and 6 <= hand["most"] <= 8
 
