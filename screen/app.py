@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -164,6 +165,7 @@ class Screen(App):
         self._looks = 0
         self._faults = 0  # number shown
         self._untold: list[str] = []  # warnings that wait for room
+        self._shown_until: list[float] = []  # of those on the screen: when each disappears
         self._tracebacks = Tracebacks(self.state)
         self.palette = DARK
         self.prompt = PromptBox(earlier or History())
@@ -315,7 +317,9 @@ class Screen(App):
         if self.strip:
             return
         self._untold += messages
-        room = WARNINGS - len(self._notifications)
+        now = time.monotonic()
+        self._shown_until = [moment for moment in self._shown_until if moment > now]
+        room = WARNINGS - len(self._shown_until)
         if not self._untold or room < 1:
             return
         if len(self._untold) > room:
@@ -323,6 +327,7 @@ class Screen(App):
             self._untold = [f"{self._untold[-1]} (and {others})"]
         for message in self._untold:
             self.notify(message, severity="error", markup=False)
+            self._shown_until.append(now + self.NOTIFICATION_TIMEOUT)
         self._untold = []
 
     def paint(self, but: Sequence[str] = ()) -> None:

@@ -96,7 +96,12 @@ def draw(state: State, on: Canvas, whole: bool = True) -> None:
     ended = state.calls[::-1]
     # Screens that watch are not clients
     asking = sum("/watch" not in call.route for call in opened)
-    counts = {"open": asking, "ended": server.seen, "refused": state.refused, "hung up ╳": state.gone}
+    counts = {
+        "open": asking,
+        "ended": server.seen,
+        "refused": state.refused,
+        "hung up ╳": state.gone,
+    }
     note = " · ".join(f"{count:,} {what}" for what, count in counts.items())
     title = f"Clients of {server.address.removeprefix('http://')}"
     title = title if len(title) + cell_len(note) + 12 <= on.width else "Clients"

@@ -259,7 +259,10 @@ def test_an_experiment_is_refused_next_to_another_or_to_clients(stage):
     stage.session.run_experiment("experiment", Tried(experiment))
     stage.turns(2)
     assert "another experiment is running" in stage.state.faults[-1].message
-    for view in (stage.state.view._replace(watches=True), stage.state.view._replace(server=object())):
+    for view in (
+        stage.state.view._replace(watches=True),
+        stage.state.view._replace(server=object()),
+    ):
         stage.state.view = view
         with pytest.raises(ValueError, match="its clients would suffer"):
             stage.session.run_experiment("experiment", Tried(experiment))
