@@ -6,6 +6,7 @@ import json
 import pytest
 from here import Here
 from servers import CHAT, COMPLETIONS, MESSAGES
+from waiting import wait_for
 
 import serve
 from server import auth
@@ -263,5 +264,6 @@ def test_log_names_the_client_and_not_the_proxy(engine):
             assert here.ask(COMPLETIONS, BODY, x_forwarded_for=address).status == 200
         assert here.ask(COMPLETIONS, BODY).status == 200
         clients = [request.client for request in engine.snapshot().ended]
-        assert [call.client for call in here.api.look().ended] == clients
+        # A request is recorded after its answer has been sent
+        wait_for(lambda: [call.client for call in here.api.look().ended] == clients)
     assert clients == ["192.0.2.7", "192.0.2.8", "127.0.0.1"]
