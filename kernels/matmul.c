@@ -10,7 +10,8 @@
    longer than the product. And a BLAS chooses how it adds numbers up by the shape of the product. Floating-point
    addition rounds, so another order gives other last digits: a row's result depends on how many other rows there are.
 
-   The way out. This file reads the weights where they lie, once for all rows, and makes
+   The way out. This file reads the weights where they lie, once for all rows (only for many rows it copies them, a few
+   columns at a time, into the L1 cache), and makes
 
        every number of the result as one sum, taken in one order.
 
@@ -46,7 +47,7 @@
    matrix: it has the bits of the formula in `llama.py`, and takes about half the time.
 
    How to read on: the vectors of each processor; packed weights; a tile, which is the part of the result that is held in registers;
-   strips and blocks of tiles, which stay in the caches; operations; threads; and `cblas_sgemm`, the name by which MLX calls
+   strips and panels, which stay in the caches; operations; threads; and `cblas_sgemm`, the name by which MLX calls
    this. */
 
 #define _GNU_SOURCE
@@ -414,6 +415,7 @@ typedef struct { /* y = alpha x W + beta y */
   long tile_count;       /* and at last M */
 } Product;
 
+INLINE int form_of(const Product *p) { return p->packed ? p->packed->form : FLOAT32; }
 INLINE int is_plain(const Product *p) { return p->alpha == 1 && p->beta == 0; }
 
 INLINE void put(const Product *p, long m, long j, float sum) {
@@ -463,7 +465,7 @@ INLINE four add_columns(const vec sum[COLS], const int cols) { /* COLS, or one *
 /* What the numbers k..end of float32 weights w add to a tile's sums, from `part` on; the sums `before` are kept as `after`.
    Weights are fetched ahead, so that memory is never idle: of the next COLS columns, or in pieces, of the next piece. */
 INLINE void add_numbers(const Product *p, const float *x, const float *w, long k, long end, const int part,
-                        vec (*before)[ROWS][COLS], vec (*after)[ROWS][COLS], const int rows, const int cols, const int is_first) {
+                        vec (*before)[ROWS][COLS], vec (*after)[ROWS][COLS], const int rows, const int cols) {
   const int parts = together(rows, FLOAT32);
   const long ahead = end + PIECE <= p->K ? PIECE : COLS * p->ldw - end + PIECE;
   Sums sum;
@@ -479,7 +481,7 @@ INLINE void add_numbers(const Product *p, const float *x, const float *w, long k
         vec weights = load(w + c * p->ldw + k + lane);
         KEEP(weights);
         if (parts < PARTS && part == PARTS - 1) __builtin_prefetch(w + c * p->ldw + k + ahead);
-        if (parts == PARTS && is_first && c < AHEAD) __builtin_prefetch(w + (c + COLS + i * AHEAD) * p->ldw + k);
+        if (parts == PARTS && c < AHEAD) __builtin_prefetch(w + (c + COLS + i * AHEAD) * p->ldw + k);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) sum[i][r][c] = fma_(own[r], weights, sum[i][r][c]);
       }
@@ -551,10 +553,8 @@ INLINE void put_row(const Product *p, long m, long j, four sums, const long cols
   }
 }
 
-/* W as stored: `cols` columns j of the result for `rows` rows from m on. With `is_first`, the weights come from memory,
-   and are used again for the rows below. So the next COLS columns are fetched ahead. `form` is that of the weights. */
-INLINE void stored_tile(const Product *p, long m, long j, const int rows, const int cols, const int is_first,
-                        const int form) {
+/* W as stored: `cols` columns j of the result for `rows` rows from m on. `form` is that of the weights. */
+INLINE void stored_tile(const Product *p, long m, long j, const int rows, const int cols, const int form) {
   const float *x = p->x + m * p->ldx;
   const float *w = p->w + j * p->ldw;
   const long whole = p->K / ORDER * ORDER;
@@ -568,7 +568,7 @@ INLINE void stored_tile(const Product *p, long m, long j, const int rows, const 
       end = at_most(k + piece, whole);
 #pragma GCC unroll 4
       for (int i = 0; i < PARTS; i += parts)
-        add_numbers(p, x, w, k, end, i, k ? &sums[i] : NULL, &sums[i], rows, cols, is_first);
+        add_numbers(p, x, w, k, end, i, k ? &sums[i] : NULL, &sums[i], rows, cols);
     } else {
       const Packed *a = p->packed;
       const long g = k >> a->shift;
@@ -632,25 +632,11 @@ static void turned_number(const Product *p, long m, long j) {
 
    A tile's loops are unrolled into registers if their bounds are constants. So there is a function for each height.
    Strips of packed weights have LOW rows at most, since the groups need registers, too. As long as there are FEW rows, to
-   unpack the weights again for each strip takes less time than to write them down once (as measured). */
+   read the weights again for each strip takes less time than to write them down once (as measured). */
 
-typedef struct { /* weights that are used next: each tile brings some of them into the L2 cache */
-  const float *at;
-  long each; /* how many numbers a tile fetches */
-} Ahead;
-
-INLINE void fetch(Ahead *ahead) {
-  const float *stop = ahead->at + ahead->each;
-  for (; ahead->at < stop; ahead->at += LINE) __builtin_prefetch(ahead->at, 0, 2);
-}
-
-INLINE void stored_strip(const Product *p, long m, long j, long to, Ahead *ahead, const int rows, const int is_first,
-                         const int form) {
-  for (; j + COLS <= to; j += COLS) {
-    if (form == FLOAT32) fetch(ahead);
-    stored_tile(p, m, j, rows, COLS, is_first, form);
-  }
-  for (; j < to; j++) stored_tile(p, m, j, rows, 1, 0, form);
+INLINE void stored_strip(const Product *p, long m, long j, long to, const int rows, const int form) {
+  for (; j + COLS <= to; j += COLS) stored_tile(p, m, j, rows, COLS, form);
+  for (; j < to; j++) stored_tile(p, m, j, rows, 1, form);
 }
 
 /* `cols` vectors of columns, of which there are up to 4; or up to 8 for a single row. Returns how many it took. */
@@ -663,68 +649,41 @@ INLINE long turned_tile_of(const Product *p, long m, long j, long cols, const in
   return turned_tile(p, m, j, rows, 1);
 }
 
-typedef void Strip(const Product *p, long m, long j, long to, Ahead *ahead);
+typedef void Strip(const Product *p, long m, long j, long to);
 typedef long Tile(const Product *p, long m, long j, long cols);
-#define HEIGHT(rows)                                                                   \
-  static NOINLINE void first##rows(const Product *p, long m, long j, long to, Ahead *ahead) { \
-    stored_strip(p, m, j, to, ahead, rows, 1, FLOAT32);                                \
-  }                                                                                    \
-  static NOINLINE void stored##rows(const Product *p, long m, long j, long to, Ahead *ahead) { \
-    stored_strip(p, m, j, to, ahead, rows, 0, FLOAT32);                                \
-  }                                                                                    \
-  static NOINLINE long turned##rows(const Product *p, long m, long j, long cols) {     \
-    return turned_tile_of(p, m, j, cols, rows);                                        \
-  }
-
-#define PACKED(form, rows)                                                             \
-  static NOINLINE void form##rows(const Product *p, long m, long j, long to, Ahead *ahead) { \
-    stored_strip(p, m, j, to, ahead, rows, 1, form);                                   \
+#define STORED(form, rows) \
+  static NOINLINE void form##rows(const Product *p, long m, long j, long to) { stored_strip(p, m, j, to, rows, form); }
+#define HEIGHT(rows)                                                               \
+  STORED(FLOAT32, rows)                                                            \
+  static NOINLINE long turned##rows(const Product *p, long m, long j, long cols) { \
+    return turned_tile_of(p, m, j, cols, rows);                                    \
   }
 
 HEIGHT(1) HEIGHT(2) HEIGHT(3)
 #if defined(__AVX512F__) || defined(__aarch64__)
 HEIGHT(4) HEIGHT(5) HEIGHT(6)
 #define HEIGHTS(kind) {0, kind##1, kind##2, kind##3, kind##4, kind##5, kind##6}
-enum { LOW = 4, FEW = 20, FEW_OF_FOUR_BITS = 20 };
-#define PACKEDS(form) PACKED(form, 1) PACKED(form, 2) PACKED(form, 3) PACKED(form, 4)
+enum { LOW = 4, FEW = 20, FEW_OF_FOUR_BITS = 20, FEW_OF_FLOATS = 20 };
+#define PACKEDS(form) STORED(form, 1) STORED(form, 2) STORED(form, 3) STORED(form, 4)
 #define LOWS(kind) {0, kind##1, kind##2, kind##3, kind##4}
 #else
 #define HEIGHTS(kind) {0, kind##1, kind##2, kind##3}
-enum { LOW = ROWS, FEW = 4, FEW_OF_FOUR_BITS = 1 };
-#define PACKEDS(form) PACKED(form, 1) PACKED(form, 2) PACKED(form, 3)
+enum { LOW = ROWS, FEW = 4, FEW_OF_FOUR_BITS = 1, FEW_OF_FLOATS = 15 };
+#define PACKEDS(form) STORED(form, 1) STORED(form, 2) STORED(form, 3)
 #define LOWS HEIGHTS
 #endif
 PACKEDS(FLOAT16) PACKEDS(BFLOAT16) PACKEDS(FOUR_BITS) PACKEDS(EIGHT_BITS)
-static Strip *const first_strips[] = HEIGHTS(first);
-static Strip *const stored_strips[] = HEIGHTS(stored);
-static Strip *const packed_strips[][LOW + 1] = {
-  [FLOAT16] = LOWS(FLOAT16), [BFLOAT16] = LOWS(BFLOAT16), [FOUR_BITS] = LOWS(FOUR_BITS), [EIGHT_BITS] = LOWS(EIGHT_BITS),
+static Strip *const stored_strips[][ROWS + 1] = {
+  [FLOAT32] = HEIGHTS(FLOAT32), [FLOAT16] = LOWS(FLOAT16), [BFLOAT16] = LOWS(BFLOAT16),
+  [FOUR_BITS] = LOWS(FOUR_BITS), [EIGHT_BITS] = LOWS(EIGHT_BITS),
 };
 static Tile *const turned_tiles[] = HEIGHTS(turned);
 _Static_assert(sizeof turned_tiles / sizeof *turned_tiles == ROWS + 1, "a function for each height");
-
-/* --- blocks: which strip comes when, so that what is used again is still in a cache ---------------------------------- */
-
-enum { HIGH = 65536, WIDE = 5120 }; /* numbers in a block: of x 256 KiB, for the L2 cache, and of W 20 KiB, for the L1 cache */
 
 /* How many rows the next strip takes, if so many are left: 7 are 4 + 3, not 6 + 1. */
 static long next_height(long left, long most) {
   long strips = (left + most - 1) / most;
   return (left + strips - 1) / strips;
-}
-
-/* W as stored, a block of rows m0..m1 and columns j0..j1. The first strip brings W's part into the L1 cache. If several
-   strips follow, there is time to fetch the next block's part meanwhile, a few lines with each tile. */
-static void stored_block(const Product *p, long m0, long m1, long j0, long j1) {
-  long strips = (m1 - m0 + ROWS - 1) / ROWS;
-  long tiles = strips * ((j1 - j0) / COLS);
-  Ahead ahead = {.at = p->w + j1 * p->ldw};
-  if (strips >= 4 && tiles && !p->packed) ahead.each = (j1 - j0) * p->ldw / tiles;
-
-  for (long m = m0, rows; m < m1; m += rows) {
-    rows = next_height(m1 - m, ROWS);
-    (m == m0 ? first_strips : stored_strips)[rows](p, m, j0, j1, &ahead);
-  }
 }
 
 /* W turned, a block of rows m0..m1 and columns j0..j1. */
@@ -738,20 +697,21 @@ static void turned_block(const Product *p, long m0, long m1, long j0, long j1) {
     for (long j = whole; j < j1; j++) turned_number(p, m, j);
 }
 
-/* --- packed weights: few rows and many -------------------------------------------------------------------------------
+/* --- W as stored: few rows and many -------------------------------------------------------------------------------------
 
-   For few rows, weights are unpacked in the register, by each strip again. For more, some columns are unpacked into a
-   panel that stays in the L1 cache, and all strips go over it. Panels hold their numbers in the order in which a tile reads
-   them: for each part of the sums LANES numbers of each column, then the next LANES of each. Before that, x is copied
-   into strips of the same order. Then a tile reads two streams. (The rows of a matrix are often a multiple of 4 KiB apart,
-   so the numbers that it reads together would share one set of the L1 cache: with AVX2 the loop is three times as slow.)
+   For few rows, each strip reads the weights where they are, and unpacks them again. For more, some columns are copied or
+   unpacked into a panel that stays in the L1 cache, and all strips go over it. A panel has the order in which a tile reads
+   it: for each part of the sums LANES numbers of each column, then the next LANES of each. Before that, x is copied into
+   strips of the same order. Then a tile reads two streams. (The rows of a matrix are often a multiple of 4 KiB apart, so
+   the numbers that it reads together would share one set of the L1 cache: with AVX2 the loop is three times as slow.)
 
    If K is long, a panel is a part of it, so that the L2 cache holds the same part of x for many rows. The sums of the
    other parts are kept meanwhile, lane by lane. */
 
 enum {
-  NARROW = 16, /* columns whose packed weights stay in the L1 cache while the strips go over them */
-  DEEP = 1024, /* numbers of a row that are unpacked at a time: whole blocks, and at most GROUPS groups */
+  WIDE = 5120, /* float32 weights, 20 KiB, that stay in the L1 cache while the strips go over them; */
+  NARROW = 16, /* and columns of packed ones */
+  DEEP = 1024, /* numbers of a row in a panel: whole blocks, and at most GROUPS groups */
   TALL = 72,   /* rows for which that is done once: whole strips */
 };
 
@@ -761,6 +721,10 @@ typedef struct {
   float *weights; /* a tile after the other */
 } Panel;
 
+INLINE float *column(const Panel *panel, long c) {
+  return panel->weights + c / COLS * COLS * panel->depth + c % COLS * LANES;
+}
+
 INLINE void unpack_as(const Packed *a, const Panel *panel, const int form) {
   const long bits = bits_of(form), width = row_nbytes(a->K, form), step = step_of(a, form);
   const int exact = a->form_of_scales != FLOAT32, shift = a->shift;
@@ -769,7 +733,7 @@ INLINE void unpack_as(const Packed *a, const Panel *panel, const int form) {
     const long j = at_most(panel->j + c, a->N - 1);
     const char *at = line(a, 1) + j * width + k0 * bits / 8;
     const long ahead = panel->cols * width; /* what the next panel unpacks */
-    float *to = panel->weights + c / COLS * COLS * panel->depth + c % COLS * LANES;
+    float *to = column(panel, c);
     const long part = panel->depth / ORDER * COLS * LANES;
     Factors factors;
     words left[PARTS] = {0};
@@ -793,7 +757,21 @@ INLINE void unpack_as(const Packed *a, const Panel *panel, const int form) {
   }
 }
 
-static NOINLINE void unpack(const Packed *a, const Panel *panel) {
+/* Copy `depth` numbers of a row to their places in a panel or strip of `width` rows; those `ahead` are needed soon. */
+INLINE void arrange(const float *from, long depth, float *to, const long width, long ahead) {
+  for (long k = 0; k < depth; k += ORDER, to += width * LANES) {
+    __builtin_prefetch(from + k + ahead);
+    for (int i = 0; i < PARTS; i++) store(to + i * depth / ORDER * width * LANES, load(from + k + i * LANES));
+  }
+}
+
+static NOINLINE void unpack(const Product *p, const Panel *panel) {
+  const Packed *a = p->packed;
+  for (long c = 0; !a && c < panel->cols; c++) {
+    const float *from = p->w + at_most(panel->j + c, p->N - 1) * p->ldw + panel->k;
+    arrange(from, panel->depth, column(panel, c), COLS, panel->cols * p->ldw);
+  }
+  if (!a) return;
   if (a->form == FLOAT16) unpack_as(a, panel, FLOAT16);
   if (a->form == BFLOAT16) unpack_as(a, panel, BFLOAT16);
   if (a->form == FOUR_BITS) unpack_as(a, panel, FOUR_BITS);
@@ -810,12 +788,8 @@ static void make_strips(const Product *p, long m0, long m1) {
     rows = height(p, m);
     for (long deep = 0, depth; deep < whole && m >= m0; deep += depth) {
       depth = at_most(DEEP, whole - deep);
-      for (long r = 0; r < rows; r++)
-        for (long i = 0; i < PARTS; i++) {
-          const float *from = p->x + (m + r) * p->ldx + deep + i * LANES;
-          float *to = (float *)p->strips + deep * p->M + m * depth + i * depth / PARTS * rows + r * LANES;
-          for (long k = 0; k < depth; k += ORDER, to += rows * LANES) store(to, load(from + k));
-        }
+      float *to = (float *)p->strips + deep * p->M + m * depth;
+      for (long r = 0; r < rows; r++) arrange(p->x + (m + r) * p->ldx + deep, depth, to + r * LANES, rows, rows * p->ldx);
     }
   }
 }
@@ -861,7 +835,7 @@ INLINE void panel_strip(const Product *p, const Panel *panel, long m, Sums kept,
     for (int r = 0; r < rows; r++, y += ldy) {
       four four_sums = add_columns(sums[0][r], COLS);
       if (is_usual) store_four(y, four_sums);
-      else put_row(p, m + r, j, four_sums, at_most(COLS, p->N - j), p->packed->form);
+      else put_row(p, m + r, j, four_sums, at_most(COLS, p->N - j), form_of(p));
     }
   }
 }
@@ -879,10 +853,12 @@ PANEL(4) PANEL(5) PANEL(6)
 static PanelStrip *const panel_strips[] = HEIGHTS(panel);
 
 static void multiply_few(const Product *p, long m0, long m1, long j0, long j1) {
-  for (long j = j0; j < j1; j += NARROW)
+  const int form = form_of(p);
+  const long wide = form == FLOAT32 ? (WIDE / (p->K + 1) + COLS) / COLS * COLS : NARROW;
+  for (long j = j0; j < j1; j += wide)
     for (long m = m0, rows; m < m1; m += rows) {
-      rows = next_height(m1 - m, LOW);
-      packed_strips[p->packed->form][rows](p, m, j, at_most(j + NARROW, j1), NULL);
+      rows = next_height(m1 - m, form == FLOAT32 ? ROWS : LOW);
+      stored_strips[form][rows](p, m, j, at_most(j + wide, j1));
     }
 }
 
@@ -895,7 +871,7 @@ static void multiply_many(const Product *p, long j0, long j1) {
       for (long k = 0; k < whole; k += DEEP) {
         const long cols = at_most(wide, (j1 - j + COLS - 1) / COLS * COLS);
         const Panel panel = {.j = j, .cols = cols, .k = k, .depth = at_most(DEEP, whole - k), .weights = weights};
-        unpack(p->packed, &panel);
+        unpack(p, &panel);
         for (long m = m0, rows; m < at_most(m0 + TALL, p->M); m += rows) {
           rows = height(p, m);
           panel_strips[rows](p, &panel, m, kept[m - m0]);
@@ -1491,7 +1467,7 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
     return;
   }
   if (p->strips) {
-    const int is_8 = is_rounded(p->packed->form);
+    const int is_8 = is_rounded(form_of(p));
     if (p->makes_strips) (is_8 ? round_rows : make_strips)(p, m0, m1);
     else (is_8 ? multiply_rounded : multiply_many)(p, j0, j1);
     return;
@@ -1500,15 +1476,7 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
     turned_block(p, m0, m1, j0, j1);
     return;
   }
-  if (p->packed) {
-    multiply_few(p, m0, m1, j0, j1);
-    return;
-  }
-  long high = HIGH / (p->K + 1) + ROWS;
-  long wide = (WIDE / (p->K + 1) + COLS) / COLS * COLS;
-  for (long m = m0; m < m1; m += high)
-    for (long j = j0; j < j1; j += wide)
-      stored_block(p, m, at_most(m + high, m1), j, at_most(j + wide, j1));
+  multiply_few(p, m0, m1, j0, j1);
 }
 
 /* --- threads: a product is cut into shares, and whoever is free takes the next one -------------------------------------
@@ -1651,16 +1619,18 @@ static NOINLINE void run_attention(Product p) {
   free(tiles);
 }
 
-/* Whether x is copied into strips first. */
+/* Whether x is copied into strips first: for many rows. */
 static int needs_strips(const Product *p) {
-  if (!p->packed || is_operation(p->packed)) return 0;
-  const int form = p->packed->form;
-  return is_rounded(form) || (p->M > (form == FOUR_BITS ? FEW_OF_FOUR_BITS : FEW) && p->K >= ORDER);
+  const int form = form_of(p);
+  if (p->is_turned || is_operation(p->packed)) return 0;
+  if (is_rounded(form)) return 1;
+  const long few = form == FLOAT32 ? FEW_OF_FLOATS : form == FOUR_BITS ? FEW_OF_FOUR_BITS : FEW;
+  return p->M > few && p->K >= ORDER && (p->packed || p->N > NARROW);
 }
 
 static void run(const Product *p);
 static NOINLINE void run_in_strips(Product p) {
-  const int is_8 = is_rounded(p.packed->form);
+  const int is_8 = is_rounded(form_of(&p));
   p.strips = allocate(p.M * p.K * (is_8 ? sizeof(int8_t) : sizeof(float)));
   p.steps = is_8 ? allocate(p.M * p.packed->groups * 2 * sizeof *p.steps) : NULL;
   p.makes_strips = 1;
