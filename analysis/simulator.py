@@ -163,10 +163,9 @@ class Replay:
 
     def _max_in_flight(self, plan: Plan | None) -> int:
         """How many steps may stay in flight, as `Engine._max_in_flight` says."""
-        if plan is None or not self.run_ahead:
-            return 0
-        is_due = plan.is_due(self.eager_first_token) or self._may_draft(plan)
-        return 0 if is_due else 1
+        may_stay = self.run_ahead and plan is not None
+        may_stay = may_stay and not plan.is_due(self.eager_first_token)
+        return int(may_stay and not self._may_draft(plan))
 
     def _commit(self) -> Ran:
         plan, tokens = self._in_flight.popleft()
