@@ -148,7 +148,8 @@ def mask_with_the_grammar_of_a_neighbour(monkeypatch):
         (change_logits_from_token_25_on, "company", [COUNT]),
         (accept_draft_tokens_from_the_fourth_on, "draft tokens", [COPY]),
         (penalize_what_the_first_of_the_batch_said, "company", [COUNT]),
-        (mask_with_the_grammar_of_a_neighbour, "company", [COUNT, STORY]),
+        # Two answers with grammars must meet: with few questions, now and then none do
+        (mask_with_the_grammar_of_a_neighbour, "company", [*verify.QUESTIONS]),
     ],
 )
 def test_a_planted_fault_is_seen(capsys, monkeypatch, fault, way, questions):
