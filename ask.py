@@ -7,7 +7,7 @@ All prompts run at once. The answers stream in the order of the prompts, each fo
 figures. A program needs no more of the engine than this: `Engine.load`, `submit` once for each prompt,
 and a thread that steps the engine while we read. (`engine.serving()` starts it. While there is work,
 it calls `Engine.step`, the heart of the engine.) With `--chat`, or without a prompt in a terminal, it
-is a conversation (`runtime/terminal_chat.py`).
+is a conversation (`cli/terminal_chat.py`).
 
 Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py`, which answers.
 """
@@ -15,20 +15,20 @@ Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py
 from __future__ import annotations
 
 # First, because `--book` replaces modules of the core
-from runtime import cli  # isort: split
+from cli import options as cli  # isort: split
 
 import argparse
 import sys
 from dataclasses import fields
 
+from base.untrusted_files import read_some
+from base.validation import one_line, printable
+from cli import config_file, terminal_chat
+from cli.options import say
+from cli.text_output import StatusLine, WordWrap, wait_for_text
+from engine.sampling_params import ADVICE, GRAMMAR
 from models import model_finder
 from nanobatch import POLICIES, Engine, Handle, QueueFull, SamplingParams, Tokenizer
-from runtime import config_file, terminal_chat
-from runtime.cli import say
-from runtime.files import read_some
-from runtime.sampling_params import ADVICE, GRAMMAR
-from runtime.terminal import StatusLine, WordWrap, wait_for_text
-from runtime.validation import one_line, printable
 from text.tool_formats import OutputFormat
 
 

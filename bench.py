@@ -48,7 +48,7 @@ measured more kindly.
 from __future__ import annotations
 
 # First, because `--book` replaces modules of the core
-from runtime import cli  # isort: split
+from cli import options  # isort: split
 
 import argparse
 import json
@@ -61,6 +61,8 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
+from base.untrusted_files import check_writable, write_whole
+from base.validation import one_line, read_whole, shown
 from benchmarks import quality
 from benchmarks.driver import CLOCKS, Failure, describe_machine, take_all, take_sample
 from benchmarks.peers import PEERS, make_gguf, obstacle
@@ -79,12 +81,10 @@ from benchmarks.report import load_data, show
 from models.config import read_config
 from models.model_finder import find
 from policies import DEFAULT, POLICIES
-from runtime.files import check_writable, write_whole
-from runtime.validation import one_line, read_whole, shown
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = cli.CommandLine(
+    parser = options.CommandLine(
         "bench.py", description="Measure nanobatch, and compare it with others."
     )
     add = parser.add_argument
@@ -128,14 +128,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--sample", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     try:
-        cli.read_speculate(args.speculate)
+        options.read_speculate(args.speculate)
         args.rows = [read_whole("--rows", count, 1, 1024) for count in args.rows.split(",")]
         args.parts = args.parts.split(",")
         args.rivals = read_rivals(args.vs, args.policy)
         check(args)
         if args.json:
             remedy = "name a file in a folder that is there and can be written"
-            with cli.about(f"--json {shown(args.json)}", remedy):
+            with options.about(f"--json {shown(args.json)}", remedy):
                 check_writable(args.json)
     except ValueError as error:
         parser.error(str(error))
@@ -169,14 +169,14 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"{why}; leave out --vs {peer}")
     if "same" in args.parts and not peers:
         raise ValueError(f"same compares with a peer; add --vs {' or --vs '.join(PEERS)}")
-    if cli.backend() and args.rivals:
+    if options.backend() and args.rivals:
         raise ValueError("ranks measure one engine; leave out --vs")
 
 
 def measure_all(args: argparse.Namespace) -> dict:
     """Take all samples of all parts."""
     data = {
-        "command": cli.command("bench.py", *sys.argv[1:]),
+        "command": options.command("bench.py", *sys.argv[1:]),
         "machine": describe_machine(args.rivals),
         "records": [],
     }
@@ -206,7 +206,7 @@ def measure_all(args: argparse.Namespace) -> dict:
         total = args.samples * sum(len(setup.columns) for setup in plan)
         for _ in take_all(plan, args.samples, data["records"], progress(total)):
             # After each sample, so that an interrupted run is not lost
-            if args.json and not cli.rank():
+            if args.json and not options.rank():
                 write_whole(args.json, json.dumps(data, indent=1))
     return data
 
@@ -221,7 +221,7 @@ def progress(total: int) -> Callable[[str], None]:
     def report(stage: str) -> None:
         seconds = time.perf_counter() - began
         line = f"nanobatch: {next(number)} of {total} after {seconds:.0f} s: {stage}"
-        if not cli.rank():
+        if not options.rank():
             start, end = ("\r\033[K", "") if is_terminal else ("", "\n")
             print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
 
@@ -239,13 +239,13 @@ def main(arguments: list[str] | None = None) -> int:
             quality.show(find(args.model or "demo").absolute())
             return 0
         data = load_data(args.source) if args.source else measure_all(args)
-        if not cli.rank():
+        if not options.rank():
             show(data)
     except (ValueError, Failure, OSError) as error:
-        cli.say(one_line(error))
+        options.say(one_line(error))
         return 2 if isinstance(error, ValueError) else 1
     return 0
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    options.run(main)

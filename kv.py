@@ -39,7 +39,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kernels import c_attention
-from kernels.mlx import has_gpu, mx
+from kernels.device import has_gpu, mx
 
 BUCKET = 32  # rows: the length of a slot is a multiple of this
 
@@ -234,7 +234,7 @@ class Window:
         neighbours do, because there one more product costs more than reading less saves.
 
         How far a sequence reads does not change its results: the rows that it must not see have the
-        weight 0, and in our matrix product (`matmul.c`) adding 0 changes no sum.
+        weight 0, and in our matrix product (`cpu_kernels.c`) adding 0 changes no sum.
         """
         ends = [start + self.L for start in self.starts]
         buckets = [0 if has_gpu() else self.slab.bucket(end) for end in ends]

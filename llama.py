@@ -25,7 +25,7 @@ The notation, used everywhere in this project (all terms: GLOSSARY.md):
 The invariant: a token's logits depend on the model and on the tokens before it in its own sequence,
 and on nothing else: not on the neighbours, not on the slot, and not on the timing. Where
 `Engine.is_batch_invariant` is True (on a CPU, with our own matrix product), that holds for every bit.
-The proof is one sentence, in `kernels/matmul.c`: every number of a matrix product is one sum,
+The proof is one sentence, in `kernels/cpu_kernels.c`: every number of a matrix product is one sum,
 computed in one order.
 
 Where next: `kv.py`, which holds the keys and values.
@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from kernels import c_attention as fused
-from kernels.mlx import mx
+from kernels.device import mx
 from kv import AttentionGroup, Window
 from models.layers import Layer, Model
 from models.ops import capped, softmax
@@ -141,9 +141,9 @@ def attention(
 ) -> mx.array:  # (B * L, H * Dh)
     """softmax(q k^T / sqrt(Dh) + mask) v
 
-    This formula runs on a GPU, without our matrix product (`matmul.c`), with `--attention plain`
+    This formula runs on a GPU, without our matrix product (`cpu_kernels.c`), with `--attention plain`
     and with `--book` (a student's core). Otherwise a CPU runs `fused.attend`, one operation of
-    `matmul.c`, with the same bits; a test compares them. If you change the formula, run with
+    `cpu_kernels.c`, with the same bits; a test compares them. If you change the formula, run with
     `--attention plain` to see the effect.
 
     Each token's query is compared with the keys of the tokens that it sees: all up to itself, or,

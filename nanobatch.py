@@ -18,7 +18,7 @@ The invariant: a request's answer depends on its prompt, its `SamplingParams` an
 not on its neighbours in the batch, not on its slot, and not on when it arrived. (A request that
 samples at random needs a seed for that.)
 
-Where next: `runtime/`, which has what an engine needs around this: handles and snapshots, the thread
+Where next: `engine/`, which has what an engine needs around this: handles and snapshots, the thread
 that calls `step`, and reloading a model (`models/load.py` reads one from its folder).
 """
 
@@ -32,9 +32,20 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from base.error_reports import let_go, show_fault
 from course.overlay import labelled
-from kernels import mlx as device
-from kernels.mlx import device_lock, device_stream
+from engine.deferred_interrupt import defer_interrupt
+from engine.deprecated import renamed_attributes, renamed_names, renamed_options
+from engine.disk_prefix_cache import SlotCache
+from engine.handle import Handle, Result
+from engine.loop import Driver, Loop
+from engine.protocols import Grammar, RunnerProtocol
+from engine.registry import RequestRegistry
+from engine.reload import ModelError, Report, Source, check_unused
+from engine.sampling_params import SamplingParams
+from engine.snapshot import Limits, Snapshot, StepTimes
+from kernels import device
+from kernels.device import device_lock, device_stream
 from models import memory
 from models.embedding_support import check_embeds
 from models.layers import Model
@@ -42,17 +53,6 @@ from models.memory import Sizes
 from policies import DEFAULT, POLICIES, policy_of
 from prompt_lookup import Drafter, PromptLookup
 from runner import ForwardBatch, InFlightStep, Runner, sampling_rows
-from runtime.deferred_interrupt import defer_interrupt
-from runtime.deprecated import renamed_attributes, renamed_names, renamed_options
-from runtime.error_reports import let_go, show_fault
-from runtime.handle import Handle, Result
-from runtime.loop import Driver, Loop
-from runtime.model_reload import ModelError, Report, Source, check_unused
-from runtime.protocols import Grammar, RunnerProtocol
-from runtime.request_registry import RequestRegistry
-from runtime.sampling_params import SamplingParams
-from runtime.slot_cache import SlotCache
-from runtime.snapshot import Limits, Snapshot, StepTimes
 from sampling import SamplingRow
 from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
 from text.tokenizer import Tokenizer

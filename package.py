@@ -3,7 +3,7 @@
 In the checkout a module has a short name, such as `kv`: Python searches a program's own folder first.
 Installed under such names, `sched` would hide behind the standard library's, and `models` might hide
 somebody else's. So a wheel has one package, and in each file `from kv import Slab` is rewritten to
-`from nanobatch.kv import Slab`. `nanobatch.py` becomes `nanobatch/engine.py`, since the package has its
+`from nanobatch.kv import Slab`. `nanobatch.py` becomes `nanobatch/_engine.py`, since the package has its
 name. An editable install does the same to each module while it is imported.
 
 The modules are found by looking at the tree. What cannot be rewritten safely, such as a module's name
@@ -23,7 +23,7 @@ from importlib.util import decode_source, spec_from_file_location
 from pathlib import Path
 
 NAME = "nanobatch"
-ENGINE = "engine"  # what nanobatch.py is called in the package
+ENGINE = "_engine"  # what nanobatch.py is called in the package
 BUILD = ("setup.py", "package.py")
 LEFT_OUT = ("course", "tests")
 # Of folders that are no packages, or are left out
@@ -40,7 +40,7 @@ The engine, and MLX with it, is loaded with the first of its names: `from nanoba
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from nanobatch.engine import {names}
+    from nanobatch._engine import {names}
 
 __version__ = "{version}"
 __all__ = {all}
@@ -49,9 +49,9 @@ __all__ = {all}
 def __getattr__(name: str) -> object:
     if not name[:1].isupper():  # modules are in lower case; old names of classes are not in __all__
         raise AttributeError(f"module 'nanobatch' has no attribute {{name!r}}")
-    from nanobatch import engine
+    from nanobatch import _engine
 
-    return getattr(engine, name)
+    return getattr(_engine, name)
 
 
 def __dir__() -> list[str]:
@@ -60,7 +60,7 @@ def __dir__() -> list[str]:
 MAIN = '''\
 """`python -m nanobatch` is the command `nanobatch`."""
 
-from nanobatch.runtime.command import main
+from nanobatch.cli.command import main
 
 main()
 '''
@@ -106,7 +106,7 @@ class Tree:
         return module.partition(".")[0] in self.tops
 
     def data(self) -> Iterator[str]:
-        """The files next to the code, such as matmul.c and the page's scripts."""
+        """The files next to the code, such as cpu_kernels.c and the page's scripts."""
         folders = {file.partition("/")[0] for file in self.files if file.endswith("/__init__.py")}
         folders -= {*LEFT_OUT}
         patterns = [*DATA, *(f"{folder}/**/*" for folder in sorted(folders))]

@@ -67,7 +67,7 @@ class Remembered(NamedTuple):
 
 
 class RestoredRows(Protocol):
-    """Rows of a prompt that were saved to disk (`runtime/slot_cache.py`)."""
+    """Rows of a prompt that were saved to disk (`engine/disk_prefix_cache.py`)."""
 
     @property
     def is_ready(self) -> bool:

@@ -25,15 +25,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from kernels import mlx as device
-from kernels.mlx import device_lock, device_stream, mx
+from engine.output_types import StepOutput
+from engine.sampling_params import SamplingParams
+from kernels import device
+from kernels.device import device_lock, device_stream, mx
 from kv import Slab, Window
 from llama import forward
 from models.layers import Model
 from models.memory import Sizes, slab_shape
 from prefix import Source
-from runtime.output_types import StepOutput
-from runtime.sampling_params import SamplingParams
 from sampling import PENALTY_CONTEXT, Logprobs, SamplingRow, SlotState, sample
 from sched import Chunk, Decode, Plan
 

@@ -41,9 +41,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from kernels.mlx import has_gpu, mx
-from runtime.output_types import StepOutput, TokenLogprob
-from runtime.sampling_params import SHORT_LIST, SamplingParams
+from engine.output_types import StepOutput, TokenLogprob
+from engine.sampling_params import SHORT_LIST, SamplingParams
+from kernels.device import has_gpu, mx
 
 PENALTY_CONTEXT = 20  # repetition_penalty applies to this many last tokens, prompt included
 BLOCK = 64  # rows of logits are padded to whole blocks

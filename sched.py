@@ -35,7 +35,7 @@ if the request was cancelled. A new prompt with the same prefix continues from t
 common rows copied from a slot that holds them. That is prefix caching (`prefix.py`): a system
 prompt is computed once, and a chat's next message reads only what is new. With a slot cache on disk,
 rows that would be overwritten are saved first, and a prompt whose rows are there waits in its slot
-while they are read (`runtime/slot_cache.py`).
+while they are read (`engine/disk_prefix_cache.py`).
 
 The invariants, which `check` asserts:
     a slot has one owner or none; a waiting request has no slot

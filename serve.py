@@ -14,7 +14,7 @@ request.
 from __future__ import annotations
 
 # First, because it opens the chapters of `--book` in the place of ours
-from runtime import cli  # isort: split
+from cli import options as cli  # isort: split
 
 import argparse
 import gc
@@ -29,16 +29,17 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
+from base import error_reports
+from base.job_process import BusyError
+from base.validation import one_line, printable
+from cli import config_file
+from engine.idle_unload import Idle
+from engine.loop import Loop
 from kernels import blas_preload
 from policies import POLICIES
-from runtime import config_file, error_reports
-from runtime.idle import Idle
-from runtime.loop import Loop
-from runtime.validation import one_line, printable
 from server.access_log import AccessLog
 from server.app import DRAIN_S, APIServer
 from server.http import Options
-from text.sandbox import BusyError
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

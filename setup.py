@@ -1,4 +1,4 @@
-"""Compile `kernels/matmul.c`, and make the package `nanobatch` (`package.py`). The rest is in
+"""Compile `kernels/cpu_kernels.c`, and make the package `nanobatch` (`package.py`). The rest is in
 `pyproject.toml`.
 
 No library is needed: where there is no compiler, or where one fails, the install succeeds, and
@@ -110,7 +110,7 @@ class Checkout(sdist):
 
 def extension(form: str) -> Extension:
     module = f"{package.NAME}.kernels.{build.library(form).stem}"
-    return Extension(module, ["kernels/matmul.c"], optional=True)
+    return Extension(module, ["kernels/cpu_kernels.c"], optional=True)
 
 
 forms = build.forms() if build.compiler() and not os.environ.get("NANOBATCH_PURE") else []

@@ -22,7 +22,7 @@ can be tested without a terminal, and the engine never waits for the screen.
 from __future__ import annotations
 
 # First, because it opens the chapters of `--book` in the place of ours
-from runtime import cli  # isort: split
+from cli import options as cli  # isort: split
 
 import argparse
 import os
@@ -34,21 +34,22 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from base import error_reports
+from base.untrusted_files import check_writable, read_some, write_whole
+from base.validation import read_whole, shown
+from cli import config_file
+from cli.options import BROWSER, about, command, on_a_terminal
+from cli.terminal_chat import History, history_file, state_folder
 from course import overlay
+from engine.engine_protocol import AnyEngine
+from engine.snapshot import RequestView
+from experiments.tour import run_plain_tour
 from policies import POLICIES
-from runtime import config_file, error_reports
-from runtime.cli import BROWSER, about, command, on_a_terminal
-from runtime.engine_protocol import AnyEngine
-from runtime.files import check_writable, read_some, write_whole
-from runtime.snapshot import RequestView
-from runtime.terminal_chat import History, history_file, state_folder
-from runtime.validation import read_whole, shown
-from screen import recording as record
+from screen import export_recording as record
 from screen.app import Screen
 from screen.commands import SCRIPT, Session, orders_of, run_plain
 from screen.engine_client import LocalEngineClient
 from screen.pages.busy_periods import farewell
-from screen.pages.tour import run_plain_tour
 from screen.remote_client import RemoteEngineClient, address_of, base_of
 from screen.state import State
 from screen.workload import BURST, CHUNK, Ask, Settings
@@ -167,7 +168,7 @@ def load_engine(
     from kernels import blas_preload
 
     blas_preload.say = report  # its messages belong to the stages of loading
-    from kernels import mlx as device
+    from kernels import device
     from nanobatch import Engine
 
     options = cli.engine_options(args) | {"usual_len": TALK}

@@ -23,13 +23,13 @@ The invariant: no answer is compared with its own cache. Each way has an engine 
 the one that tries prefix caching may reuse rows. All random choices have one seed, so a second run
 asks the same.
 
-Where next: `analysis/answer_diff.py`, which compares; `kernels/matmul.c`, the reason why it holds.
+Where next: `benchmarks/answer_diff.py`, which compares; `kernels/cpu_kernels.c`, the reason why it holds.
 """
 
 from __future__ import annotations
 
 # First, because it opens the chapters of `--book` in the place of ours
-from runtime import cli  # isort: split
+from cli import options as cli  # isort: split
 
 import argparse
 import json
@@ -45,16 +45,16 @@ from hashlib import file_digest, sha256
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from analysis import answer_hash
-from analysis.answer_diff import Bits, difference
+from base.job_process import BusyError
+from base.validation import one_line
+from benchmarks import answer_hash
+from benchmarks.answer_diff import Bits, difference
 from course.overlay import labelled
-from kernels import mlx as device
+from kernels import device
 from models import model_finder
+from models.gguf_file import is_gguf, parts_of
 from nanobatch import POLICIES, Engine, Handle, SamplingParams
 from policies import DEFAULT
-from runtime.gguf_file import is_gguf, parts_of
-from runtime.validation import one_line
-from text.sandbox import BusyError
 
 EVENING = "One evening, when the lamps were lit and the rain had ended, " * 20
 ANIMALS = ", ".join(["owl, cat, fox, bee"] * 3)

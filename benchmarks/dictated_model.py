@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kernels.mlx import mx
+from kernels.device import mx
 from nanobatch import Engine, Handle, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("policies.py", "prefix.py", "kv.py", "llama.py", "sampling.py")
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/server.md", "docs/right.md", "docs/slots.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/server.md", "docs/correctness.md", "docs/slots.md")
 NAMES = ("request", "slot", "self", "rows", "length", "array", "start", "prompt", "state")
 LENGTH = 240  # tokens of an answer, and of a prompt
 

@@ -23,9 +23,9 @@ from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 
-from analysis.answer_diff import first_other
+from benchmarks.answer_diff import first_other
 from benchmarks.dictated_model import DictatedModel, texts
-from benchmarks.figures import (
+from benchmarks.metrics import (
     Delivery,
     Figures,
     closed_figures,
@@ -46,14 +46,14 @@ from benchmarks.plan import (
     capacity,
     crowd_lengths,
 )
+from cli import options
 from course.overlay import labelled
 from distributed.rendezvous import join
-from kernels import mlx as device
-from kernels.mlx import mx
+from engine.handle import Result
+from engine.snapshot import Metrics, StepView
+from kernels import device
+from kernels.device import mx
 from nanobatch import Engine, Handle, QueueFull, SamplingParams
-from runtime import cli
-from runtime.handle import Result
-from runtime.snapshot import Metrics, StepView
 
 DRAFTED = 3  # `speculate`: texts, or for several rows as many at a time
 SCHEMA = {
@@ -80,7 +80,7 @@ class Nanobatch:
             attention=spec.attention,
             activations=spec.activations,
             policy=spec.contestant.split()[1],
-            speculate=cli.read_speculate(spec.speculate),
+            speculate=options.read_speculate(spec.speculate),
             slots=slots,
             max_len=max_len,
         )
@@ -166,7 +166,7 @@ class Sample:
         else:
             peer = PEERS[spec.contestant]
             self.contestant = peer(spec.folder, spec.rows, self.longest, spec.kv)
-        if cli.rank():  # with several ranks, rank 0 measures
+        if options.rank():  # with several ranks, rank 0 measures
             self.contestant.engine.follow()
             return
         drive(self.contestant, self.requests(spec.rows, output=min(spec.output, 16)))
@@ -347,7 +347,7 @@ def take(spec: Spec) -> Figures:
     sample = Sample(spec)
     with closing(sample.contestant):
         try:
-            return {} if cli.rank() else getattr(sample, spec.part)()
+            return {} if options.rank() else getattr(sample, spec.part)()
         except Exception as error:
             # The other ranks would wait for the next sample
             join().fail(error)
@@ -381,9 +381,9 @@ def measure(spec: Spec, column: Contestant) -> dict:
     """
     same = ("dtype", "activations", "speculate")
     spec = spec._replace(contestant=column.engine, **{name: getattr(column, name) for name in same})
-    if cli.backend():
+    if options.backend():
         return {"figures": take(spec)}
-    program = cli.start("bench.py")
+    program = options.start("bench.py")
     if column.checkout:
         program = [sys.executable, os.path.join(column.checkout, "bench.py")]
     # Another checkout may not know what is new, and has defaults of its own
@@ -427,7 +427,7 @@ def take_all(
             for column in setup.columns[:: -1 if number % 2 else 1]:
                 spec = setup.spec
                 report(f"{spec.part}, {setup.x}, {column.name}")
-                if spec.rate < math.inf and not cli.rank():
+                if spec.rate < math.inf and not options.rank():
                     spec = spec._replace(rate=spec.rate * capacity(records))
                 record = {
                     "part": spec.part,
@@ -443,11 +443,11 @@ def take_all(
 def describe_machine(rivals: Sequence[Contestant]) -> dict[str, str]:
     """Everything that the figures depend on."""
     machine = {
-        "processor": cli.processor(),
-        "version": cli.version(),
+        "processor": options.processor(),
+        "version": options.version(),
         "load average": f"{os.getloadavg()[0]:.2f}",
         "device": labelled(device.named()),
-        "commit": commit_of(cli.ROOT),
+        "commit": commit_of(options.ROOT),
     }
     for package in ("mlx-lm", "llama-cpp-python"):
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -17,11 +17,11 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from analysis.cpu_contention import my_cores
-from kernels.mlx import has_gpu, mx
+from engine.cpu_contention import my_cores
+from kernels.device import has_gpu, mx
 from models.config import read_config
+from models.gguf_file import is_gguf
 from models.load import ModelReader
-from runtime.gguf_file import is_gguf
 
 # Of a request, after a step: the key, the new tokens, and whether the request has ended
 News = tuple[int, list[int], bool]

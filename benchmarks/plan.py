@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from base.validation import shown
 from benchmarks.dictated_model import LENGTH
 from benchmarks.peers import PEERS
 from course import overlay
-from kernels.mlx import mx
+from kernels.device import mx
 from models.config import read_config
-from runtime.validation import shown
 
 PARTS = {  # the name of a part, and the caption of its table
     "decode": "all rows decode, and nothing else happens",

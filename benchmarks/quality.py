@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.peers import LlamaCpp, obstacle
-from kernels.mlx import device_lock, device_stream, mx
+from kernels.device import device_lock, device_stream, mx
 from kv import Slab, Window
 from llama import forward
 from models.config import read_config

@@ -3,7 +3,7 @@
     python course/handout.py ../handout
 
 Left out are our bodies of all functions of the stages, the hints, and hidden checks. For later stages
-course/from_zero/fakes.py stands in, and small_llama.py says what is right. The folder needs neither
+course/from_zero/stand_ins.py stands in, and small_llama.py says what is right. The folder needs neither
 this checkout nor a compiler: its README.md says how to begin.
 """
 
@@ -17,13 +17,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from cli import options
 from course.from_zero.stages import STAGES
 from course.from_zero.start import blank_book
 from course.overlay import CHAPTERS, ROOT, our_file
-from runtime import cli
 
-FOLDERS = ("analysis", "demo/model", "distributed", "kernels", "models", "runtime", "screen")
-FOLDERS += ("server", "text", "web", "course/from_zero")
+FOLDERS = ("base", "cli", "demo/model", "distributed", "engine", "experiments", "kernels", "models")
+FOLDERS += ("screen", "server", "text", "web", "benchmarks", "course/from_zero")
 FILES = ("ask.py", "tui.py", "serve.py", "policies.py", "prefix.py", "prompt_lookup.py", "LICENSE")
 FILES += (
     "GLOSSARY.md",
@@ -83,7 +83,7 @@ def make(folder: Path) -> None:
 
 
 def main() -> int:
-    parser = cli.CommandLine("course/handout.py", description=__doc__.partition("\n")[0])
+    parser = options.CommandLine("course/handout.py", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where: a new folder")
     folder = parser.parse_args().folder
     try:
@@ -95,4 +95,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    options.run(main)

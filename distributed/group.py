@@ -50,10 +50,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
+from base.validation import one_line
 from distributed.channel import Message, beat, messages_of, send
-from kernels.mlx import device_lock, device_stream, has_gpu, mx, readable
-from runtime.snapshot import RanksView
-from runtime.validation import one_line
+from engine.snapshot import RanksView
+from kernels.device import device_lock, device_stream, has_gpu, mx, readable
 
 LOST = 3  # exit code after the loss of another rank
 NEWS_S = 0.5  # after an exception, wait this long for news of a lost rank

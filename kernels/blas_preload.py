@@ -8,7 +8,7 @@ applies.
 
 The solution. A dynamic linker binds a name such as `cblas_sgemm` to the first library that defines
 it. So a library that is loaded *before* `mlx.core`, with its names made global, replaces the slow
-one. Ours is `matmul.c`, which is compiled at install. Without a compiler, OpenBLAS takes its place:
+one. Ours is `cpu_kernels.c`, which is compiled at install. Without a compiler, OpenBLAS takes its place:
 the tokens are still right, but their last bits may depend on the batch. This module must run first:
 every file of ours imports `mx` from `mlx.py`, which calls it.
 
@@ -34,8 +34,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from kernels import matmul_library
-from runtime.cli import install
+from cli.options import install
+from kernels import library as matmul_library
 
 PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # what MLX calls in a BLAS
 

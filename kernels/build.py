@@ -1,4 +1,4 @@
-"""How `setup.py` compiles `matmul.c`: once for each instruction set.
+"""How `setup.py` compiles `cpu_kernels.c`: once for each instruction set.
 
 A wheel is for all processors of an architecture, so it has a library for each instruction set, and
 `matmul_library.py` loads the best one for the processor. A library contains the hash of what it was
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCE = Path(__file__).with_name("matmul.c")
+SOURCE = Path(__file__).with_name("cpu_kernels.c")
 # Not those of Python's own build, which differ between machines and may change bits
 OPTIONS = [
     "-O3",
@@ -30,7 +30,7 @@ OPTIONS = [
 
 
 class Form(NamedTuple):
-    """`matmul.c` for one instruction set."""
+    """`cpu_kernels.c` for one instruction set."""
 
     machine: str  # the architecture; empty: any
     features: str  # words of /proc/cpuinfo that the processor must have

@@ -1,7 +1,7 @@
-"""Fused attention: one operation of `matmul.c` in place of the formula in `llama.attention`.
+"""Fused attention: one operation of `cpu_kernels.c` in place of the formula in `llama.attention`.
 
 As with other operations (`row_ops.py`), MLX takes it for a product with a matrix. In place of the
-matrix there is a layer's slab, which ends with a label that `matmul.c` recognizes. Each row of x
+matrix there is a layer's slab, which ends with a label that `cpu_kernels.c` recognizes. Each row of x
 holds a token's queries, and the range of rows in the slab that it sees.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from kernels import mlx as device
-from kernels.matmul_library import LINE
-from kernels.mlx import mx
+from kernels import device
+from kernels.device import mx
+from kernels.library import LINE
 from kernels.packed import FORMS, address
 
 

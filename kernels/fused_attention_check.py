@@ -7,7 +7,7 @@ loaded. Where the result differs from the formula, `llama.attention` computes th
 
 from functools import cache
 
-from kernels.mlx import mx
+from kernels.device import mx
 
 LENGTHS = (64, 1024, 4096)  # rows: each takes another kernel, or another path in one
 CHUNK = 16

@@ -3,7 +3,7 @@
 The problem. A step with few rows takes as long as reading its weights. A checkpoint with four bits a
 weight is a seventh of its size in float32. But on a CPU, MLX is fast with float32 matrices alone.
 
-The solution. MLX passes our product (`matmul.c`) an address, and never reads what is there. So a
+The solution. MLX passes our product (`cpu_kernels.c`) an address, and never reads what is there. So a
 packed matrix gets an array that *claims* to be float32, without memory of its own. Our product
 recognizes a packed matrix by its header, converts each weight to float32 in registers, and sums in
 the same order: no bit of a result changes.
@@ -11,7 +11,7 @@ the same order: no bit of a result changes.
     | header: form, N, K, group; 64 bytes | weights | scales | offsets |      each aligned to a cache line
       ^ the claim begins here
 
-Four-bit weights are stored in another order than in a file (`matmul.c` draws it); `as_in_a_file`
+Four-bit weights are stored in another order than in a file (`cpu_kernels.c` draws it); `as_in_a_file`
 restores that. With activations in 8 bits, weights and scales are stored in panels of 16 rows;
 `from_panels` reads a row of them.
 
@@ -19,7 +19,7 @@ The invariant: only a `Claim` holds an array that claims more than there is, bec
 would read beyond its end. The array keeps the matrix's memory alive, and so does each product that
 has not been computed yet, so the header is valid as long as it may be read.
 
-Where next: `models/load.py`, which makes the matrices; `matmul.c`, which multiplies them.
+Where next: `models/load.py`, which makes the matrices; `cpu_kernels.c`, which multiplies them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from kernels import matmul_library
-from kernels import mlx as device
-from kernels.matmul_library import LINE, ORDER
-from kernels.mlx import mx
+from kernels import device, library
+from kernels.device import mx
+from kernels.library import LINE, ORDER
 
 FORMS = {
-    mx.float32: matmul_library.FLOAT32,
-    mx.float16: matmul_library.FLOAT16,
-    mx.bfloat16: matmul_library.BFLOAT16,
+    mx.float32: library.FLOAT32,
+    mx.float16: library.FLOAT16,
+    mx.bfloat16: library.BFLOAT16,
 }
-FORMS |= {mx.uint8: matmul_library.EIGHT_BITS}  # of scales and offsets (`widened`)
+FORMS |= {mx.uint8: library.EIGHT_BITS}  # of scales and offsets (`widened`)
 SPAN = 256  # weights whose scales of 8 bits are multiplied by one float16 number
 WIDER = {2: 4, 3: 8, 5: 8, 6: 8}  # bits of a weight in a file -> in memory, where that is more
 MLX_GROUPS = (32, 64, 128)  # group sizes that MLX's own products support
@@ -164,9 +163,7 @@ def packed(matrix: Matrix, rounds: bool = False) -> Matrix:
     rounds = rounds and matrix.bits < 16
     K = groups_of(matrix.scales, group) * group
     bits = WIDER.get(matrix.bits, matrix.bits)
-    form = {4: matmul_library.FOUR_BITS, 8: matmul_library.EIGHT_BITS}.get(bits) or FORMS[
-        matrix.weight.dtype
-    ]
+    form = {4: library.FOUR_BITS, 8: library.EIGHT_BITS}.get(bits) or FORMS[matrix.weight.dtype]
     *many, N, _ = matrix.weight.shape
     weight, *factors = matrix.arrays.values()
     rows = N
@@ -218,9 +215,9 @@ def packed(matrix: Matrix, rounds: bool = False) -> Matrix:
 def rounded_form(weight: mx.array, bits: int) -> int:
     """How our product multiplies integers. Bytes in a file may hold six bits each."""
     if WIDER.get(bits, bits) == 4:
-        return matmul_library.ROUNDED_4
+        return library.ROUNDED_4
     is_small = bits < 8 or int(weight.view(mx.uint8).max()) < 64
-    return matmul_library.ROUNDED_6 if is_small else matmul_library.ROUNDED_8
+    return library.ROUNDED_6 if is_small else library.ROUNDED_8
 
 
 def in_panels(factors: mx.array, group: int) -> mx.array:  # (..., N, width) -> (..., rows, width)
@@ -296,7 +293,7 @@ def row_nbytes(K: int, bits: int) -> int:
     """The memory of a row of K weights."""
     if bits != 4:
         return K * bits // 8
-    return device.blas.library.rows_width(matmul_library.FOUR_BITS, ctypes.c_long(K))
+    return device.blas.library.rows_width(library.FOUR_BITS, ctypes.c_long(K))
 
 
 def address(array: mx.array) -> int:

@@ -1,10 +1,10 @@
-"""Operations on rows that `matmul.c` computes in addition to matrix products: softmax, gates, norms.
+"""Operations on rows that `cpu_kernels.c` computes in addition to matrix products: softmax, gates, norms.
 
 The problem. On a CPU, MLX computes a softmax or a norm as several operations, number by number, and
 without vector instructions. In a prompt of a small model that takes half as long as all matrix
 products.
 
-The solution. MLX passes our product (`matmul.c`) an address, and never reads what is there, as with a
+The solution. MLX passes our product (`cpu_kernels.c`) an address, and never reads what is there, as with a
 packed matrix (`packed.py`). So an operation claims to be a matrix, too: `x @ claim` is the softmax of
 each row of x. A header at the address names the operation. It is valid as long as a product holds the
 memory.
@@ -12,7 +12,7 @@ memory.
 The invariant: only an `Operation` holds an array that claims more than there is, because anything
 else would read beyond its end.
 
-Where next: `models/ops.py`, the formulas; `matmul.c`, how they are computed.
+Where next: `models/ops.py`, the formulas; `cpu_kernels.c`, how they are computed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-from kernels import matmul_library
-from kernels import mlx as device
-from kernels.matmul_library import LINE
-from kernels.mlx import mx
+from kernels import device, library
+from kernels.device import mx
+from kernels.library import LINE
 from kernels.packed import address
 
 
@@ -36,12 +35,12 @@ class Operation:
     """An operation on rows of float32 numbers, which looks like a matrix to MLX."""
 
     def __init__(self, form: int, setting: float = 0.0, weight: mx.array | None = None):
-        """`form`: which operation, as `matmul.c` calls it.
+        """`form`: which operation, as `cpu_kernels.c` calls it.
         `setting`: the scale of a softmax, the eps of a norm, the cap.
         `weight`: of a norm."""
         own = mx.zeros(0) if weight is None else weight
         self._memory = mx.concatenate([mx.zeros(LINE // 4), own])
-        self._halves = form in (matmul_library.SWIGLU, matmul_library.GEGLU)
+        self._halves = form in (library.SWIGLU, library.GEGLU)
         at = ctypes.c_void_p(address(self._memory))
         device.blas.library.rows_operation(at, form, own.size, ctypes.c_float(setting))
 

@@ -10,13 +10,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from base.untrusted_files import ModelError, read_json
+from base.validation import shown
 from models.families import FAMILIES, NORMS, Family
 from models.fields import Fields
 from models.gguf_config import described
+from models.gguf_file import is_gguf, read_gguf
 from models.rope import Rope
-from runtime.files import ModelError, read_json
-from runtime.gguf_file import is_gguf, read_gguf
-from runtime.validation import shown
 
 # A layer's matrices: output size, input size
 ATTENTION = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.files import read_json
+from base.untrusted_files import read_json
 
 MODE = "pooling_mode_"
 OURS = "lasttoken"

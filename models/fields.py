@@ -6,8 +6,8 @@ file, the field and its value.
 
 from pathlib import Path
 
-from runtime.files import ModelError
-from runtime.validation import real, shown, whole
+from base.untrusted_files import ModelError
+from base.validation import real, shown, whole
 
 
 class Fields:

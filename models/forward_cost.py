@@ -1,7 +1,7 @@
 """Count the bytes a forward pass reads and the products it computes, from the model's own arrays.
 
 The config is not enough: weights may be packed, shared with the embedding, or divided among ranks. Each
-array is counted once, where `forward` uses it. Next: `analysis/step_cost_model.py`, which computes a
+array is counted once, where `forward` uses it. Next: `models/step_cost_model.py`, which computes a
 step's costs from it.
 """
 
@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from kernels.mlx import mx, tree_flatten
+from kernels.device import mx, tree_flatten
 from kernels.packed import Matrix
 from models.layers import Model
-from runtime.model_cost import ModelCost
+from models.model_cost import ModelCost
 
 
 def counted(model: Model) -> ModelCost:

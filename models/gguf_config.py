@@ -11,10 +11,10 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from base.untrusted_files import ModelError
+from base.validation import shown
 from models.fields import Fields
-from runtime.files import ModelError
-from runtime.gguf_file import Gguf
-from runtime.validation import shown
+from models.gguf_file import Gguf
 
 # GGUF's architecture -> model_type in config.json
 ARCHITECTURES = {

@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.files import ModelError, read_json
-from runtime.gguf_file import SPLIT
-from runtime.validation import shown
+from base.untrusted_files import ModelError, read_json
+from base.validation import shown
+from models.gguf_file import SPLIT
 
 OLLAMA = "ollama:"
 REGISTRY = "registry.ollama.ai"

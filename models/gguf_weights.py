@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kernels.mlx import mx
+from base.untrusted_files import ModelError
+from kernels.device import mx
 from kernels.packed import SPAN, widened
 from models.config import Config
 from models.gguf_config import FREQUENCIES, names, renamed
+from models.gguf_file import GgufTensor, read_gguf
 from models.weights import Tensor, Weights
-from runtime.files import ModelError
-from runtime.gguf_file import GgufTensor, read_gguf
 
 PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 # general.file_type -> its name; files of other types have tensors that cannot be read

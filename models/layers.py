@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from distributed.group import ALONE, Ranks
-from kernels.mlx import mx, tree_flatten
+from kernels.device import mx, tree_flatten
 from kernels.packed import Matrix
 from models.config import Config
+from models.model_cost import ModelCost
 from models.ops import geglu, rms_norm, softmax, swiglu
 from models.rope import AttentionType
-from runtime.model_cost import ModelCost
 
 
 class Mlp(NamedTuple):

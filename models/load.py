@@ -15,11 +15,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from base.untrusted_files import ModelError
+from base.validation import shown
 from course.overlay import opened
 from distributed.group import ALONE, Ranks
-from kernels import fused_attention_check
-from kernels import mlx as device
-from kernels.mlx import mx, readable
+from kernels import device, fused_attention_check
+from kernels.device import mx, readable
 from kernels.packed import (
     LEAST,
     MLX_GROUPS,
@@ -33,6 +34,7 @@ from kernels.packed import (
 from models.config import read_config
 from models.embedding_support import why_not
 from models.forward_cost import arrays, counted
+from models.gguf_file import is_gguf
 from models.gguf_weights import GgufWeights
 from models.layers import (
     Choices,
@@ -50,9 +52,6 @@ from models.ops import capped
 from models.rope import AttentionType
 from models.sharding import Shard
 from models.weights import Weights, usual_form
-from runtime.files import ModelError
-from runtime.gguf_file import is_gguf
-from runtime.validation import shown
 
 CHOICES = {  # `ModelReader` says what each means
     "dtype": ("auto", "float32", "checkpoint"),

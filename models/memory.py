@@ -15,15 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from base import validation
+from base.untrusted_files import ModelError
 from course.overlay import opened
-from kernels import mlx as device
+from kernels import device
 from kernels.c_attention import label_rows
-from kernels.mlx import has_gpu, mx, readable
+from kernels.device import has_gpu, mx, readable
 from models.config import Config
 from models.forward_cost import nbytes_of
 from models.layers import Model
-from runtime import validation
-from runtime.files import ModelError
 
 # The root modules that a step runs
 CORE = [
@@ -38,10 +38,12 @@ CORE = [
     "sched",
 ]
 BELOW = (
+    "base",
+    "cli",
     "distributed",
+    "engine",
     "kernels",
     "models",
-    "runtime",
     "text",
 )  # packages that a step may run
 
@@ -160,8 +162,8 @@ def slab_of(model: Model, sizes: Sizes) -> int:
 def sources() -> list[Path]:
     """The sources of a step, in the same order on every machine."""
     checkout = Path(__file__).resolve().parents[1]
-    # In the package, nanobatch.py is called engine.py
-    core = [path for path in checkout.glob("*.py") if path.stem in (*CORE, "engine")]
+    # In the package, nanobatch.py is called _engine.py
+    core = [path for path in checkout.glob("*.py") if path.stem in (*CORE, "_engine")]
     below = [path for package in BELOW for path in checkout.glob(f"{package}/*")]
     below = [path for path in below if path.suffix in (".py", ".c")]
     own = opened()

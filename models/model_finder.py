@@ -11,9 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kernels.mlx import readable
+from base.untrusted_files import ModelError, read_json
+from base.validation import one_line, printable, shown
+from kernels.device import readable
 from models.families import FAMILIES
 from models.gguf_config import described
+from models.gguf_file import is_gguf, parts_of, read_gguf
 from models.gguf_finder import (
     OLLAMA,
     blob_of,
@@ -25,9 +28,6 @@ from models.gguf_finder import (
 )
 from models.load import ModelReader
 from models.weights import MissingError, weight_files
-from runtime.files import ModelError, read_json
-from runtime.gguf_file import is_gguf, parts_of, read_gguf
-from runtime.validation import one_line, printable, shown
 from text.gguf_tokenizer import GgufText
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"

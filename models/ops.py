@@ -1,12 +1,12 @@
 """The operations of a Llama that are not matrix products.
 
 The problem. `llama.py` shows what a Llama computes. Its speed depends on details that have nothing to
-do with a Llama. On a CPU, MLX computes number by number, so `matmul.c` computes float32 rows there
+do with a Llama. On a CPU, MLX computes number by number, so `cpu_kernels.c` computes float32 rows there
 (`kernels/row_ops.py`). On a GPU, a step of a few tokens takes the time to read the weights, and some
 microseconds for each kernel (a function that runs there), however little it computes. So the fewest
 kernels are fastest.
 
-The solution. Each docstring begins with the formula. The body computes it by `matmul.c`, or else with
+The solution. Each docstring begins with the formula. The body computes it by `cpu_kernels.c`, or else with
 MLX's operations. A test compares both with the formula (`tests/models/test_ops.py`).
 
 The invariant: no result depends on what else runs in the step.
@@ -18,8 +18,8 @@ import math
 from collections.abc import Callable
 
 from kernels import row_ops
-from kernels.matmul_library import CAP, GEGLU, NORM, SOFTMAX, SWIGLU
-from kernels.mlx import mx
+from kernels.device import mx
+from kernels.library import CAP, GEGLU, NORM, SOFTMAX, SWIGLU
 
 
 def softmax(x: mx.array, scale: float = 1.0) -> mx.array:  # (..., T) -> (..., T), which sum up to 1

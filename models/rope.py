@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from kernels import mlx as device
-from kernels.mlx import mx
+from kernels import device
+from kernels.device import mx
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from base.untrusted_files import ModelError
 from models.config import ATTENTION, MLP, Config
-from runtime.files import ModelError
 
 
 def evenly(count: int, ranks: int) -> list[range]:

@@ -15,12 +15,12 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from kernels import mlx as device
-from kernels.mlx import mx
+from base.untrusted_files import LARGEST_HEADER, ModelError, check_plain, read_json, what_is
+from base.validation import one_line, shown
+from kernels import device
+from kernels.device import mx
 from kernels.packed import LEAST, MLX_GROUPS, SPAN, WIDER, row_nbytes
 from models.config import Config
-from runtime.files import LARGEST_HEADER, ModelError, check_plain, read_json, what_is
-from runtime.validation import one_line, shown
 
 # As phi3 stores them
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -26,11 +26,11 @@ from textual.binding import Binding
 from textual.geometry import Region
 from textual.widget import Widget
 
-from runtime import error_reports as faults
-from runtime.cli import BROWSER
-from runtime.files import write_whole
-from runtime.snapshot import RequestView
-from runtime.terminal_chat import History
+from base import error_reports as faults
+from base.untrusted_files import write_whole
+from cli.options import BROWSER
+from cli.terminal_chat import History
+from engine.snapshot import RequestView
 from screen import keys
 from screen.commands import SCRIPTED, Session, as_command, orders_of
 from screen.draw import answers, charts, slots, status, timeline

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from runtime.snapshot import RequestView
-from runtime.terminal_chat import Conversation
+from cli.terminal_chat import Conversation
+from engine.snapshot import RequestView
 from screen.engine_view import Answer
 from text.tool_parser import split_reasoning
 

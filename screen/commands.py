@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle, islice
 
+from base.validation import read_real, read_whole, shown
+from cli.options import command
+from engine.snapshot import Limits, RequestView, Snapshot
 from policies import POLICIES, policy_of
-from runtime.cli import command
-from runtime.snapshot import Limits, RequestView, Snapshot
-from runtime.validation import read_real, read_whole, shown
+from screen.busy_period_stats import words
 from screen.draw.style import clean, count, number, shorten, span
 from screen.engine_client import AnyExperiment, LocalEngineClient
 from screen.engine_view import View
 from screen.keys import COMMANDS, OF_THE_ENGINE, OLD_NAMES, PAGES, pressed, split_command
 from screen.page import Page
 from screen.state import State, client_of, prompt_of
-from screen.stats import words
 from screen.workload import SCHEMA, Ask, is_mute
 
 

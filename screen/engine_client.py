@@ -20,15 +20,15 @@ from functools import wraps
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from analysis.cpu_contention import Others
+from base.error_reports import show_fault
+from cli.terminal_chat import LEAST, outgrown
+from engine.cpu_contention import Others
+from engine.engine_protocol import AnyEngine
+from engine.handle import Handle
+from engine.loop import Loop, Stopwatch
+from engine.sampling_params import SamplingParams
+from engine.snapshot import ExpertsView
 from policies import POLICIES
-from runtime.engine_protocol import AnyEngine
-from runtime.error_reports import show_fault
-from runtime.handle import Handle
-from runtime.loop import Loop, Stopwatch
-from runtime.sampling_params import SamplingParams
-from runtime.snapshot import ExpertsView
-from runtime.terminal_chat import LEAST, outgrown
 from sched import QueueFull
 from screen.draw.style import clean
 from screen.engine_view import Answer, Fault, Finding, View
@@ -439,7 +439,7 @@ class LocalEngineClient(EngineClient):
         self._measure_roofline(self.others.look())
 
     def _measure_roofline(self, others: float) -> None:
-        from analysis.engine_probes import measure_roofline  # it needs MLX
+        from experiments.engine_probes import measure_roofline  # it needs MLX
 
         measure_roofline(self.engine, others)
 
@@ -448,7 +448,7 @@ class LocalEngineClient(EngineClient):
         self.note(experts=self._chosen_experts())
 
     def _chosen_experts(self) -> ExpertsView:
-        from analysis.engine_probes import chosen_experts  # it needs MLX
+        from experiments.engine_probes import chosen_experts  # it needs MLX
 
         return chosen_experts(self.engine)
 

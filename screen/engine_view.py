@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from runtime.snapshot import ExpertsView, Limits, Snapshot
+from engine.snapshot import ExpertsView, Limits, Snapshot
 from server.access_log import ServerView
 
 

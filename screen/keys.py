@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 
+from experiments import fault_injection, long_prompt, race, same_answer, step_cost, tour
 from policies import POLICIES
 from screen.draw import step
 from screen.draw.canvas import Canvas
@@ -18,15 +19,9 @@ from screen.pages import (
     busy_periods,
     conversation,
     error_log,
-    fault_injection,
     http_requests,
-    long_prompt,
-    race,
     request_details,
     request_latency,
-    same_answer,
-    step_cost,
-    tour,
 )
 from screen.state import State
 

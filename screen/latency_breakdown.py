@@ -3,7 +3,7 @@
 A late first token has one of three causes: the queue, the prompt's own length, or the neighbours.
 Each moment of a request belongs to one part, so the parts add up to the whole latency. Before
 admission a request is queued. Afterwards each step is divided by the work in it, at the prices of a
-row and of a chunk (`analysis/fitted_step_times.py`).
+row and of a chunk (`experiments/fitted_step_times.py`).
 
 The scheduler needs no model, so the same requests are also replayed: this one alone, and all of
 them under each other policy.
@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from analysis.fitted_step_times import LEAST, Prices, drafts_by_request, guest_of, is_cut_short
+from engine.snapshot import Limits, RequestView, StepView, percentile
+from experiments.fitted_step_times import LEAST, Prices, drafts_by_request, guest_of, is_cut_short
+from experiments.policy_runs import on_clock, simulated
 from policies import POLICIES
-from runtime.snapshot import Limits, RequestView, StepView, percentile
 from screen.draw.style import DECODE, GHOST, PREFILL, listed, span
-from screen.policy_runs import on_clock, simulated
-from screen.step_columns import Column, during
+from screen.timeline_columns import Column, during
 
 # The parts of a latency, in the order of the drawing
 PARTS = {

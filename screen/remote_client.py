@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from runtime.cli import command
-from runtime.terminal_chat import REMEDY
-from runtime.validation import one_line, read_whole, shown
+from base.validation import one_line, read_whole, shown
+from cli.options import command
+from cli.terminal_chat import REMEDY
 from screen.draw.style import clean
 from screen.engine_client import EngineClient, Outgrown
 from screen.engine_view import View

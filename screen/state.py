@@ -14,15 +14,15 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from analysis.fitted_step_times import Prices
-from runtime.snapshot import Limits, RequestView, SlotView, Snapshot, StepView
+from engine.snapshot import Limits, RequestView, SlotView, Snapshot, StepView
+from experiments.fitted_step_times import Prices
+from experiments.policy_runs import KNOWN
+from screen.busy_period_stats import Period, Price
 from screen.chat_history import ChatHistory
 from screen.draw.style import FAILED, NAMES, UNSEEN, clean, count
 from screen.engine_view import Fault, Finding, View
 from screen.latency_breakdown import LatencyBreakdown, break_down
-from screen.policy_runs import KNOWN
-from screen.stats import Period, Price
-from screen.step_columns import Column, column, gap, last_in, merge, said_in, spread
+from screen.timeline_columns import Column, column, gap, last_in, merge, said_in, spread
 from screen.workload import BURST, Ask, Settings, is_mute
 from server.access_log import RequestRecord
 

@@ -16,8 +16,8 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import TextArea
 
-from runtime.error_reports import describe, show_fault
-from runtime.terminal_chat import History
+from base.error_reports import describe, show_fault
+from cli.terminal_chat import History
 from screen.draw.canvas import Canvas
 from screen.draw.style import Line, clean, shorten
 from screen.state import State

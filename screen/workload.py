@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from engine.snapshot import RequestView
 from policies import POLICIES
-from runtime.snapshot import RequestView
 
 # Two prompts of the burst begin with this text, which is longer than a chunk of the demo: the
 # second finds the first one's rows in the prefix cache.

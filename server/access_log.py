@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TextIO
 
-from runtime.cli import say
-from runtime.prefill_progress import PrefillProgress
-from runtime.request_registry import Log
-from runtime.validation import one_line
+from base.validation import one_line
+from cli.options import say
+from engine.prefill_progress import PrefillProgress
+from engine.registry import Log
 
 # Fields of a record that its log line has, too, there without their unit
 FIGURES = (

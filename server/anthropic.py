@@ -17,9 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from server.choice import Change, Choice, Item
-from server.protocol_adapter import ParsedRequest, ProtocolAdapter, Usage, named_event
-from server.schema import (
+from server.body_reader import (
     APIError,
     BodyReader,
     call_of,
@@ -32,6 +30,8 @@ from server.schema import (
     read_tools,
     text_of,
 )
+from server.choice import Change, Choice, Item
+from server.protocol_adapter import ParsedRequest, ProtocolAdapter, Usage, named_event
 from text.tokenizer import Chat
 
 PLAIN = ("temperature", "top_p", "top_k")

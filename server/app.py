@@ -31,20 +31,20 @@ from queue import Empty, SimpleQueue
 import h11
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-from runtime.engine_protocol import AnyEngine
-from runtime.error_reports import describe, show_fault
-from runtime.handle import Handle
-from runtime.loop import Loop
-from runtime.snapshot import Snapshot
-from runtime.validation import shown
-from server import anthropic, auth, embeddings_api, http, live_page, openai, responses
+from base.error_reports import describe, show_fault
+from base.validation import shown
+from engine.engine_protocol import AnyEngine
+from engine.handle import Handle
+from engine.loop import Loop
+from engine.snapshot import Snapshot
+from server import anthropic, auth, embeddings, http, live_page, openai, responses
 from server.access_log import HangUps, RequestLog, ServerView, hang_up_advice
+from server.body_reader import APIError, check_model
 from server.completion import Answer, ServedModel, count
+from server.forwarded_for import seen_through
 from server.http import ClientGone, Connection, HTTPRequest, Options, Reply, refused, reply
 from server.metrics import ServerMetrics
 from server.protocol_adapter import ProtocolAdapter, shutting_down
-from server.proxy import seen_through
-from server.schema import APIError, check_model
 from server.watch import MAX_WATCHERS, watch
 from server.watch_frames import Frame
 from text.grammar import SANDBOX_LIMITS
@@ -52,7 +52,7 @@ from text.grammar import SANDBOX_LIMITS
 PROTOCOLS = {
     "/v1/chat/completions": openai.ChatCompletion,
     "/v1/completions": openai.Completion,
-    "/v1/embeddings": embeddings_api.Embedding,
+    "/v1/embeddings": embeddings.Embedding,
     "/v1/responses": responses.Response,
     "/v1/messages": anthropic.Message,
 }

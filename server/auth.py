@@ -6,10 +6,10 @@ import hmac
 import ipaddress
 import re
 
-from runtime.validation import shown
+from base.validation import shown
 from server import http
+from server.body_reader import APIError
 from server.http import LOOPBACK, HTTPRequest, Options, Reply
-from server.schema import APIError
 
 
 def server_names(options: Options) -> list[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from runtime.handle import Handle
+from engine.handle import Handle
 from text.tokenizer import Tokenizer
 from text.tool_parser import OutputParser
 

@@ -26,12 +26,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from runtime.engine_protocol import AnyEngine
-from runtime.error_reports import describe
-from runtime.prefill_progress import UNREAD, PrefillProgress
-from runtime.sampling_params import SamplingParams
-from runtime.validation import GrammarError
+from base.error_reports import describe
+from base.job_process import BusyError
+from base.validation import GrammarError
+from engine.engine_protocol import AnyEngine
+from engine.prefill_progress import UNREAD, PrefillProgress
+from engine.sampling_params import SamplingParams
 from sched import QueueFull
+from server.body_reader import APIError, invalid
 from server.choice import Choice, Words
 from server.http import HTTPRequest, Reply
 from server.metrics import ServerMetrics
@@ -43,8 +45,6 @@ from server.protocol_adapter import (
     dump_large,
     shutting_down,
 )
-from server.schema import APIError, invalid
-from text.sandbox import BusyError
 from text.tokenizer import Chat, Prompt, TooLongError
 from text.tool_formats import OutputFormat, tool_call_grammar
 from text.tool_parser import OutputParser, loads

@@ -25,11 +25,11 @@ from urllib.parse import unquote, urlsplit
 
 import h11
 
-from runtime.error_reports import LOG
-from runtime.validation import shown
+from base.error_reports import LOG
+from base.validation import shown
 from server.access_log import RequestLog, RequestRecord
+from server.body_reader import APIError
 from server.protocol_adapter import dump
-from server.schema import APIError
 
 MAX_CONNECTIONS = 512  # open connections that have sent a request; one more gets a 429
 # Further connections without a request; beyond, the oldest of them is aborted

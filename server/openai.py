@@ -16,9 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from server.choice import Change, Choice, Item, Word
-from server.protocol_adapter import ParsedRequest, Progress, ProtocolAdapter, Usage, dump, event
-from server.schema import (
+from server.body_reader import (
     APIError,
     BodyReader,
     Field,
@@ -31,6 +29,8 @@ from server.schema import (
     read_stop,
     read_tools,
 )
+from server.choice import Change, Choice, Item, Word
+from server.protocol_adapter import ParsedRequest, Progress, ProtocolAdapter, Usage, dump, event
 from text.tokenizer import Chat
 
 # Templates do not know "developer", the newer name of the system role.

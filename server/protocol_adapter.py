@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from runtime.prefill_progress import PrefillProgress
+from engine.prefill_progress import PrefillProgress
+from server.body_reader import APIError
 from server.choice import Choice
-from server.schema import APIError
 from text.tokenizer import Chat
 
 

@@ -19,10 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from runtime.validation import shown
-from server.choice import Change, Choice, Item
-from server.protocol_adapter import ParsedRequest, ProtocolAdapter, Usage, named_event
-from server.schema import (
+from base.validation import shown
+from server.body_reader import (
     APIError,
     BodyReader,
     call_of,
@@ -31,6 +29,8 @@ from server.schema import (
     read_form,
     read_tools,
 )
+from server.choice import Change, Choice, Item
+from server.protocol_adapter import ParsedRequest, ProtocolAdapter, Usage, named_event
 from text.tokenizer import Chat
 
 PLAIN = ("temperature", "top_p")

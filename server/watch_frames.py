@@ -15,8 +15,8 @@ from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from runtime.snapshot import RequestView, Snapshot
-from runtime.validation import shown
+from base.validation import shown
+from engine.snapshot import RequestView, Snapshot
 from server.access_log import ServerView
 
 STEPS = 4096  # unread steps that are kept, the newest

@@ -2,7 +2,7 @@
 
 # isort: off
 # First, as in our programs: MLX must not be imported before our product is loaded.
-from kernels import mlx as device
+from kernels import device
 
 # isort: on
 import faulthandler
@@ -18,10 +18,10 @@ import pytest
 from checkpoints import make_checkpoint
 from quick import QUICK
 
-from kernels import matmul_library
+from kernels import library
 from models.load import read_model
 from nanobatch import Engine, Model, Tokenizer
-from text import grammar, template_and_tokenizer_check
+from text import grammar, untrusted_model_files
 
 # Settings in a user's environment that no test expects
 STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
@@ -36,7 +36,7 @@ LONG = (
 )
 # By the clock. A user is told to try again when a busy machine gives a trial no processor; tests wait
 grammar.SANDBOX_LIMITS = grammar.SANDBOX_LIMITS._replace(patience=60.0)
-template_and_tokenizer_check.LIMITS = template_and_tokenizer_check.LIMITS._replace(patience=60.0)
+untrusted_model_files.LIMITS = untrusted_model_files.LIMITS._replace(patience=60.0)
 MOST_WORKERS = 4  # by default; with many cores, more workers mostly wait
 
 
@@ -61,7 +61,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     for name in STRANGE.split():
         os.environ.pop(name, None)
     os.environ["no_proxy"] = "localhost,127.0.0.1"  # all servers of the tests are local
-    is_refused = any(matmul_library.library(form).exists() for form in matmul_library.forms_here())
+    is_refused = any(library.library(form).exists() for form in library.forms_here())
     if is_refused and device.blas.why_not and not os.environ.get("NANOBATCH_BLAS"):
         raise pytest.UsageError(str(device.blas))  # else its tests would be skipped
     sys.dont_write_bytecode = False
@@ -79,7 +79,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def cores() -> int:
-    return matmul_library.cores() if sys.platform == "linux" else os.cpu_count() or 1
+    return library.cores() if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def is_small(config: pytest.Config) -> bool:

@@ -23,9 +23,9 @@ from tokenizers import (
     processors,
 )
 
-from runtime.files import ModelError
-from runtime.gguf_file import read_gguf
-from runtime.validation import shown
+from base.untrusted_files import ModelError
+from base.validation import shown
+from models.gguf_file import read_gguf
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, _, BYTE = range(1, 7)  # types of tokens
 PREFIX = "tokenizer.ggml."

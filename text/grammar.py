@@ -36,8 +36,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, partial
 from typing import Any
 
-from runtime.validation import GrammarError, one_line, shown
-from text.sandbox import STACK, LimitError, Sandbox, SandboxLimits
+from base.job_process import STACK, LimitError, Sandbox, SandboxLimits
+from base.validation import GrammarError, one_line, shown
 
 # llguidance's limits for one request, in its own units; comments say what they roughly cost.
 LIMITS = {

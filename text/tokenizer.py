@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from runtime.files import ModelError, check_plain, check_size, read_json_if_any, read_text
-from runtime.gguf_file import is_gguf
-from runtime.sampling_params import advised
-from runtime.validation import one_line, shown
+from base.untrusted_files import ModelError, check_plain, check_size, read_json_if_any, read_text
+from base.validation import one_line, shown
+from engine.sampling_params import advised
+from models.gguf_file import is_gguf
 from text.detokenizer import StreamingDetokenizer, special_ids, without_panics
 from text.gguf_tokenizer import GgufText
 from text.grammar import Grammar, Grammars
@@ -277,7 +277,7 @@ class Tokenizer:
     def _try_out(self, path: Path) -> tuple[str | None, str]:
         """Check template and tokenizer in a child process. Return the template's source, and in one
         line why it cannot be used."""
-        from text.template_and_tokenizer_check import SAMPLES, TemplateChecker
+        from text.untrusted_model_files import SAMPLES, TemplateChecker
 
         source, for_tools, place = self._find_template()
         why = ""

@@ -1,7 +1,7 @@
 """Replay recorded prompts through the real scheduler, without a model.
 
 The page runs the scheduler's files as they are, in Pyodide (CPython for the browser), and
-`analysis/simulator.py` gives it the recorded prompts and the time of each step. Readers edit
+`experiments/simulator.py` gives it the recorded prompts and the time of each step. Readers edit
 policies, which are functions and records. Nothing here decides anything.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import policies
-from analysis.simulator import Guest, Ran, Replay, Stuck, drafts_in
+from experiments.simulator import Guest, Ran, Replay, Stuck, drafts_in
 from policies import POLICIES
 from sched import Plan, Policy, Request
 

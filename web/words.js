@@ -12,7 +12,7 @@ export function count(number, noun) {
   return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 }
 
-// The time left, as coarse as the estimate: "40 s", "6 min", "2.5 h". As in runtime/prefill_progress.py.
+// The time left, as coarse as the estimate: "40 s", "6 min", "2.5 h". As in engine/prefill_progress.py.
 export function about(seconds) {
   if (seconds < 20) return `${Math.max(1, Math.ceil(seconds))} s`;
   if (seconds < 90) return `${10 * Math.ceil(seconds / 10)} s`;

@@ -28,14 +28,14 @@ import pytest
 from checkpoints import Reference, make_checkpoint, make_config, save
 from short_failures import not_done, not_right
 
-from kernels.mlx import mx
+from base.untrusted_files import ModelError
+from kernels.device import mx
 from kv import Slab, Window
 from llama import forward
 from models.families import FAMILIES
 from models.load import read_model
 from models.memory import slab_shape
 from nanobatch import Engine, SamplingParams
-from runtime.files import ModelError
 from text.tokenizer import Tokenizer
 
 CONFIG = {

@@ -1,7 +1,7 @@
 """The stages' tests run on our own chapters, or on a reader's: `--book mine`.
 
 A reader's functions run up to the stage that is tried, and ours in the place of all later ones (in a
-handout, those of fakes.py). A test of a function that is still blank is skipped: `about` names the
+handout, those of stand_ins.py). A test of a function that is still blank is skipped: `about` names the
 functions that a test tries, or it tries all of its stage.
 """
 
@@ -23,7 +23,7 @@ if overlay.opened():
     os.environ.setdefault("PYTEST_TIMEOUT", "60")  # seconds for a test, which takes one
     BLANK = {name for name, _ in overlay.opened().blanks()}
 
-FAKES = Path(__file__).with_name("fakes.py")
+FAKES = Path(__file__).with_name("stand_ins.py")
 pytest.register_assert_rewrite("course.from_zero.shared_by_tests")
 
 

@@ -35,7 +35,7 @@ POINTS = 10  # a stage
 HIDDEN_POINTS = 5  # its hidden checks
 WORK_POINTS = 5  # as much work as the reference, or less
 WORK = Path(__file__).with_name("work") / "test_8_work.py"
-STAND_INS = Path(__file__).with_name("fakes.py")
+STAND_INS = Path(__file__).with_name("stand_ins.py")
 
 
 def without_bodies(folder: Path, copy: Path) -> Path:

@@ -14,7 +14,7 @@ from scheduler_story import Story, timeline
 import kv
 import llama
 from course.from_zero import small_llama
-from kernels.mlx import mx
+from kernels.device import mx
 from models.load import read_model
 from models.memory import slab_shape
 from models.model_finder import DEMO

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
-from kernels.mlx import mx
+from kernels.device import mx
 from kv import AttentionGroup
 from models.model_finder import DEMO
 from text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import pytest
 
 from course.from_zero.reference import lookup
 from course.from_zero.small_llama import Rows, forward, tokenizer
-from kernels.mlx import mx
+from kernels.device import mx
 
 
 def letters(tokens: list[int]) -> str:

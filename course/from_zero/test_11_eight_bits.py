@@ -8,7 +8,7 @@ import pytest
 from course.from_zero.reference import eight_bits
 from course.from_zero.shared_by_tests import assert_close, drawn, numbered, row_pictures
 from course.from_zero.small_llama import DH, HKV, LAYERS, Rows, answer, forward, tokenizer
-from kernels.mlx import mx
+from kernels.device import mx
 
 
 @pytest.mark.about("quantize")

@@ -9,7 +9,7 @@ from course.from_zero.reference.ranks import Replica
 from course.from_zero.shared_by_tests import SUM, assert_close, drawn
 from course.from_zero.small_llama import answer, block, tokenizer, weights_of
 from course.from_zero.two_ranks import launch
-from kernels.mlx import mx
+from kernels.device import mx
 
 
 @pytest.mark.about("route")

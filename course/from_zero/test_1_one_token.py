@@ -23,7 +23,7 @@ from course.from_zero.shared_by_tests import (
     text_of,
     varied,
 )
-from kernels.mlx import mx
+from kernels.device import mx
 
 
 def attention_by_hand(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array:

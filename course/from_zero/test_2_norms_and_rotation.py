@@ -16,7 +16,7 @@ from course.from_zero.shared_by_tests import (
     text_of,
 )
 from course.from_zero.small_llama import answer
-from kernels.mlx import mx
+from kernels.device import mx
 from models import ops, rope
 
 

@@ -21,7 +21,7 @@ from course.from_zero.shared_by_tests import (
     text_of,
 )
 from course.from_zero.small_llama import answer
-from kernels.mlx import mx
+from kernels.device import mx
 
 
 def rows_seen(slots: list[int], starts: list[int], L: int, span: int | None = None) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import sampling
 from course.from_zero.shared_by_tests import assert_close, ids_of, logits, new_slab, text_of
 from course.from_zero.small_llama import V, answer
-from kernels.mlx import mx
+from kernels.device import mx
 from nanobatch import SamplingParams
 from sampling import SamplingRow
 

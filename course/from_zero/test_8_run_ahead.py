@@ -17,7 +17,7 @@ from course.from_zero.shared_by_tests import (
     run_all,
     steps_for,
 )
-from kernels.mlx import device_lock, mx
+from kernels.device import device_lock, mx
 from models.memory import Sizes
 from nanobatch import SamplingParams
 from runner import ForwardBatch, InFlightStep, Prefill, Runner

@@ -8,7 +8,7 @@ import pytest
 from course.from_zero.reference import pages
 from course.from_zero.shared_by_tests import ANSWERS, assert_close, drawn, numbered, row_pictures
 from course.from_zero.small_llama import DH, HKV, LAYERS, answer, forward, tokenizer
-from kernels.mlx import mx
+from kernels.device import mx
 
 
 def check_pages(pool: pages.Pool, count: int) -> None:

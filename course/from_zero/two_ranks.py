@@ -29,7 +29,7 @@ def be_a_rank(prompt: str) -> dict:
     """What this process has to say in the end."""
     from course.from_zero import small_llama
     from course.from_zero.reference import ranks
-    from kernels.mlx import mx
+    from kernels.device import mx
 
     ring = mx.distributed.init(backend="ring", strict=True)
     rank, size = ring.rank(), ring.size()

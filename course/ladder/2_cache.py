@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from board import Timeline, launch, load, price, show_answers
 
-from kernels.mlx import mx
+from kernels.device import mx
 from kv import Slab, Window
 from llama import forward
 from models.memory import slab_shape

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 
 from board import PROMPTS, Timeline, launch, load, rate, show_answers
 
-from kernels.mlx import mx
+from kernels.device import mx
 from kv import AttentionGroup, Slab
 from llama import forward
 from models.memory import slab_shape

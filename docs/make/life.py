@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from nanobatch import Engine, SamplingParams  # noqa: E402
 
-PACKAGES = ("runtime", "models", "kernels", "text", "distributed")
-LEFT_OUT = ("models/ops", "models/rope", "models/layers", "kernels/mlx", "kernels/row_ops")
+PACKAGES = ("base", "engine", "models", "kernels", "text", "distributed")
+LEFT_OUT = ("models/ops", "models/rope", "models/layers", "kernels/device", "kernels/row_ops")
 LEFT_OUT = [ROOT / f"{name}.py" for name in LEFT_OUT]
 SAMPLING = SamplingParams(max_tokens=8)
 

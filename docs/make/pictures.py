@@ -49,11 +49,11 @@ from rich.text import Text  # noqa: E402
 import tui  # noqa: E402
 from course.from_zero.start import filled  # noqa: E402
 from course.overlay import functions  # noqa: E402
+from experiments import race as race_page  # noqa: E402
 from screen.app import Screen  # noqa: E402
 from screen.commands import Session  # noqa: E402
 from screen.draw.canvas import Canvas  # noqa: E402
 from screen.draw.style import DARK  # noqa: E402
-from screen.pages import race as race_page  # noqa: E402
 from screen.state import State  # noqa: E402
 
 PLAIN_SIZE = (120, 40)  # characters of a picture that does not move

@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 # `device` comes first, as in a program of ours.
+from base.untrusted_files import write_whole  # noqa: E402
 from benchmarks import report  # noqa: E402
-from kernels import mlx as device  # noqa: E402, F401  # isort: split
-from runtime.files import write_whole  # noqa: E402
+from kernels import device  # noqa: E402, F401  # isort: split
 
 OURS = "nanobatch continuous"
 MADE = re.compile(r"(<!-- made: (.+?) -->\n)((?:\|.*\n)*)")
@@ -142,7 +142,7 @@ def sizes() -> str:
 
 
 def counts() -> str:
-    """How much the tests compare, for docs/right.md."""
+    """How much the tests compare, for docs/correctness.md."""
     names = "parity test_batch_invariance random_batches test_matmul test_sched test_group"
     parity, exact, company, product, sched, ranks = map(of_the_tests, names.split())
     prompts, own = parity.count()

@@ -11,8 +11,8 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from runtime.prefill_progress import UNREAD
-from runtime.snapshot import RequestView
+from engine.prefill_progress import UNREAD
+from engine.snapshot import RequestView
 from screen.draw.canvas import Canvas
 from screen.draw.style import Line, Pen, clean, shorten, wrap
 from screen.state import State, client_of, prompt_of

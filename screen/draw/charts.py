@@ -13,13 +13,13 @@ from itertools import cycle, pairwise
 
 from rich.cells import cell_len
 
+from engine.prefill_progress import LONG_S
+from engine.snapshot import RequestView, percentile
 from policies import POLICIES
-from runtime.prefill_progress import LONG_S
-from runtime.snapshot import RequestView, percentile
 from screen.draw.canvas import Canvas
 from screen.draw.style import HUES, count, number, span, style, wrap
 from screen.state import State
-from screen.step_columns import Column, spread
+from screen.timeline_columns import Column, spread
 
 # Characters of the scale, so that charts of the same time begin in the same column
 SCALE = 5

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
 
-from runtime.prefill_progress import PrefillProgress
-from runtime.snapshot import SlotView
+from engine.prefill_progress import PrefillProgress
+from engine.snapshot import SlotView
+from screen.busy_period_stats import Period, words
 from screen.draw import style
 from screen.draw.canvas import Canvas
 from screen.draw.style import Palette, Pen, number, shorten, span
 from screen.state import State
-from screen.stats import Period, words
 
 TOTALS = "page('totals')"  # opens the table of busy periods
 PROMPT_END = "┊"  # in a slot's bar, while a long prompt is read

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 
-from runtime.snapshot import RanksView, StepView
+from engine.snapshot import RanksView, StepView
 from screen.draw import style
 from screen.draw.canvas import Canvas
 from screen.state import State

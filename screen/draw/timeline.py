@@ -12,7 +12,7 @@ from screen.draw.canvas import Canvas
 from screen.draw.slots import fit_slots
 from screen.draw.style import Palette, Pen
 from screen.state import State
-from screen.step_columns import Column, useful_of
+from screen.timeline_columns import Column, useful_of
 
 OFFER = "New here? T takes a tour. Esc: do not offer it again."
 FIRST = (  # in the timeline before the first step

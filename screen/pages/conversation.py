@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from runtime.cli import command
-from runtime.terminal_chat import figures, room_left
+from cli.options import command
+from cli.terminal_chat import figures, room_left
 from screen.chat_history import Chat, Turn
 from screen.draw.canvas import Canvas
 from screen.draw.style import clean, count, shorten, wrap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from runtime.snapshot import Metrics, RequestView
+from engine.snapshot import Metrics, RequestView
 from screen.draw import style
 from screen.draw.answers import hue_of
 from screen.draw.canvas import Canvas

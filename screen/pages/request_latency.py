@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from runtime.snapshot import RequestView
-from runtime.validation import read_real, read_whole
+from base.validation import read_real, read_whole
+from engine.snapshot import RequestView
 from screen.draw.canvas import Canvas
 from screen.draw.slots import aligned
 from screen.draw.style import Palette, listed, shorten, span, style

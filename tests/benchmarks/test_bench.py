@@ -23,7 +23,7 @@ import bench
 from benchmarks import driver, quality
 from benchmarks.dictated_model import DictatedModel, texts
 from benchmarks.driver import Failure, Sample, take_all
-from benchmarks.figures import (
+from benchmarks.metrics import (
     Delivery,
     closed_figures,
     decode_figures,
@@ -47,12 +47,12 @@ from benchmarks.plan import (
 )
 from benchmarks.report import cell_text, summarise
 from docs.make import plot
-from kernels import mlx as device
-from kernels.mlx import mx
+from engine.snapshot import StepView
+from kernels import device
+from kernels.device import mx
 from models.load import read_model
 from models.model_finder import find
 from nanobatch import Engine, Tokenizer
-from runtime.snapshot import StepView
 
 BENCH = Path(__file__).parents[2] / "bench.py"
 
@@ -518,7 +518,7 @@ def line_of(pid: str) -> str:
 
 def test_steps_on_a_gpu_are_timed_with_the_wait_and_without(spec, monkeypatch):
     """Nobody has measured there whether to wait for the pass before (`Runner._start`)."""
-    monkeypatch.setattr("kernels.mlx.is_gpu", True)
+    monkeypatch.setattr("kernels.device.is_gpu", True)
     sample = Sample(spec._replace(part="steps", output=8))
     with closing(sample.contestant):
         figures = sample.steps()

@@ -15,7 +15,7 @@ from benchmarks import peers
 from benchmarks.driver import Sample, drive
 from benchmarks.peers import TimedRequest
 from benchmarks.plan import Spec
-from kernels.mlx import mx
+from kernels.device import mx
 from models.load import read_model
 from nanobatch import Engine, SamplingParams, Tokenizer
 

@@ -18,7 +18,7 @@ from random_batches import ELSEWHERE, SCHEDULES
 import kv
 import llama
 import sampling
-from kernels.mlx import mx
+from kernels.device import mx
 from models import ops
 from models.layers import Norm
 from nanobatch import Engine, Model, Tokenizer

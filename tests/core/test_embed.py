@@ -11,9 +11,9 @@ from harness import check, exactly
 from parity import CONFIGS
 from planted_bugs import poisoned
 
-from kernels.mlx import mx
+from engine.unit_vector import unit
+from kernels.device import mx
 from nanobatch import Engine, ModelError, SamplingParams
-from runtime.unit_vector import unit
 
 EMBED = SamplingParams(embeds=True)
 QWEN = {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}

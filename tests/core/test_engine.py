@@ -18,7 +18,7 @@ from processes import python
 from waiting import wait_for
 
 import runner
-from kernels.mlx import mx
+from kernels.device import mx
 from models.load import read_model
 from nanobatch import Engine, SamplingParams, Tokenizer
 from runner import Runner

@@ -11,12 +11,12 @@ from harness import check, exactly
 from processes import python
 
 import runner
-from kernels.mlx import mx
+from base.error_reports import describe, show_fault
+from engine.handle import Handle
+from engine.snapshot import StepView
+from kernels.device import mx
 from nanobatch import Engine, QueueFull
 from runner import ForwardBatch, Runner
-from runtime.error_reports import describe, show_fault
-from runtime.handle import Handle
-from runtime.snapshot import StepView
 from sched import Scheduler
 
 LONG = exactly(30)

@@ -24,7 +24,7 @@ from parity import (
     whole,
 )
 
-from kernels.mlx import mx
+from kernels.device import mx
 from models.load import read_model
 from nanobatch import Engine
 

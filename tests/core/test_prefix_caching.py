@@ -9,7 +9,7 @@ from checkpoints import make_checkpoint
 from harness import Tap, check, exactly
 from planted_bugs import poisoned
 
-from kernels.mlx import mx
+from kernels.device import mx
 from nanobatch import Engine, SamplingParams
 
 CONVERSATIONS = int(os.environ.get("NANOBATCH_CONVERSATIONS", 4))  # schedules of them

@@ -12,7 +12,7 @@ from soak import SOAK, soak
 
 import nanobatch
 import runner
-from kernels.mlx import mx
+from kernels.device import mx
 from nanobatch import Engine, SamplingParams
 
 LONG = exactly(30)

@@ -11,7 +11,7 @@ import pytest
 from harness import random_asks
 from kinds import KINDS
 
-from kernels.mlx import device_lock, device_stream, mx
+from kernels.device import device_lock, device_stream, mx
 from models.memory import Sizes
 from nanobatch import Engine, SamplingParams
 from runner import ForwardBatch, Prefill, Runner, SamplingRows

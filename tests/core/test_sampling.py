@@ -11,7 +11,7 @@ from harness import exactly
 from kinds import KINDS
 
 import sampling
-from kernels.mlx import mx
+from kernels.device import mx
 from models.load import read_model
 from nanobatch import Engine, Model, SamplingParams, Tokenizer
 from sampling import SamplingRow, SlotState, apply_penalties, sample

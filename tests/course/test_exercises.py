@@ -39,7 +39,17 @@ def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
     """All that the exercises need, with these solutions in it."""
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(path, folder)
-    for name in (*PACKAGES, "server", "screen", "benchmarks", "tests", "course", "demo"):
+    for name in (
+        *PACKAGES,
+        "cli",
+        "server",
+        "screen",
+        "experiments",
+        "benchmarks",
+        "tests",
+        "course",
+        "demo",
+    ):
         shutil.copytree(
             ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "run")
         )

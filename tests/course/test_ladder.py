@@ -159,7 +159,7 @@ def test_readme_lists_every_rung():
 
 def test_pages_agree_on_seven_rungs():
     """The tour's last words and the page said another number than the README."""
-    places = ("README.md", "screen/pages/tour.py", "web/story.html", "docs/index.html")
+    places = ("README.md", "experiments/tour.py", "web/story.html", "docs/index.html")
     for place in places:
         said = re.findall(r"(\w+) short programs", (ROOT / place).read_text())
         assert said == ["seven"], place

@@ -18,7 +18,7 @@ import eval as exam
 import kv
 import stories
 import tui
-from kernels.mlx import mx
+from kernels.device import mx
 from models.model_finder import DEMO
 from nanobatch import Engine, SamplingParams
 from screen.workload import BURST, EVENING

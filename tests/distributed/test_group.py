@@ -34,12 +34,14 @@ from rank import SIZES, again, live
 from servers import free_ports, hail
 from waiting import wait_for
 
+from base.untrusted_files import ModelError
+from cli import options as cli
 from distributed import channel, group
 from distributed.channel import NAME, OTHERS, PROOF, accept, connect, messages_of, proof
 from distributed.group import LOST, Ranks
 from distributed.rendezvous import LOOPBACK, join
-from kernels import matmul_library
-from kernels.mlx import mx
+from kernels import library
+from kernels.device import mx
 from models.config import read_config
 from models.layers import Chain, Layer
 from models.load import ModelReader
@@ -47,8 +49,6 @@ from models.memory import check_alike, is_batch_invariant
 from models.sharding import Shard
 from nanobatch import Engine
 from runner import Prefill, Runner
-from runtime import cli
-from runtime.files import ModelError
 
 ROOT = Path(__file__).parents[2]
 RANK = str(ROOT / "tests" / "lib" / "rank.py")
@@ -692,7 +692,7 @@ def test_two_processes_answer_like_one(tmp_path):
     }
     packed = lambda module: (4, 32) if "mlp" in module else None  # noqa: E731
     folder = str(make_checkpoint(tmp_path / "other", seed=2, quantize=packed, **kinds))
-    forms = (matmul_library.forms_here() * 2)[:2]
+    forms = (library.forms_here() * 2)[:2]
     with Pair(tmp_path, RANK, "answers", "1", folder, forms=forms) as pair:
         with Engine.load(folder, **SIZES) as engine:
             alone = live(engine)
@@ -736,7 +736,7 @@ def test_ranks_by_mpi(size, tmp_path):
 )
 def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
     """All ranks had to have the same instruction set, and the same number of threads."""
-    monkeypatch.setattr("kernels.mlx.is_batch_invariant", lambda: own)
+    monkeypatch.setattr("kernels.device.is_batch_invariant", lambda: own)
     assert is_batch_invariant(replace(parts[0], ranks=Beside([says]))) is exact
 
 

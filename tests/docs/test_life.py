@@ -9,7 +9,7 @@ from docs.make import life
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "life.md").read_text()
-API = ("handle", "request_registry", "loop")
+API = ("handle", "registry", "loop")
 STATIONS = re.findall(r"^\| +\d* *\| `([\w/]+\.py)`, `([\w.]+)` \|", TEXT, re.MULTILINE)
 
 
@@ -27,7 +27,7 @@ def test_places_in_the_drawing_exist():
             "sched",
             "server/completion",
             "text/detokenizer",
-            *(f"runtime/{each}" for each in API),
+            *(f"engine/{each}" for each in API),
         )
         for name in places(ROOT / f"{path}.py")
     }

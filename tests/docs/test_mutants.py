@@ -60,9 +60,9 @@ def test_the_test_of_a_mutant_exists(mutant):
 def test_every_area_has_its_mutants():
     core = {f"{name}.py" for name in CORE_MODULES} - {"prompt_lookup.py"}
     assert {mutant.file for mutant in CORE} == core
-    assert all(mutant.file.startswith("runtime/") for mutant in RUNTIME)
+    assert all(mutant.file.startswith("engine/") for mutant in RUNTIME)
     assert all(mutant.file.startswith("server/") for mutant in SERVER)
-    assert all(mutant.file.startswith("text/") for mutant in PLAIN_TEXT)
+    assert all(mutant.file.startswith(("text/", "base/")) for mutant in PLAIN_TEXT)
     assert all(mutant.file.startswith(("screen/", "tui.py")) for mutant in SCREEN)
     for mutants, least in ((CORE, 25), (SERVER, 16), (PLAIN_TEXT, 10), (SCREEN, 10)):
         assert len(set(mutants)) >= least

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis import answer_hash
+from benchmarks import answer_hash
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("release", ROOT / ".ci" / "release.py")

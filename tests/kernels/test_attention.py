@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import llama
-from kernels import mlx as device
-from kernels.mlx import mx
+from kernels import device
+from kernels.device import mx
 from kv import Slab, Window
 from models.rope import AttentionType
 

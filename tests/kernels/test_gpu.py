@@ -25,9 +25,8 @@ from parity import CONFIGS, compare, whole
 
 import kv
 import llama
-from kernels import fused_attention_check
-from kernels import mlx as device
-from kernels.mlx import mx
+from kernels import device, fused_attention_check
+from kernels.device import mx
 from kv import Slab, Window
 from models import memory, ops
 from models.load import read_model

@@ -13,23 +13,23 @@ import pytest
 from processes import python, run
 from source import PACKAGES
 
-from analysis import answer_hash
-from kernels import blas_preload, build, matmul_library
-from kernels import mlx as device
-from runtime import cgroup
+from base import cgroup
+from benchmarks import answer_hash
+from kernels import blas_preload, build, device
+from kernels import library as matmul_library
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere MLX brings a fast product"
 )
 
 ROOT = Path(__file__).parents[2]
-EXAM = Path(__file__).with_name("matmul_exam.c")
+EXAM = Path(__file__).with_name("cpu_kernels_exam.c")
 COMPILER = shutil.which("cc")
 NEEDS_COMPILER = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler here")
 COMPILED = [form for form in matmul_library.forms_here() if build.library(form).exists()]
 
 
-# --- matmul.c itself ----------------------------------------------------------------------------
+# --- cpu_kernels.c itself ----------------------------------------------------------------------------
 
 BEST = build.FORMS[matmul_library.forms_here()[0]].options.split()
 
@@ -41,7 +41,7 @@ def compiled(output: Path, *options: str | Path) -> Path:
 
 
 def examined(exam: Path, bug: int = 0, rounds: int = 4) -> subprocess.CompletedProcess:
-    """Ask for products on four threads, and compare them (`matmul_exam.c`)."""
+    """Ask for products on four threads, and compare them (`cpu_kernels_exam.c`)."""
     command = [exam, "4", str(bug), str(rounds)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -177,7 +177,7 @@ def planted(folder: Path) -> Path:
     for number, (right, wrong) in enumerate(BUGS.values(), 1):
         assert source.count(right) == 1, right
         source = source.replace(right, wrong.replace("PLANTED", f"(planted == {number})"))
-    changed = folder / "matmul.c"
+    changed = folder / "cpu_kernels.c"
     changed.write_text(f"int planted __attribute__((weak));\n{source}")
     return changed
 
@@ -206,8 +206,8 @@ def test_every_planted_bug_is_caught(tmp_path):
 def test_fork():
     """Parent and child both go on multiplying."""
     code = (
-        "import os, sys; from kernels import matmul_library, mlx as device\n"
-        "from kernels.mlx import mx\n"
+        "import os, sys; from kernels import library as matmul_library, device\n"
+        "from kernels.device import mx\n"
         "a = mx.random.normal((64, 300)); b = mx.random.normal((300, 500)); mx.eval(a, b)\n"
         "library = device.blas.library\n"
         "form = device.blas.kernels.split(',')[0]\n"
@@ -225,7 +225,7 @@ def test_fork():
 def test_mlx_that_does_not_call_our_product():
     done = python(
         "from kernels import blas_preload; blas_preload.Blas.products = 7\n"
-        "from kernels import mlx as device; print(device.blas)"
+        "from kernels import device; print(device.blas)"
     )
     assert done.stdout.startswith(
         "mlx, so bits may differ with the company: this version of MLX"
@@ -266,7 +266,7 @@ def test_threads_must_be_a_number(count):
 @pytest.fixture
 def checkout(tmp_path) -> Path:
     """A copy of what `ask.py` needs."""
-    for name in (*PACKAGES, "course", "demo/model"):
+    for name in (*PACKAGES, "cli", "course", "demo/model"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
@@ -277,7 +277,10 @@ def checkout(tmp_path) -> Path:
 def blas_of(checkout: Path, choice: str = "") -> str:
     """The name of the library that multiplies, or the error."""
     done = run(
-        "-c", "from kernels import mlx; print(mlx.named())", cwd=checkout, NANOBATCH_BLAS=choice
+        "-c",
+        "from kernels import device; print(device.named())",
+        cwd=checkout,
+        NANOBATCH_BLAS=choice,
     )
     return done.stdout or done.stderr
 
@@ -294,18 +297,20 @@ def test_library_is_chosen_and_checked_at_load(checkout):
     best.unlink()
     assert not COMPILED[1:] or blas_of(checkout).startswith(f"rows ({COMPILED[1]}, ")
     best.write_bytes(content)
-    with (checkout / "kernels" / "matmul.c").open("a") as source:
+    with (checkout / "kernels" / "cpu_kernels.c").open("a") as source:
         source.write("/* edited */\n")
     line = blas_of(checkout)
-    assert f"{best.name} was compiled from another matmul.c; " in line and line.endswith(remedy)
+    assert f"{best.name} was compiled from another cpu_kernels.c; " in line and line.endswith(
+        remedy
+    )
     for library in checkout.glob("kernels/*.so"):
         library.unlink()
     words = ("What is 17 + 6?", "--max-tokens", "20")
     done = run("ask.py", *words, cwd=checkout, NANOBATCH_BLAS="")
     assert "23" in done.stdout, "the tokens are right without our product"
-    assert "so bits may differ with the company: matmul.c is not compiled; " in done.stderr
+    assert "so bits may differ with the company: cpu_kernels.c is not compiled; " in done.stderr
     assert done.stderr.endswith(remedy)
-    assert "NANOBATCH_BLAS=rows: matmul.c is not compiled; " in blas_of(checkout, "rows")
+    assert "NANOBATCH_BLAS=rows: cpu_kernels.c is not compiled; " in blas_of(checkout, "rows")
 
 
 def test_a_form_that_this_processor_lacks():
@@ -319,8 +324,8 @@ def test_a_form_that_this_processor_lacks():
 
 FINGERPRINT = """
 from nanobatch import Engine
-from kernels import mlx as device
-from analysis.answer_hash import compared, fingerprint
+from kernels import device
+from benchmarks.answer_hash import compared, fingerprint
 with Engine.load("demo", max_len=256) as engine:
     print(compared(fingerprint(engine), device.mx.__version__))
 """

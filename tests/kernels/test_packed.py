@@ -14,9 +14,8 @@ from parity import CONFIGS, seed_of, whole
 from processes import python
 
 from distributed.group import Ranks
-from kernels import matmul_library
-from kernels import mlx as device
-from kernels.mlx import mx, tree_flatten
+from kernels import device, library
+from kernels.device import mx, tree_flatten
 from kernels.packed import Matrix, address, dequantized, joined, packed
 from models.forward_cost import arrays
 from models.load import ModelReader, read_model
@@ -257,14 +256,12 @@ def test_float32_is_not_taken_for_packed():
     """Even if they begin like a packed matrix, except for one bit of its key. (That may be a NaN,
     so the first column of a result is not compared.)"""
     matrix = packed(quantized(1, (64, 64), 8, 32))
-    begins = (ctypes.c_char * matmul_library.LINE).from_address(
-        address(matrix.weight) - matmul_library.LINE
-    )
+    begins = (ctypes.c_char * library.LINE).from_address(address(matrix.weight) - library.LINE)
     x, wide = normal(2, 3, 64), np.array(normal(3, 64, 64))
     for bit in range(128):
         line = np.frombuffer(bytes(begins), np.uint8).copy()
         line[bit // 8] ^= 1 << bit % 8
-        wide[0, : matmul_library.LINE // 4] = line.view(np.float32)
+        wide[0, : library.LINE // 4] = line.view(np.float32)
         right = np.array(x, np.float64) @ wide[1:].astype(np.float64).T
         found = np.array(x @ mx.array(wide).T)[:, 1:]
         assert np.allclose(found, right, atol=1e-4)
@@ -288,7 +285,7 @@ def test_wrong_shape_ends_the_process():
     """It would be read beyond its end."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels', 'tools']\n"
-        "from kernels import mlx\n"
+        "from kernels import device\n"
         "from test_packed import *\n"
         "matrix = packed(quantized(1, (64, 64), 8, 32))\n"
         "mx.eval(normal(1, 2, 64) @ matrix.claim.array[:, :32])\n"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from processes import python
 
-from kernels import mlx as device
-from kernels.mlx import mx
+from kernels import device
+from kernels.device import mx
 from models.layers import Norm
 
 pytestmark = pytest.mark.skipif(
@@ -49,9 +49,9 @@ def test_operation_used_as_a_matrix():
     """The process ends with one line, before memory is misread."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels']\n"
-        "from kernels import matmul_library, mlx, row_ops\n"
-        "from kernels.mlx import mx\n"
-        "memory = row_ops.usual(matmul_library.SOFTMAX, 1.0)._memory\n"
+        "from kernels import device, library, row_ops\n"
+        "from kernels.device import mx\n"
+        "memory = row_ops.usual(library.SOFTMAX, 1.0)._memory\n"
         "mx.eval(mx.ones((2, 8)) @ mx.as_strided(memory, (8, 2), (1, 8)))\n"
     )
     done = python(code)

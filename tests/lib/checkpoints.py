@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from kernels.mlx import mx
+from kernels.device import mx
 from models.config import Config, read_config
 from models.weights import FUSED
 

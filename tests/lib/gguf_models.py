@@ -13,7 +13,7 @@ import numpy as np
 from checkpoints import make_config, make_tokenizer, random_weights, save
 from gguf import GGMLQuantizationType as Kind
 
-from kernels.mlx import mx
+from kernels.device import mx
 from models.config import read_config
 
 FAMILIES = {

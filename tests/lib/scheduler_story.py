@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from analysis.simulator import Replay, Stuck
+from experiments.simulator import Replay, Stuck
 from policies import POLICIES
 from sched import Plan, Request, Scheduler
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 from word_engine import Clock, word_engine
 
+from engine.handle import Handle
+from engine.loop import Stopwatch
 from nanobatch import Engine
-from runtime.handle import Handle
-from runtime.loop import Stopwatch
 from screen import state, workload
 from screen.commands import Session
 from screen.draw import style

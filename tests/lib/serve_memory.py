@@ -55,7 +55,7 @@ def can_weigh() -> bool:
 
 def in_use() -> float:
     """MiB, after a collection."""
-    from kernels.mlx import mx
+    from kernels.device import mx
 
     gc.collect()
     LIBC.mallinfo2.restype = Heap
@@ -99,8 +99,8 @@ def say(*signal_and_frame) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import serve
-    from runtime import cli
+    from cli import options
 
     if can_weigh():
         signal.signal(signal.SIGUSR1, say)
-    cli.run(serve.main)
+    options.run(serve.main)

@@ -6,7 +6,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ["runtime", "models", "kernels", "text", "distributed", "analysis"]  # what the core uses
+PACKAGES = ["base", "engine", "models", "kernels", "text", "distributed"]  # what the core uses
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

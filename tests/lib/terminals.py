@@ -50,7 +50,7 @@ class Terminal:
         env = os.environ | ours | (environment or {})
         command = [sys.executable, str(ROOT / program), *arguments]
         if spoiled:
-            code = f"import sys, tui\nfrom runtime import cli\n{spoiled}\ncli.run(tui.main)"
+            code = f"import sys, tui\nfrom cli import options as cli\n{spoiled}\ncli.run(tui.main)"
             env["PYTHONPATH"] = str(ROOT)
             command = [sys.executable, "-c", code, *arguments]
         self.process = subprocess.Popen(

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 from distributed.group import ALONE
-from kernels.mlx import mx
+from engine.output_types import StepOutput, TokenLogprob
+from kernels.device import mx
 from models.config import Config
+from models.model_cost import ModelCost
 from models.rope import Rope
 from nanobatch import Engine
 from policies import POLICIES
 from runner import ForwardBatch, SamplingRows
-from runtime.model_cost import ModelCost
-from runtime.output_types import StepOutput, TokenLogprob
 from sched import Scheduler
 from text.tokenizer import Prompt
 

@@ -7,17 +7,17 @@ from checkpoints import make_checkpoint
 from screen_stage import EndsAfter
 
 import llama
-from analysis import engine_probes, measured_roofline
-from analysis.step_cost_model import Work, pass_cost
-from kernels import mlx as device
-from kernels.mlx import device_lock, device_stream, mx
+from engine.snapshot import Roof
+from experiments import engine_probes, roofline
+from experiments.step_cost import asked_of, parts_of
+from kernels import device
+from kernels.device import device_lock, device_stream, mx
 from kernels.packed import Matrix
 from models.layers import Model
 from models.load import read_model
+from models.step_cost_model import Work, pass_cost
 from nanobatch import Engine, SamplingParams
-from runtime.snapshot import Roof
-from screen.pages.step_cost import asked_of, parts_of
-from screen.step_columns import column
+from screen.timeline_columns import column
 
 EXPERTS = {
     "model_type": "qwen3_moe",
@@ -227,9 +227,9 @@ def test_roofline_on_a_fast_machine(monkeypatch, rate):
         assert len({id(weight) for _, weight in pairs}) == len(pairs) == 8
         return sizes[-1] / rate
 
-    monkeypatch.setattr(measured_roofline, "quickest", quickest)
+    monkeypatch.setattr(roofline, "quickest", quickest)
     with device_lock, device_stream():
-        assert measured_roofline.reading(2**23, 2**27, piece=2**20) == pytest.approx(rate)
+        assert roofline.reading(2**23, 2**27, piece=2**20) == pytest.approx(rate)
     assert sizes == ([2**20] if rate == 1e9 else [2**n for n in range(20, 25)])
 
 

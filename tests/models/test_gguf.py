@@ -12,16 +12,16 @@ import pytest
 from gguf_models import FAMILIES, make_pair
 from parity import whole
 
-from kernels import mlx as device
+from base.untrusted_files import ModelError
+from kernels import device
 from models import model_finder
 from models.config import read_config
 from models.forward_cost import nbytes_of
+from models.gguf_file import TYPES, read_gguf
 from models.gguf_weights import FILE_TYPES
 from models.load import ModelReader, read_model
 from models.rope import rope_frequencies
 from nanobatch import Tokenizer
-from runtime.files import ModelError
-from runtime.gguf_file import TYPES, read_gguf
 from text.gguf_tokenizer import GgufText
 
 KINDS = [each.name for each in TYPES.values()]

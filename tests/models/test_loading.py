@@ -14,15 +14,15 @@ import pytest
 from checkpoints import V, make_checkpoint, make_tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from kernels import mlx as device
-from kernels.mlx import mx
+from base.untrusted_files import LARGEST, LARGEST_OTHER, ModelError
+from kernels import device
+from kernels.device import mx
 from models import config as configs
 from models import families
 from models.families import FAMILIES
 from models.load import ModelReader, read_model
 from models.memory import slab_of
 from nanobatch import Engine, Tokenizer
-from runtime.files import LARGEST, LARGEST_OTHER, ModelError
 
 
 @pytest.fixture(scope="module")

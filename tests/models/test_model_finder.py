@@ -12,11 +12,11 @@ from gguf_models import make_pair
 from huggingface_hub import constants
 
 import ask
-from kernels import mlx as device
-from kernels.mlx import mx
+from base.untrusted_files import ModelError
+from kernels import device
+from kernels.device import mx
 from models import model_finder as models
 from nanobatch import Engine
-from runtime.files import ModelError
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ from checkpoints import make_checkpoint
 
 import llama
 import sampling
-from kernels import mlx as device
-from kernels import row_ops
-from kernels.mlx import mx
+from kernels import device, row_ops
+from kernels.device import mx
 from kv import Slab, Window
 from llama import heads
 from models.config import read_config
@@ -34,7 +33,7 @@ def wide(x: mx.array) -> np.ndarray:
 # --- one number at a time -----------------------------------------------------------------------
 
 
-@pytest.fixture(params=["matmul.c", "MLX"])
+@pytest.fixture(params=["cpu_kernels.c", "MLX"])
 def form(request, monkeypatch) -> str:
     """Who computes: our own product, or MLX where that does not run."""
     if request.param == "MLX":
@@ -57,7 +56,7 @@ def test_rms_norm_is_its_formula(form, D, size):
     mean = (x.astype(np.float64) ** 2).mean(-1, keepdims=True)
     wanted = x / np.sqrt(mean + 1e-5) * weight
     y = Norm.of(mx.array(weight), 1e-5)(mx.array(x))
-    if form == "matmul.c":
+    if form == "cpu_kernels.c":
         assert places_off(y, wanted) < 4
     elif size < 1e20:
         assert np.abs(wide(y) - wanted).max() < 2e-5
@@ -200,7 +199,7 @@ def test_softmax_is_its_formula(form, rows, T, scale):
     y = wide(softmax(mx.array(x), scale))
     powers = np.exp(scale * (x.astype(np.float64) - x.max(-1, keepdims=True)))
     off = np.abs(y - powers / powers.sum(-1, keepdims=True)).max()
-    assert off < (2**-22 if form == "matmul.c" else 3e-5)
+    assert off < (2**-22 if form == "cpu_kernels.c" else 3e-5)
     assert (y[np.isinf(x)] == 0).all(), "what is masked weighs exactly nothing"
     if T == 1:
         assert (y == 1).all()

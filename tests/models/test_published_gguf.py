@@ -10,12 +10,12 @@ import tokenizers
 from gguf import GGMLQuantizationType as Kind
 from parity import whole
 
-from kernels.mlx import mx
+from kernels.device import mx
 from models import load
+from models.gguf_file import GgufTensor
 from models.gguf_weights import GgufWeights
 from models.load import read_model
 from models.weights import Tensor
-from runtime.gguf_file import GgufTensor
 from text.gguf_tokenizer import GgufText
 from text.tokenizer import Tokenizer
 

@@ -9,9 +9,9 @@ import pytest
 from checkpoints import make_checkpoint
 
 import ask
+from base.untrusted_files import ModelError
+from engine.sampling_params import ADVICE, advised
 from nanobatch import Engine
-from runtime.files import ModelError
-from runtime.sampling_params import ADVICE, advised
 from screen.engine_client import LocalEngineClient
 from screen.workload import Settings
 from server.app import APIServer

@@ -28,8 +28,8 @@ from servers import CHAT, Server
 from tooluse import check, random_ask
 
 import tui
+from engine.loop import Stopwatch
 from nanobatch import Engine, SamplingParams, Tokenizer
-from runtime.loop import Stopwatch
 
 ROOT = Path(__file__).parents[2]
 POEM = "Write a short poem about the sea in four lines."  # each model breaks lines there

@@ -15,7 +15,7 @@ import sampling
 import sched
 import verify
 from kernels import c_attention
-from kernels.mlx import mx
+from kernels.device import mx
 from kernels.packed import Matrix
 
 IS_LONG = "NANOBATCH_VERIFY" in os.environ

@@ -14,10 +14,10 @@ import pytest
 from processes import run
 
 import package
+from cli import options
 from docs.make import page
 from kernels import blas_preload
 from models.memory import sources
-from runtime import cli
 from screen.remote_client import RemoteEngineClient
 
 ROOT = Path(__file__).parents[2]
@@ -66,8 +66,8 @@ def test_wheel_holds_the_package_and_nothing_else(site):
     """A wheel carried tests and CI files into site-packages."""
     assert {path.name.partition("-")[0] for path in site.iterdir()} == {"nanobatch"}
     files = {p.relative_to(site / "nanobatch").as_posix() for p in site.glob("nanobatch/**/*.*")}
-    assert {"engine.py", "kv.py", "models/ops.py", "screen/pages/busy_periods.py"} <= files
-    assert {"demo/model/model.safetensors", "web/index.html", "kernels/matmul.c"} <= files
+    assert {"_engine.py", "kv.py", "models/ops.py", "screen/pages/busy_periods.py"} <= files
+    assert {"demo/model/model.safetensors", "web/index.html", "kernels/cpu_kernels.c"} <= files
     left_out = ("tests/", "course/ladder", "course/from_zero", "setup.py", "package.py", ".")
     assert not [name for name in files if name.startswith(left_out) or name.endswith(".pyc")]
 
@@ -95,7 +95,7 @@ print(len(files), sorted(short & {*sys.modules} - {"sched", "__main__"}), sched.
 def test_import_and_version_do_not_load_mlx(site):
     code = """
 import sys, nanobatch
-from nanobatch.runtime import command
+from nanobatch.cli import command
 assert nanobatch.__version__ and "Engine" in dir(nanobatch)
 sys.argv = ["nanobatch", "--version"]
 try:
@@ -125,11 +125,11 @@ print(result.text)
 
 
 def test_ranks_compare_the_same_files_in_a_package(site):
-    """They would not have seen a changed `nanobatch.py`, which is called `engine.py` there."""
+    """They would not have seen a changed `nanobatch.py`, which is called `_engine.py` there."""
     code = "from nanobatch.models.memory import sources; print(*(each.name for each in sources()))"
     names = user(site, "-c", code).stdout.split()
     ours = [path.name for path in sources()]
-    assert sorted(names) == sorted("engine.py" if n == "nanobatch.py" else n for n in ours)
+    assert sorted(names) == sorted("_engine.py" if n == "nanobatch.py" else n for n in ours)
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_command_runs_in_an_empty_folder(site, tmp_path):
 def test_command_plays_a_user_module_no_trick(site, tmp_path):
     """With -m, Python searches the user's folder first."""
     (tmp_path / "nanobatch.py").write_text("raise SystemExit('mine')\n")
-    code = "import sys; from nanobatch.runtime import cli; print(*cli.start('verify.py')[1:])"
+    code = "import sys; from nanobatch.cli import options; print(*options.start('verify.py')[1:])"
     words = user(site, "-c", code).stdout.split()
     done = run(*words, "--version", cwd=tmp_path, PYTHONPATH=str(site))
     assert done.stdout.startswith("nanobatch ")
@@ -194,7 +194,7 @@ def test_completion_knows_commands_and_options(site, tmp_path):
         ("from models import model_finder", "from nanobatch.models import model_finder"),
         (
             "from nanobatch import (\n    Engine,\n)",
-            "from nanobatch.engine import (\n    Engine,\n)",
+            "from nanobatch._engine import (\n    Engine,\n)",
         ),
         ("import serve", "from nanobatch import serve"),
         ("import serve as s; x = 1", "from nanobatch import serve as s; x = 1"),
@@ -202,7 +202,7 @@ def test_completion_knows_commands_and_options(site, tmp_path):
             "import models.model_finder as finder",
             "from nanobatch.models import model_finder as finder",
         ),
-        ("import nanobatch", "from nanobatch import engine as nanobatch"),
+        ("import nanobatch", "from nanobatch import _engine as nanobatch"),
         (
             "from kv import Slab; import sched",
             "from nanobatch.kv import Slab; from nanobatch import sched",
@@ -286,21 +286,21 @@ def test_two_backends_of_mlx_that_own_one_file_are_told_of(monkeypatch):
 
 def test_what_to_type_for_a_backend_is_said_for_each_way_of_installing(monkeypatch):
     """`pipx inject nanobatch 'mlx[cpu]'` finds that mlx is there, and does nothing."""
-    assert cli.install("cpu", "mlx[cpu]") == "pip install -e '.[cpu]' in the checkout"
-    monkeypatch.setattr(cli, "IS_INSTALLED", True)
-    said = cli.install("cpu", "mlx[cpu]")
+    assert options.install("cpu", "mlx[cpu]") == "pip install -e '.[cpu]' in the checkout"
+    monkeypatch.setattr(options, "IS_INSTALLED", True)
+    said = options.install("cpu", "mlx[cpu]")
     assert said.startswith("pip install 'mlx[cpu]' (")
     assert "pipx runpip nanobatch install 'mlx[cpu]'" in said and "--with 'mlx[cpu]'" in said
 
 
 def test_a_command_is_said_as_this_installation_spells_it(monkeypatch):
     """Who had installed a wheel read `python serve.py`, a file that is not there."""
-    assert cli.command("serve.py", "--model", "a b") == "python serve.py --model 'a b'"
-    assert cli.CommandLine("tui.py").prog == "tui.py"
-    monkeypatch.setattr(cli, "IS_INSTALLED", True)
+    assert options.command("serve.py", "--model", "a b") == "python serve.py --model 'a b'"
+    assert options.CommandLine("tui.py").prog == "tui.py"
+    monkeypatch.setattr(options, "IS_INSTALLED", True)
     programs = {"screen": "tui.py", "ask": "ask.py", "page": "docs/make/page.py"}
     for word, file in programs.items():
-        assert cli.command(file, "--help") == f"nanobatch {word} --help"
-    assert cli.CommandLine("tui.py").prog == "nanobatch screen"
+        assert options.command(file, "--help") == f"nanobatch {word} --help"
+    assert options.CommandLine("tui.py").prog == "nanobatch screen"
     with pytest.raises(ValueError, match=r"is a server there\? \(nanobatch serve\)"):
         RemoteEngineClient("http://127.0.0.1:1").start()

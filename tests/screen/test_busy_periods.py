@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from screen_stage import Stage, like_golden, on_screen
 
+from engine.snapshot import percentile
 from nanobatch import SamplingParams
-from runtime.snapshot import percentile
-from screen import step_columns
+from screen import timeline_columns
 from screen.draw import status, step
 from screen.pages import busy_periods, request_details
 
@@ -40,7 +40,7 @@ def test_the_statistics_of_a_busy_period(stage):
         assert len(period.gaps) == gaps and 0.01 <= percentile(period.gaps, 0.95) <= 0.03
     for period in (first, second):
         steps = [c for c in stage.state.history if c.view.policy in period.policies]
-        assert period.figures["useful"] == f"{step_columns.useful_of(steps):.0f} %"
+        assert period.figures["useful"] == f"{timeline_columns.useful_of(steps):.0f} %"
     assert second.ended - second.began < 20, "the pause is no part of it"
 
 

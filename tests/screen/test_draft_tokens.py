@@ -5,13 +5,13 @@ import random
 import pytest
 from screen_stage import Stage, draft_at_random, drawn, plain
 
+from experiments.step_cost import asked_of, parts_of
 from nanobatch import SamplingParams
 from screen.draw.step import draw_step
 from screen.draw.timeline import draw_timeline
+from screen.export_recording import record
 from screen.pages.request_details import figures_of
-from screen.pages.step_cost import asked_of, parts_of
-from screen.recording import record
-from screen.step_columns import useful_of
+from screen.timeline_columns import useful_of
 
 
 def drafting(seed: int = 3) -> Stage:

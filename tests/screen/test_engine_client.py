@@ -9,10 +9,10 @@ import pytest
 from screen_stage import Stage, on_screen, show
 from textual import events
 
+from experiments.experiment import Experiment
 from screen import commands, keys, workload
 from screen.commands import Session
 from screen.draw import slots
-from screen.experiment import Experiment
 from screen.remote_client import RemoteEngineClient
 from screen.state import State
 

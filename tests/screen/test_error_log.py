@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from screen_stage import on_screen, show
 
+from base.error_reports import show_fault
 from nanobatch import SamplingParams
-from runtime.error_reports import show_fault
 from screen import app, engine_view
 from screen.pages import error_log
 

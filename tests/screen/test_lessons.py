@@ -10,7 +10,7 @@ from screen_stage import Stage, show
 from word_engine import Clock, WordRunner
 
 from nanobatch import SamplingParams
-from screen import step_columns, widgets
+from screen import timeline_columns, widgets
 from screen.draw import charts, slots, style, timeline
 from screen.draw import step as steps
 from screen.draw.style import PREFILL
@@ -35,8 +35,8 @@ def test_merged_columns_lose_no_prefill_and_no_work():
     for zoom in (2, 4, 8):
         merged = stage.state.columns(zoom)
         assert sum(column.steps for column in merged) == len(stage.state.history)
-        assert step_columns.useful_of(merged) == pytest.approx(
-            step_columns.useful_of(stage.state.history)
+        assert timeline_columns.useful_of(merged) == pytest.approx(
+            timeline_columns.useful_of(stage.state.history)
         )
         assert sum(c.tokens for c in merged) == sum(c.tokens for c in stage.state.history)
         for i, column in enumerate(merged):
@@ -118,7 +118,7 @@ def test_the_rate_is_what_the_steps_delivered():
     history = stage.state.history
 
     def delivered(began: float, ended: float) -> float:
-        return step_columns.spread(history, began, ended, lambda column: column.tokens)
+        return timeline_columns.spread(history, began, ended, lambda column: column.tokens)
 
     began = history[0].began
     assert delivered(began, history[-1].ended) == pytest.approx(sum(c.tokens for c in history))
@@ -156,7 +156,7 @@ def test_missed_steps_are_drawn_as_a_gap():
         merged = stage.state.columns(zoom)
         assert sum(column.unseen for column in merged) == missed
         assert sum(cell.kind == style.UNSEEN for column in merged for cell in column.cells) == 2
-    assert 0 < step_columns.useful_of(history) <= 100
+    assert 0 < timeline_columns.useful_of(history) <= 100
 
 
 def test_no_step_is_missed_at_full_speed():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.cpu_contention import IDLE, LEAST, Others, Worked, counted, my_cores
+from engine.cpu_contention import IDLE, LEAST, Others, Worked, counted, my_cores
 from screen.draw import status
 
 STAT = """cpu  1000 0 0 9999 0 0 0 0 0 0

@@ -56,7 +56,16 @@ print("hello, too")
 def test_a_new_page_is_a_file_and_a_line_of_the_table(tmp_path):
     """The long prompt was named in five files and sixteen tables. In a process of its own, since
     bindings are made with the class of the screen."""
-    for name in (*PACKAGES, "screen", "server", "course", "tests/lib"):
+    for name in (
+        *PACKAGES,
+        "benchmarks",
+        "cli",
+        "experiments",
+        "screen",
+        "server",
+        "course",
+        "tests/lib",
+    ):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)

@@ -15,9 +15,10 @@ from screen_stage import GOLDEN, Stage, drawn, like_golden, on_screen, plain, sh
 from textual import events
 from textual.geometry import Region
 
+from experiments import race
 from screen import app, keys, workload
 from screen.draw import layout, style
-from screen.pages import race, request_details
+from screen.pages import request_details
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ async def test_each_pane_of_a_small_screen_is_as_drawn(it, lower):
 
 
 def test_each_golden_file_is_compared_by_a_test():
-    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    tests = "".join(path.read_text() for path in Path(__file__).parents[1].glob("*/test_*.py"))
     names = re.findall(r'like_golden\(f?"(.+?)"', tests)
     patterns = [re.sub(r"{.+?}", r"\\w+", name) for name in names]
     files = [path.stem for path in GOLDEN.iterdir()]

@@ -5,7 +5,7 @@ import stat
 from screen_stage import Stage, on_screen, show
 from textual import events
 
-from runtime.terminal_chat import History
+from cli.terminal_chat import History
 
 
 @on_screen()

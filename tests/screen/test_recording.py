@@ -9,10 +9,10 @@ from screen_stage import Stage
 
 import tui
 from docs.make import page
+from engine.snapshot import Limits, Metrics, RequestView, StepView
 from nanobatch import SamplingParams
 from policies import POLICIES
-from runtime.snapshot import Limits, Metrics, RequestView, StepView
-from screen import recording as record
+from screen import export_recording as record
 from screen.state import prompt_of
 from web import simulate
 

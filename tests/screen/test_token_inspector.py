@@ -7,8 +7,8 @@ from jsonschema import validate
 from rich.style import Style
 from screen_stage import Stage, plain, show
 
+from engine.snapshot import Metrics, RequestView
 from nanobatch import Engine, SamplingParams
-from runtime.snapshot import Metrics, RequestView
 from screen.draw import answers, style
 from screen.draw.canvas import Canvas
 from screen.workload import CANDIDATES, SCHEMA

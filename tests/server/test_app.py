@@ -26,10 +26,11 @@ from processes import python
 from servers import COMPLETIONS, Line
 from waiting import wait_for
 
-from runtime import prefill_progress
-from runtime.handle import TokenLogprob
-from runtime.loop import Loop
-from runtime.sampling_params import SamplingParams
+from base.job_process import BusyError, Sandbox
+from engine import prefill_progress
+from engine.handle import TokenLogprob
+from engine.loop import Loop
+from engine.sampling_params import SamplingParams
 from server import completion, http, openai, protocol_adapter
 from server.access_log import AccessLog
 from server.anthropic import Message
@@ -41,7 +42,6 @@ from server.openai import ChatCompletion
 from server.protocol_adapter import ParsedRequest
 from server.responses import Response
 from text.grammar import Grammars
-from text.sandbox import BusyError, Sandbox
 from text.tokenizer import Tokenizer
 from text.tool_formats import FORMATS, OutputFormat
 from text.tool_parser import OutputParser

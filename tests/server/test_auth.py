@@ -10,8 +10,8 @@ from waiting import wait_for
 
 import serve
 from server import auth
+from server.forwarded_for import client_of, seen_through
 from server.http import Options
-from server.proxy import client_of, seen_through
 
 BODY = {"prompt": "Hello", "max_tokens": 1}
 SAID = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}

@@ -13,9 +13,9 @@ from parrot import Taught
 from servers import CHAT
 from waiting import wait_for
 
+from engine.handle import Handle
+from engine.unit_vector import unit
 from nanobatch import SamplingParams
-from runtime.handle import Handle
-from runtime.unit_vector import unit
 
 EMBED = SamplingParams(embeds=True)
 PATH = "/v1/embeddings"

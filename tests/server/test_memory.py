@@ -17,10 +17,10 @@ from parrot import FLAT, SCHEMAS, TOOLS, Taught, said
 from servers import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from waiting import wait_for
 
-from runtime import error_reports
+from base import error_reports
 from text.grammar import Grammar
 
-OURS = ("server.", "text.", "runtime.", "nanobatch", "sched", "sampling", "h11.")
+OURS = ("server.", "text.", "engine.", "base.", "cli.", "nanobatch", "sched", "sampling", "h11.")
 # Those who watch are told of these later, as many as are kept
 KEPT = ("RequestRecord", "Counter", "Metrics", "RequestView", "StepView")
 # The last text of each slot, for drafts in the same client's next answer

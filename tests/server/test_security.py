@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from servers import COMPLETIONS
 
-from runtime.files import LARGEST, LARGEST_OTHER, ModelError, check_size
-from server import embeddings_api, openai, watch, watch_frames
+from base.untrusted_files import LARGEST, LARGEST_OTHER, ModelError, check_size
+from server import embeddings, openai, watch, watch_frames
+from server.body_reader import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOOLS
 from server.protocol_adapter import APIError
-from server.schema import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOOLS
 from text.grammar import RULES, compiled
 from text.tokenizer import OURS, Tokenizer
 
@@ -87,7 +87,7 @@ def test_template_arguments_override_nothing():
             {"prompt": "a", "logit_bias": {str(i): 1 for i in range(openai.MAX_LOGIT_BIASES + 1)}},
         ),
         (openai.Completion, {"prompt": "a", "logprobs": openai.MAX_TOP_LOGPROBS + 1}),
-        (embeddings_api.Embedding, {"input": ["a"] * (embeddings_api.MAX_TEXTS + 1)}),
+        (embeddings.Embedding, {"input": ["a"] * (embeddings.MAX_TEXTS + 1)}),
     ],
     ids=["tools", "stops", "stop length", "choices", "biases", "logprobs", "texts"],
 )

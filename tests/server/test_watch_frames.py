@@ -8,8 +8,8 @@ import pytest
 from here import Here
 from servers import Line
 
+from engine.snapshot import RequestView, Snapshot
 from nanobatch import SamplingParams
-from runtime.snapshot import RequestView, Snapshot
 from server import watch as watch_module
 from server import watch_frames
 from server.access_log import RequestLog, RequestRecord, ServerView

@@ -21,13 +21,13 @@ import pytest
 from checkpoints import BOS, make_tokenizer
 from tokenizers import AddedToken, processors
 
-from analysis.simulator import Replay
+from base.untrusted_files import ModelError
+from experiments.simulator import Replay
 from nanobatch import Tokenizer
 from policies import POLICIES
 from prefix import SEGMENT
-from runtime.files import ModelError
 from sched import Request, Scheduler
-from text import template_and_tokenizer_check
+from text import untrusted_model_files
 from text.tool_formats import PROBE, TOOLS
 
 ROOT = Path(__file__).parents[2]
@@ -236,7 +236,7 @@ def no_network(monkeypatch):
 
 @pytest.fixture
 def no_check(monkeypatch):
-    checker = template_and_tokenizer_check.TemplateChecker
+    checker = untrusted_model_files.TemplateChecker
     monkeypatch.setattr(checker, "template", lambda *_: ("", []))
     monkeypatch.setattr(checker, "tokenizer", lambda *_: "")
 
@@ -672,8 +672,8 @@ def unfit(text: Tokenizer) -> str:
 @pytest.mark.parametrize("source", [ENDLESS[0], *UNSTOPPABLE])
 def test_endless_template_is_found_at_load(tmp_path, monkeypatch, source):
     """It was found by the first client, whose conversation then held a thread of the server."""
-    limits = template_and_tokenizer_check.LIMITS._replace(seconds=0.3)
-    monkeypatch.setattr(template_and_tokenizer_check, "LIMITS", limits)
+    limits = untrusted_model_files.LIMITS._replace(seconds=0.3)
+    monkeypatch.setattr(untrusted_model_files, "LIMITS", limits)
     line = unfit(make_model(tmp_path, source))
     assert "takes more than 0.3 s for a sample conversation" in line
 
@@ -698,8 +698,8 @@ def test_load_without_a_child_process_is_refused(tmp_path, monkeypatch, script):
     """Nothing is known of its template and its tokenizer, so they are not trusted."""
     python = executable(tmp_path / "python", script) if script else str(tmp_path / "nothing")
     monkeypatch.setattr(sys, "executable", python)
-    monkeypatch.setattr("text.sandbox.START", 0.2)
-    monkeypatch.setattr(template_and_tokenizer_check, "PASSED", set())
+    monkeypatch.setattr("base.job_process.START", 0.2)
+    monkeypatch.setattr(untrusted_model_files, "PASSED", set())
     said = r"the tokenizer cannot be tried \(no process can be started \("
     with pytest.raises(ModelError, match=said + ("timed out" if script else "")):
         make_model(tmp_path / "model", CHATML)
@@ -713,7 +713,7 @@ def test_only_the_demo_template_needs_no_check(tmp_path, monkeypatch):
         asked.append(source)
         return "", []
 
-    monkeypatch.setattr(template_and_tokenizer_check.TemplateChecker, "template", note)
+    monkeypatch.setattr(untrusted_model_files.TemplateChecker, "template", note)
     ours = (ROOT / "demo" / "model" / "chat_template.jinja").read_text()
     assert make_model(tmp_path / "1", ours, "a file").has_template and not asked
     assert make_model(tmp_path / "2", f"{ours} ", "a file").has_template

@@ -14,7 +14,7 @@ from gguf import GGUFWriter
 from gguf_models import make_pair
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from runtime.files import ModelError
+from base.untrusted_files import ModelError
 from text.gguf_tokenizer import GgufText
 from text.tokenizer import Tokenizer
 

@@ -13,11 +13,11 @@ import pytest
 from checkpoints import make_tokenizer
 from hostile import HOSTILE
 
-from runtime.sampling_params import GRAMMAR, SamplingParams
-from runtime.validation import GrammarError
+from base.job_process import Sandbox
+from base.validation import GrammarError
+from engine.sampling_params import GRAMMAR, SamplingParams
 from text import grammar as grammar_file
 from text.grammar import Grammars
-from text.sandbox import Sandbox
 from text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]

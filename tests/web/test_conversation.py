@@ -17,10 +17,10 @@ from parrot import Parrot
 from recordings import HOSTILE, TEXTS
 
 import tui
+from cli.terminal_chat import Conversation
+from engine import prefill_progress as progress
+from engine.registry import Log
 from nanobatch import SamplingParams
-from runtime import prefill_progress as progress
-from runtime.request_registry import Log
-from runtime.terminal_chat import Conversation
 from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]

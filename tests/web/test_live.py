@@ -9,8 +9,8 @@ from browsers import in_node, needs_node
 from servers import Server
 from word_engine import Clock, word_engine
 
+from engine.prefill_progress import PrefillProgress
 from nanobatch import SamplingParams
-from runtime.prefill_progress import PrefillProgress
 from server import live_page, watch_frames
 from server.access_log import ServerView
 

@@ -15,9 +15,9 @@ from screen_stage import Stage
 
 from docs.make import page as page_program
 from docs.make.page import DRAFTS
-from screen import recording as record
+from experiments import race
+from screen import export_recording as record
 from screen.draw.style import clean
-from screen.pages import race
 from server import live_page
 
 ROOT = Path(__file__).parents[2]
@@ -266,7 +266,7 @@ tell(out);
 
 @needs_node
 def test_the_player_says_of_a_run_what_the_screen_says():
-    """Its figures are those of `screen/policy_runs.py`, and at the end each answer is there, whole."""
+    """Its figures are those of `experiments/policy_runs.py`, and at the end each answer is there, whole."""
     stage = Stage().load()
     stage.session.obey("/race 12")
     stage.finish()

@@ -13,7 +13,7 @@ from course.from_zero.shared_by_tests import (
     new_slab,
     our_logits,
 )
-from kernels.mlx import mx
+from kernels.device import mx
 
 dice = random.Random(3)
 

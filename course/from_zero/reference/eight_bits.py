@@ -28,7 +28,7 @@ Where next: docs/slots.md for what a row takes, and `vllm/model_executor/layers/
 from collections.abc import Sequence
 
 from course.from_zero.small_llama import Window
-from kernels.mlx import mx
+from kernels.device import mx
 from kv import AttentionGroup
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from course.from_zero.small_llama import Window
-from kernels.mlx import mx
+from kernels.device import mx
 from kv import AttentionGroup
 
 PAGE = 16  # rows

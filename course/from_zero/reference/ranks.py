@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from course.from_zero.small_llama import norm
-from kernels.mlx import mx
+from kernels.device import mx
 
 
 class Replica(NamedTuple):

@@ -1,0 +1,156 @@
+"""Read files of unknown origin, and write files whole.
+
+A file of a model folder may be missing, cut off, a pipe, a web page, or JSON with unexpected fields:
+each is a `ModelError` with the file, the field, its value and the remedy. A file that `write_whole`
+writes has all of the new text or, as on a full disk, all of the old one.
+"""
+
+import errno
+import json
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from base.validation import one_line
+
+# The most bytes that a file may have: several times the largest published ones.
+LARGEST = {
+    "tokenizer.json": 150_000_000,  # published: 35 MB
+    "model.safetensors.index.json": 30_000_000,  # some MB
+    "chat_template.jinja": 1_000_000,  # some ten KB
+}
+LARGEST_OTHER = 10_000_000  # configs: about 1 MB
+LARGEST_HEADER = 100_000_000  # of a file with weights, as the format has it
+
+
+class ModelError(ValueError):
+    """A checkpoint that cannot be served. The message is one line: the file, what is wrong, what to
+    do.
+
+    `short`: the reason in about five words, for a list of models.
+    """
+
+    def __init__(self, message: str, short: str = ""):
+        super().__init__(one_line(message))
+        self.short = short
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def check_plain(path: Path) -> None:
+    """Refuse anything but a regular file: opening a pipe, or reading /dev/zero, may never end."""
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path} is no plain file; download it again.")
+
+
+def check_size(path: Path) -> None:
+    """Refuse a file that is too large, before it is read."""
+    most = LARGEST.get(path.name, LARGEST_OTHER)
+    size = path.stat().st_size
+    if size > most:
+        raise ModelError(
+            f"{path} has {size:,} bytes, and such a file may have {most:,}; download it again."
+        )
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; ModelError if it cannot be read."""
+    try:
+        check_plain(path)
+        check_size(path)
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path} is missing; a model folder needs it. Download the model again."
+        ) from None
+    except (OSError, UnicodeDecodeError, MemoryError) as error:
+        raise ModelError(f"{path} cannot be read ({one_line(error)}); download it again.") from None
+
+
+def read_some(path: str, most: int) -> str:
+    """The text of a file that a user names, at most this many characters: it may be /dev/zero."""
+    with open(path, encoding="utf-8") as file:
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise ValueError(f"it has more than {most:,} characters")
+    return text
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file; ModelError if there is none."""
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    # No JSON, or a number of more than 4,300 digits
+    except (ValueError, RecursionError, MemoryError) as error:
+        what = what_is(text[:64].encode()) or f"not JSON ({one_line(error)})"
+        raise ModelError(f"{path} is {what}; download it again.") from None
+    if not isinstance(value, dict):
+        raise ModelError(
+            f"{path} holds a JSON {type(value).__name__} where an object belongs; download it again."
+        )
+    return value
+
+
+def read_json_if_any(path: Path) -> dict:
+    """The same; an empty object if there is no such file."""
+    return read_json(path) if path.exists() else {}
+
+
+def what_is(head: bytes) -> str | None:
+    """What a file really is, by its first bytes, if it is one of those often found in place of weights."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer, not the file itself (run `git lfs pull`)"
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "an HTML page, not the file itself"
+    return None
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+def check_writable(file: str) -> None:
+    """Raise OSError now if `write_whole` could not write this file at the end."""
+    with suppress(FileNotFoundError):
+        os.stat(file)  # its name may be too long
+    if os.path.isdir(file):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file)
+    if not _is_special(file):
+        beside = _beside(file)
+        beside.touch()
+        beside.unlink()
+
+
+def write_whole(file: str | Path, text: str) -> None:
+    """Make a file hold this text, or leave it as it was. An OSError names the file.
+
+    The text is written next to the file, and then takes its place.
+    """
+    try:
+        if _is_special(file):
+            Path(file).write_text(text, encoding="utf-8")
+        else:
+            replace(file, text.encode())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from None
+
+
+def replace(file: str | Path, data: bytes) -> None:
+    beside = _beside(file)
+    try:
+        beside.write_bytes(data)
+        beside.replace(os.path.realpath(file))
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _is_special(file: str | Path) -> bool:
+    """A device or a pipe, such as /dev/stdout, cannot be replaced."""
+    return os.path.exists(file) and not os.path.isfile(file)
+
+
+def _beside(file: str | Path) -> Path:
+    """An unused name in the same folder. A link stays a link."""
+    return Path(os.path.realpath(file)).with_name(f".nanobatch-{secrets.token_hex(8)}")

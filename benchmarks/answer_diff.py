@@ -1,0 +1,113 @@
+"""Compare two answers bit by bit.
+
+Equal texts do not prove equal logits, so the log probabilities of the tokens are compared, and those of
+the likeliest alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import product
+from typing import NamedTuple
+
+from engine.handle import Handle
+
+
+class Bits(NamedTuple):
+    """A request's answer with its log probabilities."""
+
+    digest: str  # of `tokens` and `likely`
+    tokens: tuple[int, ...]
+    # By position: the token with its log probability, then the likeliest tokens with theirs
+    likely: tuple[tuple[tuple[int, float], ...], ...]
+    pieces: tuple[str, ...]  # the text that came with each token
+
+    @staticmethod
+    def of(handle: Handle, until: int | None = None) -> Bits:
+        """`until`: only the first tokens."""
+        tokens = tuple(handle.tokens[:until])
+        likely = []
+        for token, found in zip(tokens, handle.logprobs, strict=False):
+            likely.append(((token, found.logprob), *found.top))
+        pieces = []
+        start = 0
+        for length in handle.lengths[:until]:
+            pieces.append(handle.text[start : start + length])
+            start += length
+        return Bits.made(tokens, tuple(likely), tuple(pieces))
+
+    @staticmethod
+    def made(tokens: tuple, likely: tuple, pieces: tuple) -> Bits:
+        # repr distinguishes all floats
+        digest = sha256(repr((tokens, list(likely))).encode()).hexdigest()[:8]
+        return Bits(digest, tokens, likely, pieces)
+
+    def only(self, place: int) -> Bits:
+        """The token at one position, as an answer of its own."""
+        here = slice(place, place + 1)
+        return Bits.made(self.tokens[here], self.likely[here], self.pieces[here])
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def numbers(self) -> int:
+        """The number of log probabilities that the hash covers."""
+        return sum(map(len, self.likely))
+
+    def piece(self, place: int) -> str:
+        """A token as text. The last token of an answer may have none."""
+        if place >= len(self.tokens):
+            return "nothing more"
+        if place >= len(self.pieces):
+            return "the end"
+        return f"“{self.pieces[place]}”" if self.pieces[place] else f"token {self.tokens[place]}"
+
+
+class Difference(NamedTuple):
+    """Where two answers differ."""
+
+    place: int  # the first position with different bits, from 0
+    by: float  # the largest difference of a token's log probabilities
+    parted: int | None  # the first position with another token
+    said: tuple[str, str]  # the two tokens there: expected, found
+
+    @property
+    def words(self) -> str:
+        bits = f"other bits from token {self.place + 1}"
+        bits += f", by up to {self.by:.1g}" if self.by else ""
+        if self.parted is None:
+            return f"the same tokens; {bits}"
+        right, wrong = self.said
+        return f"token {self.parted + 1} is {wrong}, alone it is {right}; {bits}"
+
+
+def difference(right: Bits, other: Bits) -> Difference | None:
+    """None if all bits are equal. After the first different token nothing can be compared."""
+    if right.digest == other.digest:
+        return None
+    place = None
+    furthest = 0.0
+    for i, (ours, theirs) in enumerate(zip(right.likely, other.likely, strict=False)):
+        if ours != theirs and place is None:
+            place = i
+        for (token, value), (same, found) in product(ours, theirs):
+            if token == same and value != found:  # so that -inf equals -inf
+                furthest = max(furthest, abs(value - found))
+        if right.tokens[i] != other.tokens[i]:
+            break
+    parted = first_other(right.tokens, other.tokens)
+    said = ("", "") if parted is None else (right.piece(parted), other.piece(parted))
+    if place is None:  # one of them is longer, or there are no log probabilities
+        place = parted or 0
+    return Difference(place, furthest, parted, said)
+
+
+def first_other(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first position with another token."""
+    for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other:
+            return place
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))

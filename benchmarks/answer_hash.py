@@ -1,0 +1,43 @@
+"""A hash of the demo model's answers, to compare between machines.
+
+Every processor with fused multiply-adds computes the same bits (`kernels/cpu_kernels.c`), so the demo's
+answers are the same on any x86-64 or ARM CPU, down to the last bit of each log probability, and one
+line is enough to compare them. It depends on MLX's version, because positions, the softmax of the
+logits and random numbers are MLX's own.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from benchmarks.answer_diff import Bits
+from engine.engine_protocol import AnyEngine
+from engine.sampling_params import SamplingParams
+
+QUESTIONS = ("Count from 3 to 12.", "What is 17 + 6?", "Tell me a story about a fox and a lantern.")
+# By MLX version. README prints one of them
+EXPECTED = {"0.32.4": "4dd3cd15a3c27a3c"}
+
+
+def fingerprint(engine: AnyEngine) -> str:
+    """Ask the demo each question twice: greedy, and sampled."""
+    handles = []
+    for question in QUESTIONS:
+        for temperature in (0.0, 0.9):
+            settings = {"max_tokens": 48, "ignore_eos": True, "logprobs": 10, "seed": 1}
+            sampling = SamplingParams(temperature=temperature, **settings)
+            handles.append(engine.submit(engine.text.ask(question), sampling))
+    for handle in handles:
+        handle.result()
+    digests = [Bits.of(handle).digest for handle in handles]
+    return sha256(" ".join(digests).encode()).hexdigest()[:16]
+
+
+def compared(found: str, version: str) -> str:
+    """The hash, and whether it is the expected one."""
+    expected = EXPECTED.get(version)
+    if not expected:
+        return f"{found}; none is recorded for MLX {version}"
+    if found == expected:
+        return f"{found}, as on every x86-64 and ARM CPU with MLX {version}"
+    return f"{found}, which should be {expected} with MLX {version}"

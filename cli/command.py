@@ -1,0 +1,76 @@
+"""The command `nanobatch` of an installed package: run the program that its first word names.
+
+It imports nothing of ours before the program runs, because `cli.options` looks at what runs as
+`__main__`.
+"""
+
+import runpy
+import sys
+from functools import partial
+
+PACKAGE = __name__.partition(".")[0]
+PROGRAMS = {  # the module that runs, and the options that come before the user's
+    "screen": ["tui"],
+    "ask": ["ask"],
+    "chat": ["ask", "--chat"],
+    "serve": ["serve"],
+    "verify": ["verify"],
+    "bench": ["bench"],
+    "models": ["ask", "--list"],
+    "page": ["docs.make.page"],
+}
+USAGE = """nanobatch [OPTION ...]       the screen, with the options of `nanobatch screen --help`
+nanobatch ask [PROMPT ...]   prompts in, answers out
+nanobatch chat               a conversation
+nanobatch serve              an HTTP server with OpenAI's and Anthropic's protocols
+nanobatch verify             are answers batch-invariant on this machine?
+nanobatch bench              how fast is it here?
+nanobatch models             the models on this machine, and which can be served
+nanobatch page IN.json OUT   a recording as a web page
+nanobatch learn              where to find the course and the tests
+nanobatch completion         a script that completes commands and options in bash
+Each takes --help; `nanobatch --version` prints the version."""
+LEARN = """The course (ladder, book, exercises) and the tests are in the source: a clone, or nanobatch-{version}.tar.gz.
+    python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[cpu,test]'
+    python course/ladder/1_one_token.py"""
+
+
+def main() -> None:
+    word, *rest = sys.argv[1:] or ["screen"]
+    if word in PROGRAMS:
+        start(PROGRAMS[word], rest)
+    elif word.startswith("-") and word not in ("-h", "--help", "--version"):
+        start(PROGRAMS["screen"], sys.argv[1:])
+    from cli import options as cli
+
+    cli.run(partial(answer, word))
+
+
+def start(program: list[str], arguments: list[str]) -> None:
+    module, *options = program
+    sys.argv[1:] = [*options, *arguments]
+    runpy.run_module(f"{PACKAGE}.{module}", run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def answer(word: str) -> int:
+    """What takes no program. Return the exit code."""
+    from cli import options as cli
+
+    if word in ("-h", "--help", "help"):
+        print(USAGE)
+    elif word == "--version":
+        print(cli.version())
+    elif word == "completion":
+        from cli import shell_completion
+
+        programs = {
+            word: f"{module.replace('.', '/')}.py" for word, (module, *_) in PROGRAMS.items()
+        }
+        print(shell_completion.script(programs, [*PROGRAMS, "learn", "completion"]), end="")
+    elif word == "learn":
+        print(LEARN.format(version=cli.number()))
+    else:
+        cli.say(f"{word!r} is no command; choose among {', '.join(PROGRAMS)} and learn")
+        return 2
+    return 0

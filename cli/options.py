@@ -1,0 +1,411 @@
+"""What the programs share: options, one line for a user's mistake, and exit codes.
+
+Ctrl-C ends a program quietly with 130 (the screen and the server with 0, because that is the usual way
+to end them). Where the signal is ignored, as in a shell's background job, it stays so. Output whose
+reader has gone ends a program silently with 141; output that cannot be written, as on a full disk, is
+one line and 1.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn, TextIO
+
+from base.validation import one_line, printable, read_whole, shown
+from course import overlay
+
+BROWSER = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+IS_INSTALLED = __name__.startswith("nanobatch.")  # as a package (`package.py`)
+
+
+# The only effect of importing this file: a reader's own core is found before ours
+_started = getattr(sys.modules["__main__"], "__file__", None)
+_is_ours = bool(_started) and os.path.dirname(os.path.realpath(_started)) == ROOT
+if _is_ours and overlay.asked():
+    try:
+        if IS_INSTALLED:
+            raise ValueError("takes a checkout; `nanobatch learn` says where to find one")
+        overlay.open_book(overlay.asked()).check_whole()
+    except ValueError as error:
+        print(f"nanobatch: --book {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+
+
+def say(line: str) -> None:
+    """A message of a program, apart from its output."""
+    print(f"nanobatch: {printable(str(line))}", file=sys.stderr, flush=True)
+
+
+class Unwritten(Exception):
+    """Standard output cannot be written: its reader has gone, or the disk is full."""
+
+
+class Stream:
+    """A standard stream. Errors of standard output are `Unwritten`, so no handler takes them for
+    another file's. Errors of standard error are ignored."""
+
+    def __init__(self, file: TextIO, is_output: bool = False):
+        self._file = file
+        self._is_output = is_output
+
+    def write(self, text: str) -> None:
+        self._try(self._file.write, text)
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def _try(self, act: Callable[..., Any], *given: str) -> None:
+        try:
+            act(*given)
+        except OSError as error:
+            if self._is_output:
+                raise Unwritten from error
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._file, name)
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run a program's `main`, and exit with its code, or with 130 after Ctrl-C."""
+    # A panic in the tokenizer's Rust is caught and reported in a line, without 100 of a backtrace
+    os.environ["RUST_BACKTRACE"] = "0"
+    sys.stdout = sys.stdout and Stream(sys.stdout, is_output=True)
+    sys.stderr = sys.stderr and Stream(sys.stderr)
+    try:
+        try:
+            code = main()
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 130
+    except Unwritten as error:
+        code = unwritten(error)
+    sys.exit(code)
+
+
+def unwritten(error: Unwritten) -> int:
+    """The exit code of a program that cannot write its output any more."""
+    sys.stdout = None  # so that Python does not try to flush it at exit
+    if isinstance(error.__cause__, BrokenPipeError):
+        return 141
+    why = one_line(error.__cause__)
+    say(f"standard output cannot be written: {why}")
+    return 1
+
+
+def command(program: str, *arguments: str) -> str:
+    """What to type for one of our programs, such as serve.py: in a checkout, or where a wheel has
+    brought the command `nanobatch`."""
+    word = os.path.basename(program).removesuffix(".py").replace("tui", "screen")
+    start = ["nanobatch", word] if IS_INSTALLED else ["python", program]
+    return shlex.join([*start, *arguments])
+
+
+def start(program: str) -> list[str]:
+    """How to start one of our programs in a process of its own, as this process was started."""
+    if not IS_INSTALLED:
+        return [sys.executable, os.path.join(ROOT, program)]
+    # -P: modules in the user's folder are not searched first
+    module = program.removesuffix(".py").replace("/", ".")
+    return [sys.executable, "-P", "-m", f"nanobatch.{module}"]
+
+
+def backend() -> str:
+    """How this process reaches the others that share a model with it (`distributed/group.py`); empty if it is
+    alone.
+
+    What starts the processes says so in the environment: `mlx.launch`, `mpirun`, or a person by
+    hand.
+    """
+    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        return "mpi"
+    if "MLX_RANK" not in os.environ:
+        return ""
+    files = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl", "NCCL_HOST_IP": "nccl"}
+    for variable, name in files.items():
+        if os.environ.get(variable):
+            return name
+    raise ValueError(
+        "MLX_RANK is set, but not MLX_HOSTFILE; give the file that lists the addresses of all ranks"
+    )
+
+
+def rank() -> int:
+    """The rank of this process. Rank 0 answers, the others follow."""
+    name = "OMPI_COMM_WORLD_RANK" if backend() == "mpi" else "MLX_RANK"
+    return read_whole(name, os.environ[name], 0, 1023) if backend() else 0
+
+
+def is_folder(model: str) -> bool:
+    return bool(model) and os.path.isdir(os.path.expanduser(model))
+
+
+def is_gguf_file(model: str) -> bool:
+    """Whatever is named as a model and is a file should be GGUF."""
+    return os.path.isfile(os.path.expanduser(model))
+
+
+def read_model(model: str) -> str:
+    """What `--model` takes. A mistake is found here, and not by the hub after a while."""
+    is_here = model == "demo" or is_folder(model) or is_gguf_file(model)
+    is_name = model.startswith("ollama:") or (model.count("/") == 1 and model[0] not in "./~")
+    if not is_here and not is_name:
+        raise ValueError(
+            f"--model {shown(model)} is no folder, no GGUF file, and no hub id of the form owner/name"
+        )
+    return model
+
+
+def name_of(model: str) -> str:
+    """The model's name for clients and the screen. A folder of the hub's cache is named by a hash."""
+    if not is_folder(model) and not is_gguf_file(model):
+        return model
+    path = os.path.abspath(os.path.expanduser(model))
+    hub = re.search(r"models--([^/]+)--([^/]+)/snapshots/[^/]+$", path)
+    return f"{hub[1]}/{hub[2]}" if hub else os.path.basename(path)
+
+
+def on_a_terminal() -> bool:
+    return BROWSER or all(
+        stream and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)
+    )
+
+
+@contextmanager
+def about(option: str, remedy: str) -> Iterator[None]:
+    """Add the option and the remedy to the message of an error."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{option}: {getattr(error, 'strerror', None) or error}; {remedy}"
+        ) from None
+
+
+def read_key(key: str) -> str:
+    """Refuse an empty key, as of a variable that is not set: without a key everybody has access."""
+    if not key or key != key.strip():
+        raise ValueError("the key is empty or has spaces around it; give another, or leave it out")
+    return key
+
+
+def read_host(name: str) -> str:
+    if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", name):
+        raise ValueError(
+            f"{shown(name)} is no host; give its name alone, without scheme, port or star"
+        )
+    return name
+
+
+def read_network(text: str) -> Any:
+    """What `--trust-proxy` takes: an address, or a network such as 10.0.0.0/8."""
+    import ipaddress
+
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError:
+        raise ValueError(
+            f"--trust-proxy {shown(text)} is neither an address nor a network such as 10.0.0.0/8"
+        ) from None
+
+
+def read_speculate(text: str) -> int | None:
+    """What `--speculate` takes. None: as many as pay."""
+    try:
+        return None if text == "auto" else read_whole("--speculate", text, 0, 64)
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
+
+
+def read_slot_cache(text: str) -> str:
+    """What `--slot-cache` takes. The folder is made and checked before anything is loaded."""
+    from engine.slot_files import SlotFolder
+
+    if backend():
+        raise ValueError("--slot-cache: several ranks share the model's slots; leave it out")
+    try:
+        SlotFolder(text)
+    except ValueError as error:
+        raise ValueError(str(error).replace("slot cache", "--slot-cache", 1)) from None
+    return text
+
+
+def version() -> str:
+    """The versions of nanobatch, MLX, Python and the system: the first line of a bug report."""
+    import platform  # these are imported here, because most runs need none of them
+    from importlib import metadata
+
+    try:
+        mlx = f"mlx {metadata.version('mlx')}"
+    except metadata.PackageNotFoundError:
+        mlx = "no mlx"
+    return f"nanobatch {number()} ({mlx}, Python {platform.python_version()}, {platform.system()} {platform.machine()})"
+
+
+def number() -> str:
+    """The version, from `pyproject.toml` or the package's metadata."""
+    import tomllib
+    from importlib import metadata
+
+    if IS_INSTALLED:
+        return metadata.version("nanobatch")
+    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
+        return tomllib.load(file)["project"]["version"]
+
+
+def install(extra: str, package: str) -> str:
+    """The command that installs an extra: in a checkout, or next to an installed package."""
+    if not IS_INSTALLED:
+        return f"pip install -e '.[{extra}]' in the checkout"
+    pipx = f"pipx runpip nanobatch install '{package}'"
+    return f"pip install '{package}' (with pipx: {pipx}; with uv: add --with '{package}')"
+
+
+def my_cores() -> set[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def cpuinfo() -> dict[str, str]:
+    """The first processor's entry in /proc/cpuinfo. Empty if there is no such file."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            lines = file.read().partition("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): said.strip() for name, _, said in pairs}
+
+
+def processor() -> str:
+    """The processor's name, and how many of its cores this process may use."""
+    import platform
+
+    name = cpuinfo().get("model name") or platform.processor() or platform.machine()
+    many = len(my_cores())
+    return f"{name}, {many} core{'s' if many != 1 else ''}"
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `add_engine` has read, except for the model, as `Engine.load` takes it."""
+    names = ("slots", "max_len", "policy", "speculate", "kv", "attention", "activations")
+    return {name: getattr(args, name) for name in (*names, "slot_cache")}
+
+
+class ShowVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_) -> NoReturn:
+        print(version())
+        parser.exit()
+
+
+class OldName(argparse.Action):
+    """An option under its name from before 0.6."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, found: argparse.Namespace, value: Any, option: str
+    ) -> None:
+        say(f"{option} is now --{self.dest}; the old name goes in 0.7")
+        setattr(found, self.dest, value)
+
+
+class CommandLine(argparse.ArgumentParser):
+    """Report a mistake in one line, without the usage, and exit with 2."""
+
+    def __init__(self, name: str, **options):
+        """`name`: of the program, such as ask.py."""
+        super().__init__(command(name).removeprefix("python "), **options)
+        self.add_argument(
+            "--version", action=ShowVersion, nargs=0, help="say which version this is, and exit"
+        )
+
+    def parse_known_args(self, *arguments):
+        try:
+            rank()  # what the environment says of ranks may be wrong, too
+        except ValueError as error:
+            self.error(str(error))
+        return super().parse_known_args(*arguments)
+
+    def error(self, message: str) -> NoReturn:
+        # What we say of a value may begin with the option, as argparse does
+        message = re.sub(r"^argument [^:]+: (?=--)", "", message)
+        self.exit(2, f"nanobatch: {one_line(message)}\n")
+
+    def add_read(self, name: str, read: Callable[[str], Any], says: str, **how: Any) -> None:
+        """An option whose value `read` parses. (argparse does not show the text of a ValueError.)"""
+
+        def reads(text: str) -> Any:
+            try:
+                return read(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from None
+
+        self.add_argument(name, type=reads, help=says, **how)
+
+    def add_whole(self, name: str, least: int, most: float, says: str, **how: Any) -> None:
+        self.add_read(name, lambda text: read_whole(name, text, least, most), says, **how)
+
+    def add_model(self) -> None:
+        says = "a model folder, a GGUF file, a hub id such as owner/name, or 'demo'"
+        self.add_read("--model", read_model, says, default="demo")
+
+    def add_engine(self, policies: Iterable[str], slots: str, max_len: str) -> None:
+        """The options of every program that loads a model. `slots`, `max_len`: the defaults, in words."""
+        self.add_model()
+        self.add_whole("--slots", 1, 4096, f"sequences that run at once (default: {slots})")
+        says = f"length of a slot, prompt and answer together (default: {max_len})"
+        self.add_whole("--max-len", 2, 2**24, says)
+        says = "when the next in line is admitted"
+        usual, *_ = policies
+        self.add_argument("--policy", default=usual, choices=policies, help=says)
+        says = (
+            "try up to N draft tokens of each answer a step; 0: none (default: auto, where it pays)"
+        )
+        self.add_read("--speculate", read_speculate, says, metavar="N")
+        hidden = argparse.SUPPRESS
+        old = {"action": OldName, "dest": "speculate", "default": hidden}
+        self.add_read("--guesses", read_speculate, hidden, **old)
+        self.add_attention()
+        self.add_activations()
+        says = "save conversations in this private folder, and go on with them after a restart "
+        says += "(default size: 8G)"
+        self.add_read("--slot-cache", read_slot_cache, says, metavar="DIR[:SIZE]")
+        says = "take options from this file, by their names (docs/deploy.md)"
+        self.add_argument("--config", metavar="FILE.toml", help=says)
+        self.add_book()
+
+    def add_attention(self) -> None:
+        says = "how keys and values are stored (default: auto, float16 beside weights of 16 bits or fewer)"
+        self.add_argument("--kv", default="auto", choices=("auto", "float32"), help=says)
+        says = "plain: the formula in llama.py, in place of the operation that has the same bits"
+        self.add_argument("--attention", default="auto", choices=("auto", "plain"), help=says)
+
+    def add_activations(self) -> None:
+        says = "bits of an activation next to packed weights; 8 is faster, and rounds (default: 32)"
+        self.add_argument("--activations", type=int, default=32, choices=(8, 32), help=says)
+
+    def add_book(self) -> None:
+        """Only for the help: it was read when this file was imported."""
+        says = "run the chapters in this folder in the place of ours (course/from_zero; $NANOBATCH_BOOK)"
+        self.add_argument("--book", metavar="DIR", help=says)
+
+    def add_keys(self) -> None:
+        """The options of every program that runs a server."""
+        key, watch = (os.environ.get(f"NANOBATCH_{name}_KEY") or None for name in ("API", "WATCH"))
+        says = "what clients must give ($NANOBATCH_API_KEY)"
+        self.add_read("--api-key", read_key, says, default=key)
+        says = "shows texts to /watch; where any key is set, nothing else does"
+        self.add_read("--watch-key", read_key, says, default=watch)
+        some = {"action": "append", "default": [], "metavar": "NAME"}
+        self.add_read("--allow-host", read_host, "a proxy's (repeatable)", **some)
+        says = "believe X-Forwarded-For from this address or network (repeatable)"
+        self.add_read("--trust-proxy", read_network, says, **some | {"metavar": "ADDRESS"})
+        says = "another name that clients may give the model (repeatable); '*' is any"
+        self.add_argument("--alias", help=says, **some)

@@ -1,0 +1,390 @@
+"""A conversation in lines: a question, the answer as it comes, and the next question.
+
+    >>> My name is Ada.
+    Hello, Ada.
+        [read 23 tokens; first token after 31 ms; 5 tokens, 40 tokens/s]
+    >>> What is my name?
+    Ada.
+        [read 12 of 47 tokens; 35 were still in the slot; first token after 19 ms; 3 tokens, 41 tokens/s]
+
+Each question is sent with the whole conversation before it, so the conversation grows until no slot can
+hold it. It is never cut silently: the dialogue says how much room is left, and the user chooses what to
+forget. A stopped answer stays in the conversation as far as it came.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from base.untrusted_files import read_some, write_whole
+from base.validation import one_line, printable, shown
+from cli.options import say
+from cli.text_output import StatusLine, WordWrap, wait_for_text
+from text.tool_formats import OutputFormat
+from text.tool_parser import OutputParser, ParsedPart
+
+HELP = """/new            begin another conversation (the system message stays)
+/system TEXT    tell the model who it is; without a text, forget it
+/retry          ask the last question again
+/drop           forget the oldest question and its answer
+/set            show how answers are sampled; /set temperature=0.7 seed=1 changes it
+/save FILE      write the conversation; /load FILE goes on with one
+\"\"\"             begins and ends a question of several lines
+Ctrl-C          stops an answer; Ctrl-D ends"""
+# What /set changes
+SETTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
+REMEDY = "/drop forgets the oldest question and asks again, /new begins anew"
+LARGEST = 10_000_000  # characters of a conversation's file
+LEAST = 16  # tokens of an answer for which there must be room
+FEW = 0.25  # of a slot: with less room left, the dialogue says how much
+
+
+class Conversation:
+    """What was said, as messages in OpenAI's form."""
+
+    def __init__(self) -> None:
+        self.system = ""
+        self.turns: list[dict[str, str]] = []  # of user and assistant, one after the other
+
+    def messages(self, question: str | None = None) -> list[dict[str, str]]:
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        last = [] if question is None else [{"role": "user", "content": question}]
+        return first + self.turns + last
+
+    def add(self, question: str, answer: str, thought: str = "") -> None:
+        reply = {"role": "assistant", "content": answer}
+        if thought:  # chat templates look for reasoning here
+            reply["reasoning_content"] = thought
+        self.turns += [{"role": "user", "content": question}, reply]
+
+    def drop_oldest(self) -> str:
+        """Forget the first question and its answer. Returns the question."""
+        if not self.turns:
+            raise ValueError("nothing was said yet, so there is nothing to forget")
+        oldest, self.turns = self.turns[:2], self.turns[2:]
+        return oldest[0]["content"]
+
+    def take_newest(self) -> str:
+        """Forget the last question and its answer. Returns the question, to be asked again."""
+        if not self.turns:
+            raise ValueError("nothing was asked yet, so there is nothing to ask again")
+        newest, self.turns = self.turns[-2:], self.turns[:-2]
+        return newest[0]["content"]
+
+    def save(self, path: str) -> None:
+        text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2)
+        try:
+            write_whole(path, text + "\n")
+        except OSError as error:
+            raise ValueError(f"{shown(path)} cannot be written ({one_line(error)})") from None
+
+    @classmethod
+    def load(cls, path: str) -> Conversation:
+        """Read a conversation from a file. A ValueError says why it is none."""
+        found = cls()
+        try:
+            messages = json.loads(read_some(path, LARGEST))["messages"]
+            if messages and messages[0]["role"] == "system":
+                found.system = messages.pop(0)["content"]
+            roles = [message["role"] for message in messages]
+            if roles != ["user", "assistant"] * (len(roles) // 2):
+                raise ValueError("user and assistant take turns, and the assistant has the last")
+            texts = [found.system]
+            for message in messages:
+                texts += [message["content"], *message.values()]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError("each message must be a text")
+            found.turns = [*messages]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{shown(path)} holds no conversation ({one_line(error)})") from None
+        return found
+
+
+class Dialogue:
+    """`read` asks for a line, and raises EOFError at the end; `write` takes text as it comes.
+    `width`: the columns of the terminal; None if there is none."""
+
+    def __init__(
+        self,
+        engine: Any,
+        sampling: Any,
+        read: Callable[[str], str] = input,
+        write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
+        width: Callable[[], int | None] = lambda: None,
+    ):
+        self.engine = engine
+        self.sampling = sampling
+        self.read = read
+        self.write = write
+        self.width = width
+        self.status = StatusLine()
+        self.talk = Conversation()
+        self.waiting = ""  # a question for which there was no room
+
+    def run(self, questions: Sequence[str] = ()) -> int:
+        """These questions first, and then until the end of input."""
+        first = list(questions)
+        with self.engine.serving():
+            while True:
+                try:
+                    self.take(first.pop(0) if first else self.next_line())
+                except KeyboardInterrupt:
+                    self.say("\n(Ctrl-D ends)")
+                except EOFError:
+                    self.write("\n")
+                    return 0
+                except ValueError as error:
+                    self.say(f"nanobatch: {one_line(error)}")
+
+    def next_line(self) -> str:
+        line = self.read(">>> ")
+        if not line.startswith('"""'):
+            return line
+        lines = [line[3:]]
+        while not lines[-1].endswith('"""'):
+            lines.append(self.read("... "))
+        return "\n".join(lines)[:-3].strip("\n")
+
+    def take(self, line: str) -> None:
+        command, _, rest = line.strip().partition(" ")
+        if command.startswith("/"):
+            self.obey(command, rest.strip())
+        elif line.strip():
+            self.ask(line)
+
+    def obey(self, command: str, rest: str) -> None:
+        if command == "/help":
+            self.say(HELP)
+        elif command == "/new":
+            self.talk.turns = []
+            self.waiting = ""
+            self.say("a new conversation")
+        elif command == "/system":
+            self.talk.system = rest
+            self.say("from the next question on")
+        elif command == "/retry":
+            self.retry()
+        elif command == "/set":
+            self.configure(rest)
+        elif command == "/drop":
+            self.say(f"forgotten: {shown(self.talk.drop_oldest())}")
+            if self.waiting:
+                self.ask(self.waiting)
+        elif command in ("/save", "/load") and not rest:
+            raise ValueError(f"{command} needs a file: {command} FILE")
+        elif command == "/save":
+            self.talk.save(rest)
+            self.say(f"{rest} is written")
+        elif command == "/load":
+            self.talk = Conversation.load(rest)
+            self.say(f"goes on after {len(self.talk.turns) // 2} questions")
+        elif command in ("/bye", "/exit", "/quit"):
+            raise EOFError
+        else:
+            raise ValueError(f"{shown(command)} is no command; /help names them")
+
+    def configure(self, rest: str) -> None:
+        """Change how answers are sampled, and show it."""
+        changes = {}
+        for word in rest.split():
+            name, _, value = word.partition("=")
+            if name not in SETTABLE or not value:
+                known = ", ".join(SETTABLE)
+                raise ValueError(f"/set {shown(word)}: give NAME=NUMBER; the names are {known}")
+            changes[name] = number(value)
+        self.sampling = replace(self.sampling, **changes)  # checks all values
+        values = {name: getattr(self.sampling, name) for name in SETTABLE}
+        words = [f"{name}={'none' if each is None else each}" for name, each in values.items()]
+        self.say(" ".join(words))
+
+    def retry(self) -> None:
+        """Ask the last question again. If that fails, its first answer stays."""
+        turns = list(self.talk.turns)
+        question = self.waiting or self.talk.take_newest()
+        try:
+            self.ask(question)
+        except ValueError:
+            self.talk.turns = turns
+            raise
+
+    def ask(self, question: str) -> None:
+        ids = self.engine.text.encode_chat(self.talk.messages(question))
+        length = self.engine.sched.max_len
+        room = length - len(ids)
+        self.waiting = question if room < LEAST else ""
+        if self.waiting:
+            raise ValueError(outgrown(len(ids), length))
+        most = min(self.sampling.max_tokens or room, room)
+        handle = self.engine.submit(ids, replace(self.sampling, max_tokens=most))
+        thought = answer = ""
+        width = self.width()
+        wrap = WordWrap(width) if width else None
+        try:
+            wait_for_text(handle, self.status.show)
+            for part, said in spoken(handle, self.engine.text.output_format):
+                if part.kind == "reasoning":
+                    thought += part.text
+                else:
+                    answer += part.text
+                self.write(wrap.push(said) if wrap else said)
+        except KeyboardInterrupt:
+            handle.cancel()
+        self.write(wrap.flush() if wrap else "")
+        result = handle.result()
+        if result.error:
+            raise ValueError(result.error)
+        self.talk.add(question, answer, thought)
+        left = length - result.metrics.prompt_tokens - len(result.tokens)
+        said = figures(result.metrics, result.finish_reason)
+        self.say(f"\n    [{said}{room_left(left, length)}]")
+
+    def say(self, line: str) -> None:
+        width = self.width()
+        wrap = WordWrap(width) if width else None
+        self.write(f"{wrap.push(line) + wrap.flush() if wrap else line}\n")
+
+
+def number(text: str) -> int | float | str | None:
+    """A value as it was typed. `SamplingParams` refuses what is not a number."""
+    if text == "none":
+        return None
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def outgrown(tokens: int, length: int) -> str:
+    """The message for a conversation that does not fit a slot."""
+    return (
+        f"with this question the conversation has {tokens:,} tokens, and a slot holds {length:,}, "
+        f"answer included: {REMEDY}"
+    )
+
+
+def spoken(handle: Any, output_format: OutputFormat) -> Iterator[tuple[ParsedPart, str]]:
+    """The parts of an answer as they arrive, each with its text for a terminal: reasoning is dim."""
+    parser = OutputParser(output_format, is_thinking=handle.is_thinking)
+    before = ""
+    for piece in chain(handle, [None]):
+        for part in parser.push(piece):
+            ends_thought = before == "reasoning" != part.kind
+            yield part, "\n" * ends_thought + on_terminal(part)
+            before = part.kind
+
+
+def on_terminal(part: ParsedPart) -> str:
+    text = printable(part.text)
+    return f"\x1b[2m{text}\x1b[22m" if part.kind == "reasoning" else text
+
+
+def room_left(left: int, length: int) -> str:
+    """A note about the tokens that are left in a slot, if there are few."""
+    few = left < FEW * length
+    return f"; {left:,} tokens are left: /drop and /new make room" if few else ""
+
+
+def figures(m: Any, reason: str | None, where: str = "the slot") -> str:
+    """The cost of a turn, from its metrics. `where`: the slot that had its conversation."""
+    read = f"read {m.prompt_tokens - m.cached_tokens:,}"
+    if m.cached_tokens:
+        where = "on disk" if m.cached_from == "disk" else f"still in {where}"
+        read += f" of {m.prompt_tokens:,} tokens; {m.cached_tokens:,} were {where}"
+    else:
+        read += " tokens"
+    first = "" if m.ttft_s is None else f"; first token after {m.ttft_s * 1000:.0f} ms"
+    rate = "" if m.tokens_per_s is None else f", {m.tokens_per_s:.0f} tokens/s"
+    ended = {"stop": "", "length": "; cut, as long as it may be", "cancelled": "; stopped"}
+    return f"{read}{first}; {m.output_tokens:,} tokens{rate}{ended.get(reason, '')}"
+
+
+# --- the line that one types --------------------------------------------------------------------
+
+KEPT = 1000  # the newest questions
+NEWLINE = "␊"  # in a question of several lines, in place of a line's end
+
+
+def history_file() -> Path | None:
+    """The file of earlier questions. NANOBATCH_HISTORY=off: there is none."""
+    if os.environ.get("NANOBATCH_HISTORY") == "off":
+        return None
+    return state_folder() / "history"
+
+
+def state_folder() -> Path:
+    """The folder of the user's state between runs."""
+    place = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(place) / "nanobatch"
+
+
+class History:
+    """Earlier questions, the newest last, also of earlier runs. Only the user may read the file. Each
+    question is appended at once."""
+
+    def __init__(self, file: Path | None = None):
+        self.file = file
+        self.questions: list[str] = []
+        with suppress(OSError):
+            if file:
+                # After a power cut a file may hold zeros, which `readline` refuses
+                text = file.read_text(encoding="utf-8", errors="replace").replace("\0", "")
+                lines = text.split("\n")
+                self.questions = [line.replace(NEWLINE, "\n") for line in lines if line]
+        if len(self.questions) > KEPT:
+            del self.questions[:-KEPT]
+            self._write(os.O_TRUNC, self.questions)
+
+    def add(self, question: str) -> None:
+        if question.strip() and question not in self.questions[-1:]:
+            self.questions.append(question)
+            if not question.startswith("/"):  # another program has other commands
+                self._write(os.O_APPEND, [question])
+
+    def _write(self, how: int, questions: Sequence[str]) -> None:
+        lines = "".join(question.replace("\n", NEWLINE) + "\n" for question in questions)
+        with suppress(OSError):  # go on without a history
+            if self.file:
+                self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                handle = os.open(self.file, os.O_CREAT | os.O_WRONLY | how, 0o600)
+                with open(handle, "wb") as file:
+                    file.write(lines.encode(errors="replace"))
+
+
+def keep(history: History) -> Callable[[str], str]:
+    """Like `input`, with the history on the Up and Down keys. Each line is added to it."""
+    with suppress(ImportError):  # a Python without it: the terminal's own line
+        import readline
+
+        for question in history.questions:
+            readline.add_history(question.replace("\n", NEWLINE))
+
+    def read(asked: str) -> str:
+        line = input(asked).replace(NEWLINE, "\n")
+        history.add(line)
+        return line
+
+    return read
+
+
+def begin(engine: Any, sampling: Any, questions: Sequence[str]) -> int:
+    """Talk with the person at this terminal."""
+    if not engine.text.has_template:
+        raise ValueError("this model has no chat template, so it knows no turns: give a PROMPT")
+    say(engine.summary)
+    say("/help says more")
+    history = History(history_file() if sys.stdin.isatty() else None)
+    return Dialogue(engine, sampling, keep(history), width=columns).run(questions)
+
+
+def columns() -> int | None:
+    """Of the terminal that shows the answers."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

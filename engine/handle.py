@@ -1,0 +1,309 @@
+"""What the owner of a request holds: text that streams, a `Result` at the end, `Metrics`. Plain
+Python, without MLX. Observers get snapshots instead (`engine/snapshot.py`)."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from bisect import insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from base.error_reports import describe, show_fault
+from engine.output_types import StepOutput, TokenLogprob, TokenLogprobs
+from engine.prefill_progress import PrefillClock, PrefillProgress
+from engine.protocols import Grammar, TokenizerProtocol
+from engine.sampling_params import SamplingParams
+from engine.snapshot import Metrics, RequestView, percentile
+from engine.unit_vector import unit
+from sched import Request, Scheduler
+
+
+class Delta(NamedTuple):
+    """What commit has added to an answer since its owner took the last delta."""
+
+    text: str
+    is_last: bool  # the request has ended, and no text is left
+    has_more: bool  # text is left
+
+
+@dataclass(frozen=True)
+class Result:
+    text: str
+    tokens: list[int]
+    finish_reason: str  # "stop" | "length" | "cancelled" | "error"
+    metrics: Metrics
+    logprobs: list[TokenLogprob] | None
+    error: str | None
+    vector: array | None = None  # of a prompt without an answer, as the model computed it
+
+    def unit_vector(self, dimensions: int | None = None) -> array:
+        """The vector with length 1, or its first `dimensions` numbers."""
+        if self.vector is None:
+            raise RuntimeError(f"a text has no vector: {self.error or self.finish_reason}")
+        return unit(self.vector, dimensions)
+
+
+class Owner(Protocol):
+    """What a handle needs of its engine."""
+
+    text: TokenizerProtocol
+    sched: Scheduler
+    clock: Callable[[], float]
+
+    def cancel(self, handle: Handle) -> None: ...
+
+    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool: ...
+
+
+class Handle:
+    """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any
+    thread may.
+
+    The engine's thread only appends to a handle, and never calls the owner's code.
+    """
+
+    def __init__(
+        self,
+        engine: Owner,
+        request: Request,
+        sampling: SamplingParams,
+        prompt: str,  # as a person would read it
+        origin: Any = None,  # shown to those who watch
+        grammar: Grammar | None = None,
+        is_thinking: bool = False,  # the prompt has opened a block of reasoning
+        ends: Callable[[str], bool] | None = None,  # is this piece the last one?
+    ):
+        self.id = request.id
+        self.request = request
+        self.sampling = sampling
+        self.prompt = prompt
+        self.origin = origin
+        self.grammar = grammar
+        self.is_thinking = is_thinking
+        # Does what is sampled depend on the tokens before it?
+        self.looks_back = sampling.looks_back or grammar is not None
+        self._ends_with = ends
+        self.seed = (
+            random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
+        )
+        self.logprobs = TokenLogprobs()
+        self.vector: array | None = None
+        self.error: str | None = None  # why the request failed, in one line
+        # What was raised, if the request failed by an exception
+        self.exception: BaseException | None = None
+        self._engine = engine
+        self.prefill_clock = PrefillClock()
+        self._ends = sampling.stop_tokens | (
+            frozenset() if sampling.ignore_eos else engine.text.end_tokens
+        )
+        self._stream = engine.text.stream(sampling.stop_texts)
+        # The text so far; a piece never ends within a character
+        self.pieces: list[str] = []
+        self._taken = 0  # pieces that `take_delta` has returned
+        self.lengths: list[int] = []  # by token: the number of characters that came with it
+        self.times: list[float] = []  # when each token came, on the engine's clock
+        # Between a token and the next, the shortest first: watchers ask often
+        self._gaps: list[float] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [] if self.sampling.embeds else self.request.answer
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.request.finish_reason
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the answer, if one did."""
+        return self._stream.stop
+
+    def cancel(self) -> None:
+        """End this request now, whatever it is doing. After its end, this does nothing."""
+        self._engine.cancel(self)
+
+    def __iter__(self) -> Iterator[str]:
+        """The text as it comes, in pieces that never end within a character."""
+        seen = 0
+        while True:
+            self._engine.wait(
+                lambda seen=seen: len(self.pieces) > seen or self.finish_reason is not None
+            )
+            if seen == len(self.pieces):
+                return
+            yield self.pieces[seen]
+            seen += 1
+
+    def wait_for_text(self, timeout: float | None = None) -> bool:
+        """Wait for the first piece of text, or for the end. False if the time runs out."""
+        return self._engine.wait(
+            lambda: bool(self.pieces) or self.finish_reason is not None, timeout
+        )
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end. Raises TimeoutError if it does not come within `timeout` seconds."""
+        if not self._engine.wait(lambda: self.request.finish_reason is not None, timeout):
+            raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
+        logprobs = None if self.sampling.logprobs is None else list(self.logprobs)
+        return Result(
+            text=self.text,
+            tokens=list(self.tokens),
+            finish_reason=self.finish_reason,
+            metrics=self.metrics,
+            logprobs=logprobs,
+            error=self.error,
+            vector=self.vector,
+        )
+
+    @property
+    def pending(self) -> int:
+        """The number of pieces that `take_delta` has not returned yet."""
+        return len(self.pieces) - self._taken
+
+    def take_delta(self, most: int) -> Delta:
+        """The text of all commits since the last call, of at most `most` pieces. Never waits.
+
+        For one reader. Commit only appends, so whatever a slow reader leaves is in its next delta.
+        """
+        has_ended = self.finish_reason is not None  # before the pieces: none comes after the end
+        pieces = self.pieces[self._taken : self._taken + most]
+        self._taken += len(pieces)
+        has_more = self._taken < len(self.pieces)
+        return Delta("".join(pieces), has_ended and not has_more, has_more)
+
+    @property
+    def metrics(self) -> Metrics:
+        r = self.request
+        times = self.times
+        gaps = self._gaps
+        return Metrics(
+            queued_s=None if r.admitted is None else r.admitted - r.arrived,
+            ttft_s=times[0] - r.arrived if times else None,
+            tokens_per_s=len(gaps) / (times[-1] - times[0])
+            if gaps and times[-1] > times[0]
+            else None,
+            itl_mean_s=sum(gaps) / len(gaps) if gaps else None,
+            itl_p95_s=percentile(gaps, 0.95),
+            itl_max_s=gaps[-1] if gaps else None,
+            prompt_tokens=len(r.prompt),
+            cached_tokens=r.cached,
+            output_tokens=len(self.tokens),
+            draft_tokens=r.draft_tokens,
+            accepted_tokens=r.accepted_tokens,
+            cached_from=r.cached_from,
+        )
+
+    @property
+    def prefill(self) -> PrefillProgress:
+        """How far the prompt has been read by now."""
+        return self.prefill_at(self._engine.clock(), self._engine.sched.far)
+
+    # --- called by the engine and its registry
+
+    def prefill_at(self, now: float, far: int) -> PrefillProgress:
+        r = self.request
+        admitted = now if r.admitted is None else r.admitted
+        told = self.prefill_clock.look(len(r.prompt), r.cached, far, admitted, now)
+        # The first token is handed out a moment before its step is recorded
+        return told._replace(done=told.total, left_s=0.0) if r.committed else told
+
+    def view(self) -> RequestView:
+        """This request as observers see it."""
+        r = self.request
+        return RequestView(
+            id=r.id,
+            prompt=self.prompt,
+            client=r.client,
+            origin=self.origin,
+            policy=r.policy,
+            slot=r.slot,
+            arrived=r.arrived,
+            metrics=self.metrics,
+            ended=r.ended,
+            text=self.text,
+            lengths=tuple(self.lengths),
+            reason=r.finish_reason,
+            error=self.error,
+            glass=self._glass(),
+            is_thinking=self.is_thinking,
+            max_tokens=r.max_tokens,
+        )
+
+    def _glass(self) -> tuple[tuple[str, float, bool], ...]:
+        """The newest token, and the likeliest others, had there been no grammar."""
+        count = min(len(self.logprobs), len(self.tokens))
+        if self.grammar is None or not count or self.finish_reason:
+            return ()
+        newest = self.logprobs[count - 1]
+        token = self.tokens[count - 1]
+        allowed = {token, *(id for id, value in newest.top if value > -math.inf)}
+        before = list(self.tokens[max(0, count - 5) : count - 1])
+        likely = {token: newest.logprob}
+        for id, value in newest.free:
+            likely.setdefault(id, value)
+        texts = self._engine.text.after(before, [*likely])
+        seen = []
+        for text, (id, value) in zip(texts, likely.items(), strict=True):
+            seen.append((text, math.exp(value), id in allowed))
+        return tuple(seen)
+
+    def take(self, output: StepOutput, now: float) -> str | None:
+        """Take a token from commit; returns why the answer ends with it, or None. The token of a
+        prompt without an answer is dropped, and its vector kept."""
+        token = output.token
+        if token < 0:
+            self.error = "the model computed a number that is not finite"
+            if self._engine.model.has_narrow_kv:
+                self.error += "; if a key exceeds float16, try --kv float32"
+            return "error"
+        if self.sampling.embeds:
+            self.vector = output.state
+            return "stop"
+        if self.times:
+            insort(self._gaps, now - self.times[-1])
+        self.times.append(now)
+        if output.logprob is not None:
+            logprob, top, free = output.logprob
+            most = self.sampling.logprobs
+            self.logprobs.append(TokenLogprob(logprob, top[:most], free[:most]))
+        if token in self._ends:
+            self.flush()
+            return "stop"
+        if self.grammar is not None:
+            self.grammar.accept(token)
+        piece = self._stream.push(token)
+        self.lengths.append(len(piece))
+        self._show(piece)
+        is_whole = self.grammar is not None and self.grammar.is_complete
+        is_over = bool(piece) and self._ends_with is not None and self._ends_with(piece)
+        stops = is_whole or is_over or self.stop is not None
+        if stops or len(self.tokens) == self.request.max_tokens:
+            self.flush()
+        return "stop" if stops else None
+
+    def close(self, error: BaseException | str | None) -> None:
+        """End from outside a commit. `error`: what went wrong, if anything did."""
+        if isinstance(error, BaseException):
+            self.exception = error
+            error = describe(error)
+        self.error = error
+        try:
+            self.flush()
+        except BaseException as fault:  # a panic in the tokenizer's Rust is no Exception
+            show_fault(f"the last text of request {self.id} is lost", fault)
+
+    def flush(self) -> None:
+        """At the end: the text that was held back."""
+        ended_by_token = self.tokens and self.tokens[-1] in self._ends
+        self._show(self._stream.finish(self.tokens[:-1] if ended_by_token else self.tokens))
+
+    def _show(self, piece: str) -> None:
+        if piece:
+            self.pieces.append(piece)

@@ -1,0 +1,52 @@
+"""Unload the weights of an idle engine. The first step of the next request loads them again, and a
+request that arrives meanwhile waits in the queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from cli.options import say
+from engine.engine_protocol import AnyEngine
+
+
+class Idle:
+    """A loop's `between`: release the engine after this many seconds without work, and say so."""
+
+    def __init__(
+        self,
+        engine: AnyEngine,
+        seconds: float,
+        say: Callable[[str], None] = say,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self._engine = engine
+        self._seconds = seconds
+        self._say = say
+        self._now = now
+        self._since = now()  # idle since
+        self._submitted = 0
+        self._is_away = False
+
+    def __call__(self) -> float | None:
+        """Return the seconds until the next look; None: when something happens."""
+        engine = self._engine
+        if self._is_away and not engine.is_released:
+            self._is_away = False
+            self._say("the weights are back")
+        submitted = engine.sched.submitted
+        if engine.has_work or submitted != self._submitted:
+            self._submitted = submitted
+            self._since = self._now()
+        if engine.is_released or engine.has_work:
+            return None
+        left = self._since + self._seconds - self._now()
+        if left > 0:
+            return left
+        with suppress(RuntimeError):  # a request has just come
+            engine.release()
+            self._is_away = True
+            idle = f"idle for {self._seconds:g} s"
+            self._say(f"{idle}: weights and slab are unloaded until the next request")
+        return None

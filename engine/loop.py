@@ -1,0 +1,296 @@
+"""The one thread that steps an engine, and runs the commands of others between two steps.
+
+The problem. An engine is stepped by one thread at a time, but many threads use it: clients submit and
+cancel, a screen pauses, takes a single step, changes the policy. If each of them called the engine
+while it steps, they would wait for a step each time, and a pause in the middle of a step would show
+half a step.
+
+The solution. A loop has a thread of its own. Commands of other threads are queued, and the loop runs
+them between two steps. While there is nothing to do the thread sleeps on the engine's own condition,
+`engine.changed`: so a `submit` from anywhere wakes it, and an idle engine costs nothing.
+
+    turn:  commands -> one step, unless paused -> `between`, the watcher's own work -> sleep until something changes
+
+A user may pause it, take single steps, or limit it to a number of steps a second (`slow`). Then each
+step is read back before the next one is planned, and the engine's clock is stopped in between: what is
+seen belongs to one step, and the figures measure what the engine does.
+
+The invariant: while a loop runs, a thread that waits for a request sleeps, and does not step the
+engine itself.
+
+Where next: `Engine.step` in `nanobatch.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from engine.deferred_interrupt import DeferredInterrupt, defer_interrupt
+from engine.engine_protocol import AnyEngine
+
+
+class Stopwatch:
+    """A clock for an engine: seconds since the start, without pauses, so that TTFT and tokens/s do not
+    depend on them."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self._now = now
+        self._began = now()
+        self._lost = 0.0  # seconds of all earlier pauses
+        self._stopped = None  # when the current pause began
+        self._lock = threading.Lock()  # other threads read it while it is stopped and started
+
+    def __call__(self) -> float:
+        with self._lock:
+            return (self.real if self._stopped is None else self._stopped) - self._lost
+
+    @property
+    def real(self) -> float:
+        """Seconds since it was made, pauses included."""
+        return self._now() - self._began
+
+    @property
+    def stood(self) -> float:
+        """The seconds of all pauses so far."""
+        with self._lock:
+            return self._lost + (0.0 if self._stopped is None else self.real - self._stopped)
+
+    @property
+    def stands(self) -> bool:
+        return self._stopped is not None
+
+    def stop(self) -> None:
+        with self._lock:
+            if self._stopped is None:
+                self._stopped = self.real
+
+    def go(self) -> None:
+        with self._lock:
+            if self._stopped is not None:
+                self._lost += self.real - self._stopped
+                self._stopped = None
+
+
+class Driver:
+    """Who steps an engine: a loop's thread or, without a loop, whoever waits for a request."""
+
+    def __init__(self, changed: threading.Condition):
+        self.is_closed = False  # the engine is, and takes no loop
+        self._changed = changed
+        self._loop: Loop | None = None
+
+    def attach(self, loop: Loop | None) -> None:
+        """From now on this loop steps the engine, and those who wait sleep. None: they step it."""
+        with self._changed:
+            if loop and self.is_closed:
+                raise RuntimeError("the engine is closed")
+            if loop and self._loop:
+                raise RuntimeError("the engine is serving already")
+            self._loop = loop
+            self._changed.notify_all()
+
+    def wait(
+        self, ready: Callable[[], bool], timeout: float | None, step: Callable[[], object]
+    ) -> bool:
+        """Wait until `ready()`. False after `timeout` seconds."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not ready():
+            loop = self._loop
+            if loop is not None and loop.is_here:
+                raise RuntimeError("the thread that steps the engine cannot wait for it")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            if loop is None:
+                step()
+            else:
+                loop.sleep(lambda: ready() or not self._loop, left)
+        return True
+
+    def stop(self) -> None:
+        """End the loop, if there is one."""
+        if (loop := self._loop) is not None:
+            loop.stop()
+
+
+class Loop:
+    """Steps an engine in a thread of its own, from `start` to `stop`, or inside a `with` block.
+
+    `between` is called after each step, and whenever the loop wakes up. It returns the seconds after
+    which it must be called again, or None. `watch` is the engine's clock, if that can be stopped.
+    """
+
+    def __init__(
+        self, engine: AnyEngine, between: Callable = lambda: None, watch: Stopwatch | None = None
+    ):
+        # `stepping`: steps still to be run by hand
+        self.engine = engine
+        self.paused = False
+        self.stepping = 0
+        # Slow motion: steps a second; 0: as fast as it can
+        self.slow = 0.0
+        self._next = 0.0  # when the next step of slow motion is due
+        self._between = between
+        self._watch = watch or Stopwatch()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Loop:
+        with defer_interrupt():  # an engine that has a loop must have its thread, too
+            self.engine.driver.attach(self)
+            self._stopping = False
+            self._thread = threading.Thread(target=self._run, name="nanobatch", daemon=True)
+            try:
+                self._thread.start()
+            except BaseException:  # the system has no more threads
+                self._thread = None
+                self.engine.driver.attach(None)
+                raise
+        return self
+
+    def stop(self, patience: float | None = None) -> bool:
+        """Ask the thread to end, and wait for it; True if it has. A step of seconds cannot be
+        interrupted."""
+        with defer_interrupt(), self.engine.changed:
+            self._stopping = True
+            self.engine.changed.notify_all()
+        thread = self._thread
+        if thread is None or self.is_here:
+            return True
+        thread.join(patience)
+        return not thread.is_alive()
+
+    def sleep(self, until: Callable[[], bool], seconds: float) -> None:
+        """For another thread, which waits for what this one does."""
+        changed = self.engine.changed
+
+        def wake() -> None:
+            with changed:
+                changed.notify_all()
+
+        with DeferredInterrupt(wake) as interrupt, changed:
+            changed.wait_for(lambda: interrupt.came or until(), min(seconds, threading.TIMEOUT_MAX))
+
+    @property
+    def is_here(self) -> bool:
+        """Is this the loop's own thread?"""
+        return threading.current_thread() is self._thread
+
+    def __enter__(self) -> AnyEngine:
+        try:
+            self.start()
+            return self.engine
+        except BaseException:  # Ctrl-C has come meanwhile, and nothing else would stop the thread
+            self.stop()
+            raise
+
+    def __exit__(self, *exception) -> None:
+        with defer_interrupt():
+            self.stop()
+
+    @property
+    def is_alive(self) -> bool:
+        return bool(self._thread and self._thread.is_alive())
+
+    @property
+    def paused_s(self) -> float:
+        """The seconds that it has been paused so far."""
+        return self._watch.stood
+
+    # --- for any thread; these return at once
+
+    def call(self, act: Callable[[], None]) -> None:
+        """Run this between two steps. It may step the engine, but not wait for it."""
+        with self.engine.changed:
+            self._commands.append(act)
+            self.engine.changed.notify_all()
+
+    def pause(self) -> None:
+        """Run no other step than the one that runs now."""
+        self._go(True, 0)
+
+    def resume(self) -> None:
+        self._go(False, 0)
+
+    def step(self, count: int = 1) -> None:
+        """Run this many steps, then pause."""
+        self._go(True, self.stepping + count)
+
+    def _go(self, paused: bool, stepping: int) -> None:
+        with self.engine.changed:
+            self.paused = paused
+            self.stepping = stepping
+            self.call(lambda: None)  # the loop wakes up, and stops or starts the clock
+
+    # --- the thread
+
+    def _run(self) -> None:
+        rest: float | None = 0.0
+        try:
+            while True:
+                with self.engine.changed:
+                    self.engine.changed.wait_for(self._is_awake, rest)
+                    if self._stopping:
+                        return
+                rest = self.turn()
+        finally:
+            self.engine.driver.attach(None)
+
+    def _is_awake(self) -> bool:
+        # Single steps wake it even if there is nothing to do: then it drops them.
+        due = self._due()
+        moves = due == 0 and (self.stepping or self.engine.has_work)
+        # There is work whose step is not due yet: the clock stops until then
+        comes = due and not self._watch.stands
+        return bool(self._stopping or self._commands or moves or comes)
+
+    def _due(self) -> float | None:
+        """The seconds to the next step; None while paused."""
+        if self.paused and not self.stepping:
+            return None
+        if self.slow and self.engine.has_work:
+            return max(0.0, self._next - self._watch.real)
+        return 0.0
+
+    def turn(self) -> float | None:
+        """Run the commands, a step, and the watcher's own work. Returns how long to sleep then."""
+        while self._commands:
+            self._guarded(self._commands.popleft())
+        if self.paused or self.slow:
+            self._guarded(self._read_back)
+        if self._due() == 0:
+            self._watch.go()
+            self._guarded(self._step)
+        if (due := self._due()) != 0:
+            self._watch.stop()
+        asked = self._guarded(self._between)
+        return min((rest for rest in (due or None, asked) if rest is not None), default=None)
+
+    def _step(self) -> None:
+        if self.slow:
+            self._next = self._watch.real + 1 / self.slow
+        worked = self.engine.step()
+        if self.paused or self.slow:
+            self._read_back()
+        with self.engine.changed:
+            self.stepping = max(0, self.stepping - 1) if worked else 0
+
+    def _read_back(self) -> None:
+        """Commit the step that is in flight, if there is one. Until the next step, slots and
+        committed steps agree."""
+        self.engine.step(plan=False)
+
+    def _guarded(self, act: Callable[[], float | None]) -> float | None:
+        """Call a function. Its failure is noted, because other threads wait for this one."""
+        try:
+            return act()
+        except BaseException as error:
+            with suppress(BaseException):
+                self.engine.registry.note("something failed between two steps", error)
+            return None

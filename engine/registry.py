@@ -1,0 +1,207 @@
+"""The handles of all open requests, and recent events for observers, in bounded memory. A `Log` has
+the newest entries and counts all of them, so that an observer knows how many it missed."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from itertools import islice, takewhile
+from typing import Any
+
+from base.error_reports import describe, show_fault
+from base.validation import GrammarError
+from engine.handle import Handle
+from engine.output_types import StepOutput
+from engine.prefill_progress import UNREAD
+from engine.snapshot import (
+    Limits,
+    RanksView,
+    Roof,
+    RunTimes,
+    Seen,
+    SlotView,
+    Snapshot,
+    StepTimes,
+    StepView,
+)
+from models.model_cost import ModelCost
+from sched import Committed, Plan, Request, Scheduler
+
+
+class Log:
+    """The newest entries of a long list, and the number of all.
+
+    `kept`: the most entries. Together they may take `room` bytes, as `size` measures them. The newest
+    entry is kept in any case.
+    """
+
+    def __init__(
+        self, kept: int, room: float = math.inf, size: Callable[[Any], int] = lambda entry: 0
+    ):
+        self.count = 0
+        self._entries: deque[Any] = deque()
+        self._kept = kept
+        self._room = room
+        self._size = size
+        self._taken = 0  # bytes
+
+    def add(self, entry: Any) -> None:
+        self._entries.append(entry)
+        self._taken += self._size(entry)
+        self.count += 1
+        while self._is_full and len(self._entries) > 1:
+            self._taken -= self._size(self._entries.popleft())
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._entries) > self._kept or self._taken > self._room
+
+    def since(self, count: int) -> tuple:
+        """All but the first `count` entries, oldest first, as far as they are kept."""
+        new = min(self.count - count, len(self._entries))
+        return tuple(reversed(tuple(islice(reversed(self._entries), new))))
+
+
+class RequestRegistry:
+    """The handles of all open requests, and recent events for observers, in bounded memory."""
+
+    QUEUE = 32  # waiting requests that are shown
+    TEXTS = 2**22  # bytes of prompts and answers that are kept
+
+    def __init__(self, model: ModelCost) -> None:
+        self.model = model
+        self.roof = Roof()  # not measured yet
+        self.open: dict[int, Handle] = {}
+        self._news: dict[int, Handle] = {}  # with output since the last `notify`
+        self.steps = Log(4096)
+        self.ended = Log(500, self.TEXTS, lambda view: view.size)
+        self.faults = Log(100)
+        self.output_tokens = 0
+        self._recorded_tokens = 0  # of these, in all recorded steps
+        self.prompt_tokens = 0
+        self.steps_s = 0.0
+        self.blocked: tuple[int, ...] = ()  # slots that the newest plan has kept free
+
+    def note(self, what: str, error: BaseException) -> None:
+        """Something failed outside of any request: snapshots have a line of it, stderr the rest."""
+        self.faults.add(f"{what}: {describe(error)}")
+        show_fault(what, error)
+
+    def deliver(
+        self,
+        outputs: Mapping[tuple[int, int], StepOutput],
+        clock: Callable[[], float],
+        request: Request,
+        token: int,
+    ) -> str | None:
+        """Hand a request its token; returns why it ends with it, or None. What goes wrong here is
+        its own failure. `outputs`: those that are more than a token, by slot and index."""
+        handle = self.open[request.id]
+        self.output_tokens += not handle.sampling.embeds
+        self._news[handle.id] = handle
+        try:
+            output = outputs.get((request.slot, len(request.answer) - 1), StepOutput(token))
+            return handle.take(output._replace(token=token), clock())
+        except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
+            handle.error = describe(error)
+            handle.exception = error
+            if not isinstance(error, GrammarError):  # that is its client's mistake
+                show_fault(f"request {request.id} failed when its token became text", error)
+            return "error"
+
+    def record(self, plan: Plan, run: RunTimes, done: Committed, times: StepTimes) -> None:
+        """Record a step that has been committed, and retire the requests that it has ended."""
+        for request in done.ended:
+            self.retire(request.id)
+        tokens = self.output_tokens - self._recorded_tokens
+        self._recorded_tokens = self.output_tokens
+        step = StepView.committed(plan, run, done, tokens, times)
+        self.steps.add(step)
+        self.steps_s += step.seconds
+        for _, id, start, stop in step.prefill:
+            self.prompt_tokens += stop - start
+            if handle := self.open.get(id):  # else it has ended meanwhile
+                handle.prefill_clock.take(start, stop, step.began, step.ended)
+
+    def retire(self, id: int) -> None:
+        """Forget a request that has ended: its owner has the handle, and those who watch get a view
+        of it."""
+        handle = self.open.pop(id, None)
+        if handle is not None:
+            # A handle would keep the engine, and all its log probabilities
+            self.ended.add(handle.view())
+            self._news[id] = handle
+            handle.grammar = None  # it takes megabytes, and its owner may keep the handle
+            handle.request.draft_source = None  # as many
+            handle.request.restored = None
+
+    def notify(
+        self, on_commit: Callable[[list[Handle]], None] | None, lock: AbstractContextManager
+    ) -> None:
+        """Call `on_commit`, outside the lock, with the handles that have new output or have ended
+        since the last call. What it raises is recorded, and disturbs no request; Ctrl-C goes to the
+        program."""
+        with lock:
+            news = list(self._news.values())
+            self._news.clear()
+        if on_commit is None or not news:
+            return
+        try:
+            on_commit(news)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self.note("on_commit failed", error)
+
+    def snapshot(
+        self,
+        sched: Scheduler,
+        limits: Limits,
+        ranks: RanksView,
+        now: float,
+        since: Snapshot | None,
+    ) -> Snapshot:
+        seen = Seen() if since is None else since.seen
+        owners = {request.slot: request for request in sched.running.values()}
+        blocked = self.blocked if sched.waiting else ()
+        if since is None:
+            came = list(islice(sched.waiting, self.QUEUE))
+        else:
+            came = list(takewhile(lambda id: id > seen.request, reversed(sched.waiting)))
+        slots = []
+        for slot in range(sched.slots):
+            owner = owners.get(slot)
+            prefill = UNREAD if owner is None else self.open[owner.id].prefill_at(now, sched.far)
+            slots.append(SlotView.of(slot, owner, sched, slot in blocked, prefill))
+        steps = self.steps.since(seen.steps)
+        ended = self.ended.since(seen.ended)
+        newest = max(seen.request, next(reversed(sched.waiting), -1))
+        return Snapshot(
+            now=now,
+            limits=limits,
+            policy=sched.policy.name,
+            draining_to=sched.draining_to.name if sched.draining_to else None,
+            slots=tuple(slots),
+            waiting=len(sched.waiting),
+            queue=tuple(
+                (r.id, now - r.arrived) for r in islice(sched.waiting.values(), self.QUEUE)
+            ),
+            requests=tuple(self.open[id].view() for id in sorted([*sched.running, *came])),
+            ended=ended,
+            missed_ends=self.ended.count - seen.ended - len(ended),
+            steps=steps,
+            missed=self.steps.count - seen.steps - len(steps),
+            faults=self.faults.since(seen.faults),
+            planned=sched.steps,
+            submitted=sched.submitted,
+            finished=sched.submitted - len(sched.waiting) - len(sched.running),
+            output_tokens=self.output_tokens,
+            prompt_tokens=self.prompt_tokens,
+            steps_s=self.steps_s,
+            seen=Seen(self.steps.count, self.ended.count, self.faults.count, newest),
+            ranks=ranks,
+            model=self.model,
+            roof=self.roof,
+        )

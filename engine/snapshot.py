@@ -1,0 +1,386 @@
+"""Frozen views of an engine, in plain numbers without arrays or handles: a screen can draw them while the
+engine runs, and a server can send them to another machine.
+
+`Engine.snapshot()` returns a `Snapshot` with a view of each slot, of each visible request, and of each
+step since the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from sys import getsizeof
+from typing import Any, NamedTuple, Protocol
+
+from engine.deprecated import renamed_attributes
+from engine.prefill_progress import UNREAD, PrefillProgress
+from models.model_cost import ModelCost
+from sched import NARROWEST, Committed, Plan, Request, Scheduler
+
+
+def percentile(values: Iterable[float], part: float) -> float | None:
+    """The nearest-rank percentile: of 1 to 100, 95 for 0.95. None if there is no value."""
+    ordered = sorted(values)
+    return ordered[max(1, math.ceil(part * len(ordered))) - 1] if ordered else None
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Times in seconds; None where there is no such thing. `itl` is the inter-token latency."""
+
+    queued_s: float | None
+    ttft_s: float | None  # submit to first token
+    tokens_per_s: float | None  # after the first
+    itl_mean_s: float | None
+    itl_p95_s: float | None
+    itl_max_s: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    draft_tokens: int = 0  # proposed
+    accepted_tokens: int = 0  # of these
+    cached_from: str = ""  # "slot" (the request's own) | "other_slot" | "disk"
+
+    __getattr__ = renamed_attributes(guessed="draft_tokens", right="accepted_tokens")
+
+
+WIDEST = 8  # the widest chunk that can be set, as a multiple of the engine's own
+
+
+class Limits(NamedTuple):
+    """What an engine was made with."""
+
+    slots: int
+    max_len: int
+    chunk: int
+    budget: int
+    far: int  # at this row, looking back costs a token as much as the rest (`sched.price_of`)
+    max_queue: int
+    eager_first_token: (
+        bool  # a step that yields a first token is read before the next one is planned
+    )
+
+    @staticmethod
+    def of(sched: Scheduler, eager_first_token: bool) -> Limits:
+        return Limits(
+            slots=sched.slots,
+            max_len=sched.max_len,
+            chunk=sched.chunk,
+            budget=sched.budget,
+            far=sched.far,
+            max_queue=sched.max_queue,
+            eager_first_token=eager_first_token,
+        )
+
+    @property
+    def budgets(self) -> tuple[int, int]:
+        """The smallest and the largest budget that can be set: a row for each slot, and the narrowest
+        or the widest chunk."""
+        least = min(NARROWEST, self.chunk)
+        return self.slots + least, self.slots + min(self.max_len, WIDEST * self.chunk)
+
+    def with_budget(self, budget: int | None) -> Limits:
+        """The same with another budget; None: as the engine was made.
+
+        A step always has room for one whole chunk, however small the budget is, and a prompt has at
+        most one chunk in a step. So the chunk changes with the budget: it gets what a row for each
+        slot leaves.
+        """
+        if budget in (None, self.budget):
+            return self
+        least, most = self.budgets
+        if not least <= budget <= most:
+            raise ValueError(
+                f"budget = {budget:,}, but here it is {least:,} to {most:,}: a row for each of "
+                f"{self.slots:,} slots, and a chunk of {least - self.slots:,} to {most - self.slots:,}"
+            )
+        return self._replace(budget=budget, chunk=budget - self.slots)
+
+    def turned(self, now: Limits, budget: int | str | None) -> Limits:
+        """The same with another budget. "-" and "+": with a chunk half as wide as now, or twice."""
+        if budget not in ("-", "+"):
+            return self.with_budget(budget)
+        least, most = self.budgets
+        chunk = now.chunk // 2 if budget == "-" else now.chunk * 2
+        if chunk == self.chunk:
+            return self
+        return self.with_budget(max(least, min(self.slots + chunk, most)))
+
+
+class RanksView(NamedTuple):
+    """The processes that share the model (`distributed/group.py`)."""
+
+    backend: str = ""  # empty: there is one process
+    memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank
+
+
+class Roof(NamedTuple):
+    """The roofline of this machine (`experiments/roofline.py`); 0: not measured yet."""
+
+    reading: float = 0.0  # bytes a second, of weights that no cache holds
+    # Bytes a second, of as many weights as the model has, which may fit a cache
+    again: float = 0.0
+    multiplying: float = 0.0  # floating-point operations a second
+    others: float = 0.0  # cores that other programs took then
+
+    @property
+    def nbytes_per_s(self) -> float:
+        """As fast as the model's weights can be read."""
+        return max(self.reading, self.again)
+
+    def joined(self, other: Roof) -> Roof:
+        """The best of two measurements."""
+        if not self.reading:
+            return other
+        best = Roof(*map(max, self, other))
+        return best._replace(others=min(self.others, other.others))
+
+
+class ExpertsView(NamedTuple):
+    """Which experts a step took."""
+
+    step: int
+    # By layer: (expert, number of tokens), the most used first
+    layers: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """One slot at one moment."""
+
+    slot: int
+    # "free" | "blocked" (free, but the policy admits no waiting request) | "prefill" | "decode"
+    phase: str
+    request: int | None = None
+    used: int = 0  # rows in the slab
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    reused: int = 0  # rows of an earlier prompt and its answer
+    # Rows in a free slot: of its last prompt and answer
+    remembered: int = 0
+    prefill: PrefillProgress = UNREAD  # how far the prompt has been read, and how fast
+
+    @staticmethod
+    def of(
+        slot: int,
+        owner: Request | None,
+        sched: Scheduler,
+        blocked: bool,
+        prefill: PrefillProgress = UNREAD,
+    ) -> SlotView:
+        if owner is None:
+            phase = "blocked" if blocked else "free"
+            return SlotView(slot, phase, remembered=sched.prefixes.rows[slot])
+        return SlotView(
+            slot=slot,
+            phase=owner.phase,
+            request=owner.id,
+            # The newest token's key and value are not there yet
+            used=owner.prefilled + max(0, owner.committed - 1),
+            prompt_tokens=len(owner.prompt),
+            output_tokens=owner.committed,
+            reused=owner.cached,
+            prefill=prefill,
+        )
+
+
+@dataclass(frozen=True)
+class RequestView:
+    """One request at one moment, its text included."""
+
+    id: int
+    prompt: str
+    client: str  # who asked
+    origin: Any  # what was given to `submit`
+    policy: str  # the one that admitted it; empty as long as it waits
+    slot: int | None
+    arrived: float
+    metrics: Metrics
+    ended: float | None = None
+    text: str = ""
+    lengths: tuple[int, ...] = ()  # the number of characters that came with each token
+    reason: str | None = None
+    error: str | None = None
+    # With a grammar: the newest token, and its probability among those that were allowed. Then the
+    # likeliest others, had there been no grammar: each with its probability, and whether allowed
+    glass: tuple[tuple[str, float, bool], ...] = ()
+    is_thinking: bool = False  # the prompt has opened a block of reasoning
+    max_tokens: int = 0  # 0: not known
+
+    @property
+    def admitted(self) -> float | None:
+        """When it got its slot."""
+        waited = self.metrics.queued_s
+        return None if waited is None else self.arrived + waited
+
+    @property
+    def size(self) -> int:
+        """Bytes that its texts take."""
+        return sum(map(getsizeof, (self.prompt, self.text, self.lengths)))
+
+
+class StepTimes(NamedTuple):
+    """When a step reached each of its stages, on the engine's clock."""
+
+    built: float  # the runner began to build it
+    waited: float  # the engine began to wait for its tokens
+    read: float
+    committed: float
+
+
+class RunTimes(Protocol):
+    """How long the runner took for the parts of a step (`runner.InFlightStep`)."""
+
+    @property
+    def build_s(self) -> float: ...
+    @property
+    def device_s(self) -> float: ...
+    @property
+    def wait_s(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One step as it was run: which request did what, and how long each stage took."""
+
+    step: int
+    admitted: tuple[tuple[int, int], ...]  # (slot, request)
+    why: tuple[str, ...]  # for each of these: why this slot
+    # (slot, request, start, stop): which piece of which prompt
+    prefill: tuple[tuple[int, int, int, int], ...]
+    decode: tuple[tuple[int, int], ...]  # (slot, request)
+    # (slot, request): in a slot, but without a chunk in this step
+    held: tuple[tuple[int, int], ...]
+    # Slots whose request had ended before this step: their tokens were dropped
+    ghosts: tuple[int, ...]
+    blocked: tuple[int, ...]  # free slots for which the policy admitted no waiting request
+    waiting: int  # requests in the queue afterwards
+    policy: str  # the one that the step was planned under
+    tokens: int  # that were delivered
+    cost: int  # of the budget
+    began: float  # on the engine's clock: planned
+    ended: float  # committed
+    # Where the time of the thread that steps went. The five add up to `seconds`.
+    plan_s: float  # Python decided what the step does
+    build_s: float  # Python built the step's graph
+    # MLX took the graph's operations into its queue (`mx.async_eval`). On a CPU the queue is short,
+    # and Python blocks until there is room, so the device does nearly all of its work in this time.
+    # On a GPU this is the launch of kernels, and the device's own time is in `wait_s`. (No GPU has
+    # been measured.)
+    device_s: float
+    # Python waited until the device had done the rest (`mx.eval`), and read the tokens
+    wait_s: float
+    commit_s: float  # Python delivered the tokens
+    # (slot, draft tokens, accepted)
+    drafts: tuple[tuple[int, int, int], ...] = ()
+
+    __getattr__ = renamed_attributes(
+        guesses="drafts", guessed="draft_tokens", right="accepted_tokens"
+    )
+
+    @staticmethod
+    def of(plan: Plan, **rest: Any) -> StepView:
+        """A plan in plain numbers, once it has been run. `rest`: the fields that a plan lacks."""
+        return StepView(
+            plan.step,
+            admitted=tuple((r.slot, r.id) for r in plan.admitted),
+            why=tuple(r.why for r in plan.admitted),
+            prefill=tuple((c.slot, c.request.id, c.start, c.stop) for c in plan.chunks),
+            decode=tuple((d.slot, d.request.id) for d in plan.decodes),
+            held=tuple((r.slot, r.id) for r in plan.held),
+            blocked=plan.blocked,
+            waiting=plan.waiting,
+            policy=plan.policy,
+            cost=plan.cost,
+            began=plan.at,
+            **rest,
+        )
+
+    @staticmethod
+    def committed(
+        plan: Plan, run: RunTimes, done: Committed, tokens: int, times: StepTimes
+    ) -> StepView:
+        """A step of the engine. `tokens`: the number that was delivered."""
+        return StepView.of(
+            plan,
+            ghosts=done.ghosts,
+            tokens=tokens,
+            ended=times.committed,
+            plan_s=times.built - plan.at,
+            build_s=run.build_s,
+            device_s=run.device_s,
+            wait_s=run.wait_s + times.read - times.waited,
+            commit_s=times.committed - times.read,
+            drafts=done.drafts,
+        )
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens that were read."""
+        return sum(stop - start for *_, start, stop in self.prefill)
+
+    @property
+    def draft_tokens(self) -> int:
+        return sum(tried for _, tried, _ in self.drafts)
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(accepted for *_, accepted in self.drafts)
+
+    @property
+    def python_s(self) -> float:
+        """Python's own work on the step."""
+        return self.plan_s + self.build_s + self.commit_s
+
+    @property
+    def seconds(self) -> float:
+        """What it took of the engine's time. From `began` to `ended` is longer: the next step is
+        planned meanwhile."""
+        return self.python_s + self.device_s + self.wait_s
+
+
+class Seen(NamedTuple):
+    """How far an observer has seen: numbers of steps, ends and faults, and the newest request."""
+
+    steps: int = 0
+    ended: int = 0
+    faults: int = 0
+    request: int = -1
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The engine at one moment, and what has happened since the observer's last snapshot."""
+
+    now: float
+    limits: Limits
+    policy: str
+    draining_to: str | None  # the policy that takes over when all that runs has ended
+    slots: tuple[SlotView, ...]
+    waiting: int  # the length of the queue
+    queue: tuple[tuple[int, float], ...]  # its head: (request, seconds waited), oldest first
+    # All in a slot, and those that have come into the queue since
+    requests: tuple[RequestView, ...]
+    ended: tuple[RequestView, ...]  # since, oldest first
+    missed_ends: int  # ends since that are no longer kept
+    steps: tuple[StepView, ...]  # since, oldest first
+    missed: int  # steps since that are no longer kept
+    # Failures since, outside of any request: in `on_commit`, or in a command of an observer
+    faults: tuple[str, ...]
+    planned: int  # the newest step, which may still be in flight
+    submitted: int
+    finished: int
+    output_tokens: int
+    prompt_tokens: int  # read by all steps so far: cached tokens do not count
+    steps_s: float  # the seconds of all steps so far
+    seen: Seen
+    ranks: RanksView
+    model: ModelCost
+    roof: Roof
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Of all prompts that are being read now."""
+        reading = [slot.prefill for slot in self.slots if slot.prefill.done < slot.prefill.total]
+        return sum(each.tokens_per_s or 0.0 for each in reading)

@@ -1,0 +1,400 @@
+"""Fault injection: what a failure, a NaN or a lost client does to all other requests.
+
+    step      an exception, raised after the forward pass of the next step has been started
+    nan       NaN, written over the newest values of one slot
+    client    a request is cancelled in mid-answer, as when a client hangs up
+
+All open requests are witnesses. Afterwards each runs again alone, and the two answers are compared:
+all tokens and all bits of the log probabilities, up to where a witness was cut off. The engine has
+no code for this: for one step another runner does the damage (`running_on`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice
+from typing import Any, NamedTuple
+
+from base.validation import shown
+from benchmarks.answer_diff import Bits, Difference, difference
+from engine.engine_protocol import running_on
+from engine.handle import Handle
+from experiments.experiment import Experiment, result
+from screen.draw.canvas import Canvas, Figure
+from screen.draw.style import count, shorten
+from screen.page import Page, PageSession
+from screen.state import State
+from screen.workload import BURST, Ask
+
+BREAKS = {  # by name: title and mechanism
+    "step": ("an exception in the next step", "raised when the forward pass has begun"),
+    "nan": ("NaN in a slot", "written over the newest values of one request"),
+    "client": ("a client that vanishes", "its request is cancelled in mid-answer"),
+}
+LIKELIEST = 5  # likeliest tokens compared at each position
+LONGEST = 48  # tokens of a witness of our own
+FEWEST = 4  # open requests; with fewer, witnesses are submitted
+LONG_ANSWERS = [prompt for prompt, most in BURST if most >= 64]
+COLUMNS = (
+    Figure("request", 9, is_text=True),
+    Figure("in that moment", 19, is_text=True),
+    Figure("end", 11, is_text=True),
+    Figure("tokens", 8, is_text=True),
+)
+
+
+class Planted(Exception):
+    """Raised on purpose."""
+
+
+# --- findings -----------------------------------------------------------------------------------
+
+
+class Witness(NamedTuple):
+    """A request that was open when the fault was injected."""
+
+    id: int
+    where: str  # at this moment
+    reason: str | None = None
+    error: str = ""
+    tokens: int = 0
+    covers: int | None = None  # number of compared log probabilities; None: not compared yet
+    difference: Difference | None = None  # from the answer of the same request alone
+
+    @property
+    def went_on(self) -> bool:
+        return self.reason in ("stop", "length")
+
+
+class FaultInjection(NamedTuple):
+    """The findings so far."""
+
+    what: str  # one of `BREAKS`
+    exact: bool = False  # batch-invariant
+    stage: str = "gathers"  # "gathers" | "goes on" | "compares" | "over"
+    did: str = ""
+    witnesses: Sequence[Witness] = ()
+    name: str = "break"
+
+    @property
+    def ended(self) -> list[Witness]:
+        return [each for each in self.witnesses if each.reason and not each.went_on]
+
+    @property
+    def compared(self) -> list[Witness]:
+        return [each for each in self.witnesses if each.covers is not None]
+
+    @property
+    def changed(self) -> list[Witness]:
+        return [each for each in self.witnesses if each.difference]
+
+    @property
+    def so_far(self) -> str:
+        if self.stage == "gathers":
+            return "Requests are submitted, so that a fault has something to hit."
+        on = [each for each in self.witnesses if each.went_on]
+        left = len(self.witnesses) - len(on) - len(self.ended)
+        words = f"{len(self.ended):,} ended by it, {len(on):,} went on to the end of their answers"
+        if left:
+            return f"{words}, {left:,} still run"
+        changed = len(self.changed)
+        if len(self.compared) < len(self.witnesses):
+            return f"{words}; {len(self.compared):,} compared so far, {changed:,} changed"
+        return f"{words}; {changed:,} changed in a bit" if changed else f"{words}; no bit changed"
+
+    @property
+    def receipt(self) -> str:
+        """What "no bit changed" covers."""
+        tokens = sum(each.tokens for each in self.compared)
+        numbers = sum(each.covers for each in self.compared)
+        words = f"{count(tokens, 'token')} and {numbers:,} log probabilities"
+        return f"{words} with those of the same requests alone, all bits"
+
+
+# --- the experiment -------------------------------------------------------------------------------
+
+
+class Saboteur:
+    """Wrap our runner. Before each step `harm` may damage something, and returns what; then `fault`
+    is raised, once the forward pass has been launched."""
+
+    def __init__(self, ours: Any, harm: Callable[[Any], str], fault: Exception | None):
+        self.did = ""
+        self._ours = ours
+        self._harm = harm
+        self._fault = fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ours, name)
+
+    def begin(self, order: Any) -> Any:
+        if self.did:
+            return self._ours.begin(order)
+        self.did = self._harm(order)
+        begun = self._ours.begin(order)
+        if self.did and self._fault:
+            raise self._fault
+        return begun
+
+
+class Breaking(Experiment):
+    """One of `BREAKS`."""
+
+    def __init__(self, what: str):
+        super().__init__(FaultInjection(what))
+        self.handles: list[Handle] = []  # the witnesses
+
+    def steps(self) -> Iterator[FaultInjection]:
+        if self.engine.snapshot().ranks.memory:
+            raise ValueError("with several ranks a failed step ends them all; break one process")
+        self.tell(exact=self.engine.is_batch_invariant)
+        ways = {"step": self._raise, "nan": self._poison, "client": self._hang_up}
+        yield from self._gather()
+        yield from ways[self.found.what]()
+        while self._open(self.handles):
+            yield self._look()
+        yield from self._compare()
+        yield self.tell(stage="over")
+
+    def _gather(self) -> Iterator[FaultInjection]:
+        """Take the running requests, or submit some, and wait until they decode."""
+        self.handles = self._open(self.client.own.values())
+        if len(self.handles) < FEWEST:
+            many = self.engine.sched.slots + FEWEST
+            for i, prompt in enumerate(islice(cycle(LONG_ANSWERS), many)):
+                temperature = 0.8 * (i % 2)
+                ask = Ask(prompt, LONGEST, temperature, i, logprobs=LIKELIEST, mute=True)
+                self.handles.append(self.client.submit(ask))
+        while self._open(self.handles) and not self._victim():
+            yield self.found
+        self.handles = self._open(self.handles)
+
+    @staticmethod
+    def _open(handles: Sequence[Handle]) -> list[Handle]:
+        return [handle for handle in handles if handle.finish_reason is None]
+
+    def _victim(self) -> Handle | None:
+        """The witness with most tokens left, once half of those in slots decode."""
+        running = [h for h in self._open(self.handles) if h.request.slot is not None]
+        at_it = [handle for handle in running if len(handle.tokens) >= 3]
+        if not at_it or 2 * len(at_it) < len(running):
+            return None
+        return max(at_it, key=lambda h: (h.request.max_tokens - len(h.tokens), -h.id))
+
+    def _note_where(self) -> None:
+        """Note where each witness is when the fault is injected."""
+        witnesses = [Witness(handle.id, where(handle)) for handle in self.handles]
+        self.tell(stage="goes on", witnesses=witnesses)
+
+    def _look(self) -> FaultInjection:
+        """Note the state of the witnesses."""
+        witnesses = []
+        for handle, known in zip(self.handles, self.found.witnesses, strict=True):
+            changes = {"reason": handle.finish_reason, "error": handle.error or ""}
+            witnesses.append(known._replace(tokens=len(handle.tokens), **changes))
+        return self.tell(witnesses=witnesses)
+
+    # --- the three faults
+
+    def _raise(self) -> Iterator[FaultInjection]:
+        def harm(order: Any) -> str:
+            self._note_where()
+            return f"step {self.engine.sched.steps:,} raised an exception"
+
+        fault = Planted("planted by /break step, to see who ends; nothing is wrong")
+        yield from self._sabotage(harm, fault)
+
+    def _poison(self) -> Iterator[FaultInjection]:
+        """Overwrite only rows of the answer: others may share the prompt's rows, and would rightly
+        become NaN as well."""
+        slab = self.engine.runner.slab
+        if slab is None:
+            raise ValueError("this engine has no slab to write into")
+
+        def harm(order: Any) -> str:
+            victim = self._victim()
+            if victim is None:
+                return ""
+            slot = victim.request.slot
+            first = len(victim.request.prompt)
+            last = {decode.slot: decode.row for decode in order.decodes}.get(slot, 0)
+            if last <= first:
+                return ""
+            self._note_where()
+            rows = slab.prefix(slot, last)
+            rows[-1][:, :, first:] = math.nan
+            slab.fill(slot, rows)
+            where = f"rows {first:,} to {last - 1:,} of slot {slot}, of r{victim.id}"
+            return f"the last layer's values in {where}, became NaN"
+
+        yield from self._sabotage(harm)
+
+    def _sabotage(
+        self, harm: Callable[[Any], str], fault: Exception | None = None
+    ) -> Iterator[FaultInjection]:
+        """Replace the runner until the damage is done."""
+        saboteur = Saboteur(self.engine.runner, harm, fault)
+        with running_on(self.engine, saboteur):
+            while not saboteur.did and self.engine.has_work:
+                yield self.found
+        self._did(saboteur.did)
+
+    def _hang_up(self) -> Iterator[FaultInjection]:
+        victim = self._victim()
+        if victim is None:
+            self._did("")
+        self._note_where()
+        self._did(f"r{victim.id} was cancelled after {count(len(victim.tokens), 'token')}")
+        victim.cancel()
+        yield self.found
+
+    def _did(self, words: str) -> None:
+        if not words:
+            raise ValueError("all had ended before anything could be broken; try it again")
+        self.tell(did=words)
+
+    # --- the comparison
+
+    def _compare(self) -> Iterator[FaultInjection]:
+        """Run each witness again, alone, without cached rows."""
+        self._look()
+        self.tell(stage="compares")
+        for i, handle in enumerate(self.handles):
+            again = yield from self.alone(partial(self._again, handle))
+            answer = Bits.of(handle)
+            witnesses = [*self.found.witnesses]
+            until = None if witnesses[i].went_on else len(answer.tokens)
+            found = difference(Bits.of(again, until), answer)
+            witnesses[i] = witnesses[i]._replace(covers=answer.numbers, difference=found)
+            self.tell(witnesses=witnesses)
+
+    def _again(self, handle: Handle) -> Handle:
+        request = handle.request
+        sampling = replace(handle.sampling, max_tokens=request.max_tokens, seed=handle.seed)
+        origin = handle.origin._replace(mute=True)
+        prompt = self.engine.text.read(list(request.prompt))._replace(shown=handle.prompt)
+        again = self.engine.submit(prompt, sampling, origin=origin, prefix_cache=False)
+        return self.client.keep(again)
+
+
+def where(handle: Handle) -> str:
+    """Where a request is now."""
+    slot = handle.request.slot
+    words = "in line" if slot is None else f"slot {slot}"
+    return f"{words}, {count(len(handle.tokens), 'token')}" if handle.tokens else words
+
+
+NOT_INVARIANT = "this matrix product is not batch-invariant (engine.is_batch_invariant is False)"
+
+
+def by_end(witnesses: Sequence[Witness]) -> list[tuple[str, list[Witness]]]:
+    """Witnesses grouped by how they ended."""
+    found: dict[str, list[Witness]] = {}
+    for each in witnesses:
+        found.setdefault(each.error or each.reason, []).append(each)
+    return list(found.items())
+
+
+def ids(witnesses: Sequence[Witness]) -> str:
+    return " ".join(f"r{each.id}" for each in witnesses)
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def draw(state: State, on: Canvas) -> None:
+    """Draw the three faults; and of the last one, who ended, who went on, and what changed."""
+    found = state.found.get("break")
+    on.title(
+        "Break it",
+        "X ends it  Esc back" if state.view.experimenting else "1 to 3 break it  Esc back",
+    )
+    for number, (what, (title, how)) in enumerate(BREAKS.items(), 1):
+        here = found is not None and found.what == what
+        do = f"command('/break {what}')"
+        pen = on.pen().put("▸" if here else " ", on.accent)
+        pen.put(f"{number}  ", on.accent, True, do).put(title, "", here, do)
+        pen.put(shorten(f": {how}", on.width - pen.width - 3), on.muted, do=do)
+    if found is None:
+        on.lines.append([])
+        words = "Requests come, something is broken, and then each is run once more, alone."
+        on.say(words, on.muted)
+        return
+    on.heading(f"What came of it: {BREAKS[found.what][0]}")
+    is_over = found.stage == "over"
+    words = result(state.view, found, is_over)
+    on.entry("result" if is_over else "so far", words, on.accent)
+    on.entry("done", found.did)
+    for how, some in by_end(found.ended):
+        on.entry("ended", f"{ids(some)}: {how}", on.bad)
+    if found.compared:
+        on.entry("compared", found.receipt, on.muted)
+    if found.changed and not found.exact:
+        on.entry("but", NOT_INVARIANT, on.muted)
+    if found.what == "step" and found.ended and on.has_keys:
+        on.entry("errors", "E shows its traceback: Planted", on.muted)
+    if found.witnesses:
+        draw_witnesses(on, found)
+
+
+def draw_witnesses(on: Canvas, found: FaultInjection) -> None:
+    """Draw a line for each witness."""
+    shown = on.columns(COLUMNS, more="as alone?")
+    for each in found.witnesses:
+        texts = {
+            "request": f"r{each.id}",
+            "in that moment": each.where,
+            "end": each.reason or "runs",
+            "tokens": f"{each.tokens:,}",
+        }
+        pen = on.row(shown, texts, "" if each.went_on or each.reason is None else on.bad)
+        pen.put(verdict_of(each), on.bad if each.difference else "")
+
+
+def verdict_of(each: Witness) -> str:
+    if each.covers is None or not (each.tokens or each.went_on):
+        return "–"
+    if each.difference:
+        return "✗ other bits" if each.difference.parted is None else "✗ other words"
+    if not each.went_on:
+        return "✓ until then"
+    return "✓ all bits" if each.covers else "✓ all tokens"
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def known(text: str) -> str:
+    """One of the faults."""
+    if text not in BREAKS:
+        raise ValueError(f"break = {shown(text)}; choose one of {', '.join(BREAKS)}")
+    return text
+
+
+def obey(session: PageSession, rest: str) -> str:
+    """Inject a fault: /break step, nan or client."""
+    if not rest:
+        return f"break what? /break {', '.join(BREAKS)}"
+    what = known(rest)
+    session.run_experiment("breakage", Breaking(what))
+    return ""
+
+
+PAGE = Page(
+    "break",
+    "K",
+    "Break it",
+    "an exception, NaN, a client that vanishes: who ends, who goes on?",
+    draw,
+    footer=18,
+    obey=obey,
+    example="nan",
+    words=[*BREAKS],
+    read=known,
+    own={str(number): f"command('/break {what}')" for number, what in enumerate(BREAKS, 1)},
+    is_live=True,
+    disturbs=True,
+)

@@ -1,0 +1,206 @@
+"""A workload under a policy, measured or replayed, on a clock without interruptions.
+
+Other programs interrupt steps, so measured seconds of one race differ by factors of 1.0 to 3.9. A
+run is therefore as long as the undisturbed times of its steps (`experiments/fitted_step_times.py`); the rest
+of the engine's clock is shown as interruptions. Every time in a `Run` except `took` is on that
+clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from engine.snapshot import Limits, RequestView, StepView, percentile
+from experiments.fitted_step_times import Prices, drafts_by_request, guest_of, replayed
+from experiments.simulator import Guest
+from screen.draw.style import number, span
+from screen.timeline_columns import Cell, Column, column, last_in, merge, said_in, useful_of
+
+FIGURES = ("steps", "makespan", "TTFT mean", "TTFT p95", "useful", "tok/s")
+
+
+class Run(NamedTuple):
+    """A workload under one policy, measured or simulated: timeline and figures."""
+
+    policy: str
+    how: str  # "measured" | "simulated" | "running …" | "cut short"
+    columns: Sequence[Column]
+    ttfts: Sequence[float]
+    took: float = 0.0  # seconds on the engine's clock; 0 if simulated
+    # in a race: by the number in `columns`
+    requests: Mapping[int, RequestView] = {}
+
+    @property
+    def makespan(self) -> float:
+        return self.columns[-1].ended if self.columns else 0.0
+
+    @property
+    def ttft_mean(self) -> float | None:
+        return sum(self.ttfts) / len(self.ttfts) if self.ttfts else None
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The figures as text, in the order of `FIGURES`."""
+        p95 = percentile(self.ttfts, 0.95)
+        rate = sum(c.tokens for c in self.columns) / self.makespan if self.makespan else 0.0
+        times = map(span, (self.makespan, self.ttft_mean, p95))
+        return (f"{len(self.columns):,}", *times, f"{useful_of(self.columns):.0f} %", number(rate))
+
+    @property
+    def on_the_engines(self) -> str:
+        """Seconds on the engine's clock, and how much of it were interruptions."""
+        lost = self.took - self.makespan
+        words = f", of it interruptions: {span(lost)}" if lost > self.took / 50 else ""
+        return span(self.took) + words
+
+
+class Contest(NamedTuple):
+    """Two runs of one workload to compare."""
+
+    title: str
+    runs: Sequence[Run]
+    note: str = ""
+
+
+# --- the clock ----------------------------------------------------------------------------------
+
+# Number of steps that prices are fitted to, so that races in a row have one clock
+KNOWN = 10_000
+
+
+def on_clock(
+    columns: Sequence[Column], prices: Prices
+) -> tuple[list[Column], Callable[[float], float]]:
+    """The same steps on the clock of the prices, and a function from real time to that clock."""
+    out = []
+    now = 0.0
+    for i, c in enumerate(columns):
+        # Idle times stay the same
+        began = now + (c.began - columns[i - 1].ended if i else 0.0)
+        now = began + prices.of(len(c.view.decode), len(c.view.prefill))
+        out.append(c._replace(began=began, ended=now))
+
+    def moment(at: float) -> float:
+        i = bisect_left(columns, at, key=lambda c: c.ended)
+        if i == len(columns):
+            return now
+        real = columns[i]
+        ours = out[i]
+        since = at - real.began
+        if since <= 0:
+            return max(0.0, ours.began + since)
+        part = since / ((real.ended - real.began) or 1.0)
+        return ours.began + part * (ours.ended - ours.began)
+
+    return out, moment
+
+
+# --- runs, measured and simulated ---------------------------------------------------------------
+
+
+def measured(
+    policy: str,
+    columns: Sequence[Column],
+    requests: Sequence[RequestView],
+    prices: Prices,
+    how: str = "measured",
+) -> Run:
+    """A real run."""
+    steps, moment = on_clock(columns, prices)
+    took = 0.0
+    if columns:
+        came = min((r.arrived for r in requests), default=columns[0].began)
+        took = columns[-1].ended - came
+    return Run(policy, how, steps, ttfts_of(steps, requests, moment), took)
+
+
+def ttfts_of(
+    columns: Iterable[Column], requests: Iterable[RequestView], moment: Callable[[float], float]
+) -> list[float]:
+    """TTFTs: a first token comes with the last chunk of the prompt."""
+    ends = {(request, stop): c.ended for c in columns for _, request, _, stop in c.view.prefill}
+    ttfts = []
+    for r in requests:
+        first = ends.get((r.id, r.metrics.prompt_tokens))
+        if first is not None and r.metrics.ttft_s is not None:
+            ttfts.append(first - moment(r.arrived))
+    return ttfts
+
+
+def renumbered(columns: Iterable[Column], numbers: dict[int, int]) -> list[Column]:
+    """The same steps, with other numbers for the requests."""
+    return [
+        c._replace(cells=tuple(Cell(kind, numbers.get(r)) for kind, r in c.cells)) for c in columns
+    ]
+
+
+def replay(
+    limits: Limits,
+    requests: Sequence[RequestView],
+    policy: str,
+    moment: Callable[[float], float],
+    prices: Prices,
+    steps: Iterable[StepView] = (),
+) -> Run:
+    """Replay requests through the scheduler under another policy, on the clock of the prices. `steps`:
+    the steps that were run, with their drafts."""
+    drafts = drafts_by_request(steps)
+    guests = [guest_of(request, moment, drafts) for request in requests]
+    columns = [*simulated(limits, guests, policy, prices)]
+    return Run(policy, "simulated", columns, ttfts_of(columns, requests, moment))
+
+
+def simulated(
+    limits: Limits, guests: Sequence[Guest], policy: str, prices: Prices, **options: Any
+) -> Iterator[Column]:
+    """The steps of a replay on the clock of the prices. Options are those of `Replay`."""
+    before = None
+    for plan, _, ended, ghosts, drafted in replayed(limits, guests, policy, prices, **options):
+        view = StepView.of(
+            plan,
+            ghosts=ghosts,
+            tokens=len(plan.emitters) - len(ghosts) + sum(right for *_, right in drafted),
+            ended=ended,
+            plan_s=0.0,
+            build_s=0.0,
+            device_s=ended - plan.at,
+            wait_s=0.0,
+            commit_s=0.0,
+            drafts=drafted,
+        )
+        before = column(view, limits.slots, before)
+        yield before
+
+
+def until(run: Run, moment: float) -> Run:
+    """A run up to a time of its clock, in a race, where all requests arrive at 0."""
+    columns = run.columns[: bisect_right(run.columns, moment, key=lambda c: c.ended)]
+    ttfts = [ttft for ttft in run.ttfts if ttft <= moment]
+    return run._replace(columns=columns, ttfts=ttfts)
+
+
+def answer_in(run: Run, slot: int) -> tuple[int, str] | None:
+    """Number and text so far of the last request in a slot, or None."""
+    step = last_in(run.columns, slot)
+    number = step and step.cells[slot].request
+    if number not in run.requests:
+        return None
+    request = run.requests[number]
+    said = said_in(step.rows[slot], request.metrics.prompt_tokens)
+    return number, request.text[: sum(request.lengths[:said])]
+
+
+def in_time(run: Run, width: int, longest: float) -> list[Column]:
+    """A run's columns on a time scale, with `longest` seconds over `width` cells."""
+    out = []
+    first = 0
+    for x in range(round(run.makespan / longest * width)):
+        ends = (x + 1) * longest / width
+        stop = max(first, bisect_left(run.columns, ends, key=lambda c: c.ended))
+        # A cell in which no step ends shows the step that is running
+        merged = run.columns[first:stop] or [run.columns[min(first, len(run.columns) - 1)]]
+        out.append(merge(merged))
+        first = stop
+    return out

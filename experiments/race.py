@@ -1,0 +1,375 @@
+"""Two policies on one time scale, measured (a race) or simulated (a comparison)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from base.validation import read_whole
+from experiments.experiment import Experiment
+from experiments.fitted_step_times import LEAST
+from experiments.policy_runs import (
+    FIGURES,
+    Contest,
+    Run,
+    answer_in,
+    in_time,
+    measured,
+    on_clock,
+    renumbered,
+    replay,
+    until,
+)
+from policies import POLICIES, policy_of
+from screen.draw import style
+from screen.draw.canvas import Canvas
+from screen.draw.slots import aligned, fit_slots
+from screen.draw.style import clean, count, span, wrap
+from screen.draw.timeline import draw_cells
+from screen.engine_view import Leg, Race, View
+from screen.page import Page, PageSession
+from screen.state import State, prices
+from screen.workload import RIVALS, Ask
+
+FILM = (4.0, 10.0)  # seconds that the animation of both legs takes, at least and at most
+WIDE = (22, 7, 11, 11, 11, 8, 8)  # a run's name, then the figures
+NARROW = (12, 7, 11, 11, 0, 9, 0)
+RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
+NEXT = "runs next"
+RACE_WAITS = "The race begins when everything that runs now has ended."
+RACE_BEGINS = "The race begins."
+NO_RACE = Contest("Race", [], "No race has been run: r runs one.")
+NOTHING = Contest("Compare", [], "Nothing has run yet. b fires a burst.")
+
+
+@dataclass
+class Shown:
+    """What the race's page shows."""
+
+    contest: Contest = NO_RACE  # a requested race, or one that ended
+    last: Contest | None = None  # the last race that ended
+    # how far both legs are animated, in seconds of the clock; None: to the end
+    film: float | None = None
+    began: float | None = None  # when the animation began
+
+
+def shown_in(state: State) -> Shown:
+    return state.kept.setdefault("race", Shown())
+
+
+def draw(state: State, on: Canvas) -> None:
+    shown = shown_in(state)
+    if state.view.racing and state.view.legs:
+        draw_contest(state, on, race_in(state))
+    else:
+        film = shown.film if on.has_keys else None  # a log has the result
+        draw_contest(state, on, shown.contest, film)
+
+
+def draw_comparison(state: State, on: Canvas) -> None:
+    draw_contest(state, on, state.kept.get("compare", NOTHING))
+
+
+def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None = None) -> None:
+    """Draw each run with its figures, and a sentence about the winner."""
+    longest = max([run.makespan for run in contest.runs], default=0) or 1.0
+    result = verdict(contest.runs)
+    if film is not None:
+        result = ""
+        runs = [until(run, film) for run in contest.runs]
+        seconds = f"{film:.2f} of {longest:.2f} s"
+        note = f"Both legs on one clock: {seconds}. End leads to the result."
+        contest = contest._replace(runs=runs, note=note)
+    below = Canvas(on.p, on.width, on.height)
+    below.say(result, bold=True)
+    below.say(contest.note, on.muted)
+    kinds = on.legend(style.PREFILL, style.DECODE, style.BLOCKED, style.HELD, style.EMPTY)
+    on.title(contest.title, legend=kinds)
+    if not contest.runs:
+        on.lines += below.lines
+        return
+    room = (on.height - 7 - len(below.lines)) // 2  # lines for each run
+    many = len(state.view.engine.slots)
+    slots = fit_slots(state, max(1, room + 1))
+    part = f"slots {slots[0]}–{slots[-1]}" if len(slots) < many else ""
+    widths = WIDE if on.width >= 80 else NARROW
+    on.axis((1, part), (widths[0], aligned(FIGURES, widths[1:])))
+    for run in contest.runs:
+        draw_run(run, on, slots, longest, widths)
+        if room > many:
+            on.lines.append([])
+    half, whole = f"{longest / 2:.2f} s", f"{longest:.2f} s"
+    middle = 4 + (on.width - 5) // 2 - len(half) // 2
+    on.axis((4, "0 s"), (middle, half), (on.width - 1 - len(whole), whole))
+    on.lines += below.lines
+    draw_answers(state, on, contest.runs)
+
+
+def draw_run(
+    run: Run, on: Canvas, slots: Sequence[int], longest: float, widths: Sequence[int]
+) -> None:
+    """Draw one run: figures, then a timeline on which `longest` seconds fill the width."""
+    name = f" {run.policy}, {run.how}" if widths is WIDE else f" {run.policy}"
+    on.pen().put(name, bold=True).to(widths[0]).put(aligned(run.figures, widths[1:]))
+    columns = in_time(run, on.width - 5, longest)
+    for slot in slots:
+        pen = on.pen().put(f"{slot:>3} ", on.muted)
+        draw_cells(pen, on.p, columns, slot)
+        if run.how == NEXT:
+            pen.put(style.GLYPHS[style.EMPTY] * (on.width - 5), on.faint)
+
+
+def draw_answers(state: State, on: Canvas, runs: Sequence[Run]) -> None:
+    """Draw the answers of each slot in both legs, side by side."""
+    runs = [run for run in runs if run.requests]
+    if on.lines_left < 2 or not runs:
+        return
+    wide = on.width // len(runs)
+    slots = fit_slots(state, on.lines_left - 1)
+    on.axis(*((i * wide + 1, f"answers, {run.policy}") for i, run in enumerate(runs)))
+    for slot in slots:
+        pen = on.pen()
+        for i, run in enumerate(runs):
+            pen.to(i * wide).put(f"{slot:>3} ", on.muted)
+            found = answer_in(run, slot)
+            if found:
+                number, text = found
+                pen.put(f"r{number:<3}", bold=True)
+                room = (i + 1) * wide - pen.width - 2
+                pen.put(wrap(clean(text), room)[-1])
+
+
+# --- comparing policies -------------------------------------------------------------------------
+
+
+def compare(state: State, rival: str = "") -> Contest:
+    """Replay the last busy period under its own policy and under another.
+
+    Both are simulated, because a measured run and a simulated one differ by the simulation's errors
+    as well. If there is nothing to compare, a ValueError says why.
+    """
+    columns = state.history[state.woke :]
+    if not columns:
+        raise ValueError("nothing has run yet; b fires a burst")
+    seen = {cell.request for column in columns for cell in column.cells} - {None}
+    known = [state.requests[id] for id in sorted(seen & state.requests.keys())]
+    requests = [request for request in known if request.metrics.output_tokens]
+    if len(requests) < 2:
+        raise ValueError("one request alone takes as long under every policy; b fires a burst")
+    limits = state.limits_of(columns[0].step, columns[-1].step)
+    # More than one if the user changed the policy
+    policies = Counter(column.view.policy for column in columns)
+    ran = policies.most_common(1)[0][0]
+    costs = prices(state, step=columns[0].step)
+    rival = rival or next(policy for policy in POLICIES if policy != ran)
+    _, moment = on_clock(columns, costs)
+    steps = [column.view for column in columns]
+    runs = [replay(limits, requests, policy, moment, costs, steps) for policy in (ran, rival)]
+    real = measured(", then ".join(policies), columns, requests, costs)
+    paid = (
+        (costs.of(1, 0), "with one row"),
+        (costs.row, "more for each row"),
+        (costs.chunk, "for a chunk"),
+    )
+    said = (
+        f"{span(s)} {what}" if s > LEAST else f"too noisy to say how much {what}"
+        for s, what in paid
+    )
+    note = (
+        f"Simulated on the times of undisturbed steps: {', '.join(said)}. What really ran ({real.policy}) took "
+        f"{real.figures[0]} steps, {span(real.makespan)} on that clock; on the engine's clock {real.on_the_engines}."
+    )
+    left = state.view.engine.submitted - state.view.engine.finished
+    if left:
+        run = sum(r.reason is None for r in requests)
+        mute = f"; {left - run:,} more have no token yet" if left > run else ""
+        note = f"Not over: {run:,} of them still run, and count as far as they are{mute}. {note}"
+    return Contest(f"Compare: {ran} and {rival}, {count(len(requests), 'request')}", runs, note)
+
+
+def race_in(state: State) -> Contest:
+    """The race so far, measured. Requests are numbered from 1 in each leg, to be compared."""
+    runs = []
+    legs = state.view.legs
+    costs = prices(state)
+    for leg in legs:
+        numbers = {id: number for number, id in enumerate(leg.requests, 1)}
+        columns = renumbered(state.between(leg.first_step, leg.stop), numbers)
+        known = {n: state.requests[id] for id, n in numbers.items() if id in state.requests}
+        how = "measured" if leg.last_step else "running …" if state.view.racing else "cut short"
+        run = measured(leg.policy, columns, [*known.values()], costs, how)
+        runs.append(run._replace(requests=known))
+    if state.view.racing:
+        runs += [Run(policy, NEXT, [], []) for policy in state.view.finding.to_race]
+    size = count(len(legs[0].requests), "request")
+    title = f"Race: {' and '.join(run.policy for run in runs)}, {size}"
+    if state.view.paused:
+        return Contest(title, runs, "Paused: space goes on.")
+    if state.view.racing:
+        return Contest(title, runs, RACE_RUNS)
+    took = "; ".join(f"{run.policy} {run.on_the_engines}" for run in runs)
+    note = f"Each step counts as long as steps of its kind take undisturbed. On the engine's clock: {took}."
+    return Contest(title, runs, note)
+
+
+def asked(state: State, policies: Sequence[str]) -> Contest:
+    """A race that was asked for and has no step yet."""
+    view = state.view
+    note = RACE_WAITS if view.works else RACE_BEGINS
+    if view.experimenting and not view.racing:
+        note = "No race while another experiment runs: X ends that."
+    return Contest(f"Race: {' and '.join(policies)}", [], note)
+
+
+def verdict(runs: Sequence[Run]) -> str:
+    """One sentence about two runs that have ended."""
+    if len(runs) < 2 or any(
+        run.how in ("running …", "cut short") or not run.makespan for run in runs
+    ):
+        return ""
+    slow, fast = sorted(runs, key=lambda run: -run.makespan)
+    if slow.makespan < 1.01 * fast.makespan and len(fast.ttfts) <= len(fast.columns[0].cells):
+        alike = f"{fast.policy} and {slow.policy} take {span(fast.makespan)} each"
+        return f"{alike}: there are no more requests than slots, so none ever waits for one."
+    steps = f"{len(fast.columns):,} steps instead of {len(slow.columns):,}"
+    times = f"{span(fast.makespan)} instead of {span(slow.makespan)}: {slow.makespan / fast.makespan:.2f} times as fast"
+    words = f"{fast.policy} takes {steps}, {times} as {slow.policy}"
+    if slow.ttft_mean and fast.ttft_mean:
+        words += f"; the first token comes after {span(fast.ttft_mean)} instead of {span(slow.ttft_mean)} on average"
+    return words + "."
+
+
+# --- the commands -------------------------------------------------------------------------------
+
+
+how_many = partial(read_whole, "race", least=1, most=1000)
+
+
+class Racing(Experiment):
+    """Wait until the engine is idle, then run the same requests under each policy."""
+
+    def __init__(self, asks: Sequence[Ask], policies: Sequence[str]):
+        super().__init__(Race((), tuple(policies)))
+        self._asks = asks
+
+    def steps(self) -> Iterator[Race]:
+        engine = self.engine
+        own = self.client.next_policy
+        try:
+            yield from self.until_idle()
+            for policy in self.found.to_race:
+                # Idle, so this happens at once; slots forget what they remembered
+                engine.drain(policy)
+                first = engine.sched.steps + 1
+                handles = [*map(self.client.submit, self._asks)]
+                leg = Leg(policy, first, None, tuple(handle.id for handle in handles))
+                before = self.found.legs
+                self.tell(legs=(*before, leg), to_race=self.found.to_race[1:])
+                yield from self.until_idle()
+                self.tell(legs=(*before, leg._replace(last_step=engine.sched.steps)))
+            yield self.found
+        finally:
+            engine.drain(own)
+
+
+def obey_race(session: PageSession, rest: str) -> None:
+    """Race a burst of this size under the named policies: /race 12 static serial. /race last shows
+    the last race."""
+    state = session.state
+    if rest == "last":
+        if not shown_in(state).last:
+            raise ValueError("no race has been run yet; r runs one")
+        show_again(state)
+        return
+    session.check_alone("race")
+    words = rest.split()
+    policies = [policy_of(word).name for word in words if not word[:1].isdigit()] or RIVALS
+    size = next((word for word in words if word[:1].isdigit()), str(state.settings.burst))
+    asks = session.asks(how_many(size))
+    # The same seeds in each leg, so that all legs sample alike
+    seed = state.settings.seed or 0
+    # Tokenize here and not in the thread that steps, because a chat template may take long
+    asks = [session.client.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
+    shown = shown_in(state)
+    shown.contest = asked(state, policies)
+    shown.film = None
+    session.run_experiment("race", Racing(asks, policies))
+
+
+def obey_compare(session: PageSession, rest: str) -> None:
+    rival = policy_of(rest).name if rest else ""
+    session.state.kept["compare"] = compare(session.state, rival)
+
+
+def show_again(state: State) -> None:
+    """Show the last race, animated if there are two legs."""
+    shown = shown_in(state)
+    shown.contest = shown.last
+    shown.film = 0.0 if verdict(shown.last.runs) else None
+    shown.began = None
+
+
+def take(state: State, before: View) -> None:
+    """Note that a race has ended. It is shown again, both legs at once."""
+    shown = shown_in(state)
+    view = state.view
+    if view.racing:
+        return
+    if view.legs and (before.racing or view.finding is not before.finding):
+        shown.last = race_in(state)
+        show_again(state)
+    elif not shown.contest.runs and view.handled != before.handled and not view.experimenting:
+        shown.contest = shown.contest._replace(note=NO_RACE.note)
+
+
+def look(session: PageSession) -> bool:
+    """Advance the animation."""
+    shown = shown_in(session.state)
+    if shown.film is None:
+        return False
+    now = time.monotonic()
+    shown.began = shown.began or now
+    longest = max(run.makespan for run in shown.last.runs)
+    least, most = FILM
+    film = (now - shown.began) * longest / min(max(longest, least), most)
+    shown.film = film if film < longest else None
+    return True
+
+
+def to_the_end(state: State) -> None:
+    shown_in(state).film = None
+
+
+PAGE = Page(
+    "race",
+    "r",
+    "Race",
+    f"the same burst under {RIVALS[0]}, then {RIVALS[1]} (measured)",
+    draw,
+    footer=5,
+    obey=obey_race,
+    example="12 static serial",
+    words=(*POLICIES, "last"),
+    read=how_many,
+    own={"end": to_the_end},
+    take=take,
+    look=look,
+    leave=lambda session: to_the_end(session.state),
+    repeats=True,
+    disturbs=True,
+)
+COMPARE = Page(
+    "compare",
+    "c",
+    "Compare",
+    "the last run simulated under two policies (/compare serial)",
+    draw_comparison,
+    footer=4,
+    obey=obey_compare,
+    example="fair",
+    words=[*POLICIES],
+    repeats=True,
+)

@@ -1,0 +1,70 @@
+"""The roofline: how fast this machine reads weights and multiplies them at most, by the engine's own product.
+
+A product with one row is limited by memory bandwidth. It is measured with weights larger than any
+cache, and again with as many as the model has, which may fit a cache. A product of two square matrices
+is limited by arithmetic. Each figure is the fastest of many short tries, because interruptions only make
+a try longer. All this takes less than a second and at most a quarter of the free memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import cycle
+
+from kernels.device import free_memory, mx
+
+WIDE = 1024  # length of a row
+PIECE = 2**24  # bytes read by a try
+LARGE = 2**28  # bytes: more than most caches hold
+LARGEST = 2**32
+LEAST_S = 0.0005  # a shorter try is mostly launch overhead
+TRIES_S = 0.1  # time for each figure
+
+
+def measure(nbytes: int, dtype: mx.Dtype) -> tuple[float, float, float]:
+    """Bytes per second; the same for `nbytes` read again and again; operations per second in `dtype`."""
+    free = free_memory()
+    most = LARGE if free is None else min(LARGEST, max(2**20, free // 8))
+    large = min(LARGE, most)
+    rate = reading(large, most)
+    again = reading(nbytes, nbytes) if nbytes < large else rate
+    return rate, again, multiplying(dtype, most)
+
+
+def reading(nbytes: int, most: int, piece: int = PIECE) -> float:
+    """Bytes per second. While a try is too short and memory allows, try with more."""
+    rows = max(1, min(nbytes, piece) // (4 * WIDE))
+    count = max(1, nbytes // piece)
+    x = mx.ones((1, WIDE))
+    pieces = [mx.ones((rows, WIDE)) for _ in range(count)]
+    mx.eval(x, pieces)
+    seconds = quickest([(x, piece) for piece in pieces])
+    if seconds < LEAST_S and 2 * nbytes <= most:
+        return reading(2 * nbytes, most, 2 * piece)
+    return pieces[0].nbytes / seconds
+
+
+def multiplying(dtype: mx.Dtype, most: int, side: int = 256) -> float:
+    """Operations per second: a multiplication and an addition are two."""
+    x = mx.ones((side, side), dtype)
+    weight = mx.ones((side, side), dtype)
+    mx.eval(x, weight)
+    seconds = quickest([(x, weight)])
+    if seconds < LEAST_S and 8 * weight.nbytes <= most:
+        return multiplying(dtype, most, 2 * side)
+    return 2 * side**3 / seconds
+
+
+def quickest(pairs: Sequence[tuple[mx.array, mx.array]]) -> float:
+    """Seconds of the fastest product x W^T. The pairs are tried in turn."""
+    turn = cycle(pairs)
+    x, weight = pairs[0]
+    mx.eval(x @ weight.T)  # warm up
+    tries: list[float] = []
+    while sum(tries) < TRIES_S:
+        x, weight = next(turn)
+        began = time.perf_counter()
+        mx.eval(x @ weight.T)
+        tries.append(time.perf_counter() - began)
+    return min(tries)

@@ -1,0 +1,416 @@
+"""Batch invariance, live: one prompt alone, then hundreds of times among random neighbours.
+
+On most engines an answer depends on the other requests in its step: a library adds up eight rows in
+another order than one, so last bits differ, and sooner or later a token does; temperature 0 does
+not help. Here neighbours of random lengths and temperatures come, go and are cancelled; half of the
+runs may use cached rows of a common prefix. Each run becomes a hash of all tokens and of all bits
+of the log probabilities, and the hashes are counted. All random choices come from one seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from statistics import fmean
+from typing import NamedTuple
+
+from base.validation import read_whole
+from benchmarks.answer_diff import Bits, Difference, difference
+from engine.handle import Handle
+from experiments.experiment import Experiment, result, runs
+from screen.draw.canvas import Canvas
+from screen.draw.style import count, number, shorten
+from screen.page import Page, PageSession
+from screen.state import State
+from screen.workload import BURST, Ask
+
+RUNS = 200
+LONGEST = 24  # tokens of a run, so that 200 take seconds
+WAVE = 20  # steps after which the number of concurrent runs is drawn again
+LIKELIEST = 5  # likeliest tokens compared at each position
+CANCELLED = 0.25  # share of the neighbours
+WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # the words of neighbours
+TALLEST = 6  # lines of the picture
+TEXT_ROWS = 3  # lines of the answer's text
+BEFORE = {  # by stage: words before the first run has ended
+    "waits": "It begins when all running requests have ended.",
+    "alone": "The prompt runs alone.",
+    "runs": "Neighbours arrive.",
+}
+
+
+# --- findings -----------------------------------------------------------------------------------
+
+
+class Answered(NamedTuple):
+    """One run among neighbours."""
+
+    digest: str
+    beside: float  # mean number of other requests per step
+    reused: int  # prompt tokens whose rows were cached
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # of these
+
+
+class Alike(NamedTuple):
+    """Runs with identical bits."""
+
+    answer: Bits
+    count: int
+    difference: Difference | None  # from the run alone
+
+
+class SameAnswer(NamedTuple):
+    """The findings so far."""
+
+    ask: Ask
+    wanted: int  # runs
+    exact: bool = False  # batch-invariant
+    product: str = ""  # the engine's matrix product
+    stage: str = "waits"  # "waits" | "alone" | "runs" | "over"
+    alone: Bits | None = None
+    prompt_tokens: int = 0
+    runs: tuple[Answered, ...] = ()
+    kinds: Sequence[Alike] = ()  # the one alone first
+    came: int = 0  # neighbours
+    cancelled: int = 0
+    beside: int = 0  # most others in one step
+    name: str = "same"
+
+    @property
+    def texts(self) -> int:
+        """Number of different answers by tokens."""
+        return len({kind.answer.tokens for kind in self.kinds if kind.count})
+
+    @property
+    def bits(self) -> int:
+        return sum(kind.count > 0 for kind in self.kinds)
+
+    @property
+    def unlike(self) -> int:
+        """Number of runs that differ from the run alone."""
+        return sum(kind.count for kind in self.kinds if kind.difference)
+
+    @property
+    def so_far(self) -> str:
+        if not self.runs:
+            return BEFORE[self.stage]
+        done = len(self.runs)
+        whole = f"{done:,} of " if done < self.wanted else ""
+        runs = whole + count(self.wanted, "run")
+        if not self.unlike:
+            return f"{runs}, 1 answer"
+        answers = f"{count(self.texts, 'answer')} by tokens, {self.bits:,} by bits"
+        return f"{runs}: {answers}; {self.unlike:,} unlike the run alone"
+
+    @property
+    def covers(self) -> str:
+        """The numbers inside a hash."""
+        tokens = count(len(self.alone.tokens), "token")
+        what = f"their log probabilities and those of the {LIKELIEST} likeliest"
+        return f"{tokens}, {what}: {self.alone.numbers:,} numbers, each in all its bits"
+
+    @property
+    def neighbours(self) -> str:
+        mean = fmean(run.beside for run in self.runs)
+        return (
+            f"{number(mean)} at a time ({self.beside} at most); "
+            f"{self.cancelled:,} of {self.came:,} were cancelled"
+        )
+
+    @property
+    def drafts(self) -> str:
+        """In how many runs something was drafted: half of them may."""
+        some = [run for run in self.runs if run.draft_tokens]
+        drafted = sum(run.draft_tokens for run in some)
+        accepted = sum(run.accepted_tokens for run in some)
+        of = f"{len(some):,} of {len(self.runs):,} runs"
+        return f"in {of}: {drafted:,} tokens, {accepted:,} accepted"
+
+    @property
+    def beginnings(self) -> str:
+        """How many runs computed the whole prompt, and how many found a cached prefix."""
+        taken = [run.reused for run in self.runs if run.reused]
+        computed = f"{len(self.runs) - len(taken):,} runs computed all rows of the prompt"
+        if not taken:
+            return f"{computed}; no run found a beginning of it in a slot"
+        of = f"{number(fmean(taken))} of {self.prompt_tokens:,}"
+        return f"{computed}, {len(taken):,} took over some from a slot ({of} on average)"
+
+
+# --- the experiment -------------------------------------------------------------------------------
+
+
+class UnderWay:
+    """A run that has not ended."""
+
+    def __init__(self, handle: Handle):
+        self.handle = handle
+        self.steps = 0
+        self.beside = 0  # others, summed over all steps
+
+
+class SameAnswerExperiment(Experiment):
+    """Run a prompt alone, then among neighbours."""
+
+    def __init__(self, ask: Ask, runs: int):
+        most = min(ask.max_tokens, LONGEST)
+        # Sampling needs the same seed for the same tokens
+        seed = ask.seed if ask.seed is not None else 0
+        self.ask = ask._replace(
+            max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True, speculate=False
+        )
+        super().__init__(SameAnswer(self.ask, runs))
+        self.dice = random.Random(0)
+        self.guests: list[UnderWay] = []
+        self.others: dict[Handle, int] = {}  # neighbours, with the steps until it is cancelled
+        self.ran = 0  # steps
+        self.at_once = 1  # runs
+        self.neighbours = 0
+
+    def steps(self) -> Iterator[SameAnswer]:
+        self._check()
+        product = self.engine.summary.rpartition("; ")[2]
+        product = product.partition(", so ")[0]  # `exact` says so, too
+        self.tell(exact=self.engine.is_batch_invariant, product=product)
+        yield from self.until_idle()
+        yield from self._run_alone()
+        while len(self.found.runs) < self.found.wanted:
+            self._invite()
+            yield self.found
+            self._look_around()
+            self._collect()
+        yield self.tell(stage="over")
+
+    def _check(self) -> None:
+        sched = self.engine.sched
+        if sched.slots < 2:
+            raise ValueError("one slot has no neighbours; start with --slots 2 or more")
+        if sched.policy.name == "serial":
+            raise ValueError("under serial each request runs alone; p changes the policy")
+
+    def _run_alone(self) -> Iterator[SameAnswer]:
+        self.tell(stage="alone")
+        handle = yield from self.alone(lambda: self.client.submit(self.ask, prefix_cache=False))
+        check(handle)
+        alone = Bits.of(handle)
+        tokens = handle.metrics.prompt_tokens
+        kinds = (Alike(alone, 0, None),)
+        self.tell(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
+
+    def _invite(self) -> None:
+        """Submit runs and neighbours at random, sometimes few, sometimes more than there are
+        slots."""
+        dice = self.dice
+        slots = self.engine.sched.slots
+        if self.ran % WAVE == 0:
+            self.at_once = dice.randint(max(1, slots // 4), max(1, slots * 3 // 4))
+            self.neighbours = dice.randint(1, slots)
+        self.ran += 1
+        left = self.found.wanted - len(self.found.runs) - len(self.guests)
+        if left and len(self.guests) < self.at_once and dice.random() < 0.5:
+            ask = self.ask._replace(speculate=left % 2 == 0)
+            self.guests.append(UnderWay(self.client.submit(ask, dice.random() < 0.5)))
+        if len(self.others) < self.neighbours and dice.random() < 0.5:
+            with suppress(ValueError):  # the prompt does not fit in a slot
+                handle = self.client.submit(self._neighbour(), dice.random() < 0.5)
+                stays = dice.random() >= CANCELLED
+                self.others[handle] = 1_000_000 if stays else dice.randint(0, 30)
+                self.tell(came=self.found.came + 1)
+
+    def _neighbour(self) -> Ask:
+        dice = self.dice
+        words = self.ask.prompt.split()
+        words = words[: dice.randint(1, len(words))] if words and dice.random() < 0.5 else []
+        words += dice.choices(WORDS, k=dice.randint(1, 40))
+        return Ask(
+            prompt=" ".join(words),
+            max_tokens=dice.randint(1, 60),
+            temperature=dice.choice((0.0, 0.5, 1.0, 1.5)),
+            seed=dice.getrandbits(31),
+            mute=True,
+        )
+
+    def _look_around(self) -> None:
+        """Note who ran together in the last step, and cancel some neighbours."""
+        running = self.engine.sched.running.keys()
+        for guest in self.guests:
+            if guest.handle.id in running:
+                guest.steps += 1
+                guest.beside += len(running) - 1
+                self.tell(beside=max(self.found.beside, len(running) - 1))
+        for handle, left in list(self.others.items()):
+            self.others[handle] = left - 1
+            if left == 0 and not handle.finish_reason:
+                handle.cancel()
+                self.tell(cancelled=self.found.cancelled + 1)
+            if handle.finish_reason:
+                del self.others[handle]
+
+    def _collect(self) -> None:
+        """Count ended runs. One that a user cancelled is repeated."""
+        for guest in [guest for guest in self.guests if guest.handle.finish_reason]:
+            self.guests.remove(guest)
+            if not check(guest.handle):
+                continue
+            answer = Bits.of(guest.handle)
+            beside = guest.beside / max(1, guest.steps)
+            m = guest.handle.metrics
+            run = Answered(
+                answer.digest, beside, m.cached_tokens, m.draft_tokens, m.accepted_tokens
+            )
+            self.tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
+
+    def _counted(self, answer: Bits) -> list[Alike]:
+        kinds = [*self.found.kinds]
+        known = [kind.answer.digest for kind in kinds]
+        if answer.digest not in known:
+            return [*kinds, Alike(answer, 1, difference(self.found.alone, answer))]
+        i = known.index(answer.digest)
+        kinds[i] = kinds[i]._replace(count=kinds[i].count + 1)
+        return kinds
+
+
+def check(handle: Handle) -> bool:
+    """Whether an answer is complete. A failure ends the experiment."""
+    if handle.error:
+        raise ValueError(f"a run failed: {handle.error}")
+    return handle.finish_reason in ("stop", "length")
+
+
+def unlike(found: SameAnswer) -> list[Alike]:
+    """Different answers: those with other tokens first, then by frequency."""
+    kinds = [kind for kind in found.kinds if kind.difference]
+    return sorted(kinds, key=lambda kind: (kind.difference.parted is None, -kind.count))
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def draw(state: State, on: Canvas) -> None:
+    """Draw the number of answers, the neighbours, and the differences."""
+    found = state.found.get("same")
+    note = "X ends it  Esc back" if state.view.experimenting else "a runs it anew  Esc back"
+    on.title("The same answer among neighbours", note)
+    if found is None:
+        on.say("a runs a prompt alone, and then 200 times among random neighbours.", on.muted)
+        return
+    draw_counter(state, on, found)
+    on.entry("prompt", shorten(found.ask.prompt, on.width - on.names - 2))
+    usual = state.view.temperature
+    temperature = usual if found.ask.temperature is None else found.ask.temperature
+    settings = f"temperature {temperature:g}, {found.ask.max_tokens} tokens at most"
+    on.entries({"settings": settings, "product": product_of(found)}, on.muted)
+    if not found.runs:
+        return
+    on.heading("Answers: hash, runs, where it differs")
+    draw_kinds(on, found)
+    facts = {
+        "hash of": found.covers,
+        "others": found.neighbours,
+        "rows": found.beginnings,
+        "drafts": found.drafts,
+    }
+    on.entries(facts, on.muted)
+    on.entry("text", shorten(found.alone.text, TEXT_ROWS * (on.width - on.names - 4)))
+    draw_strip(state, on, found)
+
+
+def product_of(found: SameAnswer) -> str:
+    if found.exact:
+        return f"{found.product}; engine.is_batch_invariant: no bit depends on the neighbours"
+    return f"{found.product}; engine.is_batch_invariant is False: bits may depend on the neighbours"
+
+
+def draw_counter(state: State, on: Canvas, found: SameAnswer) -> None:
+    """Draw the number of runs and of answers."""
+    words = result(state.view, found, found.stage == "over")
+    hue = on.bad if found.unlike else on.accent if found.runs else on.muted
+    on.pen().put(" " + shorten(words, on.width - 2), hue, True)
+
+
+def draw_kinds(on: Canvas, found: SameAnswer) -> None:
+    """Draw a line for each answer: hash, runs, and the difference."""
+    bar = on.width // 14
+    most = max(kind.count for kind in found.kinds)
+    kinds = [found.kinds[0], *unlike(found)]
+    room = max(3, (on.height - 12) // 4)
+    for i, kind in enumerate(kinds[:room]):
+        pen = on.pen().put(f" {kind.answer.digest} ", bold=True).put(f"{kind.count:>6,} ")
+        cells = -(-kind.count * bar // most)
+        pen.put("█▒"[i > 0] * cells, on.p.fill(i + 1)).to(18 + bar)
+        words = kind.difference.words if kind.difference else "as it is alone"
+        pen.put(shorten(words, on.width - pen.width - 1), on.bad if kind.difference else "")
+    rest = kinds[room:]
+    if rest:
+        runs = count(sum(kind.count for kind in rest), "run")
+        on.pen().to(10).put(f"and {count(len(rest), 'answer')} more, of {runs}", on.muted)
+
+
+def draw_strip(state: State, on: Canvas, found: SameAnswer) -> None:
+    """Draw a column for each run, as high as the number of others; a cross marks a different
+    answer."""
+    most = state.view.engine.limits.slots - 1
+    left = on.names + 1
+    across = on.width - left - 1
+    strips = -(-found.wanted // across)
+    tall = max(1, min(TALLEST, (on.lines_left - 1) // strips - 1))
+    legend = [("█", on.text, f"{most} others"), ("✗", on.bad, "not as alone")]
+    on.heading("Each run: how many ran next to it", legend=legend)
+    for first in range(0, len(found.runs), across):
+        runs = found.runs[first : first + across]
+        for row in reversed(range(tall)):
+            pen = on.pen().put("" if row else f" {first + 1:,}", on.muted).to(left)
+            for run in runs:
+                pen.bar(run.beside / most * tall, row, on.p.fill(1))
+        marks = "".join(" ✗"[run.digest != found.alone.digest] for run in runs)
+        if marks.strip():
+            on.pen().to(left).put(marks, on.bad)
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+how_many = partial(read_whole, "same", least=1, most=1000)
+
+
+def obey(session: PageSession, rest: str) -> None:
+    """Run a prompt alone, then among neighbours: /same 200, or /same 50 What is 3 + 4? By default
+    the prompt of the selected slot, if a user typed it. /same last shows the last result."""
+    is_on = runs(session.state.view, session.state.found.get("same"))
+    if rest == "last" or (is_on and not rest):
+        return
+    word, _, prompt = rest.partition(" ")
+    if not word[:1].isdigit():
+        word, prompt = str(RUNS), rest
+    many = how_many(word)
+    ask = session.state.settings.ask(prompt.strip() or own_prompt(session.state))
+    session.run_experiment("same-answer experiment", SameAnswerExperiment(ask, many))
+
+
+def own_prompt(state: State) -> str:
+    """The user's last prompt in the selected slot, or the longest of the burst."""
+    owner = state.owner(state.selected)
+    ours = [prompt for prompt, _ in state.prompts]
+    is_asked = owner and isinstance(owner.origin, Ask) and not owner.origin.mute
+    if is_asked and owner.origin.prompt not in ours:
+        return owner.origin.prompt
+    return max(ours, key=len)
+
+
+PAGE = Page(
+    "same",
+    "a",
+    "Same answer",
+    "one prompt alone, then 200 times among random neighbours: how many answers? (/same 50)",
+    draw,
+    footer=17,
+    obey=obey,
+    example="200",
+    words=("last",),
+    read=how_many,
+    repeats=True,
+    disturbs=True,
+)

@@ -1,0 +1,398 @@
+"""The cost of a step: bytes, operations and Python, against this machine's roofline.
+
+A step's bytes and operations are counted (`models/step_cost_model.py`) and compared with what the
+machine can do (`experiments/roofline.py`):
+
+    weights          read once, whatever the number of rows: a token's share falls as 1 / rows
+    keys and values  each sequence reads its own cache and shares none
+    arithmetic       a fixed number of operations per token, and more for each cached row
+    Python           the engine's own work, measured
+
+The page names what bounds a step: one of the three, or none of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+
+from base.validation import shown
+from cli.options import command
+from engine.snapshot import ExpertsView, Roof, StepView
+from models.model_cost import ModelCost
+from models.step_cost_model import Member, StepCost, Work, expected, floors_of, of_rows, pass_cost
+from screen.draw.canvas import Canvas, Figure, fitting
+from screen.draw.charts import cost_of
+from screen.draw.style import HUES, count, listed, number, shorten, span
+from screen.engine_view import View
+from screen.page import Page, PageSession
+from screen.state import State
+from screen.timeline_columns import Column
+
+COUNTS = (1, 2, 4, 8, 16)  # rows of the steps side by side
+MORE_COUNTS = (*COUNTS, 32, 64, 128)  # where there is room for them
+NAMES = 13  # characters of a name
+NEARER = 1.2  # times as fast as memory: such weights are in a cache
+DISTURBED = 1.5  # times the usual duration
+MOST = 2**16  # rows of the largest batch considered
+ASKED = 100  # steps whose experts are kept
+
+
+def parts_of(column: Column) -> list[Member]:
+    """The sequences of a step, the longest first."""
+    step = column.view
+    parts = [Member(request, stop - start, stop) for _, request, start, stop in step.prefill]
+    drafts = {slot: (drafted, right) for slot, drafted, right in step.drafts}
+    for slot, request in step.decode:
+        drafted, right = drafts.get(slot, (0, 0))
+        # Rows of ghosts and of wrong drafts are computed, but not counted elsewhere
+        rows = column.rows[slot] + (slot in step.ghosts) + drafted - right
+        parts.append(Member(request, 1 + drafted, rows))
+    return sorted(parts, key=lambda part: -part.rows)
+
+
+def asked_of(step: StepView) -> int:
+    return step.tokens + len(step.ghosts) + step.draft_tokens - step.accepted_tokens
+
+
+def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
+    """By layer, the number of tokens of each expert; empty if unknown: of a step with two passes
+    only the second is known, and on a GPU a chunk's padding counts as well."""
+    found = experts_in(state).get(column.step)
+    model = state.view.engine.model
+    tokens = sum(part.tokens for part in parts_of(column))
+    if found is None or len(found.layers) != model.layers:
+        return ()
+    layers = [dict(layer) for layer in found.layers]
+    inside = asked_of(column.view) if model.layers == 1 else tokens
+    return layers if sum(layers[0].values()) == model.taken * inside else ()
+
+
+def step_bill(state: State, column: Column) -> StepCost:
+    model = state.view.engine.model
+    experts = [len(layer) for layer in seen_experts(state, column)]
+    return pass_cost(model, Work.of(parts_of(column), asked_of(column.view)), experts)
+
+
+def usual_length(state: State) -> int:
+    """The mean length of the decoding sequences, or half a slot."""
+    column = state.here
+    lengths = [part.rows for part in parts_of(column) if part.tokens == 1] if column else []
+    return round(fmean(lengths)) if lengths else state.view.engine.limits.max_len // 2
+
+
+# --- in words -----------------------------------------------------------------------------------
+
+
+def scaled(value: float, unit: str) -> str:
+    """12345678, "B" -> "12.3 MB" """
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if value >= scale:
+            return f"{number(value / scale)} {prefix}{unit}"
+    return f"{number(value / 1e3)} k{unit}"
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %"
+
+
+def what_bounds(bill: StepCost, step: StepView, roof: Roof) -> str:
+    """What bounds the step, in one sentence. It does not mention caches if other programs ran while
+    the roofline was measured."""
+    floors = floors_of(bill, roof)
+    whole = step.seconds
+    if floors is None or not whole:
+        return ""
+    rate = bill.nbytes / whole
+    most = max(step.python_s, *floors)
+    python, read, multiplied = (percent(part, whole) for part in (step.python_s, *floors))
+    if most > whole:
+        return (
+            f"It was quicker than the roofline allows ({span(most)}): other programs ran when the roofline "
+            "was measured (/cost again), or the data was in a cache."
+        )
+    if most < whole / 2:
+        words = f"None of the three bounds it: reading is {read}, arithmetic {multiplied}, Python {python}. "
+        words += "The rest goes to small operations, to starting them, and to what else ran."
+    elif most == step.python_s:
+        words = f"Python is most of it: {python}. The roofline would allow {span(floors.longest)}."
+    elif most == floors.reading:
+        words = f"Reading bounds it: by the roofline that takes {read} of the time."
+    else:
+        words = f"Arithmetic bounds it: by the roofline that takes {multiplied} of the time."
+    if rate > roof.reading and not roof.others:
+        words += (
+            f" It read {scaled(rate, 'B/s')}, more than memory yields: the weights are in a cache."
+        )
+    return words
+
+
+def what_is_shared(model: ModelCost, length: int) -> str:
+    """Why eight rows cost hardly more than one."""
+    one, eight = (of_rows(model, rows, length) for rows in (1, 8))
+    shares = [scaled(bill.weights / bill.tokens, "B") for bill in (one, eight)]
+    keys = scaled(one.keys, "B")
+    words = f"The weights are read once: alone, a token pays for {shares[0]}, and one of eight for {shares[1]}."
+    if model.experts:
+        words += " (As many experts as are to be expected, each once: a cache must keep it.)"
+    return f"{words} Of keys and values each pays for its own {keys}."
+
+
+def where_it_ends(model: ModelCost, roof: Roof, length: int) -> str:
+    """From how many rows on another one costs as much as the first."""
+    ends = []
+    outweighs = first_count(lambda bill: bill.keys >= bill.weights, model, length)
+    if outweighs is not None:
+        ends.append(f"these weigh more than the weights (from {count(outweighs, 'row')} on)")
+    turns = roof.reading and first_count(
+        lambda bill: floors_of(bill, roof).multiplying > floors_of(bill, roof).reading,
+        model,
+        length,
+    )
+    if turns:
+        ends.append(f"arithmetic takes longer than reading (from {count(turns, 'row')} on)")
+    if not ends:
+        return "Nothing ends that gain here."
+    return f"The gain ends where {', or where '.join(ends)}."
+
+
+def first_count(is_so: Callable[[StepCost], bool], model: ModelCost, length: int) -> int | None:
+    """The lowest number of rows for which this holds; it holds for all higher ones."""
+    counts = range(1, MOST + 1)
+    place = bisect_left(counts, True, key=lambda rows: is_so(of_rows(model, rows, length)))
+    return counts[place] if place < len(counts) else None
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def draw(state: State, on: Canvas) -> None:
+    """Draw the cost of the step at the cursor, then of steps by number of rows."""
+    on.names = NAMES
+    column = state.here
+    model = state.view.engine.model
+    length = usual_length(state)
+    lost = column.lost if column else "Nothing has run yet. b fires a burst."
+    keys = "←→ steps  Esc"
+    if on.width >= 100:
+        step = "" if state.view.watches else "  s takes one"
+        keys = f"←→ other steps{step}  Esc back"
+    on.title("The cost of a step" if lost else f"The cost of step {column.step:,}", keys)
+    on.say(lost, on.muted)
+    if not lost:
+        draw_entries(state, on, column)
+    on.entry("roofline", roof_of(state))
+    if not lost:
+        draw_floors(state, on, column)
+    draw_counts(state, on, MORE_COUNTS if on.height >= 34 else COUNTS, length)
+    roof = state.view.engine.roof
+    on.say(f"{what_is_shared(model, length)} {where_it_ends(model, roof, length)}")
+    if not lost:
+        draw_experts(state, on, column)
+
+
+def draw_entries(state: State, on: Canvas, column: Column) -> None:
+    """Draw bytes and operations."""
+    engine = state.view.engine
+    model = engine.model
+    bill = step_bill(state, column)
+    shared = "read once"
+    if bill.tokens > 1:
+        shared += f" for all {bill.tokens:,} tokens: {scaled(bill.weights / bill.tokens, 'B')} each"
+    if engine.ranks.memory:
+        shared += f" (the share of rank 0, of {len(engine.ranks.memory)})"
+    first, *others = parts_of(column)
+    whose = f"{first.rows:,} rows of r{first.request}"
+    if others:
+        rows = [whose, *(f"{part.rows:,} r{part.request}" for part in others)]
+        whose = f"each its own: {listed(rows, 8)}"
+    products = f"{scaled(bill.products, 'FLOP')} in products"
+    entries = {
+        "weights": f"{scaled(bill.weights, 'B')} of {model.form}, {shared}",
+        "keys, values": f"{scaled(bill.keys, 'B')}, {whose}",
+        "arithmetic": f"{products}, {scaled(bill.attention, 'FLOP')} in attention",
+        "experts": experts_of(state, column, bill),
+        "window": windows_of(model, column),
+    }
+    on.entries(entries)
+
+
+def experts_of(state: State, column: Column, bill: StepCost) -> str:
+    """The number of experts read, known or expected."""
+    model = state.view.engine.model
+    if not model.experts:
+        return ""
+    seen = seen_experts(state, column)
+    words = f"{model.taken} of {model.experts:,} a token and layer"
+    chance = expected(model, bill.tokens)
+    if seen:
+        mean = number(fmean(map(len, seen)))
+        return f"{words}; read: {mean} a layer (by chance {number(chance)})"
+    which = " (a watched engine does not tell which)" if state.view.watches else ""
+    return f"{words}; expected: {number(chance)} a layer{which}"
+
+
+def windows_of(model: ModelCost, column: Column) -> str:
+    """The sliding window, if a sequence is longer."""
+    rows = max((part.rows for part in parts_of(column)), default=0)
+    if model.window is None or rows <= model.window:
+        return ""
+    return f"{model.windowed} of {model.layers} layers see {model.window:,} rows; older ones are read, and hidden"
+
+
+def roof_of(state: State) -> str:
+    """The measured roofline."""
+    roof = state.view.engine.roof
+    if not roof.reading:
+        if state.view.watches:
+            return f"not measured there; B on a screen with the server does it ({command('tui.py')} --serve)"
+        return "is being measured"
+    words = f"memory {scaled(roof.reading, 'B/s')}, arithmetic {scaled(roof.multiplying, 'FLOP/s')}"
+    if roof.again > NEARER * roof.reading:
+        source = "the weights once more" if roof.others else "the model fits a cache, which yields"
+        words += f"; {source} {scaled(roof.again, 'B/s')}"
+    if roof.others:
+        words += f"; other programs took {roof.others:.1f} cores then: /cost again"
+    return words
+
+
+def draw_floors(state: State, on: Canvas, column: Column) -> None:
+    """Draw the least time by each bound, and the measured time."""
+    step = column.view
+    roof = state.view.engine.roof
+    bill = step_bill(state, column)
+    floors = floors_of(bill, roof)
+    bars = [("Python", step.python_s, HUES[0], "░"), ("measured", step.seconds, on.text, "█")]
+    if floors:
+        reading = ("reading", floors.reading, HUES[1], "▒")
+        bars = [reading, ("arithmetic", floors.multiplying, HUES[2], "▓"), *bars]
+    longest = max(seconds for _, seconds, *_ in bars) or 1.0
+    room = on.width - NAMES - 2 - 18
+    for name, seconds, hue, glyph in bars:
+        share = percent(seconds, step.seconds) if step.seconds else "–"
+        pen = on.pen().put(f" {name:<{NAMES}}", on.muted).put(f"{span(seconds):>8}")
+        pen.put(f"{share:>7}  ", on.muted)
+        pen.put(glyph * max(1, round(seconds / longest * room)), hue)
+    on.say(what_bounds(bill, step, roof) + how_usual(state, step), bold=True)
+
+
+def how_usual(state: State, step: StepView) -> str:
+    """A note if the step took much longer than usual."""
+    usual = None if step.prefill else cost_of(state.costs.get(len(step.decode), ()))
+    if usual is None or step.seconds < DISTURBED * usual:
+        return ""
+    return f" Other steps with as many rows took {span(usual)}."
+
+
+FIGURES = (
+    Figure("rows", 5, 0),
+    Figure("bytes", 9, 3),
+    Figure("arithmetic", 12, 4),
+    Figure("roofline", 9, 1),
+    Figure("measured", 10, 0),
+    Figure("weights", 12, 0, bar=True),
+    Figure("keys", 9, 0),
+    Figure("time", 9, 0),
+)
+
+
+def draw_counts(state: State, on: Canvas, counts: Sequence[int], length: int) -> None:
+    """Draw steps by number of rows, and the share of a token."""
+    model = state.view.engine.model
+    room = on.width - 3 - sum(figure.width for figure in fitting(FIGURES, on.width - 1))
+    has_room = room > 17
+    title = f"A step by number of rows, each {length:,} long │ and what a token pays"
+    on.heading(title, "▒weights █keys and values" if has_room else "")
+    columns = on.columns(FIGURES)
+    most = of_rows(model, 1, length).nbytes
+    now = len(state.step.decode) if state.step and not state.step.prefill else 0
+    for rows in counts:
+        pen = on.row(columns, figures_of(state, rows, length), bold=rows == now)
+        if has_room:
+            bill = of_rows(model, rows, length)
+            pen.put("  ").put("▒" * round(bill.weights / rows / most * room), HUES[1])
+            pen.put("█" * max(1, round(bill.keys / rows / most * room)), HUES[3])
+
+
+def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
+    """A row of the table; measured only if this run had such a step."""
+    engine = state.view.engine
+    bill = of_rows(engine.model, rows, length)
+    floors = floors_of(bill, engine.roof)
+    seconds = cost_of(state.costs.get(rows, ()))
+    return {
+        "rows": f"{rows:,}",
+        "bytes": scaled(bill.nbytes, "B"),
+        "arithmetic": scaled(bill.operations, "FLOP"),
+        "roofline": span(floors and floors.longest),
+        "measured": span(seconds),
+        "weights": scaled(bill.weights / rows, "B"),
+        "keys": scaled(bill.keys / rows, "B"),
+        "time": span(seconds and seconds / rows),
+    }
+
+
+def draw_experts(state: State, on: Canvas, column: Column) -> None:
+    """Draw the experts of each layer with their tokens."""
+    many = state.view.engine.model.experts
+    seen = seen_experts(state, column)
+    if seen:
+        on.heading("Experts: by how many tokens each was read")
+    for i, layer in enumerate(seen):
+        whose = ", ".join(f"{expert} ×{tokens}" for expert, tokens in layer.items())
+        words = f"{len(layer):,} of {many:,}: {whose}" if layer else "no token is asked"
+        on.entry(f"layer {i}", shorten(words, on.width - NAMES - 2))
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def obey(session: PageSession, rest: str) -> None:
+    """Show the cost of the step at the cursor. The roofline is measured the first time, and again
+    with "again"."""
+    if rest not in ("", "again"):
+        raise ValueError(f"/cost {shown(rest)}: only again may follow; it measures the roofline")
+    engine = session.state.view.engine
+    if rest or not engine or not engine.roof.reading:
+        session.client.measure_roofline()
+
+
+def look(session: PageSession) -> bool:
+    """Ask for the experts of the newest step, once per step."""
+    engine = session.state.view.engine
+    newest = engine.planned if engine and engine.model.experts else None
+    known = experts_in(session.state)
+    if newest and session.handled and newest not in known:
+        known[newest] = None
+        session.client.ask_experts()
+    return False  # the answer is news
+
+
+def take(state: State, before: View) -> None:
+    if state.view.experts:
+        known = experts_in(state)
+        known[state.view.experts.step] = state.view.experts
+        for step in [*known][:-ASKED]:
+            del known[step]
+
+
+def experts_in(state: State) -> dict[int, ExpertsView | None]:
+    """The experts by step; None: asked for, not known yet."""
+    return state.kept.setdefault("cost", {})
+
+
+PAGE = Page(
+    "cost",
+    "B",
+    "Step cost",
+    "the cost of a step: bytes, arithmetic and Python, under this machine's roofline",
+    draw,
+    obey=obey,
+    example="again",
+    words=("again",),
+    own={"left": lambda state: state.move(-1), "right": lambda state: state.move(1)},
+    take=take,
+    look=look,
+    is_live=True,
+)

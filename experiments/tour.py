@@ -1,0 +1,433 @@
+"""The tour: each scene asks a question, lets the engine answer it, and explains the answer.
+
+    set the stage -> ask -> a guess -> run -> explain -> the next scene
+
+A scene uses the same lines as a user (`Session.obey`), and the tour names the keys. The player is a
+generator (`Tour._play`), and so is each scene; `Tour.look` advances it as far as possible without
+waiting. Whatever happens, `lent` restores policy, budget, pause, settings and selection, and
+cancels the tour's requests. No part of a scene takes longer than `LONGEST`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from rich.cells import cell_len
+
+from base.error_reports import describe, show_fault
+from cli.options import command
+from experiments.tour_scenes import SCENES, STOP, WAIT, Explanation, Question, Scene, Sight
+from screen.draw.canvas import Canvas
+from screen.draw.status import others_of
+from screen.draw.style import clean, shorten
+from screen.engine_view import Fault
+from screen.page import Page, PageSession
+from screen.state import State, TourText
+from screen.workload import Settings
+
+ROOT = Path(__file__).parents[1]
+HURRY = 8.0  # seconds after which a scene runs at full speed
+LONGEST = 14.0  # seconds after which it is cut short
+LEAST_SLOTS = 4  # with fewer slots there is nothing to see
+# The beginning of every scene: nothing runs, and no slot remembers anything
+CLEARED = ("/pause", "/cancel all", "/slow off", "/budget off", "/policy continuous")
+# Fields of the state that the tour changes
+FIELDS = ("settings", "prompts", "lower", "has_chosen", "zoom", "cursor", "selected")
+RUNS = "enter: at full speed · esc: leave"
+COMES = "the tour begins when the model is there"
+FAREWELL = (
+    "That was the tour. b fires a burst, r runs a race, w says why a request waited, ? explains "
+    "every key and word; and course/ladder climbs from one token to an engine in seven short programs."
+)
+
+
+# --- playing ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def lent(session: PageSession) -> Iterator[None]:
+    """Lend the engine and the screen to the tour, and restore everything afterwards."""
+    client = session.client
+    state = session.state
+    view = state.view
+    limits = view.engine.limits
+    policy = view.engine.draining_to or view.engine.policy
+    budget = None if limits == view.made_with else limits.budget
+    eases = session.eases
+    is_fresh = not state.history
+    fields = {name: getattr(state, name) for name in FIELDS}
+    session.eases = False
+    session.stays = False  # an experiment ends by itself
+    try:
+        yield
+    finally:
+        client.cancel(None)
+        client.switch(policy)
+        client.set_budget(budget)
+        client.slow(view.slow)
+        client.pause(view.paused)
+        session.eases = eases
+        session.stays = True  # the user who left the tour is there
+        if is_fresh:
+            state.begin_anew()
+        for name, value in fields.items():
+            setattr(state, name, value)
+
+
+def refuse(session: PageSession) -> None:
+    """Raise a ValueError if there can be no tour now."""
+    view = session.state.view
+    session.check_alone("tour")
+    if not session.handled:  # otherwise stale values would be restored
+        raise ValueError("the last keys have not reached the engine yet; press T again")
+    if view.busy or view.load:
+        raise ValueError(
+            "the tour needs an idle engine: X cancels all requests, l ends a steady load"
+        )
+    slots = view.engine.limits.slots if view.engine else LEAST_SLOTS
+    if slots < LEAST_SLOTS:
+        raise ValueError(
+            f"the tour needs {LEAST_SLOTS} slots, and there are {slots}; start with --slots {LEAST_SLOTS}"
+        )
+
+
+class Tour:
+    """Play scenes one after the other. No method waits. `now`: a clock, in seconds."""
+
+    def __init__(
+        self,
+        session: PageSession,
+        now: Callable[[], float] = time.monotonic,
+        scenes: Sequence[Scene] = SCENES,
+    ):
+        self.session = session
+        self.state = session.state
+        self.waits = False  # waits for the user
+        self._runs = False  # a scene runs, and can be sped up
+        self._now = now
+        self._scenes = scenes
+        self._right = 0  # correct guesses
+        self._playing = self._play()
+        self.look()
+
+    # --- the user's words
+
+    def guess(self, answer: int) -> None:
+        """Take a guess, from 1, if something was asked and there is such an answer."""
+        if self.state.tour.asks and 1 <= answer <= len(self.state.tour.answers):
+            self.seen.guess = answer
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Go on without a guess, or to the next scene. While a scene runs: run it at full speed."""
+        if self.waits:
+            self.waits = False
+            self.look()
+        elif self._runs:
+            self.seen.hurries = True
+            self.session.obey("/slow off")
+            self.session.obey("/resume")
+
+    def leave(self) -> None:
+        """Leave at once, with everything as before."""
+        self._playing.close()
+        self.state.tour = None
+
+    # --- going on by itself
+
+    def look(self) -> None:
+        """Go on as far as possible."""
+        has_failed = self.state.view.stage == "failed"
+        if has_failed or not (self.waits or next(self._playing, "over") is None):
+            self.leave()
+
+    def _play(self) -> Iterator[None]:
+        """Play the whole tour. Each `yield` lets the screen and the user act."""
+        refuse(self.session)
+        self.state.tour = TourText(0, 0, "", "", hint=COMES)
+        while self.state.view.stage != "ready":
+            yield
+        refuse(self.session)
+        with lent(self.session):
+            for number, scene in enumerate(self._scenes, 1):
+                self._number = number
+                self.scene = scene
+                try:
+                    yield from self._play_scene()
+                except ValueError as error:
+                    self._give_up(str(error))
+                except Exception as error:  # a mistake in the scene
+                    show_fault(f"the scene {self.scene.title!r} failed", error)
+                    self._give_up(f"{describe(error)}; E shows where")
+                yield from self._until_a_word()
+            self._end()
+            yield from self._until_a_word()
+
+    def _play_scene(self) -> Iterator[None]:
+        """Run the story's lines. If it is late, skip lines and waits."""
+        self._set_stage()
+        yield from self._until_a_look()
+        for line in self.scene.story(self.seen):
+            if isinstance(line, Question):
+                yield from self._ask(line)
+            elif isinstance(line, Explanation):
+                self._tell(line)
+            elif line in (WAIT, STOP):
+                if line == STOP:
+                    self._runs = False
+                    self.session.obey("/pause")
+                yield from self._until_quiet()
+            elif not self.seen.late:
+                self._do(line)
+
+    def _until_a_word(self) -> Iterator[None]:
+        self._runs = False
+        self.waits = True
+        while self.waits:
+            yield
+
+    def _until_quiet(self) -> Iterator[None]:
+        """Wait until the view shows the effect of all lines."""
+        while not self.seen.late:
+            yield from self._until_a_look()
+            if self.session.handled and not self.state.view.stepping:
+                return
+
+    def _until_a_look(self) -> Iterator[None]:
+        yield
+        spent = self._now() - self._began
+        self.seen.late = spent >= LONGEST
+        if spent >= HURRY and not self.seen.hurries:
+            self.go_on()
+        if self._runs and self.seen.found:
+            self._hint(f"{self.seen.found.so_far} · {RUNS}")
+        faults = self.state.faults[self._faults :]
+        if faults:  # a prompt was not fired
+            raise ValueError(faults[0].message)
+
+    def _do(self, line: str) -> None:
+        if len(line) > 1:
+            self.session.obey(line)
+        word = self.session.pressed(line)
+        if word not in self._pressed:
+            self._pressed.append(word)
+
+    def _set_stage(self) -> None:
+        for line in CLEARED:
+            self.session.obey(line)
+        self.state.settings = Settings(speculate=False)
+        self.state.prompts = self.scene.prompts
+        self.state.cursor = None
+        self.state.selected = 0
+        self.state.zoom = None
+        self.seen = Sight(self.state)
+        self._faults = len(self.state.faults)
+        self._pressed: list[str] = []
+        self._began = self._now()
+        self._say("The stage is being set …", "esc: leave")
+
+    # --- the tour's words
+
+    def _ask(self, question: Question) -> Iterator[None]:
+        answers = tuple(question.answers)
+        hint = f"1–{len(answers)}: your guess · enter: no guess · esc: leave"
+        self._say(question.text, hint, answers=answers, asks=True)
+        yield from self._until_a_word()
+        self._began = self._now()  # the run has a time limit of its own
+        self._runs = True
+        self._hint(f"it runs … · {RUNS}", asks=False, guess=self.seen.guess)
+        yield from self._until_a_look()
+
+    def _tell(self, told: Explanation) -> None:
+        guess = self.seen.guess
+        self._right += guess == told.right
+        self._explain(
+            told.text,
+            verdict=judged(told.right, guess, self.state.tour.answers),
+            place=line_of(*self.scene.place),
+            pressed=tuple(self._pressed),
+        )
+
+    def _give_up(self, why: str) -> None:
+        """Say that the scene failed. The tour goes on."""
+        late = f" within {LONGEST:g} s" if self.seen.late else ""
+        self._explain(f"This scene failed{late}: {clean(why)}.")
+
+    def _explain(self, text: str, **more: object) -> None:
+        # Other programs make steps slow, so say it next to figures
+        others = others_of(self.state.view)
+        note = f" · {others}" if others else ""
+        self._say(text, f"enter: go on · esc: leave{note}", **more)
+
+    def _end(self) -> None:
+        came = f"{self._right} of your guesses came true." if self._right else ""
+        hint = "enter, esc: settings and policy as they were before"
+        self._say(FAREWELL, hint, title="the end", verdict=came)
+
+    def _say(self, text: str, hint: str, title: str = "", **more: object) -> None:
+        title = title or self.scene.title
+        self.state.tour = TourText(self._number, len(self._scenes), title, text, hint=hint, **more)
+
+    def _hint(self, hint: str, **more: object) -> None:
+        self.state.tour = self.state.tour._replace(hint=hint, **more)
+
+
+def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
+    """The correct answer, and whether the user guessed it."""
+    if not 1 <= right <= len(answers):
+        return "None of the answers came true."
+    said = f"{right}, {answers[right - 1]}."
+    if guess is None:
+        return f"It was {said}"
+    return f"As you said: {said}" if guess == right else f"You said {guess}; it was {said}"
+
+
+def line_of(file: str, name: str) -> str:
+    """Where a function begins: "sched.py:234  Scheduler._admit"."""
+    begins = None
+    with suppress(OSError, UnicodeError):  # the file is being changed
+        text = (ROOT / file).read_text(encoding="utf-8")
+        begins = re.search(rf"^ *(def|static void) {name.rpartition('.')[2]}\(", text, re.MULTILINE)
+    line = f":{text.count(chr(10), 0, begins.start()) + 1}" if begins else ""
+    return f"{file}{line}  {name}"
+
+
+# --- the strip ----------------------------------------------------------------------------------
+
+
+def draw(state: State, on: Canvas) -> None:
+    """Draw the tour: a heading, a text, and as much of the rest as fits."""
+    told = state.tour
+    if told is None:
+        return
+    title = f"Tour {told.scene} of {told.scenes}: {told.title}"
+    on.heading(title, "esc leaves, and puts all back", do="own('escape')")
+    on.say(told.text)
+    draw_answers(told, on)
+    on.say(told.verdict, on.accent, True)
+    if told.place:
+        where = on.pen().put(f" {told.place}   ", bold=True)
+        words = f"by hand: {', '.join(told.pressed)}"
+        where.put(shorten(words, on.width - where.width - 1), on.muted)
+    del on.lines[on.height - 1 :]
+    hint = shorten(state.said or told.hint, on.width - 2)
+    on.pen().put(f" {hint}", on.accent if state.said else on.muted, do="own('enter')")
+
+
+def draw_answers(told: TourText, on: Canvas) -> None:
+    """Draw answers, as many per line as fit. Each can be clicked."""
+    pen = None
+    for number, answer in enumerate(told.answers, 1):
+        text = shorten(f"{number} {answer}", on.width - 4)
+        if pen is None or pen.width + cell_len(text) + 3 > on.width:
+            pen = on.pen().put(" ")
+        else:
+            pen.put("   ")
+        is_guess = told.guess == number
+        pen.put("▸" if is_guess else " ", on.accent)
+        hue = on.accent if is_guess or told.asks else on.muted
+        pen.put(text, hue, is_guess, f"own('{number}')")
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def obey(session: PageSession, rest: str) -> str:
+    if not session.has_chats:
+        raise ValueError(
+            f"the tour needs a screen; {command('tui.py')} --plain --tour tells it in lines"
+        )
+    session.state.kept["tour"] = Tour(session)
+    session.state.offers_tour = False
+    session.state.chatting = False
+    return COMES if session.state.view.stage == "loading" else ""
+
+
+def look(session: PageSession) -> bool:
+    """Advance the tour. One that was asked for while the model loaded may be refused now."""
+    state = session.state
+    told = state.tour
+    try:
+        state.kept["tour"].look()
+    except ValueError as error:
+        state.tour = None
+        state.faults.append(Fault(str(error)))
+    return state.tour is not told
+
+
+def press(state: State, act: Callable[[Tour], None]) -> None:
+    """A key of the tour."""
+    act(state.kept["tour"])
+
+
+OWN = {
+    "enter": partial(press, act=Tour.go_on),
+    "space": partial(press, act=Tour.go_on),
+    "escape": partial(press, act=Tour.leave),
+}
+for number in range(1, 5):
+    OWN[str(number)] = partial(press, act=partial(Tour.guess, answer=number))
+
+PAGE = Page(
+    "tour",
+    "T",
+    "Tour",
+    "a tour of eight scenes: each asks what will happen next, runs it, and explains it",
+    draw,
+    obey=obey,
+    pane=draw,
+    own=OWN,
+    look=look,
+    is_strip=True,
+)
+
+
+# --- without a screen ---------------------------------------------------------------------------
+
+
+def run_plain_tour(session: PageSession) -> int:
+    """Run the tour in lines: each question, a guess from standard input, the explanation."""
+    tour = Tour(session)
+    told: TourText | None = None
+    while session.state.tour:
+        now = session.state.tour._replace(hint="")  # it changes with each token of a run
+        if now != told:
+            told = now
+            print("\n".join(in_lines(session.state.tour)), flush=True)
+        elif tour.waits:
+            answer(tour, sys.stdin.readline())
+        time.sleep(0.05)
+        session.look()
+        tour.look()
+    if session.state.view.stage == "failed":
+        print(f"nanobatch: {session.state.view.error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def in_lines(told: TourText) -> list[str]:
+    """What the tour says, for the plain log."""
+    if told.answers and not told.asks:  # it runs
+        return [f"  ({clean(told.hint)})"]
+    lines = ["", f"{told.scene} of {told.scenes}: {told.title}"] if told.asks else []
+    answers = [f"  {number} {each}" for number, each in enumerate(told.answers, 1)]
+    pressed = "  ".join(told.pressed)
+    lines += filter(None, [told.text, *answers, told.verdict, told.place, pressed, told.hint])
+    return [clean(line) for line in lines]
+
+
+def answer(tour: Tour, line: str) -> None:
+    """Take a line of standard input: a number is a guess, q leaves, an empty line goes on."""
+    word = line.strip().lower()
+    if word in ("q", "quit", "/quit", "esc", "\x1b"):
+        tour.leave()
+    elif word.isdecimal() and tour.state.tour.asks:
+        tour.guess(int(word))
+    else:
+        tour.go_on()

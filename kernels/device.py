@@ -1,0 +1,174 @@
+"""The device: MLX with a fast matrix product, free memory, one stream and one lock, and the shutdown.
+
+The problem. In MLX a stream belongs to the thread that made it, running out of memory is a crash, and
+a process that exits while the device works hangs. All of that is handled here.
+
+The invariant: only this file imports MLX, after `blas_preload.py`. Every other file imports `mx` from
+here.
+"""
+
+import atexit
+import ctypes
+import gc
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+from base import cgroup
+from cli.options import install
+from kernels.blas_preload import Blas, preload
+
+
+def _fail(line: str) -> None:
+    """End a program of ours with one line; raise an ImportError with that line if another program
+    imported us. The thread in which a screen loads cannot end the program, so the screen shows it."""
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    checkout = Path(__file__).resolve().parents[1]
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(line) from None
+    if program and Path(program).resolve().parent in (checkout, checkout / "course" / "ladder"):
+        print(f"nanobatch: {line}", file=sys.stderr)
+        sys.exit(2)
+    raise ImportError(line) from None
+
+
+try:
+    blas = preload()
+except ImportError as error:
+    _fail(str(error))
+
+try:
+    import mlx.core as mx
+    from mlx.utils import tree_flatten  # noqa: F401  imported from here
+except ImportError as error:
+    if (
+        sys.platform == "linux"
+    ):  # where `pip install mlx` alone installs no backend, so no libmlx.so
+        _fail(
+            f"MLX has no backend here: run {install('cpu', 'mlx[cpu]')}. "
+            f"With an NVIDIA GPU write cuda instead of cpu. [{error}]"
+        )
+    raise
+
+if blas.library:
+    computed = blas.products
+    product = mx.matmul(mx.ones((3, 5)), mx.ones((5, 2)), stream=mx.cpu)
+    if product.tolist() != [[5.0, 5.0]] * 3 or blas.products == computed:
+        blas = Blas(
+            "mlx", why_not="this version of MLX does not call cblas_sgemm; pip install mlx==0.32.4"
+        )
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+is_gpu = mx.default_device().type == mx.DeviceType.gpu  # a test may set it
+
+
+def has_gpu() -> bool:
+    return is_gpu
+
+
+def is_batch_invariant() -> bool:
+    """Are a row's bits the same in any batch? On a CPU they are with our own product (`cpu_kernels.c`), of
+    float32 and of packed matrices."""
+    return blas.name == "rows" and not has_gpu()
+
+
+def named() -> str:
+    """The name of the GPU, or of the library that multiplies on a CPU and its kernels."""
+    return str(mx.device_info().get("device_name", "GPU")) if has_gpu() else str(blas)
+
+
+def free_memory() -> int | None:
+    """The bytes that are free, or None if that is not known. MLX crashes when memory runs out."""
+    # Of an Apple GPU or a CUDA card, MLX knows the total and what it has allocated itself
+    if has_gpu():
+        info = mx.device_info()
+        whole = info.get("max_recommended_working_set_size") or info.get("memory_size")
+        return whole and int(whole) - mx.get_active_memory()
+    if sys.platform != "linux":
+        return None
+    return int(cgroup.memory())
+
+
+def limit_cache() -> None:
+    """Limit MLX's cache of freed buffers. On a GPU it keeps those of every shape that it has seen, up
+    to 1.5 times the recommended memory."""
+    if has_gpu():
+        info = mx.device_info()
+        whole = info.get("max_recommended_working_set_size") or info.get("memory_size") or 0
+        mx.set_cache_limit(max(2**28, int(whole) // 16))
+
+
+def readable(nbytes: float) -> str:
+    """12345678 -> '11.8 MiB'"""
+    for unit in ("bytes", "KiB", "MiB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.1f} GiB"
+
+
+# --- one device, one stream, one thread at a time -----------------------------------------------
+
+# MLX binds ordinary streams to the thread that made them. This one may be used from any thread, by one
+# at a time, which the lock ensures. So an engine can be loaded in one thread and stepped in another.
+device_lock = threading.RLock()
+exiting = (
+    threading.Event()
+)  # set when the program ends; loading a model then stops at the next layer
+_stream: list[mx.Stream] = []
+_open: weakref.WeakSet = weakref.WeakSet()  # engines to close before the program ends
+
+
+def device_stream() -> mx.StreamContext:
+    """Use `with device_lock, device_stream():` around everything that touches an `mx.array`.
+
+    subtle: these are two context managers written in C, not one made of a generator. Ctrl-C may come
+    between any two lines of Python. In a generator that is about to release the lock, it would leave
+    the lock held.
+    """
+    if not _stream:
+        _stream.append(mx.new_thread_unsafe_stream(mx.default_device()))
+    return mx.stream(_stream[0])
+
+
+def synchronize() -> None:
+    """Wait until the device is idle."""
+    for stream in _stream:
+        mx.synchronize(stream)
+
+
+def give_back() -> None:
+    """Return all unreferenced memory to the system.
+
+    subtle: a server has frozen what was there after loading (`gc.freeze`), and the collector ignores
+    that. And the C library keeps freed memory for later.
+    """
+    synchronize()
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
+    mx.clear_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
+
+
+def close_at_exit(engine) -> None:
+    """Close this engine before the program ends: a process that exits while the device works hangs or
+    aborts."""
+    _open.add(engine)
+
+
+@atexit.register
+def _leave() -> None:
+    exiting.set()
+    for engine in list(_open):
+        engine.close()
+    device_lock.acquire()  # and never released: from here on nothing is started
+    synchronize()

@@ -1,0 +1,268 @@
+"""Load the library of `cpu_kernels.c` for this processor, and check that it computes what it should.
+
+The problem. `cpu_kernels.c` makes an answer independent of the other requests in a batch, which depends
+on the order of its sums. A compiler bug, or one option too many, makes a library that looks right and
+is not.
+
+The solution. There is a library for each instruction set (`build.py`), and all of them compute the
+same bits. So some products and operations are computed at start, and their hash is compared. That
+takes some milliseconds.
+
+The invariant: a library that computes anything else is never used. OpenBLAS takes its place
+(`blas_preload.py`), and the first line of a program says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import platform
+import random
+import struct
+from array import array
+from functools import cache
+
+from base.cgroup import cores
+from base.validation import read_whole
+from cli.options import IS_INSTALLED, cpuinfo
+from kernels.build import FORMS, SOURCE, library, source_hash
+
+MOST_THREADS = 16  # by default; memory bandwidth is the limit before that, and more are untested
+# The hash of what every library computes in the check, on any processor. It changes with the order of
+# a sum: the line that refuses the library names the new one.
+BITS = "fbe670e0c0032594f019eabe975d094f"
+PLAIN_BITS = (
+    "fed6aaaded46e152b339ce6d260414c5"  # without fused multiply-adds; nothing else has these
+)
+
+# Numbers and operations on rows, in the order of the `enum` in `cpu_kernels.c`
+FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, ROUNDED_4, ROUNDED_6, ROUNDED_8 = range(8)
+SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION = range(8, 14)
+ROUNDED = (ROUNDED_4, ROUNDED_6, ROUNDED_8)  # for activations in 8 bits
+LINE = 64  # bytes of the header of a packed matrix; a cache line
+ORDER = 16  # the number of partial sums of a product
+
+
+class Unbuilt(Exception):
+    """The product cannot be used here. The text gives the reason and the remedy."""
+
+
+def load(name: str = "") -> tuple[ctypes.CDLL, str]:
+    """Load the library of this form, or the best one for this processor. Return a description, too."""
+    forms = forms_here()
+    if not forms:
+        raise Unbuilt(f"cpu_kernels.c knows no processor of the kind {platform.machine()}")
+    if name and name not in forms:
+        raise Unbuilt(
+            f"this processor has no form {name!r} of cpu_kernels.c; choose among {', '.join(forms)}"
+        )
+    compiled = [form for form in forms if library(form).exists() and name in ("", form)]
+    if not compiled:
+        raise Unbuilt(f"{SOURCE.name} is not compiled; {remedy()}")
+    form = compiled[0]
+    count = threads()
+    try:
+        loaded = ctypes.CDLL(str(library(form)))
+    except OSError as error:
+        raise Unbuilt(f"the matrix product cannot be loaded ({error})") from None
+    if why := why_unfit(loaded, form):
+        raise Unbuilt(f"{library(form).name} {why}")
+    started = loaded.rows_start(count)
+    return loaded, f"{form}, {started} thread{'s' * (started > 1)}"
+
+
+def remedy() -> str:
+    if IS_INSTALLED:
+        return "with a C compiler (apt install gcc), install nanobatch from its source"
+    return f"with a C compiler (apt install gcc), run pip install -e {SOURCE.parents[1]}"
+
+
+def forms_here() -> list[str]:
+    """The forms that this processor can run, the best one first."""
+    features = processor()
+    return [
+        name
+        for name, form in FORMS.items()
+        if form.machine == platform.machine() and set(form.features.split()) <= features
+    ]
+
+
+@cache
+def processor() -> frozenset[str]:
+    """The features of the first processor."""
+    info = cpuinfo()
+    return frozenset(info.get("flags", info.get("Features", "")).split())
+
+
+# --- threads ------------------------------------------------------------------------------------
+
+
+def threads(most: int = MOST_THREADS) -> int:
+    """The number of threads that multiply: NANOBATCH_THREADS, or the number of cores available to this
+    process, up to `most`."""
+    asked = os.environ.get("NANOBATCH_THREADS", "")
+    if not asked:
+        return min(cores(), most)
+    try:
+        return read_whole("NANOBATCH_THREADS", asked, 1, 1024)
+    except ValueError as error:
+        raise ImportError(str(error)) from None
+
+
+# --- the check ----------------------------------------------------------------------------------
+
+# M, N, K: each height of a tile, incomplete vectors, and a long sum
+SHAPES = [(1, 5, 3), (1, 9, 35), (2, 4, 16), (5, 9, 33), (6, 8, 40), (7, 37, 17), (13, 3, 20)]
+SHAPES += [(9, 130, 40), (3, 6, 1100)]
+# Of packed matrices: the form of the weights, their bits, the form of the scales
+PACKED = [(FLOAT16, 16, FLOAT32), (BFLOAT16, 16, FLOAT32)]
+for _scales in (FLOAT32, FLOAT16, BFLOAT16):
+    PACKED += [(FOUR_BITS, 4, _scales), (EIGHT_BITS, 8, _scales)]
+# Of matrices for activations in 8 bits: form, bits, N, K and group
+PANELS = [(ROUNDED_4, 4, 21, 2176, 64), (ROUNDED_6, 6, 5, 96, 16), (ROUNDED_8, 8, 18, 1152, 128)]
+
+
+def why_unfit(loaded: ctypes.CDLL, form: str) -> str:
+    """Why this library cannot be used; empty if it can."""
+    if compiled_from(loaded) != source_hash(form):
+        return f"was compiled from another {SOURCE.name}; {remedy()}"
+    expected = PLAIN_BITS if form == "plain" else BITS
+    found = computed(loaded)
+    if found == expected:
+        return ""
+    return f"does not multiply right: its hash is {found}, and should be {expected}"
+
+
+def compiled_from(loaded: ctypes.CDLL) -> str:
+    try:
+        return (ctypes.c_char * 65).in_dll(loaded, "rows_source").value.decode()
+    except ValueError:  # no library of ours
+        return ""
+
+
+def computed(library: ctypes.CDLL) -> str:
+    """The hash of what the library computes from the same numbers everywhere.
+
+    Both layouts, weights packed in each form, each operation; one row, few and many. These products
+    are too small to be divided among threads, so no thread need run yet.
+    """
+    draw = random.Random(0)
+    seen = hashlib.sha256()
+
+    def multiply(
+        x: array, w: array, M: int, N: int, K: int, turned: bool = False, begin: int = 0
+    ) -> None:
+        """x (M, K) times W: (N, K), or (K, N) if turned, or the memory of a packed one, which may begin
+        at a later byte."""
+        y = array("f", [math.nan]) * (M * N)  # must be overwritten
+        x_at, w_at, y_at = (ctypes.c_void_p(each.buffer_info()[0]) for each in (x, w, y))
+        layout = (111, N) if turned else (112, K)
+        w_at.value += begin
+        sizes = (M, N, K, ctypes.c_float(1), x_at, K, w_at, layout[1])
+        library.cblas_sgemm(101, 111, layout[0], *sizes, ctypes.c_float(0), y_at, N)
+        seen.update(str(y.tolist()).encode())  # as text, in which a NaN has no sign
+
+    for M, N, K in SHAPES:
+        w = drawn(draw, N * K)
+        for turned in (False, True):
+            multiply(drawn(draw, M * K), w, M, N, K, turned)
+    for form, bits, form_of_scales in PACKED:
+        N, K, group = (6, 75, 75) if bits == 16 else (6, 96, 32)
+        w = packed(library, draw, form, bits, form_of_scales, N, K, group)
+        for M in (1, 4, 5, 25):
+            multiply(drawn(draw, M * K), w, M, N, K)
+    for form, bits in ((FOUR_BITS, 4), (EIGHT_BITS, 8)):  # more groups than are unpacked at once
+        N, K = 5, 2112
+        w = packed(library, draw, form, bits, FLOAT16, N, K, 32)
+        for M in (1, 21):
+            multiply(drawn(draw, M * K), w, M, N, K)
+    for form, bits, N, K, group in PANELS:
+        for scales in (FLOAT32, FLOAT16, BFLOAT16):
+            w = packed(library, draw, form, bits, scales, N, K, group)
+            for M in range(1, 10):
+                x = drawn(draw, M * K, 3)
+                x[-1], x[-K] = (math.nan, 1e30) if M == 9 else (0, 0)
+                multiply(x, w, M, N, K)
+    for operation in (SOFTMAX, SWIGLU, GEGLU, NORM, CAP):
+        for M, N in ((1, 1), (3, 5), (4, 75)):
+            K = N if operation in (SOFTMAX, NORM, CAP) else 2 * N
+            w = array("f", bytes(LINE)) + drawn(draw, N)  # of a norm, the weights
+            at = ctypes.c_void_p(w.buffer_info()[0])
+            library.rows_operation(at, operation, N, ctypes.c_float(0.3))
+            x = drawn(draw, M * K, 150)  # some powers are too large or too small for a float32
+            if M > 1:
+                x[0] = math.nan
+                x[-1] = -math.inf  # as a masked score
+            # MLX takes a matrix of one number for a turned one
+            multiply(x, w, M, N, K, turned=K == 1)
+    for form, Dh, group in ((FLOAT32, 20, 1), (FLOAT16, 33, 3), (FLOAT16, 64, 7)):
+        x, slab = attention_of(library, draw, form, Dh, group)
+        K = len(x) // len(TOKENS)
+        multiply(x, slab, len(TOKENS), K - 4, K, begin=len(slab) - LINE)
+    return seen.hexdigest()[:32]
+
+
+# Of attention: slot, first row, last row, cap. A chunk, and single tokens
+TOKENS = [(1, 0, row, 0) for row in range(90, 97)]
+TOKENS += [(0, 0, 0, 0), (0, 70, 99, 0), (1, 2, 65, 30)]
+
+
+def attention_of(
+    library: ctypes.CDLL, draw: random.Random, form: int, Dh: int, group: int
+) -> tuple[array, array]:
+    """Random queries for attention, and the memory of a slab that ends with its label."""
+    slots, heads, rows = 2, 2, 105
+    slab = array("B", written(drawn(draw, slots * 2 * heads * rows * Dh), form))
+    at = ctypes.c_void_p(slab.buffer_info()[0])
+    library.rows_slab(at, form, slots, heads, rows, Dh, ctypes.c_float(Dh**-0.5))
+    x = array("f")
+    for token in TOKENS:
+        x += drawn(draw, group * heads * Dh, 3) + array("f", token)
+    return x, slab
+
+
+def drawn(draw: random.Random, count: int, most: float = 1) -> array:
+    return array("f", [most * (2 * draw.random() - 1) for _ in range(count)])
+
+
+def packed(
+    library: ctypes.CDLL,
+    draw: random.Random,
+    form: int,
+    bits: int,
+    form_of_scales: int,
+    N: int,
+    K: int,
+    group: int,
+) -> array:
+    """The memory of a packed matrix of random numbers."""
+    rows = -(-N // ORDER) * ORDER if form in ROUNDED else N  # panels are whole
+    if bits == 16:
+        weights = written(drawn(draw, N * K), form)
+    else:
+        weights = ctypes.create_string_buffer(rows * library.rows_width(form, ctypes.c_long(K)))
+        in_a_file = draw.randbytes(N * K * bits // 8)
+        library.rows_lay(in_a_file, bits, weights, form, ctypes.c_long(N), ctypes.c_long(K))
+    memory = bytes(LINE)
+    places = []  # of weights, scales and offsets, in lines
+    for part in (
+        weights,
+        *(written(drawn(draw, rows * K // group), form_of_scales) for _ in range(2)),
+    ):
+        places.append(len(memory) // LINE)
+        memory += bytes(part) + bytes(-len(part) % LINE)
+    matrix = array("B", memory + bytes(LINE))
+    at = ctypes.c_void_p(matrix.buffer_info()[0])
+    library.rows_pack(at, form, form_of_scales, N, K, group, *places[1:])
+    return matrix
+
+
+def written(numbers: array, form: int) -> bytes:
+    """The bytes of numbers in this form."""
+    if form == FLOAT16:
+        return struct.pack(f"={len(numbers)}e", *numbers)
+    if form == BFLOAT16:  # the upper half of each
+        return array("H", numbers.tobytes())[1::2].tobytes()
+    return numbers.tobytes()

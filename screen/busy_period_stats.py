@@ -1,0 +1,99 @@
+"""The statistics of a busy period: requests, tokens, time, waits, and the useful part of the work.
+
+Times are the engine's, so pauses and slow motion do not count; interruptions do, except in the
+makespan, which adds up undisturbed step times as a race does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.snapshot import RequestView, percentile
+from screen.draw.style import number, span
+from screen.timeline_columns import Column
+
+Price = Callable[[int, int], float]  # (rows, chunks) -> undisturbed seconds of a step
+KEPT = 10_000  # waits and gaps of a period that are kept for percentiles
+
+
+@dataclass
+class Period:
+    """From the first request after an idle time to the last token before the next."""
+
+    began: float
+    ended: float = 0.0
+    first_step: int = 0
+    last_step: int = 0
+    over: bool = False
+    policies: dict[str, None] = field(default_factory=dict)  # in the order of the run
+    requests: int = 0
+    lost: int = 0  # of these, cancelled or failed
+    tokens: int = 0
+    useful: int = 0  # slots at work for a request, added up over all steps
+    cells: int = 0  # all slots of all steps
+    # Of steps: (decoding rows, chunks)
+    kinds: Counter[tuple[int, int]] = field(default_factory=Counter)
+    ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    # From each token to the next one of the answer
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def take_step(self, step: Column) -> None:
+        """A slot decodes in every step, so its tokens are as far apart as the ends of two steps."""
+        if self.cells:
+            tokens = len(step.view.decode) - len(step.view.ghosts)
+            self.gaps.extend([step.ended - self.ended] * tokens)
+        self.ended = step.ended
+        self.tokens += step.tokens
+        self.useful += step.useful
+        self.first_step = self.first_step or step.step
+        self.last_step = step.step
+        self.cells += step.steps * len(step.cells)
+        self.policies |= {step.view.policy: None}
+        self.kinds[len(step.view.decode), len(step.view.prefill)] += 1
+
+    def take_request(self, request: RequestView) -> None:
+        self.began = min(self.began, request.arrived)
+        self.requests += 1
+        self.lost += request.reason in ("cancelled", "error")
+        if request.metrics.ttft_s is not None:
+            self.ttfts.append(request.metrics.ttft_s)
+
+    def makespan(self, price: Price) -> float:
+        """The seconds of its steps without interruptions."""
+        return sum(many * price(*kind) for kind, many in self.kinds.items())
+
+    @property
+    def figures(self) -> dict[str, str]:
+        """As texts, all but the makespan, which needs prices."""
+        took = self.ended - self.began
+        return {
+            "policy": ", ".join(self.policies),
+            "requests": f"{self.requests:,}",
+            "lost": f"{self.lost:,}",
+            "tokens": f"{self.tokens:,}",
+            "took": span(took),
+            "tok/s": number(self.tokens / took if took > 0 else None),
+            "TTFT p50": span(percentile(self.ttfts, 0.5)),
+            "TTFT p95": span(percentile(self.ttfts, 0.95)),
+            "gap p95": span(percentile(self.gaps, 0.95)),
+            "useful": f"{100 * self.useful / self.cells:.0f} %" if self.cells else "–",
+        }
+
+
+def words(period: Period) -> list[str]:
+    """The same figures as phrases, the most important first."""
+    figures = period.figures
+    ended = f"{figures['requests']} request{'s' * (period.requests != 1)}"
+    ended += f" ({figures['lost']} cut short)" if period.lost else ""
+    return [
+        ended,
+        f"{figures['tokens']} tokens",
+        figures["took"],
+        f"{figures['tok/s']} tok/s",
+        f"TTFT p50 {figures['TTFT p50']}",
+        f"p95 {figures['TTFT p95']}",
+        f"gap p95 {figures['gap p95']}",
+        f"useful {figures['useful']}",
+    ]

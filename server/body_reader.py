@@ -1,0 +1,375 @@
+"""Validate a client's JSON body, field by field.
+
+A field may be missing, null, of a wrong type, deeply nested, huge, or unknown. `BodyReader` reads a
+field as a string, a number, a list and so on; a wrong value raises `APIError` with its place, the
+value and what is allowed. It remembers which fields were read, and `reject_unknown` refuses all
+others, unless they ask for nothing. A bad body raises `APIError` and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from base.validation import shown, whole
+from cli.options import command
+from text.tool_parser import loads
+
+MAX_BRACKETS = 100_000  # brackets, braces and colons in a body, strings included
+# In one request
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1000
+MAX_TOOLS = 128
+MAX_MESSAGES = 2048  # including parts of messages
+# These change nothing in an answer: names, notes for billing, hints for a cache.
+IGNORED = {
+    "client_metadata",
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+}
+KINDS = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
+
+
+class Field(NamedTuple):
+    """What a field may hold: a type, a default, and bounds of a whole number."""
+
+    kind: type = object
+    default: Any = None  # of a missing field
+    least: int = 0
+    most: int = sys.maxsize
+
+
+class APIError(Exception):
+    """An error response. OpenAI's clients have an exception for each status."""
+
+    TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # noqa: RUF012
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        **headers: str | None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items() if value}
+
+    @property
+    def body(self) -> dict:
+        kind = self.TYPES.get(self.status, "invalid_request_error")
+        error = {
+            "message": self.message,
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+
+def invalid(param: str | None, words: str, code: str = "invalid_value") -> APIError:
+    return APIError(400, words, code, param)
+
+
+def param_of(place: str) -> str:
+    """The body's field that a place is in: "messages" for "messages[0].content"."""
+    return re.split(r"[.\[]", place, maxsplit=1)[0][:100]
+
+
+def bad(place: str, value: Any, what: str) -> APIError:
+    param = param_of(place)
+    if value is None:
+        return invalid(param, f"{place} is missing; give {what}", "missing_parameter")
+    return invalid(param, f"{place} = {shown(value)}, but it must be {what}")
+
+
+def check_count(name: str, count: int, what: str, most: int) -> None:
+    """Refuse too many entries before any of them is looked at."""
+    if count > most:
+        raise invalid(name, f"{name} has {count:,} {what}, but there may be at most {most:,}")
+
+
+class BodyReader:
+    """An object of a client's body. A field that is null counts as missing.
+
+    `place`: where the object is in the body; empty for the body itself.
+    """
+
+    def __init__(self, value: Any, place: str = ""):
+        if not isinstance(value, dict):
+            raise bad(place, value, "an object")
+        self.fields = {name: field for name, field in value.items() if field is not None}
+        self._place = f"{place}." if place else ""
+        self._known: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field of any type."""
+        self._known.add(name)
+        return self.fields.get(name, default)
+
+    def read(self, name: str, kind: type, default: Any = None) -> Any:
+        """A field of this type. Without a default it is required."""
+        value = self.get(name, default)
+        if type(value) is not kind:
+            raise self.bad(name, KINDS[kind])
+        return value
+
+    def whole(
+        self, name: str, least: int, most: int = sys.maxsize, default: int | None = None
+    ) -> int | None:
+        value = self.get(name)
+        if value is None:
+            return default
+        place = self._place + name
+        try:
+            return whole(place, value, least, most)
+        except ValueError as error:
+            raise invalid(param_of(place), str(error)) from None
+
+    def table(self, fields: Mapping[str, Field]) -> dict[str, Any]:
+        """The values of these optional fields."""
+        found = {}
+        for name, (kind, default, least, most) in fields.items():
+            if kind is int:
+                found[name] = self.whole(name, least, most, default)
+            elif kind is object:
+                found[name] = self.get(name, default)
+            else:
+                found[name] = self.read(name, kind, default)
+        return found
+
+    def one_of(self, name: str, values: Collection[str], default: str | None = None) -> str:
+        value = self.get(name, default)
+        if not isinstance(value, str) or value not in values:
+            raise self.bad(name, f"one of {', '.join(values)}")
+        return value
+
+    def inner(self, name: str) -> BodyReader:
+        """An object in a field, empty if the field is missing. Without a name: this object."""
+        if not name:
+            return self
+        return BodyReader(self.get(name, {}), self._place + name)
+
+    def items(self, name: str, default: list | None = None) -> list[BodyReader]:
+        """A list of objects in a field."""
+        values = self.read(name, list, default)
+        return [BodyReader(value, f"{self._place}{name}[{i}]") for i, value in enumerate(values)]
+
+    def text(self, name: str, default: str | None = None, kinds: Sequence[str] = ("text",)) -> str:
+        """A string, or a list of text parts of these types, joined."""
+        value = self.get(name, default)
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise self.bad(name, "a string or a list of text parts")
+        return text_of(self.items(name), kinds)
+
+    def some(self, names: Sequence[str]) -> dict[str, Any]:
+        """Those of these fields that are present."""
+        self._known.update(names)
+        return {name: self.fields[name] for name in names if name in self.fields}
+
+    def bad(self, name: str, what: str) -> APIError:
+        return bad(self._place + name, self.fields.get(name), what)
+
+    def unsupported(self, name: str, words: str) -> APIError:
+        """`name`: any string of the client's, perhaps very long."""
+        words = f"{self._place}{shown(name).strip(chr(39))} {words}"
+        return invalid(param_of(self._place + name), words, "unsupported_parameter")
+
+    def reject_unknown(
+        self, neutral: Mapping[str, Sequence] = {}, ignored: Collection[str] = IGNORED
+    ) -> None:
+        """Refuse all fields that were not read, unless they ask for nothing: values that are false,
+        zero or empty, `neutral` values, `ignored` fields."""
+        for name, value in self.fields.items():
+            asks = any(value.values()) if isinstance(value, dict) else value
+            is_known = name in self._known or name in ignored
+            if asks and not is_known and value not in neutral.get(name, ()):
+                raise self.unsupported(
+                    name, f"= {shown(value)} is not supported here; leave it out"
+                )
+
+
+def text_of(parts: Sequence[BodyReader], kinds: Sequence[str] = ("text",)) -> str:
+    texts = []
+    for part in parts:
+        kind = part.read("type", str)
+        if kind not in kinds:
+            raise part.unsupported("type", f"= {shown(kind)}, but only text can be read here")
+        texts.append(part.read("text", str))
+    return "".join(texts)
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON without NaN and 1e999, which Python would accept, and write so that no other
+    parser reads them."""
+    return json.loads(text, parse_constant=number_of, parse_float=number_of)
+
+
+def number_of(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number of JSON")
+    return number
+
+
+def read_json(body: bytes) -> BodyReader:
+    # From 4 MiB of "[]," Python makes a million lists, holding the GIL for half a second
+    marks = sum(map(body.count, (b"[", b"{", b":")))
+    if marks > MAX_BRACKETS:
+        words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MAX_BRACKETS:,}"
+        raise APIError(413, words, "request_too_large")
+    try:
+        values = parse_json(body.decode("utf-8-sig"))
+        if not isinstance(values, dict):
+            raise ValueError(f"it is {shown(values)}, but it must be an object")
+        return BodyReader(values)
+    except UnicodeDecodeError as error:
+        words = f"it is no UTF-8 at byte {error.start}"
+    except RecursionError:
+        words = "it is nested too deep"
+    except ValueError as error:
+        words = str(error).partition("; use sys")[0][:200]  # that is no advice for a client
+    raise APIError(400, f"the body is no valid JSON: {words}", "invalid_json")
+
+
+# --- fields that several protocols have -----------------------------------------------------------
+
+
+def read_body(body: bytes, names: Sequence[str]) -> BodyReader:
+    """`names`: the model's. A star matches any."""
+    request = read_json(body)
+    check_model(request.get("model", names[0]), names)
+    return request
+
+
+def check_model(model: Any, names: Sequence[str]) -> None:
+    if not isinstance(model, str):
+        raise bad("model", model, "a string")
+    if model not in names and "*" not in names:
+        words = f"the model {shown(model, 200)} does not exist here; there is {names[0]!r}, also as 'default'"
+        words += f"; {command('serve.py')} --alias gives it more names"
+        raise APIError(404, words, "model_not_found", "model")
+
+
+def conversation(request: BodyReader, name: str) -> list[BodyReader]:
+    """Messages: at least one, and not too many, since a template takes time even for an empty
+    message."""
+    messages = request.read(name, list)
+    if not messages:
+        raise request.bad(name, "a list of at least one message")
+    count = len(messages)
+    for message in messages:
+        if isinstance(message, dict):
+            parts = (message.get("content"), message.get("tool_calls"))
+            count += sum(len(part) for part in parts if isinstance(part, list))
+    check_count(name, count, "messages and parts of messages", MAX_MESSAGES)
+    return request.items(name)
+
+
+def read_stop(request: BodyReader, name: str) -> list[str]:
+    """Stop strings. `SamplingParams` would take a number for a token id."""
+    stops = request.get(name, [])
+    stops = [stops] if isinstance(stops, str) else request.read(name, list, [])
+    check_count(name, len(stops), "texts", MAX_STOPS)
+    for stop in stops:
+        if not isinstance(stop, str) or not 0 < len(stop) <= MAX_STOP_LENGTH:
+            what = f"texts, none empty or longer than {MAX_STOP_LENGTH:,} characters"
+            raise request.bad(name, what)
+    return stops
+
+
+def read_form(values: BodyReader, name: str, inner: str = "") -> dict[str, Any]:
+    """The JSON form of an answer as `SamplingParams.grammar`; empty if any text will do.
+
+    `inner`: the form's field with the schema; empty if the form holds the schema itself.
+    """
+    form = values.inner(name)
+    kind = form.one_of("type", ("text", "json_object", "json_schema"), "text")
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json": {"type": "object"}}
+    return {"json": form.inner(inner).read("schema", dict)}
+
+
+def read_tools(
+    request: BodyReader,
+    inner: str = "",
+    schema: str = "parameters",
+    type: str = "function",
+    words: Mapping[str, str] = {},
+) -> tuple[list[dict], list[dict]]:
+    """The tools for the model, as templates take them, and those of which it must call one.
+
+    `inner`: the tool's field with name and description; empty if the tool holds both itself.
+    `schema`: the field of the parameters.
+    `type`: the only supported type of tool.
+    `words`: the protocol's own words for "required" and "function" in `tool_choice`.
+    """
+    tools = request.items("tools", [])
+    check_count("tools", len(tools), "tools", MAX_TOOLS)
+    found = []
+    for tool in tools:
+        kind = tool.read("type", str, type)
+        if kind != type:
+            raise tool.unsupported(
+                "type", f"= {shown(kind)}, but only functions can be called here"
+            )
+        own = tool.inner(inner)
+        name = own.read("name", str)
+        if not re.fullmatch(r"[a-zA-Z0-9_.-]{1,128}", name):
+            raise own.bad("name", "at most 128 letters, digits, '_', '-' and '.'")
+        function = {"name": name, "description": own.read("description", str, "")}
+        parameters = own.read(schema, dict, {"type": "object", "properties": {}})
+        if parameters.get("type", "object") != "object":
+            raise own.bad(schema, "a JSON schema of the type 'object'")
+        function["parameters"] = parameters
+        found.append({"type": "function", "function": function})
+    return choose_tools(request, found, inner, words)
+
+
+def choose_tools(
+    request: BodyReader, tools: list[dict], inner: str, words: Mapping[str, str]
+) -> tuple[list[dict], list[dict]]:
+    """Apply `tool_choice`."""
+    kind = request.get("tool_choice", "auto")
+    name = None
+    if isinstance(kind, dict):
+        choice = request.inner("tool_choice")
+        kind = choice.get("type")
+        name = choice.inner(inner).get("name")
+    kind = words.get(str(kind), kind)
+    if kind == "none":
+        return [], []
+    if kind == "auto":
+        return tools, []
+    wanted = tools if kind == "required" else []
+    if kind == "function":
+        wanted = [tool for tool in tools if tool["function"]["name"] == name]
+    if not wanted:
+        raise request.bad("tool_choice", "none, auto, required, or the name of one of the tools")
+    return tools, wanted
+
+
+def call_of(id: str, function: BodyReader, field: str = "arguments") -> dict:
+    """An assistant's earlier call as templates take it. The arguments may be an object or its JSON."""
+    arguments = function.get(field)
+    if isinstance(arguments, str):
+        arguments = loads(arguments or "{}")
+    if not isinstance(arguments, dict):
+        raise function.bad(field, "an object, or JSON of one")
+    called = {"name": function.read("name", str), "arguments": arguments}
+    return {"id": id, "type": "function", "function": called}

@@ -1,0 +1,54 @@
+"""POST /v1/embeddings: OpenAI's protocol for embeddings.
+
+A text is a prompt without an answer, and its choice ends in the engine's own steps. `Answer.submit`
+submits a few texts at a time, so that chats need not wait for thousands of them.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+
+from engine.unit_vector import unit
+from server.body_reader import invalid, read_body
+from server.choice import Choice
+from server.openai import read_prompts
+from server.protocol_adapter import ParsedRequest, ProtocolAdapter, Usage
+
+MAX_TEXTS = 2048  # texts in one request
+
+
+def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
+    request = read_body(body, names)
+    prompts = read_prompts(request, "input", MAX_TEXTS)
+    form = request.one_of("encoding_format", ("float", "base64"), "float")
+    dimensions = request.whole("dimensions", 1)
+    request.reject_unknown()
+    settings = {"embeds": True}
+    return ParsedRequest(
+        prompts, settings=settings, fields={"form": form, "dimensions": dimensions}
+    )
+
+
+class Embedding(ProtocolAdapter):
+    """The body with the embeddings. There is no stream."""
+
+    parse_request = staticmethod(parse_request)
+    prompt = "input"
+    form = "encoding_format"
+    prefix = "embd-"
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
+        data = []
+        for index, choice in enumerate(choices):
+            try:
+                vector = unit(choice.handle.vector, self._parsed.fields["dimensions"])
+            except ValueError as error:
+                raise invalid("dimensions", str(error)) from None
+            # Clients expect little-endian bytes, and MLX runs on no other machine
+            written = vector.tolist()
+            if self._parsed.fields["form"] == "base64":
+                written = base64.b64encode(vector).decode()
+            data.append({"object": "embedding", "index": index, "embedding": written})
+        counts = {"prompt_tokens": usage.prompt, "total_tokens": usage.prompt}
+        return {"object": "list", "data": data, "model": self._model, "usage": counts}

@@ -1,0 +1,103 @@
+"""What a container leaves of the machine: the narrowest of the groups around this process, in both
+versions of the files that say so."""
+
+from pathlib import Path
+
+import pytest
+
+from base import cgroup
+
+
+def laid_out(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "files, cores",
+    [
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, float("inf")),
+        # The group around it is narrower.
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/cpu.max": "800000 100000\n",
+                "sys/fs/cgroup/a/cpu.max": "300000 100000\n",
+            },
+            3,
+        ),
+        # Version 1, beside groups that limit other things.
+        (
+            {
+                "proc/self/cgroup": "7:memory:/x\n4:cpu,cpuacct:/x\n0::/\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu/x/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:cpu:/\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            float("inf"),
+        ),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "nonsense\n"}, float("inf")),
+        ({}, float("inf")),
+    ],
+)
+def test_a_control_groups_quota_is_found(tmp_path, files, cores):
+    laid_out(tmp_path, files)
+    assert cgroup.quota(tmp_path) == cores
+
+
+MACHINE = {"proc/meminfo": "MemTotal:       99 kB\nMemAvailable:       8 kB\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, 8192),
+        # What a group holds of files can be taken from it at any moment.
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": "5000\n",
+                "sys/fs/cgroup/memory.current": "4000\n",
+                "sys/fs/cgroup/memory.stat": "anon 900\nactive_file 1000\ninactive_file 2000\n",
+            },
+            4000,
+        ),
+        # A service's limit is not at the root.
+        (
+            {
+                "proc/self/cgroup": "0::/system.slice/server\n",
+                "sys/fs/cgroup/system.slice/server/memory.max": "max\n",
+                "sys/fs/cgroup/system.slice/server/memory.current": "100\n",
+                "sys/fs/cgroup/system.slice/memory.max": "3000\n",
+                "sys/fs/cgroup/system.slice/memory.current": "1000\n",
+            },
+            2000,
+        ),
+        # Version 1, in a container: the group has another path there than outside.
+        (
+            {
+                "proc/self/cgroup": "4:memory:/docker/x\n1:cpu:/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "2000\n",
+                "sys/fs/cgroup/memory/memory.stat": "active_file 1\ntotal_active_file 500\n",
+            },
+            3500,
+        ),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "5000\n"}, 8192),
+    ],
+)
+def test_the_memory_that_groups_leave_is_found(tmp_path, files, free):
+    """Files that had been read counted as taken, so the second start in a container was refused. A
+    service's limit was not seen, nor one of version 1: the process was killed there."""
+    laid_out(tmp_path, MACHINE | files)
+    assert cgroup.memory(tmp_path) == free

@@ -1,0 +1,91 @@
+"""`--config`: which options a file gives to which program, and what is said of a wrong file."""
+
+import pytest
+
+import serve
+from cli import config_file
+from cli import options as cli
+
+FILE = """
+model = "owner/one"
+slots = 2
+
+[serve]
+port = 8001
+alias = ["gpt-4o", "other"]
+embeddings = true
+
+[ask]
+temperature = 0.7
+chat = false
+
+[models."owner/one"]
+max_len = 512
+
+[models."owner/two"]
+slots = 8
+
+[models."owner/two".ask]
+temperature = 0
+"""
+
+
+def expanded(tmp_path, program: str, *arguments: str, text: str = FILE) -> list[str]:
+    (tmp_path / "my.toml").write_text(text)
+    parser = cli.CommandLine("serve.py")
+    for name in ("alias", "config", "max-len", "model", "port", "slots", "temperature"):
+        parser.add_argument(f"--{name}", action="append")
+    for name in ("chat", "embeddings"):
+        parser.add_argument(f"--{name}", action="store_true")
+    given = ["--config", str(tmp_path / "my.toml"), *arguments]
+    words = config_file.expand(parser, program, given)
+    assert words[-len(given) :] == given
+    return words[: -len(given)]
+
+
+@pytest.mark.parametrize(
+    "program, arguments, words",
+    [
+        ("screen", "", "--model=owner/one --slots=2 --max-len=512"),
+        ("ask", "", "--model=owner/one --slots=2 --temperature=0.7 --max-len=512"),
+        ("ask", "--model owner/two", "--model=owner/one --slots=8 --temperature=0"),
+        ("screen", "--model demo", "--model=owner/one --slots=2"),
+        (
+            "serve",
+            "",
+            "--model=owner/one --slots=2 --port=8001 --alias=gpt-4o --alias=other --embeddings "
+            "--max-len=512",
+        ),
+    ],
+)
+def test_special_table_wins(tmp_path, program, arguments, words):
+    assert expanded(tmp_path, program, *arguments.split()) == words.split()
+
+
+def test_command_line_wins(tmp_path):
+    (tmp_path / "my.toml").write_text("slots = 3\nport = 8001\nalias = ['a']\n")
+    file = str(tmp_path / "my.toml")
+    args = serve.parse_arguments(["--config", file, "--port", "8002", "--alias", "b"])
+    assert (args.slots, args.port, args.alias) == (3, 8002, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("slot_count = 3", "serve has no option 'slot-count'"),
+        ("slot = 3", "serve has no option 'slot'"),
+        ("[model.demo]\nslots = 3", "[model] is no table; use models, ask, serve, screen"),
+        ("slots = 0", "--slots = '0', but it must be"),
+        ("slots = 2026-01-01", "slots: give a text, a number"),
+        ("slots =", "Invalid value"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_wrong_file_gets_one_line(tmp_path, capsys, text, said):
+    file = tmp_path / "my.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit) as exit:
+        serve.parse_arguments(["--config", str(file)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and line.startswith("nanobatch: ") and said in line

@@ -1,0 +1,244 @@
+"""A conversation in lines (`ask.py --chat`): what the model is shown, what is never cut in silence,
+and a terminal's keys."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from harness import exactly
+from processes import run
+from terminals import Terminal
+
+from cli.terminal_chat import Conversation, Dialogue, History, begin, history_file
+from nanobatch import Engine, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+SHORT = exactly(12)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine.load("demo", slots=1, max_len=160) as engine:
+        yield engine
+
+
+def talk(engine: Engine, *lines: str, sampling: SamplingParams = SHORT) -> tuple[Dialogue, str]:
+    """These lines, typed one after the other, and what was written."""
+    typed = iter(lines)
+    written = []
+
+    def read(asked: str) -> str:
+        written.append(asked)
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    dialogue = Dialogue(engine, sampling, read, written.append)
+    assert dialogue.run() == 0
+    return dialogue, "".join(written)
+
+
+def test_question_continues_the_conversation(engine):
+    """Each prompt holds everything said before."""
+    dialogue, said = talk(engine, "Count from 3 to 5.", "And back?")
+    first, second = dialogue.talk.turns[1]["content"], dialogue.talk.turns[3]["content"]
+    alone = [{"role": "user", "content": "Count from 3 to 5."}]
+    both = [
+        *alone,
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "And back?"},
+    ]
+    for messages, answer in ((alone, first), (both, second)):
+        assert engine.submit(messages, SHORT).result().text == answer
+        assert answer in said
+
+
+def test_system_message_survives_new(engine):
+    """A new conversation keeps it."""
+    dialogue, _ = talk(engine, "/system Be brief.", "Why batch?", "/new", "Who are you?")
+    roles = [message["role"] for message in dialogue.talk.messages()]
+    assert roles == ["system", "user", "assistant"]
+    assert dialogue.talk.messages()[1]["content"] == "Who are you?"
+    dialogue, _ = talk(engine, "/system Be brief.", "/system")
+    assert dialogue.talk.messages() == []
+
+
+def test_drop_makes_room(engine):
+    """The question waits, and is asked again as soon as the oldest one is forgotten."""
+    long = "Count from 3 to 5. " * 11
+    sampling = exactly(60)
+    dialogue, said = talk(engine, long, long, "/drop", sampling=sampling)
+    assert "tokens are left: /drop and /new make room" in said
+    assert re.search(
+        r"the conversation has \d+ tokens, and a slot holds 160, answer included: /drop", said
+    )
+    assert "forgotten: 'Count from" in said
+    assert [turn["content"] for turn in dialogue.talk.turns][:1] == [long]
+    assert len(dialogue.talk.turns) == 2 and dialogue.waiting == ""
+
+
+def test_question_longer_than_a_slot_is_kept(engine):
+    """It can be edited and asked again."""
+    dialogue, said = talk(engine, "word " * 400, "/drop", "Why batch?")
+    assert "a slot holds 160" in said and len(dialogue.talk.turns) == 2
+
+
+def test_several_lines_are_one_question(engine):
+    dialogue, said = talk(engine, '"""Count', "from 3", 'to 5."""', "", "   ")
+    assert dialogue.talk.turns[0]["content"] == "Count\nfrom 3\nto 5."
+    assert said.count("... ") == 2 and len(dialogue.talk.turns) == 2
+
+
+def test_a_conversation_that_was_saved_goes_on(engine, tmp_path):
+    file = tmp_path / "talk.json"
+    before, _ = talk(engine, "/system Be brief.", "Why batch?", f"/save {file}", "And then?")
+    messages = json.loads(file.read_text())["messages"]
+    assert [message["role"] for message in messages] == ["system", "user", "assistant"]
+    after, said = talk(engine, f"/load {file}", "And then?")
+    assert after.talk.messages() == before.talk.messages()
+    assert "goes on after 1 question" in said
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        "",
+        "[1]",
+        '{"messages": 3}',
+        '{"messages": [{"role": "user", "content": "x"}]}',
+        '{"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "x"}]}',
+        '{"messages": [{"role": "tool"}, {"content": "x"}]}',
+        '{"messages": ["x", "y"]}',
+        # It was loaded, and `/drop` ended the dialogue with a traceback
+        '{"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}',
+        "[" * 100_000,
+        "\ud800".encode("utf-8", "surrogatepass"),
+    ],
+)
+def test_bad_conversation_file_is_one_line(engine, tmp_path, contents):
+    file = tmp_path / "talk.json"
+    file.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+    dialogue, said = talk(engine, "Why batch?", f"/load {file}", "/save /no/such/folder/x")
+    (line,) = [line for line in said.splitlines() if "holds no conversation" in line]
+    assert line.startswith(">>> nanobatch: ") and "cannot be written" in said
+    assert len(dialogue.talk.turns) == 2  # what was said before is still there
+
+
+def test_a_command_that_is_wrong_is_named(engine):
+    """The help came, and did not say what was wrong."""
+    dialogue, said = talk(engine, "/what", "/drop", "/retry", "/save", "/help", "/bye", "Why?")
+    assert "nanobatch: '/what' is no command; /help names them" in said
+    assert "nothing to forget" in said and "nothing to ask again" in said
+    assert "/save needs a file: /save FILE" in said
+    assert said.count("/system TEXT") == 1 and not dialogue.talk.turns
+
+
+def test_retry_asks_the_last_question_again(engine):
+    dialogue, said = talk(engine, "Count from 3 to 5.", "And back?", "/set seed=4", "/retry")
+    questions = [turn["content"] for turn in dialogue.talk.turns[::2]]
+    assert questions == ["Count from 3 to 5.", "And back?"] and said.count("[read ") == 3
+
+
+def test_failed_retry_keeps_the_answer(engine, monkeypatch):
+    """The old answer must not be lost."""
+    typed = iter(["Count from 3 to 5.", "/retry"])
+    dialogue = Dialogue(engine, SHORT, lambda asked: next(typed), lambda text: None)
+    with engine.serving():
+        dialogue.take(next(typed))
+        before = dialogue.talk.messages()
+        monkeypatch.setattr(engine, "submit", lambda *_: (_ for _ in ()).throw(ValueError("no")))
+        with pytest.raises(ValueError, match="no"):
+            dialogue.take("/retry")
+    assert dialogue.talk.messages() == before
+
+
+def test_set_changes_how_answers_are_sampled(engine):
+    dialogue, said = talk(
+        engine, "/set temperature=0.7 seed=3 max_tokens=5", "/set", "/set seed=none"
+    )
+    assert dialogue.sampling.temperature == 0.7 and dialogue.sampling.seed is None
+    assert said.count("temperature=0.7 top_p=1.0 top_k=0 min_p=0.0") == 3
+    _, said = talk(engine, "/set heat=1", "/set seed", "/set temperature=hot", "/set top_p=0")
+    assert "/set 'heat=1': give NAME=NUMBER; the names are temperature, top_p" in said
+    assert "/set 'seed'" in said and "temperature = 'hot', but it must be a number" in said
+    assert "top_p = 0 keeps no token" in said and "temperature=0.0" not in said
+
+
+def test_a_thought_is_kept_apart_from_the_answer():
+    conversation = Conversation()
+    conversation.add("Why?", "So.", "Hmm.")
+    assert conversation.messages()[1] == {
+        "role": "assistant",
+        "content": "So.",
+        "reasoning_content": "Hmm.",
+    }
+
+
+def until(terminal: Terminal, text: bytes) -> None:
+    """Wait for a text, and forget all up to its end."""
+    while text not in terminal.raw:
+        assert terminal.process.poll() is None, terminal.raw
+        terminal.read(1)
+    terminal.raw = terminal.raw.partition(text)[2]
+
+
+def test_ctrl_c_stops_only_the_answer(tmp_path):
+    """Without a prompt: a dialogue begins. Up brings the question back."""
+    options = ("--ignore-eos", "--max-len", "4096")
+    home = {"XDG_STATE_HOME": str(tmp_path), "NANOBATCH_HISTORY": "on", "TERM": "xterm"}
+    with Terminal(
+        *options, program="ask.py", environment=home, preexec_fn=lambda: os.login_tty(0)
+    ) as terminal:
+        until(terminal, b">>> ")
+        terminal.type("Tell me a story.\n")
+        until(terminal, b"story.\r\n")
+        while not terminal.raw.strip():
+            terminal.read(1)
+        terminal.type("\x03")
+        until(terminal, b"; stopped]")
+        until(terminal, b">>> ")
+        while b"(Ctrl-D ends)" not in terminal.raw:
+            # Python hears a Ctrl-C that comes before its line editor waits only with the next key
+            terminal.type("\x03")
+            terminal.read(1)
+        until(terminal, b"(Ctrl-D ends)")
+        terminal.type("\x1b[A")  # Up
+        until(terminal, b"Tell me a story.")
+        terminal.type("\x15/bye\n")  # Ctrl-U takes it away
+        assert terminal.process.wait(60) == 0
+    file = tmp_path / "nanobatch" / "history"
+    assert "Tell me a story." in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0 and file.parent.stat().st_mode & 0o077 == 0
+
+
+def test_a_history_file_with_zeros_is_read(tmp_path):
+    """A lost block of the file is zeros. `readline` refuses a NUL, and `--chat` ended with a traceback."""
+    file = tmp_path / "history"
+    file.write_bytes(b"Why batch?\n\0\0\0\0\nWhat is a\0 slot?\n")
+    assert History(file).questions == ["Why batch?", "What is a slot?"]
+
+
+def test_history_can_be_turned_off(monkeypatch):
+    assert history_file().name == "history"
+    monkeypatch.setenv("NANOBATCH_HISTORY", "off")
+    assert history_file() is None
+
+
+def test_chat_needs_a_template(parts):
+    """Without a template there are no turns."""
+    with (
+        Engine(*parts, slots=1, max_len=64) as engine,
+        pytest.raises(ValueError, match="no chat template"),
+    ):
+        begin(engine, SHORT, [])
+
+
+def test_conversation_over_a_pipe():
+    """A prompt on the command line begins it."""
+    prompt = "Count from 3 to 5."
+    done = run("ask.py", "--chat", "--max-tokens", "8", prompt, input="And back?\n")
+    assert done.returncode == 0, done
+    assert done.stdout.count("[read ") == 2 and "were still in the slot" in done.stdout

@@ -1,0 +1,320 @@
+"""Slots that are saved to disk: what they remembered is found again, to the bit, or not at all."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import make_checkpoint
+from harness import Tap, exactly
+
+from engine import disk_prefix_cache
+from engine.slot_files import STALE_S, SlotFolder
+from kernels.device import mx
+from models.load import read_model
+from nanobatch import Engine, Tokenizer
+
+SHORT = exactly(4)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, count).tolist()
+
+
+def engine(parts, folder: object, slots: int = 2, **options) -> Engine:
+    return Engine(*parts, slots=slots, max_len=256, chunk=32, slot_cache=str(folder), **options)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*"))
+
+
+@pytest.fixture
+def saved(parts, tmp_path) -> tuple[Path, list[int]]:
+    """A folder with one saved slot, and the prompt of its conversation's second turn."""
+    folder = tmp_path / "slots"
+    with engine(parts, folder) as first:
+        answer = first.submit(tokens(100), SHORT).result().tokens
+    return folder, [*tokens(100), *answer, *tokens(9, seed=1)]
+
+
+def test_second_turn_after_a_restart_reads_only_what_is_new(parts, saved):
+    """llama.cpp 26676, 25913: restored, but the prompt was read all the same. oMLX 2255: wrong
+    output after a restore."""
+    folder, prompt = saved
+    with (
+        engine(parts, folder) as restarted,
+        Engine(*parts, slots=2, max_len=256, chunk=32) as plain,
+    ):
+        taps = Tap(restarted), Tap(plain)
+        turn = restarted.submit(prompt, SHORT)
+        other = plain.submit(prompt, SHORT)
+        turn.result(), other.result()
+        read = [
+            (start, stop) for step in restarted.snapshot().steps for *_, start, stop in step.prefill
+        ]
+        assert read == [(103, 113)]
+        assert (turn.metrics.cached_tokens, turn.metrics.cached_from) == (103, "disk")
+        assert turn.request.own == 103
+        assert np.array_equal(taps[0].of(turn), taps[1].of(other))
+    assert len(files(folder)) == 1, "the longer conversation has replaced the shorter one"
+
+
+def test_saved_slot_is_a_private_safetensors_file(parts, saved):
+    folder, prompt = saved
+    (file,) = files(folder)
+    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+    tensors = mx.load(str(file))
+    assert tensors["tokens"].tolist() == prompt[:103]
+    config = parts[0].config
+    assert tensors["layers.0"].shape == (2 * config.Hkv, 103, config.Dh)
+
+
+def test_the_whole_prompt_is_never_restored(parts, saved):
+    """mlx-examples 977: nothing was left to read, and the program failed."""
+    folder, prompt = saved
+    with engine(parts, folder) as restarted:
+        result = restarted.submit(prompt[:103], SHORT).result()
+    assert (result.finish_reason, result.metrics.cached_tokens) == ("length", 102)
+
+
+@pytest.mark.parametrize(
+    "place", ["header", "tokens", "layers", "digest", "cut off", "empty", "foreign"]
+)
+def test_damaged_file_is_never_answered_from(parts, saved, caplog, place):
+    folder, prompt = saved
+    (file,) = files(folder)
+    data = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    at = {"header": 100, "tokens": start + 400, "layers": start + 500, "digest": -1}
+    if place in at:
+        data[at[place]] ^= 1
+    else:
+        data = {"cut off": data[:-40], "empty": b"", "foreign": b"<html>" * 500}[place]
+    file.write_bytes(data)
+    with engine(parts, folder) as restarted:
+        assert restarted.submit(prompt, SHORT).result().metrics.cached_tokens == 0
+        assert not file.exists()
+        assert [file.name in record.message for record in caplog.records] == [True]
+
+
+def test_file_of_another_model_is_ignored(parts, saved, tmp_path, caplog):
+    """Each model sees its own files, even if a file has been renamed into another model's."""
+    folder, prompt = saved
+    other = make_checkpoint(tmp_path, seed=2)
+    with engine((read_model(other), Tokenizer(other, 272)), folder) as second:
+        assert second.submit(prompt, SHORT).result().metrics.cached_tokens == 0
+        assert not caplog.records
+    ours, theirs = sorted(files(folder), key=lambda file: file.stat().st_mtime)
+    theirs.rename(folder / f"{ours.name[:16]}{theirs.name[16:]}")
+    ours.unlink()
+    with engine(parts, folder) as restarted:
+        assert restarted.submit(prompt, SHORT).result().metrics.cached_tokens == 0
+        assert ["another model" in record.message for record in caplog.records] == [True]
+
+
+def test_dtype_of_keys_is_part_of_the_model(parts, saved):
+    folder, prompt = saved
+    model, text = parts
+    narrow = model.__class__(**{**vars(model), "kv_dtype": mx.float16})
+    with engine((narrow, text), folder) as other:
+        assert other.submit(prompt, SHORT).result().metrics.cached_tokens == 0
+
+
+def test_positions_are_part_of_the_model(tmp_path):
+    """With longrope, how positions turn depends on the length of a slot."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
+    scaling = {"rope_type": "longrope", "factor": 2.0, **factors}
+    lengths = {"max_position_embeddings": 100, "original_max_position_embeddings": 100}
+    folder = make_checkpoint(tmp_path, rope_scaling=scaling, **lengths)
+    cached = []
+    for max_len in (96, 256, 96):
+        options = {"slots": 1, "chunk": 32, "slot_cache": str(tmp_path / "slots")}
+        with Engine.load(folder, max_len=max_len, **options) as turns:
+            cached.append(turns.submit(tokens(80), SHORT).result().metrics.cached_tokens)
+    assert cached == [0, 0, 79]
+
+
+def test_longer_rows_in_memory_win(parts, saved):
+    """llama.cpp 28276: a restored slot hid a longer one."""
+    folder, prompt = saved
+    with engine(parts, folder, slots=3) as restarted:
+        longer = restarted.submit([*prompt, *tokens(60, seed=2)], SHORT)
+        longer.result()
+        turn = restarted.submit([*prompt, *tokens(60, seed=2), 1], SHORT).result()
+        assert (turn.metrics.cached_tokens, turn.metrics.cached_from) == (173, "slot")
+
+
+def test_overwritten_slot_is_saved(parts, tmp_path):
+    """Four conversations take turns in one slot."""
+    turns = []
+    with engine(parts, tmp_path / "slots", slots=1) as only:
+        for seed in (1, 2, 3, 4, 1, 2, 3, 4):
+            turns.append(only.submit(tokens(80, seed=seed), SHORT).result().metrics)
+            only.slot_cache.finish(only.runner, only.sched)  # waits for the threads
+    assert [turn.cached_tokens for turn in turns] == [0] * 4 + [79] * 4
+    assert {turn.cached_from for turn in turns[4:]} == {"disk"}
+
+
+def test_scrub_comes_before_restored_rows(parts, saved):
+    """The zeroed rows of a cancelled prompt must not be those that have just been restored."""
+    folder, prompt = saved
+    with engine(parts, folder, slots=1) as restarted, Engine(*parts, slots=1, max_len=256) as plain:
+        cancelled = restarted.submit(tokens(200, seed=7), SHORT)
+        for _ in range(3):
+            restarted.step()
+        cancelled.cancel()
+        turn = restarted.submit(prompt, SHORT).result()
+        assert turn.metrics.cached_from == "disk"
+        assert turn.tokens == plain.submit(prompt, SHORT).result().tokens
+
+
+def test_slots_are_saved_when_the_model_is_unloaded(tmp_path):
+    with Engine.load(
+        "demo", slots=1, max_len=256, chunk=32, slot_cache=str(tmp_path / "slots")
+    ) as demo:
+        demo.submit(tokens(80), SHORT).result()
+        demo.release()
+        turn = demo.submit([*tokens(80), 1], SHORT).result()
+        assert (turn.metrics.cached_tokens, turn.metrics.cached_from) == (80, "disk")
+
+
+def test_request_without_prefix_cache_is_neither_saved_nor_restored(parts, saved):
+    folder, prompt = saved
+    before = files(folder)
+    with engine(parts, folder) as restarted:
+        private = restarted.submit(prompt, SHORT, prefix_cache=False)
+        assert private.result().metrics.cached_tokens == 0
+    assert files(folder) == before
+
+
+def test_another_clients_rows_are_not_reported(parts, saved):
+    """As in memory: a reported hit would confirm a guess at what another client said."""
+    folder, prompt = saved
+    with engine(parts, folder) as restarted:
+        turn = restarted.submit(prompt, SHORT, client="another")
+        assert (turn.result().metrics.cached_tokens, turn.request.own) == (103, 0)
+    assert b"another" not in b"".join(file.read_bytes() for file in files(folder))
+
+
+def test_neighbours_go_on_while_a_file_is_read(parts, saved, monkeypatch):
+    folder, prompt = saved
+    may_read = threading.Event()
+    read = SlotFolder.read
+
+    def slow(self, saved):
+        assert may_read.wait(60)
+        return read(self, saved)
+
+    monkeypatch.setattr(SlotFolder, "read", slow)
+    with engine(parts, folder) as restarted:
+        neighbour = restarted.submit(tokens(40, seed=5), exactly(9))
+        restarted.step()
+        turn = restarted.submit(prompt, SHORT)
+        while neighbour.finish_reason is None:
+            restarted.step()
+        assert turn.request.slot is not None and turn.request.prefilled == 0
+        may_read.set()
+        assert turn.result().metrics.cached_tokens == 103
+
+
+def test_two_engines_share_a_folder(parts, saved, monkeypatch):
+    """One finds what the other has saved since; a file that vanishes before it is read is a miss."""
+    folder, _ = saved
+    with engine(parts, folder, slots=1) as one, engine(parts, folder, slots=1) as other:
+        for seed in (1, 2):
+            one.submit(tokens(80, seed=seed), SHORT).result()
+        one.slot_cache.finish(one.runner, one.sched)
+        assert other.submit(tokens(80, seed=2), SHORT).result().metrics.cached_tokens == 79
+        size = SlotFolder.size
+
+        def vanished(self, name):
+            (self.path / name).unlink()
+            return size(self, name)
+
+        monkeypatch.setattr(SlotFolder, "size", vanished)
+        assert other.submit(tokens(80, seed=1), SHORT).result().metrics.cached_tokens == 0
+
+
+def test_folder_that_cannot_be_written_stops_nothing(parts, saved, caplog):
+    """As on a full disk: one line for each slot that is not saved."""
+    folder, prompt = saved
+    with engine(parts, folder) as restarted:
+        (file,) = files(folder)
+        file.unlink()
+        folder.rmdir()
+        assert restarted.submit(prompt, SHORT).result().finish_reason == "length"
+    assert ["No such file" in record.message for record in caplog.records] == [True]
+
+
+def test_more_slots_than_may_be_pending_are_dropped(parts, saved, monkeypatch, caplog):
+    folder, _ = saved
+    may_write = threading.Event()
+    write = SlotFolder.write
+
+    def slow(self, *arguments):
+        assert may_write.wait(60)
+        write(self, *arguments)
+
+    monkeypatch.setattr(SlotFolder, "write", slow)
+    with engine(parts, folder, slots=1) as only:
+        for seed in range(1, 5):
+            only.submit(tokens(80, seed=seed), SHORT).result()
+        may_write.set()
+    assert (
+        len(caplog.records) == 1
+        and f"{disk_prefix_cache.WRITES} slots" in caplog.records[0].message
+    )
+    assert len(files(folder)) == 1 + 3
+
+
+# --- the folder ---------------------------------------------------------------------------------
+
+
+def test_size_is_kept(parts, saved):
+    """oMLX 1915, 2115: a limit that was exceeded, and dead files that nobody deleted. Files of another
+    model and temporary files count, and the least recently used file goes first."""
+    folder, _ = saved
+    (file,) = files(folder)
+    size = file.stat().st_size
+    data = file.read_bytes()
+    limit = SlotFolder(str(folder))
+    limit.limit = 4 * size
+    names = [f"{'0' * 16}-{n:032x}.safetensors" for n in range(4)]
+    for age, name in enumerate([*names, f"{'0' * 16}-{9:032x}.{'a' * 16}.tmp", "notes.txt"]):
+        (folder / name).write_bytes(data)
+        os.utime(folder / name, (time.time() - 2 * STALE_S - age,) * 2)
+    limit.make_room(size)
+    left = {each.name for each in files(folder)}
+    assert left == {file.name, *names[:2], "notes.txt"}, "the oldest two, and a dead writer's file"
+    with pytest.raises(OSError, match="exceed"):
+        limit.limit = 100
+        limit.write(limit.look(file.name), {})
+
+
+def test_folder_that_others_can_read_is_refused(parts, tmp_path, monkeypatch):
+    tmp_path.chmod(0o755)
+    with pytest.raises(ValueError, match="chmod 700"):
+        engine(parts, tmp_path)
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    with pytest.raises(ValueError, match="another user"):
+        engine(parts, tmp_path)
+
+
+def test_setting_has_a_folder_and_a_size(tmp_path):
+    for size, nbytes in {
+        "": 8 * 2**30,
+        ":500M": 500 * 2**20,
+        ":1.5g": 3 * 2**29,
+        ":2GiB": 2**31,
+    }.items():
+        assert SlotFolder(f"{tmp_path / 'new'}{size}").limit == nbytes
+    for wrong in (f"{tmp_path}:", f"{tmp_path}:10", f"{tmp_path}:10X", ":10G", ""):
+        with pytest.raises(ValueError, match="slot cache"):
+            SlotFolder(wrong)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="File exists"):
+        SlotFolder(str(tmp_path / "file"))

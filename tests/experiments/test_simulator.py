@@ -1,0 +1,97 @@
+"""The scheduler without a model: who comes, who leaves, and what cannot be played to its end.
+
+That a replay has the steps of the run is shown where runs are: `tests/experiments/test_policy_race.py`,
+`tests/screen/test_recording.py`, `tests/web/test_real.py`.
+"""
+
+import math
+
+import pytest
+
+from experiments.simulator import Guest, Replay, Stuck
+from policies import POLICIES
+from sched import Request
+
+CONTINUOUS = POLICIES["continuous"]
+OLD = {"slots": 2, "max_len": 100, "chunk": 8, "budget": 10, "max_queue": 1}
+
+
+def guests(*lives: tuple[int, float], arrived: float = 0.0) -> list[Guest]:
+    """Requests with prompts of four tokens. Each says so many, or is cut short at a moment."""
+    found = []
+    for id, (tokens, left) in enumerate(lives, start=1):
+        found.append(Guest(Request(id, (id,) * 4, 50, arrived), tokens, left))
+    return found
+
+
+def timeline(replay: Replay) -> list[str]:
+    """For each step the requests that read and decode, and its time."""
+    lines = []
+    for plan, began, ended, ghosts, _ in replay:
+        chunks = [f"{chunk.request.id}:p" for chunk in plan.chunks]
+        decodes = [f"{decode.request.id}:d" for decode in plan.decodes]
+        ghost = f" ghosts {[*ghosts]}" if ghosts else ""
+        lines.append(f"{began:.0f}-{ended:.0f} | {' '.join([*chunks, *decodes])}{ghost}")
+    return lines
+
+
+def test_run_ahead_sees_an_end_a_step_late():
+    """As in the engine: a ghost runs in the step that was planned too early. A first token is read
+    before the next step is planned."""
+
+    def played(**options) -> list[str]:
+        both = guests((1, math.inf), (2, math.inf))
+        return timeline(Replay.under(OLD | options, CONTINUOUS, both, lambda plan: 2.0))
+
+    assert played() == ["0-2 | 1:p 2:p", "2-4 | 1:d 2:d ghosts [0]", "4-6 | 2:d ghosts [1]"]
+    assert played(eager_first_token=True) == ["0-2 | 1:p 2:p", "2-4 | 2:d", "4-6 | 2:d ghosts [1]"]
+
+
+def test_replay_drafts_the_same_tokens():
+    """A lane of the page whose answers had come several tokens a step would have taken a step for each
+    token here. And the step before a draft is read first."""
+    (guest,) = guests((9, math.inf))
+    guest = guest._replace(drafts=[(0, 0), (3, 2), (2, 0), (9, 2)])
+    played = list(Replay.under(OLD, CONTINUOUS, [guest], lambda plan: 1.0))
+    assert [step.drafts for step in played] == [(), (), ((0, 3, 2),), ((0, 2, 0),), ((0, 9, 2),)]
+    assert guest.request.committed == 9 and guest.request.accepted_tokens == 4
+
+
+def test_limits_of_an_old_recording():
+    """A token cost 1 then, however late in a prompt. At row 32 it costs 2 here, since a chunk of 32 is
+    never cut narrower than 16."""
+
+    def cuts(**more) -> list[int]:
+        limits = OLD | {"chunk": 32, "budget": 8} | more
+        long = Guest(Request(1, (0,) * 70, 1, 0.0), 1)
+        played = Replay.under(limits, POLICIES["serial"], [long], lambda plan: 1.0)
+        return [chunk.stop - chunk.start for step in played for chunk in step.plan.chunks]
+
+    assert cuts() == [32, 32, 6]
+    assert cuts(far=8, eager_first_token=False) == [32, 16, 16, 6]
+
+
+def test_replay_refuses_no_request():
+    """Under another policy the line may be longer than the engine's was, and its limit. A comparison
+    ended in a traceback."""
+    crowd = guests(*[(3, math.inf)] * 9)
+    played = list(Replay.under(OLD, POLICIES["serial"], crowd, lambda plan: 1.0))
+    assert max(step.plan.waiting for step in played) == 8
+    assert all(guest.request.finish_reason == "stop" for guest in crowd)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_replayed_cancel_leaves_at_the_same_moment(run_ahead):
+    """After the last step nothing was planned any more, and somebody was still in a slot."""
+    crowd = guests((math.inf, 4.5), arrived=1.0)
+    options = {"run_ahead": run_ahead}
+    played = list(Replay.under(OLD, POLICIES["fair"], crowd, lambda plan: 1.0, **options))
+    assert [step.ended for step in played][:4] == [2.0, 3.0, 4.0, 5.0]
+    assert crowd[0].request.finish_reason == "cancelled"
+    assert crowd[0].request.committed == 4
+
+
+def test_stuck_replay_is_an_error():
+    shut = POLICIES["serial"]._replace(room=lambda free, running: 0)
+    with pytest.raises(Stuck, match="no slots are taken, 2 wait"):
+        list(Replay.under(OLD, shut, guests((1, math.inf), (1, math.inf)), lambda plan: 1.0))
