@@ -14,9 +14,8 @@ key and the value of one token.
         slot 1        old  old  old  .    .    .    .    .        free: rows of the last owner remain
         slot 2        B0   B1   B2   B3   B4   B5   .    .        B has 6
 
-The first Hkv heads are keys, the others values. Each head has one more row than a slot (or a few, if
-heads are small), which no sequence uses: the very last one of the array is a label, a header that
-fused attention reads (`kernels/c_attention.py`).
+The first Hkv heads are keys, the others values. Each head has one spare row (or a few, if heads are
+small): the C operation keeps a header in the last one of the array (`kernels/c_attention.py`).
 
 A forward pass works on the slab through windows. A prefill chunk has a window of its own, which
 writes L rows of one slot. All decoding sequences share one window, which writes one row in each of
@@ -55,7 +54,6 @@ class Slab:
         length: int,  # of a slot, in rows
         Dh: int,
         dtype: mx.Dtype,
-        is_fused: bool = False,  # attention is one C operation instead of `llama.attention`
     ):
         if length % BUCKET:
             raise ValueError(f"slots of {length} rows; choose a multiple of {BUCKET}")
@@ -63,12 +61,10 @@ class Slab:
         self.length = length
         self.shape = (slots, 2 * Hkv, length + c_attention.label_rows(Dh, dtype.size), Dh)
         self.dtype = dtype
-        self.is_fused = is_fused
         self.arrays = [mx.zeros(self.shape, dtype) for _ in range(layers)]
         mx.eval(self.arrays)  # zeros are lazy, too: this takes the memory now
-        if is_fused:
-            for array in self.arrays:
-                c_attention.label(array)
+        for array in self.arrays:
+            c_attention.label(array)
 
     def bucket(self, rows: int) -> int:
         """`rows`, rounded up to whole buckets, but at most the length of a slot.
@@ -81,10 +77,8 @@ class Slab:
         return min(self.length, whole)
 
     def written(self) -> list[mx.array]:
-        """A view to wait for: once it is computed, everything has been written.
-
-        A corner is enough: the last layer's rows are written last, and MLX computes an array as a
-        whole.
+        """A corner of the last layer. Its rows are written last, and MLX computes an array as a
+        whole: whoever waits for the corner waits for all writes.
 
         subtle: wait for this view, and not for the slab's arrays. `array[...] = x` makes the name
         `array` refer to a new node of the graph (see `Window.write`). So code that kept an array to

@@ -28,13 +28,19 @@ and on nothing else: not on the neighbours, not on the slot, and not on the timi
 The proof is one sentence, in `kernels/cpu_kernels.c`: every number of a matrix product is one sum,
 computed in one order.
 
+Where attention runs. `attention` below is the reference. On a CPU with our own matrix product, one C
+operation with the same bits runs in its place (`kernels/c_attention.py`), and on a GPU MLX's kernel does
+where it is right. `ATTENTION` has the three; which one it is, a model knows when it is loaded. With
+`--attention plain` the formula runs everywhere.
+
 Where next: `kv.py`, which holds the keys and values.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Protocol
 
-from kernels import c_attention as fused
+from kernels.c_attention import COperation
 from kernels.device import mx
 from kv import AttentionGroup, Window
 from models.layers import Layer, Model
@@ -69,12 +75,13 @@ def forward(
     """
     positions = mx.concatenate([window.positions for window in windows])  # (N,)
     turns = [turning(kind, positions) for kind in model.kinds]
-    visible = [visible_to(kind, model.config.H, windows) for kind in model.kinds]
+    prepare = ATTENTION[model.attention]
+    attentions = [prepare(kind, model.config.H, windows) for kind in model.kinds]
     x = model.table.embed(ids)  # (N, D)
     for layer in model.layers:
         h = layer.attn_norm(x)
         q, k, v = heads(model, layer, h, turns[layer.kind])
-        h = attend(model, layer, q, k, v, windows, visible[layer.kind])  # (N, H * Dh)
+        h = attend(layer, q, k, v, windows, attentions[layer.kind])  # (N, H * Dh)
         if layer is model.layers[-1]:
             # All keys and values are stored. Only tokens whose next one is sampled go on.
             x = only(x, asked)  # (n, D)
@@ -103,14 +110,23 @@ def heads(
     return q, k, v
 
 
+class Attention(Protocol):
+    """One way to compute attention, prepared once a pass for all layers of a kind."""
+
+    def __init__(self, kind: AttentionType, H: int, windows: Sequence[Window]):
+        """Find out which rows each token sees."""
+
+    def run(self, layer: int, q: mx.array) -> mx.array:  # (N, H, Dh) -> (N, H * Dh)
+        """Let each token attend to the rows of its slot in a layer."""
+
+
 def attend(
-    model: Model,
     layer: Layer,
     q: mx.array,  # (N, H, Dh)
     k: mx.array,  # (N, Hkv, Dh)
     v: mx.array,  # (N, Hkv, Dh)
     windows: Sequence[Window],
-    visible: mx.array | list,  # as `visible_to` makes it
+    attention: Attention,
 ) -> mx.array:  # (N, H * Dh)
     """Write the new keys and values into the slab, and let each token attend to the rows of its slot.
 
@@ -119,32 +135,44 @@ def attend(
     sizes = [window.B * window.L for window in windows]
     for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
         window.write(layer.index, new_k, new_v)
+    return attention.run(layer.index, q)
 
-    slab = windows[0].slab
-    if slab.is_fused:
-        return fused.attend(q, visible, slab.arrays[layer.index])
-    sums = []
-    for window, window_q, masks in zip(windows, cut(q, sizes), visible, strict=True):
-        parts = cut(window_q, [group.B * window.L for group in window.groups])
-        for group, group_q, mask in zip(window.groups, parts, masks, strict=True):
-            keys, values = window.read(layer.index, group)  # (B, Hkv, T, Dh) each
-            sums.append(attention(group_q, keys, values, mask, model.kinds[layer.kind]))
-    return mx.concatenate(sums)
+
+class Formula:
+    """`attention`, for each group of each window."""
+
+    def __init__(self, kind: AttentionType, H: int, windows: Sequence[Window]):
+        self.kind = kind
+        self.windows = windows
+        self.masks = [[self.mask(group, H) for group in window.groups] for window in windows]
+
+    def mask(self, group: AttentionGroup, H: int) -> mx.array:  # (B, 1, L, T)
+        """What is added to the scores of each token, the same for all heads: 0 for a row that is
+        seen, and minus infinity for any other."""
+        return mx.where(seen(group.positions, group.T, self.kind.span), 0.0, -mx.inf)
+
+    def run(self, layer: int, q: mx.array) -> mx.array:
+        sums = []
+        parts = cut(q, [window.B * window.L for window in self.windows])
+        for window, window_q, masks in zip(self.windows, parts, self.masks, strict=True):
+            groups = cut(window_q, [group.B * window.L for group in window.groups])
+            for group, group_q, mask in zip(window.groups, groups, masks, strict=True):
+                keys, values = window.read(layer, group)  # (B, Hkv, T, Dh) each
+                sums.append(self.of_group(group_q, keys, values, mask))
+        return mx.concatenate(sums)
+
+    def of_group(self, q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array:
+        return attention(q, k, v, mask, self.kind)
 
 
 def attention(
     q: mx.array,  # (B * L, H, Dh)
     k: mx.array,  # (B, Hkv, T, Dh)
     v: mx.array,  # (B, Hkv, T, Dh)
-    mask: mx.array | str,  # as `mask_of` makes it
+    mask: mx.array,  # (B, 1, L, T)
     kind: AttentionType,
 ) -> mx.array:  # (B * L, H * Dh)
     """softmax(q k^T / sqrt(Dh) + mask) v
-
-    This formula runs on a GPU, without our matrix product (`cpu_kernels.c`), with `--attention plain`
-    and with `--book` (a student's core). Otherwise a CPU runs `fused.attend`, one operation of
-    `cpu_kernels.c`, with the same bits; a test compares them. If you change the formula, run with
-    `--attention plain` to see the effect.
 
     Each token's query is compared with the keys of the tokens that it sees: all up to itself, or,
     with a span (sliding window), the last of them. The result weights the values. The mask is 0 for
@@ -163,46 +191,46 @@ def attention(
     v = v.astype(q.dtype)
     if L > 1:  # a chunk; with one token a sequence, the numbers are in order
         q = q.reshape(B, L, H, Dh).swapaxes(1, 2)  # (B, H, L, Dh)
-    if kind.has_kernel:  # on a GPU, one kernel does all of this and keeps no scores
-        q = q.reshape(B, H, L, Dh)
-        sums = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
-    else:
-        q = q.reshape(B, Hkv, -1, Dh)  # (B, Hkv, G * L, Dh)
-        scores = q @ k.swapaxes(-1, -2)  # (B, Hkv, G * L, T)
-        if kind.cap:
-            scores = capped(scores * scale, kind.cap)
-            scale = 1.0
-        scores = scores.reshape(B, H, L, T) + mask  # in float32, as the mask is
-        weights = softmax(scores, scale).astype(q.dtype)
-        sums = weights.reshape(B, Hkv, -1, T) @ v  # (B, Hkv, G * L, Dh)
+    q = q.reshape(B, Hkv, -1, Dh)  # (B, Hkv, G * L, Dh)
+    scores = q @ k.swapaxes(-1, -2)  # (B, Hkv, G * L, T)
+    if kind.cap:
+        scores = capped(scores * scale, kind.cap)
+        scale = 1.0
+    scores = scores.reshape(B, H, L, T) + mask  # in float32, as the mask is
+    weights = softmax(scores, scale).astype(q.dtype)
+    sums = weights.reshape(B, Hkv, -1, T) @ v  # (B, Hkv, G * L, Dh)
     if L > 1:
         sums = sums.reshape(B, H, L, Dh).swapaxes(1, 2)  # (B, L, H, Dh)
     return sums.reshape(count, H * Dh)
 
 
-def visible_to(kind: AttentionType, H: int, windows: Sequence[Window]) -> mx.array | list:
-    """Which rows each token sees, alike in all layers of a kind: for `fused.attend`, or as a mask
-    for each group of each window."""
-    if windows[0].slab.is_fused:
-        return fused.visible_rows(windows, kind.span, kind.cap)
-    return [[mask_of(group, kind, H) for group in window.groups] for window in windows]
+class MlxKernel(Formula):
+    """The same in one kernel of a GPU, which keeps no scores."""
+
+    def mask(self, group: AttentionGroup, H: int) -> mx.array | str:
+        """True for a row that is seen. Where one sequence sees all its rows, the string "causal" is
+        enough."""
+        if group.B == 1 and self.kind.span is None:
+            return "causal"
+        visible = seen(group.positions, group.T, self.kind.span)  # (B, 1, L, T)
+        B, _, L, T = visible.shape
+        # subtle: a view would be copied for each head in each layer; this is one copy for all
+        return mx.contiguous(mx.broadcast_to(visible, (B, H, L, T)))
+
+    def of_group(self, q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str) -> mx.array:
+        count, H, Dh = q.shape
+        B = len(k)
+        q = q.reshape(B, -1, H, Dh).swapaxes(1, 2)  # (B, H, L, Dh)
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
+        sums = mx.fast.scaled_dot_product_attention(q, k, v, scale=Dh**-0.5, mask=mask)
+        return sums.swapaxes(1, 2).reshape(count, H * Dh)
 
 
-def mask_of(group: AttentionGroup, kind: AttentionType, H: int) -> mx.array | str:
-    """What is added to the scores of each token, (B, 1, L, T), the same for all heads: 0 for a row
-    that is seen, and minus infinity for any other.
-
-    A GPU's kernel wants True and False, for each head. subtle: a view would be copied for each head
-    in each layer; this is one copy for all. Where one sequence sees all its rows, the string
-    "causal" is enough.
-    """
-    if kind.has_kernel and group.B == 1 and kind.span is None:
-        return "causal"
-    visible = seen(group.positions, group.T, kind.span)  # (B, 1, L, T)
-    if not kind.has_kernel:
-        return mx.where(visible, 0.0, -mx.inf)
-    B, _, L, T = visible.shape
-    return mx.contiguous(mx.broadcast_to(visible, (B, H, L, T)))
+ATTENTION: dict[str, type[Attention]] = {
+    "c": COperation,
+    "formula": Formula,
+    "kernel": MlxKernel,
+}
 
 
 def seen(positions: mx.array, T: int, span: int | None) -> mx.array:  # (B, 1, L, 1) -> (B, 1, L, T)
@@ -212,8 +240,8 @@ def seen(positions: mx.array, T: int, span: int | None) -> mx.array:  # (B, 1, L
     `span`: how many rows it sees, its own included; None means all rows of its sequence.
     """
     rows = mx.arange(T)
-    seen = rows <= positions
-    return seen if span is None else seen & (rows > positions - span)
+    visible = rows <= positions
+    return visible if span is None else visible & (rows > positions - span)
 
 
 def only(x: mx.array, places: Sequence[int]) -> mx.array:  # (N, ...) -> (n, ...)

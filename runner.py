@@ -244,7 +244,7 @@ class Runner:
         """Make a new, empty slab."""
         self._reading: Sequence[mx.array] = ()  # until these are computed, the slab is read
         self.slab = None  # free the old one before a new one is made
-        self.slab = Slab(*self._shape, self.model.kv_dtype, self.model.is_fused)
+        self.slab = Slab(*self._shape, self.model.kv_dtype)
         self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token
         self._slot_state = SlotState(self.slab.slots, self.model.config.V)
 

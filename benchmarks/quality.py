@@ -44,7 +44,7 @@ def ours(folder: Path, ids: np.ndarray, **how) -> Iterator[Quality]:
         shape = slab_shape(model.config, 1, SPAN + CHUNK, 128)
         for at in range(0, len(ids) - CHUNK, CHUNK):
             if at % SPAN == 0:
-                slab = Slab(*shape, model.kv_dtype, model.is_fused)
+                slab = Slab(*shape, model.kv_dtype)
             window = Window(slab, [0], [at % SPAN], CHUNK)
             state = forward(model, mx.array(ids[at : at + CHUNK]), [window], range(CHUNK))
             yield Quality.of(np.array(model.head(state)), ids[at + 1 : at + CHUNK + 1])

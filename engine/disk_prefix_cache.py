@@ -267,7 +267,7 @@ def key_of(model: Model) -> str:
     for path in sources():
         if path.parent.name in ("kernels", "models") or path.stem in ("llama", "kv"):
             facts.append(f"{path.name} {zlib.crc32(path.read_bytes())}")
-    for name, value in vars(model).items():  # such as kv_dtype and is_fused
+    for name, value in vars(model).items():  # such as kv_dtype and attention
         if isinstance(value, (bool, str, mx.Dtype)):
             facts.append(f"{name} {value}")
     held = arrays((model.layers, model.norm, model.table, model.head, model.kinds))

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kernels import device
 from kernels.device import mx
 from kernels.library import LINE
 from kernels.packed import FORMS, address
+
+if TYPE_CHECKING:
+    from kv import Window
+    from models.rope import AttentionType
 
 
 def label_rows(Dh: int, itemsize: int) -> int:
@@ -22,29 +27,40 @@ def label_rows(Dh: int, itemsize: int) -> int:
 
 
 def label(slab: mx.array) -> None:
-    """Write the label into the last row of a layer's slab, (slots, 2 Hkv, rows, Dh)."""
+    """Write the label into the last row of a layer's slab, (slots, 2 Hkv, rows, Dh), for the
+    operation to recognize it. Without our own product, nobody reads it."""
+    if not device.is_batch_invariant():
+        return
     slots, heads, rows, Dh = slab.shape
     sizes = (slots, heads // 2, rows, Dh, ctypes.c_float(Dh**-0.5))
     at = ctypes.c_void_p(address(slab))
     device.blas.library.rows_slab(at, FORMS[slab.dtype], *sizes)
 
 
-def visible_rows(windows: Sequence, span: int | None, cap: float | None) -> mx.array:  # (N, 4)
+class COperation:
+    """Attention of all windows of a pass, in one operation."""
+
+    def __init__(self, kind: AttentionType, H: int, windows: Sequence[Window]):
+        self.slab = windows[0].slab
+        self.visible = visible_rows(windows, kind.span, kind.cap)
+
+    def run(self, layer: int, q: mx.array) -> mx.array:  # (N, H, Dh) -> (N, H * Dh)
+        x = mx.concatenate([q.flatten(1), self.visible], axis=1)
+        K = x.shape[1]
+        N = K - self.visible.shape[1]
+        memory = self.slab.arrays[layer].flatten().view(mx.float32)
+        at_label = memory.size - LINE // 4
+        return x @ mx.as_strided(memory, (K, N), (1, K), at_label)
+
+
+def visible_rows(
+    windows: Sequence[Window], span: int | None, cap: float | None
+) -> mx.array:  # (N, 4)
     """What each token sees: its slot, the first and the last row; and the cap of its scores."""
-    seen = []
+    visible = []
     for window in windows:
         for slot, start in zip(window.slots, window.starts, strict=True):
             for row in range(start, start + window.L):
                 first = max(0, row - span + 1) if span else 0
-                seen.append((slot, first, row, cap or 0.0))
-    return mx.array(seen, mx.float32)  # exact up to 2^24 rows
-
-
-def attend(q: mx.array, visible: mx.array, slab: mx.array) -> mx.array:
-    """(N, H, Dh), (N, 4), (slots, 2 Hkv, rows, Dh) -> (N, H * Dh)"""
-    x = mx.concatenate([q.flatten(1), visible], axis=1)
-    K = x.shape[1]
-    N = K - visible.shape[1]
-    memory = slab.flatten().view(mx.float32)
-    at_label = memory.size - LINE // 4
-    return x @ mx.as_strided(memory, (K, N), (1, K), at_label)
+                visible.append((slot, first, row, cap or 0.0))
+    return mx.array(visible, mx.float32)  # exact up to 2^24 rows

@@ -2,7 +2,7 @@
 
 On some chips and for some lengths it returned garbage without an error: grouped heads in the
 two-pass kernel from 1,024 rows on, for example. So it is tried with a model's heads when the model is
-loaded. Where the result differs from the formula, `llama.attention` computes the formula.
+loaded. Where the result differs from the formula, `llama.Formula` runs.
 """
 
 from functools import cache

@@ -169,7 +169,7 @@ class Model:
     cost: ModelCost = field(default_factory=ModelCost)  # of a forward pass
     quantization: str = ""  # of the files: "Q4_K_M", "4-bit" or "bfloat16"
     kv_dtype: mx.Dtype = mx.float32  # of the keys and values in the slab
-    is_fused: bool = False  # attention is one operation instead of the formula in `llama.py`
+    attention: str = "formula"  # what computes it: a name in `llama.ATTENTION`
     arithmetic: str = "float"  # of products with packed weights; "int8": with activations of 8 bits
 
     @property
@@ -194,7 +194,7 @@ class Model:
     def for_slots_of(self, length: int) -> Model:
         """The same model with the rope for sequences of up to this length."""
         Dh = self.config.Dh
-        kinds = [AttentionType.of(*kind[:3], Dh, length, kind.has_kernel) for kind in self.kinds]
+        kinds = [AttentionType.of(*kind[:3], Dh, length) for kind in self.kinds]
         return replace(self, kinds=tuple(kinds))
 
 

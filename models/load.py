@@ -80,7 +80,7 @@ class ModelReader:
     `ranks`: each reads its shard.
     `held`: bytes that will be freed before the model is read.
     `kv`: "float32", or "auto" (`kv_dtype`).
-    `attention`: "plain", which is the formula in `llama.py`, or "auto" (`is_fused`).
+    `attention`: "plain", which is the formula in `llama.py`, or "auto" (`attention_form`).
     `activations`: 8 rounds them to 8 bits where they are multiplied with weights of 8 bits or fewer.
     """
 
@@ -150,12 +150,22 @@ class ModelReader:
             return self.weights.tensors["model.norm.weight"].dtype
         return mx.float16 if self.kv == "auto" and self.weights.are_narrow else mx.float32
 
-    @property
-    def is_fused(self) -> bool:
-        """Is attention one operation of our own product? Not with a reader's own chapters, where a change
-        of the formula must show."""
-        is_plain = self.attention == "plain" or opened()
-        return device.is_batch_invariant() and self.form != "checkpoint" and not is_plain
+    def attention_form(self, dtype: mx.Dtype) -> str:
+        """What computes attention (`llama.ATTENTION`). With a reader's own chapters it is the formula,
+        so that a change of it shows."""
+        c = self.config
+        if self.attention == "plain" or opened():
+            return "formula"
+        if device.is_batch_invariant() and self.form != "checkpoint":
+            return "c"
+        # MLX's fused attention knows no cap of the scores
+        if (
+            device.has_gpu()
+            and not c.cap
+            and fused_attention_check.is_right(c.H, c.Hkv, c.Dh, dtype)
+        ):
+            return "kernel"
+        return "formula"
 
     def fit(self, **options) -> Sizes:
         """Choose slots that fit next to the weights, before these are read. Refuse a slab that is too
@@ -177,12 +187,7 @@ class ModelReader:
         if self.ranks.rank == 0:
             head = table if c.tied else self.linear("lm_head")
         cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
-        dtype = norm.weight.dtype
-        fused = device.has_gpu() and not c.cap  # MLX's fused attention knows no cap of the scores
-        fused = fused and fused_attention_check.is_right(c.H, c.Hkv, c.Dh, dtype)
-        kinds = tuple(
-            AttentionType.of(rope, span, c.cap, c.Dh, has_kernel=fused) for rope, span in kinds
-        )
+        kinds = tuple(AttentionType.of(rope, span, c.cap, c.Dh) for rope, span in kinds)
         mx.eval(norm, table, head, kinds)
         device.limit_cache()
         model = Model(
@@ -195,7 +200,7 @@ class ModelReader:
             ranks=self.ranks,
             choices=self.choices,
             kv_dtype=self.kv_dtype,
-            is_fused=self.is_fused,
+            attention=self.attention_form(norm.weight.dtype),
             quantization=self.weights.quantization(self.config),
             arithmetic="int8" if self.activations == 8 else "float",
         )

@@ -146,7 +146,7 @@ def described(model: Model, sizes: Sizes) -> str:
         *(["activations of 8 bits"] if model.arithmetic == "int8" else []),
         f"{slots} in a slab of {readable(slab)}",
     ]
-    if device.has_gpu() and not c.cap and not any(kind.has_kernel for kind in model.kinds):
+    if device.has_gpu() and not c.cap and model.attention == "formula":
         said.append("MLX's fused attention is wrong here, so the formula runs")
     free = device.free_memory()
     if free is not None and model.ranks.size == 1:

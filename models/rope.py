@@ -81,9 +81,6 @@ class AttentionType(NamedTuple):
     cap: float | None  # soft cap of the scores
     frequencies: mx.array | None  # (Dh/2,)
     periods: mx.array | None  # 1 / frequencies, for a GPU
-    has_kernel: bool = (
-        False  # does MLX's fused attention compute it? (`kernels/fused_attention_check.py`)
-    )
 
     @staticmethod
     def of(
@@ -92,18 +89,17 @@ class AttentionType(NamedTuple):
         cap: float | None,
         Dh: int,
         length: int = 0,
-        has_kernel: bool = False,
     ) -> AttentionType:
         """`length`: the maximum length of a sequence."""
         if rope is None:
-            return AttentionType(None, span, cap, None, None, has_kernel)
+            return AttentionType(None, span, cap, None, None)
         frequencies = rope_frequencies(rope, Dh, length)
         periods = None
         if (
             device.has_gpu() and rope.gain == 1
         ):  # as `mx.fast.rope` wants them; no plane stands still
             periods = 1 / mx.maximum(frequencies, 1e-30)
-        return AttentionType(rope, span, cap, frequencies, periods, has_kernel)
+        return AttentionType(rope, span, cap, frequencies, periods)
 
 
 def turning(

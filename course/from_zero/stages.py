@@ -59,9 +59,8 @@ STAGES = (
             Task(
                 "llama.attention",
                 """Compare each query with the keys, add the mask, make weights of the scores, and
-                add up the values by weight. Leave `kind.has_kernel` and `kind.cap` aside: the demo
-                model has neither. `q` holds the tokens of B sequences one after the other, L of
-                each.""",
+                add up the values by weight. Leave `kind.cap` aside: the demo model has none. `q`
+                holds the tokens of B sequences one after the other, L of each.""",
                 (
                     "Bring q into the shape (B, H, L, Dh) first. Then the last two axes are a matrix "
                     "for each sequence and head, and `@` multiplies all of them at once.",
@@ -100,13 +99,13 @@ and cut qk into q and k again""",
                     "A layer adds twice to x: what attention found, and what the MLP makes of it. "
                     "Before each of them stands a norm, and what is added goes to the x before the norm.",
                     "Positions: those of all windows, concatenated. `turning(kind, positions)` is "
-                    "the turn of a kind of layer, and `visible_to(kind, model.config.H, windows)` what its "
-                    "tokens see; a layer's kind is number `layer.kind` of `model.kinds`. "
+                    "the turn of a kind of layer, and `ATTENTION[model.attention](kind, model.config.H, windows)` "
+                    "knows what its tokens see; a layer's kind is number `layer.kind` of `model.kinds`. "
                     "`only(x, asked)` takes the rows that are asked: once, before the last norm, is enough.",
                     """x = model.table.embed(ids)
 for layer in model.layers:
     q, k, v = heads(model, layer, layer.attn_norm(x), turns[layer.kind])
-    x = x + layer.out(attend(model, layer, q, k, v, windows, visible[layer.kind]))
+    x = x + layer.out(attend(layer, q, k, v, windows, attentions[layer.kind]))
     x = x + layer.mlp(...)
 return model.norm(only(...))""",
                 ),
@@ -217,20 +216,29 @@ for i in range(self.B):
             ),
             Task(
                 "llama.attend",
-                """First all windows write their part of k and v; then each group of each window reads,
-                and `attention` takes its part of q. Return all sums, in the tokens' order.
-                `layer.index` is the layer's number in the slab, a window's groups are
-                `window.groups`, and `visible` has their masks, for each window a list.""",
+                """First all windows write their part of k and v; then `attention.run` reads, with the
+                layer and all of q. `layer.index` is the layer's number in the slab.""",
                 (
                     "`cut(x, sizes)` cuts along the tokens. A window has B * L of them.",
-                    "A group has `group.B * window.L` tokens. The kind is "
-                    "`model.kinds[layer.kind]`.",
+                    "All windows have written before the first of them reads: two statements, no "
+                    "common loop.",
                     """for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes)):
     window.write(layer.index, new_k, new_v)
-for window, window_q, masks in zip(windows, cut(q, sizes), visible):
+return ...""",
+                ),
+            ),
+            Task(
+                "llama.Formula.run",
+                """Each group of each window reads its rows, and `of_group` takes its part of q. Return
+                all sums, in the tokens' order. A window's groups are `window.groups`, and
+                `self.masks` has their masks, for each window a list.""",
+                (
+                    "`cut(x, sizes)` cuts along the tokens, first for the windows, then for groups.",
+                    "A group has `group.B * window.L` tokens.",
+                    """for window, window_q, masks in zip(self.windows, cut(q, ...), self.masks):
     for group, group_q, mask in zip(window.groups, cut(window_q, ...), masks):
-        keys, values = window.read(layer.index, group)
-        sums.append(attention(group_q, keys, values, mask, kind))
+        keys, values = window.read(layer, group)
+        sums.append(self.of_group(group_q, keys, values, mask))
 return mx.concatenate(sums)""",
                 ),
             ),

@@ -41,14 +41,14 @@ def seen(positions, T, span):
     return (mx.tril(mx.ones((T, T)))[positions.flatten()] > 0)[None, None]
 
 
-def attend(model, layer, q, k, v, windows, visible):
+def attend(layer, q, k, v, windows, formula):
     (window,) = windows
     kept = vars(window.slab).setdefault("kept", {})
     new = mx.concatenate([k, v], axis=1).swapaxes(0, 1)[None]
     if window.starts[0]:
         new = mx.concatenate([kept[layer.index], new], axis=2)
     kept[layer.index] = new
-    return attention(q, *mx.split(new, 2, axis=1), visible[0][0], model.kinds[layer.kind])
+    return attention(q, *mx.split(new, 2, axis=1), formula.masks[0][0], formula.kind)
 
 
 # --- stage 7 ---

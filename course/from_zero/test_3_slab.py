@@ -1,4 +1,5 @@
-"""Stage 3: the slab. You write `write` and `read` in kv.py, and `seen` and `attend` in llama.py."""
+"""Stage 3: the slab. You write `write` and `read` in kv.py, and `seen`, `attend` and
+`Formula.run` in llama.py."""
 
 from itertools import chain
 
@@ -155,7 +156,7 @@ class Noted(kv.Window):
         return super().read(*rest)
 
 
-@pytest.mark.about("attend")
+@pytest.mark.about("attend", "run")
 def test_several_windows():
     """Several windows share a pass, and in each layer all write before the first one reads."""
     model, _ = demo()

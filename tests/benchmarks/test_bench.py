@@ -407,9 +407,10 @@ def test_packed_shape_against_widened(tiny, bits):
 def test_kv_and_attention_reach_the_engine(tiny):
     for kv, attention in (("auto", "auto"), ("float32", "plain")):
         sample = Sample(tiny(4)._replace(kv=kv, attention=attention))
-        slab = sample.contestant.engine.runner.slab
-        assert slab.dtype == (mx.float16 if kv == "auto" else mx.float32)
-        assert slab.is_fused == (attention == "auto" and device.is_batch_invariant())
+        engine = sample.contestant.engine
+        assert engine.runner.slab.dtype == (mx.float16 if kv == "auto" else mx.float32)
+        is_fused = attention == "auto" and device.is_batch_invariant()
+        assert engine.model.attention == ("c" if is_fused else "formula")
         sample.contestant.close()
 
 

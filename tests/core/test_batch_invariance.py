@@ -159,7 +159,7 @@ def test_planted_variance_is_caught(models, monkeypatch, bug):
         "a form by their number": (llama, "softmax", a_form_by_their_number),
     }
     monkeypatch.setattr(*planted[bug])
-    models = [(replace(model, is_fused=False), text) for model, text in models]
+    models = [(replace(model, attention="formula"), text) for model, text in models]
     for seed in range(8):
         try:
             if company.count(models, seed, rounds=2).differ:
@@ -176,7 +176,7 @@ def test_nan_row_ends_its_request_alone(models, monkeypatch, scrubbed, run_ahead
     is poisoned: it reads as far as its longer neighbour, and so over the row of NaN before it has
     written that row itself. (Fused attention reads no such row.)"""
     model, text = models[0]
-    model = replace(model, is_fused=False)
+    model = replace(model, attention="formula")
     if not scrubbed:
         monkeypatch.setattr(kv.Slab, "scrub", lambda self, *rows: None)
     good = Ask([5, 6, 7], 40)

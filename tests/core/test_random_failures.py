@@ -56,7 +56,7 @@ def test_exception_at_any_call(parts, monkeypatch, target, run_ahead):
     real = getattr(owner, name)
     failures = 0
     model, text = parts
-    by_formula = replace(model, is_fused=False)  # else nobody asks for a bucket
+    by_formula = replace(model, attention="formula")  # else nobody asks for a bucket
     with (
         Engine(by_formula, text, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine,
         engine.serving(),

@@ -164,7 +164,7 @@ def test_non_finite_draft_spoils_no_row(parts, monkeypatch, bug):
     """Attention multiplies a hidden row by 0, and 0 x NaN is NaN. So the right rows of that piece
     say nothing, too, and later steps would read what it has left."""
     model, text = poisoned(parts[0], 99), parts[1]
-    model = replace(model, is_fused=False)  # fused attention reads no rows that were left
+    model = replace(model, attention="formula")  # fused attention reads no rows that were left
     if bug == "its rows are not scrubbed":
         monkeypatch.setattr(kv.Slab, "scrub", lambda self, *rows: None)
     elif bug:

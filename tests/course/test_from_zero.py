@@ -114,8 +114,8 @@ MISTAKES = [
     ),
     Mistake(
         "llama.attend",
-        "        at += size\n    at = 0\n    for window, masks in zip(windows, visible):\n",
-        "",
+        "        at += size\n    return attention.run(layer.index, q)",
+        "        at += size\n        sums = attention.run(layer.index, q)\n    return sums",
         "all write before the first one reads",
     ),
     Mistake(

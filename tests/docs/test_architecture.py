@@ -138,6 +138,8 @@ def imports(name: str, text: str | None = None) -> set[Import]:
         return parts[0]
 
     def visit(node: ast.AST, inside: bool) -> Iterator[Import]:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return  # nothing of it runs
         if isinstance(node, ast.Import):
             yield from (Import(resolve(alias.name.split(".")), inside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -10,7 +10,7 @@ from word_engine import WordRunner
 
 from experiments import step_cost
 from experiments.fault_injection import BREAKS, FaultInjection
-from kernels import c_attention
+from kernels.c_attention import COperation
 from nanobatch import Engine
 from runner import Runner
 from screen import commands, keys
@@ -59,12 +59,12 @@ def test_a_nan_ends_one_request_on_a_real_model(demo):
 
 def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
     """With a window that looks into all slots, whoever decodes ends."""
-    attend = c_attention.attend
+    run = COperation.run
 
-    def nosy(q, visible, slab):
-        return attend(q, visible, slab) + 0 * slab[:, :, :-1].sum()
+    def nosy(self, layer, q):
+        return run(self, layer, q) + 0 * self.slab.arrays[layer][:, :, :-1].sum()
 
-    monkeypatch.setattr(c_attention, "attend", nosy)
+    monkeypatch.setattr(COperation, "run", nosy)
     found = broken(demo, "nan")
     assert len(found.ended) > 1 and found.so_far.startswith(f"{len(found.ended)} ended by it")
 

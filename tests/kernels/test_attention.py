@@ -29,10 +29,7 @@ class Shape:
         self.Dh = int(rng.choice([3, 8, 12, 20, 32, 33, 64, 100, 128]))
         self.slots = int(rng.integers(1, 9))
         dtype = mx.float16 if rng.random() < 0.6 else mx.float32
-        self.slabs = [
-            Slab(1, self.slots, self.Hkv, LENGTH, self.Dh, dtype, is_fused)
-            for is_fused in (True, False)
-        ]
+        self.slabs = [Slab(1, self.slots, self.Hkv, LENGTH, self.Dh, dtype) for _ in range(2)]
         left = mx.array(rng.normal(0, 3, (self.slots, 2 * self.Hkv, LENGTH, self.Dh)))
         for slab in self.slabs:
             slab.arrays[0][:, :, :LENGTH] = left
@@ -66,10 +63,10 @@ class Shape:
         ]
 
     def attend(self, windows: list[Window], q: mx.array, k: mx.array, v: mx.array) -> np.ndarray:
-        model = SimpleNamespace(kinds=(self.kind,))
-        visible = llama.visible_to(self.kind, self.H, windows)
+        form = "c" if windows[0].slab is self.slabs[0] else "formula"
+        attention = llama.ATTENTION[form](self.kind, self.H, windows)
         layer = SimpleNamespace(index=0, kind=0)
-        return np.array(llama.attend(model, layer, q, k, v, windows, visible))
+        return np.array(llama.attend(layer, q, k, v, windows, attention))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -103,24 +100,22 @@ def test_a_token_has_the_same_bits_in_any_chunk_and_alone(seed):
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 def test_a_nan_stays_in_its_sequence(dtype):
     """It shows in all later tokens of the sequence, and in no other."""
-    slab = Slab(1, 3, 2, 64, 16, dtype, is_fused=True)
+    slab = Slab(1, 3, 2, 64, 16, dtype)
     windows = [Window(slab, [0], [0], 20), Window(slab, [1, 2], [9, 9], 1)]
     q = mx.ones((22, 4, 16))
     k = mx.ones((22, 2, 16))
     k[7] = mx.nan
     layer = SimpleNamespace(index=0, kind=0)
     kind = AttentionType(None, None, None, None, None)
-    visible = llama.visible_to(kind, 4, windows)
-    sums = np.array(
-        llama.attend(SimpleNamespace(kinds=(kind,)), layer, q, k, k * 0, windows, visible)
-    )
+    attention = llama.ATTENTION["c"](kind, 4, windows)
+    sums = np.array(llama.attend(layer, q, k, k * 0, windows, attention))
     assert np.isnan(sums[7:20]).all()
     assert np.isfinite(sums[20:]).all()
 
 
 def test_a_slab_keeps_its_label_through_all_that_is_written():
     """Without it, the operation would be taken for a product with a matrix."""
-    slab = Slab(1, 2, 1, 32, 16, mx.float16, is_fused=True)
+    slab = Slab(1, 2, 1, 32, 16, mx.float16)
     label = np.array(slab.arrays[0][-1, -1, -1]).tobytes()
     assert any(label)
     new = mx.ones((32, 1, 16))

@@ -129,7 +129,7 @@ def not_a_number(q, k, v, right) -> mx.array:
 @pytest.mark.parametrize("plant", [two_pass, of_chunks, not_a_number])
 def test_wrong_fused_attention_is_found_at_load_and_the_formula_runs(plant, tmp_path, monkeypatch):
     folder = make_checkpoint(tmp_path, dtype=mx.bfloat16)
-    assert read_model(folder).kinds[0].has_kernel
+    assert read_model(folder).attention == "kernel"
     right = mx.fast.scaled_dot_product_attention
 
     def wrong(q, k, v, **options) -> mx.array:
@@ -343,11 +343,13 @@ def test_chunk_reads_no_further_than_itself(tmp_path):
         engine.submit([1] * 400, SamplingParams(max_tokens=2)).result()
         assert [(chunk.start, chunk.stop) for chunk in plans[0].chunks] == [(0, 400)]
     window = Window(Slab(1, 2, 2, 256, 16, mx.float32), [1], [64], 48)
-    kind = AttentionType(*[None] * 5, has_kernel=True)
+    kind = AttentionType(*[None] * 5)
     (group,) = window.groups
-    assert group[:2] == (slice(1, 2), 112) and llama.mask_of(group, kind, 4) == "causal"
+    kernel = llama.ATTENTION["kernel"]
+    assert group[:2] == (slice(1, 2), 112) and kernel(kind, 4, [window]).masks == [["causal"]]
     both = Window(window.slab, [0, 1], [64, 9], 48)
-    assert [llama.mask_of(group, kind, 4).shape for group in both.groups] == [(2, 4, 48, 128)]
+    (masks,) = kernel(kind, 4, [both]).masks
+    assert [mask.shape for mask in masks] == [(2, 4, 48, 128)]
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,8 @@ CORE = [
     ),
     Mutant(
         "llama.py",
-        "seen & (rows > positions - span)",
-        "seen & (rows >= positions - span)",
+        "visible & (rows > positions - span)",
+        "visible & (rows >= positions - span)",
         f"{OPS}::test_sliding_window_mask",
     ),
     Mutant(
@@ -139,7 +139,7 @@ CORE = [
     # --- llama.py
     Mutant(
         "llama.py",
-        "            scale = 1.0\n",
+        "        scale = 1.0\n",
         "",
         "tests/kernels/test_gpu.py::test_tokens_equal_mlx_lm_under_every_policy",
     ),

@@ -3,7 +3,7 @@
 A test puts them into our chapters: whoever writes otherwise than we do must pass, too. The names
 that they use stand in those chapters.
 """
-# ruff: noqa: B007, F821, B905, RUF059
+# ruff: noqa: F821, B905, RUF059
 
 
 # --- llama.py ---
@@ -11,12 +11,12 @@ that they use stand in those chapters.
 
 def forward(model, ids, windows, asked):
     positions = mx.concatenate([window.positions for window in windows])
-    visible = [visible_to(kind, model.config.H, windows) for kind in model.kinds]
+    attentions = [Formula(kind, model.config.H, windows) for kind in model.kinds]
     x = model.table.embed(ids)
     for layer in model.layers:
         turn = turning(model.kinds[layer.kind], positions)
         q, k, v = heads(model, layer, layer.attn_norm(x), turn)
-        x = x + layer.out(attend(model, layer, q, k, v, windows, visible[layer.kind]))
+        x = x + layer.out(attend(layer, q, k, v, windows, attentions[layer.kind]))
         x = x + layer.mlp(layer.mlp_norm(x))
     return model.norm(only(x, asked))
 
@@ -30,22 +30,26 @@ def heads(model, layer, x, turn):
     return qk[:, : c.H], qk[:, c.H :], v
 
 
-def attend(model, layer, q, k, v, windows, visible):
-    kind = model.kinds[layer.kind]
-    sums = []
+def attend(layer, q, k, v, windows, attention):
     at = 0
-    for window, masks in zip(windows, visible):
+    for window in windows:
         size = window.B * window.L
         window.write(layer.index, k[at : at + size], v[at : at + size])
         at += size
-    at = 0
-    for window, masks in zip(windows, visible):
-        for group, mask in zip(window.groups, masks):
-            size = group.B * window.L
-            keys, values = window.read(layer.index, group)
-            sums.append(attention(q[at : at + size], keys, values, mask, kind))
-            at += size
-    return mx.concatenate(sums)
+    return attention.run(layer.index, q)
+
+
+class Formula:
+    def run(self, layer, q):
+        sums = []
+        at = 0
+        for window, masks in zip(self.windows, self.masks):
+            for group, mask in zip(window.groups, masks):
+                size = group.B * window.L
+                keys, values = window.read(layer, group)
+                sums.append(self.of_group(q[at : at + size], keys, values, mask))
+                at += size
+        return mx.concatenate(sums)
 
 
 def seen(positions, T, span):

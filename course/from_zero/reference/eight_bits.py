@@ -47,8 +47,6 @@ def dequantize(codes: mx.array, scale: mx.array) -> mx.array:
 class SmallSlab:
     """The slab of `kv.py` in 8 bits, with their scales."""
 
-    is_fused = False  # as `llama.attend` asks
-
     def __init__(self, layers: int, slots: int, Hkv: int, length: int, Dh: int):
         shape = (slots, 2 * Hkv, length)  # keys, then values, as in the slab
         self.codes = [mx.zeros((*shape, Dh), mx.int8) for _ in range(layers)]

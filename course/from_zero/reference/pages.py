@@ -36,8 +36,6 @@ PAGE = 16  # rows
 class Pool:
     """The pages of all sequences in every layer, and each sequence's block table."""
 
-    is_fused = False  # as `llama.attend` asks
-
     def __init__(self, layers: int, pages: int, Hkv: int, Dh: int, dtype: mx.Dtype = mx.float32):
         # Keys are the first Hkv heads, values the others, as in the slab
         self.arrays = [mx.zeros((pages, 2 * Hkv, PAGE, Dh), dtype) for _ in range(layers)]
