@@ -28,17 +28,17 @@ and on nothing else: not on the neighbours, not on the slot, and not on the timi
 The proof is one sentence, in `kernels/cpu_kernels.c`: every number of a matrix product is one sum,
 computed in one order.
 
-Where attention runs. `attention` below is the reference. On a CPU with our own matrix product, one C
-operation with the same bits runs in its place (`kernels/c_attention.py`), and on a GPU MLX's kernel does
-where it is right. `ATTENTION` has the three; which one it is, a model knows when it is loaded. With
-`--attention plain` the formula runs everywhere.
+`attention` below is the reference. On a CPU with our own matrix product one C operation with the same
+bits runs in its place (`kernels/c_attention.py`); on a GPU, MLX's kernel where it is right. A model knows
+from its loading which one it is (`ATTENTION`); with `--attention plain` it is the formula everywhere.
 
 Where next: `kv.py`, which holds the keys and values.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Protocol
 
 from kernels.c_attention import COperation
 from kernels.device import mx
@@ -110,28 +110,16 @@ def heads(
     return q, k, v
 
 
-class Attention(Protocol):
-    """One way to compute attention, prepared once a pass for all layers of a kind."""
-
-    def __init__(self, kind: AttentionType, H: int, windows: Sequence[Window]):
-        """Find out which rows each token sees."""
-
-    def run(self, layer: int, q: mx.array) -> mx.array:  # (N, H, Dh) -> (N, H * Dh)
-        """Let each token attend to the rows of its slot in a layer."""
-
-
 def attend(
     layer: Layer,
     q: mx.array,  # (N, H, Dh)
     k: mx.array,  # (N, Hkv, Dh)
     v: mx.array,  # (N, Hkv, Dh)
     windows: Sequence[Window],
-    attention: Attention,
+    attention: COperation | Formula,
 ) -> mx.array:  # (N, H * Dh)
     """Write the new keys and values into the slab, and let each token attend to the rows of its slot.
-
-    All windows write before the first one reads (`Window.write` says why).
-    """
+    All windows write before the first one reads (`Window.write` says why)."""
     sizes = [window.B * window.L for window in windows]
     for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
         window.write(layer.index, new_k, new_v)
@@ -208,8 +196,7 @@ class MlxKernel(Formula):
     """The same in one kernel of a GPU, which keeps no scores."""
 
     def mask(self, group: AttentionGroup, H: int) -> mx.array | str:
-        """True for a row that is seen. Where one sequence sees all its rows, the string "causal" is
-        enough."""
+        """True for a row that is seen. For one sequence that sees all its rows, "causal" is enough."""
         if group.B == 1 and self.kind.span is None:
             return "causal"
         visible = seen(group.positions, group.T, self.kind.span)  # (B, 1, L, T)
@@ -226,11 +213,7 @@ class MlxKernel(Formula):
         return sums.swapaxes(1, 2).reshape(count, H * Dh)
 
 
-ATTENTION: dict[str, type[Attention]] = {
-    "c": COperation,
-    "formula": Formula,
-    "kernel": MlxKernel,
-}
+ATTENTION = {"c": COperation, "formula": Formula, "kernel": MlxKernel}
 
 
 def seen(positions: mx.array, T: int, span: int | None) -> mx.array:  # (B, 1, L, 1) -> (B, 1, L, T)
