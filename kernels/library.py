@@ -43,6 +43,7 @@ SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION = range(8, 14)
 ROUNDED = (ROUNDED_4, ROUNDED_6, ROUNDED_8)  # for activations in 8 bits
 LINE = 64  # bytes of the header of a packed matrix; a cache line
 ORDER = 16  # the number of partial sums of a product
+WIDE = 144  # columns of a turned matrix: more vectors of any form than a tile takes, and a rest
 
 
 class Unbuilt(Exception):
@@ -145,29 +146,46 @@ def compiled_from(loaded: ctypes.CDLL) -> str:
 def computed(library: ctypes.CDLL) -> str:
     """The hash of what the library computes from the same numbers everywhere.
 
-    Both layouts, weights packed in each form, each operation; one row, few and many. These products
-    are too small to be divided among threads, so no thread need run yet.
+    Both layouts, weights packed in each form, each operation; one row, few and many. All of it runs
+    in this thread, because helpers start afterwards. A turned matrix has copies of its columns, which
+    all have the same bits: few columns would fill no vector of AVX-512, and run none of its tiles.
     """
     draw = random.Random(0)
     seen = hashlib.sha256()
 
     def multiply(
-        x: array, w: array, M: int, N: int, K: int, turned: bool = False, begin: int = 0
+        x: array,
+        w: array,
+        M: int,
+        N: int,
+        K: int,
+        turned: bool = False,
+        begin: int = 0,
+        copies: int = 1,
     ) -> None:
         """x (M, K) times W: (N, K), or (K, N) if turned, or the memory of a packed one, which may begin
-        at a later byte."""
-        y = array("f", [math.nan]) * (M * N)  # must be overwritten
+        at a later byte. `copies`: of each row of a turned W, side by side."""
+        if copies > 1:
+            rows = (w[k * N : (k + 1) * N] * copies for k in range(K))
+            w = array("f", b"".join(row.tobytes() for row in rows))
+        wide = N * copies
+        y = array("f", [math.nan]) * (M * wide)  # must be overwritten
         x_at, w_at, y_at = (ctypes.c_void_p(each.buffer_info()[0]) for each in (x, w, y))
-        layout = (111, N) if turned else (112, K)
         w_at.value += begin
-        sizes = (M, N, K, ctypes.c_float(1), x_at, K, w_at, layout[1])
-        library.cblas_sgemm(101, 111, layout[0], *sizes, ctypes.c_float(0), y_at, N)
-        seen.update(str(y.tolist()).encode())  # as text, in which a NaN has no sign
+        layout = (111, wide) if turned else (112, K)
+        sizes = (M, wide, K, ctypes.c_float(1), x_at, K, w_at, layout[1])
+        library.cblas_sgemm(101, 111, layout[0], *sizes, ctypes.c_float(0), y_at, wide)
+        found = array("f")
+        for m in range(0, M * wide, wide):
+            found += y[m : m + N]
+            if y[m : m + wide].tobytes() != y[m : m + N].tobytes() * copies:
+                seen.update(b"one of the copies differs")
+        seen.update(str(found.tolist()).encode())  # as text, in which a NaN has no sign
 
     for M, N, K in SHAPES:
         w = drawn(draw, N * K)
-        for turned in (False, True):
-            multiply(drawn(draw, M * K), w, M, N, K, turned)
+        multiply(drawn(draw, M * K), w, M, N, K)
+        multiply(drawn(draw, M * K), w, M, N, K, turned=True, copies=-(-WIDE // N))
     for form, bits, form_of_scales in PACKED:
         N, K, group = (6, 75, 75) if bits == 16 else (6, 96, 32)
         w = packed(library, draw, form, bits, form_of_scales, N, K, group)

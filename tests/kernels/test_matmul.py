@@ -99,6 +99,11 @@ BUGS = {  # what is right, and what stands in its place; PLANTED is 1 in the pro
         "own[r] = all(x[r * p->ldx + k]);",
         "own[r] = all(x[r * p->ldx + k] * (PLANTED && rows == 2 && k == 0 ? 1.0000002f : 1));",
     ),
+    "a turned tile of one row and eight vectors that begins at a small number": (
+        "for (int c = 0; c < cols; c++) sum[r][c] = all(0);",
+        "for (int c = 0; c < cols; c++) "
+        "sum[r][c] = all(PLANTED && rows == 1 && cols == WIDEST ? 1e-6f : 0);",
+    ),
     "a helper's share computed twice": (
         "compute_share(&pool.product, pool.shares - left, pool.shares, pool.by_rows);",
         "for (int i = 0; i <= PLANTED; i++) "
