@@ -11,9 +11,13 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from base.untrusted_files import read_some
 from base.validation import shown
 
 PROGRAMS = ("ask", "serve", "screen")
+LONGEST = 1_000_000  # characters of a file
+# Read before the file is, or answered with an exit
+NOT_IN_A_FILE = ("config", "book", "help", "version")
 
 
 def expand(
@@ -22,54 +26,85 @@ def expand(
     """The options of the file that `--config` names, and then the arguments."""
     given = [*(sys.argv[1:] if arguments is None else arguments)]
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    early.add_argument("--config", nargs="?")
+    early.add_argument("--config", nargs="?", action="append", default=[])
     early.add_argument("--model", nargs="?")
     known, _ = early.parse_known_args(given)
-    if not known.config:
+    if len(known.config) > 1:
+        parser.error("--config is given twice; give one file")
+    if known.config in ([], [None]):  # the parser itself refuses one without a file
         return given
+    file = known.config[0]
     try:
-        options = options_of(read(known.config), program, known.model)
-        words = [word for name, value in options.items() for word in words_of(name, value)]
+        options = options_of(read(file), program, known.model)
+        words = [word for name, value in options.items() for word in words_of(parser, name, value)]
     except (OSError, ValueError) as error:
-        parser.error(f"--config {shown(known.config)}: {getattr(error, 'strerror', None) or error}")
-    parser.allow_abbrev = False  # in a file, names are written out
+        parser.error(f"--config {shown(file)}: {getattr(error, 'strerror', None) or error}")
     _, unknown = parser.parse_known_args(words)
-    parser.allow_abbrev = True
     if unknown:
         name = unknown[0].partition("=")[0].removeprefix("--")
-        parser.error(f"--config {shown(known.config)}: {program} has no option {name!r}")
+        parser.error(f"--config {shown(file)}: {program} has no option {name!r}")
     return [*words, *given]
 
 
 def read(file: str) -> dict[str, Any]:
-    with open(file, "rb") as opened:
-        return tomllib.load(opened)
+    text = read_some(file, LONGEST)
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def options_of(table: dict[str, Any], program: str, model: str | None) -> dict[str, Any]:
     """Of the file's tables, what is for this program and this model."""
     models = table.pop("models", {})
+    check_table("models", models)
+    for name, value in models.items():
+        check_table(f"models.{name}", value)
     options = flat(table, program)
-    found = models.get(model or options.get("model", "demo"), {})
+    model = model or options.get("model", "demo")
+    found = models.get(model, {}) if isinstance(model, str) else {}
     return options | flat(found, program)
+
+
+def check_table(name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} = {shown(value)}, but it must be a table")
 
 
 def flat(table: dict[str, Any], program: str) -> dict[str, Any]:
     tables = {name: value for name, value in table.items() if isinstance(value, dict)}
     if unknown := [name for name in tables if name not in PROGRAMS]:
         raise ValueError(f"[{unknown[0]}] is no table; use models, {', '.join(PROGRAMS)}")
-    options = {name: value for name, value in table.items() if name not in tables}
-    return options | tables.get(program, {})
+    own = {name: value for name, value in table.items() if name not in tables}
+    return spelled(own) | spelled(tables.get(program, {}))
 
 
-def words_of(name: str, value: Any) -> Iterator[str]:
+def spelled(options: dict[str, Any]) -> dict[str, Any]:
+    """With hyphens, as on the command line."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if option in found:
+            raise ValueError(f"{name} is there twice; give it once")
+        if option in NOT_IN_A_FILE:
+            raise ValueError(f"{name} belongs on the command line; leave it out here")
+        found[option] = value
+    return found
+
+
+def words_of(parser: argparse.ArgumentParser, name: str, value: Any) -> Iterator[str]:
     """An option as on the command line: a switch, a value, or several."""
-    option = f"--{name.replace('_', '-')}"
+    option = f"--{name}"
+    default = parser.get_default(name.replace("-", "_"))
     if isinstance(value, bool):
+        if not isinstance(default, bool):
+            raise ValueError(f"{name} = {value}, but it is not a switch")
         yield from [option] * value
     elif isinstance(value, list):
+        if not isinstance(default, list):
+            raise ValueError(f"{name} = {shown(value)}, but it takes one value")
         for each in value:
-            yield from words_of(name, each)
+            yield from words_of(parser, name, each)
     elif isinstance(value, (str, int, float)):
         yield f"{option}={value}"
     else:

@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, TextIO
 
 from base.validation import one_line, printable, read_whole, shown
@@ -188,10 +189,12 @@ def about(option: str, remedy: str) -> Iterator[None]:
         ) from None
 
 
-def read_key(key: str) -> str:
+def read_key(option: str, variable: str, key: str) -> str:
     """Refuse an empty key, as of a variable that is not set: without a key everybody has access."""
     if not key or key != key.strip():
-        raise ValueError("the key is empty or has spaces around it; give another, or leave it out")
+        raise ValueError(
+            f"{option} or ${variable} is empty or has spaces around it; give a key, or neither"
+        )
     return key
 
 
@@ -321,7 +324,8 @@ class CommandLine(argparse.ArgumentParser):
 
     def __init__(self, name: str, **options):
         """`name`: of the program, such as ask.py."""
-        super().__init__(command(name).removeprefix("python "), **options)
+        # Without abbreviations: what looks for --config and --book before all others knows none
+        super().__init__(command(name).removeprefix("python "), allow_abbrev=False, **options)
         self.add_argument(
             "--version", action=ShowVersion, nargs=0, help="say which version this is, and exit"
         )
@@ -398,14 +402,18 @@ class CommandLine(argparse.ArgumentParser):
 
     def add_keys(self) -> None:
         """The options of every program that runs a server."""
-        key, watch = (os.environ.get(f"NANOBATCH_{name}_KEY") or None for name in ("API", "WATCH"))
         says = "what clients must give ($NANOBATCH_API_KEY)"
-        self.add_read("--api-key", read_key, says, default=key)
+        self._add_key("--api-key", "NANOBATCH_API_KEY", says)
         says = "shows texts to /watch; where any key is set, nothing else does"
-        self.add_read("--watch-key", read_key, says, default=watch)
+        self._add_key("--watch-key", "NANOBATCH_WATCH_KEY", says)
         some = {"action": "append", "default": [], "metavar": "NAME"}
         self.add_read("--allow-host", read_host, "a proxy's (repeatable)", **some)
         says = "believe X-Forwarded-For from this address or network (repeatable)"
         self.add_read("--trust-proxy", read_network, says, **some | {"metavar": "ADDRESS"})
         says = "another name that clients may give the model (repeatable); '*' is any"
         self.add_argument("--alias", help=says, **some)
+
+    def _add_key(self, option: str, variable: str, says: str) -> None:
+        # argparse reads a default that is a text like an argument
+        read = partial(read_key, option, variable)
+        self.add_read(option, read, says, default=os.environ.get(variable))

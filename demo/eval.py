@@ -102,7 +102,7 @@ def scores(answered: dict[str, list[tuple[corpus.Task, Result]]]) -> dict[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Examine the demo model on questions that it never met."
+        allow_abbrev=False, description="Examine the demo model on questions that it never met."
     )
     add = parser.add_argument
     add("--model", default="demo", help="a model folder (default: demo)")

@@ -288,7 +288,7 @@ def exam(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Train the demo model. Stopped, it goes on where it was."
+        allow_abbrev=False, description="Train the demo model. Stopped, it goes on where it was."
     )
     parser.add_argument(
         "--tokens", type=float, default=45e6, help="tokens to train on (default 45e6)"

@@ -138,6 +138,7 @@ def show_book(shown: str, chosen: list[Stage], hint: int | None) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="check.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

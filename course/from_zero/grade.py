@@ -172,7 +172,9 @@ def grade(folder: str, hidden: Path | None, show: str, **limits) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="grade.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="grade.py", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("folder", help="what a student handed in")
     parser.add_argument("--json", type=Path, required=True, help="the file of results")
     parser.add_argument("--hidden", type=Path, help="a folder with hidden checks: test_6_mine.py")

@@ -96,7 +96,9 @@ def mark() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="start.py", description="Make a blank book.")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="start.py", description="Make a blank book."
+    )
     parser.add_argument("folder", help="where: a new folder, such as mine")
     parser.add_argument(
         "--from",

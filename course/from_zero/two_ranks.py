@@ -81,7 +81,7 @@ def launch(prompt: str, size: int = 2) -> list[dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("prompt", nargs="?", default="What is 17 + 6?")
     parser.add_argument("--book", metavar="DIR", help="your chapters, with ranks.py")
     prompt = parser.parse_args().prompt

@@ -425,7 +425,7 @@ def table_of(file: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Make a page of a recording.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Make a page of a recording.")
     parser.add_argument("recordings", nargs="*", metavar="run.json")
     parser.add_argument("out", metavar="out.html")
     parser.add_argument("--demo", action="store_true", help="record a race of the demo model first")

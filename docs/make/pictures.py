@@ -433,7 +433,7 @@ PICTURES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="docs/make/pictures.py")
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="docs/make/pictures.py")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}")
     parser.add_argument("--out", type=Path, help="another folder for the files")
     args = parser.parse_args(arguments)

@@ -34,7 +34,7 @@ def expanded(tmp_path, program: str, *arguments: str, text: str = FILE) -> list[
     (tmp_path / "my.toml").write_text(text)
     parser = cli.CommandLine("serve.py")
     for name in ("alias", "config", "max-len", "model", "port", "slots", "temperature"):
-        parser.add_argument(f"--{name}", action="append")
+        parser.add_argument(f"--{name}", action="append", default=[])
     for name in ("chat", "embeddings"):
         parser.add_argument(f"--{name}", action="store_true")
     given = ["--config", str(tmp_path / "my.toml"), *arguments]
@@ -79,6 +79,19 @@ def test_command_line_wins(tmp_path):
         ("slots = 2026-01-01", "slots: give a text, a number"),
         ("slots =", "Invalid value"),
         (None, "No such file or directory"),
+        ("config = 'other.toml'", "config belongs on the command line"),
+        ("[serve]\nbook = 'mine'", "book belongs on the command line"),
+        ("models = 5", "models = 5, but it must be a table"),
+        ("[models]\nother = 5", "models.other = 5, but it must be a table"),
+        ("[models.demo]\nask = 5", "serve has no option 'ask'"),
+        ("model = []", "model = [], but it takes one value"),
+        ("api-key = []", "api-key = [], but it takes one value"),
+        ("api-key = false", "api-key = False, but it is not a switch"),
+        ("embeddings = []", "embeddings = [], but it takes one value"),
+        ("typo = false", "typo = False, but it is not a switch"),
+        ("trust-proxy = []\ntrust_proxy = ['::1']", "trust_proxy is there twice"),
+        ("a = " + "[" * 3000, "nested too deep"),
+        ("a = " + "1" * 5000, "4300 digits"),
     ],
 )
 def test_wrong_file_gets_one_line(tmp_path, capsys, text, said):
@@ -89,3 +102,30 @@ def test_wrong_file_gets_one_line(tmp_path, capsys, text, said):
         serve.parse_arguments(["--config", str(file)])
     (line,) = capsys.readouterr().err.splitlines()
     assert exit.value.code == 2 and line.startswith("nanobatch: ") and said in line
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ("--conf {0}", "unrecognized arguments: --conf"),
+        ("--conf={0} --port 8001", "unrecognized arguments: --conf"),
+        ("--config {0} --config {1}", "--config is given twice"),
+        ("--config {1} --config={0}", "--config is given twice"),
+        ("--config=", "No such file or directory"),
+    ],
+)
+def test_no_file_is_dropped(tmp_path, capsys, arguments, said):
+    """The key in the file was ignored, and the server was open to everybody."""
+    files = [tmp_path / "key.toml", tmp_path / "other.toml"]
+    files[0].write_text("api-key = 'secret'\n")
+    files[1].write_text("slots = 2\n")
+    with pytest.raises(SystemExit) as exit:
+        serve.parse_arguments(arguments.format(*files).split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and said in line
+
+
+def test_special_table_wins_in_either_spelling(tmp_path):
+    text = "trust_proxy = ['127.0.0.1']\n[serve]\ntrust-proxy = []\n"
+    (tmp_path / "my.toml").write_text(text)
+    assert serve.parse_arguments(["--config", str(tmp_path / "my.toml")]).trust_proxy == []

@@ -9,6 +9,7 @@ from servers import CHAT, COMPLETIONS, MESSAGES
 from waiting import wait_for
 
 import serve
+import tui
 from server import auth
 from server.forwarded_for import client_of, seen_through
 from server.http import Options
@@ -31,6 +32,20 @@ def test_options_reach_the_server(monkeypatch, capsys):
     assert server.options == Options("127.0.0.1", 0, "kéy", "eye", *names, proxies)
     server.close()
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["", "key\n"])
+@pytest.mark.parametrize("name", ["API", "WATCH"])
+@pytest.mark.parametrize("program", [serve.parse_arguments, tui.parse_arguments])
+def test_empty_key_in_the_environment_is_refused(monkeypatch, capsys, program, name, value):
+    """A variable without a value, as in a compose file, opened the server to everybody."""
+    monkeypatch.setenv(f"NANOBATCH_{name}_KEY", value)
+    with pytest.raises(SystemExit) as exit:
+        program([])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and f"NANOBATCH_{name}_KEY is empty" in line
+    args = program([f"--{name.lower()}-key", "given"])
+    assert vars(args)[f"{name.lower()}_key"] == "given"
 
 
 def test_open_server_without_a_key_warns(capsys):
