@@ -26,6 +26,7 @@ from base.validation import one_line, printable
 from cli import config_file, terminal_chat
 from cli.options import say
 from cli.text_output import StatusLine, WordWrap, wait_for_text
+from distributed import environment
 from engine.sampling_params import ADVICE, GRAMMAR
 from models import model_finder
 from nanobatch import POLICIES, Engine, Handle, QueueFull, SamplingParams, Tokenizer
@@ -93,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         talks = args.chat or (is_terminal and not prompts and not args.raw)
         prompts = prompts or ["-"] * (not talks)
-        stdin = sys.stdin.read() if "-" in prompts and not cli.rank() else ""
+        stdin = sys.stdin.read() if "-" in prompts and not environment.rank() else ""
         prompts = [stdin if prompt == "-" else prompt for prompt in prompts]
         args.grammar = {"json": read_schema(args.json)} if args.json else None
         slots = args.slots or (1 if talks else min(len(prompts), 8))

@@ -61,6 +61,7 @@ from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 
+from base import installation
 from base.untrusted_files import check_writable, write_whole
 from base.validation import one_line, read_whole, shown
 from benchmarks import quality
@@ -78,6 +79,7 @@ from benchmarks.plan import (
     read_rivals,
 )
 from benchmarks.report import load_data, show
+from distributed import environment
 from models.config import read_config
 from models.model_finder import find
 from policies import DEFAULT, POLICIES
@@ -169,14 +171,14 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"{why}; leave out --vs {peer}")
     if "same" in args.parts and not peers:
         raise ValueError(f"same compares with a peer; add --vs {' or --vs '.join(PEERS)}")
-    if options.backend() and args.rivals:
+    if environment.backend() and args.rivals:
         raise ValueError("ranks measure one engine; leave out --vs")
 
 
 def measure_all(args: argparse.Namespace) -> dict:
     """Take all samples of all parts."""
     data = {
-        "command": options.command("bench.py", *sys.argv[1:]),
+        "command": installation.command("bench.py", *sys.argv[1:]),
         "machine": describe_machine(args.rivals),
         "records": [],
     }
@@ -206,7 +208,7 @@ def measure_all(args: argparse.Namespace) -> dict:
         total = args.samples * sum(len(setup.columns) for setup in plan)
         for _ in take_all(plan, args.samples, data["records"], progress(total)):
             # After each sample, so that an interrupted run is not lost
-            if args.json and not options.rank():
+            if args.json and not environment.rank():
                 write_whole(args.json, json.dumps(data, indent=1))
     return data
 
@@ -221,7 +223,7 @@ def progress(total: int) -> Callable[[str], None]:
     def report(stage: str) -> None:
         seconds = time.perf_counter() - began
         line = f"nanobatch: {next(number)} of {total} after {seconds:.0f} s: {stage}"
-        if not options.rank():
+        if not environment.rank():
             start, end = ("\r\033[K", "") if is_terminal else ("", "\n")
             print(f"{start}{line}", end=end, file=sys.stderr, flush=True)
 
@@ -239,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
             quality.show(find(args.model or "demo").absolute())
             return 0
         data = load_data(args.source) if args.source else measure_all(args)
-        if not options.rank():
+        if not environment.rank():
             show(data)
     except (ValueError, Failure, OSError) as error:
         options.say(one_line(error))

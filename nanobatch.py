@@ -43,7 +43,7 @@ from engine.protocols import Grammar, RunnerProtocol
 from engine.registry import RequestRegistry
 from engine.reload import ModelError, Report, Source, check_unused
 from engine.sampling_params import SamplingParams
-from engine.snapshot import Limits, Snapshot, StepTimes
+from engine.snapshot import Limits, RanksView, Snapshot, StepTimes
 from kernels import device
 from kernels.device import device_lock, device_stream
 from models import memory
@@ -442,7 +442,8 @@ class Engine:
         """What the engine is doing now, and what has happened since an earlier snapshot."""
         with self.changed:
             limits = Limits.of(self.sched, self.eager_first_token)
-            return self.registry.snapshot(self.sched, limits, self.ranks.view, self.clock(), since)
+            ranks = RanksView(self.ranks.backend, self.ranks.memory)
+            return self.registry.snapshot(self.sched, limits, ranks, self.clock(), since)
 
     def drain(self, to: str) -> None:
         """Change the policy once all running requests have ended, and clear the prefix cache."""

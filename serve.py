@@ -33,6 +33,7 @@ from base import error_reports
 from base.job_process import BusyError
 from base.validation import one_line, printable
 from cli import config_file
+from distributed import environment
 from engine.idle_unload import Idle
 from engine.loop import Loop
 from kernels import blas_preload
@@ -65,7 +66,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(config_file.expand(parser, "serve", arguments))
     try:
-        if args.unload_after and cli.backend():
+        if args.unload_after and environment.backend():
             raise ValueError("--unload-after: several ranks share the model; leave it out")
         args.log = sys.stderr
         if args.log_file:
@@ -112,7 +113,7 @@ def bind(args: argparse.Namespace, host: str, port: int, given: str) -> APIServe
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    if cli.rank():
+    if environment.rank():
         return follow(args)
     try:
         server = bind(args, args.host, args.port, f"--host {args.host} --port {args.port}")
@@ -156,7 +157,7 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
         engine = load(args, report=lambda stage: say(stage, is_last=False), embeds=args.embeddings)
         loop = engine.serving()
         if args.unload_after:
-            loop = Loop(engine, Idle(engine, args.unload_after))
+            loop = Loop(engine, Idle(engine, args.unload_after, cli.say))
         server.open(engine, loop.start(), name)
         say(f"{name} at {server.address}/v1; {engine.summary}")
         if engine.text.unfit:

@@ -34,13 +34,15 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from base import error_reports
+from base import error_reports, installation, machine
+from base.installation import command
 from base.untrusted_files import check_writable, read_some, write_whole
 from base.validation import read_whole, shown
 from cli import config_file
-from cli.options import BROWSER, about, command, on_a_terminal
+from cli.options import BROWSER, about, on_a_terminal
 from cli.terminal_chat import History, history_file, state_folder
 from course import overlay
+from distributed import environment
 from engine.engine_protocol import AnyEngine
 from engine.snapshot import RequestView
 from experiments.tour import run_plain_tour
@@ -212,8 +214,8 @@ def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
     engine = session.client.engine if isinstance(session.client, LocalEngineClient) else None
     about = {
         "command": command_of(args),
-        "version": cli.version(),
-        "processor": cli.processor(),
+        "version": installation.version(),
+        "processor": machine.processor(),
         "model": cli.name_of(session.state.model).partition(" @ ")[0],
         "engine": engine.summary if engine else "",
     }
@@ -311,7 +313,7 @@ def run_log(args: argparse.Namespace, session: Session) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    if cli.rank() and not args.watch:  # rank 0 has the screen
+    if environment.rank() and not args.watch:  # rank 0 has the screen
         import serve
 
         return serve.follow(args)

@@ -45,11 +45,13 @@ from hashlib import file_digest, sha256
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from base import installation, machine
 from base.job_process import BusyError
 from base.validation import one_line
 from benchmarks import answer_hash
 from benchmarks.answer_diff import Bits, difference
 from course.overlay import labelled
+from distributed import environment
 from kernels import device
 from models import model_finder
 from models.gguf_file import is_gguf, parts_of
@@ -271,7 +273,7 @@ def compare_threads(args: argparse.Namespace, asked: Sequence[Case]) -> Tally:
         raise ValueError("threads are counted for our own product and for OpenBLAS")
     tally = Tally("threads", note=f"{' and '.join(THREADS)} in place of the usual")
     for threads in THREADS:
-        command = [*cli.start("verify.py"), "--model", args.model, "--answers"]
+        command = [*installation.start("verify.py"), "--model", args.model, "--answers"]
         command += ["--kv", args.kv, "--attention", args.attention]
         command += ["--activations", str(args.activations)]
         environment = os.environ | {"NANOBATCH_THREADS": threads}
@@ -310,10 +312,10 @@ def receipt(
         "model": args.model,
         "model_sha256": hash_of(args.model),
         "activations": args.activations,
-        "processor": cli.processor(),
+        "processor": machine.processor(),
         "product": labelled(device.named()),
         "promises": device.is_batch_invariant(),
-        "version": cli.version(),
+        "version": installation.version(),
         "demo": hash_of_the_demo(),
         "answers": sum(tally.answers for tally in tallies),
         "numbers": sum(tally.numbers for tally in tallies),
@@ -377,7 +379,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for way in args.ways:
         if way not in WAYS:
             parser.error(f"--ways: {way!r} is unknown; choose among {','.join(WAYS)}")
-    if cli.backend():
+    if environment.backend():
         parser.error("engines of one process are compared; start this without mpirun or mlx.launch")
     return args
 

@@ -23,6 +23,8 @@ from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
 
+from base import installation
+from base.machine import processor
 from benchmarks.answer_diff import first_other
 from benchmarks.dictated_model import DictatedModel, texts
 from benchmarks.metrics import (
@@ -48,6 +50,7 @@ from benchmarks.plan import (
 )
 from cli import options
 from course.overlay import labelled
+from distributed import environment
 from distributed.rendezvous import join
 from engine.handle import Result
 from engine.snapshot import Metrics, StepView
@@ -166,7 +169,7 @@ class Sample:
         else:
             peer = PEERS[spec.contestant]
             self.contestant = peer(spec.folder, spec.rows, self.longest, spec.kv)
-        if options.rank():  # with several ranks, rank 0 measures
+        if environment.rank():  # with several ranks, rank 0 measures
             self.contestant.engine.follow()
             return
         drive(self.contestant, self.requests(spec.rows, output=min(spec.output, 16)))
@@ -347,7 +350,7 @@ def take(spec: Spec) -> Figures:
     sample = Sample(spec)
     with closing(sample.contestant):
         try:
-            return {} if options.rank() else getattr(sample, spec.part)()
+            return {} if environment.rank() else getattr(sample, spec.part)()
         except Exception as error:
             # The other ranks would wait for the next sample
             join().fail(error)
@@ -381,9 +384,9 @@ def measure(spec: Spec, column: Contestant) -> dict:
     """
     same = ("dtype", "activations", "speculate")
     spec = spec._replace(contestant=column.engine, **{name: getattr(column, name) for name in same})
-    if options.backend():
+    if environment.backend():
         return {"figures": take(spec)}
-    program = options.start("bench.py")
+    program = installation.start("bench.py")
     if column.checkout:
         program = [sys.executable, os.path.join(column.checkout, "bench.py")]
     # Another checkout may not know what is new, and has defaults of its own
@@ -427,7 +430,7 @@ def take_all(
             for column in setup.columns[:: -1 if number % 2 else 1]:
                 spec = setup.spec
                 report(f"{spec.part}, {setup.x}, {column.name}")
-                if spec.rate < math.inf and not options.rank():
+                if spec.rate < math.inf and not environment.rank():
                     spec = spec._replace(rate=spec.rate * capacity(records))
                 record = {
                     "part": spec.part,
@@ -443,11 +446,11 @@ def take_all(
 def describe_machine(rivals: Sequence[Contestant]) -> dict[str, str]:
     """Everything that the figures depend on."""
     machine = {
-        "processor": options.processor(),
-        "version": options.version(),
+        "processor": processor(),
+        "version": installation.version(),
         "load average": f"{os.getloadavg()[0]:.2f}",
         "device": labelled(device.named()),
-        "commit": commit_of(options.ROOT),
+        "commit": commit_of(installation.ROOT),
     }
     for package in ("mlx-lm", "llama-cpp-python"):
         with suppress(importlib.metadata.PackageNotFoundError):

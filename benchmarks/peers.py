@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.cpu_contention import my_cores
+from base.machine import my_cores
 from kernels.device import has_gpu, mx
 from models.config import read_config
 from models.gguf_file import is_gguf

@@ -55,12 +55,13 @@ def start(program: list[str], arguments: list[str]) -> None:
 
 def answer(word: str) -> int:
     """What takes no program. Return the exit code."""
+    from base import installation
     from cli import options as cli
 
     if word in ("-h", "--help", "help"):
         print(USAGE)
     elif word == "--version":
-        print(cli.version())
+        print(installation.version())
     elif word == "completion":
         from cli import shell_completion
 
@@ -69,7 +70,7 @@ def answer(word: str) -> int:
         }
         print(shell_completion.script(programs, [*PROGRAMS, "learn", "completion"]), end="")
     elif word == "learn":
-        print(LEARN.format(version=cli.number()))
+        print(LEARN.format(version=installation.version_number()))
     else:
         cli.say(f"{word!r} is no command; choose among {', '.join(PROGRAMS)} and learn")
         return 2

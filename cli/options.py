@@ -9,20 +9,18 @@ one line and 1.
 import argparse
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TextIO
 
+from base.installation import IS_INSTALLED, ROOT, command, version
 from base.validation import one_line, printable, read_whole, shown
 from course import overlay
+from distributed.environment import backend, rank
 
 BROWSER = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
-ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-IS_INSTALLED = __name__.startswith("nanobatch.")  # as a package (`package.py`)
-
 
 # The only effect of importing this file: a reader's own core is found before ours
 _started = getattr(sys.modules["__main__"], "__file__", None)
@@ -98,49 +96,6 @@ def unwritten(error: Unwritten) -> int:
     why = one_line(error.__cause__)
     say(f"standard output cannot be written: {why}")
     return 1
-
-
-def command(program: str, *arguments: str) -> str:
-    """What to type for one of our programs, such as serve.py: in a checkout, or where a wheel has
-    brought the command `nanobatch`."""
-    word = os.path.basename(program).removesuffix(".py").replace("tui", "screen")
-    start = ["nanobatch", word] if IS_INSTALLED else ["python", program]
-    return shlex.join([*start, *arguments])
-
-
-def start(program: str) -> list[str]:
-    """How to start one of our programs in a process of its own, as this process was started."""
-    if not IS_INSTALLED:
-        return [sys.executable, os.path.join(ROOT, program)]
-    # -P: modules in the user's folder are not searched first
-    module = program.removesuffix(".py").replace("/", ".")
-    return [sys.executable, "-P", "-m", f"nanobatch.{module}"]
-
-
-def backend() -> str:
-    """How this process reaches the others that share a model with it (`distributed/group.py`); empty if it is
-    alone.
-
-    What starts the processes says so in the environment: `mlx.launch`, `mpirun`, or a person by
-    hand.
-    """
-    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        return "mpi"
-    if "MLX_RANK" not in os.environ:
-        return ""
-    files = {"MLX_HOSTFILE": "ring", "MLX_IBV_DEVICES": "jaccl", "NCCL_HOST_IP": "nccl"}
-    for variable, name in files.items():
-        if os.environ.get(variable):
-            return name
-    raise ValueError(
-        "MLX_RANK is set, but not MLX_HOSTFILE; give the file that lists the addresses of all ranks"
-    )
-
-
-def rank() -> int:
-    """The rank of this process. Rank 0 answers, the others follow."""
-    name = "OMPI_COMM_WORLD_RANK" if backend() == "mpi" else "MLX_RANK"
-    return read_whole(name, os.environ[name], 0, 1023) if backend() else 0
 
 
 def is_folder(model: str) -> bool:
@@ -237,64 +192,6 @@ def read_slot_cache(text: str) -> str:
     except ValueError as error:
         raise ValueError(str(error).replace("slot cache", "--slot-cache", 1)) from None
     return text
-
-
-def version() -> str:
-    """The versions of nanobatch, MLX, Python and the system: the first line of a bug report."""
-    import platform  # these are imported here, because most runs need none of them
-    from importlib import metadata
-
-    try:
-        mlx = f"mlx {metadata.version('mlx')}"
-    except metadata.PackageNotFoundError:
-        mlx = "no mlx"
-    return f"nanobatch {number()} ({mlx}, Python {platform.python_version()}, {platform.system()} {platform.machine()})"
-
-
-def number() -> str:
-    """The version, from `pyproject.toml` or the package's metadata."""
-    import tomllib
-    from importlib import metadata
-
-    if IS_INSTALLED:
-        return metadata.version("nanobatch")
-    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
-        return tomllib.load(file)["project"]["version"]
-
-
-def install(extra: str, package: str) -> str:
-    """The command that installs an extra: in a checkout, or next to an installed package."""
-    if not IS_INSTALLED:
-        return f"pip install -e '.[{extra}]' in the checkout"
-    pipx = f"pipx runpip nanobatch install '{package}'"
-    return f"pip install '{package}' (with pipx: {pipx}; with uv: add --with '{package}')"
-
-
-def my_cores() -> set[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
-def cpuinfo() -> dict[str, str]:
-    """The first processor's entry in /proc/cpuinfo. Empty if there is no such file."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            lines = file.read().partition("\n\n")[0].splitlines()
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in lines)
-    return {name.strip(): said.strip() for name, _, said in pairs}
-
-
-def processor() -> str:
-    """The processor's name, and how many of its cores this process may use."""
-    import platform
-
-    name = cpuinfo().get("model name") or platform.processor() or platform.machine()
-    many = len(my_cores())
-    return f"{name}, {many} core{'s' if many != 1 else ''}"
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

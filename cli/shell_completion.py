@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping
 from functools import cache
 
-from cli import options as cli
+from base import installation
 
 SCRIPT = """\
 _nanobatch() {{
@@ -41,5 +41,7 @@ def script(programs: Mapping[str, str], words: list[str]) -> str:
 
 @cache
 def options_of(file: str) -> str:
-    done = subprocess.run([*cli.start(file), "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*installation.start(file), "--help"], capture_output=True, text=True, check=True
+    )
     return " ".join(sorted({*re.findall(r"(?<![\w-])--[a-z][\w-]*", done.stdout)}))

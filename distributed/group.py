@@ -52,7 +52,6 @@ from typing import Any, NoReturn, Protocol
 
 from base.validation import one_line
 from distributed.channel import Message, beat, messages_of, send
-from engine.snapshot import RanksView
 from kernels.device import device_lock, device_stream, has_gpu, mx, readable
 
 LOST = 3  # exit code after the loss of another rank
@@ -77,7 +76,7 @@ class Ranks:
         self.backend = backend
         # Set on the leader: ends all requests with this error
         self.end_requests: Callable[[str], None] | None = None
-        self.view = RanksView()
+        self.memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank
         self._next: Sequence[socket.socket] = ()  # connections to the next rank
         self._received = queue.SimpleQueue()  # messages
         self._ends = threading.Lock()
@@ -135,9 +134,9 @@ class Ranks:
             return ""
         self.end_requests = end_requests if self.leads else None
         self._fails_together = True
-        memory = tuple(1024 * kib for (kib,) in self.gather(mx.get_active_memory() // 1024))
-        self.view = RanksView(self.backend, memory)
-        holds = f"{c.H} query and {c.Hkv} key heads in {readable(memory[self.rank])}"
+        used = self.gather(mx.get_active_memory() // 1024)
+        self.memory = tuple(1024 * kib for (kib,) in used)
+        holds = f"{c.H} query and {c.Hkv} key heads in {readable(self.memory[self.rank])}"
         return f"; rank {self.rank} of {self.size} by {self.backend}: {holds}"
 
     def broadcast(self, message: Message) -> None:

@@ -45,7 +45,7 @@ from pathlib import Path
 
 from base.untrusted_files import ModelError
 from base.validation import one_line, shown
-from cli import options
+from distributed import environment
 from distributed.channel import accept, connect
 from distributed.group import ALONE, Ranks
 from kernels.device import mx
@@ -58,11 +58,11 @@ LOOPBACK = "127.0.0.1"
 @functools.cache
 def join() -> Ranks:
     """The ranks that this process was started with. Wait for all of them, and print for whom."""
-    backend = options.backend()
+    backend = environment.backend()
     nodes = read_hosts() if backend == "ring" else []
     if not backend or (backend == "ring" and not nodes):
         return ALONE
-    rank = options.rank()
+    rank = environment.rank()
     own = nodes[rank] if nodes else [f"{own_host()}:0"]
     servers = [listens(address) for address in own]
     others = [named(n, nodes) for n in range(len(nodes)) if n != rank]
@@ -227,7 +227,7 @@ def tie(
 def read_hosts() -> list[list[str]]:
     """The addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`. Names are resolved."""
     path = Path(os.environ["MLX_HOSTFILE"])
-    rank = options.rank()
+    rank = environment.rank()
     try:
         text = path.read_text()
         # `mlx.launch -n 1` leaves it empty
@@ -264,7 +264,7 @@ def listens(address: str) -> socket.socket:
     try:
         return socket.create_server((host, int(port)))
     except OSError as error:
-        which = f"rank {options.rank()} ({address})"
+        which = f"rank {environment.rank()} ({address})"
         why = os.strerror(error.errno)
         raise ModelError(
             f"{which} cannot listen: {why}; change MLX_RANK or the hostfile."

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from cli.options import my_cores
+from base.machine import my_cores
 
 EVERY = 1.0  # seconds between two samples
 MINUTE = 60.0  # the period of the load average

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from cli.options import say
 from engine.engine_protocol import AnyEngine
 
 
@@ -18,7 +17,7 @@ class Idle:
         self,
         engine: AnyEngine,
         seconds: float,
-        say: Callable[[str], None] = say,
+        say: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ):
         self._engine = engine

@@ -17,8 +17,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
+from base.installation import command
 from base.validation import shown
-from cli.options import command
 from engine.snapshot import ExpertsView, Roof, StepView
 from models.model_cost import ModelCost
 from models.step_cost_model import Member, StepCost, Work, expected, floors_of, of_rows, pass_cost

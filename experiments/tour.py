@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.cells import cell_len
 
 from base.error_reports import describe, show_fault
-from cli.options import command
+from base.installation import command
 from experiments.tour_scenes import SCENES, STOP, WAIT, Explanation, Question, Scene, Sight
 from screen.draw.canvas import Canvas
 from screen.draw.status import others_of

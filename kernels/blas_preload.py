@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from cli.options import install
+from base.installation import install
 from kernels import library as matmul_library
 
 PRODUCTS = ("cblas_sgemm", "cblas_dgemm", "cblas_cgemm")  # what MLX calls in a BLAS

@@ -15,8 +15,8 @@ import threading
 import weakref
 from pathlib import Path
 
-from base import cgroup
-from cli.options import install
+from base import machine
+from base.installation import install
 from kernels.blas_preload import Blas, preload
 
 
@@ -90,7 +90,7 @@ def free_memory() -> int | None:
         return whole and int(whole) - mx.get_active_memory()
     if sys.platform != "linux":
         return None
-    return int(cgroup.memory())
+    return int(machine.free_memory())
 
 
 def limit_cache() -> None:

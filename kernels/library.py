@@ -24,9 +24,9 @@ import struct
 from array import array
 from functools import cache
 
-from base.cgroup import cores
+from base.installation import IS_INSTALLED
+from base.machine import cores, cpuinfo
 from base.validation import read_whole
-from cli.options import IS_INSTALLED, cpuinfo
 from kernels.build import FORMS, SOURCE, library, source_hash
 
 MOST_THREADS = 16  # by default; memory bandwidth is the limit before that, and more are untested

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle, islice
 
+from base.installation import command
 from base.validation import read_real, read_whole, shown
-from cli.options import command
 from engine.snapshot import Limits, RequestView, Snapshot
 from policies import POLICIES, policy_of
 from screen.busy_period_stats import words

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
+from base.installation import command
 from base.validation import one_line, read_whole, shown
-from cli.options import command
 from cli.terminal_chat import REMEDY
 from screen.draw.style import clean
 from screen.engine_client import EngineClient, Outgrown

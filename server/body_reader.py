@@ -15,8 +15,8 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from base.installation import command
 from base.validation import shown, whole
-from cli.options import command
 from text.tool_parser import loads
 
 MAX_BRACKETS = 100_000  # brackets, braces and colons in a body, strings included

@@ -26,10 +26,10 @@ from pathlib import Path
 if not __package__:  # as a program of the checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from base import installation
 from base.untrusted_files import write_whole
 from base.validation import shown
 from benchmarks import report
-from cli import options
 from engine.snapshot import percentile
 from policies import POLICIES
 from screen import export_recording as record
@@ -92,7 +92,7 @@ def joined(recordings: list[dict]) -> dict:
 def addresses() -> tuple[str, str]:
     """Of the repository, and of the page that GitHub makes of its `docs/`. Both are empty until
     pyproject.toml names the repository."""
-    if options.IS_INSTALLED:
+    if installation.IS_INSTALLED:
         urls = metadata("nanobatch").get_all("Project-URL", [])
         repository = dict(each.split(", ", 1) for each in urls).get("Repository", "")
     else:
@@ -129,7 +129,14 @@ def record_demo() -> dict:
     tried depends on the clock, and readers of the page plan each step again."""
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/run.json"
-        command = [*options.start("tui.py"), "--plain", "--speculate", "0", "--script", "race24"]
+        command = [
+            *installation.start("tui.py"),
+            "--plain",
+            "--speculate",
+            "0",
+            "--script",
+            "race24",
+        ]
         command += ["--record", file]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         return read(file)

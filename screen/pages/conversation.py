@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from cli.options import command
+from base.installation import command
 from cli.terminal_chat import figures, room_left
 from screen.chat_history import Chat, Turn
 from screen.draw.canvas import Canvas

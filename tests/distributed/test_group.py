@@ -35,8 +35,7 @@ from servers import free_ports, hail
 from waiting import wait_for
 
 from base.untrusted_files import ModelError
-from cli import options as cli
-from distributed import channel, group
+from distributed import channel, environment, group
 from distributed.channel import NAME, OTHERS, PROOF, accept, connect, messages_of, proof
 from distributed.group import LOST, Ranks
 from distributed.rendezvous import LOOPBACK, join
@@ -250,7 +249,7 @@ def test_orders_survive_the_wire(parts, budget):
 def test_single_process(monkeypatch):
     for name in ("MLX_RANK", "MLX_HOSTFILE", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert cli.backend() == "" and cli.rank() == 0
+    assert environment.backend() == "" and environment.rank() == 0
     alone = join()
     assert (alone.rank, alone.size) == (0, 1)
     x = mx.ones(3)

@@ -13,7 +13,7 @@ import pytest
 from processes import python, run
 from source import PACKAGES
 
-from base import cgroup
+from base import machine
 from benchmarks import answer_hash
 from kernels import blas_preload, build, device
 from kernels import library as matmul_library
@@ -243,14 +243,14 @@ def test_mlx_that_does_not_call_our_product():
 def test_threads_default_to_the_cores(monkeypatch):
     monkeypatch.delenv("NANOBATCH_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(5))
-    monkeypatch.setattr(cgroup, "quota", lambda: float("inf"))
+    monkeypatch.setattr(machine, "quota", lambda: float("inf"))
     assert matmul_library.threads() == 5
-    monkeypatch.setattr(cgroup, "quota", lambda: 2.5)
+    monkeypatch.setattr(machine, "quota", lambda: 2.5)
     assert matmul_library.threads() == 2
-    monkeypatch.setattr(cgroup, "quota", lambda: 0.3)
+    monkeypatch.setattr(machine, "quota", lambda: 0.3)
     assert matmul_library.threads() == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(500))
-    monkeypatch.setattr(cgroup, "quota", lambda: float("inf"))
+    monkeypatch.setattr(machine, "quota", lambda: float("inf"))
     assert matmul_library.threads() == matmul_library.MOST_THREADS
     monkeypatch.setenv("NANOBATCH_THREADS", "3")
     assert matmul_library.threads() == 3

@@ -15,7 +15,7 @@ QUICK = [
     "demo/test_demo.py::test_mlx_lm",
     "demo/test_demo.py::test_the_demo_model",
     "kernels/test_gpu.py::test_a_step",
-    "base/test_cgroup.py::test_a_control_group",
+    "base/test_machine.py::test_a_control_group",
     "kernels/test_matmul.py::test_a_form",
     "kernels/test_matmul.py::test_threads",
     "docs/test_architecture.py",

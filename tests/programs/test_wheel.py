@@ -14,6 +14,7 @@ import pytest
 from processes import run
 
 import package
+from base import installation
 from cli import options
 from docs.make import page
 from kernels import blas_preload
@@ -147,7 +148,7 @@ def test_command_runs_in_an_empty_folder(site, tmp_path):
 def test_command_plays_a_user_module_no_trick(site, tmp_path):
     """With -m, Python searches the user's folder first."""
     (tmp_path / "nanobatch.py").write_text("raise SystemExit('mine')\n")
-    code = "import sys; from nanobatch.cli import options; print(*options.start('verify.py')[1:])"
+    code = "import sys; from nanobatch.base import installation; print(*installation.start('verify.py')[1:])"
     words = user(site, "-c", code).stdout.split()
     done = run(*words, "--version", cwd=tmp_path, PYTHONPATH=str(site))
     assert done.stdout.startswith("nanobatch ")
@@ -286,21 +287,21 @@ def test_two_backends_of_mlx_that_own_one_file_are_told_of(monkeypatch):
 
 def test_what_to_type_for_a_backend_is_said_for_each_way_of_installing(monkeypatch):
     """`pipx inject nanobatch 'mlx[cpu]'` finds that mlx is there, and does nothing."""
-    assert options.install("cpu", "mlx[cpu]") == "pip install -e '.[cpu]' in the checkout"
-    monkeypatch.setattr(options, "IS_INSTALLED", True)
-    said = options.install("cpu", "mlx[cpu]")
+    assert installation.install("cpu", "mlx[cpu]") == "pip install -e '.[cpu]' in the checkout"
+    monkeypatch.setattr(installation, "IS_INSTALLED", True)
+    said = installation.install("cpu", "mlx[cpu]")
     assert said.startswith("pip install 'mlx[cpu]' (")
     assert "pipx runpip nanobatch install 'mlx[cpu]'" in said and "--with 'mlx[cpu]'" in said
 
 
 def test_a_command_is_said_as_this_installation_spells_it(monkeypatch):
     """Who had installed a wheel read `python serve.py`, a file that is not there."""
-    assert options.command("serve.py", "--model", "a b") == "python serve.py --model 'a b'"
+    assert installation.command("serve.py", "--model", "a b") == "python serve.py --model 'a b'"
     assert options.CommandLine("tui.py").prog == "tui.py"
-    monkeypatch.setattr(options, "IS_INSTALLED", True)
+    monkeypatch.setattr(installation, "IS_INSTALLED", True)
     programs = {"screen": "tui.py", "ask": "ask.py", "page": "docs/make/page.py"}
     for word, file in programs.items():
-        assert options.command(file, "--help") == f"nanobatch {word} --help"
+        assert installation.command(file, "--help") == f"nanobatch {word} --help"
     assert options.CommandLine("tui.py").prog == "nanobatch screen"
     with pytest.raises(ValueError, match=r"is a server there\? \(nanobatch serve\)"):
         RemoteEngineClient("http://127.0.0.1:1").start()

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu_contention import IDLE, LEAST, Others, Worked, counted, my_cores
+from base.machine import my_cores
+from engine.cpu_contention import IDLE, LEAST, Others, Worked, counted
 from screen.draw import status
 
 STAT = """cpu  1000 0 0 9999 0 0 0 0 0 0

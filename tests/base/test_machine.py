@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from base import cgroup
+from base import machine
 
 
 def laid_out(root: Path, files: dict[str, str]) -> None:
@@ -52,7 +52,7 @@ def laid_out(root: Path, files: dict[str, str]) -> None:
 )
 def test_a_control_groups_quota_is_found(tmp_path, files, cores):
     laid_out(tmp_path, files)
-    assert cgroup.quota(tmp_path) == cores
+    assert machine.quota(tmp_path) == cores
 
 
 MACHINE = {"proc/meminfo": "MemTotal:       99 kB\nMemAvailable:       8 kB\n"}
@@ -100,4 +100,4 @@ def test_the_memory_that_groups_leave_is_found(tmp_path, files, free):
     """Files that had been read counted as taken, so the second start in a container was refused. A
     service's limit was not seen, nor one of version 1: the process was killed there."""
     laid_out(tmp_path, MACHINE | files)
-    assert cgroup.memory(tmp_path) == free
+    assert machine.free_memory(tmp_path) == free

@@ -1,25 +1,35 @@
-"""The cores and the memory that containers and services leave to this process (Linux control groups).
+"""The processor of this machine, and the cores and the memory that this process may use of it.
 
-A group's limit holds for all groups in it, so each folder from the process's own group up to the root
-is read, in version 1 and version 2 of these files, and the lowest limit counts. Unreadable means
-unlimited. Page cache counts as free, as in the system's own figure.
+Containers and services leave less than the machine has (Linux control groups). A group's limit holds
+for all groups in it, so each folder from the process's own group up to the root is read, in version 1
+and version 2 of these files, and the lowest limit counts. Unreadable means unlimited. Page cache counts
+as free, as in the system's own figure.
+
+`kernels/device.py` has the free memory of a GPU, `kernels/library.py` the number of threads.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import platform
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-
-from cli.options import my_cores
 
 ROOT = Path("/")  # where the files of the system are
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use at a time."""
     return max(1, int(min(len(my_cores()), quota())))
+
+
+def my_cores() -> set[int]:
+    """The numbers of the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def quota(root: Path = ROOT) -> float:
@@ -27,10 +37,24 @@ def quota(root: Path = ROOT) -> float:
     return min(map(_quota, groups("cpu", root)), default=math.inf)
 
 
-def memory(root: Path = ROOT) -> float:
+def free_memory(root: Path = ROOT) -> float:
     """Bytes that this process may still allocate, on Linux."""
     free = int(_named(root / "proc/meminfo")["MemAvailable"]) * 1024
     return min([free, *map(_memory, groups("memory", root))])
+
+
+def cpuinfo() -> dict[str, str]:
+    """The first processor's entry in /proc/cpuinfo. Empty if there is no such file."""
+    entry = "\n".join(_lines(ROOT / "proc/cpuinfo")).partition("\n\n")[0]
+    pairs = (line.partition(":") for line in entry.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def processor() -> str:
+    """The processor's name, and how many of its cores this process may use."""
+    name = cpuinfo().get("model name") or platform.processor() or platform.machine()
+    many = len(my_cores())
+    return f"{name}, {many} core{'s' if many != 1 else ''}"
 
 
 def groups(kind: str, root: Path) -> Iterator[Path]:
