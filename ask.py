@@ -27,7 +27,7 @@ from cli import config_file, terminal_chat
 from cli.options import say
 from cli.text_output import StatusLine, WordWrap, wait_for_text
 from distributed import environment
-from engine.sampling_params import ADVICE, GRAMMAR
+from engine.sampling_params import ADVICE, GRAMMAR, advised
 from models import model_finder
 from nanobatch import POLICIES, Engine, Handle, QueueFull, SamplingParams, Tokenizer
 from text.tool_formats import OutputFormat
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (distributed/group.py), one answers
                 return engine.follow()
-            sampling = SamplingParams(**engine.text.advice | asked)
+            sampling = SamplingParams(**advised(engine.text.folder) | asked)
             if talks:
                 return terminal_chat.begin(engine, sampling, prompts)
             for prompt in prompts:

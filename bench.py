@@ -62,7 +62,7 @@ from itertools import count
 from pathlib import Path
 
 from base import installation
-from base.untrusted_files import check_writable, write_whole
+from base.atomic_write import check_writable, write_whole
 from base.validation import one_line, read_whole, shown
 from benchmarks import quality
 from benchmarks.driver import CLOCKS, Failure, describe_machine, take_all, take_sample

@@ -35,8 +35,9 @@ from functools import partial
 from pathlib import Path
 
 from base import error_reports, installation, machine
+from base.atomic_write import check_writable, write_whole
 from base.installation import command
-from base.untrusted_files import check_writable, read_some, write_whole
+from base.untrusted_files import read_some
 from base.validation import read_whole, shown
 from cli import config_file
 from cli.options import BROWSER, about, on_a_terminal

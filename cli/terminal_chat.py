@@ -25,7 +25,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from base.untrusted_files import read_some, write_whole
+from base.atomic_write import write_whole
+from base.untrusted_files import read_some
 from base.validation import one_line, printable, shown
 from cli.options import say
 from cli.text_output import StatusLine, WordWrap, wait_for_text

@@ -4,6 +4,7 @@ in tests."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -35,7 +36,7 @@ class TokenizerProtocol(Protocol):
 
     end_tokens: frozenset[int]
     has_template: bool
-    advice: Mapping[str, float]
+    folder: Path
 
     def read(self, prompt: Any) -> tuple[tuple[int, ...], str, bool]: ...
 

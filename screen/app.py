@@ -27,7 +27,7 @@ from textual.geometry import Region
 from textual.widget import Widget
 
 from base import error_reports as faults
-from base.untrusted_files import write_whole
+from base.atomic_write import write_whole
 from cli.options import BROWSER
 from cli.terminal_chat import History
 from engine.snapshot import RequestView

@@ -26,7 +26,7 @@ from engine.cpu_contention import Others
 from engine.engine_protocol import AnyEngine
 from engine.handle import Handle
 from engine.loop import Loop, Stopwatch
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, advised
 from engine.snapshot import ExpertsView
 from policies import POLICIES
 from sched import QueueFull
@@ -148,6 +148,7 @@ class LocalEngineClient(EngineClient):
         self._early: list[Callable[[], None]] = []  # commands from before there was a loop
         self._stopping = False
         self._load = load
+        self._advice: dict[str, float] = {}  # the model's defaults for settings, once it is loaded
         self._loader = threading.Thread(target=self._begin, name="loader", daemon=True)
         # The engine drops a handle when its request has ended, and so does this
         self.own: Mapping[int, Handle] = WeakValueDictionary()
@@ -189,7 +190,8 @@ class LocalEngineClient(EngineClient):
         if self.server:
             self.server.open(self.engine, self.loop, self._name)
         text = self.engine.text
-        usual = text.advice["temperature"]
+        self._advice = advised(text.folder)
+        usual = self._advice["temperature"]
         self.note(stage="ready", has_chat=text.has_template, temperature=usual)
 
     def drain(self) -> None:
@@ -301,7 +303,7 @@ class LocalEngineClient(EngineClient):
                 f"the prompt has {tokens:,} tokens, but {holds}; shorten it, or raise --max-len"
             )
         form = {"grammar": {"json": ask.schema}, "logprobs": CANDIDATES} if ask.schema else {}
-        settings = engine.text.advice | {"max_tokens": min(ask.max_tokens, left), "seed": ask.seed}
+        settings = self._advice | {"max_tokens": min(ask.max_tokens, left), "seed": ask.seed}
         if ask.temperature is not None:
             settings["temperature"] = ask.temperature
         sampling = SamplingParams(**settings, **{"logprobs": ask.logprobs, **form})

@@ -36,6 +36,7 @@ from base.validation import shown
 from engine.engine_protocol import AnyEngine
 from engine.handle import Handle
 from engine.loop import Loop
+from engine.sampling_params import advised
 from engine.snapshot import Snapshot
 from server import anthropic, auth, embeddings, http, live_page, openai, responses
 from server.access_log import HangUps, RequestLog, ServerView, hang_up_advice
@@ -122,7 +123,7 @@ class APIServer:
         """From here on requests are answered."""
         self.loop = loop
         names = (name, "default", *self.options.aliases)
-        self.served = ServedModel(engine, names, engine.text.advice)
+        self.served = ServedModel(engine, names, advised(engine.text.folder))
         engine.on_commit = self._on_commit
 
     @property

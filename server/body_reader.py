@@ -16,8 +16,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from base.installation import command
+from base.strings import json_or_none
 from base.validation import shown, whole
-from text.tool_parser import loads
 
 MAX_BRACKETS = 100_000  # brackets, braces and colons in a body, strings included
 # In one request
@@ -368,7 +368,7 @@ def call_of(id: str, function: BodyReader, field: str = "arguments") -> dict:
     """An assistant's earlier call as templates take it. The arguments may be an object or its JSON."""
     arguments = function.get(field)
     if isinstance(arguments, str):
-        arguments = loads(arguments or "{}")
+        arguments = json_or_none(arguments or "{}")
     if not isinstance(arguments, dict):
         raise function.bad(field, "an object, or JSON of one")
     called = {"name": function.read("name", str), "arguments": arguments}

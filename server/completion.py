@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from base.error_reports import describe
 from base.job_process import BusyError
+from base.strings import json_or_none
 from base.validation import GrammarError
 from engine.engine_protocol import AnyEngine
 from engine.prefill_progress import UNREAD, PrefillProgress
@@ -47,7 +48,7 @@ from server.protocol_adapter import (
 )
 from text.tokenizer import Chat, Prompt, TooLongError
 from text.tool_formats import OutputFormat, tool_call_grammar
-from text.tool_parser import OutputParser, loads
+from text.tool_parser import OutputParser
 
 MAX_LOGPROBS = 200_000  # log probabilities in one response, over all choices
 PIECES = 64  # pieces written at once, at most
@@ -407,7 +408,7 @@ def grammar_of(
     if not parsed.must_call:
         answer = given and given.get("json")
         if isinstance(answer, str):
-            answer = loads(answer)
+            answer = json_or_none(answer)
         if not isinstance(answer, dict) or not (parsed.chat.tools or output_format.reasoning):
             return given
     text = tool_call_grammar(

@@ -25,7 +25,7 @@ from typing import Any
 
 import tokenizers
 
-from text.tool_parser import beginning
+from base.strings import beginning
 
 
 class StreamingDetokenizer:

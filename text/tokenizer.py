@@ -18,7 +18,6 @@ import tokenizers
 
 from base.untrusted_files import ModelError, check_plain, check_size, read_json_if_any, read_text
 from base.validation import one_line, shown
-from engine.sampling_params import advised
 from models.gguf_file import is_gguf
 from text.detokenizer import StreamingDetokenizer, special_ids, without_panics
 from text.gguf_tokenizer import GgufText
@@ -214,11 +213,6 @@ class Tokenizer:
             raise ValueError("the prompt is empty; give at least one token")
         self.check_ids((min(ids), max(ids)))
         return Prompt(tuple(ids), shown, self.is_thinking(ids))
-
-    @cached_property
-    def advice(self) -> dict[str, float]:
-        """The folder's defaults for settings that a request leaves out."""
-        return advised(self.folder)
 
     @cached_property
     def longest(self) -> int:

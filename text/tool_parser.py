@@ -32,6 +32,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
+from base.strings import beginning, json_or_none
 from text.tool_formats import (
     FORMATS,
     JSONS,
@@ -476,7 +477,7 @@ class ParserState:
     def _late_body(self) -> Reading[str | None]:
         """A call whose name and arguments do not come first, or not in this order."""
         body = yield from self._object()
-        match loads(body):
+        match json_or_none(body):
             case {"name": str(name), "arguments": given} | {"name": str(name), "parameters": given}:
                 pass
             case {"name": str(name)}:
@@ -534,15 +535,6 @@ class ParserState:
             text = self._parts.pop().text + text
         if text:
             self._parts.append(ParsedPart(kind, text))
-
-
-def beginning(mark: str, text: str) -> str:
-    """The longest end of a text that is a prefix of this mark."""
-    first = len(text) - len(mark) + 1
-    for place in range(max(first, 0), len(text)):
-        if mark.startswith(text[place:]):
-            return text[place:]
-    return ""
 
 
 def begins(text: str, mark: str) -> bool | None:
@@ -603,14 +595,6 @@ def as_json_value(text: str, kinds: Collection[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def loads(text: str) -> Any:
-    """Parse JSON; None if it is invalid."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 # --- which format does a model speak? -------------------------------------------------------------
 
 
@@ -650,7 +634,7 @@ def as_written(format: ToolFormat, text: str, place: int) -> ToolFormat | None:
     format = with_layout(format, text[begin:], place - begin)
     parser = OutputParser(OutputFormat(tools=format), {"is_called": {}}, is_strict=True)
     first = dict(reversed(parser.push(text[begin:])))  # of each kind
-    is_read = first.get("tool_call") == "is_called" and loads(first.get("arguments", "")) == {
-        "n": 7
-    }
+    is_read = first.get("tool_call") == "is_called" and json_or_none(
+        first.get("arguments", "")
+    ) == {"n": 7}
     return format if is_read else None

@@ -27,7 +27,7 @@ if not __package__:  # as a program of the checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from base import installation
-from base.untrusted_files import write_whole
+from base.atomic_write import write_whole
 from base.validation import shown
 from benchmarks import report
 from engine.snapshot import percentile

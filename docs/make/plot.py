@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 # `report` comes first: it lets a fast product be put under MLX.
-from base.untrusted_files import write_whole
+from base.atomic_write import write_whole
 from benchmarks.report import Summary, load_data, summarise
 
 COLOURS = {

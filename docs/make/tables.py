@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 # `device` comes first, as in a program of ours.
-from base.untrusted_files import write_whole  # noqa: E402
+from base.atomic_write import write_whole  # noqa: E402
 from benchmarks import report  # noqa: E402
 from kernels import device  # noqa: E402, F401  # isort: split
 

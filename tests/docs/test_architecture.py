@@ -58,7 +58,6 @@ MAY_IMPORT = {
 STILL_UP = {
     "* course/overlay",
     "models/step_cost_model engine/snapshot",
-    "text/tokenizer engine/sampling_params",
     "screen/* experiments/*",
     "screen/* server/*",
     "benchmarks/metrics experiments/engine_probes",

@@ -7,8 +7,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 from distributed.group import ALONE
 from engine.output_types import StepOutput, TokenLogprob
@@ -57,7 +57,7 @@ class WordText:
     """
 
     has_template, end_tokens = False, frozenset()
-    advice: ClassVar = {"temperature": 0.0}
+    folder = Path("no folder")
 
     def __init__(self) -> None:
         self.pieces: list[str] = []

@@ -1,0 +1,21 @@
+"""Helpers for strings that arrive in pieces, or that a model wrote."""
+
+import json
+from typing import Any
+
+
+def json_or_none(text: str) -> Any:
+    """Parse JSON; None if it is invalid."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def beginning(mark: str, text: str) -> str:
+    """The longest end of a text that is a prefix of this mark."""
+    first = len(text) - len(mark) + 1
+    for place in range(max(first, 0), len(text)):
+        if mark.startswith(text[place:]):
+            return text[place:]
+    return ""
