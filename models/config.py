@@ -6,9 +6,11 @@ name. A setting that it cannot hold is refused with the field's name and the sup
 """
 
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from base.untrusted_files import ModelError, read_json
 from base.validation import shown
@@ -36,6 +38,7 @@ EXPERTS = {  # instead of one MLP: a router, and three matrices for each expert
     "mlp.experts.up_proj": ("experts", "hidden", "width"),
     "mlp.experts.down_proj": ("experts", "width", "hidden"),
 }
+WITH_TEXT_PART = ("mistral3", "gemma3")  # in `text_config`; images are not supported
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -63,6 +66,8 @@ class Config:
     rope: Rope
     whole: Collection[int] = ()  # the layers with full attention, although there is a window
     near: Rope | None = None  # of the layers with the window, if it differs
+    # beta, L: queries at position p are multiplied by 1 + beta ln(1 + floor(p / L))
+    growth: tuple[float, int] | None = None
     norms_at: str = "before"  # the branches, or "after" them, or "around"
     norms_add: bool = False  # the files hold what is added to 1
     unturned: Collection[int] = ()  # the layers without positions (NoPE)
@@ -70,7 +75,7 @@ class Config:
     cap: float | None = None  # soft cap of attention's scores
     head_cap: float | None = None  # and of the logits
     has_head: bool = True  # an embedding model may have none
-    # The files hold q, k and v as one matrix, and gate and up (`Weights.split`)
+    # The files may hold q, k and v as one matrix, and gate and up (`Weights.split`)
     fused: bool = False
     experts: int = 0  # per layer; 0 means one MLP for all tokens
     taken: int = 1  # experts per token
@@ -136,15 +141,13 @@ class Config:
 def read_config(folder: Path, has_head: bool) -> Config:
     """The config of a folder or GGUF file. If it does not say whether the head is tied, `has_head` (the
     weights hold an `lm_head`) decides."""
-    if is_gguf(folder):
-        path = folder
-        raw = described(read_gguf(folder))
-    else:
-        path = folder / "config.json"
-        raw = read_json(path)
+    path = folder if is_gguf(folder) else folder / "config.json"
+    raw = raw_config(folder)
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise Fields(path, raw).refuse("model_type", name, FAMILIES)
+        near = f"; {near_families(name)}" if near_families(name) else ""
+        said = f"{path}: model_type = {shown(name)} is not supported{near}. "
+        raise ModelError(f"{said}Supported: {', '.join(FAMILIES)}.", near.removeprefix("; "))
     family = FAMILIES[name]
     raw |= {key: usual for key, usual in family.unsaid.items() if raw.get(key) is None}
     fields = Fields(path, raw)
@@ -192,6 +195,26 @@ def read_config(folder: Path, has_head: bool) -> Config:
     return replace(config, norms_add=False) if get("norms_hold_one") else config
 
 
+def raw_config(place: Path) -> dict[str, Any]:
+    """The fields of config.json, or of a GGUF file in their place. Of a model that also sees or hears,
+    those of the part that reads and writes text."""
+    if is_gguf(place):
+        return described(read_gguf(place))
+    raw = read_json(place / "config.json")
+    text = raw.get("text_config")
+    if raw.get("model_type") not in WITH_TEXT_PART or not isinstance(text, dict):
+        return raw
+    kept = ("quantization", "quantization_config", "eos_token_id", "tie_word_embeddings")
+    return {key: raw[key] for key in kept if key in raw} | text
+
+
+def near_families(name: object) -> str:
+    """The families of the same makers that are served, in words: "qwen2, qwen3 are"."""
+    stem = re.match(r"[a-z]+", name) if isinstance(name, str) else None
+    near = [each for each in FAMILIES if stem and each.startswith(stem[0])]
+    return f"{', '.join(near)} {'are' if len(near) > 1 else 'is'}" if near else ""
+
+
 def _refuse(fields: Fields, family: Family) -> None:
     """Refuse settings that a `Config` cannot hold."""
     get = fields.get
@@ -219,11 +242,14 @@ def _window(fields: Fields, family: Family) -> tuple[int | None, Collection[int]
     layers = fields.number("num_hidden_layers")
     kinds = fields.get("layer_types")
     if kinds is not None:
-        known = {"full_attention", "sliding_attention"}
-        if not isinstance(kinds, list) or len(kinds) < layers or not set(map(str, kinds)) <= known:
+        known = family.layer_types or {
+            "full_attention": "full_attention",
+            "sliding_attention": "sliding_attention",
+        }
+        if not isinstance(kinds, list) or len(kinds) < layers or not {*map(str, kinds)} <= {*known}:
             choice = f"for each of {layers} layers {' or '.join(sorted(known))}"
             raise fields.refuse("layer_types", kinds, (choice,))
-        whole = frozenset(i for i in range(layers) if kinds[i] == "full_attention")
+        whole = frozenset(i for i in range(layers) if known[kinds[i]] == "full_attention")
     elif family.whole is not None:
         whole = family.whole(fields, layers)
     else:

@@ -45,6 +45,8 @@ class Family:
     turns_a_part: bool = False
     # Have layers with a window another rope than those without one?
     two_ropes: bool = False
+    # Types of layers by other names, in `layer_types`.
+    layer_types: Mapping[str, str] = field(default_factory=dict)
 
 
 # --- layers without the window -------------------------------------------------------------------
@@ -63,6 +65,10 @@ def _first(fields: Fields, layers: int) -> Collection[int]:
 
 def _every_second(fields: Fields, layers: int) -> Collection[int]:
     return range(1, layers, 2)
+
+
+def _every_fourth(fields: Fields, layers: int) -> Collection[int]:
+    return range(3, layers, 4)
 
 
 def _every_sixth(fields: Fields, layers: int) -> Collection[int]:
@@ -114,14 +120,19 @@ def _gemma2(
 
 def _gemma3(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
     """Gemma 3 has a norm between q_proj and q k^T, so the norm takes the factor. Layers with a window
-    have another theta, which is in `rope_parameters` since transformers 5."""
+    have another theta."""
     own = _gemma2(fields, D, Dh, tied, scaled="q_norm", caps=(None, None))
-    theta = fields.real("rope_local_base_freq", 1e4, 1)
+    near = _near_rope(fields, fields.real("rope_local_base_freq", 1e4, 1))
+    return own | {"near": near, "qk_norm": "head"}
+
+
+def _near_rope(fields: Fields, theta: float) -> Rope:
+    """The rope of layers with a window. Since transformers 5 its theta is in `rope_parameters`."""
     ropes = fields.get("rope_parameters")
     near = ropes.get("sliding_attention") if isinstance(ropes, dict) else None
     if isinstance(near, dict):
         theta = Fields(fields.path, near).real("rope_theta", theta, 1)
-    return own | {"near": Rope("default", theta), "qk_norm": "head"}
+    return Rope("default", theta)
 
 
 def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
@@ -144,6 +155,37 @@ def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
             "norm": 1 / (logits * embedding) if tied else 1 / logits,
         }
     }
+
+
+def _granite4(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
+    """Granite 4 without Mamba layers and experts. Its MLP has names and a width of its own, and its
+    gate and up are one matrix; mlx-lm's conversions have Llama's names."""
+    layers = fields.number("num_hidden_layers")
+    kind = fields.get("position_embedding_type", "rope")
+    if kind not in ("rope", "nope", None):
+        raise fields.refuse("position_embedding_type", kind, ("rope", "nope"))
+    own = _granite(fields, D, Dh, tied)
+    hidden = fields.number("shared_intermediate_size", fields.get("intermediate_size"))
+    unturned = range(layers) if kind == "nope" else ()
+    return own | {"fused": True, "hidden": hidden, "unturned": unturned}
+
+
+def _ministral3(fields: Fields, *_) -> dict[str, Any]:
+    """Far queries grow, so that attention over more rows stays as sharp."""
+    given = fields.get("rope_parameters")
+    inner = Fields(fields.path, given if isinstance(given, dict) else {})
+    beta = inner.real("llama_4_scaling_beta", 0.0, 0)
+    if not beta:
+        return {}
+    return {"growth": (beta, inner.number("original_max_position_embeddings"))}
+
+
+def _olmo3(fields: Fields, *_) -> dict[str, Any]:
+    """Layers with a window have the plain rope, the others the scaled one."""
+    given = fields.get("rope_parameters")
+    inner = Fields(fields.path, given if isinstance(given, dict) else {})
+    near = _near_rope(fields, inner.real("rope_theta", fields.real("rope_theta", 10000.0, 1), 1))
+    return {"qk_norm": "width", "norms_at": "after", "near": near}
 
 
 def _experts(fields: Fields, *_) -> dict[str, Any]:
@@ -177,6 +219,15 @@ def _seed_oss(fields: Fields, *_) -> dict[str, Any]:
     return {"o_bias": bool(fields.get("attention_out_bias"))}
 
 
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 FAMILIES = {
     "llama": Family(),
@@ -188,6 +239,23 @@ FAMILIES = {
         own=lambda *_: {"qk_norm": "head"},
     ),
     "granite": Family(own=_granite),
+    "granitemoehybrid": Family(
+        unsaid={"tie_word_embeddings": True},
+        refused=("num_local_experts",),
+        layer_types={"attention": "full_attention"},
+        whole=lambda fields, layers: range(layers),
+        own=_granite4,
+    ),
+    "ministral3": Family(
+        unsaid={
+            "rms_norm_eps": 1e-5,
+            "head_dim": 128,
+            "sliding_window": None,
+            "rope_parameters": MINISTRAL_ROPE,
+        },
+        whole=_none,
+        own=_ministral3,
+    ),
     "phi3": Family(
         unsaid={
             "rms_norm_eps": 1e-5,
@@ -202,6 +270,12 @@ FAMILIES = {
     "olmo2": Family(
         unsaid={"rms_norm_eps": 1e-5},
         own=lambda *_: {"qk_norm": "width", "norms_at": "after"},
+    ),
+    "olmo3": Family(
+        unsaid={"rms_norm_eps": 1e-5},
+        whole=_every_fourth,
+        two_ropes=True,
+        own=_olmo3,
     ),
     "smollm3": Family(
         unsaid={"rope_theta": 2_000_000.0},

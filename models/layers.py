@@ -194,7 +194,7 @@ class Model:
     def for_slots_of(self, length: int) -> Model:
         """The same model with the rope for sequences of up to this length."""
         Dh = self.config.Dh
-        kinds = [AttentionType.of(*kind[:3], Dh, length) for kind in self.kinds]
+        kinds = [AttentionType.of(*kind[:3], Dh, length, kind.growth) for kind in self.kinds]
         return replace(self, kinds=tuple(kinds))
 
 

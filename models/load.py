@@ -49,7 +49,7 @@ from models.layers import (
 )
 from models.memory import Sizes, fit
 from models.ops import capped
-from models.rope import AttentionType
+from models.rope import AttentionType, Growth
 from models.sharding import Shard
 from models.weights import Weights, usual_form
 
@@ -187,7 +187,10 @@ class ModelReader:
         if self.ranks.rank == 0:
             head = table if c.tied else self.linear("lm_head")
         cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
-        kinds = tuple(AttentionType.of(rope, span, c.cap, c.Dh) for rope, span in kinds)
+        growth = Growth.for_config(*c.growth, c.H) if c.growth else None
+        kinds = tuple(
+            AttentionType.of(rope, span, c.cap, c.Dh, growth=growth) for rope, span in kinds
+        )
         mx.eval(norm, table, head, kinds)
         device.limit_cache()
         model = Model(

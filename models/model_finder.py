@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from base.untrusted_files import ModelError, read_json
+from base.untrusted_files import ModelError
 from base.validation import one_line, printable, shown
 from kernels.device import readable
+from models.config import near_families, raw_config
 from models.families import FAMILIES
-from models.gguf_config import described
-from models.gguf_file import is_gguf, parts_of, read_gguf
+from models.gguf_file import is_gguf, parts_of
 from models.gguf_finder import (
     OLLAMA,
     blob_of,
@@ -207,10 +207,6 @@ def _listed(name: str, place: Path) -> Listed:
     return Listed(*(printable(shown(text, 60)[1:-1]) for text in line))
 
 
-def raw_config(place: Path) -> dict:
-    return described(read_gguf(place)) if is_gguf(place) else read_json(place / "config.json")
-
-
 def files_of(place: Path) -> list[Path]:
     """All files of a model."""
     if is_gguf(place):
@@ -222,7 +218,8 @@ def _in_five_words(place: Path, family: str, short: str) -> str:
     if is_gguf(place):
         return short or "broken: loading it says how"
     if family not in ("-", *FAMILIES):
-        return "this family is not supported"
+        near = near_families(family)
+        return f"{shown(family, 24)[1:-1]} is not served" + (f"; {near}" if near else "")
     return short or (
         "broken: loading it says how" if is_whole(place) else "not all of it downloaded"
     )

@@ -73,6 +73,34 @@ def rotate(
     return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
 
 
+def rotate_growing(
+    x: mx.array,  # (N, H + Hkv, Dh)
+    cos: mx.array,  # (N, 1, Dh)
+    sin: mx.array,  # (N, 1, Dh)
+    growth: Growth,
+    positions: mx.array,  # (N,)
+) -> mx.array:  # (N, H + Hkv, Dh)
+    """Rotate queries and keys, and multiply the queries by the factor of their position."""
+    q, k = mx.split(x, [growth.H], axis=1)
+    place = mx.minimum(positions // growth.every, len(growth.factors) - 1)
+    factor = growth.factors[place][:, None, None]  # (N, 1, 1)
+    return mx.concatenate([rotate(q, cos * factor, sin * factor), rotate(k, cos, sin)], axis=1)
+
+
+class Growth(NamedTuple):
+    """Queries at position p are multiplied by 1 + beta ln(1 + floor(p / every)). The factors are a
+    table, because a logarithm's last bit differs between processors."""
+
+    factors: mx.array  # by floor(p / every)
+    every: int
+    H: int  # the first H heads of x are queries
+
+    @staticmethod
+    def for_config(beta: float, every: int, H: int) -> Growth:
+        steps = range(2**20 // every + 2)  # further positions keep the last factor
+        return Growth(mx.array([1 + beta * math.log(1 + step) for step in steps]), every, H)
+
+
 class AttentionType(NamedTuple):
     """How attention treats positions in some of the layers. Most models have one kind of layer."""
 
@@ -81,6 +109,7 @@ class AttentionType(NamedTuple):
     cap: float | None  # soft cap of the scores
     frequencies: mx.array | None  # (Dh/2,)
     periods: mx.array | None  # 1 / frequencies, for a GPU
+    growth: Growth | None = None  # of far queries
 
     @staticmethod
     def of(
@@ -89,6 +118,7 @@ class AttentionType(NamedTuple):
         cap: float | None,
         Dh: int,
         length: int = 0,
+        growth: Growth | None = None,
     ) -> AttentionType:
         """`length`: the maximum length of a sequence."""
         if rope is None:
@@ -96,10 +126,10 @@ class AttentionType(NamedTuple):
         frequencies = rope_frequencies(rope, Dh, length)
         periods = None
         if (
-            device.has_gpu() and rope.gain == 1
+            device.has_gpu() and rope.gain == 1 and not growth
         ):  # as `mx.fast.rope` wants them; no plane stands still
             periods = 1 / mx.maximum(frequencies, 1e-30)
-        return AttentionType(rope, span, cap, frequencies, periods)
+        return AttentionType(rope, span, cap, frequencies, periods, growth)
 
 
 def turning(
@@ -113,6 +143,10 @@ def turning(
         return lambda x: x
     if kind.periods is None:
         cos, sin = rope_angles(kind, positions)
+        if kind.growth:
+            return partial(
+                rotate_growing, cos=cos, sin=sin, growth=kind.growth, positions=positions
+            )
         return partial(rotate, cos=cos, sin=sin)
 
     def turn(x: mx.array) -> mx.array:

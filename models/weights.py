@@ -22,8 +22,18 @@ from kernels.device import mx
 from kernels.packed import LEAST, MLX_GROUPS, SPAN, WIDER, row_nbytes
 from models.config import Config
 
-# As phi3 stores them
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# As phi3 stores them, and Granite 4 its MLP
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+RENAMED = {
+    "shared_mlp.input_linear": "mlp.gate_up_proj",
+    "shared_mlp.output_linear": "mlp.down_proj",
+}
+# Of models that also see or hear
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.")
+OTHER_PARTS += ("model.multi_modal_projector.",)
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
 
@@ -177,6 +187,11 @@ class Weights:
             raise ModelError(
                 f"{folder}: its weight files hold no tensors; download the model again."
             )
+        self.tensors = {
+            text_name(name): tensor
+            for name, tensor in self.tensors.items()
+            if not name.startswith(OTHER_PARTS)
+        }
         # Models without a head are saved without this prefix
         if "embed_tokens.weight" in self.tensors:
             self.tensors = {f"model.{name}": tensor for name, tensor in self.tensors.items()}
@@ -408,6 +423,15 @@ class Weights:
             )
         if peak == 0 and not tensor.name.endswith(self._may_be_zero):
             raise ModelError(f"{tensor.path}: {tensor.name} is all zeros; download it again.")
+
+
+def text_name(name: str) -> str:
+    """A tensor's name without what marks the part that reads and writes text, and with Llama's name for
+    a module."""
+    name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
+    for theirs, ours in RENAMED.items():
+        name = name.replace(f".{theirs}.", f".{ours}.")
+    return name
 
 
 def stored_in(name: str) -> str:

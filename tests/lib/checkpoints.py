@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from kernels.device import mx
 from models.config import Config, read_config
-from models.weights import FUSED
+from models.weights import FUSED, RENAMED
 
 V = 272  # 256 bytes, four special tokens, and some ids that no text has
 BOS, EOS = 256, 257
@@ -97,9 +97,9 @@ def save(folder: Path, config: dict, weights: dict[str, mx.array], shards: int =
     return folder
 
 
-def fuse(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Queries, keys and values as one matrix, and gate and up, as Phi-3 stores them."""
-    whole, places = {}, {part: name for name, parts in FUSED.items() for part in parts}
+def fuse(arrays: dict[str, mx.array], fused: dict[str, tuple]) -> dict[str, mx.array]:
+    """Queries, keys and values as one matrix, or gate and up, as Phi-3 and Granite store them."""
+    whole, places = {}, {part: name for name, parts in fused.items() for part in parts}
     for name, array in arrays.items():
         *place, module, kind = name.split(".")
         name = ".".join([*place, places.get(module, module), kind])
@@ -140,8 +140,12 @@ def make_checkpoint(
     (folder / "config.json").write_text(json.dumps(config))
     read = read_config(folder, True)
     arrays = {n: mx.array(w) for n, w in random_weights(read, seed).items()}
-    if read.fused:
-        arrays = fuse(arrays)
+    if config["model_type"] == "granitemoehybrid" and not quantize:  # mlx-lm converts the names
+        arrays = fuse(arrays, {name: parts for name, parts in FUSED.items() if "gate" in name})
+        for theirs, ours in RENAMED.items():
+            arrays = {name.replace(ours, theirs): array for name, array in arrays.items()}
+    elif read.fused and config["model_type"] == "phi3":
+        arrays = fuse(arrays, FUSED)
     if read.experts:
         arrays = (
             apart(arrays)

@@ -12,6 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from checkpoints import V, make_checkpoint, make_tokenizer
+from parity import MINISTRAL
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from base.untrusted_files import LARGEST, LARGEST_OTHER, ModelError
@@ -298,7 +299,7 @@ def test_bad_quantized_tensors(tmp_path, part, change, word):
             {"model_type": "gpt2"},
             [
                 "gpt2",
-                "llama, mistral, qwen2, qwen3, granite, phi3, olmo2, smollm3, seed_oss, gemma2",
+                "llama, mistral, qwen2, qwen3, granite, granitemoehybrid, ministral3, phi3, olmo2, olmo3",
             ],
         ),
         (
@@ -431,8 +432,8 @@ def test_config_defaults_equal_transformers(tmp_path):
 
 
 OTHERS = """
-    gemma gemma3n_text qwen2_moe mixtral gpt_oss gpt2 phi cohere2 starcoder2 olmo olmo3 glm4 exaone4 granitemoe
-    granitemoehybrid deepseek_v3 mamba2 falcon_h1 lfm2 bitnet ernie4_5 apertus qwen2_5_vl llama4_text
+    gemma gemma3n_text qwen2_moe mixtral gpt_oss gpt2 phi cohere2 starcoder2 olmo glm4 exaone4 granitemoe
+    deepseek_v3 mamba2 falcon_h1 lfm2 bitnet ernie4_5 apertus qwen2_5_vl llama4_text
 """
 
 
@@ -440,12 +441,50 @@ OTHERS = """
 def test_transformers_configs(tmp_path, family):
     """Field names change with releases: since transformers 5, theta is in `rope_parameters`."""
     config = AutoConfig.for_model(family).to_dict()
+    if family == "granitemoehybrid":  # the default has Mamba layers and experts
+        config |= {"layer_types": ["attention"] * config["num_hidden_layers"]}
+        config["num_local_experts"] = 0
     (tmp_path / "config.json").write_text(json.dumps(config))
     if family in FAMILIES:
         ours = configs.read_config(tmp_path, True)
         assert (ours.D, ours.layers) == (config["hidden_size"], config["num_hidden_layers"])
         return
     with pytest.raises(ModelError, match=rf"{family}.*Supported: {', '.join(FAMILIES)}"):
+        configs.read_config(tmp_path, True)
+
+
+def test_text_part_of_a_model_that_sees(tmp_path):
+    """Ministral 3 is published as the text part of a model for images."""
+    text = {"model_type": "ministral3", "num_hidden_layers": 1, "rope_theta": None, "head_dim": 16}
+    folder = make_checkpoint(tmp_path, **text, rope_parameters=MINISTRAL)
+    alone = read_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    whole = {"model_type": "mistral3", "text_config": config, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(whole))
+    for prefix in ("language_model.", "model.language_model."):
+        path = folder / "model.safetensors"
+        weights = {
+            name.replace("language_model.", ""): array for name, array in mx.load(str(path)).items()
+        }
+        weights = {
+            f"{prefix if name.startswith('model.') else ''}{name}".replace(
+                "language_model.model.",
+                "language_model." if prefix.startswith("model") else "language_model.model.",
+            ): array
+            for name, array in weights.items()
+            if not name.startswith("vision")
+        }
+        weights["vision_tower.patch.weight"] = mx.ones((2, 2))
+        mx.eval(weights)
+        mx.save_safetensors(str(path), weights)
+        model = read_model(folder)
+        assert model.config == alone.config
+        assert mx.array_equal(model.table.weight, alone.table.weight)
+
+
+def test_a_refused_family_names_those_that_are_near(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_next"}))
+    with pytest.raises(ModelError, match=r"'qwen3_next' is not supported; qwen2, qwen3.* are\. "):
         configs.read_config(tmp_path, True)
 
 
