@@ -272,7 +272,7 @@ FAMILIES = {
         own=lambda *_: {"qk_norm": "width", "norms_at": "after"},
     ),
     "olmo3": Family(
-        unsaid={"rms_norm_eps": 1e-5},
+        unsaid={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
         whole=_every_fourth,
         two_ropes=True,
         own=_olmo3,
