@@ -8,11 +8,12 @@
 for Linux on this architecture, tagged by what its C libraries need (`auditwheel`), and one without them
 for any platform. Both carry the package of this tree, no more and no less. The changelog's newest entry
 must have the version, a date, and 40 lines at most. A tag must have the version, too, and leaves nothing
-under "Unreleased". The wheel is installed into a fresh environment and tried (`installed.py`). For a tag
-all tests with published models have to pass, and none may be skipped for want of a model: half an hour
-on two cores.
+under "Unreleased". The wheel is installed into a fresh environment and tried (`installed.py`). The page's
+lab runs in Pyodide, by Node (`npm`). For a tag all tests with published models have to pass, and none may
+be skipped for want of a model: half an hour on two cores.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -121,8 +122,25 @@ def wrong_when_tried(wheel: Path) -> list[str]:
 
 def wrong_with_published_models() -> list[str]:
     """What the programs do with models that were trained: tools, schemas, long prompts, hang-ups."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "-n", "0", "-k", "published"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return tested("-k", "published")
+
+
+def wrong_with_the_page() -> list[str]:
+    """The lab and the game of the page, with the Pyodide that it names; in a browser if there is one."""
+    at = json.loads((ROOT / "web" / "pyodide.json").read_text())["at"]
+    with tempfile.TemporaryDirectory() as folder:
+        run("npm", "pack", "--silent", re.search(r"pyodide@[\d.]+", at)[0], cwd=folder)
+        (packed,) = Path(folder).glob("*.tgz")
+        with tarfile.open(packed) as file:
+            file.extractall(folder, filter="data")
+        environment = os.environ | {"NANOBATCH_PYODIDE": f"{folder}/package"}
+        files = [f"tests/web/test_{name}.py" for name in ("simulate", "game", "browser")]
+        return tested(*files, env=environment)
+
+
+def tested(*chosen: str, **options) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "-n", "0", *chosen]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)
     print(done.stdout, file=sys.stderr)
     return wrong_with_tests(done.returncode, done.stdout)
 
@@ -132,7 +150,7 @@ def wrong_with_tests(code: int, said: str) -> list[str]:
     found = [line for line in lines if re.match("(FAILED|ERROR) ", line)]
     found += [line for line in lines if "the model cannot be had" in line]
     if code and not found:
-        found.append(f"pytest -k published ended with {code}")
+        found.append(f"pytest ended with {code}")
     return found
 
 
@@ -154,6 +172,7 @@ def main() -> int:
             found += wrong_with_sdist(file, tracked)
     for wheel in dist.glob("*.whl"):
         found = found or wrong_when_tried(wheel)
+    found = found or wrong_with_the_page()
     if tag is not None:
         found = found or wrong_with_published_models()
     for line in found:

@@ -25,8 +25,10 @@ async function start({ files, sources, lock }) {
     lockFileContents: lock,
     createPyodideModule,
   });
-  python.FS.mkdirTree("parts");
-  for (const [name, text] of Object.entries(sources)) python.FS.writeFile(name, text);
+  for (const [path, text] of Object.entries(sources)) {
+    python.FS.mkdirTree(path.split("/").slice(0, -1).join("/") || ".");
+    python.FS.writeFile(path, text);
+  }
   simulate = python.pyimport("simulate");
   return simulate.start();
 }

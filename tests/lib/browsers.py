@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -17,6 +18,10 @@ CHROMIUM = next(
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="there is no node")
 needs_browser = pytest.mark.skipif(
     not CHROMIUM, reason="there is no Chromium; apt-get install chromium"
+)
+needs_pyodide = pytest.mark.skipif(
+    "NANOBATCH_PYODIDE" not in os.environ,
+    reason="NANOBATCH_PYODIDE names no folder; see the top of tests/web/test_simulate.py",
 )
 DESK = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 844}

@@ -1,10 +1,7 @@
 """The page in a real browser: python -m pytest tests/web/test_browser.py
 
 That takes `pip install -e '.[browser]'` and Chromium (`apt-get install chromium`); else these tests are
-skipped. The test of Python in the page takes Pyodide's npm package, too:
-
-    npm pack pyodide@314.0.7 && tar xzf pyodide-*.tgz
-    NANOBATCH_PYODIDE=package python -m pytest tests/web/test_browser.py
+skipped. The test of Python in the page takes Pyodide, too, as `test_simulate.py` says.
 """
 
 import functools
@@ -19,7 +16,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from browsers import DESK, PHONE, choose, in_place_everywhere, needs_browser, shows, until
+from browsers import (
+    DESK,
+    PHONE,
+    choose,
+    in_place_everywhere,
+    needs_browser,
+    needs_pyodide,
+    shows,
+    until,
+)
 from recordings import HOSTILE, TEXTS, recording
 from servers import Server
 
@@ -27,7 +33,6 @@ from docs.make import annotated, page
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "docs" / "index.html"
-PYODIDE = os.environ.get("NANOBATCH_PYODIDE", "")
 pytestmark = needs_browser
 
 
@@ -335,18 +340,16 @@ def with_python_from(address: str, folder: Path) -> Path:
     return folder / "page.html"
 
 
-@pytest.mark.skipif(
-    not PYODIDE, reason="NANOBATCH_PYODIDE names no folder; see the top of this file"
-)
+@needs_pyodide
 def test_the_scheduler_runs_in_the_page(opens, files, tmp_path):
-    tab = opens(with_python_from(files(PYODIDE), tmp_path), offline=False)
+    tab = opens(with_python_from(files(os.environ["NANOBATCH_PYODIDE"]), tmp_path), offline=False)
     tab.click("[data-lab-load]")
     shows(tab, "[data-lab-status]", "step")
     first = tab.inner_text("[data-lab-runs] tr >> nth=0").split("\t")
-    recorded = page.read(str(DEMO))["runs"][1]
-    assert first[0] == "continuous" and first[5] == str(len(recorded["steps"]))
+    static, continuous = page.read(str(DEMO))["runs"]
+    assert first[0] == "continuous" and first[5] == str(len(continuous["steps"]))
     tab.select_option("[name=policy]", "static")
-    shows(tab, "[data-lab-status]", "950 steps")
+    shows(tab, "[data-lab-status]", f"{len(static['steps'])} steps")
     tab.select_option("[name=policy]", "mine")
     text = tab.input_value("[name=lines]")
     wrong = "free if fre >= 2"

@@ -1,17 +1,28 @@
-"""The scheduler in the page, without the page: lines that are changed, and errors that know their line."""
+"""The scheduler in the page, without the page: lines that are changed, and errors that know their line.
+
+`test_the_lab_runs_in_pyodide` needs Pyodide's npm package, at the version of `web/pyodide.json`:
+
+    npm pack pyodide@314.0.7 && tar xzf pyodide-*.tgz
+    NANOBATCH_PYODIDE=package python -m pytest tests/web
+"""
 
 import base64
+import hashlib
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
+from browsers import in_node, needs_node, needs_pyodide
 
+from docs.make import page
 from policies import POLICIES
 from web import simulate
 
 ROOT = Path(__file__).parents[2]
 OLD = ROOT / "tests" / "web" / "recording-0.5.json"
+PYODIDE = json.loads((ROOT / "web" / "pyodide.json").read_text())
 LIMITS = {"slots": 4, "max_len": 200, "chunk": 16, "budget": 32}
 PRICE = {"step": 0.002, "row": 0.0003, "token": 0.0001}
 FIELDS = {
@@ -102,10 +113,9 @@ def test_a_load_spreads_the_arrivals_the_same_each_time():
 
 
 def test_pyodide_is_pinned_by_hash():
-    pyodide = json.loads((ROOT / "web" / "pyodide.json").read_text())
-    assert pyodide["at"].startswith("https://") and pyodide["at"].count("@") == 1
-    assert set(pyodide["files"]) >= {"pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm"}
-    for integrity in pyodide["files"].values():
+    assert PYODIDE["at"].startswith("https://") and PYODIDE["at"].count("@") == 1
+    assert set(PYODIDE["files"]) >= {"pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm"}
+    for integrity in PYODIDE["files"].values():
         kind, _, digest = integrity.partition("-")
         assert kind == "sha384" and len(base64.b64decode(digest)) == 48
 
@@ -129,3 +139,107 @@ def test_python_and_the_page_have_the_same_table_of_old_names():
     )
     pairs = re.findall(r'(\w+): "(\w+)"', line[1])
     assert dict(pairs) == simulate.RENAMED and len(pairs) == len(simulate.RENAMED)
+
+
+# --- in the page's worker -------------------------------------------------------------------------
+
+# `web/worker.js` with these files as those of Pyodide. It answers with what the worker says.
+WORKER = """
+import { mkdtempSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { pathToFileURL } from "node:url";
+const folder = mkdtempSync(join(tmpdir(), "worker-"));
+let made = 0;
+const module = (content) => {
+  const file = join(folder, `${(made += 1)}.mjs`);
+  writeFileSync(file, content);
+  return pathToFileURL(file).href;
+};
+// What a worker of a browser has, and Node lacks or has otherwise
+globalThis.self = globalThis;
+globalThis.WorkerGlobalScope = Object;
+globalThis.location = new URL("https://files.invalid/");
+const node = globalThis.process;
+delete globalThis.process;
+globalThis.Blob = class { constructor([content]) { this.content = content; } };
+URL.createObjectURL = (blob) => module(blob.content instanceof ArrayBuffer ? Buffer.from(blob.content) : blob.content);
+const said = () => new Promise((done) => (self.postMessage = done));
+const { sources } = asked;
+await import(module(sources["worker.js"]));
+const files = Object.fromEntries(Object.entries(asked.files).map(([name, text]) => {
+  const bytes = asked.package ? readFileSync(join(asked.package, name)) : Buffer.from(text);
+  return [name, bytes.buffer.slice(bytes.byteOffset, bytes.byteOffset + bytes.byteLength)];
+}));
+const answers = [];
+for (const data of [{ files, sources, lock: { info: asked.info, packages: {} } }, ...asked.questions]) {
+  const answer = said();
+  self.onmessage({ data });
+  answers.push(await answer);
+}
+node.stdout.write(JSON.stringify(answers), () => node.exit()); // Pyodide keeps Node alive
+"""
+# A Pyodide with a disk, and no Python: it answers with the files that were written
+DISK = """
+const folders = new Set(["."]), written = {};
+const folder = (path) => path.includes("/") ? path.slice(0, path.lastIndexOf("/")) : ".";
+export const loadPyodide = async () => ({
+  FS: {
+    mkdirTree: (path) => path.split("/").forEach((_, i, all) => folders.add(all.slice(0, i + 1).join("/"))),
+    writeFile: (path, text) => {
+      if (!folders.has(folder(path))) throw new Error(`there is no folder for ${path}`);
+      written[path] = text;
+    },
+  },
+  pyimport: () => ({ start: () => JSON.stringify(written) }),
+});
+"""
+
+
+def worker(questions: list[dict], **files) -> list[dict]:
+    """What the page's worker answers: to its start, and then to each question."""
+    sources = page.lab_of(page.read(str(ROOT / "docs" / "index.html")), {})["sources"]
+    said = {"sources": sources, "questions": [{"question": json.dumps(q)} for q in questions]}
+    return in_node(WORKER, said | files)
+
+
+@needs_node
+def test_the_worker_writes_every_source():
+    """It made one folder by a name of its own. The file moved, and no visitor could open the lab."""
+    fake = {"pyodide.mjs": DISK, "pyodide.asm.mjs": "export default null"}
+    (answer,) = worker([], files=fake)
+    assert "failed" not in answer, answer
+    sources = page.lab_of(page.read(str(ROOT / "docs" / "index.html")), {})["sources"]
+    assert json.loads(answer["answer"]) == sources
+    assert any("/" in path for path in sources)
+
+
+@needs_node
+@needs_pyodide
+def test_the_lab_runs_in_pyodide():
+    """The recorded race is planned again by the real scheduler, under each policy."""
+    folder = Path(os.environ["NANOBATCH_PYODIDE"]).absolute()
+    for name, integrity in PYODIDE["files"].items():
+        digest = hashlib.sha384((folder / name).read_bytes()).digest()
+        assert integrity == f"sha384-{base64.b64encode(digest).decode()}", name
+    recording = page.read(str(ROOT / "docs" / "index.html"))
+    static, continuous = recording["runs"]
+    limits = simulate.named(recording["fields"]["Limits"], static["limits"])
+    lines = simulate.lines()
+    question = {"run": static, "fields": recording["fields"], "price": page.price_of(recording)}
+    question |= {"limits": limits, "rate": 0, "lines": lines}
+    policies = {name: question | {"policy": name} for name in (*POLICIES, "mine")}
+    wrong = question | {"policy": "mine", "lines": lines.replace("free >= 2", "fre >= 2")}
+    begun, *answers = worker(
+        [*policies.values(), wrong],
+        package=str(folder),
+        files=PYODIDE["files"],
+        info=PYODIDE["info"],
+    )
+    assert "failed" not in begun, begun
+    assert json.loads(begun["answer"])["policies"] == [*policies]
+    *played, error = (json.loads(answer["answer"]) for answer in answers)
+    steps = {name: len(run["steps"]) for name, run in zip(policies, played, strict=True)}
+    assert steps["static"] == len(static["steps"])
+    assert steps["continuous"] == len(continuous["steps"])
+    assert error["error"].startswith("NameError") and error["line"]
