@@ -1,128 +1,150 @@
-"""Compile `kernels/cpu_kernels.c`, and make the package `nanobatch` (`package.py`). The rest is in
-`pyproject.toml`.
+"""Make the package `nanobatch` of the checkout, and compile `kernels/cpu_kernels.c`.
 
-No library is needed: where there is no compiler, or where one fails, the install succeeds, and
-OpenBLAS takes the product's place at start. NANOBATCH_PURE=1 makes a wheel without libraries, for any
-platform.
+In the checkout a module has a short name, such as `kv`. Installed under such names, `sched` would hide
+behind the standard library's. So a wheel has one package: the tree is copied into it, with
+`from nanobatch.kv import Slab` for `from kv import Slab`, and `nanobatch.py` is `nanobatch/_engine.py`. An
+editable install has a package of the same name that leads to the checkout. With NANOBATCH_PURE=1 a wheel
+has no C libraries, for Macs. The rest is in `pyproject.toml`.
 """
 
 import os
+import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import check_output
 
-from setuptools import Command, Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
-from setuptools.command.build_ext import build_ext
-from setuptools.command.build_py import build_py
-from setuptools.command.editable_wheel import editable_wheel
-from setuptools.command.sdist import sdist
+from setuptools import Extension, setup
+from setuptools.command import bdist_wheel, build_ext, build_py, sdist
 
-sys.path.insert(0, str(Path(__file__).parent))
-import package
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kernels import build
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
+IS_EDITABLE = "NANOBATCH_EDITABLE" in os.environ  # set by build_backend/backend.py
+MODULES = {path.stem for path in ROOT.glob("*.py")} - {"setup"}
+PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"course"}
+OTHERS = "README.md CONTRIBUTING.md docs/*.md docs/bench-15m.json docs/make/page.py demo/model/*"
+OTHERS += " course/__init__.py course/overlay.py"
+# Python for a browser, where modules have their short names (docs/make/page.py)
+PAGE = ("sched.py", "policies.py", "prefix.py", "experiments/simulator.py", "web/simulate.py")
+INIT = '''\
+"""The LLM serving engine you can read in an afternoon and watch while it runs."""
+
+__version__ = "%(version)s"
+__all__ = %(names)s
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from nanobatch._engine import *
 
 
-class BuildPackage(build_py):
-    """The files of the package; of an editable install, one that leads to the checkout."""
+def __getattr__(name: str) -> object:
+    """The engine, and MLX with it, is loaded with the first of its names."""
+    if name not in __all__:
+        raise AttributeError(f"module 'nanobatch' has no attribute {name!r}")
+    from nanobatch import _engine
 
-    is_editable = False
+    return getattr(_engine, name)
 
+
+def __dir__() -> list[str]:
+    return [*__all__, *globals()]
+'''
+EDITABLE = '''\
+"""An editable install: the modules are those of the checkout, as they are now."""
+
+import sys
+
+__version__ = "%(version)s"
+
+for _name in %(modules)s:
+    _file = getattr(sys.modules.get(_name), "__file__", None) or "%(root)s/"
+    if not _file.startswith("%(root)s/"):
+        raise ImportError(f"{_file} hides the {_name} of nanobatch, which is an editable install: "
+                          "import nanobatch first, or install a wheel: pip install %(root)s")
+sys.path.insert(0, "%(root)s")
+
+
+def __getattr__(name: str) -> object:
+    """nanobatch.py of the checkout takes the package's place with the first of its names."""
+    if not name[:1].isupper():
+        raise AttributeError(f"module 'nanobatch' has no attribute {name!r}")
+    if sys.modules[__name__].__file__ == __file__:
+        del sys.modules[__name__]
+    import nanobatch
+
+    nanobatch.__version__ = __version__
+    return getattr(nanobatch, name)
+'''
+
+
+def tree() -> dict[str, bytes]:
+    """What a wheel has of the checkout, by the names of files in the package."""
+    patterns = ["*.py", *(f"{name}/**/*" for name in PACKAGES), *OTHERS.split()]
+    found = {path for each in patterns for path in ROOT.glob(each) if path.is_file()}
+    found = {path for path in found if path.suffix not in (".pyc", ".so")} - {ROOT / "setup.py"}
+    paths = {path.relative_to(ROOT).as_posix(): path for path in found}
+    paths["_engine.py"] = paths.pop("nanobatch.py")
+    files = {name: content_of(path) for name, path in paths.items()}
+    return files | {f"web/python/{name}": (ROOT / name).read_bytes() for name in PAGE}
+
+
+def content_of(path: Path) -> bytes:
+    """A file's content; of a module, with the imports of ours from the package."""
+    if path.suffix != ".py":
+        return path.read_bytes()
+    ours = "|".join(PACKAGES | MODULES | {"course", "docs"})
+    text = path.read_text(encoding="utf-8")
+    text = re.sub(rf"^( *from )((?:{ours})\b[.\w]* import)", r"\1nanobatch.\2", text, flags=re.M)
+    text = re.sub(rf"^( *)import ({ours})\b", r"\1from nanobatch import \2", text, flags=re.M)
+    return text.replace("from nanobatch.nanobatch import", "from nanobatch._engine import").encode()
+
+
+class Package(build_py.build_py):
     def run(self) -> None:
-        folder = Path(self.build_lib, package.NAME)
-        shutil.rmtree(folder, ignore_errors=True)  # else what was deleted since is in it
-        for name, content in self.contents():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-
-    def contents(self) -> list[tuple[str, bytes]]:
-        if not self.is_editable:
-            return [*package.Tree(ROOT).contents()]
-        leads = package.EDITABLE.format(file=str(ROOT.resolve() / "package.py"))
-        return [("__init__.py", leads.encode()), ("__main__.py", package.MAIN.encode())]
-
-    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        return [str(Path(self.build_lib, package.NAME, name)) for name, _ in self.contents()]
-
-    def get_source_files(self) -> list[str]:
-        return package.Tree(ROOT).files
+        exported = re.findall(r"__all__ \+?= \[(.*)\]", (ROOT / "nanobatch.py").read_text())
+        facts = {"names": re.findall(r"\w+", " ".join(exported)), "root": ROOT}
+        facts["modules"] = sorted((PACKAGES | MODULES) - {"nanobatch"})
+        facts["version"] = self.distribution.get_version()
+        files = {"cli/command.py": b"from cli.command import main\n"} if IS_EDITABLE else tree()
+        files["__init__.py"] = ((EDITABLE if IS_EDITABLE else INIT) % facts).encode()
+        files["__main__.py"] = b"from nanobatch.cli.command import main\n\nmain()\n"
+        folder = Path(self.build_lib, "nanobatch")
+        shutil.rmtree(folder, ignore_errors=True)  # else what was deleted since would be in it
+        for name, content in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
 
 
-class EditableWheel(Command):
-    """A wheel with libraries in the checkout, and a package that leads there."""
-
-    description = "build a wheel for an editable install"
-    user_options = editable_wheel.user_options
-
-    def initialize_options(self) -> None:
-        self.dist_dir = self.dist_info_dir = self.mode = None
-
-    def finalize_options(self) -> None:
-        pass
-
-    def run(self) -> None:
-        if self.distribution.ext_modules:
-            self.reinitialize_command("build_ext", inplace=True)
-            self.run_command("build_ext")
-            self.distribution.ext_modules = []  # they are in the checkout, and not in the wheel
-        self.get_finalized_command("build_py").is_editable = True
-        self.get_finalized_command("bdist_wheel").dist_dir = self.dist_dir
-        self.run_command("bdist_wheel")
-
-
-class BuildLibraries(build_ext):
+class Libraries(build_ext.build_ext):
     """They are loaded by ctypes, and are no Python modules: their names name no version of Python."""
-
-    def initialize_options(self) -> None:
-        super().initialize_options()
-        self.parallel = True
 
     def get_ext_filename(self, name: str) -> str:
         return f"{name.replace('.', '/')}.so"
 
     def build_extension(self, extension: Extension) -> None:
-        output = Path(self.get_ext_fullpath(extension.name))
-        output.parent.mkdir(parents=True, exist_ok=True)
-        self.spawn(build.command(extension.name.rpartition("_")[2], output))
+        form = extension.name.rpartition("_")[2]
+        output = build.library(form) if IS_EDITABLE else self.get_ext_fullpath(extension.name)
+        self.spawn(build.command(form, output))
 
 
-class AnyPython(bdist_wheel):
+class Wheel(bdist_wheel.bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
-class Checkout(sdist):
-    """All that git knows. Unpacked, an sdist has no `.git`, and has nothing else in it."""
-
-    def make_distribution(self) -> None:
+class Checkout(sdist.sdist):
+    def make_distribution(self) -> None:  # all that git knows
         if (ROOT / ".git").exists():
-            said = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
-            names = said.stdout.decode().splitlines()
-        else:
-            names = [str(path) for path in Path().rglob("*")]
-        self.filelist.files = [name for name in names if Path(name).is_file()]
+            self.filelist.files = check_output(["git", "ls-files"], text=True).splitlines()
         super().make_distribution()
 
 
-def extension(form: str) -> Extension:
-    module = f"{package.NAME}.kernels.{build.library(form).stem}"
-    return Extension(module, ["kernels/cpu_kernels.c"], optional=True)
-
-
-forms = build.forms() if build.compiler() and not os.environ.get("NANOBATCH_PURE") else []
 setup(
-    packages=[package.NAME],
-    package_dir={package.NAME: "."},
-    ext_modules=[extension(form) for form in forms],
-    cmdclass={
-        "bdist_wheel": AnyPython,
-        "build_ext": BuildLibraries,
-        "build_py": BuildPackage,
-        "editable_wheel": EditableWheel,
-        "sdist": Checkout,
-    },
+    packages=["nanobatch"],
+    package_dir={"nanobatch": "."},
+    ext_modules=[Extension(f"nanobatch.kernels.matmul_{form}", []) for form in build.forms()],
+    options={"build_ext": {"parallel": True}},
+    cmdclass={"bdist_wheel": Wheel, "build_ext": Libraries, "build_py": Package, "sdist": Checkout},
 )

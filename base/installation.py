@@ -6,7 +6,10 @@ import shlex
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-IS_INSTALLED = __name__.startswith("nanobatch.")  # as a package (`package.py`)
+IS_INSTALLED = __name__.startswith(
+    "nanobatch."
+)  # from a wheel; an editable install is the checkout
+is_command = False  # set by the command `nanobatch`, which an editable install has, too
 
 
 def version() -> str:
@@ -35,10 +38,10 @@ def version_number() -> str:
 
 
 def command(program: str, *arguments: str) -> str:
-    """What to type for one of our programs, such as serve.py: in a checkout, or where a wheel has
-    brought the command `nanobatch`."""
+    """What to type for one of our programs, such as serve.py: in a checkout, or where there is the
+    command `nanobatch`."""
     word = os.path.basename(program).removesuffix(".py").replace("tui", "screen")
-    start = ["nanobatch", word] if IS_INSTALLED else ["python", program]
+    start = ["nanobatch", word] if IS_INSTALLED or is_command else ["python", program]
     return shlex.join([*start, *arguments])
 
 

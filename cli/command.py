@@ -1,14 +1,12 @@
-"""The command `nanobatch` of an installed package: run the program that its first word names.
+"""The command `nanobatch` of an installed package: run the program that its first word names."""
 
-It imports nothing of ours before the program runs, because `cli.options` looks at what runs as
-`__main__`.
-"""
-
-import runpy
 import sys
 from functools import partial
+from importlib import import_module
 
-PACKAGE = __name__.partition(".")[0]
+from base import installation
+
+PACKAGE = __name__.removesuffix("cli.command")  # empty in an editable install
 PROGRAMS = {  # the module that runs, and the options that come before the user's
     "screen": ["tui"],
     "ask": ["ask"],
@@ -36,26 +34,23 @@ LEARN = """The course (ladder, book, exercises) and the tests are in the source:
 
 
 def main() -> None:
-    word, *rest = sys.argv[1:] or ["screen"]
-    if word in PROGRAMS:
-        start(PROGRAMS[word], rest)
-    elif word.startswith("-") and word not in ("-h", "--help", "--version"):
-        start(PROGRAMS["screen"], sys.argv[1:])
+    installation.is_command = True  # before `cli.options` is imported
     from cli import options as cli
 
-    cli.run(partial(answer, word))
+    word, *rest = sys.argv[1:] or ["screen"]
+    if word.startswith("-") and word not in ("-h", "--help", "--version"):
+        word, rest = "screen", sys.argv[1:]
+    cli.run(partial(start, word, rest) if word in PROGRAMS else partial(answer, word))
 
 
-def start(program: list[str], arguments: list[str]) -> None:
-    module, *options = program
+def start(word: str, arguments: list[str]) -> int:
+    module, *options = PROGRAMS[word]
     sys.argv[1:] = [*options, *arguments]
-    runpy.run_module(f"{PACKAGE}.{module}", run_name="__main__", alter_sys=True)
-    sys.exit()
+    return import_module(PACKAGE + module).main()
 
 
 def answer(word: str) -> int:
     """What takes no program. Return the exit code."""
-    from base import installation
     from cli import options as cli
 
     if word in ("-h", "--help", "help"):

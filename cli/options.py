@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TextIO
 
-from base.installation import IS_INSTALLED, ROOT, command, version
+from base.installation import IS_INSTALLED, ROOT, command, is_command, version
 from base.validation import one_line, printable, read_whole, shown
 from course import overlay
 from distributed.environment import backend, rank
@@ -24,7 +24,7 @@ BROWSER = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen t
 
 # The only effect of importing this file: a reader's own core is found before ours
 _started = getattr(sys.modules["__main__"], "__file__", None)
-_is_ours = bool(_started) and os.path.dirname(os.path.realpath(_started)) == ROOT
+_is_ours = is_command or (bool(_started) and os.path.dirname(os.path.realpath(_started)) == ROOT)
 if _is_ours and overlay.asked():
     try:
         if IS_INSTALLED:

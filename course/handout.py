@@ -29,7 +29,7 @@ FILES += (
     "GLOSSARY.md",
     "pyproject.toml",
     "setup.py",
-    "package.py",
+    "build_backend/backend.py",
     "course/__init__.py",
     "course/overlay.py",
 )

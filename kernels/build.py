@@ -1,13 +1,15 @@
 """How `setup.py` compiles `cpu_kernels.c`: once for each instruction set.
 
 A wheel is for all processors of an architecture, so it has a library for each instruction set, and
-`matmul_library.py` loads the best one for the processor. A library contains the hash of what it was
-compiled from, so that an edited source is noticed.
+`library.py` loads the best one for the processor. A library contains the hash of what it was compiled
+from, so that an edited source is noticed. Where the machine has no C compiler, zig's compiles, a wheel
+in the registry (`build_backend/backend.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
 import shlex
@@ -58,8 +60,9 @@ FORMS = {  # the best one comes first
 
 
 def forms() -> list[str]:
-    """The instruction sets to compile for. On a Mac, MLX has a fast product of its own."""
-    if sys.platform != "linux":
+    """The instruction sets to compile for. On a Mac, MLX has a fast product of its own: a wheel made with
+    NANOBATCH_PURE=1 is for that."""
+    if sys.platform != "linux" or "NANOBATCH_PURE" in os.environ:
         return []
     return [name for name, form in FORMS.items() if form.machine == platform.machine()]
 
@@ -75,14 +78,28 @@ def source_hash(form: str) -> str:
 
 
 def compiler() -> list[str]:
-    """The machine's C compiler, as the beginning of a command; empty if there is none."""
+    """A C compiler, as the beginning of a command: the machine's, or zig's; empty if there is none."""
     for command in (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]):
         if command and shutil.which(command[0]):
             return command
+    if importlib.util.find_spec("ziglang"):
+        # With a target, since zig would compile for this processor alone; -s: without symbols
+        target = f"{platform.machine()}-linux-gnu"
+        return [sys.executable, "-m", "ziglang", "cc", "-target", target, "-s"]
     return []
 
 
-def command(form: str, output: Path) -> list[str]:
+def requirements() -> list[str]:
+    """What the build needs from the registry."""
+    return ["ziglang"] if forms() and not compiler() else []
+
+
+def command(form: str, output: Path | str) -> list[str]:
+    start = compiler()
+    if not start:
+        sys.exit("nanobatch: there is no C compiler: apt install gcc, or pip install ziglang")
+    options = FORMS[form].options
+    if "ziglang" in start:
+        options = options.replace("armv8.2-a", "generic")  # zig knows processors only
     named = f'-DSOURCE_HASH="{source_hash(form)}"'
-    options = [*OPTIONS, *FORMS[form].options.split(), named]
-    return [*compiler(), *options, "-o", str(output), str(SOURCE)]
+    return [*start, *OPTIONS, *options.split(), named, "-o", str(output), str(SOURCE)]

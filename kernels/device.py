@@ -15,19 +15,19 @@ import threading
 import weakref
 from pathlib import Path
 
-from base import machine
-from base.installation import install
+from base import installation, machine
 from kernels.blas_preload import Blas, preload
 
 
 def _fail(line: str) -> None:
     """End a program of ours with one line; raise an ImportError with that line if another program
     imported us. The thread in which a screen loads cannot end the program, so the screen shows it."""
-    program = getattr(sys.modules.get("__main__"), "__file__", None)
-    checkout = Path(__file__).resolve().parents[1]
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(line) from None
-    if program and Path(program).resolve().parent in (checkout, checkout / "course" / "ladder"):
+    program = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "/")
+    checkout = Path(installation.ROOT)
+    ours = (checkout, checkout / "course" / "ladder")
+    if installation.is_command or program.resolve().parent in ours:
         print(f"nanobatch: {line}", file=sys.stderr)
         sys.exit(2)
     raise ImportError(line) from None
@@ -46,7 +46,7 @@ except ImportError as error:
         sys.platform == "linux"
     ):  # where `pip install mlx` alone installs no backend, so no libmlx.so
         _fail(
-            f"MLX has no backend here: run {install('cpu', 'mlx[cpu]')}. "
+            f"MLX has no backend here: run {installation.install('cpu', 'mlx[cpu]')}. "
             f"With an NVIDIA GPU write cuda instead of cpu. [{error}]"
         )
     raise

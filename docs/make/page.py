@@ -225,7 +225,7 @@ def has_drafts(recording: dict) -> bool:
 
 def lab_of(recording: dict, pyodide: dict) -> dict:
     """What the scheduler in the page needs."""
-    python = live_page.FOLDER / "python"  # in a package: with the imports of the checkout
+    python = live_page.FOLDER / "python"  # of a wheel (setup.py): modules with their short names
     folder = python if python.is_dir() else ROOT
     paths = {name: folder / name for name in SCHEDULER}
     paths["simulate.py"] = folder / "web" / "simulate.py"
@@ -428,7 +428,10 @@ def table_of(file: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="Make a page of a recording.")
+    prog = installation.command("docs/make/page.py").removeprefix("python ")
+    parser = argparse.ArgumentParser(
+        prog, description="Make a page of a recording.", allow_abbrev=False
+    )
     parser.add_argument("recordings", nargs="*", metavar="run.json")
     parser.add_argument("out", metavar="out.html")
     parser.add_argument("--demo", action="store_true", help="record a race of the demo model first")

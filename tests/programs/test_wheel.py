@@ -1,162 +1,219 @@
-"""The package that a wheel installs, its command, and an editable install. The release check
-(`python .ci/release.py`) installs the wheel as users do."""
+"""The package `nanobatch` that users have: from a wheel, and from an editable install.
 
+    NANOBATCH_INSTALLED=env/bin/python python -m pytest tests/programs/test_wheel.py
+
+tries what is installed there in place of a wheel built here, as `python .ci/release.py` does.
+"""
+
+import ast
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import zipfile
 from fcntl import LOCK_EX, flock
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 from processes import run
 
-import package
 from base import installation
 from cli import options
 from docs.make import page
-from kernels import blas_preload
+from kernels import blas_preload, build
 from models.memory import sources
 from screen.remote_client import RemoteEngineClient
 
 ROOT = Path(__file__).parents[2]
-TREE = package.Tree(ROOT)
+INSTALLED = os.environ.get("NANOBATCH_INSTALLED")
+COUNT = "from nanobatch import Engine; print(Engine.load('demo', slots=1).generate(['Count from 3 to 6.'])[0].text)"
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory) -> Path:
-    """The wheel, unpacked as in site-packages; built once for all workers of a run."""
+def sites(tmp_path_factory) -> Path:
+    """`wheel`, with the checkout's C libraries, `pure` and `editable`: unpacked as in site-packages,
+    built once for all workers of a run."""
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
-    folder = shared / "site"
-    with (shared / "site.lock").open("w") as lock:
+    folder = shared / "sites"
+    with (shared / "sites.lock").open("w") as lock:
         flock(lock, LOCK_EX)
         if not folder.exists():
-            build(shared / "build")
-            (wheel,) = (shared / "build").glob("*.whl")
-            zipfile.ZipFile(wheel).extractall(shared / "unpacked")
+            built = {"pure": {}, "editable": {"NANOBATCH_EDITABLE": "1"}}
+            for name, environment in built.items():
+                place = shared / f"build-{name}"
+                place.mkdir()
+                words = f"-q egg_info --egg-base {place} build --build-base {place} bdist_wheel"
+                done = run(
+                    "setup.py", *words.split(), "-d", place, NANOBATCH_PURE="1", **environment
+                )
+                assert done.returncode == 0, done.stderr
+                (wheel,) = place.glob("*.whl")
+                zipfile.ZipFile(wheel).extractall(shared / "unpacked" / name)
+            shutil.copytree(shared / "unpacked" / "pure", shared / "unpacked" / "wheel")
             for library in (ROOT / "kernels").glob("*.so"):
-                shutil.copy(library, shared / "unpacked" / "nanobatch" / "kernels")
+                shutil.copy(library, shared / "unpacked" / "wheel" / "nanobatch" / "kernels")
             (shared / "unpacked").rename(folder)
     return folder
 
 
-def build(folder: Path) -> None:
-    """Without the C libraries, which take half a minute to compile."""
-    words = f"-q egg_info --egg-base {folder} build --build-base {folder}"
-    folder.mkdir()
-    done = run("setup.py", *words.split(), "bdist_wheel", "-d", folder, NANOBATCH_PURE="1")
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="session")
+def wheel(request) -> Path:
+    if INSTALLED:
+        done = user(Path(), "-c", "import nanobatch; print(*nanobatch.__path__)")
+        return Path(done.stdout.strip()).parent
+    return request.getfixturevalue("sites") / "wheel"
+
+
+@pytest.fixture(scope="session", params=["wheel", "editable"])
+def package(request) -> Path:
+    """A folder of site-packages with the package in it."""
+    if request.param == "wheel":
+        return request.getfixturevalue("wheel")
+    if INSTALLED:
+        pytest.skip("an installed package is tried")
+    return request.getfixturevalue("sites") / "editable"
 
 
 def user(site: Path, *words: object, cwd: Path | str = "/") -> subprocess.CompletedProcess[str]:
     """A user's Python, somewhere else, with that folder among its site-packages."""
-    return run("-P", *words, cwd=cwd, PYTHONPATH=str(site))
+    return subprocess.run(
+        [INSTALLED or sys.executable, "-P", *map(str, words)],
+        cwd=cwd,
+        env=os.environ | ({} if INSTALLED else {"PYTHONPATH": str(site)}),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
 
 
 def command(site: Path, *words: object, cwd: Path | str = "/") -> subprocess.CompletedProcess[str]:
     return user(site, "-m", "nanobatch", *words, cwd=cwd)
 
 
-# --- the wheel ----------------------------------------------------------------------------------
+# --- what users do ------------------------------------------------------------------------------
 
 
-def test_wheel_holds_the_package_and_nothing_else(site):
-    """A wheel carried tests and CI files into site-packages."""
-    assert {path.name.partition("-")[0] for path in site.iterdir()} == {"nanobatch"}
-    files = {p.relative_to(site / "nanobatch").as_posix() for p in site.glob("nanobatch/**/*.*")}
-    assert {"_engine.py", "kv.py", "models/ops.py", "screen/pages/busy_periods.py"} <= files
-    assert {"demo/model/model.safetensors", "web/index.html", "kernels/cpu_kernels.c"} <= files
-    left_out = ("tests/", "course/ladder", "course/from_zero", "setup.py", "package.py", ".")
-    assert not [name for name in files if name.startswith(left_out) or name.endswith(".pyc")]
-
-
-def test_every_module_of_the_wheel_is_imported(site):
-    """And none under its short name: `sched` is the standard library's."""
-    code = """
-import pathlib, sched, sys
-from importlib import import_module
-files = sorted(pathlib.Path(sys.argv[1]).glob("nanobatch/**/*.py"))
-files = [file.relative_to(sys.argv[1]) for file in files if "python" not in file.parts]
-for file in files:
-    if file.name != "__main__.py":
-        import_module(".".join(file.with_suffix("").parts).removesuffix(".__init__"))
-short = {".".join(file.with_suffix("").parts[1:]) for file in files}
-print(len(files), sorted(short & {*sys.modules} - {"sched", "__main__"}), sched.scheduler)
-"""
-    done = user(site, "-c", code, site)
+def test_engine_is_imported_from_an_empty_folder(package, tmp_path):
+    done = user(
+        package, "-c", f"{COUNT}; import nanobatch; print(nanobatch.__version__)", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
-    count, rest = done.stdout.split(" ", 1)
-    assert int(count) > 130
-    assert rest == "[] <class 'sched.scheduler'>\n"
-
-
-def test_import_and_version_do_not_load_mlx(site):
-    code = """
-import sys, nanobatch
-from nanobatch.cli import command
-assert nanobatch.__version__ and "Engine" in dir(nanobatch)
-sys.argv = ["nanobatch", "--version"]
-try:
-    command.main()
-finally:
-    print([name for name in sys.modules if name.partition(".")[0] in ("mlx", "textual", "rich")])
-"""
-    done = user(site, "-c", code)
-    version, loaded = done.stdout.splitlines()
-    assert re.match(r"nanobatch \d+\.\d+\.\d+ \(mlx ", version) and loaded == "[]"
-
-
-def test_engine_is_imported_from_the_package(site):
-    """`import nanobatch` told the user to edit sys.path."""
-    code = """
-from nanobatch import Engine, SamplingParams
-from nanobatch.kv import Slab
-with Engine.load("demo", slots=1) as engine:
-    grammar = {"regex": "[0-9]{3}"}  # in a process of its own
-    (result,) = engine.generate(["Count."], SamplingParams(max_tokens=9, grammar=grammar))
-print(result.text)
-"""
-    done = user(site, "-c", code)
-    assert re.fullmatch(r"\d{3}\n", done.stdout), done.stderr
-    missing = user(site, "-c", "from nanobatch import Motor")
+    assert done.stdout.split("\n")[-3:] == ["3, 4, 5, 6.", installation.version_number(), ""]
+    missing = user(package, "-c", "from nanobatch import Motor", cwd=tmp_path)
     assert "cannot import name 'Motor' from 'nanobatch'" in missing.stderr
 
 
-def test_ranks_compare_the_same_files_in_a_package(site):
+def test_command_runs_in_an_empty_folder(package, tmp_path):
+    """And writes nothing, neither there nor into the package."""
+    before = listing(package)
+    answered = command(package, "ask", "Count from 3 to 6.", cwd=tmp_path)
+    assert answered.returncode == 0 and "3, 4, 5, 6." in answered.stdout, answered.stderr
+    usage = command(package, "chat", "--help", cwd=tmp_path).stdout
+    assert usage.startswith("usage: nanobatch ask ")
+    assert not [*tmp_path.iterdir()] and listing(package) == before
+
+
+def listing(site: Path) -> set[Path]:
+    return {path for path in site.glob("nanobatch/**/*") if "__pycache__" not in path.parts}
+
+
+def test_import_and_version_do_not_load_mlx(package):
+    code = """
+import sys, nanobatch
+from nanobatch.cli.command import main
+sys.argv = ["nanobatch", "--version"]
+try:
+    main()
+finally:
+    print([name for name in sys.modules if name.partition(".")[0] in ("mlx", "textual", "rich")])
+"""
+    version, loaded = user(package, "-c", code).stdout.splitlines()
+    assert re.match(r"nanobatch \d+\.\d+\.\d+ \(mlx ", version) and loaded == "[]"
+
+
+def test_a_missing_backend_is_one_line_of_the_command(package, tmp_path):
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "core.py").write_text("raise ImportError('libmlx.so is missing')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.argv[1:] = ['ask', 'x']\n"
+    done = user(package, "-c", f"{code}from nanobatch.cli.command import main; main()")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("nanobatch: MLX has no backend here: run ")
+
+
+# --- a wheel ------------------------------------------------------------------------------------
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel):
+    """A wheel carried tests and CI files into site-packages."""
+    if not INSTALLED:
+        assert {path.name.partition("-")[0] for path in wheel.iterdir()} == {"nanobatch"}
+    names = {path.relative_to(wheel / "nanobatch").as_posix() for path in listing(wheel)}
+    assert {"_engine.py", "kv.py", "models/ops.py", "screen/pages/busy_periods.py"} <= names
+    assert {"demo/model/model.safetensors", "web/index.html", "kernels/cpu_kernels.c"} <= names
+    left_out = ("tests", "course/ladder", "course/from_zero", "setup.py", "build", ".")
+    assert not [name for name in names if name.startswith(left_out)]
+
+
+def test_every_module_of_the_wheel_is_imported(wheel):
+    """And none under its short name: `sched` is the standard library's."""
+    files = [path for path in listing(wheel) if path.suffix == ".py" and "python" not in path.parts]
+    code = """
+import sched, sys
+from importlib import import_module
+for name in sys.argv[1:]:
+    import_module(name)
+short = {name.partition(".")[2] for name in sys.argv[1:]}
+print(sorted(short & {*sys.modules} - {"sched"}), sched.scheduler)
+"""
+    paths = [path.relative_to(wheel).with_suffix("") for path in files if path.stem != "__main__"]
+    names = sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
+    assert len(names) > 130
+    done = user(wheel, "-c", code, *names)
+    assert done.stdout == "[] <class 'sched.scheduler'>\n", done.stderr
+    ours = {name.split(".")[1] for name in names if "." in name}
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            imported += [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert not ours & {name.partition(".")[0] for name in imported}, (path, node.lineno)
+
+
+def test_ranks_compare_the_same_files_in_a_wheel(wheel):
     """They would not have seen a changed `nanobatch.py`, which is called `_engine.py` there."""
     code = "from nanobatch.models.memory import sources; print(*(each.name for each in sources()))"
-    names = user(site, "-c", code).stdout.split()
+    names = user(wheel, "-c", code).stdout.split()
     ours = [path.name for path in sources()]
     assert sorted(names) == sorted("_engine.py" if n == "nanobatch.py" else n for n in ours)
 
 
-# --- the command --------------------------------------------------------------------------------
-
-
-def test_command_runs_in_an_empty_folder(site, tmp_path):
-    answered = command(site, "ask", "Count from 3 to 6.", cwd=tmp_path)
-    assert answered.returncode == 0 and "3, 4, 5, 6." in answered.stdout, answered.stderr
-    assert "demo" in command(site, "models", cwd=tmp_path).stdout
-    usage = command(site, "chat", "--help", cwd=tmp_path).stdout
-    assert usage.startswith("usage: nanobatch ask ")
-    assert not [*tmp_path.iterdir()]
-
-
-def test_command_plays_a_user_module_no_trick(site, tmp_path):
+def test_children_of_a_wheel_are_its_own(wheel, tmp_path):
     """With -m, Python searches the user's folder first."""
     (tmp_path / "nanobatch.py").write_text("raise SystemExit('mine')\n")
-    code = "import sys; from nanobatch.base import installation; print(*installation.start('verify.py')[1:])"
-    words = user(site, "-c", code).stdout.split()
-    done = run(*words, "--version", cwd=tmp_path, PYTHONPATH=str(site))
-    assert done.stdout.startswith("nanobatch ")
+    code = "from nanobatch.base import installation; print(*installation.start('verify.py')[1:])"
+    flag, *words = user(wheel, "-c", code).stdout.split()
+    assert flag == "-P"
+    assert user(wheel, *words, "--version", cwd=tmp_path).stdout.startswith("nanobatch ")
 
 
-def test_page_of_a_wheel_embeds_the_scheduler_as_it_is(site, tmp_path):
+def test_grammars_of_a_wheel(wheel):
+    """They run in a process of their own, which imports the package's modules by their names."""
+    code = """
+from nanobatch import Engine, SamplingParams
+with Engine.load("demo", slots=1) as engine:
+    grammar = {"regex": "[0-9]{3}"}
+    print(engine.generate(["Count."], SamplingParams(max_tokens=9, grammar=grammar))[0].text)
+"""
+    done = user(wheel, "-c", code)
+    assert re.fullmatch(r"\d{3}\n", done.stdout), done.stderr
+
+
+def test_page_of_a_wheel_embeds_the_scheduler_as_it_is(wheel, tmp_path):
     """In a browser `sched` has its short name."""
-    done = command(site, "page", ROOT / "docs" / "index.html", tmp_path / "out.html")
+    done = command(wheel, "page", ROOT / "docs" / "index.html", tmp_path / "out.html")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "out.html").read_text()
     lab = json.loads(re.search(page.EMBEDDED.format("lab"), text)[1])
@@ -165,8 +222,8 @@ def test_page_of_a_wheel_embeds_the_scheduler_as_it_is(site, tmp_path):
     assert lab["sources"]["simulate.py"] == (ROOT / "web" / "simulate.py").read_text()
 
 
-def test_completion_knows_commands_and_options(site, tmp_path):
-    script = command(site, "completion").stdout
+def test_completion_knows_commands_and_options(wheel):
+    script = command(wheel, "completion").stdout
     asks = "{ COMP_WORDS=(nanobatch $1 $2); COMP_CWORD=$3; _nanobatch nanobatch $2; echo ${COMPREPLY[@]}; }"
     lines = [
         "asks()",
@@ -184,89 +241,73 @@ def test_completion_knows_commands_and_options(site, tmp_path):
     assert "--screenshot" in screen.split()
 
 
-# --- rewriting ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "before, after",
-    [
-        ("from kv import Slab", "from nanobatch.kv import Slab"),
-        ("from models.ops import silu", "from nanobatch.models.ops import silu"),
-        ("from models import model_finder", "from nanobatch.models import model_finder"),
-        (
-            "from nanobatch import (\n    Engine,\n)",
-            "from nanobatch._engine import (\n    Engine,\n)",
-        ),
-        ("import serve", "from nanobatch import serve"),
-        ("import serve as s; x = 1", "from nanobatch import serve as s; x = 1"),
-        (
-            "import models.model_finder as finder",
-            "from nanobatch.models import model_finder as finder",
-        ),
-        ("import nanobatch", "from nanobatch import _engine as nanobatch"),
-        (
-            "from kv import Slab; import sched",
-            "from nanobatch.kv import Slab; from nanobatch import sched",
-        ),
-        ("def f():\n    import kv", "def f():\n    from nanobatch import kv"),
-        ("import json, os.path", "import json, os.path"),
-        ("from .ops import silu", "from .ops import silu"),
-        ("x = 'the kv cache'  # import kv", "x = 'the kv cache'  # import kv"),
-        ('"""from kv import Slab"""', '"""from kv import Slab"""'),
-    ],
-)
-def test_imports_are_rewritten(before, after):
-    assert TREE.rewritten(before, "x.py") == after
-
-
-@pytest.mark.parametrize(
-    "text, said",
-    [
-        ("import kv, sched", "x.py:1: import kv in a line of its own"),
-        ("import models.model_finder", "x.py:1: import models.model_finder in a line of its own"),
-        ("from  kv import Slab", "x.py:1: write the import with one space"),
-        ("from kv \\\n  import Slab\nimport  kv", "x.py:3: write the import with one space"),
-        ("\nfrom course.from_zero import start", "x.py:2 imports start of course.from_zero"),
-        ("from models import nothing", "x.py:1 imports nothing of models"),
-        ("import_module('kv')", "x.py:1: a string names the module kv"),
-        ("run('-c', 'import sys; from kv import Slab')", "x.py:1: a string names the module kv"),
-        ("x = f'import {y}; import kv'", "x.py:1: a string names the module kv"),
-        ("Trials('text.grammar')", "x.py:1: a string names the module text.grammar"),
-    ],
-)
-def test_import_that_cannot_be_rewritten_is_an_error(text, said):
-    """A name that stays short would find another module, or none, on a user's machine."""
-    with pytest.raises(ValueError, match=re.escape(said)):
-        TREE.rewritten(text, "x.py")
-
-
 # --- an editable install ------------------------------------------------------------------------
 
 
-def test_editable_install_sees_an_edit_at_once(tmp_path):
-    """Under the package's names, with the standard library's `sched`, from any folder."""
-    tree, site = tmp_path / "tree", tmp_path / "site" / "nanobatch"
-    (tree / "course").mkdir(parents=True)
-    site.mkdir(parents=True)
-    for name in ("package.py", "pyproject.toml", *package.KEPT[:2]):
-        shutil.copy(ROOT / name, tree / name)
-    (tree / "nanobatch.py").write_text("__all__ = ['Engine']\nfrom sched import Engine\n")
-    leads = package.EDITABLE.format(file=str(tree / "package.py"))
-    (site / "__init__.py").write_text(leads)
-    code = "import sched; from nanobatch import Engine; print(Engine, sched.scheduler)"
-    for value in ("first", "second"):
-        (tree / "sched.py").write_text(f"Engine = {value!r}\n")
-        done = user(site.parent, "-c", code)
-        assert done.stdout == f"{value} <class 'sched.scheduler'>\n", done.stderr
+def test_editable_install_leads_to_this_checkout(sites):
+    """And puts nothing else into site-packages: with a .pth, `sched` was ours in every program."""
+    assert {path.name.partition("-")[0] for path in (sites / "editable").iterdir()} == {"nanobatch"}
+    code = """
+import sys, nanobatch
+from nanobatch import Engine
+import kv, nanobatch as engine
+print(kv.__file__, engine.__file__, nanobatch.Engine is engine.Engine)
+"""
+    done = user(sites / "editable", "-c", code)
+    assert done.stdout == f"{ROOT / 'kv.py'} {ROOT / 'nanobatch.py'} True\n", done.stderr
 
 
-def test_editable_install_leads_to_this_checkout(tmp_path):
-    (tmp_path / "nanobatch").mkdir()
-    leads = package.EDITABLE.format(file=str(ROOT / "package.py"))
-    (tmp_path / "nanobatch" / "__init__.py").write_text(leads)
-    code = "from nanobatch.docs.make import page; from nanobatch import kv; print(kv.__file__)"
-    done = user(tmp_path, "-c", code)
-    assert done.stdout == f"{ROOT / 'kv.py'}\n", done.stderr
+@pytest.mark.parametrize("name", ["sched", "models"])
+def test_module_with_our_name_that_was_imported_first(package, tmp_path, name):
+    """The checkout's modules have short names, and would have found the other one."""
+    (tmp_path / "models.py").write_text("")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import {name}\n{COUNT}"
+    done = user(package, "-c", code)
+    if package.name == "editable":
+        line = done.stderr.splitlines()[-1]
+        assert re.match(rf"ImportError: /.*/{name}.py hides the {name} of nanobatch, ", line)
+        assert line.endswith(f"pip install {ROOT}")
+    else:
+        assert "3, 4, 5, 6." in done.stdout, done.stderr
+
+
+# --- a compiler ---------------------------------------------------------------------------------
+
+
+def backend():
+    spec = spec_from_file_location("backend", ROOT / "build_backend" / "backend.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "platform, path, wanted",
+    [("linux", "", ["ziglang"]), ("linux", "bin", []), ("darwin", "", [])],
+)
+def test_build_asks_for_a_compiler_where_there_is_none(
+    monkeypatch, tmp_path, platform, path, wanted
+):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gcc").touch(0o755)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / path))
+    hooks = backend()
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for kind in ("wheel", "editable"):
+        name = f"get_requires_for_build_{kind}"
+        monkeypatch.setattr(hooks.build_meta, name, lambda settings: ["x"])
+        assert getattr(hooks, name)() == ["x", *wanted]
+
+
+def test_build_without_a_compiler_says_what_to_install(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="apt install gcc, or pip install ziglang"):
+        build.command(build.forms()[0], Path("x.so"))
 
 
 # --- what users read ----------------------------------------------------------------------------
