@@ -193,7 +193,9 @@ def test_another_blas_shows_what_others_have():
 def test_other_threads_are_other_processes(capsys, count_only, monkeypatch):
     """The answers of a process whose product has another number of threads are compared, too."""
     monkeypatch.setattr(verify, "THREADS", ("3",))
-    monkeypatch.setattr(verify.installation, "start", lambda program: [sys.executable, "-c", COUNTING])
+    monkeypatch.setattr(
+        verify.installation, "start", lambda program: [sys.executable, "-c", COUNTING]
+    )
     assert verify.main(["--ways", "threads"]) == 0
     assert "3 answers" in capsys.readouterr().out
 
