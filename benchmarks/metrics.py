@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from engine.snapshot import StepView, percentile
 from experiments.engine_probes import measure_roofline
-from models.step_cost_model import floors_of, of_rows
+from models.forward_cost import floors_of, of_rows
 from nanobatch import Engine, Handle
 
 
@@ -144,7 +144,7 @@ def step_figures(steps: Sequence[StepView]) -> Figures:
 def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
     """The roofline's lower bound for a step of this many rows, each `length` tokens long.
 
-    `models/step_cost_model.py` counts what the step reads and multiplies, and both rates are measured
+    `models/forward_cost.py` counts what the step reads and multiplies, and both rates are measured
     here and now. The longer of the two times is the floor.
     """
     measure_roofline(engine)

@@ -18,7 +18,6 @@ from engine.prefill_progress import UNREAD
 from engine.snapshot import (
     Limits,
     RanksView,
-    Roof,
     RunTimes,
     Seen,
     SlotView,
@@ -26,7 +25,7 @@ from engine.snapshot import (
     StepTimes,
     StepView,
 )
-from models.model_cost import ModelCost
+from models.forward_cost import ModelCost, Roof
 from sched import Committed, Plan, Request, Scheduler
 
 

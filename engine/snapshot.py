@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from engine.deprecated import renamed_attributes
 from engine.prefill_progress import UNREAD, PrefillProgress
-from models.model_cost import ModelCost
+from models.forward_cost import ModelCost, Roof
 from sched import NARROWEST, Committed, Plan, Request, Scheduler
 
 
@@ -113,28 +113,6 @@ class RanksView(NamedTuple):
 
     backend: str = ""  # empty: there is one process
     memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank
-
-
-class Roof(NamedTuple):
-    """The roofline of this machine (`experiments/roofline.py`); 0: not measured yet."""
-
-    reading: float = 0.0  # bytes a second, of weights that no cache holds
-    # Bytes a second, of as many weights as the model has, which may fit a cache
-    again: float = 0.0
-    multiplying: float = 0.0  # floating-point operations a second
-    others: float = 0.0  # cores that other programs took then
-
-    @property
-    def nbytes_per_s(self) -> float:
-        """As fast as the model's weights can be read."""
-        return max(self.reading, self.again)
-
-    def joined(self, other: Roof) -> Roof:
-        """The best of two measurements."""
-        if not self.reading:
-            return other
-        best = Roof(*map(max, self, other))
-        return best._replace(others=min(self.others, other.others))
 
 
 class ExpertsView(NamedTuple):

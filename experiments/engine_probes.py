@@ -2,9 +2,10 @@
 the newest step took. The thread that steps the engine calls these."""
 
 from engine.engine_protocol import AnyEngine
-from engine.snapshot import ExpertsView, Roof
+from engine.snapshot import ExpertsView
 from experiments.roofline import measure
 from kernels.device import device_lock, device_stream
+from models.forward_cost import Roof
 
 
 def measure_roofline(engine: AnyEngine, others: float = 0.0) -> None:

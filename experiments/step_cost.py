@@ -1,6 +1,6 @@
 """The cost of a step: bytes, operations and Python, against this machine's roofline.
 
-A step's bytes and operations are counted (`models/step_cost_model.py`) and compared with what the
+A step's bytes and operations are counted (`models/forward_cost.py`) and compared with what the
 machine can do (`experiments/roofline.py`):
 
     weights          read once, whatever the number of rows: a token's share falls as 1 / rows
@@ -19,9 +19,18 @@ from statistics import fmean
 
 from base.installation import command
 from base.validation import shown
-from engine.snapshot import ExpertsView, Roof, StepView
-from models.model_cost import ModelCost
-from models.step_cost_model import Member, StepCost, Work, expected, floors_of, of_rows, pass_cost
+from engine.snapshot import ExpertsView, StepView
+from models.forward_cost import (
+    Member,
+    ModelCost,
+    Roof,
+    StepCost,
+    Work,
+    expected,
+    floors_of,
+    of_rows,
+    pass_cost,
+)
 from screen.draw.canvas import Canvas, Figure, fitting
 from screen.draw.charts import cost_of
 from screen.draw.style import HUES, count, listed, number, shorten, span

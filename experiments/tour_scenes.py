@@ -18,7 +18,7 @@ from experiments.fault_injection import FEWEST, FaultInjection
 from experiments.fitted_step_times import undisturbed
 from experiments.long_prompt import Result
 from experiments.step_cost import scaled
-from models.step_cost_model import of_rows
+from models.forward_cost import of_rows
 from screen.draw.style import FAILED, clean, count, span
 from screen.engine_view import Finding
 from screen.latency_breakdown import outcomes

@@ -1,20 +1,192 @@
-"""Count the bytes a forward pass reads and the products it computes, from the model's own arrays.
+"""Count the bytes that a forward pass reads and its operations, and the least time for them.
 
-The config is not enough: weights may be packed, shared with the embedding, or divided among ranks. Each
-array is counted once, where `forward` uses it. Next: `models/step_cost_model.py`, which computes a
-step's costs from it.
+`ModelCost` is counted once, from the model's own arrays, when it is loaded. The config is not enough:
+weights may be packed, shared with the embedding, or divided among ranks. Each array is counted once,
+where `forward` uses it. `pass_cost` computes from it what one step reads and multiplies.
+
+What the engine does is counted: with sliding attention, older rows are read, too, and masked. Four
+things are left out, so the cost is a lower bound: the second pass for a chunk that copies rows of its own
+pass, the rows beyond a sequence's length that neighbours make it read, experts that are read more than
+once, and activations.
+
+All but the count of a loaded model is plain Python: a screen draws costs before MLX is loaded.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from kernels.device import mx, tree_flatten
-from kernels.packed import Matrix
-from models.layers import Model
-from models.model_cost import ModelCost
+if TYPE_CHECKING:
+    from kernels.device import mx
+    from kernels.packed import Matrix
+    from models.layers import Model
+
+T = TypeVar("T")
+
+
+class ModelCost(NamedTuple):
+    """What a forward pass reads and multiplies, counted once when the model is loaded; with several
+    ranks, the shard of the first one.
+
+    A pass reads its weights once for all tokens in it. Only tokens whose next token is sampled go
+    through the *tail*, everything after the last layer's attention. All other matrices are the
+    *body*. Experts are counted separately: each token takes some of them in each layer.
+    `..._products`: the number of weights that each token is multiplied by.
+    """
+
+    form: str = ""  # of the weights: "float32", or "4 bits" where they are packed
+    layers: int = 0
+    body_nbytes: int = 0
+    body_products: int = 0
+    tail_nbytes: int = 0
+    tail_products: int = 0
+    token_nbytes: int = 0  # of a token's embedding
+    row_nbytes: int = 0  # of a row of one layer: its key and its value
+    width: int = 0  # of all query heads of a layer: H * Dh
+    window: int | None = None  # rows that are seen in layers with sliding attention
+    windowed: int = 0  # layers with that window
+    experts: int = 0  # in each layer; 0: there are none
+    taken: int = 0  # by each token, in each layer
+    expert_nbytes: int = 0  # of one expert of one layer
+    expert_products: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """All weights that a pass may read."""
+        experts = self.layers * self.experts * self.expert_nbytes
+        return self.body_nbytes + self.tail_nbytes + experts
+
+
+# --- a step -------------------------------------------------------------------------------------
+
+
+class Member(NamedTuple):
+    """One sequence in a step."""
+
+    request: int | None
+    tokens: int  # computed for it
+    rows: int  # attended to by each of these; the last is the token's own
+
+
+class StepCost(NamedTuple):
+    """What a step reads (bytes) and computes (operations: a multiplication and an addition are two)."""
+
+    tokens: int
+    weights: float
+    keys: int
+    products: float
+    attention: int
+
+    @property
+    def nbytes(self) -> float:
+        return self.weights + self.keys
+
+    @property
+    def operations(self) -> float:
+        return self.products + self.attention
+
+
+class Work(NamedTuple):
+    """The work of a step, summed over its sequences."""
+
+    tokens: int  # computed
+    rows: int  # attended to
+    looks: int  # tokens x rows: pairs of a query and a key
+    asked: int  # tokens whose logits are computed
+
+    @staticmethod
+    def of(parts: Sequence[Member], asked: int) -> Work:
+        return Work(
+            tokens=sum(part.tokens for part in parts),
+            rows=sum(part.rows for part in parts),
+            looks=sum(part.tokens * part.rows for part in parts),
+            asked=asked,
+        )
+
+
+def pass_cost(model: ModelCost, work: Work, experts: Sequence[int] = ()) -> StepCost:
+    """The cost of one pass. Unless logits are needed, nothing after the keys and values of the last
+    layer is computed.
+
+    `experts`: the number used in each layer; by default the expected number.
+    """
+    tokens = work.tokens
+    inside = [tokens] * (model.layers - 1) + [work.asked]  # tokens after each layer's attention
+    distinct = experts or [expected(model, each) for each in inside]
+    weights = model.body_nbytes + tokens * model.token_nbytes + sum(distinct) * model.expert_nbytes
+    products = tokens * model.body_products + sum(inside) * model.taken * model.expert_products
+    layers = model.layers - 1
+    if work.asked:
+        weights += model.tail_nbytes
+        products += work.asked * model.tail_products
+        layers = model.layers
+    return StepCost(
+        tokens=tokens,
+        weights=weights,
+        keys=work.rows * layers * model.row_nbytes,
+        products=2 * products,
+        attention=4 * work.looks * layers * model.width,
+    )
+
+
+def expected(model: ModelCost, tokens: int) -> float:
+    """The expected number of distinct experts of a layer, if each token chooses at random."""
+    if not model.experts:
+        return 0
+    return model.experts * (1 - (1 - model.taken / model.experts) ** tokens)
+
+
+def of_rows(model: ModelCost, rows: int, length: int) -> StepCost:
+    """A step in which this many sequences decode, each of this length."""
+    looks = rows * length
+    return pass_cost(model, Work(rows, looks, looks, rows))
+
+
+# --- the roofline -------------------------------------------------------------------------------
+
+
+class Roof(NamedTuple):
+    """The roofline of this machine (`experiments/roofline.py`); 0: not measured yet."""
+
+    reading: float = 0.0  # bytes a second, of weights that no cache holds
+    # Bytes a second, of as many weights as the model has, which may fit a cache
+    again: float = 0.0
+    multiplying: float = 0.0  # floating-point operations a second
+    others: float = 0.0  # cores that other programs took then
+
+    @property
+    def nbytes_per_s(self) -> float:
+        """As fast as the model's weights can be read."""
+        return max(self.reading, self.again)
+
+    def joined(self, other: Roof) -> Roof:
+        """The best of two measurements."""
+        if not self.reading:
+            return other
+        best = Roof(*map(max, self, other))
+        return best._replace(others=min(self.others, other.others))
+
+
+class Floors(NamedTuple):
+    """The least seconds that the roofline allows for a step."""
+
+    reading: float
+    multiplying: float
+
+    @property
+    def longest(self) -> float:
+        return max(self)
+
+
+def floors_of(cost: StepCost, roof: Roof) -> Floors | None:
+    if not roof.reading:
+        return None
+    return Floors(cost.nbytes / roof.nbytes_per_s, cost.operations / roof.multiplying)
+
+
+# --- counting a loaded model --------------------------------------------------------------------
 
 
 def counted(model: Model) -> ModelCost:
@@ -33,7 +205,7 @@ def counted(model: Model) -> ModelCost:
     spans = [model.kinds[layer.kind].span for layer in model.layers]
     windows = [span for span in spans if span]
     return ModelCost(
-        form=form_of(leaves([body, tail], Matrix)),
+        form=form_of(matrices([body, tail])),
         layers=c.layers,
         body_nbytes=nbytes(body),
         body_products=products(body),
@@ -51,22 +223,35 @@ def counted(model: Model) -> ModelCost:
     )
 
 
-def leaves(part: Any, kind: type) -> list[Any]:
+def leaves(part: object, kind: type[T]) -> list[T]:
     """All objects of this kind in a part of the model."""
-    found = tree_flatten(part, is_leaf=lambda each: isinstance(each, kind))
-    return [each for _, each in found if isinstance(each, kind)]
+    if isinstance(part, kind):
+        return [part]
+    if isinstance(part, dict):
+        part = list(part.values())
+    if not isinstance(part, (list, tuple)):
+        return []
+    return [leaf for each in part for leaf in leaves(each, kind)]
 
 
-def arrays(part: Any) -> list[mx.array]:
+def arrays(part: object) -> list[mx.array]:
+    from kernels.device import mx
+
     return leaves(part, mx.array)
 
 
-def stacks(part: Any) -> list[Matrix]:
+def matrices(part: object) -> list[Matrix]:
+    from kernels.packed import Matrix
+
+    return leaves(part, Matrix)
+
+
+def stacks(part: object) -> list[Matrix]:
     """The matrices of experts."""
-    return [matrix for matrix in leaves(part, Matrix) if matrix.weight.ndim > 2]
+    return [matrix for matrix in matrices(part) if matrix.weight.ndim > 2]
 
 
-def nbytes(part: Any) -> int:
+def nbytes(part: object) -> int:
     """The memory of a part's arrays, without its experts'."""
     of_experts = sum(each.nbytes for each in arrays(stacks(part)))
     return sum(each.nbytes for each in arrays(part)) - of_experts
@@ -78,9 +263,9 @@ def nbytes_of(model: Model) -> int:
     return sum({id(array): array.nbytes for array in held}.values())
 
 
-def products(part: Any) -> int:
+def products(part: object) -> int:
     """The number of weights by which a part multiplies each token, without its experts'."""
-    return sum(matrix.size for matrix in leaves(part, Matrix) if matrix.weight.ndim == 2)
+    return sum(matrix.size for matrix in matrices(part) if matrix.weight.ndim == 2)
 
 
 def form_of(matrices: Iterable[Matrix]) -> str:
@@ -88,7 +273,7 @@ def form_of(matrices: Iterable[Matrix]) -> str:
     sizes: Counter[str] = Counter()
     for matrix in matrices:
         form = str(matrix.weight.dtype).split(".")[-1]
-        if matrix.weight.dtype == mx.uint32:
+        if form == "uint32":
             form = f"{matrix.bits} bits in groups of {matrix.group}"
         sizes[form] += matrix.size
     return " and ".join(form for form, _ in sizes.most_common())

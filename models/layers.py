@@ -15,7 +15,7 @@ from distributed.group import ALONE, Ranks
 from kernels.device import mx, tree_flatten
 from kernels.packed import Matrix
 from models.config import Config
-from models.model_cost import ModelCost
+from models.forward_cost import ModelCost
 from models.ops import geglu, rms_norm, softmax, swiglu
 from models.rope import AttentionType
 

@@ -56,13 +56,12 @@ MAY_IMPORT = {
 # Imports that still run up. Nothing may be added here.
 STILL_UP = {
     "* course/overlay",
-    "models/step_cost_model engine/snapshot",
     "screen/* experiments/*",
     "screen/* server/*",
     "benchmarks/metrics experiments/engine_probes",
 }
 WITHOUT_MLX = """sched policies prefix prompt_lookup engine/* base/* cli/* text/* server/* screen/* serve tui
-    models/step_cost_model distributed/environment experiments/fitted_step_times experiments/simulator course/overlay"""
+    models/forward_cost distributed/environment experiments/fitted_step_times experiments/simulator course/overlay"""
 NEEDS_MLX = "engine/reload engine/disk_prefix_cache"
 STANDARD_LIBRARY = {
     "sched": "",
@@ -124,7 +123,7 @@ class Import(NamedTuple):
 
 @cache
 def imports(name: str, text: str | None = None) -> set[Import]:
-    """All that a file imports, wherever it stands."""
+    """All that a file imports, wherever it stands, except for types alone (`if TYPE_CHECKING`)."""
     ours = set(everything())
 
     def resolve(parts: list[str]) -> str:
@@ -142,6 +141,8 @@ def imports(name: str, text: str | None = None) -> set[Import]:
             above = name.split("/")[: -node.level] if node.level else []
             base = [*above, *(node.module.split(".") if node.module else [])]
             yield from (Import(resolve([*base, alias.name]), inside) for alias in node.names)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
         inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for child in ast.iter_child_nodes(node):
             yield from visit(child, inside)

@@ -6,10 +6,9 @@ import pytest
 from screen_stage import Stage, like_golden, on_screen, show
 from word_engine import VIEW
 
-from engine.snapshot import ExpertsView, Roof
+from engine.snapshot import ExpertsView
 from experiments import step_cost
-from models.model_cost import ModelCost
-from models.step_cost_model import Member, Work, pass_cost
+from models.forward_cost import Member, ModelCost, Roof, Work, pass_cost
 from screen.commands import PlainLog, orders_of
 from screen.remote_client import RemoteEngineClient
 

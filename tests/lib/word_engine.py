@@ -14,7 +14,7 @@ from distributed.group import ALONE
 from engine.output_types import StepOutput, TokenLogprob
 from kernels.device import mx
 from models.config import Config
-from models.model_cost import ModelCost
+from models.forward_cost import ModelCost
 from models.rope import Rope
 from nanobatch import Engine
 from policies import POLICIES

@@ -7,15 +7,14 @@ from checkpoints import make_checkpoint
 from screen_stage import EndsAfter
 
 import llama
-from engine.snapshot import Roof
 from experiments import engine_probes, roofline
 from experiments.step_cost import asked_of, parts_of
 from kernels import device
 from kernels.device import device_lock, device_stream, mx
 from kernels.packed import Matrix
+from models.forward_cost import Roof, Work, pass_cost
 from models.layers import Model
 from models.load import read_model
-from models.step_cost_model import Work, pass_cost
 from nanobatch import Engine, SamplingParams
 from screen.timeline_columns import column
 
