@@ -5,8 +5,8 @@ another has a temperature of 0.8 and a seed, and a third must never say a certai
 the requests would run many small operations for each of them, one request after the other. One
 sampler for all would give seven requests the settings of the eighth.
 
-The solution. Requests that need the same work form a *group* (not llama.py's attention group). The
-logits of a group are a matrix with a row for each request. Each setting is a column next to it.
+The solution. Requests that need the same work form a *sampling group*. The logits of a
+group are a matrix with a row for each request. Each setting is a column next to it.
 
               logits (n, V)           temperature (n, 1)    u (n, 1)
     A         2.1   4.0   3.3  ...    0.8                   0.31
@@ -21,11 +21,8 @@ For any other the steps are these, in mlx-lm's order:
     filter     top_k, top_p and min_p, each on the probabilities at temperature 1
     draw       the temperature changes the weights of the tokens that are left, and one is drawn
 
-A large vocabulary is never sorted. Eight rows of 152,000 tokens are 1.2 million numbers, and
-sorting them takes ten times as long as the whole forward pass of a small model. Instead,
-`likeliest` finds the top k by block minima, and `keep_nearest` finds by bisection how far down the
-filters reach. For both, shapes are known in advance and no result is read back, so the engine can
-prepare the next step while the device computes this one.
+The filters are simple where a row is sorted (`keep_first`). But a large vocabulary is never sorted:
+`kernels/sampling_ops.py` finds the top k, and how far down the filters reach, without it.
 
 The invariant: a request's token depends on the request's own logits, settings, seed and position. The
 group depends on the settings alone, and no operation here mixes rows. The noise is a hash of seed and
@@ -38,15 +35,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from engine.output_types import StepOutput, TokenLogprob
 from engine.sampling_params import SHORT_LIST, SamplingParams
 from kernels.device import has_gpu, mx
+from kernels.sampling_ops import (
+    BLOCK,
+    added,
+    column,
+    exp_minus,
+    fold,
+    gather,
+    keep_nearest,
+    likeliest,
+    padded,
+)
 
 PENALTY_CONTEXT = 20  # repetition_penalty applies to this many last tokens, prompt included
-BLOCK = 64  # rows of logits are padded to whole blocks
 SORTABLE = 4096  # up to this length, a whole row may be sorted
 
 
@@ -239,23 +246,6 @@ class Spread(NamedTuple):
         return self._replace(gap=gap, weights=exp_minus(gap))
 
 
-def exp_minus(gap: mx.array) -> mx.array:
-    """e^-gap, as a power of 1/e. On a CPU, MLX takes twice as long for an `exp`."""
-    return mx.power(math.exp(-1), gap)
-
-
-def fold(reduce: Callable, x: mx.array) -> mx.array:  # (n, V) -> (n, 1)
-    """The maximum or the sum of each row: down the columns of a matrix, then along the resulting
-    row.
-
-    On a CPU this takes a third of the time. A sum is more exact, too: near the end of a long
-    float32 sum, small numbers are lost next to the sum so far.
-    """
-    matrix = x.reshape(len(x), BLOCK, -1)
-    columns = reduce(matrix, axis=1)
-    return reduce(columns, axis=-1, keepdims=True)
-
-
 # --- filters, and the draw ----------------------------------------------------------------------
 
 
@@ -318,40 +308,15 @@ def draw(
     if ids is not None:
         weights = weights * keep_first(spread, filters)
     elif group == "long list":
-        weights = weights * keep_nearest(spread, filters)
+        weights = weights * keep_nearest(
+            spread.gap, spread.weights, spread.total, filters.count, filters.mass
+        )
     for gap in filters.gaps:
         weights = weights * (spread.gap <= gap)
 
     noise = [uniform(pick.seed, pick.index) for pick in picks]
     places = inverse_cdf(weights, column(noise))
     return places if ids is None else gather(ids, places)
-
-
-def likeliest(gap: mx.array, k: int) -> mx.array:  # (n, V) -> (n, k)
-    """The ids of the k smallest gaps, the smallest first. Among equal gaps, the lowest id is first.
-
-    The k smallest lie in the k blocks whose own smallest are smallest. For k = 2, in blocks of 3:
-
-        gaps       5 2 7 | 4 9 8 | 1 0 6 | 3 3 9
-        smallest     2       4       0       3        only blocks 0 and 2 are sorted
-
-    Proof: the k minima of these blocks come before any number of another block. The same holds
-    among equal gaps, because blocks are in the order of ids. Finding the k blocks is the same task
-    on a shorter row.
-    """
-    n, V = gap.shape
-    # With this size there are about as many blocks as numbers in k blocks.
-    size = 2 ** round(math.log2(V / k) / 2)
-    if size < 4:
-        return mx.argsort(gap, axis=-1)[:, :k]
-    gap = padded(gap, size, math.inf)
-    blocks = gap.reshape(n, -1, size)
-    nearest = likeliest(blocks.min(axis=-1), k)
-    nearest = mx.sort(nearest, axis=-1)  # so that the ids below are in order, too
-    ids = nearest[:, :, None] * size + mx.arange(size)
-    ids = ids.reshape(n, -1)  # (n, k * size): all tokens of these blocks
-    ids = gather(ids, likeliest(gather(gap, ids), k))
-    return mx.minimum(ids, V - 1)  # only a row of NaN would choose the padding
 
 
 def keep_first(spread: Spread, filters: Filters) -> mx.array:  # (n, k) bool
@@ -367,57 +332,6 @@ def keep_first(spread: Spread, filters: Filters) -> mx.array:  # (n, k) bool
         above = mx.cumsum(spread.weights, axis=-1, inclusive=False)
         keep = keep & (above < filters.mass * spread.total)
     return keep
-
-
-def keep_nearest(spread: Spread, filters: Filters) -> mx.array:  # (n, V) bool
-    """The tokens that count and mass keep, without a sort: all gaps up to some bound.
-
-    A bound is too far if the tokens nearer than the bound are `count` already, or have the `mass`.
-    Bisection finds the farthest bound that is not. The bits of floats above 0, read as whole
-    numbers, have the order of the floats. So the bound is found bit by bit, the highest first:
-
-        is 2.0 too far?        yes: the bit is 0
-        is 1.1e-19 too far?    no: the bit is 1        and so on, 31 times
-
-    Probabilities are counted in units of 2^-31. A sum of whole numbers is exact, in whatever order
-    a device adds.
-    """
-    gap = spread.gap
-    V = gap.shape[-1]
-    unit = 2.0**31 / spread.total
-    if filters.mass is not None:
-        units = (spread.weights * unit).astype(mx.uint32)
-        wanted = mx.ceil(filters.mass * added(units))
-        wanted = wanted.astype(mx.uint32)
-
-    def quota(bound: mx.array) -> mx.array:  # (n, 1) -> (n, 1)
-        """How many tokens at this bound may be kept? 0 or less if the bound is too far."""
-        # Tokens at the bound, and farther ones. A guess may be NaN: then none is beyond, so the
-        # guess is too far.
-        beyond = added(gap >= bound)
-        by_count = filters.count - (V - beyond)
-        if filters.mass is None:
-            return by_count
-        # subtle: `nearer` is the mass of all nearer tokens. Picking these out would take MLX five
-        # times as long. So every token beyond is counted as if at the bound, and taken off again.
-        # The sum may pass 2^32 and begin again at 0, but the difference is right.
-        each = (exp_minus(bound) * unit).astype(mx.uint32)
-        nearer = added(mx.maximum(units, each))
-        nearer = nearer - each * beyond.astype(mx.uint32)
-        lacking = wanted - mx.minimum(nearer, wanted)
-        each = mx.maximum(each, 1)
-        by_mass = lacking // each + (lacking % each > 0)  # rounded up
-        return mx.minimum(by_count, by_mass)
-
-    bits = mx.zeros(unit.shape, mx.uint32)
-    for bit in reversed(range(31)):
-        guess = bits + 2**bit
-        is_near = quota(guess.view(mx.float32)) > 0
-        bits = mx.where(is_near, guess, bits)
-    bound = bits.view(mx.float32)
-    ties = gap == bound  # of these, the lowest ids are kept
-    keep_ties = mx.cumsum(ties, axis=-1) <= quota(bound)
-    return (gap < bound) | (ties & keep_ties)
 
 
 def inverse_cdf(
@@ -508,30 +422,3 @@ def measure(
         unmasked = -gather(free.gap, top) - mx.log(free.total)
         values = mx.concatenate([values, unmasked], axis=-1)
     return Logprobs(picks, most, ids, values)
-
-
-# --- arrays -------------------------------------------------------------------------------------
-
-
-def column(values: list[float]) -> mx.array:  # (n, 1)
-    return mx.array(values)[:, None]
-
-
-def gather(x: mx.array, places: mx.array) -> mx.array:  # (n, m) and (n, k) -> (n, k)
-    return mx.take_along_axis(x, places, axis=-1)
-
-
-def added(x: mx.array) -> mx.array:  # (n, m) -> (n, 1)
-    return x.sum(axis=-1, keepdims=True)
-
-
-def padded(
-    x: mx.array,  # (n, m)
-    size: int,
-    value: float,
-) -> mx.array:  # (n, m rounded up to a multiple of size)
-    missing = -x.shape[-1] % size
-    if not missing:
-        return x
-    widths = [(0, 0), (0, missing)]
-    return mx.pad(x, widths, constant_values=value)

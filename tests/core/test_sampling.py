@@ -229,7 +229,11 @@ def test_bisection_keeps_what_a_sort_would_keep():
         first = sampling.keep_first(spread.only(order), filters)
         wanted = np.zeros(x.shape, bool)
         np.put_along_axis(wanted, np.array(order).astype(int), np.array(first), axis=-1)
-        kept = np.array(sampling.keep_nearest(spread, filters))
+        kept = np.array(
+            sampling.keep_nearest(
+                spread.gap, spread.weights, spread.total, filters.count, filters.mass
+            )
+        )
         for gap in filters.gaps:  # `draw` applies these, to whatever the others keep
             near = np.array(spread.gap <= gap)
             wanted &= near
