@@ -462,7 +462,7 @@ class Screen(App):
             self.prompt.put(begin)
             return
         is_example = self.prompt.value == self.state.prompts[0][0]
-        if self.state.leads:
+        if self.state.leads or self.state.chatting:
             self.prompt.put("" if is_example else self.prompt.value)
             self.state.chatting = True
         elif is_example:
@@ -698,6 +698,7 @@ class Screen(App):
             return
         if page.is_view and self.state.chatting and not self.page:
             self.state.chatting = False
+            self.action_leave()
             return
         if page.has_request and (request := self.request()):
             self.state.opened = request.id
@@ -707,7 +708,9 @@ class Screen(App):
         if page.is_view or page.is_strip:
             self.turn_to(None)
             self.state.chatting = page.is_view
-            if page.is_strip:
+            if page.is_view:  # it takes what it invites
+                self.action_prompt()
+            else:
                 self.action_leave()
         elif self.page is not page:
             self.turn_to(page)

@@ -98,8 +98,9 @@ def draw_rest(state: State, on: Canvas, chat: Chat) -> None:
         on.say(f"❯ {shorten(chat.waiting, on.width - 4)}", on.muted)
         on.say(chat.why or "waits for the answer above", on.bad if chat.why else on.muted)
     elif not chat.turns:
+        begin = "Type a question" if state.typing else "i begins a question"
         on.say(
-            "Type a question: Enter asks it, ctrl+j begins another line.\n"
+            f"{begin}: Enter asks it, ctrl+j begins another line.\n"
             "/system TEXT sets the system message. /new begins another conversation, and "
             "ctrl+n leads from one to the next: several at once share each step.",
             on.muted,

@@ -67,6 +67,20 @@ async def test_typing_opens_the_conversation(it):
     assert '❯ Say "Ada".' in it.text() and "❯ Who?" in it.text()
 
 
+@on_screen((120, 40))
+async def test_the_page_takes_a_question_at_once(it):
+    """`o` said "Type a question", and "Tell" opened the settings and turned the load on."""
+    await it.press("o", *"Tell me.", turns=0)
+    assert it.app.prompt.value == "Tell me." and not it.state.view.load
+    await it.press("enter", turns=0)
+    await ended(it)
+    assert "❯ Tell me." in it.text()
+    await it.press("escape", "o", turns=0)  # back among the panes, as a key
+    assert not it.state.chatting and it.app.focused is None
+    await it.press("o", "escape", turns=0)
+    assert "Type a question" not in it.text()
+
+
 @on_screen((120, 40), make=Talking)
 async def test_a_question_waits_and_escape_returns_it(it):
     await it.press("i", *"one", "enter", turns=4)
