@@ -354,7 +354,9 @@ class Engine:
         """
         unstarted = self._unstarted
         self._unstarted = None
-        show_fault("a step failed" if unstarted is None else f"step {unstarted.step} failed", error)
+        show_fault(
+            "a step failed" if unstarted is None else f"step {unstarted.step:,} failed", error
+        )
         self.ranks.fail(error)
         if unstarted is not None:
             try:

@@ -179,7 +179,7 @@ def load_engine(
     if args.model == "demo":
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
-    report(f"warming up with {overlay.labelled(device.named())}")
+    report(f"warming up; matrix product {overlay.labelled(device.named())}")
     with error_reports.shown("the first step failed"):
         engine.runner.warm_up()
     return engine

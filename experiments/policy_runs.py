@@ -18,7 +18,7 @@ from experiments.simulator import Guest
 from screen.draw.style import number, span
 from screen.timeline_columns import Cell, Column, column, last_in, merge, said_in, useful_of
 
-FIGURES = ("steps", "makespan", "TTFT mean", "TTFT p95", "useful", "tok/s")
+FIGURES = ("steps", "makespan", "TTFT mean", "TTFT p95", "slots used", "tok/s")
 
 
 class Run(NamedTuple):

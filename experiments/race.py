@@ -35,8 +35,9 @@ from screen.state import State, prices
 from screen.workload import RIVALS, Ask
 
 FILM = (4.0, 10.0)  # seconds that the animation of both legs takes, at least and at most
-WIDE = (22, 7, 11, 11, 11, 8, 8)  # a run's name, then the figures
-NARROW = (12, 7, 11, 11, 0, 9, 0)
+WIDE = (22, 7, 11, 11, 11, 12, 8)  # a run's name, then the figures
+NARROW = (12, 7, 11, 11, 0, 12, 0)
+TALLEST = 3  # lines of a slot
 RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
 NEXT = "runs next"
 RACE_WAITS = "The race begins when everything that runs now has ended."
@@ -94,11 +95,13 @@ def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None 
     room = (on.height - 7 - len(below.lines)) // 2  # lines for each run
     many = len(state.view.engine.slots)
     slots = fit_slots(state, max(1, room + 1))
+    # On a tall screen more than one line for a slot, as long as the answers below have one each
+    tall = max(1, min(TALLEST, (on.height - 8 - len(below.lines) - many) // (2 * many)))
     part = f"slots {slots[0]}–{slots[-1]}" if len(slots) < many else ""
     widths = WIDE if on.width >= 80 else NARROW
     on.axis((1, part), (widths[0], aligned(FIGURES, widths[1:])))
     for run in contest.runs:
-        draw_run(run, on, slots, longest, widths)
+        draw_run(run, on, slots, longest, widths, tall)
         if room > many:
             on.lines.append([])
     half, whole = f"{longest / 2:.2f} s", f"{longest:.2f} s"
@@ -109,37 +112,39 @@ def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None 
 
 
 def draw_run(
-    run: Run, on: Canvas, slots: Sequence[int], longest: float, widths: Sequence[int]
+    run: Run, on: Canvas, slots: Sequence[int], longest: float, widths: Sequence[int], tall: int
 ) -> None:
     """Draw one run: figures, then a timeline on which `longest` seconds fill the width."""
     name = f" {run.policy}, {run.how}" if widths is WIDE else f" {run.policy}"
     on.pen().put(name, bold=True).to(widths[0]).put(aligned(run.figures, widths[1:]))
     columns = in_time(run, on.width - 5, longest)
     for slot in slots:
-        pen = on.pen().put(f"{slot:>3} ", on.muted)
-        draw_cells(pen, on.p, columns, slot)
-        if run.how == NEXT:
-            pen.put(style.GLYPHS[style.EMPTY] * (on.width - 5), on.faint)
+        for line in range(tall):
+            pen = on.pen().put("" if line else f"{slot:>3}", on.muted).to(4)
+            draw_cells(pen, on.p, columns, slot, numbered=not line)
+            if run.how == NEXT:
+                pen.put(style.GLYPHS[style.EMPTY] * (on.width - 5), on.faint)
 
 
 def draw_answers(state: State, on: Canvas, runs: Sequence[Run]) -> None:
-    """Draw the answers of each slot in both legs, side by side."""
+    """Draw the ends of each slot's answers in both legs, side by side."""
     runs = [run for run in runs if run.requests]
     if on.lines_left < 2 or not runs:
         return
     wide = on.width // len(runs)
     slots = fit_slots(state, on.lines_left - 1)
     on.axis(*((i * wide + 1, f"answers, {run.policy}") for i, run in enumerate(runs)))
+    tall = max(1, on.lines_left // len(slots))
     for slot in slots:
-        pen = on.pen()
+        pens = [on.pen() for _ in range(tall)]
         for i, run in enumerate(runs):
-            pen.to(i * wide).put(f"{slot:>3} ", on.muted)
+            pens[0].to(i * wide).put(f"{slot:>3} ", on.muted)
             found = answer_in(run, slot)
             if found:
                 number, text = found
-                pen.put(f"r{number:<3}", bold=True)
-                room = (i + 1) * wide - pen.width - 2
-                pen.put(wrap(clean(text), room)[-1])
+                pens[0].put(f"r{number:<3}", bold=True)
+                for pen, line in zip(pens, wrap(clean(text), wide - 10)[-tall:], strict=False):
+                    pen.to(i * wide + 8).put(line)
 
 
 # --- comparing policies -------------------------------------------------------------------------

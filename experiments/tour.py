@@ -311,10 +311,13 @@ def draw(state: State, on: Canvas) -> None:
     on.say(told.text)
     draw_answers(told, on)
     on.say(told.verdict, on.accent, True)
-    if told.place:
-        where = on.pen().put(f" {told.place}   ", bold=True)
-        words = f"by hand: {', '.join(told.pressed)}"
-        where.put(shorten(words, on.width - where.width - 1), on.muted)
+    if told.place:  # whole, because a reader copies it
+        pen = on.pen().put(f" {told.place}", bold=True).put("   by hand:", on.muted)
+        for i, pressed in enumerate(told.pressed):
+            if pen.width + cell_len(pressed) + 2 > on.width:
+                pen = on.pen()
+            comma = "," * (i + 1 < len(told.pressed))
+            pen.put(f" {pressed}{comma}", on.muted)
     del on.lines[on.height - 1 :]
     hint = shorten(state.said or told.hint, on.width - 2)
     on.pen().put(f" {hint}", on.accent if state.said else on.muted, do="own('enter')")

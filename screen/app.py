@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
@@ -24,6 +25,7 @@ from textual import events
 from textual.app import App, SystemCommand
 from textual.binding import Binding
 from textual.geometry import Region
+from textual.theme import BUILTIN_THEMES
 from textual.widget import Widget
 
 from base import error_reports as faults
@@ -91,6 +93,8 @@ ON_A_PAGE |= {"home": "scroll(-100000)", "end": "scroll(100000)"}
 OF_PANES = ("move", "nudge", "zoom", "view")
 # The actions denied to a user while the tour speaks
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings")
+# Black on white: Textual's own light theme is grey on grey
+PAPER = replace(BUILTIN_THEMES["textual-light"], background="#ffffff", surface="#ffffff")
 HUNG_UP = 129  # the exit code after SIGHUP
 WARNINGS = 4  # shown at a time
 TRACEBACKS = 100  # kept, the newest
@@ -152,6 +156,7 @@ class Screen(App):
         """`screenshot`: take a picture after the script, and quit. `tours`: begin with the tour.
         `note`: a file whose existence says not to offer the tour. `earlier`: prompts to recall."""
         super().__init__()
+        self.register_theme(PAPER)
         self.session = session
         self.state = session.state
         self.state.offers_tour = bool(note and not tours and not note.exists())

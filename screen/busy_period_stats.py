@@ -78,7 +78,7 @@ class Period:
             "TTFT p50": span(percentile(self.ttfts, 0.5)),
             "TTFT p95": span(percentile(self.ttfts, 0.95)),
             "gap p95": span(percentile(self.gaps, 0.95)),
-            "useful": f"{100 * self.useful / self.cells:.0f} %" if self.cells else "–",
+            "slots used": f"{100 * self.useful / self.cells:.0f} %" if self.cells else "–",
         }
 
 
@@ -95,5 +95,5 @@ def words(period: Period) -> list[str]:
         f"TTFT p50 {figures['TTFT p50']}",
         f"p95 {figures['TTFT p95']}",
         f"gap p95 {figures['gap p95']}",
-        f"useful {figures['useful']}",
+        f"slots used {figures['slots used']}",
     ]

@@ -157,9 +157,9 @@ WORDS = (
         "hash",
         "a digest of an answer's tokens and log probabilities: another bit, another hash.",
     ),
-    ("batch size", "number of slots that do useful work at a time."),
+    ("batch size", "number of slots that work for a request at a time."),
     (
-        "useful",
+        "slots used",
         "the share of slots × steps in which a slot prefilled or decoded for a request; not wrong draft tokens.",
     ),
     (
@@ -181,6 +181,10 @@ WORDS = (
     (
         "arithmetic",
         "operations of a step: a product and a sum are two. A weight is read once for all rows, multiplied for each.",
+    ),
+    (
+        "rows (avx2)",
+        "our own matrix product, compiled for this processor: rows are independent, so a batch changes no bit.",
     ),
     ("p50, p95", "half of all, or 95 in 100, took no longer than this."),
     ("TTFT", "time to first token: from firing a prompt to the first token of its answer."),

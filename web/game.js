@@ -111,7 +111,7 @@ export function whyInWords(hand) {
 // The text to share. `address`: where others can play; may be empty.
 export function scoreText(rows, address) {
   const lines = rows.map(({ policy, done, first, useful }) =>
-    `${policy.padEnd(11)}${span(done).padStart(8)}   first token p95 ${span(first).padStart(7)}   ${percent(useful)} useful`);
+    `${policy.padEnd(11)}${span(done).padStart(8)}   first token p95 ${span(first).padStart(7)}   slots used ${percent(useful)}`);
   return ["nanobatch, be the scheduler: 24 prompts, 8 slots", ...lines, address].join("\n").trimEnd();
 }
 

@@ -68,7 +68,7 @@ export class LaneView {
     const isOver = !this.player.window && now >= this.lane.end && figures.answered === figures.requests;
     const all = this.player.window ? "" : ` of ${figures.requests}`; // a server's are never all
     const answered = `${figures.answered}${all} answered`;
-    const useful = `${percent(figures.useful)} useful`;
+    const useful = `slots used ${percent(figures.useful)}`;
     const steps = count(figures.steps, "step");
     const texts = [isOver ? `done in ${span(this.lane.end)}` : answered, steps, useful];
     texts.forEach((text, i) => write(this.figures.children[i], text));

@@ -145,9 +145,9 @@ export function costInWords(lane, index) {
   const step = lane.steps[index];
   const took = span(lane.ended[index] - lane.began[index]);
   const { read, charged, drafted } = spentOn(step);
-  const price = charged > read ? `, at a price of ${charged}` : "";
+  const prompts = charged > read ? `${charged} for ${read} prompt tokens (late ones cost more)` : `${read} for prompts`;
   const drafts = drafted ? `, ${drafted} for draft tokens` : "";
-  return `${took}; ${step.cost} of a budget of ${lane.limits.budget}: ${step.decode.length} for answers${drafts}, ${read} for prompts${price}`;
+  return `${took}; ${step.cost} of a budget of ${lane.limits.budget}: ${step.decode.length} for answers${drafts}, ${prompts}`;
 }
 
 // How a request went in a lane, in one sentence.

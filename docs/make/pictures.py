@@ -57,7 +57,7 @@ from screen.draw.style import DARK  # noqa: E402
 from screen.state import State  # noqa: E402
 
 PLAIN_SIZE = (120, 40)  # characters of a picture that does not move
-SIZE = (100, 30)  # and of one that does
+SIZE = (100, 34)  # and of one that does
 
 
 # --- moving pictures ----------------------------------------------------------------------------
@@ -139,12 +139,13 @@ def moving(frames: Sequence[Frame], size: tuple[int, int] = SIZE) -> str:
     moves = "".join(keyframes(name, *span) for span, name in spans.items())
     rects = RECT.findall(frames[0].svg)
     back = max(rects, key=lambda rect: float(rect[3]))[0] if rects else DARK.back
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {columns * CELL} {rows * LINE}">
+    box = f"{-CELL} {-CELL} {(columns + 2) * CELL} {rows * LINE + 2 * CELL}"  # with a margin
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}">
 <style>text{{font:20px ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;white-space:pre}}
 {looks}
 .m{{animation:{whole:.1f}s step-end infinite}}{moves}
 @media(prefers-reduced-motion:reduce){{.m{{animation:none!important}}}}</style>
-<rect width="100%" height="100%" fill="{back}"/>
+<rect x="{-CELL}" y="{-CELL}" width="100%" height="100%" fill="{back}"/>
 {chr(10).join(body)}
 </svg>
 """

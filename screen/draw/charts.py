@@ -39,7 +39,7 @@ def draw_area(
     height = on.lines_left - 1
     scale = {0: "0", height - 1: f"{top:,.0f}"}
     label = max(len(scale[height - 1]), SCALE)
-    values = values[-(on.width - label - 2) :]
+    values = values[-(on.width - label - 3) :]
     for row in reversed(range(height)):
         mark = scale.get(row, "")
         pen = on.pen().put(f"{mark:>{label}} ", on.muted).put("┤" if mark else "│", on.faint)
@@ -47,7 +47,7 @@ def draw_area(
             pen.bar(value / top * height or None, row, hue)
     left, right = ends
     last = max(label + 2 + len(values) - len(right), label + 3 + len(left))
-    on.axis((label + 2, left), (min(last, on.width - len(right)), right))
+    on.axis((label + 2, left), (min(last, on.width - 1 - len(right)), right))
 
 
 def stretch(state: State) -> tuple[float, float]:
@@ -61,7 +61,7 @@ def stretch(state: State) -> tuple[float, float]:
 
 def rates_of(state: State, on: Canvas, part: Callable[[Column], float]) -> list[float]:
     """A quantity of the steps per second, for each column of a chart."""
-    bins = on.width - SCALE - 2
+    bins = on.width - SCALE - 3
     began, last = stretch(state)
     tick = max(last - began, 0.05) / bins
     edges = [began + i * tick for i in range(bins + 1)]

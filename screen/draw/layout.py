@@ -92,7 +92,7 @@ def arrange_loading(width: int, height: int) -> dict[str, Region]:
 def arrange_tour(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
     """The regions during the tour: its strip replaces the prompt box. Slots and timeline are always
     visible, side by side on a small screen."""
-    tall = 7 if width >= 80 else 9
+    tall = 8 if width >= 80 else 9
     y = height - 1 - tall
     # As usual, on a screen that ends at the strip's first line
     places = arrange(width, y + 2, slots, lower)
@@ -105,7 +105,7 @@ def arrange_tour(width: int, height: int, slots: int, lower: str) -> dict[str, R
             "slots": Region(0, 1, left, rows + 3),
             "timeline": Region(left + 1, 1, width - left - 1, rows + 2),
         }
-        if y - rows - 4 >= 4:
+        if y - rows - 4 >= 3:
             lower = "streams" if lower == "timeline" else lower
             places |= stack(Region(0, rows + 4, width, y - rows - 4), lower)
     for name in ("mark", "prompt", "settings"):

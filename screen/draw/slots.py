@@ -53,7 +53,7 @@ def draw_slots(state: State, on: Canvas) -> None:
     rows = fit_slots(state, on.height - 3)
     widths = (11, 9, 7) if on.width >= 70 else (11,)
     right = aligned(("used/rows", "TTFT ms", "tok/s"), widths)
-    bar = on.width - 18 - len(right)
+    bar = on.width - 19 - len(right)
     part = "" if len(rows) == len(slots) else f" {rows[0]}–{rows[-1]} of {len(slots)}"
     kinds = on.legend(style.REUSED, style.PREFILL, style.DECODE, style.REMEMBERED)
     on.heading(state.titled(f"Slots{part}"), legend=kinds)

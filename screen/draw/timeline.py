@@ -24,7 +24,12 @@ FIRST = (  # in the timeline before the first step
 
 
 def draw_cells(
-    pen: Pen, p: Palette, columns: Sequence[Column], slot: int, cursor: int | None = None
+    pen: Pen,
+    p: Palette,
+    columns: Sequence[Column],
+    slot: int,
+    cursor: int | None = None,
+    numbered: bool = True,
 ) -> None:
     """Draw one slot's line of a timeline, with each request's number after its first cell.
 
@@ -35,7 +40,8 @@ def draw_cells(
     for request, group in groupby(columns, key=lambda column: column.cells[slot].request):
         stretch = list(group)
         kinds = [column.cells[slot].kind for column in stretch]
-        label = "" if request is None or len(str(request)) >= len(kinds) else f" {request}"
+        has_room = numbered and request is not None and len(str(request)) < len(kinds)
+        label = f" {request}" if has_room else ""
         places = []
         for i, kind in enumerate(kinds):
             digit = label[i : i + 1].strip() or tokens_of(stretch[i], slot)
@@ -65,7 +71,7 @@ def draw_timeline(state: State, on: Canvas) -> None:
     kinds = on.legend(
         *rare, style.PREFILL, style.DECODE, style.BLOCKED, style.HELD, style.GHOST, style.EMPTY
     )
-    on.heading("Timeline", f"useful {useful_of(columns):.0f} %", kinds)
+    on.heading("Timeline", f"used {useful_of(columns):.0f} %", kinds)
     hints = () if columns or state.tour else FIRST
     if state.offers_tour and hints:
         hints = (OFFER, *FIRST)

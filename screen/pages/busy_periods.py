@@ -19,7 +19,9 @@ FIGURES = (
     Figure("TTFT p50", 10, 3),
     Figure("TTFT p95", 10, 4),
     Figure("gap p95", 9, 6, " Gap: from a token to the next of its answer."),
-    Figure("useful", 8, 7, " Useful: the share of slots × steps that did something for a request."),
+    Figure(
+        "slots used", 12, 7, " Slots used: the share of slots × steps that worked for a request."
+    ),
 )
 
 

@@ -40,7 +40,7 @@ def test_the_statistics_of_a_busy_period(stage):
         assert len(period.gaps) == gaps and 0.01 <= percentile(period.gaps, 0.95) <= 0.03
     for period in (first, second):
         steps = [c for c in stage.state.history if c.view.policy in period.policies]
-        assert period.figures["useful"] == f"{timeline_columns.useful_of(steps):.0f} %"
+        assert period.figures["slots used"] == f"{timeline_columns.useful_of(steps):.0f} %"
     assert second.ended - second.began < 20, "the pause is no part of it"
 
 

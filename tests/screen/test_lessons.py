@@ -25,7 +25,7 @@ def test_the_timeline_shows_each_kind_of_work():
     assert [stage.cells(slot)[:7] for slot in range(3)] == ["▒▒▒████", "┈▒▒▒▒▒█", "▒██████"]
     lines = stage.lines(timeline.draw_timeline, 73, 5)
     assert [line[:11] for line in lines[1:4]] == ["  0 ▒1▒████", "  1 ┈2▒▒▒▒█", "  2 ▒3█████"]
-    assert lines[0].endswith("useful 98 % ▒prefill █decode ╳blocked ┈held ▚ghost ·free ──"), lines
+    assert lines[0].endswith("used 98 % ▒prefill █decode ╳blocked ┈held ▚ghost ·free ──"), lines
 
 
 def test_merged_columns_lose_no_prefill_and_no_work():

@@ -66,11 +66,11 @@ def test_ordinary_text_stays(text, drawn):
 
 @pytest.mark.parametrize("rare", [(), (style.FAILED,)])
 def test_the_legend_of_the_timeline_is_whole_at_120_columns(rare):
-    """With "useful 100 %", or after a failed step, the last glyphs had no words."""
+    """With "used 100 %", or after a failed step, the last glyphs had no words."""
     on = Canvas(style.DARK, 73, 10)
     usual = (style.PREFILL, style.DECODE, style.BLOCKED, style.HELD, style.GHOST, style.EMPTY)
     kinds = (*rare, *usual)
-    on.heading("Timeline", "useful 100 %", on.legend(*kinds))
+    on.heading("Timeline", "used 100 %", on.legend(*kinds))
     (line,) = plain(on.lines)
     assert line.endswith("▒prefill █decode ╳blocked ┈held ▚ghost ·free ──")
-    assert ("✗failed" if rare else "useful 100 %") in line
+    assert ("✗failed" if rare else "used 100 %") in line

@@ -85,5 +85,5 @@ def test_idle_time_with_a_queue_is_waste(played):
 def test_a_score_can_be_pasted(played):
     text = played["byWords"]["text"]
     assert text.startswith("nanobatch, be the scheduler: 24 prompts, 8 slots\nyou ")
-    assert text.endswith(" useful\nhttps://ann.github.io/nanobatch/#game")
-    assert played["asTheyCome"]["text"].endswith(" useful")  # as long as the page has no address
+    assert text.endswith(" %\nhttps://ann.github.io/nanobatch/#game")
+    assert played["asTheyCome"]["text"].endswith(" %")  # as long as the page has no address
