@@ -432,7 +432,7 @@ class Engine:
 
     @property
     def is_released(self) -> bool:
-        """Are weights and slab unloaded?"""
+        """True while weights and slab are unloaded."""
         return self.runner is None
 
     @property

@@ -71,14 +71,14 @@ class RestoredRows(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Has the file been read, whether its rows can be used or not?"""
+        """True once the file has been read, whether its rows can be used or not."""
 
     @property
     def rows(self) -> int:
         """The number of rows that can be used."""
 
     def is_of(self, client: str) -> bool:
-        """Has this client written them?"""
+        """True if this client has written them."""
 
     def prefix(self, rows: int) -> list:
         """Arrays with the first rows, as `kv.Slab.prefix` returns them."""
@@ -263,7 +263,7 @@ class Prefixes:
         self.hold(slot, trail, rows)
 
     def is_held_by(self, slot: int, trail: Trail) -> bool:
-        """Does the slot hold the rows of this request's prompt, not of an equal one?"""
+        """True if the slot holds the rows of this request's own prompt, not of an equal one."""
         return self._trails[slot] is trail
 
     def use(self, slot: int) -> None:

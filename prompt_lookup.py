@@ -19,8 +19,8 @@ worth the price of a row, which is learned from the clock. Where drafts are reje
 and no other rule is needed to stop. Under a grammar some tokens are forced: these are always right.
 
 The invariant: a draft changes no token, because `Scheduler.commit` takes only sampled tokens. So a
-draft may depend on the clock. A request looks up its own text only, never another's. And requests
-that gain nothing are slowed by about 5 % at most, on average. (By more in a batch of two, because
+draft may depend on the clock. A request looks up its own text only, never another's. And drafting
+costs a request that gains nothing about 5 % at most, on average. (By more in a batch of two, because
 an answer is assumed to gain until its first drafts have been read back.)
 
 Where next: `Scheduler.plan`, which asks for drafts, and `Scheduler.commit`, which accepts them.
@@ -105,7 +105,7 @@ class PromptLookup:
             self.copied += NEWEST * (is_match - self.copied)
 
     def _is_match(self, token: int) -> bool:
-        """Does this token equal the one at the pointer? Advance the pointer, or drop it."""
+        """True if this token equals the one at the pointer. Advance the pointer, or drop it."""
         if self._at is None:
             return False
         is_match = self.text.tokens[self._at] == token
@@ -135,7 +135,7 @@ class PromptLookup:
 
     @property
     def may_be_forced(self) -> bool:
-        """Should the grammar be asked as soon as the newest token is known?"""
+        """True if the grammar is to be asked as soon as the newest token is known."""
         if self._grammar is None:
             return False
         return self._read - self._sure < SELDOM or self._read % SELDOM == 0
@@ -149,7 +149,7 @@ class PromptLookup:
 
     @property
     def gains(self) -> bool:
-        """Are enough of its tokens copies to be worth longer steps?"""
+        """True if enough of its tokens are copies to be worth longer steps."""
         return self.copied >= COPIES or (self._grammar is not None and self._sure > 0)
 
 
@@ -206,7 +206,7 @@ class Drafter:
         return self._step_s + self._row_s * rows
 
     def _must_wait(self, requests: Iterable[Request]) -> bool:
-        """Have requests that gain nothing been slowed by as much as is allowed?"""
+        """True if requests that gain nothing have been slowed by as much as is allowed."""
         return self.most is None and self._owed > 0 and not self._all_gain(requests)
 
     def _all_gain(self, requests: Iterable[Request]) -> bool:
@@ -233,8 +233,8 @@ class Drafter:
         return len(chances), expected
 
     def may_follow(self, plan: Plan) -> bool:
-        """Does it pay to read this step's tokens before the next one is planned, so that the next one may
-        have draft tokens?"""
+        """True if it pays to read this step's tokens before the next one is planned, so that the next one
+        may have draft tokens."""
         requests = [member.request for member in plan.emitters]
         found = [self._follow(r) for r in requests if r.max_tokens - r.planned > 1]
         known = [lookup for lookup in found if lookup is not None]

@@ -67,7 +67,7 @@ class DraftSource(Protocol):
 
     @property
     def gains(self) -> bool:
-        """Are enough of its tokens accepted to be worth longer steps?"""
+        """True if enough of its tokens are accepted to be worth longer steps."""
 
     def follow(self, answer: Sequence[int]) -> None:
         """Read the tokens that are new in an answer."""
@@ -182,7 +182,7 @@ class Request:
 
     @property
     def is_reading(self) -> bool:
-        """Is it in prefill, and not waiting for rows from disk?"""
+        """True during prefill, unless its cached rows are still loading."""
         is_waiting = self.restored is not None and not self.restored.is_ready
         return self.phase == "prefill" and not is_waiting
 
@@ -264,7 +264,7 @@ class Plan:
         return rows + sum(chunk.cost for chunk in self.chunks)
 
     def is_due(self, eager_first_token: bool) -> bool:
-        """Must its tokens be read before the next step is planned? With draft tokens, they must.
+        """True if its tokens must be read before the next step is planned: with draft tokens, always.
 
         `eager_first_token`: also if one of them is the first of an answer.
         """

@@ -1,6 +1,6 @@
 """How the processes that share a model find and authenticate each other.
 
-The problem. MLX connects the ranks by itself, and takes the first caller for a neighbour: after a
+The problem. MLX connects the ranks by itself, and accepts the first connection as its peer: after a
 port scan or a browser's request the ranks never meet. It does not say which rank it waits for, and
 while it waits, Python handles no signal. Nor does it share its connections, and the ranks need their
 own: for batches, and to notice the loss of a neighbour.

@@ -179,7 +179,7 @@ class Loop:
 
     @property
     def is_here(self) -> bool:
-        """Is this the loop's own thread?"""
+        """True in the loop's own thread."""
         return threading.current_thread() is self._thread
 
     def __enter__(self) -> AnyEngine:

@@ -26,7 +26,7 @@ class PrefillProgress(NamedTuple):
 
     @property
     def is_long(self) -> bool:
-        """Is it being read, and does reading take longer than two seconds?"""
+        """True while it is being read, if that takes longer than two seconds."""
         return self.done < self.total and self.seconds + (self.left_s or 0.0) > LONG_S
 
     @property

@@ -167,12 +167,12 @@ class SamplingParams:
 
     @property
     def counts(self) -> bool:
-        """Does a token's logit depend on its count in the answer?"""
+        """True if a token's logit depends on its count in the answer."""
         return bool(self.presence_penalty or self.frequency_penalty)
 
     @cached_property
     def looks_back(self) -> bool:
-        """Does sampling a token need the tokens before it?"""
+        """True if sampling a token needs the tokens before it."""
         return self.repetition_penalty != 1 or self.counts
 
     @cached_property

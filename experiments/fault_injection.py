@@ -4,7 +4,7 @@
     nan       NaN, written over the newest values of one slot
     client    a request is cancelled in mid-answer, as when a client hangs up
 
-All open requests are witnesses. Afterwards each runs again alone, and the two answers are compared:
+Every open request is rerun alone and compared. Afterwards each runs again alone, and the two answers are compared:
 all tokens and all bits of the log probabilities, up to where a witness was cut off. The engine has
 no code for this: for one step another runner does the damage (`running_on`).
 """

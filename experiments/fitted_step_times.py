@@ -109,5 +109,5 @@ def guest_of(
 
 
 def is_cut_short(request: RequestView) -> bool:
-    """Did a cancel or an error end it?"""
+    """True if a cancel or an error ended it."""
     return request.reason in ("cancelled", "error")

@@ -20,7 +20,7 @@ WRONG = SAID + 1  # a draft token that is rejected
 
 
 class Guest(NamedTuple):
-    """A request and its fate."""
+    """A request to replay: its output length, and when it is cancelled."""
 
     request: Request
     tokens: float  # the length of its answer
@@ -145,7 +145,7 @@ class Replay:
         return found
 
     def _may_draft(self, plan: Plan) -> bool:
-        """Are there draft tokens in the next step of one of these answers?"""
+        """True if one of these answers has draft tokens in the next step."""
         coming = [self._drafts.get(member.request.id) for member in plan.emitters]
         return any(known and known[0][0] for known in coming)
 

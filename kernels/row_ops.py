@@ -27,7 +27,7 @@ from kernels.packed import address
 
 
 def take(x: mx.array) -> bool:
-    """Are these float32 numbers, on a CPU on which our own product runs?"""
+    """True for float32 numbers on a CPU, where our own product runs."""
     return x.dtype == mx.float32 and device.is_batch_invariant()
 
 

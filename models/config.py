@@ -117,7 +117,7 @@ class Config:
         return shapes
 
     def has_bias(self, module: str) -> bool:
-        """Has this matrix a bias?"""
+        """True if this matrix has a bias."""
         if "mlp" in module:
             return self.mlp_bias and not self.experts
         return self.o_bias if "o_proj" in module else self.qkv_bias

@@ -178,7 +178,7 @@ class Model:
 
     @property
     def has_narrow_kv(self) -> bool:
-        """Are keys and values rounded when they are stored?"""
+        """True if keys and values are rounded when they are stored."""
         return self.kv_dtype.size < self.dtype.size
 
     @property

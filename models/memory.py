@@ -160,7 +160,7 @@ def slab_of(model: Model, sizes: Sizes) -> int:
 
 
 def sources() -> list[Path]:
-    """The sources of a step, in the same order on every machine."""
+    """The source files that must be identical on all ranks, in one order."""
     checkout = Path(__file__).resolve().parents[1]
     # In the package, nanobatch.py is called _engine.py
     core = [path for path in checkout.glob("*.py") if path.stem in (*CORE, "_engine")]

@@ -36,7 +36,7 @@ class Rope:
     interleaved: bool = False  # adjacent numbers are a plane, instead of number i and i + Dh/2
 
     def is_too_short(self, length: int) -> bool:
-        """Is this beyond the trained length, for types that then turn differently?"""
+        """True beyond the trained length, for types that then turn differently."""
         return self.type in ("dynamic", "longrope") and length > self.original_length
 
     def order(self, Dh: int) -> list[int]:

@@ -215,7 +215,7 @@ class Weights:
 
     @property
     def are_narrow(self) -> bool:
-        """Has any matrix fewer than 32 bits a number?"""
+        """True if any matrix has fewer than 32 bits a number."""
         matrices = [tensor for tensor in self.tensors.values() if len(tensor.shape) > 1]
         return any(tensor.dtype != mx.float32 for tensor in matrices)
 

@@ -201,13 +201,13 @@ WORDS = (
 
 
 def only_looks(action: str) -> bool:
-    """Does an action leave the engine alone?"""
+    """True for an action that leaves the engine alone."""
     page = page_of(action)
     return (not page.obey or page.has_request) if page else action.partition("(")[0] in LOOKS
 
 
 def changes_engine(action: str) -> bool:
-    """Does an action change the engine, except by requests?"""
+    """True for an action that changes the engine, except by requests."""
     page = page_of(action)
     name = action.removeprefix("command('/").split()[0].rstrip("')")
     return page.disturbs if page else name in (*OF_THE_ENGINE, "budget")

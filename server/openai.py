@@ -349,7 +349,7 @@ class ChatCompletion(Completion):
     silence: ClassVar = {"delta": {}}
 
     def first(self, choices: int, usage: Callable[[], Usage]) -> bytes:
-        """The role."""
+        """The opening chunk, with the assistant's role."""
         said = {"delta": {"role": "assistant", "content": ""}}
         return b"".join(self._chunk(index, said) for index in range(choices))
 

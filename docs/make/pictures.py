@@ -348,7 +348,7 @@ def page_of(lines: Sequence[str]) -> str:
 
 
 def scenes(folder: Path) -> Iterator[tuple[float, list[str]]]:
-    """Seconds, and what is seen meanwhile."""
+    """(seconds, frame) pairs."""
     run = partial(output_of, folder)
     check = "check.py mine 1"
     yield 2, run("start.py mine")
