@@ -35,7 +35,6 @@ from pathlib import Path
 from base.error_reports import let_go, show_fault
 from course.overlay import labelled
 from engine.deferred_interrupt import defer_interrupt
-from engine.deprecated import renamed_attributes, renamed_names, renamed_options
 from engine.disk_prefix_cache import SlotCache
 from engine.handle import Handle, Result
 from engine.loop import Driver, Loop
@@ -59,7 +58,6 @@ from text.tokenizer import Tokenizer
 
 __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "Result"]
 __all__ += ["SamplingParams", "Snapshot"]
-__getattr__ = renamed_names("nanobatch", {"Sampling": SamplingParams, "Text": Tokenizer})
 
 
 class Engine:
@@ -82,9 +80,6 @@ class Engine:
     is held then, so it may do anything, except wait for results in the thread of a `Loop`.
     """
 
-    __getattr__ = renamed_attributes(exact="is_batch_invariant", reuse="prefix_cache")
-
-    @renamed_options(guesses="speculate", reuse="prefix_cache")
     def __init__(
         self,
         model: Model,
@@ -175,7 +170,6 @@ class Engine:
 
     # --- submit -> plan -> run -> commit
 
-    @renamed_options(guesses="speculate", reuse="prefix_cache")
     def submit(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping],

@@ -206,16 +206,6 @@ class ShowVersion(argparse.Action):
         parser.exit()
 
 
-class OldName(argparse.Action):
-    """An option under its name from before 0.6."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, found: argparse.Namespace, value: Any, option: str
-    ) -> None:
-        say(f"{option} is now --{self.dest}; the old name goes in 0.7")
-        setattr(found, self.dest, value)
-
-
 class CommandLine(argparse.ArgumentParser):
     """Report a mistake in one line, without the usage, and exit with 2."""
 
@@ -270,9 +260,6 @@ class CommandLine(argparse.ArgumentParser):
             "try up to N draft tokens of each answer a step; 0: none (default: auto, where it pays)"
         )
         self.add_read("--speculate", read_speculate, says, metavar="N")
-        hidden = argparse.SUPPRESS
-        old = {"action": OldName, "dest": "speculate", "default": hidden}
-        self.add_read("--guesses", read_speculate, hidden, **old)
         self.add_attention()
         self.add_activations()
         says = "save conversations in this private folder, and go on with them after a restart "

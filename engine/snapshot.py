@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, NamedTuple, Protocol
 
-from engine.deprecated import renamed_attributes
 from engine.prefill_progress import UNREAD, PrefillProgress
 from models.forward_cost import ModelCost, Roof
 from sched import NARROWEST, Committed, Plan, Request, Scheduler
@@ -41,8 +40,6 @@ class Metrics:
     draft_tokens: int = 0  # proposed
     accepted_tokens: int = 0  # of these
     cached_from: str = ""  # "slot" (the request's own) | "other_slot" | "disk"
-
-    __getattr__ = renamed_attributes(guessed="draft_tokens", right="accepted_tokens")
 
 
 WIDEST = 8  # the widest chunk that can be set, as a multiple of the engine's own
@@ -252,10 +249,6 @@ class StepView:
     commit_s: float  # Python delivered the tokens
     # (slot, draft tokens, accepted)
     drafts: tuple[tuple[int, int, int], ...] = ()
-
-    __getattr__ = renamed_attributes(
-        guesses="drafts", guessed="draft_tokens", right="accepted_tokens"
-    )
 
     @staticmethod
     def of(plan: Plan, **rest: Any) -> StepView:

@@ -39,9 +39,6 @@ class ServerMetrics:
         self.accepted_tokens = self._counter("accepted_tokens", "Draft tokens that were accepted.")
         for source in ("slot", "other_slot", "disk"):
             self.cached_tokens.labels(source)
-        # Their names before 0.6, for one release
-        self.guessed = self._counter("guessed_tokens", "Old name of draft_tokens; goes in 0.7.")
-        self.right = self._counter("right_guesses", "Old name of accepted_tokens; goes in 0.7.")
         self.tokens = self._counter("generated_tokens", "Tokens of answers.")
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From a request to its first token."
@@ -62,10 +59,8 @@ class ServerMetrics:
     def count(self, record: RequestRecord) -> None:
         self.requests.labels(record.status or 0, record.reason).inc()
         self.prompt_tokens.inc(record.prompt_tokens)
-        for counter in (self.draft_tokens, self.guessed):
-            counter.inc(record.draft_tokens)
-        for counter in (self.accepted_tokens, self.right):
-            counter.inc(record.accepted_tokens)
+        self.draft_tokens.inc(record.draft_tokens)
+        self.accepted_tokens.inc(record.accepted_tokens)
         self.tokens.inc(record.tokens)
         if record.requests and record.latency_s is not None:
             self.latency.observe(record.latency_s)

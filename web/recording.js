@@ -12,12 +12,9 @@ export const PREFILL = "prefill"; // a chunk of the prompt goes in
 export const DECODE = "decode"; // one more token comes out, or several with draft tokens
 export const GHOST = "ghost"; // its request had ended; that was seen one step late, and the token is dropped
 
-// Names in recordings of earlier versions, and what they are now (simulate.py has the same table).
-const RENAMED = { guesses: "drafts", guessed: "draft_tokens", right: "accepted_tokens", hurry: "eager_first_token" };
-
-// A list of values as an object, by today's names of a recording's fields.
+// A list of values as an object, by the names of a recording's fields.
 export function named(names, values) {
-  return Object.fromEntries(names.map((name, i) => [RENAMED[name] ?? name, values[i]]));
+  return Object.fromEntries(names.map((name, i) => [name, values[i]]));
 }
 
 // Number of the ascending `values` that are at most `limit`.

@@ -40,18 +40,9 @@ class Sent(NamedTuple):
     drafts: Sequence[tuple[int, int]] = ()  # of each step in which it decodes: drafted, accepted
 
 
-# Names in recordings of earlier versions, and what they are now (web/recording.js has the same table)
-RENAMED = {
-    "guesses": "drafts",
-    "guessed": "draft_tokens",
-    "right": "accepted_tokens",
-    "hurry": "eager_first_token",
-}
-
-
 def named(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
-    """A list of values as a recording has it, by today's names."""
-    return {RENAMED.get(name, name): value for name, value in zip(names, values, strict=True)}
+    """A list of values as a recording has it, by the names of its fields."""
+    return dict(zip(names, values, strict=True))
 
 
 def sent_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Sent]:

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from policies import POLICIES
 from web import simulate
 
 ROOT = Path(__file__).parents[2]
-OLD = ROOT / "tests" / "web" / "recording-0.5.json"
 PYODIDE = json.loads((ROOT / "web" / "pyodide.json").read_text())
 LIMITS = {"slots": 4, "max_len": 200, "chunk": 16, "budget": 32}
 PRICE = {"step": 0.002, "row": 0.0003, "token": 0.0001}
@@ -118,27 +116,6 @@ def test_pyodide_is_pinned_by_hash():
     for integrity in PYODIDE["files"].values():
         kind, _, digest = integrity.partition("-")
         assert kind == "sha384" and len(base64.b64decode(digest)) == 48
-
-
-def test_a_recording_of_version_0_5_plays():
-    """Its steps and metrics have older names: guesses, guessed, right."""
-    recording = json.loads(OLD.read_text())
-    fields, (run,) = recording["fields"], recording["runs"]
-    assert "guesses" in fields["StepView"]
-    limits = simulate.named(fields["Limits"], run["limits"])
-    price = {"step": 0.01, "row": 0.0, "token": 0.0}
-    played = simulate.play(limits, POLICIES["continuous"], simulate.sent_of(run, fields), price)
-    steps = [simulate.named(fields["StepView"], step) for step in run["steps"]]
-    assert [step["tokens"] for step in played["steps"]] == [step["tokens"] for step in steps]
-    assert sum(len(step["drafts"]) for step in steps) > 5
-
-
-def test_python_and_the_page_have_the_same_table_of_old_names():
-    line = re.search(
-        r"const RENAMED = \{(.*?)\}", (ROOT / "web" / "recording.js").read_text(), re.S
-    )
-    pairs = re.findall(r'(\w+): "(\w+)"', line[1])
-    assert dict(pairs) == simulate.RENAMED and len(pairs) == len(simulate.RENAMED)
 
 
 # --- in the page's worker -------------------------------------------------------------------------
