@@ -26,7 +26,6 @@ nanobatch bench              how fast is it here?
 nanobatch models             the models on this machine, and which can be served
 nanobatch page IN.json OUT   a recording as a web page
 nanobatch learn              where to find the course and the tests
-nanobatch completion         a script that completes commands and options in bash
 Each takes --help; `nanobatch --version` prints the version."""
 LEARN = """The course (ladder, book, exercises) and the tests are in the source: a clone, or nanobatch-{version}.tar.gz.
     python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[cpu,test]'
@@ -57,13 +56,6 @@ def answer(word: str) -> int:
         print(USAGE)
     elif word == "--version":
         print(installation.version())
-    elif word == "completion":
-        from cli import shell_completion
-
-        programs = {
-            word: f"{module.replace('.', '/')}.py" for word, (module, *_) in PROGRAMS.items()
-        }
-        print(shell_completion.script(programs, [*PROGRAMS, "learn", "completion"]), end="")
     elif word == "learn":
         print(LEARN.format(version=installation.version_number()))
     else:

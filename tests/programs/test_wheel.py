@@ -222,25 +222,6 @@ def test_page_of_a_wheel_embeds_the_scheduler_as_it_is(wheel, tmp_path):
     assert lab["sources"]["simulate.py"] == (ROOT / "web" / "simulate.py").read_text()
 
 
-def test_completion_knows_commands_and_options(wheel):
-    script = command(wheel, "completion").stdout
-    asks = "{ COMP_WORDS=(nanobatch $1 $2); COMP_CWORD=$3; _nanobatch nanobatch $2; echo ${COMPREPLY[@]}; }"
-    lines = [
-        "asks()",
-        asks,
-        "asks se se 1",
-        "asks serve --por 2",
-        "asks chat --po 2",
-        "asks -- -- 1",
-    ]
-    done = subprocess.run(
-        ["bash", "-c", "\n".join([script, *lines])], capture_output=True, text=True, check=True
-    )
-    serve, port, policy, screen = done.stdout.splitlines()
-    assert (serve, port, policy) == ("serve", "--port", "--policy")
-    assert "--screenshot" in screen.split()
-
-
 # --- an editable install ------------------------------------------------------------------------
 
 
