@@ -14,10 +14,11 @@ neighbours that arrive, finish and are cancelled, in other chunks, with other sl
 and weights. Compare the tokens, their log probabilities, and those of the likeliest alternatives. All
 of these numbers must be equal to the last bit.
 
-A fault shows only if its code runs. So two prompts are longer than 256 rows, answers have up to 48
-tokens, one question makes the model repeat what it has read (so that draft tokens are right for a
-while, and then wrong), and together the questions use every kind of sampling: greedy, sampled,
-filtered, with penalties and under two grammars.
+A fault shows only if its code runs. So one answer crosses row 256 and one row 512, answers have up
+to 48 tokens, one question makes the model repeat what it has read (so that draft tokens are right
+for a while, and then wrong), and together the questions use every kind of sampling: greedy, sampled,
+filtered, with a bias, with penalties and under two grammars; and one prompt is embedded. Neighbours
+have settings of their own, and log probabilities, or else they would be sampled by themselves.
 
 The invariant: no answer is compared with its own cache. Each way has an engine of its own, and only
 the one that tries prefix caching may reuse rows. All random choices have one seed, so a second run
@@ -40,8 +41,10 @@ import random
 import subprocess
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import file_digest, sha256
+from itertools import cycle, islice
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -50,6 +53,7 @@ from base.job_process import BusyError
 from base.validation import one_line
 from benchmarks import answer_hash
 from benchmarks.answer_diff import Bits, difference
+from benchmarks.random_batch import RandomBatch
 from course.overlay import labelled
 from distributed import environment
 from kernels import device
@@ -58,27 +62,34 @@ from models.gguf_file import is_gguf, parts_of
 from nanobatch import POLICIES, Engine, Handle, SamplingParams
 from policies import DEFAULT
 
-EVENING = "One evening, when the lamps were lit and the rain had ended, " * 20
+EVENING = "One evening, when the lamps were lit and the rain had ended, "
 ANIMALS = ", ".join(["owl, cat, fox, bee"] * 3)
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 9}
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 0.9},
     "filtered": {"temperature": 1.1, "top_p": 0.9, "min_p": 0.01},
+    "bias": {"temperature": 0.9, "logit_bias": {token: token % 5 - 2.0 for token in range(250)}},
     "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.2, "frequency_penalty": 0.3},
     "regex": {"grammar": {"regex": "[A-Z][a-z]+( [a-z]{1,12}){14}[.]"}},
     "json": {"temperature": 0.9, "grammar": {"json": NUMBERS}},
+    "embedding": {"embeds": True},
 }
+# Values of neighbours, in the place of those above; each has one of the biases, too
+OTHERS = {"temperature": (0.4, 1.4), "top_p": (0.3, 0.98), "repetition_penalty": (1.05, 1.4)}
+BIASES = ({}, {token: 2.0 - token % 4 for token in range(250)}, {32: -3.0, 101: 2.0})
+ALPHABET = "Say the alphabet from f."
 QUESTIONS = {  # each with some of the settings
     "Count from 3 to 12.": "greedy penalties regex",
-    "Tell me a story about a fox and a lantern.": "drawn penalties json",
+    "Tell me a story about a fox and a lantern.": "drawn filtered json bias",
     f"Repeat: {ANIMALS}.": "greedy drawn penalties",
-    f"{EVENING}Tell me a long story about a fox.": "greedy filtered regex",
-    f"{EVENING}Say the alphabet from f.": "drawn filtered json",
+    "Tell me a long story about a fox.": "greedy filtered regex",
+    ALPHABET: "drawn embedding",
 }
+ROWS = {"Tell me a long story about a fox.": 240, ALPHABET: 490}  # of a lengthened prompt
 TOKENS = 48  # of an answer at most: a grammar may end it earlier
 LIKELIEST = 10  # alternatives compared at each position, next to the chosen token
-LENGTH = 512  # of a slot
+LENGTH = 1024  # of a slot
 SLOTS = 8
 THREADS = ("1", "3")
 WAYS: dict[str, dict[str, Any]] = {  # what is compared with the answers alone: an engine's options
@@ -135,12 +146,28 @@ def asks(engine: Engine) -> list[Case]:
     """Each question with each of its settings that the model supports."""
     found = []
     for seed, (question, settings) in enumerate(QUESTIONS.items()):
+        prompt = lengthened(engine, question)
         for setting in settings.split():
-            options = SETTINGS[setting] | {"max_tokens": TOKENS, "logprobs": LIKELIEST}
-            sampling = SamplingParams(seed=seed, ignore_eos="grammar" not in options, **options)
+            sampling = settings_of(setting, seed=seed, max_tokens=TOKENS)
             if is_supported(engine, sampling):
-                found.append(Case(question, setting, engine.text.ask(question), sampling))
+                found.append(Case(question, setting, prompt, sampling))
     return found
+
+
+def settings_of(name: str, **options: Any) -> SamplingParams:
+    options = {"logprobs": LIKELIEST} | SETTINGS[name] | options
+    return SamplingParams(ignore_eos="grammar" not in options, **options)
+
+
+def lengthened(engine: Engine, question: str) -> Any:
+    """The question as a prompt of at least its number of ROWS, a word of EVENING at a time."""
+
+    def prompt(words: int) -> Any:
+        return engine.text.ask(" ".join([*islice(cycle(EVENING.split()), words), question]))
+
+    rows = ROWS.get(question, 0)
+    numbers = range(2 * rows)
+    return prompt(bisect_left(numbers, rows, key=lambda n: len(engine.text.read(prompt(n))[0])))
 
 
 def is_supported(engine: Engine, sampling: SamplingParams) -> bool:
@@ -160,7 +187,7 @@ def ended(handle: Handle) -> Bits:
 
 def load(args: argparse.Namespace, **options: Any) -> Engine:
     arithmetic = {"kv": args.kv, "attention": args.attention, "activations": args.activations}
-    return Engine.load(args.model, **{"max_len": LENGTH} | arithmetic | options)
+    return Engine.load(args.model, **{"max_len": LENGTH, "embeds": True} | arithmetic | options)
 
 
 def ask_alone(args: argparse.Namespace) -> list[Case]:
@@ -177,21 +204,27 @@ def ask_in_company(engine: Engine, asked: Sequence[Case], dice: random.Random) -
     waiting = list(enumerate(asked))
     dice.shuffle(waiting)
     handles: dict[int, Handle] = {}
-    others: list[Handle] = []
-    while waiting or any(handle.finish_reason is None for handle in handles.values()):
-        if waiting and dice.random() < 0.3:
-            number, ask = waiting.pop()
-            handles[number] = engine.submit(ask.prompt, ask.sampling, client=dice.choice("ab"))
-        others = [other for other in others if other.finish_reason is None]
-        if len(others) < engine.sched.slots and dice.random() < 0.3:
-            words = dice.choice([*QUESTIONS]).split()
-            prompt = " ".join(words[: dice.randint(1, len(words))])
-            settings = {"temperature": dice.choice((0.0, 1.0)), "seed": dice.getrandbits(31)}
-            sampling = SamplingParams(max_tokens=dice.randint(1, 40), **settings)
-            others.append(engine.submit(prompt, sampling, client=dice.choice("ab")))
-        if others and dice.random() < 0.05:
-            dice.choice(others).cancel()
+
+    def ask() -> Handle:
+        number, case = waiting.pop()
+        handles[number] = engine.submit(case.prompt, case.sampling, client=dice.choice("ab"))
+        return handles[number]
+
+    def meet() -> Handle:
+        words = dice.choice([EVENING, *QUESTIONS]).split()
+        prompt = " ".join(words[: dice.randint(1, len(words))])
+        name = dice.choice(settings)
+        own = {field: dice.choice(OTHERS[field]) for field in OTHERS if field in SETTINGS[name]}
+        own |= {"seed": dice.getrandbits(31), "max_tokens": dice.randint(1, 40)}
+        own["logit_bias"] = dice.choice(BIASES)
+        return engine.submit(prompt, settings_of(name, **own), client=dice.choice("ab"))
+
+    settings = sorted({case.setting for case in asked})
+    batch = RandomBatch(engine, dice, ask, meet)
+    while waiting or batch.open:
+        batch.arrive(len(waiting))
         engine.step()
+        batch.leave()
     return [handle for _, handle in sorted(handles.items())]
 
 
@@ -256,10 +289,11 @@ def compare_restored(
     dice = random.Random(tally.way)
     restored = 0
     with TemporaryDirectory() as folder:
-        for _ in range(1 + args.rounds):
+        for number in range(1 + args.rounds):
             with load(args, slot_cache=folder, **options) as engine:
                 handles = ask_in_company(engine, asked, dice)
-                tally = compare_prefill(engine, tally, asked)
+                if number:
+                    tally = compare_prefill(engine, tally, asked)
             for ask, handle in zip(asked, handles, strict=True):
                 tally = tally.add(ask, ask.alone, Bits.of(handle), handle.error)
                 if handle.metrics.cached_from == "disk":

@@ -1,7 +1,7 @@
 """Compare two answers bit by bit.
 
 Equal texts do not prove equal logits, so the log probabilities of the tokens are compared, and those of
-the likeliest alternatives.
+the likeliest alternatives; of a prompt that is embedded, its vector.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import product
+from operator import sub
 from typing import NamedTuple
 
 from engine.handle import Handle
 
 
 class Bits(NamedTuple):
-    """A request's answer with its log probabilities."""
+    """A request's answer with its log probabilities, or its vector."""
 
-    digest: str  # of `tokens` and `likely`
+    digest: str  # of `tokens`, `likely` and the vector
     tokens: tuple[int, ...]
     # By position: the token with its log probability, then the likeliest tokens with theirs
     likely: tuple[tuple[tuple[int, float], ...], ...]
     pieces: tuple[str, ...]  # the text that came with each token
+    vector: tuple[float, ...] = ()
 
     @staticmethod
     def of(handle: Handle, until: int | None = None) -> Bits:
@@ -35,13 +37,14 @@ class Bits(NamedTuple):
         for length in handle.lengths[:until]:
             pieces.append(handle.text[start : start + length])
             start += length
-        return Bits.made(tokens, tuple(likely), tuple(pieces))
+        return Bits.made(tokens, tuple(likely), tuple(pieces), tuple(handle.vector or ()))
 
     @staticmethod
-    def made(tokens: tuple, likely: tuple, pieces: tuple) -> Bits:
+    def made(tokens: tuple, likely: tuple, pieces: tuple, vector: tuple = ()) -> Bits:
         # repr distinguishes all floats
-        digest = sha256(repr((tokens, list(likely))).encode()).hexdigest()[:8]
-        return Bits(digest, tokens, likely, pieces)
+        seen = repr((tokens, list(likely))) + repr(vector) * bool(vector)
+        digest = sha256(seen.encode()).hexdigest()[:8]
+        return Bits(digest, tokens, likely, pieces, vector)
 
     def only(self, place: int) -> Bits:
         """The token at one position, as an answer of its own."""
@@ -54,8 +57,8 @@ class Bits(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """The number of log probabilities that the hash covers."""
-        return sum(map(len, self.likely))
+        """The number of log probabilities that the hash covers, or of the vector's numbers."""
+        return sum(map(len, self.likely)) + len(self.vector)
 
     def piece(self, place: int) -> str:
         """A token as text. The last token of an answer may have none."""
@@ -69,13 +72,15 @@ class Bits(NamedTuple):
 class Difference(NamedTuple):
     """Where two answers differ."""
 
-    place: int  # the first position with different bits, from 0
-    by: float  # the largest difference of a token's log probabilities
+    place: int  # the first position with different bits, from 0; -1: the vectors differ
+    by: float  # the largest difference of a token's log probabilities, or of the vectors' numbers
     parted: int | None  # the first position with another token
     said: tuple[str, str]  # the two tokens there: expected, found
 
     @property
     def words(self) -> str:
+        if self.place < 0:
+            return f"another vector, by up to {self.by:.1g}"
         bits = f"other bits from token {self.place + 1}"
         bits += f", by up to {self.by:.1g}" if self.by else ""
         if self.parted is None:
@@ -88,6 +93,9 @@ def difference(right: Bits, other: Bits) -> Difference | None:
     """None if all bits are equal. After the first different token nothing can be compared."""
     if right.digest == other.digest:
         return None
+    if right.vector or other.vector:
+        by = max(map(abs, map(sub, right.vector, other.vector)), default=0.0)
+        return Difference(-1, by, None, ("", ""))
     place = None
     furthest = 0.0
     for i, (ours, theirs) in enumerate(zip(right.likely, other.likely, strict=False)):

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from base.validation import read_whole
 from benchmarks.answer_diff import Bits, Difference, difference
+from benchmarks.random_batch import Asked, RandomBatch
 from engine.handle import Handle
 from experiments.experiment import Experiment, result, runs
 from screen.draw.canvas import Canvas
@@ -28,9 +29,7 @@ from screen.workload import BURST, Ask
 
 RUNS = 200
 LONGEST = 24  # tokens of a run, so that 200 take seconds
-WAVE = 20  # steps after which the number of concurrent runs is drawn again
 LIKELIEST = 5  # likeliest tokens compared at each position
-CANCELLED = 0.25  # share of the neighbours
 WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # the words of neighbours
 TALLEST = 6  # lines of the picture
 TEXT_ROWS = 3  # lines of the answer's text
@@ -143,15 +142,6 @@ class SameAnswer(NamedTuple):
 # --- the experiment -------------------------------------------------------------------------------
 
 
-class UnderWay:
-    """A run that has not ended."""
-
-    def __init__(self, handle: Handle):
-        self.handle = handle
-        self.steps = 0
-        self.beside = 0  # others, summed over all steps
-
-
 class SameAnswerExperiment(Experiment):
     """Run a prompt alone, then among neighbours."""
 
@@ -164,11 +154,7 @@ class SameAnswerExperiment(Experiment):
         )
         super().__init__(SameAnswer(self.ask, runs))
         self.dice = random.Random(0)
-        self.guests: list[UnderWay] = []
-        self.others: dict[Handle, int] = {}  # neighbours, with the steps until it is cancelled
-        self.ran = 0  # steps
-        self.at_once = 1  # runs
-        self.neighbours = 0
+        self.asked = 0  # runs
 
     def steps(self) -> Iterator[SameAnswer]:
         self._check()
@@ -177,11 +163,13 @@ class SameAnswerExperiment(Experiment):
         self.tell(exact=self.engine.is_batch_invariant, product=product)
         yield from self.until_idle()
         yield from self._run_alone()
-        while len(self.found.runs) < self.found.wanted:
-            self._invite()
+        batch = RandomBatch(self.engine, self.dice, self._ask, self._meet)
+        while self._left > 0:
+            batch.arrive(self._left - len(batch.open))
             yield self.found
-            self._look_around()
-            self._collect()
+            for run in batch.leave():
+                self._count(run)
+            self.tell(came=batch.came, cancelled=batch.cancelled, beside=batch.beside)
         yield self.tell(stage="over")
 
     def _check(self) -> None:
@@ -200,25 +188,20 @@ class SameAnswerExperiment(Experiment):
         kinds = (Alike(alone, 0, None),)
         self.tell(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
 
-    def _invite(self) -> None:
-        """Submit runs and neighbours at random, sometimes few, sometimes more than there are
-        slots."""
-        dice = self.dice
-        slots = self.engine.sched.slots
-        if self.ran % WAVE == 0:
-            self.at_once = dice.randint(max(1, slots // 4), max(1, slots * 3 // 4))
-            self.neighbours = dice.randint(1, slots)
-        self.ran += 1
-        left = self.found.wanted - len(self.found.runs) - len(self.guests)
-        if left and len(self.guests) < self.at_once and dice.random() < 0.5:
-            ask = self.ask._replace(speculate=left % 2 == 0)
-            self.guests.append(UnderWay(self.client.submit(ask, dice.random() < 0.5)))
-        if len(self.others) < self.neighbours and dice.random() < 0.5:
-            with suppress(ValueError):  # the prompt does not fit in a slot
-                handle = self.client.submit(self._neighbour(), dice.random() < 0.5)
-                stays = dice.random() >= CANCELLED
-                self.others[handle] = 1_000_000 if stays else dice.randint(0, 30)
-                self.tell(came=self.found.came + 1)
+    @property
+    def _left(self) -> int:
+        """The number of runs that have not ended."""
+        return self.found.wanted - len(self.found.runs)
+
+    def _ask(self) -> Handle:
+        self.asked += 1
+        ask = self.ask._replace(speculate=self.asked % 2 == 0)
+        return self.client.submit(ask, self.dice.random() < 0.5)
+
+    def _meet(self) -> Handle | None:
+        with suppress(ValueError):  # the prompt does not fit in a slot
+            return self.client.submit(self._neighbour(), self.dice.random() < 0.5)
+        return None
 
     def _neighbour(self) -> Ask:
         dice = self.dice
@@ -233,35 +216,17 @@ class SameAnswerExperiment(Experiment):
             mute=True,
         )
 
-    def _look_around(self) -> None:
-        """Note who ran together in the last step, and cancel some neighbours."""
-        running = self.engine.sched.running.keys()
-        for guest in self.guests:
-            if guest.handle.id in running:
-                guest.steps += 1
-                guest.beside += len(running) - 1
-                self.tell(beside=max(self.found.beside, len(running) - 1))
-        for handle, left in list(self.others.items()):
-            self.others[handle] = left - 1
-            if left == 0 and not handle.finish_reason:
-                handle.cancel()
-                self.tell(cancelled=self.found.cancelled + 1)
-            if handle.finish_reason:
-                del self.others[handle]
-
-    def _collect(self) -> None:
-        """Count ended runs. One that a user cancelled is repeated."""
-        for guest in [guest for guest in self.guests if guest.handle.finish_reason]:
-            self.guests.remove(guest)
-            if not check(guest.handle):
-                continue
-            answer = Bits.of(guest.handle)
-            beside = guest.beside / max(1, guest.steps)
-            m = guest.handle.metrics
-            run = Answered(
-                answer.digest, beside, m.cached_tokens, m.draft_tokens, m.accepted_tokens
-            )
-            self.tell(runs=(*self.found.runs, run), kinds=self._counted(answer))
+    def _count(self, run: Asked) -> None:
+        """Count an ended run. One that a user cancelled is repeated."""
+        if not check(run.handle):
+            return
+        answer = Bits.of(run.handle)
+        beside = run.beside / max(1, run.steps)
+        m = run.handle.metrics
+        answered = Answered(
+            answer.digest, beside, m.cached_tokens, m.draft_tokens, m.accepted_tokens
+        )
+        self.tell(runs=(*self.found.runs, answered), kinds=self._counted(answer))
 
     def _counted(self, answer: Bits) -> list[Alike]:
         kinds = [*self.found.kinds]

@@ -1,7 +1,8 @@
-"""Faults that tests plant: bugs that would let the company show, and weights that make a number
-which is not finite."""
+"""Bugs that tests plant: an answer depends on its batch; and weights that make a number which is not
+finite."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -9,11 +10,18 @@ import numpy as np
 
 import kv
 import llama
+import nanobatch
+import runner
+import sampling
+from engine.disk_prefix_cache import Restored
 from kernels import c_attention
 from kernels.device import mx
-from nanobatch import Model
+from kernels.packed import Matrix
+from nanobatch import Model, SamplingParams
 from prefix import Prefixes
 from runner import Runner
+from sampling import SlotState
+from sched import Scheduler
 
 
 def all_of_the_slot(visible_rows: Callable) -> Callable:
@@ -26,16 +34,16 @@ def all_of_the_slot(visible_rows: Callable) -> Callable:
 
 
 def shared_offset(init: Callable) -> Callable:
-    def planted(self, slab, slots, starts, *rest):
-        init(self, slab, slots, starts, *rest)
+    def planted(self, slab, slots, starts, L):
+        init(self, slab, slots, starts, L)
         self.positions = mx.broadcast_to(self.positions[:1], self.positions.shape)
 
     return planted
 
 
 def off_by_one(init: Callable) -> Callable:
-    def planted(self, slab, slots, starts, L, *rest):
-        init(self, slab, slots, starts, L, *rest)
+    def planted(self, slab, slots, starts, L):
+        init(self, slab, slots, starts, L)
         self.positions = self.positions + (L == 1)
 
     return planted
@@ -87,6 +95,150 @@ def a_step_old(finish: Callable) -> Callable:
     return planted
 
 
+# --- an answer alone is right -------------------------------------------------------------------
+
+
+def hidden_in_company(is_hidden: Callable[[int], bool]) -> Callable:
+    """Some tokens do not see the newest row, if several sequences decode together."""
+
+    def replace_function(visible_rows: Callable) -> Callable:
+        def planted(windows, *rest):
+            rows = visible_rows(windows, *rest)
+            hidden = [
+                window.B > 1 and is_hidden(start + i)
+                for window in windows
+                for start in window.starts
+                for i in range(window.L)
+            ]
+            rows[:, 2] = rows[:, 2] - mx.array(hidden)
+            return rows
+
+        return planted
+
+    return replace_function
+
+
+def two_halves(product: Callable) -> Callable:
+    """As a library's does, which has one kernel for few rows and another for many."""
+
+    def planted(self, x):
+        if x.shape[0] < 8:
+            return product(self, x)
+        is_near = mx.arange(x.shape[-1]) < x.shape[-1] // 2
+        near = is_near.astype(x.dtype)
+        return product(self, x * near) + product(self, x * (1 - near))
+
+    return planted
+
+
+def trusting_from(first: int) -> Callable:
+    """Draft tokens from this place in a draft on are accepted as they are."""
+
+    def replace_function(commit: Callable) -> Callable:
+        def planted(self, plan, tokens, *rest):
+            tokens = [list(row) for row in tokens]
+            for decode in plan.decodes:
+                tokens[decode.slot][first : len(decode.draft)] = decode.draft[first:]
+            return commit(self, plan, tokens, *rest)
+
+        return planted
+
+    return replace_function
+
+
+def first_index(sampling_rows: Callable) -> Callable:
+    def planted(*member):
+        rows = sampling_rows(*member)
+        return [row._replace(index=rows[0].index) for row in rows]
+
+    return planted
+
+
+def without_draft(sampling_rows: Callable) -> Callable:
+    def planted(*member):
+        rows = sampling_rows(*member)
+        return [row._replace(before=rows[0].before) for row in rows]
+
+    return planted
+
+
+def changed_late(sample: Callable) -> Callable:
+    def planted(logits, rows, state):
+        factors = [1.001 if len(rows) > 1 and row.index >= 24 else 1.0 for row in rows]
+        return sample(logits * mx.array(factors)[:, None], rows, state)
+
+    return planted
+
+
+def first_text(apply_penalties: Callable) -> Callable:
+    def planted(x, rows, state):
+        return apply_penalties(x, [row._replace(before=rows[0].before) for row in rows], state)
+
+    return planted
+
+
+def first_setting(name: str) -> Callable:
+    """All rows that are drawn together have the first one's value of this setting."""
+
+    def replace_function(draw: Callable) -> Callable:
+        def planted(spread, rows, group):
+            value = getattr(rows[0].sampling, name)
+            changed = [row._replace(sampling=copied(row.sampling, name, value)) for row in rows]
+            return draw(spread, changed, group)
+
+        return planted
+
+    return replace_function
+
+
+def copied(settings: SamplingParams, name: str, value: object) -> SamplingParams:
+    """`replace`, without the check of all fields, which takes as long as a step."""
+    found = copy(settings)
+    vars(found)[name] = value
+    return found
+
+
+def first_seed(draw: Callable) -> Callable:
+    return lambda spread, rows, group: draw(
+        spread, [row._replace(seed=rows[0].seed) for row in rows], group
+    )
+
+
+def old_bias(bias: Callable) -> Callable:
+    """A slot's bias is made once, and not for each of its owners."""
+
+    def planted(self, row):
+        known, _ = self._biases[row.slot]
+        if known and row.sampling.logit_bias:
+            row = row._replace(sampling=copied(row.sampling, "logit_bias", known))
+        return bias(self, row)
+
+    return planted
+
+
+def mask_of_a_neighbour(mask: Callable) -> Callable:
+    return lambda self, masks: mask(self, [*masks[1:], *masks[:1]])
+
+
+def vector_of_a_neighbour(sampled: Callable) -> Callable:
+    def planted(self, launched, rows):
+        outputs = [
+            output._replace(states=mx.roll(output.states, 1, axis=0)) for output in launched.outputs
+        ]
+        return sampled(self, launched._replace(outputs=outputs), rows)
+
+    return planted
+
+
+def without_last_row(prefix: Callable) -> Callable:
+    def planted(self, rows):
+        found = prefix(self, rows)
+        found[0][:, :, rows - 1] = 0
+        return found
+
+    return planted
+
+
 # Of each bug: whose function is replaced, its name, and what takes the function and returns the wrong one
 BUGS = {
     "no mask": [
@@ -104,10 +256,59 @@ BUGS = {
     "a prefix is matched one token too long": [(Prefixes, "_common", one_too_long)],
     "a prefix is copied before it is written": [(kv.Slab, "prefix", not_written)],
 }
+VISIBLE = (c_attention, "visible_rows")
+# What `verify.py` must see, too: each with the way of asking that shows it
+FAULTS = {
+    "the mask is wrong from row 256 on": (
+        "company",
+        *VISIBLE,
+        hidden_in_company(lambda row: row >= 256),
+    ),
+    "the mask is wrong every 256 rows": (
+        "company",
+        *VISIBLE,
+        hidden_in_company(lambda row: row % 256 == 255),
+    ),
+    "the mask is wrong from row 513 on": (
+        "company",
+        *VISIBLE,
+        hidden_in_company(lambda row: row >= 513),
+    ),
+    "sums of 8 rows and more have another order": ("company", Matrix, "__call__", two_halves),
+    "draft tokens are right from the 4th on": (
+        "draft tokens",
+        Scheduler,
+        "commit",
+        trusting_from(3),
+    ),
+    "draft tokens are right from the 9th on": (
+        "draft tokens",
+        Scheduler,
+        "commit",
+        trusting_from(8),
+    ),
+    "one index for all rows of a draft": ("draft tokens", nanobatch, "sampling_rows", first_index),
+    "a penalty without the draft tokens": (
+        "draft tokens",
+        nanobatch,
+        "sampling_rows",
+        without_draft,
+    ),
+    "logits change from token 25 on": ("company", runner, "sample", changed_late),
+    "the first one's text is penalized": ("company", sampling, "apply_penalties", first_text),
+    "the first one's temperature": ("company", sampling, "draw", first_setting("temperature")),
+    "the first one's top_p": ("company", sampling, "draw", first_setting("top_p")),
+    "the first one's seed": ("company", sampling, "draw", first_seed),
+    "an old owner's bias": ("company", SlotState, "bias", old_bias),
+    "a neighbour's grammar": ("company", SlotState, "mask", mask_of_a_neighbour),
+    "an embedding is a neighbour's": ("company", Runner, "_sample", vector_of_a_neighbour),
+    "a restored slot lacks its last row": ("slot_cache", Restored, "prefix", without_last_row),
+}
 
 
 def plant(monkeypatch, bug: str) -> None:
-    for owner, name, planted in BUGS[bug]:
+    places = BUGS[bug] if bug in BUGS else [FAULTS[bug][1:]]
+    for owner, name, planted in places:
         monkeypatch.setattr(owner, name, planted(getattr(owner, name)))
 
 
