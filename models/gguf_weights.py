@@ -163,7 +163,6 @@ class GgufWeights(Weights):
         self.folder = path
         self._names = names(file)
         self._decoded: dict[str, mx.array] = {}
-        self._may_be_zero = (".bias", ".biases")
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in file.tensors.items():
             if name != FREQUENCIES:  # the config has them

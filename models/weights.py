@@ -1,8 +1,8 @@
 """The tensors of a model folder, checked before they are used.
 
-MLX loads lazily and checks little: after a truncated download, or with a matrix of zeros or a NaN, the
-model would answer nonsense. `Weights.take` returns a tensor only if it has the shape that the config
-implies and its numbers are finite and not all zero. Otherwise it raises a `ModelError` of one line.
+MLX loads lazily and checks little: after a truncated download, or with a NaN, the model would answer
+nonsense. `Weights.take` returns a tensor only if it has the shape that the config implies and its
+numbers are finite. Otherwise it raises a `ModelError` of one line.
 """
 
 from __future__ import annotations
@@ -196,7 +196,6 @@ class Weights:
         if "embed_tokens.weight" in self.tensors:
             self.tensors = {f"model.{name}": tensor for name, tensor in self.tensors.items()}
         self._arrays: dict[Path, dict[str, mx.array]] = {}  # not taken yet
-        self._may_be_zero = (".bias", ".biases")
 
     def quantization(self, config: Config) -> str:
         """The format of most of the numbers in the files."""
@@ -308,7 +307,6 @@ class Weights:
     def check_against(self, config: Config) -> None:
         """Refuse weights unless they hold exactly the tensors that the config implies, in their
         shapes."""
-        self._may_be_zero += ("norm.weight",) * config.norms_add
         if config.fused:
             self.split(config)
         if config.experts:
@@ -407,7 +405,7 @@ class Weights:
         return array
 
     def _check_numbers(self, tensor: Tensor, array: mx.array) -> None:
-        """Refuse NaN, infinity, and all zeros except in biases and quantization offsets.
+        """Refuse NaN and infinity.
 
         Without their signs, the bits of floats are ordered like the numbers, with infinity and NaN above
         all others. They are compared as integers, because MLX is 40 times as slow with float16.
@@ -421,8 +419,6 @@ class Weights:
             raise ModelError(
                 f"{tensor.path}: {tensor.name} holds NaN or infinity; download it again."
             )
-        if peak == 0 and not tensor.name.endswith(self._may_be_zero):
-            raise ModelError(f"{tensor.path}: {tensor.name} is all zeros; download it again.")
 
 
 def text_name(name: str) -> str:
