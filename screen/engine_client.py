@@ -27,13 +27,13 @@ from engine.engine_protocol import AnyEngine
 from engine.handle import Handle
 from engine.loop import Loop, Stopwatch
 from engine.sampling_params import SamplingParams, advised
+from engine.server_view import ServerView
 from engine.snapshot import ExpertsView
 from policies import POLICIES
 from sched import QueueFull
 from screen.draw.style import clean
 from screen.engine_view import Answer, Fault, Finding, View
 from screen.workload import CANDIDATES, Ask
-from server.access_log import RequestLog, ServerView
 
 DRAIN_S = 20.0  # how long clients' requests may still run at the end
 
@@ -117,7 +117,8 @@ def between_steps(method: Callable) -> Callable:
 class AnyServer(Protocol):
     """What a client needs of a server (`server/app.py`)."""
 
-    request_log: RequestLog
+    @property
+    def changes(self) -> int: ...
 
     def open(self, engine: AnyEngine, loop: Loop, name: str) -> None: ...
 
@@ -227,7 +228,7 @@ class LocalEngineClient(EngineClient):
     @property
     def news(self) -> int:
         # Refused requests never reach the engine
-        return self._news + (self.server.request_log.changes if self.server else 0)
+        return self._news + (self.server.changes if self.server else 0)
 
     def look(self, since: View | None = None) -> View:
         known = self._known

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from engine.server_view import ServerView
 from engine.snapshot import ExpertsView, Limits, Snapshot
-from server.access_log import ServerView
 
 
 class Leg(NamedTuple):

@@ -1,6 +1,6 @@
 """A run as a file for the web page: plans, tokens, texts and times.
 
-Steps and requests are lists of fields, packed by `server/watch_frames.py`; the file names the
+Steps and requests are lists of fields, packed by `engine/watch_frames.py`; the file names the
 fields. Next to the engine's times are those of a clock without interruptions (`policy_runs.py`), so
 that a page compares policies and not the machine's load. A recording holds no client's address and
 no path, and its size is bounded.
@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine import watch_frames
 from engine.snapshot import Limits, Metrics, RequestView, StepView
 from experiments.fitted_step_times import Prices
 from experiments.policy_runs import on_clock
 from screen.draw.style import count
 from screen.state import State, prices, prompt_of
 from screen.timeline_columns import Column
-from server import watch_frames
 
 FORMAT = 2
 STEPS = 5_000  # of a run, from the first one

@@ -1,6 +1,6 @@
 """A client for an engine in another process: a server's `/watch`.
 
-A thread receives differences of the view as server-sent events (`server/watch_frames.py`) and adds
+A thread receives differences of the view as server-sent events (`engine/watch_frames.py`) and adds
 them up until the screen looks. Prompts are ordinary HTTP requests, each with a connection of its
 own; closing it cancels the request. Nothing else can be changed, because others use the engine as
 well. After a disconnect the last view stays, and the thread retries.
@@ -22,11 +22,11 @@ from urllib.parse import urlsplit
 from base.installation import command
 from base.validation import one_line, read_whole, shown
 from cli.terminal_chat import REMEDY
+from engine import watch_frames
 from screen.draw.style import clean
 from screen.engine_client import EngineClient, Outgrown
 from screen.engine_view import View
 from screen.workload import Ask
-from server import watch_frames
 
 RETRY_S = 1.0
 SILENT_S = 5.0  # timeout: a server sends something every second

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from engine.server_view import RequestRecord
 from engine.snapshot import Limits, RequestView, SlotView, Snapshot, StepView
 from experiments.fitted_step_times import Prices
 from experiments.policy_runs import KNOWN
@@ -24,7 +25,6 @@ from screen.engine_view import Fault, Finding, View
 from screen.latency_breakdown import LatencyBreakdown, break_down
 from screen.timeline_columns import Column, column, gap, last_in, merge, said_in, spread
 from screen.workload import BURST, Ask, Settings, is_mute
-from server.access_log import RequestRecord
 
 # The fields of the state that belong to one engine
 OF_AN_ENGINE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")

@@ -15,13 +15,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TextIO
 
 from base.validation import one_line
 from cli.options import say
 from engine.prefill_progress import PrefillProgress
 from engine.registry import Log
+from engine.server_view import RequestRecord
 
 # Fields of a record that its log line has, too, there without their unit
 FIGURES = (
@@ -36,72 +37,43 @@ FIGURES = (
 )
 
 
-@dataclass(frozen=True)
-class RequestRecord:
-    """One HTTP request. Times are wall-clock times, whatever the engine's clock does."""
+def request_line(record: RequestRecord) -> str:
+    """The log line, in logfmt. A message may quote the client, so only its code is logged."""
+    method, _, path = record.route.partition(" ")
+    values = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.at)),
+        "request_id": record.id,
+        "client": record.client,
+        "route": path,
+        "method": method,
+        "stream": str(record.stream).lower() if record.requests else "",
+        "status": record.status,
+        "finish_reason" if record.requests else "error": record.reason,
+        "hung_up": "true" if record.hung_up else "",
+    }
+    if record.requests:
+        values |= {name.removesuffix("_s"): getattr(record, name) for name in FIGURES}
+        if not record.draft_tokens:
+            del values["draft_tokens"], values["accepted_tokens"]
+        values["total_tps"] = record.tokens / record.latency_s if record.latency_s else None
+    values["latency"] = record.latency_s
+    return logfmt(values)
 
-    number: int
-    at: float  # seconds since 1970
-    client: str  # an IP address
-    route: str  # method and path
-    id: str = ""  # the id in the response: chatcmpl-12-7f3a
-    requests: tuple[int, ...] = ()  # the engine's request ids, one per choice
-    stream: bool = False
-    status: int | None = None  # 499 if the client hung up before there was one
-    reason: str = ""  # finish reason, or the code of the error
-    message: str = ""  # of an error
-    hung_up: bool = False
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    tokens: int = 0
-    draft_tokens: int = 0  # proposed for the answers
-    accepted_tokens: int = 0  # of these
-    ttft_s: float | None = None
-    prompt_tps: float | None = None
-    generation_tps: float | None = None
-    latency_s: float | None = None
 
-    @property
-    def is_refused(self) -> bool:
-        return bool(self.message) and not self.hung_up
-
-    @property
-    def line(self) -> str:
-        """The log line, in logfmt. A message may quote the client, so only its code is logged."""
-        method, _, path = self.route.partition(" ")
-        values = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(self.at)),
-            "request_id": self.id,
-            "client": self.client,
-            "route": path,
-            "method": method,
-            "stream": str(self.stream).lower() if self.requests else "",
-            "status": self.status,
-            "finish_reason" if self.requests else "error": self.reason,
-            "hung_up": "true" if self.hung_up else "",
-        }
-        if self.requests:
-            values |= {name.removesuffix("_s"): getattr(self, name) for name in FIGURES}
-            if not self.draft_tokens:
-                del values["draft_tokens"], values["accepted_tokens"]
-            values["total_tps"] = self.tokens / self.latency_s if self.latency_s else None
-        values["latency"] = self.latency_s
-        return logfmt(values)
-
-    def prefill_line(self, prefill: PrefillProgress) -> str:
-        """The log line for the progress of a long prompt."""
-        values = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-            "request_id": self.id,
-            "client": self.client,
-            "event": "prefill",
-            "prefilled": prefill.done,
-            "prompt_tokens": prefill.total,
-            "cached_tokens": prefill.cached,
-            "prompt_tps": prefill.tokens_per_s,
-            "left": prefill.left_s,
-        }
-        return logfmt(values)
+def prefill_line(record: RequestRecord, prefill: PrefillProgress) -> str:
+    """The log line for the progress of a long prompt."""
+    values = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "request_id": record.id,
+        "client": record.client,
+        "event": "prefill",
+        "prefilled": prefill.done,
+        "prompt_tokens": prefill.total,
+        "cached_tokens": prefill.cached,
+        "prompt_tps": prefill.tokens_per_s,
+        "left": prefill.left_s,
+    }
+    return logfmt(values)
 
 
 def logfmt(values: Mapping[str, object]) -> str:
@@ -115,20 +87,6 @@ def logged(value: object) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)[:200]
     text = re.sub(r"[^\x20-\x7e]", "?", text)
     return text if re.fullmatch(r"[^\s\"=]+", text) else json.dumps(text)
-
-
-@dataclass(frozen=True)
-class ServerView:
-    """The server at one moment, and the requests that have ended since a watcher's last look."""
-
-    address: str
-    draining: bool
-    connections: int
-    watchers: int
-    open: tuple[RequestRecord, ...]
-    ended: tuple[RequestRecord, ...]  # since, oldest first
-    missed: int  # ended since, and dropped already
-    seen: int  # number of all ended ones
 
 
 class RequestLog:

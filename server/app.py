@@ -37,9 +37,11 @@ from engine.engine_protocol import AnyEngine
 from engine.handle import Handle
 from engine.loop import Loop
 from engine.sampling_params import advised
+from engine.server_view import ServerView
 from engine.snapshot import Snapshot
+from engine.watch_frames import Frame
 from server import anthropic, auth, embeddings, http, live_page, openai, responses
-from server.access_log import HangUps, RequestLog, ServerView, hang_up_advice
+from server.access_log import HangUps, RequestLog, hang_up_advice, prefill_line, request_line
 from server.body_reader import APIError, check_model
 from server.completion import Answer, ServedModel, count
 from server.forwarded_for import seen_through
@@ -47,7 +49,6 @@ from server.http import ClientGone, Connection, HTTPRequest, Options, Reply, ref
 from server.metrics import ServerMetrics
 from server.protocol_adapter import ProtocolAdapter, shutting_down
 from server.watch import MAX_WATCHERS, watch
-from server.watch_frames import Frame
 from text.grammar import SANDBOX_LIMITS
 
 PROTOCOLS = {
@@ -199,6 +200,11 @@ class APIServer:
             pool.shutdown(wait=False, cancel_futures=True)
         self._socket.close()
 
+    @property
+    def changes(self) -> int:
+        """Counts all changes of the request log."""
+        return self.request_log.changes
+
     def look(self, since: int = 0) -> ServerView:
         """The server now, and the requests that ended after number `since`."""
         opened, ended, count = self.request_log.look(since)
@@ -253,7 +259,7 @@ class APIServer:
         for request in list(self._requests) if self.log else ():
             prefill = request.answer and request.answer.prefill_to_log(now)
             if prefill and request.record.id:
-                self.log(request.record.prefill_line(prefill))
+                self.log(prefill_line(request.record, prefill))
 
     async def _serve(self, connection: Connection, head: h11.Request) -> None:
         """Serve one request and record its outcome."""
@@ -275,7 +281,7 @@ class APIServer:
             if request.is_logged:
                 self.metrics.count(record)
                 if self.log:
-                    self.log(record.line)
+                    self.log(request_line(record))
 
     async def _answer(self, request: HTTPRequest) -> None:
         """Turn an exception into a response."""

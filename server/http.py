@@ -27,7 +27,8 @@ import h11
 
 from base.error_reports import LOG
 from base.validation import shown
-from server.access_log import RequestLog, RequestRecord
+from engine.server_view import RequestRecord
+from server.access_log import RequestLog
 from server.body_reader import APIError
 from server.protocol_adapter import dump
 

@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from engine import watch_frames
 from engine.prefill_progress import PrefillProgress
 from engine.snapshot import Limits, Metrics, RequestView, SlotView, Snapshot, StepView
-from server import watch_frames
 
 # Fields of the views in a frame of `/watch`, by type: the page reads frames by names.
 VIEWS = (

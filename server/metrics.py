@@ -16,8 +16,8 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from engine.server_view import RequestRecord
 from engine.snapshot import Snapshot, percentile
-from server.access_log import RequestRecord
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 disable_created_metrics()  # else each metric would have a second one: its creation time

@@ -12,10 +12,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from server import watch_frames
+from engine import watch_frames
+from engine.watch_frames import Frame
 from server.http import HTTPRequest
 from server.protocol_adapter import event
-from server.watch_frames import Frame
 
 MAX_WATCHERS = 16  # at the same time
 WATCH_S = 0.1  # seconds between frames

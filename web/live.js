@@ -1,7 +1,7 @@
 // The page's end of `/watch`: a server as a lane.
 //
 // `fetch` reads the stream, because an `EventSource` cannot send a key in a header. Ten times a second the
-// server sends what is new (server/watch_frames.py); it goes into a lane, on a clock that skips idle time. The
+// server sends what is new (engine/watch_frames.py); it goes into a lane, on a clock that skips idle time. The
 // key stays in this page's memory, and a lane keeps a bounded number of steps.
 
 import { Lane, named, requestOf, unseen } from "./recording.js";

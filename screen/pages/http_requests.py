@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from rich.cells import cell_len
 
+from engine.server_view import RequestRecord
 from screen.draw.canvas import BACK, Canvas, Figure
 from screen.draw.style import clean, number, shorten
 from screen.page import Page
 from screen.state import State
-from server.access_log import RequestRecord
 
 CLIENTS = "page('clients')"  # opens the page
 REASON = 10  # least cells for how a request ended

@@ -21,11 +21,11 @@ import pytest
 from processes import run
 from source import PACKAGES
 
+from engine.server_view import RequestRecord
 from policies import POLICIES
 from screen import app
 from screen.draw import layout
 from server import openai
-from server.access_log import RequestRecord
 from server.metrics import ServerMetrics
 
 ROOT = Path(__file__).parents[2]

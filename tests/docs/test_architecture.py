@@ -57,7 +57,6 @@ MAY_IMPORT = {
 STILL_UP = {
     "* course/overlay",
     "screen/* experiments/*",
-    "screen/* server/*",
     "benchmarks/metrics experiments/engine_probes",
 }
 WITHOUT_MLX = """sched policies prefix prompt_lookup engine/* base/* cli/* text/* server/* screen/* serve tui

@@ -215,6 +215,12 @@ RUNTIME = [
         "pass",
         f"{SLOTS}::test_dtype_of_keys_is_part_of_the_model",
     ),
+    Mutant(
+        "engine/watch_frames.py",
+        "lengths=request.lengths[tokens:])",
+        "lengths=request.lengths[characters:])",
+        f"{WIRE}::test_frames_survive_the_wire",
+    ),
 ]
 
 SERVER = [
@@ -283,12 +289,6 @@ SERVER = [
         "            self._lines.put_nowait(lost + line)\n            self._lost = 0",
         "            self._lines.put_nowait(lost + line)",
         f"{DOOR}::test_log_counts_lost_lines",
-    ),
-    Mutant(
-        "server/watch_frames.py",
-        "lengths=request.lengths[tokens:])",
-        "lengths=request.lengths[characters:])",
-        f"{WIRE}::test_frames_survive_the_wire",
     ),
     Mutant(
         "server/anthropic.py",

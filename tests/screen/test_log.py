@@ -7,9 +7,9 @@ import pytest
 from screen_stage import Stage
 
 import tui
+from engine.server_view import RequestRecord, ServerView
 from screen import commands, keys
 from screen.draw.style import clean
-from server.access_log import RequestRecord, ServerView
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_plain_log_has_no_control_characters():
     ended = [(call,)]
     stage.client.server = SimpleNamespace(
         look=lambda since: ServerView("", False, 1, 0, (), ended.pop() if ended else (), 0, 1),
-        request_log=SimpleNamespace(changes=1),
+        changes=1,
     )
     lines: list[str] = []
     log = commands.PlainLog(stage.session, lines.append)

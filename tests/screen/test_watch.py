@@ -22,6 +22,8 @@ from screen_stage import Show, Stage, drawn, like_golden, plain, show
 from servers import CHAT, COMPLETIONS, ROOT, Line, Server, free_ports
 
 import tui
+from engine import watch_frames
+from engine.server_view import RequestRecord, ServerView
 from nanobatch import SamplingParams
 from screen.app import PANES
 from screen.commands import Session
@@ -31,8 +33,6 @@ from screen.engine_view import View
 from screen.pages import http_requests, request_details
 from screen.remote_client import RemoteEngineClient
 from screen.state import State
-from server import watch_frames
-from server.access_log import RequestRecord, ServerView
 from server.app import APIServer
 from server.http import Options
 
@@ -473,9 +473,7 @@ def canned_server() -> ServerView:
 def test_the_clients_pane_is_as_drawn():
     async def scenario(it: Show):
         views = [canned_server(), replace(canned_server(), ended=())]
-        it.stage.client.server = SimpleNamespace(
-            look=lambda since: views[bool(since)], request_log=SimpleNamespace(changes=0)
-        )
+        it.stage.client.server = SimpleNamespace(look=lambda since: views[bool(since)], changes=0)
         it.stage.obey("/burst 3")
         await it.turns(30)
         it.app.paint()

@@ -11,7 +11,8 @@ import pytest
 from servers import COMPLETIONS
 
 from base.untrusted_files import LARGEST, LARGEST_OTHER, ModelError, check_size
-from server import embeddings, openai, watch, watch_frames
+from engine import watch_frames
+from server import embeddings, openai, watch
 from server.body_reader import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOOLS
 from server.protocol_adapter import APIError
 from text.grammar import RULES, compiled

@@ -8,11 +8,12 @@ import pytest
 from here import Here
 from servers import Line
 
+from engine import watch_frames
+from engine.server_view import RequestRecord, ServerView
 from engine.snapshot import RequestView, Snapshot
 from nanobatch import SamplingParams
 from server import watch as watch_module
-from server import watch_frames
-from server.access_log import RequestLog, RequestRecord, ServerView
+from server.access_log import RequestLog
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 

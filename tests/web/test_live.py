@@ -9,10 +9,11 @@ from browsers import in_node, needs_node
 from servers import Server
 from word_engine import Clock, word_engine
 
+from engine import watch_frames
 from engine.prefill_progress import PrefillProgress
+from engine.server_view import ServerView
 from nanobatch import SamplingParams
-from server import live_page, watch_frames
-from server.access_log import ServerView
+from server import live_page
 
 
 def test_the_servers_page_needs_no_key():

@@ -16,8 +16,8 @@ from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from base.validation import shown
+from engine.server_view import ServerView
 from engine.snapshot import RequestView, Snapshot
-from server.access_log import ServerView
 
 STEPS = 4096  # unread steps that are kept, the newest
 ENDS = 500  # unread ends of requests that are kept
