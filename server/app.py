@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -241,7 +242,7 @@ class APIServer:
         while self._connections:
             for connection in list(self._connections):
                 if time.monotonic() > deadline:  # the client has not taken everything
-                    connection.transport.abort()
+                    connection.abort()
                 elif not connection.request:
                     connection.transport.close()
             await asyncio.sleep(0.01)
@@ -304,7 +305,7 @@ class APIServer:
 
     def _admit(self, request: HTTPRequest) -> Reply | None:
         """The reply to a preflight; None if the request may go on."""
-        connections = sum(each.has_request and not each.is_leaving for each in self._connections)
+        connections = sum(each.idle_since == math.inf for each in self._connections)
         preflight = auth.admit(request, self.options, self.is_local, connections)
         if not preflight and request.path not in ("/", "/health", "/metrics"):
             if self.served is None:

@@ -199,7 +199,7 @@ class Answer:
     @property
     def lag(self) -> int:
         """Bytes waiting for a client that reads too slowly, about."""
-        if not self.parsed.stream:
+        if not self.choices or not self.parsed.stream:  # not parsed yet, or one JSON
             return 0
         waiting = sum(choice.handle.pending for choice in self.choices)
         if not waiting:

@@ -25,16 +25,16 @@ from urllib.parse import unquote, urlsplit
 
 import h11
 
-from base.error_reports import LOG
+from base.error_reports import LOG, show_fault
 from base.validation import shown
 from engine.server_view import RequestRecord
 from server.access_log import RequestLog
 from server.body_reader import APIError
 from server.protocol_adapter import dump
 
-MAX_CONNECTIONS = 512  # open connections that have sent a request; one more gets a 429
-# Further connections without a request; beyond, the oldest of them is aborted
-MAX_SILENT_CONNECTIONS = 64
+MAX_CONNECTIONS = 512  # connections with a request in work; one more gets a 429
+# Further connections; beyond, the one that has been idle longest is ended
+MAX_IDLE_CONNECTIONS = 64
 OTHER_FILES = 128  # open files that are no connections: weights, logs, pipes
 ACCEPT_LOG_S = 60.0  # seconds between two log lines about connections that could not be accepted
 SWEEP_S = 0.5  # seconds between two looks for silent streams and slow clients
@@ -156,7 +156,9 @@ class HTTPRequest:
 
     async def reply(self, reply: Reply) -> None:
         """Send a complete response in chunks. Each chunk waits until the client has taken most of
-        those before, so a large response is in memory once, and not again in the transport."""
+        those before, so a large response is in memory once, and not again in the transport. So does
+        the head: thousands of responses without a body would pile up."""
+        await self.connection.drain()
         self._begin(reply.status, reply.head)
         left = memoryview(b"" if self.method == "HEAD" else reply.body)
         while left:
@@ -227,24 +229,25 @@ class Connection(asyncio.Protocol):
         self.blocked_since = math.inf  # when the send buffer filled up
         self._taken = 0  # events of requests so far
         self.is_leaving = False  # the connection is closing
-        self.has_request = False  # the head of a request has come
+        self._is_lost = False
+        # Since when it has waited for a whole request; inf while a request is in work
+        self.idle_since = time.monotonic()
         self._room.set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self.transport = transport
         peer = transport.get_extra_info("peername")
         self.client = peer[0] if peer else ""
-        self.came = time.monotonic()
         self._all.add(self)
         self.task = asyncio.ensure_future(self._live())
-        if len(self._all) > MAX_CONNECTIONS + MAX_SILENT_CONNECTIONS:
-            silent = [each for each in self._all if not each.has_request]
-            # This new one, if all others have sent a request
-            last = min(silent, key=attrgetter("came"))
+        if len(self._all) > MAX_CONNECTIONS + MAX_IDLE_CONNECTIONS:
+            # This new one, if all others have a request in work
+            last = min(self._all, key=attrgetter("idle_since"))
             self._all.discard(last)
-            last.transport.abort()
+            last.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._is_lost = True
         self._all.discard(self)
         self.task.cancel()  # whatever it waits for
 
@@ -279,7 +282,7 @@ class Connection(asyncio.Protocol):
                 await self._talk()
                 await self._leave()
         finally:
-            self.transport.abort()
+            self.abort()
 
     async def _talk(self) -> None:
         patience = HEAD_TIMEOUT_S
@@ -287,8 +290,11 @@ class Connection(asyncio.Protocol):
             while True:
                 async with asyncio.timeout(patience):
                     head = await self.receive()
-                self.has_request = True
-                await self._serve(self, head)
+                self.idle_since = math.inf
+                try:
+                    await self._serve(self, head)
+                finally:
+                    self.idle_since = time.monotonic()
                 if self._http.our_state is not h11.DONE or not self._has_request():
                     break
                 rest = self._http.trailing_data[0]
@@ -394,7 +400,12 @@ class Connection(asyncio.Protocol):
         """Abort: a last message would wait behind all bytes before it."""
         if self.request:
             self.request.note(reason="too_slow", hung_up=True)
-        self.transport.abort()
+        self.abort()
+
+    def abort(self) -> None:
+        """subtle: asyncio's transport cannot be aborted after it was closed and then sent the rest."""
+        if not self._is_lost:
+            self.transport.abort()
 
 
 class AcceptFailures:
@@ -415,10 +426,13 @@ class AcceptFailures:
 
 
 async def sweep(requests: Collection[HTTPRequest]) -> None:
-    """Ping silent streams and end slow clients, periodically."""
+    """Ping silent streams and end slow clients, periodically. A fault ends one round only."""
     while True:
         await asyncio.sleep(SWEEP_S)
-        sweep_once(list(requests))
+        try:
+            sweep_once(list(requests))
+        except Exception as error:
+            show_fault("a look for silent streams and slow clients failed", error)
 
 
 def sweep_once(requests: Iterable[HTTPRequest]) -> None:
@@ -444,7 +458,7 @@ def sweep_once(requests: Iterable[HTTPRequest]) -> None:
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. OSError if the port is taken, or the host is not this machine's."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    allow_open_files(MAX_CONNECTIONS + MAX_SILENT_CONNECTIONS + OTHER_FILES)
+    allow_open_files(MAX_CONNECTIONS + MAX_IDLE_CONNECTIONS + OTHER_FILES)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -478,6 +492,7 @@ async def read_body(request: HTTPRequest, requests: Iterable[HTTPRequest]) -> by
         raise APIError(415, words, "unsupported_media_type")
     check_size(int(request.headers.get("content-length", 0)))
     parts = []
+    request.connection.idle_since = time.monotonic()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             while type(part := await request.connection.receive()) is h11.Data:
@@ -491,6 +506,7 @@ async def read_body(request: HTTPRequest, requests: Iterable[HTTPRequest]) -> by
     except TimeoutError:
         words = f"the body has not come within {BODY_TIMEOUT_S:.0f} s"
         raise APIError(408, words, "request_timeout") from None
+    request.connection.idle_since = math.inf
     return b"".join(parts)
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import fields
 from itertools import pairwise, takewhile
 from types import SimpleNamespace
@@ -369,20 +369,75 @@ def test_connection_without_a_request_is_closed(here, monkeypatch):
     assert kept.send("GET /health HTTP/1.1\nHost: localhost\n\n").reply().status == 200
 
 
-def fill(here, line: Line, requests: int) -> None:
+def fill(here, line: Line, requests: int, what: str = "GET /metrics") -> None:
     """Ask for more than the buffers between here and there hold, and read nothing."""
     (connection,) = wait_for(lambda: here.api._connections)
     own = connection.transport.get_extra_info("socket")
     own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
-    line.send("GET /metrics HTTP/1.1\nHost: localhost\n\n" * requests)
+    line.send(f"{what} HTTP/1.1\nHost: localhost\n\n" * requests)
     wait_for(lambda: not here.api.look().connections)
     line.hang_up()
 
 
-def test_unread_responses_end_the_connection(here, monkeypatch):
-    """Only streams were watched: the next answer on a full line never came."""
+@pytest.mark.parametrize("what, requests", [("GET /metrics", 100), ("HEAD /health", 1000)])
+def test_unread_responses_end_the_connection(here, monkeypatch, what, requests):
+    """Only streams were watched: the next answer on a full line never came. Answers without a body
+    were not watched, and piled up."""
     monkeypatch.setattr(http, "WRITE_TIMEOUT_S", 0.2)
-    fill(here, Line(here.host, here.port, receive=2048), 100)
+    fill(here, Line(here.host, here.port, receive=2048), requests, what)
+
+
+def test_connection_lost_in_its_close_leaves_no_traceback(here, monkeypatch, caplog):
+    """asyncio's transport cannot be aborted after it was closed and has then sent the rest."""
+    monkeypatch.setattr(http, "LINGER_S", 0.05)
+    line = Line(here.host, here.port, receive=2048)
+    (connection,) = wait_for(lambda: here.api._connections)
+    own = connection.transport.get_extra_info("socket")
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    line.send("GET / HTTP/1.1\nHost: localhost\nConnection: close\n\n")
+    line.socket.settimeout(5)
+    with suppress(TimeoutError):
+        while not connection.transport.is_closing():
+            line.rest += line.socket.recv(2**14 if connection.request else 1)
+    line.everything()
+    wait_for(connection.task.done)
+    connection.task = None
+    assert not caplog.records
+
+
+def test_blocked_client_does_not_end_the_sweeper(here, monkeypatch):
+    """Its next request was asked for its lag before it was parsed. Pings stopped for the life of the
+    server, and so did the limit on slow clients."""
+    monkeypatch.setattr(http, "SLOW_AFTER_S", 0.0)
+    goes_on = threading.Event()
+    read = openai.read_prompts
+    monkeypatch.setattr(openai, "read_prompts", lambda asked: goes_on.wait(20) and read(asked))
+    line = here.line().post(COMPLETIONS, BODY)
+    (request,) = wait_for(lambda: {each for each in here.api._requests if each.answer})
+    request.connection.pause_writing()
+    http.sweep_once([request])
+    request.connection.resume_writing()
+    goes_on.set()
+    assert line.reply().status == 200
+
+
+def test_failed_sweep_is_a_traceback_and_the_next_one_runs(here, monkeypatch, caplog):
+    monkeypatch.setattr(http, "SWEEP_S", 0.02)
+    sweep, failed = http.sweep_once, []
+
+    def fail(requests):
+        if not failed:
+            failed.append(1)
+            raise KeyError("of ours")
+        sweep(requests)
+
+    monkeypatch.setattr(http, "sweep_once", fail)
+    monkeypatch.setattr(http, "PING_S", 0.1)
+    here.loop.pause()
+    line = here.line().post(COMPLETIONS, BODY | {"stream": True})
+    line.until(http.PING)
+    here.loop.resume()
+    assert failed and caplog.text.count("Traceback") == 1
 
 
 def test_unread_response_keeps_no_idle_connection(engine, monkeypatch):
@@ -576,41 +631,58 @@ def test_event_from_a_pattern_equals_the_whole_event(chat, text):
         assert tell(index, None) == protocol_adapter.event(said)
 
 
-def test_exactly_the_connections_over_the_limit_are_refused(here, monkeypatch):
+def test_exactly_the_requests_over_the_limit_are_refused(here, monkeypatch):
     """A refused client that had not yet hung up was counted on, and all the others were refused.
     Clients turn a 429 into a second try; a plain 503 looks like a server that ends."""
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
-    lines = [here.line() for _ in range(3)]
-    wait_for(lambda: here.api.look().connections == 3)
-    *served, reply = [line.post(COMPLETIONS, BODY).reply() for line in lines]
-    assert [each.status for each in served] == [200, 200]  # one without a request does not count
-    assert (reply.status, reply.error["type"]) == (429, "rate_limit_error")
-    assert (reply.headers["retry-after"], reply.headers["connection"]) == ("1", "close")
-    for line in lines:
-        line.hang_up()
-    wait_for(lambda: here.ask("/v1/models").status == 200)
+    idle = [here.line() for _ in range(3)]
+    for line in idle:  # one without a request in work does not count
+        assert line.post(COMPLETIONS, BODY | {"max_tokens": 1}).reply().status == 200
+    here.loop.pause()
+    served = [line.post(COMPLETIONS, BODY) for line in idle[:2]]
+    wait_for(lambda: sum(bool(call.requests) for call in here.api.look().open) == 2)
+    refused = idle[2].post(COMPLETIONS, BODY).reply()
+    assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
+    assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+    here.loop.resume()
+    assert [line.reply().status for line in served] == [200, 200]
+    assert here.complete().status == 200
 
 
-def test_silent_connections_keep_nobody_out(here):
-    """They were all kept for half a minute, until no file could be opened, and no client could
-    connect."""
+@pytest.mark.parametrize(
+    "what", ["nothing", "GET /health HTTP/1.1\nHost: localhost\n\n", "half a body"]
+)
+def test_idle_connections_keep_nobody_out(here, monkeypatch, what):
+    """They were all kept until no file could be opened, and no client could connect; or the limit
+    counted them, and each client got a 429."""
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 20)
+    monkeypatch.setattr(http, "MAX_IDLE_CONNECTIONS", 10)
+    head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 100\n\n{{"
+    sent = {"nothing": "", "half a body": head}.get(what, what)
+    here.loop.pause()
+    working = here.line().post(COMPLETIONS, BODY)
+    submitted(here)
     with ExitStack() as stack:
-        for _ in range(http.MAX_CONNECTIONS + 2 * http.MAX_SILENT_CONNECTIONS):
-            stack.callback(here.line().hang_up)
+        for _ in range(50):
+            line = here.line()
+            stack.callback(line.hang_up)
+            with suppress(OSError):  # it may be ended meanwhile
+                line.send(sent)
+        wait_for(lambda: here.api.look().connections == 30)
+        here.loop.resume()
         assert here.complete().status == 200
-        most = http.MAX_CONNECTIONS + http.MAX_SILENT_CONNECTIONS
-        wait_for(lambda: here.api.look().connections <= most)
-        assert here.complete().status == 200
+        assert working.reply().status == 200  # the longest open, but it has a request in work
 
 
 def test_newest_connection_is_aborted_if_all_are_active(here, monkeypatch):
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 1)
-    monkeypatch.setattr(http, "MAX_SILENT_CONNECTIONS", 1)
-    kept = [here.line().post(COMPLETIONS, BODY | {"max_tokens": 1}) for _ in range(2)]
-    assert [line.reply().status for line in kept] == [200, 429]
-    line = here.line()
-    assert line.everything() == b""
-    assert kept[0].post(COMPLETIONS, BODY | {"max_tokens": 1}).reply().status == 200
+    monkeypatch.setattr(http, "MAX_IDLE_CONNECTIONS", 0)
+    here.loop.pause()
+    working = here.line().post(COMPLETIONS, BODY)
+    submitted(here)
+    assert here.line().everything() == b""
+    here.loop.resume()
+    assert working.reply().status == 200
 
 
 def test_accept_failures_are_one_line_a_minute(here, monkeypatch, caplog):
