@@ -149,6 +149,12 @@ class Prefixes:
                     best = slot
         return most, best
 
+    def rows_of(self, client: str, trail: Trail) -> int:
+        """The most rows of this prompt that a slot of this client holds."""
+        return self.match(
+            trail, [slot for slot, name in enumerate(self.clients) if name == client]
+        )[0]
+
     def _common(self, prompt: Sequence[int], slot: int, rows: int) -> int:
         """The number of rows that a prompt and a slot have in common, at least `rows`."""
         tokens = self._trails[slot].tokens

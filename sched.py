@@ -139,7 +139,9 @@ class Request:
         self.cached = chunk.start
         # Rows copied from another slot may still be in flight themselves.
         self.proven = chunk.start if source is None else 0
-        self.own = prefixes.begin(chunk.slot, source, chunk.start, self.client, worth)
+        own = prefixes.rows_of(self.client, self.trail)
+        told = prefixes.begin(chunk.slot, source, chunk.start, self.client, worth)
+        self.own = min(chunk.start, max(own, told))
         self.restored = None
         if source is None:
             self.cached_from = "slot" if chunk.start else ""

@@ -280,12 +280,17 @@ class Answer:
 
     @property
     def _progress(self) -> Progress:
-        """Of the first prompt."""
+        """Of the first prompt. Rows that another client wrote would confirm a guess at its prompt,
+        so they count when the whole prompt has been read."""
         handle = self.choices[0].handle
         request = handle.request
         waiting = list(self._served.engine.sched.waiting) if request.slot is None else []
+        prefill = handle.prefill
+        done = prefill.done
+        if done < prefill.total:
+            done -= prefill.cached - request.own
         return Progress(
-            prefill=handle.prefill._replace(cached=request.own),
+            prefill=prefill._replace(done=done, cached=request.own),
             before=sum(id < request.id for id in waiting),
             seconds=time.perf_counter() - self._came,
         )
@@ -359,8 +364,9 @@ class Answer:
         for m, choice in zip(metrics, self.choices, strict=True):
             first_tokens.append(None if m.ttft_s is None else self._read_s + m.ttft_s)
             server_metrics.times(first_tokens[-1], choice.handle.times)
-        for m in metrics[:: self.parsed.n]:
-            server_metrics.cached(m.cached_from, m.cached_tokens)
+        for choice in self.choices[:: self.parsed.n]:
+            asked = choice.handle.request
+            server_metrics.prompt(len(asked.prompt), asked.own, asked.cached_from)
         reasons = filter(None, [choice.handle.finish_reason for choice in self.choices])
         first = metrics[0]
         reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)

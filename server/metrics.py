@@ -14,7 +14,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily
 
 from engine.server_view import RequestRecord
 from engine.snapshot import Snapshot, percentile
@@ -33,7 +33,10 @@ class ServerMetrics:
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self.cached_tokens = self._counter(
-            "cached_prompt_tokens", "Tokens of prompts that were not read again.", "source"
+            "cached_prompt_tokens", "Prompt tokens whose rows the same client wrote.", "source"
+        )
+        self.prefill_tokens = self._counter(
+            "prefill_tokens", "Prompt tokens that were read, or that another client's rows spared."
         )
         self.draft_tokens = self._counter("draft_tokens", "Draft tokens that were proposed.")
         self.accepted_tokens = self._counter("accepted_tokens", "Draft tokens that were accepted.")
@@ -58,17 +61,19 @@ class ServerMetrics:
 
     def count(self, record: RequestRecord) -> None:
         self.requests.labels(record.status or 0, record.reason).inc()
-        self.prompt_tokens.inc(record.prompt_tokens)
         self.draft_tokens.inc(record.draft_tokens)
         self.accepted_tokens.inc(record.accepted_tokens)
         self.tokens.inc(record.tokens)
         if record.requests and record.latency_s is not None:
             self.latency.observe(record.latency_s)
 
-    def cached(self, source: str, tokens: int) -> None:
-        """Record a prompt. `source`: "slot" | "other_slot" | "disk"."""
-        if tokens:
-            self.cached_tokens.labels(source).inc(tokens)
+    def prompt(self, tokens: int, own: int, source: str) -> None:
+        """Record a prompt. `own`: the cached tokens whose rows the same client wrote; others would
+        confirm a guess at another client's prompt. `source`: "slot" | "other_slot" | "disk"."""
+        self.prompt_tokens.inc(tokens)
+        self.prefill_tokens.inc(tokens - own)
+        if own:
+            self.cached_tokens.labels(source).inc(own)
 
     def times(self, ttft_s: float | None, times: Sequence[float]) -> None:
         """Record a choice: seconds to the first token, and the time of each token."""
@@ -90,10 +95,6 @@ class ServerMetrics:
                 "prompt_tokens_per_second": engine.prompt_tokens_per_s,
             }
             metrics.append(steps_of(engine))
-            read = "Prompt tokens that were read by all steps so far; cached tokens do not count."
-            metrics.append(
-                CounterMetricFamily("nanobatch_prefill_tokens", read, engine.prompt_tokens)
-            )
         for name, value in gauges.items():
             words = name.replace("_", " ").capitalize()
             metrics.append(GaugeMetricFamily(f"nanobatch_{name}", words, value))

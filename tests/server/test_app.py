@@ -820,6 +820,49 @@ def test_cached_tokens_reveal_no_other_clients_prompt(here, seed):
     assert told and reused
 
 
+def token_counts(here) -> list[float]:
+    """Prompt tokens, those that were read, and cached ones."""
+    text = here.ask("/metrics").body.decode()
+    names = ("prompt_tokens", "prefill_tokens", "cached_prompt_tokens")
+    lines = [re.findall(rf"(?m)^nanobatch_{name}_total(?:{{.*}})? (\S+)$", text) for name in names]
+    return [sum(map(float, found)) for found in lines]
+
+
+def test_progress_and_metrics_reveal_no_other_clients_prompt(here, monkeypatch):
+    """Each right token of a guess moved `processed` and two counters by one."""
+    monkeypatch.setattr(http, "SWEEP_S", 0.01)
+    monkeypatch.setattr(http, "PROGRESS_S", 0.0)
+    prompt = [65 + place % 7 for place in range(100)]
+    body = BODY | {"max_tokens": 1}
+    assert here.line("127.0.0.2").post(COMPLETIONS, body | {"prompt": prompt}).reply().status == 200
+    before = token_counts(here)
+    here.loop.slow = 6.0  # steps a second
+    guess = [*prompt[:45], *[90] * 55]
+    asked = body | {"prompt": guess, "stream": True, "return_progress": True}
+    said = here.line("127.0.0.3").post(COMPLETIONS, asked).until(b"[DONE]")
+    here.loop.slow = 0.0
+    seen = {int(done) for done in re.findall(rb'"processed":(\d+)', said)}
+    assert len(seen) > 2 and all(done in (0, 16, 32, 48, 100) for done in seen)  # in chunks
+    assert here.api.served.engine.snapshot().ended[-1].metrics.cached_tokens == 45
+    after = wait_for(lambda: not here.api.look().open and token_counts(here))
+    assert [now - then for now, then in zip(after, before, strict=True)] == [100, 100, 0]
+
+
+def test_right_guess_hides_none_of_the_clients_own_rows(here):
+    """A guess with more right tokens took the other client's slot, and then nothing was reported as
+    cached, not even what the client had sent before."""
+    prompt = [65 + place % 7 for place in range(90)]
+    other = [*prompt[:30], *[90] * 60]
+
+    def cached(client: str, asked: list[int]) -> int:
+        body = BODY | {"prompt": asked, "max_tokens": 1}
+        usage = here.line(client).post(COMPLETIONS, body).reply().json["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("127.0.0.2", prompt) == cached("127.0.0.3", other) == 0
+    assert cached("127.0.0.3", [*prompt[:60], *[91] * 15]) == 30
+
+
 def test_client_gone_before_its_turn_is_not_served(here, monkeypatch):
     """A hundred grammars of five seconds each, whose clients had long hung up, were all made."""
     asked, goes_on = [], threading.Event()
