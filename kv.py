@@ -54,14 +54,17 @@ class Slab:
         length: int,  # of a slot, in rows
         Dh: int,
         dtype: mx.Dtype,
+        heads: Sequence[int] = (),  # of each layer's rows, if they are not all keys and values
     ):
         if length % BUCKET:
             raise ValueError(f"slots of {length} rows; choose a multiple of {BUCKET}")
         self.slots = slots
         self.length = length
-        self.shape = (slots, 2 * Hkv, length + c_attention.label_rows(Dh, dtype.size), Dh)
+        rows = length + c_attention.label_rows(Dh, dtype.size)
+        self.shape = (slots, 2 * Hkv, rows, Dh)  # of a layer with keys and values
+        self.shapes = [(slots, count, rows, Dh) for count in heads or [2 * Hkv] * layers]
         self.dtype = dtype
-        self.arrays = [mx.zeros(self.shape, dtype) for _ in range(layers)]
+        self.arrays = [mx.zeros(shape, dtype) for shape in self.shapes]
         mx.eval(self.arrays)  # zeros are lazy, too: this takes the memory now
         for array in self.arrays:
             c_attention.label(array)
@@ -126,8 +129,8 @@ class Slab:
 
     def check(self) -> None:
         """Assert that the shape and dtype of each array have not changed."""
-        for array in self.arrays:
-            assert array.shape == self.shape, array.shape
+        for array, shape in zip(self.arrays, self.shapes, strict=True):
+            assert array.shape == shape, array.shape
             assert array.dtype == self.dtype, array.dtype
 
 
@@ -173,15 +176,17 @@ class Window:
         self.L = L
         positions = [start + i for start in starts for i in range(L)]
         self.positions = mx.array(positions)  # (B * L,)
-        self._rows = self._decoding_rows() if self.B > 1 else None
+        self._rows: dict[int, mx.array] = {}  # by the heads of a layer
 
-    def _decoding_rows(self) -> mx.array:  # (B * L * 2 Hkv, Dh)
-        """Where `write` puts the new rows of decoding sequences, in every layer alike.
+    def _decoding_rows(self, heads: int) -> mx.array:  # (B * L * heads, Dh)
+        """Where `put` puts the new rows of decoding sequences, in every layer alike.
 
         Flattened to rows, a layer's array has all rows of a slot's first head, then those of its
         second, and so on. Each element of a row needs its own index.
         """
-        _, heads, length, Dh = self.slab.shape
+        if heads in self._rows:
+            return self._rows[heads]
+        _, _, length, Dh = self.slab.shape
         rows = []
         for slot, start in zip(self.slots, self.starts, strict=True):
             first = slot * heads * length + start
@@ -189,10 +194,14 @@ class Window:
                 for head in range(heads):
                     rows.append(row + head * length)
         column = mx.array(rows)[:, None]
-        return mx.broadcast_to(column, (len(rows), Dh))
+        return self._rows.setdefault(heads, mx.broadcast_to(column, (len(rows), Dh)))
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
-        """Write k and v, both (B * L, Hkv, Dh).
+        """Write k and v, both (B * L, Hkv, Dh)."""
+        self.put(layer, mx.concatenate([k, v], axis=1))  # (B * L, 2 Hkv, Dh)
+
+    def put(self, layer: int, rows: mx.array) -> None:
+        """Write a layer's new rows, (B * L, heads, Dh).
 
         subtle: an `mx.array` is a name for a node of the graph. `a[i] = x` makes a new node, and
         from then on the name refers to that node, wherever the name is used. The new node takes
@@ -202,17 +211,18 @@ class Window:
         starts a pass only when the one before has read the slab.
         """
         slab = self.slab
-        new = slab.narrowed(mx.concatenate([k, v], axis=1))  # (B * L, 2 Hkv, Dh)
-        if self._rows is None:  # consecutive rows of one slot
+        new = slab.narrowed(rows)
+        if self.B == 1:  # consecutive rows of one slot
             start = self.starts[0]
             stop = start + self.L
-            slab.arrays[layer][self.slots[0], :, start:stop] = new.swapaxes(0, 1)  # (2 Hkv, L, Dh)
+            slab.arrays[layer][self.slots[0], :, start:stop] = new.swapaxes(0, 1)  # (heads, L, Dh)
         else:  # L rows in each slot, for each head
             # This is one operation. A scatter by arrays of slots and rows would take ten nodes of
             # the graph.
-            rows = slab.arrays[layer].flatten(0, 2)  # (slots * 2 Hkv * (S + 1), Dh)
-            rows = mx.put_along_axis(rows, self._rows, new.flatten(0, 1), axis=0)
-            slab.arrays[layer] = rows.reshape(slab.shape)
+            where = self._decoding_rows(new.shape[1])
+            rows = slab.arrays[layer].flatten(0, 2)  # (slots * heads * (S + 1), Dh)
+            rows = mx.put_along_axis(rows, where, new.flatten(0, 1), axis=0)
+            slab.arrays[layer] = rows.reshape(slab.shapes[layer])
 
     def read(self, layer: int, group: AttentionGroup) -> list[mx.array]:
         """The keys and values that a group reads: views of the slab, (B, Hkv, T, Dh) each."""

@@ -32,6 +32,7 @@ MLP = {
     "mlp.up_proj": ("hidden", "width"),
     "mlp.down_proj": ("width", "hidden"),
 }
+CONVOLUTION = {"conv.in_proj": ("three widths", "width"), "conv.out_proj": ("width", "width")}
 EXPERTS = {  # instead of one MLP: a router, and three matrices for each expert
     "mlp.gate": ("experts", "width"),
     "mlp.experts.gate_proj": ("experts", "hidden", "width"),
@@ -75,6 +76,8 @@ class Config:
     cap: float | None = None  # soft cap of attention's scores
     head_cap: float | None = None  # and of the logits
     has_head: bool = True  # an embedding model may have none
+    convolved: Collection[int] = ()  # the layers with a short convolution in place of attention
+    taps: int = 0  # of it
     # The files may hold q, k and v as one matrix, and gate and up (`Weights.split`)
     fused: bool = False
     experts: int = 0  # per layer; 0 means one MLP for all tokens
@@ -88,6 +91,7 @@ class Config:
         D = self.D
         sizes = {
             "width": D,
+            "three widths": 3 * D,
             "queries": self.H * self.Dh,
             "keys": self.Hkv * self.Dh,
             "hidden": self.hidden,
@@ -101,14 +105,17 @@ class Config:
             shapes["lm_head.weight"] = (self.V, D)
         for i in range(self.layers):
             layer = f"model.layers.{i}."
-            for module, sides in (ATTENTION | (EXPERTS if self.experts else MLP)).items():
+            mixer = CONVOLUTION if i in self.convolved else ATTENTION
+            for module, sides in (mixer | (EXPERTS if self.experts else MLP)).items():
                 shape = tuple(sizes[side] for side in sides)
                 shapes[f"{layer}{module}.weight"] = shape
                 if self.has_bias(module):
                     shapes[f"{layer}{module}.bias"] = shape[:1]
             for name in self.norms.values():
                 shapes[f"{layer}{name}.weight"] = (D,)
-            if self.qk_norm:
+            if i in self.convolved:
+                shapes[f"{layer}conv.conv.weight"] = (D, self.taps, 1)
+            elif self.qk_norm:
                 over_all = self.qk_norm == "width"
                 q = sizes["queries"] if over_all else self.Dh
                 k = sizes["keys"] if over_all else self.Dh
@@ -131,8 +138,15 @@ class Config:
         """The fields of `Layer` for its norms, and the checkpoint's names."""
         return NORMS[self.norms_at]
 
+    def heads_of_row(self, layer: int) -> int:
+        """What a layer keeps of a token, in heads: keys and values, or the input of a convolution."""
+        return self.D // self.Dh if layer in self.convolved else 2 * self.Hkv
+
     def positions(self, layer: int) -> tuple[Rope | None, int | None]:
-        """A layer's rope, if it has positions, and its sliding window."""
+        """A layer's rope, if it has positions, and its sliding window. A convolution has neither, and
+        sees its taps."""
+        if layer in self.convolved:
+            return None, self.taps
         slides = self.window is not None and layer not in self.whole
         rope = (self.near if slides else None) or self.rope
         return None if layer in self.unturned else rope, self.window if slides else None

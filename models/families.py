@@ -188,6 +188,33 @@ def _olmo3(fields: Fields, *_) -> dict[str, Any]:
     return {"qk_norm": "width", "norms_at": "after", "near": near}
 
 
+def _lfm2(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
+    """LFM2 has short convolutions in most layers. Its config has the width of an MLP before it is
+    adjusted."""
+    layers = fields.number("num_hidden_layers")
+    kinds = fields.get("layer_types")
+    attending = fields.get("full_attn_idxs", [*range(layers)])
+    if isinstance(kinds, list):
+        attending = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    if not isinstance(attending, list) or not all(i in range(layers) for i in attending):
+        raise fields.refuse("full_attn_idxs", attending, (f"numbers of {layers} layers",))
+    if D % Dh:
+        raise fields.refuse("head_dim", Dh, (f"a divisor of {D}",))
+    hidden = fields.number("block_ff_dim", fields.number("intermediate_size"))
+    if fields.get("block_auto_adjust_ff_dim", True):
+        hidden = int(2 * hidden / 3)
+        hidden = int(fields.real("block_ffn_dim_multiplier", 1.0) * hidden)
+        step = fields.number("block_multiple_of", 256)
+        hidden = step * -(-hidden // step)
+    return {
+        "hidden": hidden,
+        "norm_eps": fields.real("norm_eps", 1e-5, 0),
+        "qk_norm": "head",
+        "convolved": frozenset(range(layers)) - {*attending},
+        "taps": fields.number("conv_L_cache", 3),
+    }
+
+
 def _experts(fields: Fields, *_) -> dict[str, Any]:
     """Qwen3's mixture of experts. Their number has another name since transformers 5."""
     step = fields.number("decoder_sparse_step", 1)
@@ -276,6 +303,18 @@ FAMILIES = {
         whole=_every_fourth,
         two_ropes=True,
         own=_olmo3,
+    ),
+    "lfm2": Family(
+        unsaid={
+            "rope_theta": 1_000_000.0,
+            "tie_word_embeddings": True,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 128_000,
+        },
+        refused=("conv_bias",),
+        layer_types={"full_attention": "full_attention", "conv": "full_attention"},
+        whole=lambda fields, layers: range(layers),
+        own=_lfm2,
     ),
     "smollm3": Family(
         unsaid={"rope_theta": 2_000_000.0},

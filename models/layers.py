@@ -151,6 +151,9 @@ class Layer(NamedTuple):
     out: Step  # (N, H * Dh) -> (N, D)
     mlp_norm: Step  # (N, D) -> the same
     mlp: Step  # (N, D) -> the same
+    # Of a convolution, in place of attention: (taps, D). Then qkv is (N, D) -> (N, 3 D), and out
+    # (N, D) -> (N, D)
+    taps: mx.array | None = None
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,8 @@ class ModelReader:
         name = f"model.layers.{index}."
         # Norms are before or after the two branches
         norms = {place: self.norm(f"{name}{module}") for place, module in c.norms.items()}
+        if index in c.convolved:
+            return self.convolution(index, kind, norms)
         qk_norm = None
         if c.qk_norm:
             q_norm, k_norm = (self.norm(f"{name}self_attn.{part}_norm") for part in "qk")
@@ -234,6 +236,24 @@ class ModelReader:
             out=chain(self.linear(f"{name}self_attn.o_proj"), summed, norms.get("attn_after")),
             mlp_norm=chain(norms.get("mlp_norm")),
             mlp=chain(self.mlp(f"{name}mlp."), summed, norms.get("mlp_after")),
+        )
+        mx.eval(arrays(layer))
+        return layer
+
+    def convolution(self, index: int, kind: int, norms: dict[str, Norm]) -> Layer:
+        """A layer with a short convolution in place of attention."""
+        name = f"model.layers.{index}."
+        taps = self.tensor(f"{name}conv.conv.weight").reshape(self.config.D, -1)
+        layer = Layer(
+            index=index,
+            kind=kind,
+            attn_norm=chain(norms.get("attn_norm")),
+            qkv=self.linear(f"{name}conv.in_proj"),
+            qk_norm=chain(),
+            out=self.linear(f"{name}conv.out_proj"),
+            mlp_norm=chain(norms.get("mlp_norm")),
+            mlp=self.mlp(f"{name}mlp."),
+            taps=mx.contiguous(taps.T),  # (taps, D)
         )
         mx.eval(arrays(layer))
         return layer

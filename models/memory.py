@@ -92,7 +92,11 @@ def fit(
     room = math.inf if free is None else 0.9 * free
 
     def taken(count: int, length: int) -> int:
-        return slab_nbytes(*slab_shape(c, count, length, chunk), itemsize)
+        return (
+            slab_nbytes(*slab_shape(c, count, length, chunk), itemsize)
+            * sum(heads_of_rows(c))
+            // (2 * c.Hkv * c.layers)
+        )
 
     def most_slots() -> int:
         return largest(count, lambda n: taken(n, length) <= room)
@@ -156,7 +160,11 @@ def described(model: Model, sizes: Sizes) -> str:
 
 def slab_of(model: Model, sizes: Sizes) -> int:
     """The memory of a slab of these sizes for this model."""
-    return slab_nbytes(*slab_shape(model.config, *sizes[:3]), model.kv_dtype.size)
+    shape = slab_shape(model.config, *sizes[:3])
+    c = model.config
+    return (
+        slab_nbytes(*shape, model.kv_dtype.size) * sum(heads_of_rows(c)) // (2 * c.Hkv * c.layers)
+    )
 
 
 def sources() -> list[Path]:
@@ -203,6 +211,11 @@ def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, in
     one."""
     chunks = -(-max_len // chunk)
     return c.layers, slots, c.Hkv, chunks * chunk, c.Dh
+
+
+def heads_of_rows(c: Config) -> list[int]:
+    """What each layer keeps of a token, in heads."""
+    return [c.heads_of_row(layer) for layer in range(c.layers)]
 
 
 def slab_nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:

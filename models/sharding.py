@@ -38,6 +38,10 @@ class Shard(NamedTuple):
             raise ModelError(
                 f"{c.model_type} cannot be shared: it has a norm over all heads. Start one process."
             )
+        if size > 1 and c.convolved:
+            raise ModelError(
+                f"{c.model_type} cannot be shared: it has convolutions. Start one process."
+            )
         # A last bit may decide which experts a token takes, and all ranks must take the same
         if size > 1 and c.experts:
             raise ModelError(

@@ -27,7 +27,18 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-RENAMED = {
+LFM2_NAMES = {
+    "operator_norm": "input_layernorm",  # of LFM2
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "self_attn.q_layernorm": "self_attn.q_norm",
+    "self_attn.k_layernorm": "self_attn.k_norm",
+    "embedding_norm": "norm",
+}
+RENAMED = LFM2_NAMES | {
     "shared_mlp.input_linear": "mlp.gate_up_proj",
     "shared_mlp.output_linear": "mlp.down_proj",
 }
@@ -324,6 +335,8 @@ class Weights:
             if f"{module}.scales" in self.tensors:
                 bits, group = self._packing(module, shape)
                 self.tensors[name] = tensor._replace(bits=bits, group=group)
+            elif name.endswith("conv.conv.weight") and tensor.shape == (shape[0], 1, shape[1]):
+                pass  # as torch has it; a tap is a number either way
             elif tensor.shape != shape:
                 raise ModelError(
                     f"{tensor.path}: {name} has the shape {tensor.shape}, but {self.described_by} implies {shape}; "

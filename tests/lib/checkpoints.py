@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from kernels.device import mx
 from models.config import Config, read_config
-from models.weights import FUSED, RENAMED
+from models.weights import FUSED, LFM2_NAMES, RENAMED
 
 V = 272  # 256 bytes, four special tokens, and some ids that no text has
 BOS, EOS = 256, 257
@@ -70,8 +70,12 @@ def random_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
             weights[name] = 0.3 * noise
         elif "embed_tokens" in name:
             weights[name] = (0.02 if config.norms_add else 0.35) * noise  # Gemma multiplies it
+        elif name.endswith("conv.conv.weight"):
+            weights[name] = 0.6 * noise
         else:
-            gain = {"o_proj": 3.0, "down_proj": 4.0, "lm_head": 3.0}.get(name.split(".")[-2], 1.3)
+            gain = {"o_proj": 3.0, "out_proj": 3.0, "down_proj": 4.0, "lm_head": 3.0}.get(
+                name.split(".")[-2], 1.3
+            )
             weights[name] = gain / np.sqrt(shape[-1]) * noise
     return weights
 
@@ -140,6 +144,11 @@ def make_checkpoint(
     (folder / "config.json").write_text(json.dumps(config))
     read = read_config(folder, True)
     arrays = {n: mx.array(w) for n, w in random_weights(read, seed).items()}
+    if config["model_type"] == "lfm2":
+        for theirs, ours in LFM2_NAMES.items():
+            arrays = {
+                name.replace(f".{ours}.", f".{theirs}."): array for name, array in arrays.items()
+            }
     if config["model_type"] == "granitemoehybrid" and not quantize:  # mlx-lm converts the names
         arrays = fuse(arrays, {name: parts for name, parts in FUSED.items() if "gate" in name})
         for theirs, ours in RENAMED.items():

@@ -58,6 +58,19 @@ MINISTRAL = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
+LFM2 = {
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 64,
+    "block_ff_dim": 96,
+    "block_multiple_of": 32,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+}
 EXPERTS = {
     "model_type": "qwen3_moe",
     "head_dim": 16,
@@ -287,6 +300,18 @@ CONFIGS = {
         "rope_theta": None,
         "rope_parameters": {**MINISTRAL, "llama_4_scaling_beta": 0.7},
         "quantize": lambda module: (4, 32),
+    },
+    "lfm2": {"model_type": "lfm2", **LFM2},
+    "lfm2, four taps, as published, 4 bits": {
+        "model_type": "lfm2",
+        **LFM2,
+        "conv_L_cache": 4,
+        "num_hidden_layers": 5,
+        "layer_types": ["conv", "conv", "full_attention", "conv", "conv"],
+        "block_auto_adjust_ff_dim": True,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "quantize": lambda module: None if module.endswith("conv.conv") else (4, 32),
     },
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 5, "no_rope_layer_interval": 2},
     "smollm3, layers named": {

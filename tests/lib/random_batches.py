@@ -32,6 +32,7 @@ from kernels.device import mx
 import numpy as np
 from checkpoints import make_checkpoint
 from harness import Ask, Tap, random_asks, run_schedule
+from parity import LFM2
 
 from kernels import library
 from models.load import read_model
@@ -101,6 +102,11 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them pa
         "intermediate_size": 33,
         "vocab_size": 275,
         "dtype": mx.float16,
+    },
+    {
+        "model_type": "lfm2",
+        "quantize": lambda name: None if "conv.conv" in name else (4, 32),
+        **LFM2,
     },
     {"model_type": "olmo2", "num_key_value_heads": 2, "head_dim": 20},
     {
