@@ -36,7 +36,7 @@ def alone(folder, prompt: list[int]) -> tuple:
 def prompts(common: int) -> tuple[list[int], list[int]]:
     rng = np.random.default_rng(common)
     first = rng.integers(1, 250, 40).tolist()
-    second = first[:common] + [255 - first[common]] + rng.integers(1, 250, 9).tolist()
+    second = [*first[:common], 255 - first[common], *rng.integers(1, 250, 9).tolist()]
     return first, second
 
 
@@ -80,5 +80,5 @@ def test_memory_of_a_row(folder):
 
 
 def test_ranks_are_refused(folder):
-    with pytest.raises(ValueError, match="it has convolutions. Start one process"):
+    with pytest.raises(ValueError, match=r"it has convolutions\. Start one process"):
         Shard.of(read_model(folder).config, 0, 2)
