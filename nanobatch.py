@@ -38,9 +38,9 @@ from engine.deferred_interrupt import defer_interrupt
 from engine.disk_prefix_cache import SlotCache
 from engine.handle import Handle, Result
 from engine.loop import Driver, Loop
-from engine.protocols import Grammar, RunnerProtocol
 from engine.registry import RequestRegistry
 from engine.reload import ModelError, Report, Source, check_unused
+from engine.runner_protocol import RunnerProtocol
 from engine.sampling_params import SamplingParams
 from engine.snapshot import Limits, RanksView, Snapshot, StepTimes
 from kernels import device
@@ -54,6 +54,7 @@ from prompt_lookup import Drafter, PromptLookup
 from runner import ForwardBatch, InFlightStep, Runner, sampling_rows
 from sampling import SamplingRow
 from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
+from text.grammar import Grammar
 from text.tokenizer import Tokenizer
 
 __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "Result"]

@@ -31,9 +31,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import count, pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sched import Plan, Request
+
+if TYPE_CHECKING:
+    from text.grammar import Grammar
 
 MOST = 15  # draft tokens of an answer in a step, unless the engine was made with another number
 # Initial match rates after a run of 0, 1, 2, 3 and more matches
@@ -45,13 +48,6 @@ WAITING = 0.05  # what losing run-ahead costs, as a share of a step
 PATIENCE = 0.05  # the slowdown allowed for requests that gain nothing, as a share of a step
 COPIES = 0.25  # below this share of matches, an answer gains nothing
 SELDOM = 16  # after this many unforced tokens, a grammar is asked only every this many tokens
-
-
-class ForcingGrammar(Protocol):
-    """Where an answer is in its grammar (`text/grammar.py`)."""
-
-    def forced(self) -> list[int]:
-        """The tokens that must come next."""
 
 
 class Pairs:
@@ -74,7 +70,7 @@ class PromptLookup:
     `grammar`: where the answer is in its grammar, if it has one.
     """
 
-    def __init__(self, grammar: ForcingGrammar | None = None):
+    def __init__(self, grammar: Grammar | None = None):
         self.text: Pairs | None = None  # prompt and answer, once there is a token to draft
         self.matches = 0  # the length of the current run of matches
         self.rates = list(USUAL)  # of matches, by the length of the run before

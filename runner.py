@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from engine.output_types import StepOutput
 from engine.sampling_params import SamplingParams
+from engine.step_output import StepOutput
 from kernels import device
 from kernels.device import device_lock, device_stream, mx
 from kv import Slab, Window

@@ -38,8 +38,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from engine.output_types import StepOutput, TokenLogprob
 from engine.sampling_params import SHORT_LIST, SamplingParams
+from engine.step_output import StepOutput, TokenLogprob
 from kernels.device import has_gpu, mx
 from kernels.sampling_ops import (
     BLOCK,

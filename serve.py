@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING
 
 from base import error_reports
 from base.job_process import BusyError
@@ -41,6 +41,9 @@ from policies import POLICIES
 from server.access_log import AccessLog
 from server.app import DRAIN_S, APIServer
 from server.http import Options
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -177,7 +180,7 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
     return code
 
 
-def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, **how) -> Any:
+def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, **how) -> Engine:
     """Load an `Engine`. This is the first code that imports MLX. `report` receives the stages."""
     if report:
         report("starting MLX")

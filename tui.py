@@ -22,6 +22,8 @@ can be tested without a terminal, and the engine never waits for the screen.
 from __future__ import annotations
 
 # First, because it opens the chapters of `--book` in the place of ours
+from typing import TYPE_CHECKING
+
 from cli import options as cli  # isort: split
 
 import argparse
@@ -44,7 +46,6 @@ from cli.options import BROWSER, about, on_a_terminal
 from cli.terminal_chat import History, history_file, state_folder
 from course import overlay
 from distributed import environment
-from engine.engine_protocol import AnyEngine
 from engine.snapshot import RequestView
 from experiments.tour import run_plain_tour
 from policies import POLICIES
@@ -56,6 +57,9 @@ from screen.pages.busy_periods import farewell
 from screen.remote_client import RemoteEngineClient, address_of, base_of
 from screen.state import State
 from screen.workload import BURST, CHUNK, Ask, Settings
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
 
 TALK = 2048  # tokens of a slot and of an answer, except for the demo
 PROMPTS = 10_000_000  # characters of their file
@@ -165,7 +169,7 @@ def read_prompts(file: str | None) -> list[str]:
 
 def load_engine(
     args: argparse.Namespace, report: Callable[[str], None], clock: Callable[[], float]
-) -> AnyEngine:
+) -> Engine:
     """Load the engine. This is the first code that imports MLX."""
     report("starting MLX")
     from kernels import blas_preload

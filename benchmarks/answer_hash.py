@@ -9,17 +9,20 @@ logits and random numbers are MLX's own.
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from benchmarks.answer_diff import Bits
-from engine.engine_protocol import AnyEngine
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
 
 QUESTIONS = ("Count from 3 to 12.", "What is 17 + 6?", "Tell me a story about a fox and a lantern.")
 # By MLX version. README prints one of them
 EXPECTED = {"0.32.4": "4dd3cd15a3c27a3c"}
 
 
-def fingerprint(engine: AnyEngine) -> str:
+def fingerprint(engine: Engine) -> str:
     """Ask the demo each question twice: greedy, and sampled."""
     handles = []
     for question in QUESTIONS:

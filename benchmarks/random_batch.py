@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import TYPE_CHECKING
 
-from engine.engine_protocol import AnyEngine
 from engine.handle import Handle
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
 
 WAVE = 20  # steps after which the number of concurrent requests is drawn again
 CANCELLED = 0.25  # share of the neighbours
@@ -33,7 +36,7 @@ class RandomBatch:
 
     def __init__(
         self,
-        engine: AnyEngine,
+        engine: Engine,
         dice: Random,
         ask: Callable[[], Handle],
         meet: Callable[[], Handle | None],

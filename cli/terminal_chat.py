@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from base.atomic_write import write_whole
 from base.untrusted_files import read_some
@@ -32,6 +32,12 @@ from cli.options import say
 from cli.text_output import StatusLine, WordWrap, wait_for_text
 from text.tool_formats import OutputFormat
 from text.tool_parser import OutputParser, ParsedPart
+
+if TYPE_CHECKING:
+    from engine.handle import Handle
+    from engine.sampling_params import SamplingParams
+    from engine.snapshot import Metrics
+    from nanobatch import Engine
 
 HELP = """/new            begin another conversation (the system message stays)
 /system TEXT    tell the model who it is; without a text, forget it
@@ -116,8 +122,8 @@ class Dialogue:
 
     def __init__(
         self,
-        engine: Any,
-        sampling: Any,
+        engine: Engine,
+        sampling: SamplingParams,
         read: Callable[[str], str] = input,
         write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
         width: Callable[[], int | None] = lambda: None,
@@ -272,7 +278,7 @@ def outgrown(tokens: int, length: int) -> str:
     )
 
 
-def spoken(handle: Any, output_format: OutputFormat) -> Iterator[tuple[ParsedPart, str]]:
+def spoken(handle: Handle, output_format: OutputFormat) -> Iterator[tuple[ParsedPart, str]]:
     """The parts of an answer as they arrive, each with its text for a terminal: reasoning is dim."""
     parser = OutputParser(output_format, is_thinking=handle.is_thinking)
     before = ""
@@ -294,7 +300,7 @@ def room_left(left: int, length: int) -> str:
     return f"; {left:,} tokens are left: /drop and /new make room" if few else ""
 
 
-def figures(m: Any, reason: str | None, where: str = "the slot") -> str:
+def figures(m: Metrics, reason: str | None, where: str = "the slot") -> str:
     """The cost of a turn, from its metrics. `where`: the slot that had its conversation."""
     read = f"read {m.prompt_tokens - m.cached_tokens:,}"
     if m.cached_tokens:
@@ -376,7 +382,7 @@ def keep(history: History) -> Callable[[str], str]:
     return read
 
 
-def begin(engine: Any, sampling: Any, questions: Sequence[str]) -> int:
+def begin(engine: Engine, sampling: SamplingParams, questions: Sequence[str]) -> int:
     """Talk with the person at this terminal."""
     if not engine.text.has_template:
         raise ValueError("this model has no chat template, so it knows no turns: give a PROMPT")

@@ -7,7 +7,10 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from engine.handle import Handle
 
 PROGRESS_S = 0.5  # seconds between two looks at a prompt that is being read
 PIECES = re.compile(r"\x1b\[[0-9;]*m|\n|[^\S\n]+|[^\s\x1b]+|\x1b")
@@ -95,7 +98,7 @@ class StatusLine:
         self._is_shown = bool(words)
 
 
-def wait_for_text(handle: Any, show: Callable[[str], None]) -> None:
+def wait_for_text(handle: Handle, show: Callable[[str], None]) -> None:
     """Wait until an answer begins. Meanwhile show the progress of a long prompt."""
     try:
         while not handle.wait_for_text(PROGRESS_S):

@@ -48,22 +48,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from base.validation import one_line
 from distributed.channel import Message, beat, messages_of, send
 from kernels.device import device_lock, device_stream, has_gpu, mx, readable
 
+if TYPE_CHECKING:
+    from models.config import Config
+
 LOST = 3  # exit code after the loss of another rank
 NEWS_S = 0.5  # after an exception, wait this long for news of a lost rank
 GRACE_S = 2.0  # time for the leader's clients to receive their errors
-
-
-class Heads(Protocol):
-    """A rank's shard of the model, as far as it is shown."""
-
-    H: int  # query heads
-    Hkv: int  # key heads
 
 
 class Ranks:
@@ -127,7 +123,7 @@ class Ranks:
 
     # --- batches
 
-    def settle(self, c: Heads, end_requests: Callable[[str], None]) -> str:
+    def settle(self, c: Config, end_requests: Callable[[str], None]) -> str:
         """Call this once the model is loaded. From here on, `end_requests` is called on the leader if
         a rank is lost. Return a description of this rank."""
         if self.size == 1:

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 from base.error_reports import LOG
 from base.validation import one_line
-from engine.protocols import RunnerProtocol
+from engine.runner_protocol import RunnerProtocol
 from engine.slot_files import (
     DIGEST,
     Damaged,

@@ -9,16 +9,18 @@ from array import array
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from base.error_reports import describe, show_fault
-from engine.output_types import StepOutput, TokenLogprob, TokenLogprobs
 from engine.prefill_progress import PrefillClock, PrefillProgress
-from engine.protocols import Grammar, TokenizerProtocol
 from engine.sampling_params import SamplingParams
 from engine.snapshot import Metrics, RequestView, percentile
-from engine.unit_vector import unit
-from sched import Request, Scheduler
+from engine.step_output import StepOutput, TokenLogprob, TokenLogprobs, unit_vector
+from sched import Request
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
+    from text.grammar import Grammar
 
 
 class Delta(NamedTuple):
@@ -43,19 +45,7 @@ class Result:
         """The vector with length 1, or its first `dimensions` numbers."""
         if self.vector is None:
             raise RuntimeError(f"a text has no vector: {self.error or self.finish_reason}")
-        return unit(self.vector, dimensions)
-
-
-class Owner(Protocol):
-    """What a handle needs of its engine."""
-
-    text: TokenizerProtocol
-    sched: Scheduler
-    clock: Callable[[], float]
-
-    def cancel(self, handle: Handle) -> None: ...
-
-    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool: ...
+        return unit_vector(self.vector, dimensions)
 
 
 class Handle:
@@ -67,7 +57,7 @@ class Handle:
 
     def __init__(
         self,
-        engine: Owner,
+        engine: Engine,
         request: Request,
         sampling: SamplingParams,
         prompt: str,  # as a person would read it

@@ -6,8 +6,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from engine.engine_protocol import AnyEngine
+if TYPE_CHECKING:
+    from nanobatch import Engine
 
 
 class Idle:
@@ -15,7 +17,7 @@ class Idle:
 
     def __init__(
         self,
-        engine: AnyEngine,
+        engine: Engine,
         seconds: float,
         say: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,

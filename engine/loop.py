@@ -29,9 +29,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from engine.deferred_interrupt import DeferredInterrupt, defer_interrupt
-from engine.engine_protocol import AnyEngine
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
 
 
 class Stopwatch:
@@ -126,7 +129,7 @@ class Loop:
     """
 
     def __init__(
-        self, engine: AnyEngine, between: Callable = lambda: None, watch: Stopwatch | None = None
+        self, engine: Engine, between: Callable = lambda: None, watch: Stopwatch | None = None
     ):
         # `stepping`: steps still to be run by hand
         self.engine = engine
@@ -182,7 +185,7 @@ class Loop:
         """True in the loop's own thread."""
         return threading.current_thread() is self._thread
 
-    def __enter__(self) -> AnyEngine:
+    def __enter__(self) -> Engine:
         try:
             self.start()
             return self.engine

@@ -8,28 +8,34 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import islice, takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from base.error_reports import describe, show_fault
 from base.validation import GrammarError
 from engine.handle import Handle
-from engine.output_types import StepOutput
 from engine.prefill_progress import UNREAD
 from engine.snapshot import (
     Limits,
     RanksView,
-    RunTimes,
+    RequestView,
     Seen,
     SlotView,
     Snapshot,
     StepTimes,
     StepView,
 )
+from engine.step_output import StepOutput
 from models.forward_cost import ModelCost, Roof
 from sched import Committed, Plan, Request, Scheduler
 
+if TYPE_CHECKING:
+    from runner import InFlightStep
 
-class Log:
+
+T = TypeVar("T")
+
+
+class Log(Generic[T]):
     """The newest entries of a long list, and the number of all.
 
     `kept`: the most entries. Together they may take `room` bytes, as `size` measures them. The newest
@@ -37,16 +43,16 @@ class Log:
     """
 
     def __init__(
-        self, kept: int, room: float = math.inf, size: Callable[[Any], int] = lambda entry: 0
+        self, kept: int, room: float = math.inf, size: Callable[[T], int] = lambda entry: 0
     ):
         self.count = 0
-        self._entries: deque[Any] = deque()
+        self._entries: deque[T] = deque()
         self._kept = kept
         self._room = room
         self._size = size
         self._taken = 0  # bytes
 
-    def add(self, entry: Any) -> None:
+    def add(self, entry: T) -> None:
         self._entries.append(entry)
         self._taken += self._size(entry)
         self.count += 1
@@ -57,7 +63,7 @@ class Log:
     def _is_full(self) -> bool:
         return len(self._entries) > self._kept or self._taken > self._room
 
-    def since(self, count: int) -> tuple:
+    def since(self, count: int) -> tuple[T, ...]:
         """All but the first `count` entries, oldest first, as far as they are kept."""
         new = min(self.count - count, len(self._entries))
         return tuple(reversed(tuple(islice(reversed(self._entries), new))))
@@ -74,9 +80,9 @@ class RequestRegistry:
         self.roof = Roof()  # not measured yet
         self.open: dict[int, Handle] = {}
         self._news: dict[int, Handle] = {}  # with output since the last `notify`
-        self.steps = Log(4096)
-        self.ended = Log(500, self.TEXTS, lambda view: view.size)
-        self.faults = Log(100)
+        self.steps: Log[StepView] = Log(4096)
+        self.ended: Log[RequestView] = Log(500, self.TEXTS, lambda view: view.size)
+        self.faults: Log[str] = Log(100)
         self.output_tokens = 0
         self._recorded_tokens = 0  # of these, in all recorded steps
         self.prompt_tokens = 0
@@ -110,7 +116,7 @@ class RequestRegistry:
                 show_fault(f"request {request.id} failed when its token became text", error)
             return "error"
 
-    def record(self, plan: Plan, run: RunTimes, done: Committed, times: StepTimes) -> None:
+    def record(self, plan: Plan, run: InFlightStep, done: Committed, times: StepTimes) -> None:
         """Record a step that has been committed, and retire the requests that it has ended."""
         for request in done.ended:
             self.retire(request.id)

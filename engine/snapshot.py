@@ -11,11 +11,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from sys import getsizeof
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.prefill_progress import UNREAD, PrefillProgress
 from models.forward_cost import ModelCost, Roof
 from sched import NARROWEST, Committed, Plan, Request, Scheduler
+
+if TYPE_CHECKING:
+    from runner import InFlightStep
 
 
 def percentile(values: Iterable[float], part: float) -> float | None:
@@ -204,17 +207,6 @@ class StepTimes(NamedTuple):
     committed: float
 
 
-class RunTimes(Protocol):
-    """How long the runner took for the parts of a step (`runner.InFlightStep`)."""
-
-    @property
-    def build_s(self) -> float: ...
-    @property
-    def device_s(self) -> float: ...
-    @property
-    def wait_s(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class StepView:
     """One step as it was run: which request did what, and how long each stage took."""
@@ -270,7 +262,7 @@ class StepView:
 
     @staticmethod
     def committed(
-        plan: Plan, run: RunTimes, done: Committed, tokens: int, times: StepTimes
+        plan: Plan, run: InFlightStep, done: Committed, tokens: int, times: StepTimes
     ) -> StepView:
         """A step of the engine. `tokens`: the number that was delivered."""
         return StepView.of(

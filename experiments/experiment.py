@@ -7,11 +7,14 @@ steps, so it may submit and cancel; its requests end with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING
 
-from engine.engine_protocol import AnyEngine
 from engine.handle import Handle
 from screen.engine_client import AnyExperiment, LocalEngineClient
 from screen.engine_view import Finding, View
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
 
 
 def runs(view: View, found: Finding | None) -> bool:
@@ -30,7 +33,7 @@ class Experiment:
     """An experiment: `steps` yields its findings."""
 
     client: LocalEngineClient  # both from `run` on
-    engine: AnyEngine
+    engine: Engine
 
     def __init__(self, found: Finding):
         self.found = found  # the findings so far

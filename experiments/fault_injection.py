@@ -13,21 +13,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from base.validation import shown
 from benchmarks.answer_diff import Bits, Difference, difference
-from engine.engine_protocol import running_on
 from engine.handle import Handle
+from engine.runner_protocol import RunnerProtocol
 from experiments.experiment import Experiment, result
 from screen.draw.canvas import Canvas, Figure
 from screen.draw.style import count, shorten
 from screen.page import Page, PageSession
 from screen.state import State
 from screen.workload import BURST, Ask
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
+    from runner import ForwardBatch, LaunchedStep, Runner
 
 BREAKS = {  # by name: title and mechanism
     "step": ("an exception in the next step", "raised when the forward pass has begun"),
@@ -121,7 +126,7 @@ class Saboteur:
     """Wrap our runner. Before each step `harm` may damage something, and returns what; then `fault`
     is raised, once the forward pass has been launched."""
 
-    def __init__(self, ours: Any, harm: Callable[[Any], str], fault: Exception | None):
+    def __init__(self, ours: Runner, harm: Callable[[ForwardBatch], str], fault: Exception | None):
         self.did = ""
         self._ours = ours
         self._harm = harm
@@ -130,7 +135,7 @@ class Saboteur:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ours, name)
 
-    def begin(self, order: Any) -> Any:
+    def begin(self, order: ForwardBatch) -> LaunchedStep:
         if self.did:
             return self._ours.begin(order)
         self.did = self._harm(order)
@@ -138,6 +143,19 @@ class Saboteur:
         if self.did and self._fault:
             raise self._fault
         return begun
+
+
+@contextmanager
+def running_on(engine: Engine, runner: RunnerProtocol) -> Iterator[None]:
+    """Inside, another runner runs the steps, such as one that fails."""
+    with engine.changed:
+        own = engine.runner
+        engine.runner = runner
+    try:
+        yield
+    finally:
+        with engine.changed:
+            engine.runner = own
 
 
 class Breaking(Experiment):
@@ -200,7 +218,7 @@ class Breaking(Experiment):
     # --- the three faults
 
     def _raise(self) -> Iterator[FaultInjection]:
-        def harm(order: Any) -> str:
+        def harm(order: ForwardBatch) -> str:
             self._note_where()
             return f"step {self.engine.sched.steps:,} raised an exception"
 
@@ -214,7 +232,7 @@ class Breaking(Experiment):
         if slab is None:
             raise ValueError("this engine has no slab to write into")
 
-        def harm(order: Any) -> str:
+        def harm(order: ForwardBatch) -> str:
             victim = self._victim()
             if victim is None:
                 return ""
@@ -233,7 +251,7 @@ class Breaking(Experiment):
         yield from self._sabotage(harm)
 
     def _sabotage(
-        self, harm: Callable[[Any], str], fault: Exception | None = None
+        self, harm: Callable[[ForwardBatch], str], fault: Exception | None = None
     ) -> Iterator[FaultInjection]:
         """Replace the runner until the damage is done."""
         saboteur = Saboteur(self.engine.runner, harm, fault)

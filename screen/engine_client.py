@@ -17,13 +17,12 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 from base.error_reports import show_fault
 from cli.terminal_chat import LEAST, outgrown
 from engine.cpu_contention import Others
-from engine.engine_protocol import AnyEngine
 from engine.handle import Handle
 from engine.loop import Loop, Stopwatch
 from engine.sampling_params import SamplingParams, advised
@@ -34,6 +33,9 @@ from sched import QueueFull
 from screen.draw.style import clean
 from screen.engine_view import Answer, Fault, Finding, View
 from screen.workload import CANDIDATES, Ask
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
 
 DRAIN_S = 20.0  # how long clients' requests may still run at the end
 
@@ -120,7 +122,7 @@ class AnyServer(Protocol):
     @property
     def changes(self) -> int: ...
 
-    def open(self, engine: AnyEngine, loop: Loop, name: str) -> None: ...
+    def open(self, engine: Engine, loop: Loop, name: str) -> None: ...
 
     def look(self, since: int = 0) -> ServerView: ...
 
@@ -137,11 +139,11 @@ class LocalEngineClient(EngineClient):
     """
 
     def __init__(
-        self, load: Callable[..., AnyEngine], server: AnyServer | None = None, name: str = ""
+        self, load: Callable[..., Engine], server: AnyServer | None = None, name: str = ""
     ):
         super().__init__()
         self.clock = Stopwatch()
-        self.engine: AnyEngine | None = None
+        self.engine: Engine | None = None
         self.loop: Loop | None = None
         self.server = server
         self._name = name

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.snapshot import RequestView
 from policies import POLICIES
+
+if TYPE_CHECKING:
+    from text.tokenizer import Prompt
 
 # Two prompts of the burst begin with this text, which is longer than a chunk of the demo: the
 # second finds the first one's rows in the prefix cache.
@@ -60,7 +63,7 @@ class Ask(NamedTuple):
     question: int = 0  # its number, if it belongs to a conversation
     messages: Sequence[dict[str, str]] = ()  # the conversation, ending with the prompt
     speculate: bool = True  # may tokens of the answer be drafted?
-    read: Any = None  # the tokenized prompt (`Prompt` in `text/tokenizer.py`)
+    read: Prompt | None = None  # the tokenized prompt
 
 
 def is_mute(request: RequestView) -> bool:

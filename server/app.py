@@ -28,13 +28,13 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import h11
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from base.error_reports import describe, show_fault
 from base.validation import shown
-from engine.engine_protocol import AnyEngine
 from engine.handle import Handle
 from engine.loop import Loop
 from engine.sampling_params import advised
@@ -51,6 +51,9 @@ from server.metrics import ServerMetrics
 from server.protocol_adapter import ProtocolAdapter, shutting_down
 from server.watch import MAX_WATCHERS, watch
 from text.grammar import SANDBOX_LIMITS
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
 
 PROTOCOLS = {
     "/v1/chat/completions": openai.ChatCompletion,
@@ -121,7 +124,7 @@ class APIServer:
         self._thread.start()
         return self
 
-    def open(self, engine: AnyEngine, loop: Loop, name: str) -> None:
+    def open(self, engine: Engine, loop: Loop, name: str) -> None:
         """From here on requests are answered."""
         self.loop = loop
         names = (name, "default", *self.options.aliases)

@@ -24,13 +24,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from base.error_reports import describe
 from base.job_process import BusyError
 from base.strings import json_or_none
 from base.validation import GrammarError
-from engine.engine_protocol import AnyEngine
 from engine.prefill_progress import UNREAD, PrefillProgress
 from engine.sampling_params import SamplingParams
 from sched import QueueFull
@@ -50,6 +49,10 @@ from text.tokenizer import Chat, Prompt, TooLongError
 from text.tool_formats import OutputFormat, tool_call_grammar
 from text.tool_parser import OutputParser
 
+if TYPE_CHECKING:
+    from nanobatch import Engine
+    from text.grammar import Grammar
+
 MAX_LOGPROBS = 200_000  # log probabilities in one response, over all choices
 PIECES = 64  # pieces written at once, at most
 PIECE = 256  # bytes of a piece in memory, about
@@ -64,7 +67,7 @@ SUFFIX = secrets.token_hex(2)
 class ServedModel(NamedTuple):
     """The engine and what clients may call its model."""
 
-    engine: AnyEngine
+    engine: Engine
     names: tuple[str, ...]  # the model's names; the first is its own
     defaults: dict[str, float]  # for settings that a request leaves out
 
@@ -88,7 +91,7 @@ class Answer:
         # Parsed, not submitted yet
         self._later: deque[tuple[Prompt, SamplingParams]] = deque()
         self._is_many = False  # embeddings are wanted, perhaps thousands
-        self._grammar: Any = None
+        self._grammar: Grammar | None = None
         self.adapter: ProtocolAdapter | None = None  # set by `submit`
         self._came = time.perf_counter()
         self._read_s = 0.0  # seconds from the body to submission
@@ -401,9 +404,7 @@ def check_tools(output_format: OutputFormat, chat: Chat, param: str) -> None:
         raise invalid(field, output_format.why, "unsupported_parameter")
 
 
-def grammar_of(
-    engine: AnyEngine, parsed: ParsedRequest, prompt: Prompt
-) -> Mapping[str, Any] | None:
+def grammar_of(engine: Engine, parsed: ParsedRequest, prompt: Prompt) -> Mapping[str, Any] | None:
     """The grammar of an answer: calls that must come; or the request's own grammar, with optional
     calls, and reasoning before it."""
     given = parsed.settings.get("grammar")
@@ -436,7 +437,7 @@ def count(
     return len(read_prompt(served.engine, parsed.prompts[0], "messages").ids)
 
 
-def read_prompt(engine: AnyEngine, prompt: str | list | Chat, param: str) -> Prompt:
+def read_prompt(engine: Engine, prompt: str | list | Chat, param: str) -> Prompt:
     """Tokenize a prompt, if a slot has room for it and one more token. `param`: the body's field."""
     text = engine.text
     max_len = engine.sched.max_len

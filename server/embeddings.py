@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 
-from engine.unit_vector import unit
+from engine.step_output import unit_vector
 from server.body_reader import invalid, read_body
 from server.choice import Choice
 from server.openai import read_prompts
@@ -42,7 +42,7 @@ class Embedding(ProtocolAdapter):
         data = []
         for index, choice in enumerate(choices):
             try:
-                vector = unit(choice.handle.vector, self._parsed.fields["dimensions"])
+                vector = unit_vector(choice.handle.vector, self._parsed.fields["dimensions"])
             except ValueError as error:
                 raise invalid("dimensions", str(error)) from None
             # Clients expect little-endian bytes, and MLX runs on no other machine

@@ -20,7 +20,7 @@ from contextlib import suppress
 from email.utils import formatdate
 from http import HTTPStatus
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import h11
@@ -31,6 +31,9 @@ from engine.server_view import RequestRecord
 from server.access_log import RequestLog
 from server.body_reader import APIError
 from server.protocol_adapter import dump
+
+if TYPE_CHECKING:
+    from server.completion import Answer
 
 MAX_CONNECTIONS = 512  # connections with a request in work; one more gets a 429
 # Further connections; beyond, the one that has been idle longest is ended
@@ -71,14 +74,6 @@ class Options(NamedTuple):
     aliases: tuple[str, ...] = ()  # more names of the model; a star is any
     # Addresses of proxies whose X-Forwarded-For counts (`proxy.py`)
     trusted_proxies: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
-
-
-class RunningAnswer(Protocol):
-    """What this file needs of an answer that the engine works on."""
-
-    lag: int  # bytes waiting for a client that reads too slowly
-
-    def progress(self) -> bytes: ...  # for a stream before its first token
 
 
 class ClientGone(Exception):
@@ -125,7 +120,7 @@ class HTTPRequest:
         self.is_logged = False  # not so for /health
         self.size = 0  # bytes of the body, while it is in memory
         self.left = 0  # bytes of the response not written yet
-        self.answer: RunningAnswer | None = None  # while the engine works for this request
+        self.answer: Answer | None = None  # while the engine works for this request
         # CORS headers, for a page that may read the response
         self.shared: Mapping[str, str] = {}
         # The body of an error, in the protocol's form

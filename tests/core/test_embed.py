@@ -11,7 +11,7 @@ from harness import check, exactly
 from parity import CONFIGS
 from planted_bugs import poisoned
 
-from engine.unit_vector import unit
+from engine.step_output import unit_vector
 from kernels.device import mx
 from nanobatch import Engine, ModelError, SamplingParams
 
@@ -103,7 +103,7 @@ def test_embedding_is_batch_invariant(folder):
             found = [(other.result().tokens, other.logprobs) for other in others]
             assert found == [(answer.tokens, answer.logprobs)] * len(others) and len(others) > 4
         reused += sum(result.metrics.cached_tokens for result in results)
-        got = [unit(result.vector).tobytes() for result in results]
+        got = [unit_vector(result.vector).tobytes() for result in results]
         assert got == [*alone, *alone[::-1]]
     assert reused > 300
 
@@ -161,7 +161,7 @@ def test_dimensions_truncate_and_renormalise(folder):
         for wrong in (0, 65, 1.5, True):
             with pytest.raises(ValueError, match="dimensions"):
                 engine.embed(["Once"], dimensions=wrong)
-    assert unit(array("f", [0, 0])) == array("f", [0, 0])
+    assert unit_vector(array("f", [0, 0])) == array("f", [0, 0])
 
 
 # --- what a model was made for ------------------------------------------------------------------

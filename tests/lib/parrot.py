@@ -34,7 +34,7 @@ from servers import Server
 from tokenizers import AddedToken
 
 from engine.loop import Loop, Stopwatch
-from engine.output_types import StepOutput
+from engine.step_output import StepOutput
 from nanobatch import Engine
 from server.app import APIServer
 from server.http import Options

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from distributed.group import ALONE
-from engine.output_types import StepOutput, TokenLogprob
+from engine.step_output import StepOutput, TokenLogprob
 from kernels.device import mx
 from models.config import Config
 from models.forward_cost import ModelCost

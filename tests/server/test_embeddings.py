@@ -14,7 +14,7 @@ from servers import CHAT
 from waiting import wait_for
 
 from engine.handle import Handle
-from engine.unit_vector import unit
+from engine.step_output import unit_vector
 from nanobatch import SamplingParams
 
 EMBED = SamplingParams(embeds=True)
@@ -32,7 +32,7 @@ def here() -> Iterator[Taught]:
 def wanted(here) -> dict[str, list[float]]:
     """By text: its vector, from the engine itself."""
     results = [here.parrot.engine.submit(text, EMBED).result(60) for text in TEXTS]
-    return {text: unit(result.vector) for text, result in zip(TEXTS, results, strict=True)}
+    return {text: unit_vector(result.vector) for text, result in zip(TEXTS, results, strict=True)}
 
 
 def vectors(reply) -> list[list[float]]:

@@ -1,0 +1,22 @@
+"""The device half of an engine as a protocol: `runner.Runner`, or what stands in for it in a fault injection
+(`experiments/fault_injection.py`) and in tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from kv import Slab
+    from runner import ForwardBatch, InFlightStep, LaunchedStep, SamplingRows
+
+
+class RunnerProtocol(Protocol):
+    slab: Slab | None  # None for a runner without one
+
+    def begin(self, batch: ForwardBatch) -> LaunchedStep: ...
+
+    def finish(self, launched: LaunchedStep, rows: SamplingRows) -> InFlightStep: ...
+
+    def reset(self) -> None: ...
+
+    def warm_up(self) -> None: ...
