@@ -30,7 +30,7 @@ may hold a number that is not finite are zeroed first. A NaN in another slot doe
 sequence reads its own slot and no other.
 
 This file knows slots, rows and lengths, never requests. Where next: `sched.py`, which assigns the
-slots.
+slots; which of the free ones a prompt gets is decided in `prefix.py`.
 """
 
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ Each part of `screen/` knows only those above it:
     engine_view.py    all that the screen knows of an engine at one moment, frozen
     engine_client.py  what all engine clients share, and the client that owns an engine
     remote_client.py  the client for a server's `/watch`
-    step_columns.py   steps as columns of the timeline; stats.py: the statistics of a busy period
+    timeline_columns.py   steps as columns of the timeline; busy_period_stats.py: the statistics of a busy period
     policy_runs.py    races and replays on a clock without interruptions
     state.py          all that the picture depends on
     draw/             pure functions from the state to lines of text

@@ -1,5 +1,5 @@
-"""Unload the weights of an idle engine. The first step of the next request loads them again, and a
-request that arrives meanwhile waits in the queue."""
+"""Decide when an idle engine's weights are unloaded (`Engine.release` does it). The first step of the next
+request loads them again (`reload.py`), and a request that arrives meanwhile waits in the queue."""
 
 from __future__ import annotations
 

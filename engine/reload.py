@@ -1,5 +1,9 @@
 """Where an engine's model comes from, so that it can be unloaded and read again. Before a tensor is read,
-everything is checked: names and shapes, the tokenizer, and the memory."""
+everything is checked: names and shapes, the tokenizer, and the memory.
+
+`Engine.release` and `Engine.reload` in `nanobatch.py` unload and read it; `idle_unload.py` decides when a
+server does.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,10 @@
 A file is written under another name and then renamed, so it is whole or not there. Its name begins with
 the model's key, and several servers may share a folder without locks: the same name is the same content,
 and a file that vanishes is a miss.
+
+`header_of` writes safetensors' header by hand. Threads write while the device computes, so they may touch
+no array of MLX, as its `save_safetensors` would. The `safetensors` package would be a dependency for these
+ten lines, and it gives a file neither its private mode nor its digest.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def processor() -> frozenset[str]:
 
 def threads(most: int = MOST_THREADS) -> int:
     """The number of threads that multiply: NANOBATCH_THREADS, or the number of cores available to this
-    process, up to `most`."""
+    process (`base/machine.py`), up to `most`."""
     asked = os.environ.get("NANOBATCH_THREADS", "")
     if not asked:
         return min(cores(), most)

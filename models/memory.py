@@ -2,6 +2,8 @@
 
 In MLX running out of memory is no exception: the process dies. So the sizes of weights and slab are
 computed before a tensor is read. And MLX would add up the arrays of ranks that differ without an error.
+
+The free memory itself is measured in `kernels/device.py` (a GPU's) and `base/machine.py`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ is loaded, clients get 503.
 The invariant: each request ends with an answer, or when the client hangs up. Afterwards it holds no
 slot.
 
-Next: `completion.py`, the way of one request; `schema.py`, how a body is read; `protocol_adapter.py`, what
+Next: `completion.py`, the way of one request; `body_reader.py`, how a body is read; `protocol_adapter.py`, what
 the protocols share; `access_log.py`, records of requests.
 """
 

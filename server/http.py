@@ -72,7 +72,7 @@ class Options(NamedTuple):
     watch_key: str | None = None
     allow_hosts: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()  # more names of the model; a star is any
-    # Addresses of proxies whose X-Forwarded-For counts (`proxy.py`)
+    # Addresses of proxies whose X-Forwarded-For counts (`forwarded_for.py`)
     trusted_proxies: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
 
 

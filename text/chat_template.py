@@ -2,7 +2,7 @@
 
 A template comes with the weights, from an untrusted author. Jinja's sandbox keeps it away from
 files and Python's internals, but it may still loop forever or make gigabytes of text. So a
-template is first checked in a child process (`template_and_tokenizer_check.py`); one that passes is rendered
+template is first checked in a child process (`untrusted_model_files.py`); one that passes is rendered
 here, in the thread of the request, never in the thread that steps.
 
 A template may still be slow on a client's conversation: a loop over all pairs of 10,000 messages

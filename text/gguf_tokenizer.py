@@ -3,7 +3,7 @@
 There are two kinds. "gpt2" is byte-level BPE: the file has tokens and merges, and names the way in which
 a text is cut into words first. "llama" is SentencePiece's BPE: tokens have scores, and merges follow
 from them. The file comes from an untrusted author, so its tokenizer is checked in a child process
-(`template_and_tokenizer_check.py`) before it is used.
+(`untrusted_model_files.py`) before it is used.
 """
 
 from __future__ import annotations

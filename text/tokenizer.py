@@ -2,7 +2,7 @@
 
 A model that speaks in turns wants its prompts wrapped exactly as in its training, so its own chat
 template does it. Template and tokenizer come from an untrusted author and are checked in a child
-process before they are used (`template_and_tokenizer_check.py`). The way back is in `detokenizer.py`.
+process before they are used (`untrusted_model_files.py`). The way back is in `detokenizer.py`.
 """
 
 from __future__ import annotations

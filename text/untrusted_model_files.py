@@ -3,7 +3,7 @@
 Both come from an untrusted author. A template of 30 bytes can make gigabytes of text. A tokenizer
 of 5 KB, with 40 rules that each double a letter, exhausts memory at the first prompt; one with a
 broken table aborts the process. So a child renders conversations and encodes and decodes texts
-within `LIMITS` (`sandbox.py`); what exceeds them is refused at load.
+within `LIMITS` (`base/job_process.py`); what exceeds them is refused at load.
 
 An author can still hide what only a rare text triggers: run a server of untrusted models with a
 memory limit of its own.

@@ -8,7 +8,7 @@ two figures: the number of functions entered, and how often the reader changes t
 whether a change makes the way longer, run this file of another checkout, too.
 
 Left out are the layers after the first, what `ops.py`, `rope.py` and `layers.py` in `models` and
-`mlx.py` and `row_ops.py` in `kernels` define, and the slab's windows. A comprehension, a generator
+`device.py` and `row_ops.py` in `kernels` define, and the slab's windows. A comprehension, a generator
 expression or a lambda belongs to its function. A function entered several times in a row takes one
 line.
 """

@@ -1,4 +1,4 @@
-"""The timeline: slots × steps, and what each slot did in each step. See `step_columns.py`."""
+"""The timeline: slots × steps, and what each slot did in each step. See `timeline_columns.py`."""
 
 from __future__ import annotations
 
