@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from engine.roofline import measure_roofline
 from engine.snapshot import StepView, percentile
-from experiments.engine_probes import measure_roofline
 from models.forward_cost import floors_of, of_rows
 from nanobatch import Engine, Handle
 

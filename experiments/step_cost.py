@@ -1,7 +1,7 @@
 """The cost of a step: bytes, operations and Python, against this machine's roofline.
 
 A step's bytes and operations are counted (`models/forward_cost.py`) and compared with what the
-machine can do (`experiments/roofline.py`):
+machine can do (`engine/roofline.py`):
 
     weights          read once, whatever the number of rows: a token's share falls as 1 / rows
     keys and values  each sequence reads its own cache and shares none
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from base.installation import command
 from base.validation import shown
@@ -39,6 +41,10 @@ from screen.page import Page, PageSession
 from screen.state import State
 from screen.timeline_columns import Column
 
+if TYPE_CHECKING:
+    from nanobatch import Engine
+
+NAME = "cost"
 COUNTS = (1, 2, 4, 8, 16)  # rows of the steps side by side
 MORE_COUNTS = (*COUNTS, 32, 64, 128)  # where there is room for them
 NAMES = 13  # characters of a name
@@ -46,6 +52,28 @@ NEARER = 1.2  # times as fast as memory: such weights are in a cache
 DISTURBED = 1.5  # times the usual duration
 MOST = 2**16  # rows of the largest batch considered
 ASKED = 100  # steps whose experts are kept
+
+
+# --- what is asked of the engine
+
+
+def measure(engine: Engine, others: float) -> None:
+    from engine.roofline import measure_roofline  # it needs MLX
+
+    measure_roofline(engine, others)
+
+
+def chosen_experts(engine: Engine) -> ExpertsView:
+    """Which experts the newest step takes, layer by layer."""
+    from kernels.device import device_lock, device_stream  # they need MLX
+
+    choices = engine.model.choices
+    with device_lock, device_stream():
+        layers = choices.read() if choices else ()
+    return ExpertsView(engine.sched.steps, tuple(tuple(each.most_common()) for each in layers))
+
+
+# --- bytes and operations
 
 
 def parts_of(column: Column) -> list[Member]:
@@ -364,7 +392,8 @@ def obey(session: PageSession, rest: str) -> None:
         raise ValueError(f"/cost {shown(rest)}: only again may follow; it measures the roofline")
     engine = session.state.view.engine
     if rest or not engine or not engine.roof.reading:
-        session.client.measure_roofline()
+        others = session.state.view.others
+        session.client.inspect(NAME, partial(measure, others=others), off_the_clock=True)
 
 
 def look(session: PageSession) -> bool:
@@ -374,25 +403,26 @@ def look(session: PageSession) -> bool:
     known = experts_in(session.state)
     if newest and session.handled and newest not in known:
         known[newest] = None
-        session.client.ask_experts()
+        session.client.inspect(NAME, chosen_experts)
     return False  # the answer is news
 
 
 def take(state: State, before: View) -> None:
-    if state.view.experts:
+    seen = state.view.inspected.get(NAME)
+    if isinstance(seen, ExpertsView):
         known = experts_in(state)
-        known[state.view.experts.step] = state.view.experts
+        known[seen.step] = seen
         for step in [*known][:-ASKED]:
             del known[step]
 
 
 def experts_in(state: State) -> dict[int, ExpertsView | None]:
     """The experts by step; None: asked for, not known yet."""
-    return state.kept.setdefault("cost", {})
+    return state.kept.setdefault(NAME, {})
 
 
 PAGE = Page(
-    "cost",
+    NAME,
     "B",
     "Step cost",
     "the cost of a step: bytes, arithmetic and Python, under this machine's roofline",

@@ -148,7 +148,7 @@ def of_rows(model: ModelCost, rows: int, length: int) -> StepCost:
 
 
 class Roof(NamedTuple):
-    """The roofline of this machine (`experiments/roofline.py`); 0: not measured yet."""
+    """The roofline of this machine (`engine/roofline.py`); 0: not measured yet."""
 
     reading: float = 0.0  # bytes a second, of weights that no cache holds
     # Bytes a second, of as many weights as the model has, which may fit a cache

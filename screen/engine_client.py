@@ -27,7 +27,6 @@ from engine.handle import Handle
 from engine.loop import Loop, Stopwatch
 from engine.sampling_params import SamplingParams, advised
 from engine.server_view import ServerView
-from engine.snapshot import ExpertsView
 from policies import POLICIES
 from sched import QueueFull
 from screen.draw.style import clean
@@ -102,10 +101,10 @@ def between_steps(method: Callable) -> Callable:
     steps."""
 
     @wraps(method)
-    def post(self: LocalEngineClient, *arguments) -> None:
+    def post(self: LocalEngineClient, *arguments, **options) -> None:
         def run() -> None:
             try:
-                method(self, *arguments)
+                method(self, *arguments, **options)
             finally:  # a failed command counts as well, or a script would wait forever
                 self.note(handled=self._known.handled + 1)
 
@@ -433,31 +432,21 @@ class LocalEngineClient(EngineClient):
         sched = self.engine.sched
         return (sched.draining_to or sched.policy).name
 
-    # --- for the page of a step's cost
-
-    @between_steps
-    def measure_roofline(self) -> None:
-        """Measure this machine. The step in flight is read first and the clock is stopped, so no
-        time of a request or a step includes the measurement."""
-        self.engine.step(plan=False)
-        self.clock.stop()
-        self._measure_roofline(self.others.look())
-
-    def _measure_roofline(self, others: float) -> None:
-        from experiments.engine_probes import measure_roofline  # it needs MLX
-
-        measure_roofline(self.engine, others)
-
-    @between_steps
-    def ask_experts(self) -> None:
-        self.note(experts=self._chosen_experts())
-
-    def _chosen_experts(self) -> ExpertsView:
-        from experiments.engine_probes import chosen_experts  # it needs MLX
-
-        return chosen_experts(self.engine)
-
     # --- experiments
+
+    @between_steps
+    def inspect(
+        self, page: str, look: Callable[[Engine], object], off_the_clock: bool = False
+    ) -> None:
+        """Look at the engine for a page, which finds the answer in the view under its name.
+
+        `off_the_clock`: the step in flight is read first and the clock is stopped, so no time of a
+        request or a step includes the look.
+        """
+        if off_the_clock:
+            self.engine.step(plan=False)
+            self.clock.stop()
+        self.note(inspected={**self._known.inspected, page: look(self.engine)})
 
     @between_steps
     def run_experiment(self, experiment: AnyExperiment) -> None:

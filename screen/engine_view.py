@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from engine.server_view import ServerView
-from engine.snapshot import ExpertsView, Limits, Snapshot
+from engine.snapshot import Limits, Snapshot
 
 
 class Leg(NamedTuple):
@@ -79,7 +79,7 @@ class View(NamedTuple):
     gone_s: float | None = None  # seconds since the server went away
     experimenting: bool = False
     finding: Finding | None = None  # of the running experiment, or of the last one
-    experts: ExpertsView | None = None  # of the last step that was asked about
+    inspected: Mapping[str, object] = {}  # by page: what it saw of the engine last
     others: float = 0.0  # cores that other programs use, while none is idle
     cores: int = 0  # of this process
     # (first step, limits), oldest first; empty if the budget was never changed

@@ -15,8 +15,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from base.installation import command
@@ -27,6 +28,9 @@ from screen.draw.style import clean
 from screen.engine_client import EngineClient, Outgrown
 from screen.engine_view import View
 from screen.workload import Ask
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
 
 RETRY_S = 1.0
 SILENT_S = 5.0  # timeout: a server sends something every second
@@ -194,11 +198,10 @@ class RemoteEngineClient(EngineClient):
     def end_experiment(self, name: str) -> None:
         """None can run here."""
 
-    def measure_roofline(self) -> None:
-        """Only the server can measure its machine."""
-
-    def ask_experts(self) -> None:
-        """Frames do not name experts."""
+    def inspect(
+        self, page: str, look: Callable[[Engine], object], off_the_clock: bool = False
+    ) -> None:
+        """Only the server can look at its engine."""
 
     def fire(self, asks: Sequence[Ask]) -> None:
         for ask in asks:

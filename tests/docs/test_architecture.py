@@ -57,11 +57,10 @@ MAY_IMPORT = {
 STILL_UP = {
     "* course/overlay",
     "screen/* experiments/*",
-    "benchmarks/metrics experiments/engine_probes",
 }
 WITHOUT_MLX = """sched policies prefix prompt_lookup engine/* base/* cli/* text/* server/* screen/* serve tui
     models/forward_cost distributed/environment experiments/fitted_step_times experiments/simulator course/overlay"""
-NEEDS_MLX = "engine/reload engine/disk_prefix_cache"
+NEEDS_MLX = "engine/reload engine/disk_prefix_cache engine/roofline"
 STANDARD_LIBRARY = {
     "sched": "",
     "policies": "",

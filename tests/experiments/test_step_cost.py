@@ -1,12 +1,14 @@
 """The cost of a step: bytes, arithmetic and Python, and the roof of the machine above them."""
 
 import re
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from screen_stage import Stage, like_golden, on_screen, show
 from word_engine import VIEW
 
-from engine.snapshot import ExpertsView
+from engine import roofline
 from experiments import step_cost
 from models.forward_cost import Member, ModelCost, Roof, Work, pass_cost
 from screen.commands import PlainLog, orders_of
@@ -28,11 +30,14 @@ MODEL = ModelCost(
 EXPERTS = MODEL._replace(experts=8, taken=2, expert_nbytes=60, expert_products=15)
 
 
+@pytest.fixture(autouse=True)
+def roof(monkeypatch) -> None:
+    """This machine is as fast as `ROOF` says."""
+    monkeypatch.setattr(roofline, "measure", lambda nbytes, dtype: ROOF[:3])
+
+
 def ready(**options) -> Stage:
-    """A stage whose machine has been measured."""
-    stage = Stage(**options).load()
-    stage.client._measure_roofline = lambda others: setattr(stage.engine.registry, "roof", ROOF)
-    return stage
+    return Stage(**options).load()
 
 
 def page(stage: Stage, width: int = 120, height: int = 40) -> str:
@@ -151,19 +156,19 @@ async def test_the_arrows_lead_to_other_steps_and_s_takes_one(it):
     assert "Slots" in it.text()
 
 
-def test_the_roofline_is_measured_once_off_the_clock():
+def test_the_roofline_is_measured_once_off_the_clock(monkeypatch):
     """It takes as long as a hundred steps, and a request that waits is not said to have waited so
     long. What was in flight has been read before, so its time is its own."""
     stage = ready()
     measured = []
 
-    def measure(others: float) -> None:
+    def measure(nbytes, dtype) -> tuple[float, ...]:
         assert not stage.engine._in_flight
         stage.time.now += 5.0
         measured.append(stage.time.now)
-        stage.engine.registry.roof = ROOF
+        return ROOF[:3]
 
-    stage.client._measure_roofline = measure
+    monkeypatch.setattr(roofline, "measure", measure)
     stage.obey("/burst 9")
     stage.turns(5)
     assert stage.engine._in_flight, "the engine runs ahead"
@@ -181,13 +186,12 @@ def test_the_roofline_is_measured_once_off_the_clock():
         stage.obey("/cost twice")
 
 
-def test_a_roofline_measured_next_to_other_programs():
+def test_a_roofline_measured_next_to_other_programs(monkeypatch):
     stage = ready()
     stage.client.others.look = lambda: 1.4
-    stage.client._measure_roofline = lambda others: setattr(
-        stage.engine.registry, "roof", ROOF._replace(reading=5e9, others=others)
-    )
+    monkeypatch.setattr(roofline, "measure", lambda nbytes, dtype: (5e9, 10e9, 100e9))
     stage.obey("alone")
+    stage.turns()
     stage.obey("/cost")
     stage.finish()
     stage.state.move(-3)
@@ -196,6 +200,7 @@ def test_a_roofline_measured_next_to_other_programs():
     assert f"{roof} then: /cost again" in " ".join(text.split())
     assert "cache" not in text and "Reading bounds it" in text
     stage.client.others.look = lambda: 0.0
+    stage.turns()
     stage.obey("/cost again")
     stage.turns()
     text = page(stage)
@@ -213,14 +218,13 @@ def expert_stage() -> Stage:
     stage.engine.registry.model = model
     stage.asked = []
 
-    def chosen() -> ExpertsView:
-        step = stage.engine.sched.steps
-        stage.asked.append(step)
+    def read() -> list[Counter]:
+        stage.asked.append(stage.engine.sched.steps)
         decode = sum(slot.request is not None for slot in stage.engine.snapshot().slots)
-        layer = ((1, decode), (0, decode - decode // 2), (2, decode // 2))
-        return ExpertsView(step, (layer,) * model.layers)
+        layer = Counter({1: decode, 0: decode - decode // 2, 2: decode // 2})
+        return [layer] * model.layers
 
-    stage.client._chosen_experts = chosen
+    stage.engine.model.choices = SimpleNamespace(read=read)
     return stage
 
 
@@ -263,7 +267,8 @@ async def test_experts_are_asked_only_while_the_page_is_open(it):
 async def test_failed_questions_are_not_repeated(it):
     """Ten times a second it would fill the page of errors."""
     stage = it.stage
-    stage.client._chosen_experts = lambda: stage.asked.append(stage.engine.sched.steps) or 1 / 0
+    read = stage.engine.model.choices.read
+    stage.engine.model.choices.read = lambda: read() / 0
     stage.obey("/burst 3")
     await it.turns(20)
     await it.press("space", "B", turns=3)

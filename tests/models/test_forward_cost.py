@@ -7,8 +7,8 @@ from checkpoints import make_checkpoint
 from screen_stage import EndsAfter
 
 import llama
-from experiments import engine_probes, roofline
-from experiments.step_cost import asked_of, parts_of
+from engine import roofline
+from experiments.step_cost import asked_of, chosen_experts, parts_of
 from kernels import device
 from kernels.device import device_lock, device_stream, mx
 from kernels.packed import Matrix
@@ -183,7 +183,7 @@ def test_experts_of_the_newest_step(tmp_path):
         engine.run_ahead = False
         while engine.step():
             step = engine.snapshot().steps[-1]
-            found = engine_probes.chosen_experts(engine)
+            found = chosen_experts(engine)
             assert found.step == step.step
             tokens = sum(stop - start for *_, start, stop in step.prefill) + len(step.decode)
             first, last = (sum(dict(layer).values()) for layer in found.layers)
@@ -237,11 +237,11 @@ def test_the_roof_is_as_much_as_was_ever_seen(engine, monkeypatch):
     none stays so."""
     assert engine.snapshot().roof == Roof()
     tries = [(3.0, 5.0, 7.0), (4.0, 2.0, 7.5), (1.0, 1.0, 1.0)]
-    monkeypatch.setattr(engine_probes, "measure", lambda nbytes, dtype: tries.pop(0))
+    monkeypatch.setattr(roofline, "measure", lambda nbytes, dtype: tries.pop(0))
     for others, roof_then in (
         (1.5, Roof(3.0, 5.0, 7.0, 1.5)),
         (0.0, Roof(4.0, 5.0, 7.5, 0.0)),
         (1.9, Roof(4.0, 5.0, 7.5, 0.0)),
     ):
-        engine_probes.measure_roofline(engine, others)
+        roofline.measure_roofline(engine, others)
         assert engine.snapshot().roof == roof_then

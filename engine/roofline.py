@@ -11,8 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import cycle
+from typing import TYPE_CHECKING
 
-from kernels.device import free_memory, mx
+from kernels.device import device_lock, device_stream, free_memory, mx
+from models.forward_cost import Roof
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
 
 WIDE = 1024  # length of a row
 PIECE = 2**24  # bytes read by a try
@@ -20,6 +25,16 @@ LARGE = 2**28  # bytes: more than most caches hold
 LARGEST = 2**32
 LEAST_S = 0.0005  # a shorter try is mostly launch overhead
 TRIES_S = 0.1  # time for each figure
+
+
+def measure_roofline(engine: Engine, others: float = 0.0) -> None:
+    """Measure between two steps. Later snapshots of this engine have the result.
+
+    `others`: the number of cores that other programs take meanwhile, as far as that is known.
+    """
+    with device_lock, device_stream():
+        found = Roof(*measure(engine.model.cost.nbytes, engine.model.dtype), others)
+    engine.registry.roof = engine.registry.roof.joined(found)
 
 
 def measure(nbytes: int, dtype: mx.Dtype) -> tuple[float, float, float]:
