@@ -24,6 +24,7 @@ from base.validation import read_whole
 from engine.handle import Handle
 from engine.snapshot import StepView, percentile
 from experiments.experiment import Experiment, runs
+from experiments.latency_breakdown import work_ends
 from sched import Request
 from screen.draw.canvas import Canvas, Figure
 from screen.draw.charts import nice
@@ -31,7 +32,6 @@ from screen.draw.slots import fit_slots
 from screen.draw.status import others_of
 from screen.draw.style import GLYPHS, PREFILL, count, shorten, span
 from screen.engine_client import AnyExperiment
-from screen.latency_breakdown import work_ends
 from screen.page import Page, PageSession
 from screen.state import State
 from screen.timeline_columns import Column

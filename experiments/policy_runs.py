@@ -1,21 +1,24 @@
 """A workload under a policy, measured or replayed, on a clock without interruptions.
 
 Other programs interrupt steps, so measured seconds of one race differ by factors of 1.0 to 3.9. A
-run is therefore as long as the undisturbed times of its steps (`experiments/fitted_step_times.py`); the rest
+run is therefore as long as the undisturbed times of its steps (`screen/step_prices.py`); the rest
 of the engine's clock is shown as interruptions. Every time in a `Run` except `took` is on that
 clock.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine.snapshot import Limits, RequestView, StepView, percentile
-from experiments.fitted_step_times import Prices, drafts_by_request, guest_of, replayed
-from experiments.simulator import Guest
+from experiments.simulator import Guest, Ran, Replay, drafts_in
+from policies import POLICIES
+from sched import Plan, Request
 from screen.draw.style import number, span
+from screen.step_prices import Prices, on_clock
 from screen.timeline_columns import Cell, Column, column, last_in, merge, said_in, useful_of
 
 FIGURES = ("steps", "makespan", "TTFT mean", "TTFT p95", "slots used", "tok/s")
@@ -62,39 +65,6 @@ class Contest(NamedTuple):
     title: str
     runs: Sequence[Run]
     note: str = ""
-
-
-# --- the clock ----------------------------------------------------------------------------------
-
-# Number of steps that prices are fitted to, so that races in a row have one clock
-KNOWN = 10_000
-
-
-def on_clock(
-    columns: Sequence[Column], prices: Prices
-) -> tuple[list[Column], Callable[[float], float]]:
-    """The same steps on the clock of the prices, and a function from real time to that clock."""
-    out = []
-    now = 0.0
-    for i, c in enumerate(columns):
-        # Idle times stay the same
-        began = now + (c.began - columns[i - 1].ended if i else 0.0)
-        now = began + prices.of(len(c.view.decode), len(c.view.prefill))
-        out.append(c._replace(began=began, ended=now))
-
-    def moment(at: float) -> float:
-        i = bisect_left(columns, at, key=lambda c: c.ended)
-        if i == len(columns):
-            return now
-        real = columns[i]
-        ours = out[i]
-        since = at - real.began
-        if since <= 0:
-            return max(0.0, ours.began + since)
-        part = since / ((real.ended - real.began) or 1.0)
-        return ours.began + part * (ours.ended - ours.began)
-
-    return out, moment
 
 
 # --- runs, measured and simulated ---------------------------------------------------------------
@@ -172,6 +142,54 @@ def simulated(
         )
         before = column(view, limits.slots, before)
         yield before
+
+
+def replayed(
+    limits: Limits, guests: Sequence[Guest], policy: str, prices: Prices, **options: Any
+) -> Iterable[Ran]:
+    """The steps of a replay, on the clock of these costs. The options are those of `Replay`."""
+
+    def seconds(plan: Plan) -> float:
+        return prices.of(len(plan.decodes), len(plan.chunks))
+
+    return Replay.under(limits._asdict(), POLICIES[policy], guests, seconds, **options)
+
+
+def drafts_by_request(steps: Iterable[StepView]) -> dict[int, list[tuple[int, int]]]:
+    """What these steps drafted, for `guest_of`."""
+    return drafts_in((step.decode, step.ghosts, step.drafts) for step in steps)
+
+
+def guest_of(
+    request: RequestView,
+    moment: Callable[[float], float],
+    drafts: Mapping[int, Sequence[tuple[int, int]]],
+) -> Guest:
+    """A request for a replay. If it still runs, it counts as far as it is: during prefill, to its
+    first token.
+
+    `moment` converts arrival times to the clock of the costs.
+    """
+    metrics = request.metrics
+    tokens = max(1, metrics.output_tokens)
+    again = Request(
+        request.id,
+        (0,) * metrics.prompt_tokens,
+        tokens if request.reason is None else request.max_tokens,
+        moment(request.arrived),
+        prefix_cache=False,
+        client=request.client,
+        prefilled=metrics.cached_tokens,
+    )
+    guest = Guest(again, tokens, drafts=drafts.get(request.id, ()))
+    if is_cut_short(request):
+        return guest._replace(tokens=math.inf, leaves=moment(request.ended))
+    return guest
+
+
+def is_cut_short(request: RequestView) -> bool:
+    """True if a cancel or an error ended it."""
+    return request.reason in ("cancelled", "error")
 
 
 def until(run: Run, moment: float) -> Run:

@@ -10,7 +10,6 @@ from functools import partial
 
 from base.validation import read_whole
 from experiments.experiment import Experiment
-from experiments.fitted_step_times import LEAST
 from experiments.policy_runs import (
     FIGURES,
     Contest,
@@ -18,7 +17,6 @@ from experiments.policy_runs import (
     answer_in,
     in_time,
     measured,
-    on_clock,
     renumbered,
     replay,
     until,
@@ -32,6 +30,7 @@ from screen.draw.timeline import draw_cells
 from screen.engine_view import Leg, Race, View
 from screen.page import Page, PageSession
 from screen.state import State, prices
+from screen.step_prices import LEAST, on_clock
 from screen.workload import RIVALS, Ask
 
 FILM = (4.0, 10.0)  # seconds that the animation of both legs takes, at least and at most

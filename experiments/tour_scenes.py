@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from engine.snapshot import RequestView
 from experiments.fault_injection import FEWEST, FaultInjection
-from experiments.fitted_step_times import undisturbed
+from experiments.latency_breakdown import breakdown_in, outcomes
 from experiments.long_prompt import Result
 from experiments.step_cost import scaled
 from models.forward_cost import of_rows
 from screen.draw.style import FAILED, clean, count, span
 from screen.engine_view import Finding
-from screen.latency_breakdown import outcomes
-from screen.state import State, breakdown_in, prices
+from screen.state import State, prices
+from screen.step_prices import undisturbed
 from screen.timeline_columns import Column
 from screen.workload import BURST, EVENING
 

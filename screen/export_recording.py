@@ -1,7 +1,7 @@
 """A run as a file for the web page: plans, tokens, texts and times.
 
 Steps and requests are lists of fields, packed by `engine/watch_frames.py`; the file names the
-fields. Next to the engine's times are those of a clock without interruptions (`policy_runs.py`), so
+fields. Next to the engine's times are those of a clock without interruptions (`step_prices.py`), so
 that a page compares policies and not the machine's load. A recording holds no client's address and
 no path, and its size is bounded.
 """
@@ -16,10 +16,9 @@ from typing import Any
 
 from engine import watch_frames
 from engine.snapshot import Limits, Metrics, RequestView, StepView
-from experiments.fitted_step_times import Prices
-from experiments.policy_runs import on_clock
 from screen.draw.style import count
 from screen.state import State, prices, prompt_of
+from screen.step_prices import Prices, on_clock
 from screen.timeline_columns import Column
 
 FORMAT = 2

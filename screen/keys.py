@@ -9,7 +9,15 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 
-from experiments import fault_injection, long_prompt, race, same_answer, step_cost, tour
+from experiments import (
+    fault_injection,
+    long_prompt,
+    race,
+    request_latency,
+    same_answer,
+    step_cost,
+    tour,
+)
 from policies import POLICIES
 from screen.draw import step
 from screen.draw.canvas import Canvas
@@ -21,7 +29,6 @@ from screen.pages import (
     error_log,
     http_requests,
     request_details,
-    request_latency,
 )
 from screen.state import State
 

@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 
 from engine.server_view import RequestRecord
 from engine.snapshot import Limits, RequestView, SlotView, Snapshot, StepView
-from experiments.fitted_step_times import Prices
-from experiments.policy_runs import KNOWN
 from screen.busy_period_stats import Period, Price
 from screen.chat_history import ChatHistory
 from screen.draw.style import FAILED, NAMES, UNSEEN, clean, count
 from screen.engine_view import Fault, Finding, View
-from screen.latency_breakdown import LatencyBreakdown, break_down
+from screen.step_prices import KNOWN, Prices
 from screen.timeline_columns import Column, column, gap, last_in, merge, said_in, spread
 from screen.workload import BURST, Ask, Settings, is_mute
 
@@ -560,11 +558,3 @@ def price_in(state: State) -> Callable[[Period], Price | None]:
         return known[limits].of
 
     return of
-
-
-def breakdown_in(state: State, request: RequestView) -> LatencyBreakdown:
-    """The latency of a request in parts, each step divided at the usual prices."""
-    steps = state.steps_of(request)
-    step = state.history[steps[-1]].step if steps else None
-    usual = prices(state, one_in=2, step=step)
-    return break_down(request, state.requests.values(), state.history, usual, state.view.engine.now)

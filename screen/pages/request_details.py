@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from engine.snapshot import Metrics, RequestView
 from screen.draw import style
 from screen.draw.answers import hue_of
 from screen.draw.canvas import Canvas
 from screen.draw.style import clean, count, number, span
-from screen.latency_breakdown import beside, place_of
 from screen.page import Page, PageSession
 from screen.state import State, client_of, prompt_of
 from text.tool_parser import split_output
@@ -113,6 +113,17 @@ def browse(state: State, by: int) -> None:
     """Open an earlier or a later ended request."""
     if state.ended:
         state.opened = beside(state.open, state.ended[::-1], by).id
+
+
+def place_of(request: RequestView, order: Sequence[RequestView]) -> int | None:
+    """The request's index in this order."""
+    return next((i for i, r in enumerate(order) if r.id == request.id), None)
+
+
+def beside(request: RequestView, order: Sequence[RequestView], by: int) -> RequestView:
+    """The request `by` places further in this order; the first, if this one is not in it."""
+    place = place_of(request, order)
+    return order[0 if place is None else max(0, min(place + by, len(order) - 1))]
 
 
 PAGE = Page(

@@ -59,7 +59,7 @@ STILL_UP = {
     "screen/* experiments/*",
 }
 WITHOUT_MLX = """sched policies prefix prompt_lookup engine/* base/* cli/* text/* server/* screen/* serve tui
-    models/forward_cost distributed/environment experiments/fitted_step_times experiments/simulator course/overlay"""
+    models/forward_cost distributed/environment experiments/simulator course/overlay"""
 NEEDS_MLX = "engine/reload engine/disk_prefix_cache engine/roofline"
 STANDARD_LIBRARY = {
     "sched": "",

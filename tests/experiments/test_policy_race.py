@@ -8,11 +8,11 @@ from screen_stage import EndsAfter, Stage, disturb, like_golden, on_screen
 
 import ask
 import tui
-from experiments import fitted_step_times, race
 from experiments import policy_runs as runs
+from experiments import race
 from nanobatch import SamplingParams
 from policies import POLICIES
-from screen import keys, state, timeline_columns
+from screen import keys, state, step_prices, timeline_columns
 from screen.draw import charts, slots, status, style, timeline
 from screen.draw.style import DECODE
 
@@ -242,7 +242,7 @@ def test_unseen_steps_are_priced_by_extrapolation():
         + [step(2, 1, 0.015)] * 2
         + [step(6, 0, 9.0)] * 9
     )
-    prices = fitted_step_times.Prices(seen)
+    prices = step_prices.Prices(seen)
     wanted = {
         (2, 0): 0.010,
         (6, 0): 0.018,
@@ -253,11 +253,11 @@ def test_unseen_steps_are_priced_by_extrapolation():
         (0, 1): 0.005,
     }
     assert {kind: prices.of(*kind) for kind in wanted} == pytest.approx(wanted)
-    assert fitted_step_times.Prices([]).of(3, 1) > 0 and fitted_step_times.Prices(
-        [step(0, 2, 0.01)]
-    ).of(0, 2) == pytest.approx(0.01)
+    assert step_prices.Prices([]).of(3, 1) > 0 and step_prices.Prices([step(0, 2, 0.01)]).of(
+        0, 2
+    ) == pytest.approx(0.01)
     # The more rows, the quicker: that was chance
-    odd = fitted_step_times.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])
+    odd = step_prices.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])
     assert odd.row == 0 and 0.01 < odd.of(8, 0) < 0.02
 
 

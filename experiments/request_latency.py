@@ -8,24 +8,24 @@ from collections.abc import Sequence
 
 from base.validation import read_real, read_whole
 from engine.snapshot import RequestView
-from screen.draw.canvas import Canvas
-from screen.draw.slots import aligned
-from screen.draw.style import Palette, listed, shorten, span, style
-from screen.latency_breakdown import (
+from experiments.latency_breakdown import (
     LatencyBreakdown,
     Outcome,
     at_percent,
-    beside,
     blamed,
+    breakdown_in,
     company_of,
     is_noisy,
     outcomes,
-    place_of,
     ranked,
     steps_of,
 )
+from screen.draw.canvas import Canvas
+from screen.draw.slots import aligned
+from screen.draw.style import Palette, listed, shorten, span, style
 from screen.page import Page, PageSession
-from screen.state import State, breakdown_in, client_of, prices, prompt_of
+from screen.pages.request_details import beside, place_of
+from screen.state import State, client_of, prices, prompt_of
 
 MARKS = (50, 95, 99)  # percentiles marked on the slider
 NAMES = 16  # characters of a part's name

@@ -15,13 +15,13 @@ from screen_stage import (
     plain,
 )
 
+from experiments import latency_breakdown as breakdown
+from experiments import request_latency
 from nanobatch import SamplingParams
 from policies import POLICIES
-from screen import latency_breakdown as breakdown
 from screen.commands import orders_of
 from screen.draw import style
-from screen.pages import request_latency
-from screen.state import State, breakdown_in, prices
+from screen.state import State, prices
 
 EVENINGS = [[97 + i] * 80 for i in range(3)]  # what prompts that begin alike begin with
 
@@ -63,7 +63,7 @@ def random_run(seed: int, cancels: bool, shares: bool = False, drafts: bool = Fa
 
 def lives(stage: Stage) -> dict[int, breakdown.LatencyBreakdown]:
     state = stage.state
-    return {r.id: breakdown_in(state, r) for r in state.requests.values()}
+    return {r.id: breakdown.breakdown_in(state, r) for r in state.requests.values()}
 
 
 def test_the_parts_of_random_requests_add_up():

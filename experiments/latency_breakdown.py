@@ -3,7 +3,7 @@
 A late first token has one of three causes: the queue, the prompt's own length, or the neighbours.
 Each moment of a request belongs to one part, so the parts add up to the whole latency. Before
 admission a request is queued. Afterwards each step is divided by the work in it, at the prices of a
-row and of a chunk (`experiments/fitted_step_times.py`).
+row and of a chunk (`screen/step_prices.py`).
 
 The scheduler needs no model, so the same requests are also replayed: this one alone, and all of
 them under each other policy.
@@ -21,10 +21,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from engine.snapshot import Limits, RequestView, StepView, percentile
-from experiments.fitted_step_times import LEAST, Prices, drafts_by_request, guest_of, is_cut_short
-from experiments.policy_runs import on_clock, simulated
+from experiments.policy_runs import drafts_by_request, guest_of, is_cut_short, simulated
 from policies import POLICIES
 from screen.draw.style import DECODE, GHOST, PREFILL, listed, span
+from screen.state import State, prices
+from screen.step_prices import LEAST, Prices, on_clock
 from screen.timeline_columns import Column, during
 
 # The parts of a latency, in the order of the drawing
@@ -79,6 +80,14 @@ class LatencyBreakdown:
 
 
 # --- the parts
+
+
+def breakdown_in(state: State, request: RequestView) -> LatencyBreakdown:
+    """The latency of a request in parts, each step divided at the usual prices."""
+    steps = state.steps_of(request)
+    step = state.history[steps[-1]].step if steps else None
+    usual = prices(state, one_in=2, step=step)
+    return break_down(request, state.requests.values(), state.history, usual, state.view.engine.now)
 
 
 def break_down(
@@ -345,17 +354,6 @@ def ranked(requests: Iterable[RequestView]) -> list[RequestView]:
     """Ended requests in the order of their TTFT."""
     done = [r for r in requests if r.ended is not None and r.metrics.ttft_s is not None]
     return sorted(done, key=lambda r: (r.metrics.ttft_s, r.id))
-
-
-def place_of(request: RequestView, order: Sequence[RequestView]) -> int | None:
-    """The request's index in this order."""
-    return next((i for i, r in enumerate(order) if r.id == request.id), None)
-
-
-def beside(request: RequestView, order: Sequence[RequestView], by: int) -> RequestView:
-    """The request `by` places further in this order; the first, if this one is not in it."""
-    place = place_of(request, order)
-    return order[0 if place is None else max(0, min(place + by, len(order) - 1))]
 
 
 def at_percent(percent: float, order: Sequence[RequestView]) -> RequestView:

@@ -1,5 +1,5 @@
-"""Step times without interruptions, and replays on that clock: with measured times, the same race came
-out as 1.0 or 3.9 times as fast, depending on what else ran.
+"""Step times without interruptions: with measured times, the same race came out as 1.0 or 3.9 times as
+fast, depending on what else ran.
 
 Steps are grouped by the numbers of decoding rows and of chunks. A group's time is its 5th percentile
 (next to a busy program on each core, three of four steps are disturbed), and a straight line through
@@ -9,17 +9,16 @@ longer, too, so with very long answers some of the engine's own time counts as i
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, linear_regression
-from typing import Any
 
-from engine.snapshot import Limits, RequestView, StepView, percentile
-from experiments.simulator import Guest, Ran, Replay, drafts_in
-from policies import POLICIES
-from sched import Plan, Request
+from engine.snapshot import StepView, percentile
+from screen.timeline_columns import Column
 
+# Number of steps that prices are fitted to, so that races in a row have one clock
+KNOWN = 10_000
 LEAST = 1e-6  # seconds: a lower cost is lost in the noise
 
 
@@ -65,49 +64,28 @@ class Prices:
         return decoding + self.chunk * chunks
 
 
-def replayed(
-    limits: Limits, guests: Sequence[Guest], policy: str, prices: Prices, **options: Any
-) -> Iterable[Ran]:
-    """The steps of a replay, on the clock of these costs. The options are those of `Replay`."""
+def on_clock(
+    columns: Sequence[Column], prices: Prices
+) -> tuple[list[Column], Callable[[float], float]]:
+    """The same steps on the clock of the prices, and a function from real time to that clock."""
+    out = []
+    now = 0.0
+    for i, c in enumerate(columns):
+        # Idle times stay the same
+        began = now + (c.began - columns[i - 1].ended if i else 0.0)
+        now = began + prices.of(len(c.view.decode), len(c.view.prefill))
+        out.append(c._replace(began=began, ended=now))
 
-    def seconds(plan: Plan) -> float:
-        return prices.of(len(plan.decodes), len(plan.chunks))
+    def moment(at: float) -> float:
+        i = bisect_left(columns, at, key=lambda c: c.ended)
+        if i == len(columns):
+            return now
+        real = columns[i]
+        ours = out[i]
+        since = at - real.began
+        if since <= 0:
+            return max(0.0, ours.began + since)
+        part = since / ((real.ended - real.began) or 1.0)
+        return ours.began + part * (ours.ended - ours.began)
 
-    return Replay.under(limits._asdict(), POLICIES[policy], guests, seconds, **options)
-
-
-def drafts_by_request(steps: Iterable[StepView]) -> dict[int, list[tuple[int, int]]]:
-    """What these steps drafted, for `guest_of`."""
-    return drafts_in((step.decode, step.ghosts, step.drafts) for step in steps)
-
-
-def guest_of(
-    request: RequestView,
-    moment: Callable[[float], float],
-    drafts: Mapping[int, Sequence[tuple[int, int]]],
-) -> Guest:
-    """A request for a replay. If it still runs, it counts as far as it is: during prefill, to its
-    first token.
-
-    `moment` converts arrival times to the clock of the costs.
-    """
-    metrics = request.metrics
-    tokens = max(1, metrics.output_tokens)
-    again = Request(
-        request.id,
-        (0,) * metrics.prompt_tokens,
-        tokens if request.reason is None else request.max_tokens,
-        moment(request.arrived),
-        prefix_cache=False,
-        client=request.client,
-        prefilled=metrics.cached_tokens,
-    )
-    guest = Guest(again, tokens, drafts=drafts.get(request.id, ()))
-    if is_cut_short(request):
-        return guest._replace(tokens=math.inf, leaves=moment(request.ended))
-    return guest
-
-
-def is_cut_short(request: RequestView) -> bool:
-    """True if a cancel or an error ended it."""
-    return request.reason in ("cancelled", "error")
+    return out, moment
