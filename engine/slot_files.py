@@ -11,7 +11,7 @@ and a file that vanishes is a miss.
 
 `header_of` writes safetensors' header by hand. Threads write while the device computes, so they may touch
 no array of MLX, as its `save_safetensors` would. The `safetensors` package would be a dependency for these
-ten lines, and it gives a file neither its private mode nor its digest.
+ten lines, and the digest would need a second pass.
 """
 
 from __future__ import annotations
