@@ -25,7 +25,7 @@ from screen.busy_period_stats import words
 from screen.draw.style import clean, count, number, shorten, span
 from screen.engine_client import AnyExperiment, LocalEngineClient
 from screen.engine_view import View
-from screen.keys import COMMANDS, OF_THE_ENGINE, OLD_NAMES, PAGES, pressed, split_command
+from screen.keys import COMMANDS, OF_THE_ENGINE, PAGES, pressed, split_command
 from screen.page import Page
 from screen.state import State, client_of, prompt_of
 from screen.workload import SCHEMA, Ask, is_mute
@@ -409,7 +409,6 @@ def orders_of(script: str, logged: bool = False) -> list[tuple[str, str]]:
     orders = []
     for word in script.lower().split():
         name, rest = re.fullmatch("([a-z_]*)[=:]?(.*)", word).groups()
-        name = OLD_NAMES.get(name, name)
         if name not in words or (rest and name not in NUMBERED):
             where = " without a screen" if logged else ""
             there = " ".join(f"{word}N" if word in NUMBERED else word for word in words)

@@ -55,7 +55,6 @@ OTHERS = {
 }
 # Those that change the engine, so that a watched one does not obey them
 OF_THE_ENGINE = ("policy", "load", "pause", "resume", "step", "slow")
-OLD_NAMES = {"bill": "cost", "elephant": "long"}  # of commands, until 0.7
 ARGUMENTS = {
     "policy": POLICIES,
     "cancel": ("all",),
@@ -309,7 +308,7 @@ def split_command(line: str) -> tuple[str | None, str]:
     if not line.startswith("/") or line.startswith("//"):
         return None, line.removeprefix("/")
     name, _, rest = line[1:].partition(" ")
-    return OLD_NAMES.get(name, name), rest.strip()
+    return name, rest.strip()
 
 
 def completions(line: str) -> list[str]:

@@ -226,9 +226,3 @@ def test_pages_in_a_log_name_no_keys(stage):
         assert said.startswith("── ") and not re.search("Esc|scroll", said), said
     stage.state.view = stage.state.view._replace(server=ServerView("", False, 0, 0, (), (), 0, 0))
     assert "hung up ╳ ──" in keys.PAGES["clients"].told(stage.state)[0]
-
-
-def test_old_names_of_commands_still_work():
-    """Scripts from 0.5 say bill and elephant."""
-    assert commands.orders_of("bill elephant40", logged=True) == [("cost", ""), ("long", "40")]
-    assert keys.split_command("/bill again") == ("cost", "again")
