@@ -29,14 +29,17 @@ Where next: `sampling.py`, chapter 4.
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 SEGMENT = 16  # tokens: longer segments find less, shorter ones take more memory
 NEVER = 2**63  # more rows than there are
+AGING = 4  # 1 forgets an unused slot soon, and rereads more when many conversations take turns
+COPIED = 64  # to copy this many rows counts as much as to lose one
 
 
 class Node:
@@ -97,6 +100,8 @@ class Prefixes:
         self.rows = [0] * slots  # by slot: the rows of its last prompt and answer
         self.by_use = list(range(slots))  # the least recently used slot is first
         self.clients = [""] * slots  # by slot: whose prompt it holds
+        self._age = 0.0  # in rows (`choose_slot`)
+        self._used_at = [0.0] * slots  # by slot: the age at its last use
         self._trails = [Trail()] * slots  # by slot: the text of these rows, or more
         self._nodes: list[list[Node]] = [[] for _ in range(slots)]  # by slot, the shortest first
         self._overwritten: list[Remembered] = []
@@ -132,9 +137,14 @@ class Prefixes:
 
         Never the whole prompt, because the answer's first token follows from the prompt's last.
         """
+        return self._longest(trail, len(trail.tokens) - 1, slots)
+
+    def _longest(self, trail: Trail, limit: int, slots: Sequence[int]) -> tuple[int, int | None]:
+        """The most rows of a text, up to `limit`, that one of the slots holds, and the first slot
+        with them."""
         among = set(slots)
         nodes = trail.nodes
-        usable = min(len(nodes), (len(trail.tokens) - 1) // self.segment)
+        usable = min(len(nodes), limit // self.segment)
         # A slot that holds a node holds all before it, so bisection finds the last common one.
         count = bisect_left(nodes, True, hi=usable, key=lambda node: among.isdisjoint(node.slots))
         if count == 0:
@@ -143,7 +153,7 @@ class Prefixes:
         best = None
         for slot in slots:
             if slot in nodes[count - 1].slots:
-                rows = self._common(trail.tokens, slot, count * self.segment)
+                rows = self._common(trail.tokens, slot, count * self.segment, limit)
                 if rows > most:
                     most = rows
                     best = slot
@@ -155,45 +165,82 @@ class Prefixes:
             trail, [slot for slot, name in enumerate(self.clients) if name == client]
         )[0]
 
-    def _common(self, prompt: Sequence[int], slot: int, rows: int) -> int:
-        """The number of rows that a prompt and a slot have in common, at least `rows`."""
-        tokens = self._trails[slot].tokens
-        limit = min(self.rows[slot], len(prompt) - 1)
-        while rows < limit and prompt[rows] == tokens[rows]:
+    def _common(self, tokens: Sequence[int], slot: int, rows: int, limit: int) -> int:
+        """The number of rows that a text and a slot have in common: at least `rows`, up to `limit`."""
+        held = self._trails[slot].tokens
+        limit = min(limit, self.rows[slot])
+        while rows < limit and tokens[rows] == held[rows]:
             rows += 1
         return rows
 
-    def choose_slot(self, trail: Trail, free: Sequence[int]) -> tuple[int, str]:
-        """The free slot to write this prompt into, and a short reason.
+    def choose_slot(
+        self, trail: Trail, free: Sequence[int], running: Sequence[int] = ()
+    ) -> tuple[int, str]:
+        """The free slot to write this prompt into, and a short reason. `running`: the slots of
+        running requests.
 
-        The slot with the most common rows is best: no row needs to be copied. But all its other
-        rows are lost. If there are more of them than common ones, the slot may hold a conversation
-        with the same system prompt, and the conversation may go on later. Then the least recently
-        used slot is the better one.
+        The slot that loses least: rows that are neither common with the prompt nor in another slot.
+        An empty slot loses nothing, and neither does the slot with this conversation so far. Among
+        equals, the one with the most common rows is best, because the others have to copy them, and
+        then the least recently used.
+
+        If every slot loses something, the rows alone do not decide: a long conversation that has
+        ended would keep its slot forever. Slots therefore age. (The algorithm is GreedyDual: Young,
+        1994.) A slot counts as many rows more as the age was at its last use, and the age rises to
+        what the slot that is given up counts, its rows divided by AGING.
         """
-        oldest = free[0]
-        if len(free) == 1:
-            return oldest, "the only free slot"
-        rows, slot = self.match(trail, free)
-        if slot is None:
-            return oldest, "unused for longest"
-        held = self.rows[slot]
-        if held > 2 * rows:
-            other = f"slot {slot} has {rows:,} of its rows, but {held:,} in all"
-            return oldest, f"unused for longest; {other}"
-        return slot, f"has its first {rows:,} rows"
+        choices = []
+        for slot in free:
+            common, _ = self.match(trail, (slot,))
+            lost = self._rows_lost(slot, common, (*free, *running))
+            price = self._used_at[slot] + lost - common / COPIED if lost else -math.inf
+            choices.append((price, -common, lost, slot))
+        # Equal ones stay in the order of use
+        _, common, lost, slot = min(choices, key=lambda choice: choice[:2])
+        if lost:
+            self._age = max(self._age, self._used_at[slot] + lost / AGING)
+        return slot, self._reason(slot, -common, lost, len(free))
 
-    def best_source(self, trail: Trail, slot: int, worth: int) -> tuple[int, int | None]:
+    def _reason(self, slot: int, common: int, lost: int, free: int) -> str:
+        """Why a slot was chosen, for the screen."""
+        if free == 1:
+            return "the only free slot"
+        if common and lost:
+            return f"has its first {common:,} rows; loses {lost:,}, the fewest"
+        if common:
+            return f"has its first {common:,} rows"
+        if lost:
+            return f"loses {lost:,} row{'s' * (lost > 1)}, the fewest"
+        return "nothing is lost" if self.rows[slot] else "empty"
+
+    def _rows_lost(self, slot: int, common: int, slots: Iterable[int]) -> int:
+        """How many rows nobody holds any more if a prompt with `common` rows takes this slot."""
+        held = self.rows[slot] if self._nodes[slot] else 0
+        if held <= common:
+            return 0
+        others = [other for other in slots if other != slot]
+        copied, _ = self._longest(self._trails[slot], held, others)
+        return held - max(common, copied)
+
+    def best_source(
+        self, trail: Trail, slot: int, written: Collection[int] = ()
+    ) -> tuple[int, int | None]:
         """The number of cached rows to start this prompt with, and the slot to copy them from.
 
-        None: the slot itself holds them. Another slot is used only if it holds at least `worth`
-        more: copying fewer rows takes longer than computing them.
+        None: the slot itself holds them. Another slot is used only if it holds at least a segment
+        more: copying fewer rows takes about as long as computing them. Slots that are `written` in
+        this very step must hold two segments more, because to copy from them takes a forward pass
+        of its own.
         """
-        near, _ = self.match(trail, (slot,))
-        most, source = self.match(trail, range(len(self.rows)))
-        if most < near + worth:
-            return near, None
-        return most, source
+        rows, _ = self.match(trail, (slot,))
+        source = None
+        others = [other for other in range(len(self.rows)) if other not in written]
+        for slots, least in ((others, self.segment), ([*written], 2 * self.segment)):
+            most, other = self.match(trail, slots)
+            if most >= rows + least:
+                rows = most
+                source = other
+        return rows, source
 
     def begin_alike(self, one: Trail, others: Iterable[Trail], rows: int) -> bool:
         """Does a prompt share its first `rows` rows with one of the others? Compared in whole
@@ -276,6 +323,7 @@ class Prefixes:
         """Mark the slot as the most recently used: it will be overwritten last."""
         self.by_use.remove(slot)
         self.by_use.append(slot)
+        self._used_at[slot] = self._age
 
     def forget(self, slot: int) -> None:
         """Forget what the slot holds."""
@@ -286,3 +334,5 @@ class Prefixes:
         for slot in range(len(self.rows)):
             self.forget(slot)
         self.by_use.sort()
+        self._age = 0.0
+        self._used_at = [0.0] * len(self.rows)

@@ -125,10 +125,12 @@ class Request:
         self.slot = slot
         self.why = why
 
-    def best_source(self, prefixes: Prefixes, worth: int) -> tuple[int, Source]:
+    def best_source(
+        self, prefixes: Prefixes, written: Collection[int], worth: int
+    ) -> tuple[int, Source]:
         """The number of cached rows to start with, and where they are: in memory or, if there are at
-        least `worth` more of them, on disk."""
-        rows, source = prefixes.best_source(self.trail, self.slot, worth)
+        least `worth` more of them, on disk. `written`: as in `Prefixes.best_source`."""
+        rows, source = prefixes.best_source(self.trail, self.slot, written)
         if self.restored and self.restored.rows >= rows + worth:
             return self.restored.rows, self.restored
         return rows, source
@@ -443,10 +445,13 @@ class Scheduler:
     def _admit(self, now: float) -> list[Request]:
         """Give free slots to waiting requests."""
         free = self.free
+        # Slots of requests that have not begun are about to lose what they hold
+        running = [r.slot for r in self.running.values() if r.prefilled]
         admitted = list(islice(self.policy.next(self), self._room()))
         for request in admitted:
             del self.waiting[request.id]
-            request.admit(now, self.policy.name, *self.prefixes.choose_slot(request.trail, free))
+            chosen = self.prefixes.choose_slot(request.trail, free, running)
+            request.admit(now, self.policy.name, *chosen)
             if self.find_saved:
                 held, _ = self.prefixes.match(request.trail, range(self.slots))
                 request.restored = self.find_saved(request, held + self.chunk)
@@ -499,7 +504,7 @@ class Scheduler:
         for request in requests:
             if request is oldest:
                 kept = 0
-            chunk = self._cut(request, left - kept)
+            chunk = self._cut(request, left - kept, [chunk.slot for chunk in chunks])
             is_new = request.prefilled == 0 and request is not oldest
             if is_new and self.prefixes.begin_alike(request.trail, reads, chunk.start + self.chunk):
                 continue
@@ -510,12 +515,13 @@ class Scheduler:
                 chunks.append(chunk)
         return chunks
 
-    def _cut(self, request: Request, left: int) -> Chunk:
-        """The next chunk of a prompt, as long as `left` of the budget allows. It may be empty."""
+    def _cut(self, request: Request, left: int, written: Collection[int] = ()) -> Chunk:
+        """The next chunk of a prompt, as long as `left` of the budget allows. It may be empty.
+        `written`: the slots that this step has written so far."""
         start = request.prefilled
         source = None
         if start == 0:
-            start, source = request.best_source(self.prefixes, self.chunk)
+            start, source = request.best_source(self.prefixes, written, self.chunk)
         price = price_of(start, self.far, self.chunk)
         tokens = min(len(request.prompt) - start, int(min(left, self.chunk) / price))
         cost = math.ceil(tokens * price)

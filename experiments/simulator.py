@@ -3,7 +3,7 @@ the same requests, also in a web page. It needs the standard library only.
 
 `Replay` sends requests of known lengths through a scheduler, in the loop of `Engine.step`. Tokens that
 were drafted are drafted again, and as many of them are accepted. The invariant: a run that is replayed
-under its own policy has the same steps.
+under its own policy has the same steps, perhaps in other slots: a slot is chosen by the tokens that it holds.
 """
 
 from __future__ import annotations

@@ -113,14 +113,16 @@ def test_each_admission_says_why_it_got_its_slot():
         return [(request.slot, request.why) for request in requests]
 
     chat, other, third = (tuple(range(n, n + 20)) for n in (0, 100, 200))
-    assert why(chat, other) == [(0, "unused for longest"), (1, "unused for longest")]
-    assert why((*chat[:12], 77)) == [(0, "has its first 12 rows")]
-    spares = "unused for longest; slot 1 has 4 of its rows, but 20 in all"
-    assert why((*other[:4], 78)) == [(2, spares)]
-    assert [words for _, words in why(third, third, third)] == [
-        *["unused for longest"] * 2,
-        "the only free slot",
+    assert why(chat, other) == [(0, "empty"), (1, "empty")]
+    assert why((*chat, 77)) == [(0, "has its first 20 rows")]
+    assert why((*chat[:12], 78)) == [(2, "empty")]
+    assert why((*chat[:12], 79)) == [(2, "has its first 12 rows; loses 1, the fewest")]
+    assert why(third, third, third) == [
+        (2, "loses 1 row, the fewest"),
+        (1, "loses 20 rows, the fewest"),
+        (0, "the only free slot"),
     ]
+    assert why((1, 2, 3)) == [(1, "nothing is lost")]
 
 
 def test_deep_chunks_are_narrower():
@@ -685,16 +687,19 @@ def test_long_conversation_keeps_its_slot():
     assert (a.slot, b.slot, again.slot) == (0, 1, 0) and (b.cached, again.cached) == (8, 40)
 
 
-def test_few_rows_are_used_but_not_copied():
-    """A chunk that copies begins a pass of its own. 20 rows, where a chunk has 32, are computed
-    sooner."""
-    for slots, taken in ((2, 0), (1, 20)):
-        story = Story(slots=slots, chunk=32, budget=64)
-        story.submit(70, 1)
-        story.drawn()
-        other = story.submit((*range(20), *[900] * 20), 1)
-        story.drawn()
-        assert other.cached == taken
+def test_few_rows_are_copied_unless_this_step_writes_them():
+    """Rows that are written in the same step are copied in a pass of its own. 20 rows, where a chunk
+    has 32, are computed sooner. From a slot that holds them already they are copied."""
+    story = Story(slots=4, chunk=32, budget=96)
+    first, other = (story.submit((*range(20), *[n] * 20), 1) for n in (800, 900))
+    story.drawn()
+    third = story.submit((*range(20), *[700] * 20), 1)
+    story.drawn()
+    assert (first.cached, other.cached, third.cached) == (0, 0, 20)
+    assert len({first.slot, other.slot, third.slot}) == 3
+    short = story.submit((*range(15), *[600] * 20), 1)  # less than a segment
+    story.drawn()
+    assert short.cached == 0
 
 
 # --- at random ----------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def test_longer_rows_in_memory_win(parts, saved):
         longer = restarted.submit([*prompt, *tokens(60, seed=2)], SHORT)
         longer.result()
         turn = restarted.submit([*prompt, *tokens(60, seed=2), 1], SHORT).result()
-        assert (turn.metrics.cached_tokens, turn.metrics.cached_from) == (173, "slot")
+        assert (turn.metrics.cached_tokens, turn.metrics.cached_from) == (173, "other_slot")
 
 
 def test_overwritten_slot_is_saved(parts, tmp_path):

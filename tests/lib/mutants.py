@@ -95,8 +95,8 @@ CORE = [
     # --- prefix.py
     Mutant(
         "prefix.py",
-        "(len(trail.tokens) - 1) // self.segment",
-        "len(trail.tokens) // self.segment",
+        "return self._longest(trail, len(trail.tokens) - 1, slots)",
+        "return self._longest(trail, len(trail.tokens), slots)",
         f"{SCHED}::test_longest_cached_prefix_is_found",
     ),
     Mutant(

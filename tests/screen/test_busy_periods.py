@@ -134,9 +134,7 @@ def test_the_step_pane():
         stage.obey(letter * length)
     stage.turns(2)
     text = "\n".join(stage.lines(step.draw_step, 70, 14))
-    admitted = (
-        "r1 → slot 0, r2 → slot 1, r3 → slot 2: unused for longest; r4 → slot 3: the only free slot"
-    )
+    admitted = "r1 → slot 0, r2 → slot 1, r3 → slot 2: empty; r4 → slot 3: the only free slot"
     assert admitted in " ".join(text.split())
     assert "r1 0–16 → slot 0, r2 0–9 → slot 1, r4 0–7 → slot 3" in text
     assert "32 prefill + 0 decode = 32 in one step" in text
