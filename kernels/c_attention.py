@@ -28,8 +28,9 @@ def label_rows(Dh: int, itemsize: int) -> int:
 
 def label(slab: mx.array) -> None:
     """Write the label into the last row of a layer's slab, (slots, 2 Hkv, rows, Dh), for the
-    operation to recognize it. Without our own product, nobody reads it."""
-    if not device.is_batch_invariant():
+    operation to recognize it. Without our own product nobody reads it, nor in bfloat16, for which the
+    operation knows no size."""
+    if not device.is_batch_invariant() or slab.dtype == mx.bfloat16:
         return
     slots, heads, rows, Dh = slab.shape
     sizes = (slots, heads // 2, rows, Dh, ctypes.c_float(Dh**-0.5))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import llama
-from kernels import device
+from kernels import c_attention, device
 from kernels.device import mx
 from kv import Slab, Window
 from models.rope import AttentionType
@@ -124,3 +124,14 @@ def test_a_slab_keeps_its_label_through_all_that_is_written():
     slab.fill(0, slab.prefix(1, 32))
     slab.scrub(1, 0, 32)
     assert np.array(slab.arrays[0][-1, -1, -1]).tobytes() == label
+
+
+def test_a_label_stays_within_its_slab():
+    """In bfloat16, which the operation does not read, it was written as far beyond the slab as the slab
+    is long: `--dtype checkpoint` ended with a damaged heap."""
+    both = mx.zeros((2, 2, 33, 16), mx.bfloat16)
+    mx.eval(both)
+    slab = both[:1]
+    mx.eval(slab)
+    c_attention.label(slab)
+    assert not np.array(both[1].astype(mx.float32)).any()
