@@ -11,7 +11,7 @@ the version, a date, and 40 lines at most. A tag must have the version, too, and
 "Unreleased". pip installs the wheel into a fresh environment, and uv the sdist where no C compiler is
 found, which downloads zig's; `tests/programs/test_wheel.py` tries both. The page's lab runs in Pyodide, by
 Node (`npm`). For a tag all tests with published models have to pass, and none may be skipped for want of a
-model: half an hour on two cores.
+model: half an hour on two cores. And each planted mistake has to be caught (`tests/mutants.py`).
 """
 
 import json
@@ -140,6 +140,14 @@ def wrong_with_published_models() -> list[str]:
     return tested("-k", "published")
 
 
+def wrong_with_mutants() -> list[str]:
+    """Mistakes that no test catches, or that cannot be planted any more."""
+    command = [sys.executable, "tests/mutants.py"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    found = [line for line in done.stdout.splitlines() if not line.endswith("caught")]
+    return found or ["tests/mutants.py failed"] * (done.returncode != 0)
+
+
 def wrong_with_the_page() -> list[str]:
     """The lab and the game of the page, with the Pyodide that it names; in a browser if there is one."""
     at = json.loads((ROOT / "web" / "pyodide.json").read_text())["at"]
@@ -190,6 +198,7 @@ def main() -> int:
             found = found or wrong_when_tried(file, installer)
     found = found or wrong_with_the_page()
     if tag is not None:
+        found = found or wrong_with_mutants()
         found = found or wrong_with_published_models()
     for line in found:
         print(f"nanobatch: {line}", file=sys.stderr)
