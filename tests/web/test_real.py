@@ -111,8 +111,8 @@ def test_the_page_is_made_of_what_lies_here():
     assert data.sub("", anew) == data.sub("", there), says
 
 
-def test_the_page_is_small_and_tells_how_it_was_made():
-    assert len(PAGE.read_bytes()) < 450_000 < page.MOST
+def test_the_page_tells_how_it_was_made():
+    assert len(PAGE.read_bytes()) < page.MOST
     text = PAGE.read_text()
     assert "python tui.py --script race24 --record run.json" in text
     assert page.ASKS in text and "Be the scheduler" in text
