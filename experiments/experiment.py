@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
 from engine.handle import Handle
-from screen.engine_client import AnyExperiment, LocalEngineClient
+from screen.engine_client import LocalEngineClient
 from screen.engine_view import Finding, View
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Experiment:
     def __init__(self, found: Finding):
         self.found = found  # the findings so far
 
-    def takes_in(self, other: AnyExperiment) -> bool:
+    def takes_in(self, other: Experiment) -> bool:
         """Take in another experiment that was asked for while this one runs; False: refuse it."""
         return False
 

@@ -26,13 +26,14 @@ from engine.runner_protocol import RunnerProtocol
 from experiments.experiment import Experiment, result
 from screen.draw.canvas import Canvas, Figure
 from screen.draw.style import count, shorten
-from screen.page import Page, PageSession
+from screen.page import Page
 from screen.state import State
 from screen.workload import BURST, Ask
 
 if TYPE_CHECKING:
     from nanobatch import Engine
     from runner import ForwardBatch, LaunchedStep, Runner
+    from screen.commands import Session
 
 BREAKS = {  # by name: title and mechanism
     "step": ("an exception in the next step", "raised when the forward pass has begun"),
@@ -392,7 +393,7 @@ def known(text: str) -> str:
     return text
 
 
-def obey(session: PageSession, rest: str) -> str:
+def obey(session: Session, rest: str) -> str:
     """Inject a fault: /break step, nan or client."""
     if not rest:
         return f"break what? /break {', '.join(BREAKS)}"

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from base.validation import read_whole
 from engine.handle import Handle
@@ -31,11 +31,13 @@ from screen.draw.charts import nice
 from screen.draw.slots import fit_slots
 from screen.draw.status import others_of
 from screen.draw.style import GLYPHS, PREFILL, count, shorten, span
-from screen.engine_client import AnyExperiment
-from screen.page import Page, PageSession
+from screen.page import Page
 from screen.state import State
 from screen.timeline_columns import Column
 from screen.workload import Ask
+
+if TYPE_CHECKING:
+    from screen.commands import Session
 
 NAME = "long"
 ANSWER = 2  # tokens: a long prompt only has to be read
@@ -233,7 +235,7 @@ class LongPrompts(Experiment):
         self._fired = 0  # number of chats so far
         self._has_company = False  # keep all slots but two filled with chats
 
-    def takes_in(self, other: AnyExperiment) -> bool:
+    def takes_in(self, other: Experiment) -> bool:
         """Take over the long prompts of another one."""
         is_alike = isinstance(other, LongPrompts)
         if is_alike:
@@ -595,7 +597,7 @@ def draw_results(on: Canvas, results: Sequence[Result]) -> None:
 as_budget = partial(read_whole, "budget", least=1, most=2**31)
 
 
-def obey(session: PageSession, rest: str) -> None:
+def obey(session: Session, rest: str) -> None:
     """Submit a prompt as long as a slot among chats; with numbers, one for each of these
     budgets."""
     state = session.state

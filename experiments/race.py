@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from base.validation import read_whole
 from experiments.experiment import Experiment
@@ -28,10 +29,13 @@ from screen.draw.slots import aligned, fit_slots
 from screen.draw.style import clean, count, span, wrap
 from screen.draw.timeline import draw_cells
 from screen.engine_view import Leg, Race, View
-from screen.page import Page, PageSession
+from screen.page import Page
 from screen.state import State, prices
 from screen.step_prices import LEAST, on_clock
 from screen.workload import RIVALS, Ask
+
+if TYPE_CHECKING:
+    from screen.commands import Session
 
 FILM = (4.0, 10.0)  # seconds that the animation of both legs takes, at least and at most
 WIDE = (22, 7, 11, 11, 11, 12, 8)  # a run's name, then the figures
@@ -279,7 +283,7 @@ class Racing(Experiment):
             engine.drain(own)
 
 
-def obey_race(session: PageSession, rest: str) -> None:
+def obey_race(session: Session, rest: str) -> None:
     """Race a burst of this size under the named policies: /race 12 static serial. /race last shows
     the last race."""
     state = session.state
@@ -303,7 +307,7 @@ def obey_race(session: PageSession, rest: str) -> None:
     session.run_experiment("race", Racing(asks, policies))
 
 
-def obey_compare(session: PageSession, rest: str) -> None:
+def obey_compare(session: Session, rest: str) -> None:
     rival = policy_of(rest).name if rest else ""
     session.state.kept["compare"] = compare(session.state, rival)
 
@@ -329,7 +333,7 @@ def take(state: State, before: View) -> None:
         shown.contest = shown.contest._replace(note=NO_RACE.note)
 
 
-def look(session: PageSession) -> bool:
+def look(session: Session) -> bool:
     """Advance the animation."""
     shown = shown_in(session.state)
     if shown.film is None:

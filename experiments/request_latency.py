@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from base.validation import read_real, read_whole
 from engine.snapshot import RequestView
@@ -23,9 +24,12 @@ from experiments.latency_breakdown import (
 from screen.draw.canvas import Canvas
 from screen.draw.slots import aligned
 from screen.draw.style import Palette, listed, shorten, span, style
-from screen.page import Page, PageSession
+from screen.page import Page
 from screen.pages.request_details import beside, place_of
 from screen.state import State, client_of, prices, prompt_of
+
+if TYPE_CHECKING:
+    from screen.commands import Session
 
 MARKS = (50, 95, 99)  # percentiles marked on the slider
 NAMES = 16  # characters of a part's name
@@ -205,7 +209,7 @@ def which(text: str) -> int | str:
     return read_whole("why", text.removeprefix("r"), 0, 2**31)
 
 
-def obey(session: PageSession, rest: str) -> None:
+def obey(session: Session, rest: str) -> None:
     """Explain the open request, a named one (/why 7), or that at a percentile of TTFT (/why
     p95)."""
     state = session.state

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from base.validation import read_whole
 from benchmarks.answer_diff import Bits, Difference, difference
@@ -23,9 +23,12 @@ from engine.handle import Handle
 from experiments.experiment import Experiment, result, runs
 from screen.draw.canvas import Canvas
 from screen.draw.style import count, number, shorten
-from screen.page import Page, PageSession
+from screen.page import Page
 from screen.state import State
 from screen.workload import BURST, Ask
+
+if TYPE_CHECKING:
+    from screen.commands import Session
 
 RUNS = 200
 LONGEST = 24  # tokens of a run, so that 200 take seconds
@@ -341,7 +344,7 @@ def draw_strip(state: State, on: Canvas, found: SameAnswer) -> None:
 how_many = partial(read_whole, "same", least=1, most=1000)
 
 
-def obey(session: PageSession, rest: str) -> None:
+def obey(session: Session, rest: str) -> None:
     """Run a prompt alone, then among neighbours: /same 200, or /same 50 What is 3 + 4? By default
     the prompt of the selected slot, if a user typed it. /same last shows the last result."""
     is_on = runs(session.state.view, session.state.found.get("same"))

@@ -37,12 +37,13 @@ from screen.draw.canvas import Canvas, Figure, fitting
 from screen.draw.charts import cost_of
 from screen.draw.style import HUES, count, listed, number, shorten, span
 from screen.engine_view import View
-from screen.page import Page, PageSession
+from screen.page import Page
 from screen.state import State
 from screen.timeline_columns import Column
 
 if TYPE_CHECKING:
     from nanobatch import Engine
+    from screen.commands import Session
 
 NAME = "cost"
 COUNTS = (1, 2, 4, 8, 16)  # rows of the steps side by side
@@ -385,7 +386,7 @@ def draw_experts(state: State, on: Canvas, column: Column) -> None:
 # --- the command --------------------------------------------------------------------------------
 
 
-def obey(session: PageSession, rest: str) -> None:
+def obey(session: Session, rest: str) -> None:
     """Show the cost of the step at the cursor. The roofline is measured the first time, and again
     with "again"."""
     if rest not in ("", "again"):
@@ -396,7 +397,7 @@ def obey(session: PageSession, rest: str) -> None:
         session.client.inspect(NAME, partial(measure, others=others), off_the_clock=True)
 
 
-def look(session: PageSession) -> bool:
+def look(session: Session) -> bool:
     """Ask for the experts of the newest step, once per step."""
     engine = session.state.view.engine
     newest = engine.planned if engine and engine.model.experts else None

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 
@@ -27,9 +28,12 @@ from screen.draw.canvas import Canvas
 from screen.draw.status import others_of
 from screen.draw.style import clean, shorten
 from screen.engine_view import Fault
-from screen.page import Page, PageSession
+from screen.page import Page
 from screen.state import State, TourText
 from screen.workload import Settings
+
+if TYPE_CHECKING:
+    from screen.commands import Session
 
 ROOT = Path(__file__).parents[1]
 HURRY = 8.0  # seconds after which a scene runs at full speed
@@ -51,7 +55,7 @@ FAREWELL = (
 
 
 @contextmanager
-def lent(session: PageSession) -> Iterator[None]:
+def lent(session: Session) -> Iterator[None]:
     """Lend the engine and the screen to the tour, and restore everything afterwards."""
     client = session.client
     state = session.state
@@ -80,7 +84,7 @@ def lent(session: PageSession) -> Iterator[None]:
             setattr(state, name, value)
 
 
-def refuse(session: PageSession) -> None:
+def refuse(session: Session) -> None:
     """Raise a ValueError if there can be no tour now."""
     view = session.state.view
     session.check_alone("tour")
@@ -102,7 +106,7 @@ class Tour:
 
     def __init__(
         self,
-        session: PageSession,
+        session: Session,
         now: Callable[[], float] = time.monotonic,
         scenes: Sequence[Scene] = SCENES,
     ):
@@ -341,7 +345,7 @@ def draw_answers(told: TourText, on: Canvas) -> None:
 # --- the page -----------------------------------------------------------------------------------
 
 
-def obey(session: PageSession, rest: str) -> str:
+def obey(session: Session, rest: str) -> str:
     if not session.has_chats:
         raise ValueError(
             f"the tour needs a screen; {command('tui.py')} --plain --tour tells it in lines"
@@ -352,7 +356,7 @@ def obey(session: PageSession, rest: str) -> str:
     return COMES if session.state.view.stage == "loading" else ""
 
 
-def look(session: PageSession) -> bool:
+def look(session: Session) -> bool:
     """Advance the tour. One that was asked for while the model loaded may be refused now."""
     state = session.state
     told = state.tour
@@ -394,7 +398,7 @@ PAGE = Page(
 # --- without a screen ---------------------------------------------------------------------------
 
 
-def run_plain_tour(session: PageSession) -> int:
+def run_plain_tour(session: Session) -> int:
     """Run the tour in lines: each question, a guess from standard input, the explanation."""
     tour = Tour(session)
     told: TourText | None = None

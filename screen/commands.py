@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import cycle, islice
+from typing import TYPE_CHECKING
 
 from base.installation import command
 from base.validation import read_real, read_whole, shown
@@ -23,12 +24,15 @@ from engine.snapshot import Limits, RequestView, Snapshot
 from policies import POLICIES, policy_of
 from screen.busy_period_stats import words
 from screen.draw.style import clean, count, number, shorten, span
-from screen.engine_client import AnyExperiment, LocalEngineClient
+from screen.engine_client import LocalEngineClient
 from screen.engine_view import View
 from screen.keys import COMMANDS, OF_THE_ENGINE, PAGES, pressed, split_command
 from screen.page import Page
 from screen.state import State, client_of, prompt_of
 from screen.workload import SCHEMA, Ask, is_mute
+
+if TYPE_CHECKING:
+    from experiments.experiment import Experiment
 
 
 def read_name(name: str, text: str, least: int, most: int) -> str:
@@ -233,7 +237,7 @@ class Session:
         self.client.fire([ask._replace(schema=SCHEMA)])
         return "JSON is asked for: s shows how, token by token"
 
-    def run_experiment(self, what: str, experiment: AnyExperiment) -> None:
+    def run_experiment(self, what: str, experiment: Experiment) -> None:
         """Start an experiment, and end a pause; refused if other clients would suffer."""
         self.check_alone(what)
         self.expect(paused=False)

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from base.error_reports import show_fault
@@ -26,7 +26,6 @@ from engine.cpu_contention import Others
 from engine.handle import Handle
 from engine.loop import Loop, Stopwatch
 from engine.sampling_params import SamplingParams, advised
-from engine.server_view import ServerView
 from policies import POLICIES
 from sched import QueueFull
 from screen.draw.style import clean
@@ -34,23 +33,15 @@ from screen.engine_view import Answer, Fault, Finding, View
 from screen.workload import CANDIDATES, Ask
 
 if TYPE_CHECKING:
+    from experiments.experiment import Experiment
     from nanobatch import Engine
+    from server.app import APIServer
 
 DRAIN_S = 20.0  # how long clients' requests may still run at the end
 
 
 class Outgrown(ValueError):
     """A conversation no longer fits in a slot."""
-
-
-class AnyExperiment(Protocol):
-    """An experiment on the running engine (`experiment.py`)."""
-
-    found: Finding
-
-    def run(self, client: LocalEngineClient) -> Iterator[Finding]: ...
-
-    def takes_in(self, other: AnyExperiment) -> bool: ...
 
 
 class EngineClient:
@@ -115,21 +106,6 @@ def between_steps(method: Callable) -> Callable:
     return post
 
 
-class AnyServer(Protocol):
-    """What a client needs of a server (`server/app.py`)."""
-
-    @property
-    def changes(self) -> int: ...
-
-    def open(self, engine: Engine, loop: Loop, name: str) -> None: ...
-
-    def look(self, since: int = 0) -> ServerView: ...
-
-    def drain(self, patience: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class LocalEngineClient(EngineClient):
     """Own the engine and its loop. Other threads use the commands and `look`.
 
@@ -138,7 +114,7 @@ class LocalEngineClient(EngineClient):
     """
 
     def __init__(
-        self, load: Callable[..., Engine], server: AnyServer | None = None, name: str = ""
+        self, load: Callable[..., Engine], server: APIServer | None = None, name: str = ""
     ):
         super().__init__()
         self.clock = Stopwatch()
@@ -159,7 +135,7 @@ class LocalEngineClient(EngineClient):
         self._next_arrival = 0.0
         self._slow_once = False  # slow motion ends when the engine is idle
         self._load_prompts: Sequence[Ask] = ()  # the steady load picks from these
-        self._experiment: AnyExperiment | None = None
+        self._experiment: Experiment | None = None
         self._findings: Iterator[Finding] = iter(())
         self._experiment_requests: set[int] = set()
 
@@ -449,7 +425,7 @@ class LocalEngineClient(EngineClient):
         self.note(inspected={**self._known.inspected, page: look(self.engine)})
 
     @between_steps
-    def run_experiment(self, experiment: AnyExperiment) -> None:
+    def run_experiment(self, experiment: Experiment) -> None:
         """Start an experiment, and end a pause. If one is running already, it may take in the new
         one; otherwise the new one is refused.
 

@@ -7,39 +7,17 @@ palette and completion follow from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from screen.draw.canvas import Canvas
 from screen.draw.style import DARK
-from screen.engine_client import AnyExperiment, LocalEngineClient
 from screen.engine_view import View
 from screen.state import State
-from screen.workload import Ask
+
+if TYPE_CHECKING:
+    from screen.commands import Session
 
 LOG = (100, 40)  # the size of a page in a log
-
-
-class PageSession(Protocol):
-    """The part of a session that pages use."""
-
-    state: State
-    client: LocalEngineClient
-    eases: bool  # the next burst runs in slow motion
-    stays: bool  # an experiment goes on until its page is left
-    has_chats: bool  # on a screen prompts belong to conversations
-    handled: bool  # the view shows the effect of every command
-
-    def look(self) -> bool: ...
-
-    def obey(self, line: str) -> str: ...
-
-    def pressed(self, line: str) -> str: ...
-
-    def asks(self, count: int) -> list[Ask]: ...
-
-    def check_alone(self, what: str) -> None: ...
-
-    def run_experiment(self, what: str, experiment: AnyExperiment) -> None: ...
 
 
 class Key(NamedTuple):
@@ -63,7 +41,7 @@ class Page(NamedTuple):
     footer: int = 0
     # The command with its arguments: runs before the page opens and returns words for the user, or
     # raises a ValueError
-    obey: Callable[[PageSession, str], str | None] | None = None
+    obey: Callable[[Session, str], str | None] | None = None
     example: str = ""  # of its arguments
     words: Sequence[str] = ()  # completed as its arguments
     # Parse the argument of a script's word; ValueError if it is wrong
@@ -76,8 +54,8 @@ class Page(NamedTuple):
     own: Mapping[str, str | Callable[[State], None]] = {}
     take: Callable[[State, View], None] | None = None  # after each new view, with the view before
     # Ten times a second while the page is open. True: the picture has changed
-    look: Callable[[PageSession], bool] | None = None
-    leave: Callable[[PageSession], None] | None = None  # when the page is closed
+    look: Callable[[Session], bool] | None = None
+    leave: Callable[[Session], None] | None = None  # when the page is closed
     # On the open page its key runs the command again; otherwise the key closes the page
     repeats: bool = False
     is_live: bool = False  # shows the engine at work, so keys need no message

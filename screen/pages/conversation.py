@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from base.installation import command
 from cli.terminal_chat import figures, room_left
 from screen.chat_history import Chat, Turn
 from screen.draw.canvas import Canvas
 from screen.draw.style import clean, count, shorten, wrap
-from screen.page import Page, PageSession
+from screen.page import Page
 from screen.state import State
 from text.tool_parser import split_reasoning
+
+if TYPE_CHECKING:
+    from screen.commands import Session
 
 WIDEST = 100  # longer lines are hard to read
 THOUGHT = 3  # lines of a thought while the model thinks
@@ -107,7 +111,7 @@ def draw_rest(state: State, on: Canvas, chat: Chat) -> None:
         )
 
 
-def obey(session: PageSession, rest: str) -> None:
+def obey(session: Session, rest: str) -> None:
     if not session.has_chats:
         raise ValueError(
             f"a conversation needs a screen; {command('ask.py')} --chat has one in lines"

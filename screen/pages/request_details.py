@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from engine.snapshot import Metrics, RequestView
 from screen.draw import style
 from screen.draw.answers import hue_of
 from screen.draw.canvas import Canvas
 from screen.draw.style import clean, count, number, span
-from screen.page import Page, PageSession
+from screen.page import Page
 from screen.state import State, client_of, prompt_of
 from text.tool_parser import split_output
+
+if TYPE_CHECKING:
+    from screen.commands import Session
 
 
 def draw(state: State, on: Canvas) -> None:
@@ -104,7 +108,7 @@ def draw_parts(on: Canvas, text: str, is_thinking: bool) -> None:
         on.entry(names[kind], part, hue_of(on, kind))
 
 
-def obey(session: PageSession, rest: str) -> None:
+def obey(session: Session, rest: str) -> None:
     """Open the newest ended request."""
     session.state.opened = session.state.ended[-1].id if session.state.ended else None
 
