@@ -14,9 +14,6 @@ Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py
 
 from __future__ import annotations
 
-# First, because `--book` replaces modules of the core
-from cli import options as cli  # isort: split
-
 import argparse
 import sys
 from dataclasses import fields
@@ -24,6 +21,7 @@ from dataclasses import fields
 from base.untrusted_files import read_some
 from base.validation import one_line, printable
 from cli import config_file, terminal_chat
+from cli import options as cli
 from cli.options import say
 from cli.text_output import StatusLine, WordWrap, wait_for_text
 from distributed import environment

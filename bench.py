@@ -47,9 +47,6 @@ measured more kindly.
 
 from __future__ import annotations
 
-# First, because `--book` replaces modules of the core
-from cli import options  # isort: split
-
 import argparse
 import json
 import signal
@@ -79,6 +76,7 @@ from benchmarks.plan import (
     read_rivals,
 )
 from benchmarks.report import load_data, show
+from cli import options
 from distributed import environment
 from models.config import read_config
 from models.model_finder import find
@@ -126,7 +124,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="show what --json has written; measure nothing",
     )
     parser.add_attention()
-    parser.add_book()
     add("--sample", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     try:

@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 
 from base.error_reports import let_go, show_fault
-from course.overlay import labelled
+from base.provenance import labelled
 from engine.deferred_interrupt import defer_interrupt
 from engine.disk_prefix_cache import SlotCache
 from engine.handle import Handle, Result

@@ -13,9 +13,6 @@ request.
 
 from __future__ import annotations
 
-# First, because it opens the chapters of `--book` in the place of ours
-from cli import options as cli  # isort: split
-
 import argparse
 import gc
 import math
@@ -33,6 +30,7 @@ from base import error_reports
 from base.job_process import BusyError
 from base.validation import one_line, printable
 from cli import config_file
+from cli import options as cli
 from distributed import environment
 from engine.idle_unload import Idle
 from engine.loop import Loop

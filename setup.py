@@ -25,7 +25,6 @@ IS_EDITABLE = "NANOBATCH_EDITABLE" in os.environ  # set by build_backend/backend
 MODULES = {path.stem for path in ROOT.glob("*.py")} - {"setup"}
 PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"course"}
 OTHERS = "README.md CONTRIBUTING.md docs/*.md docs/bench-15m.json docs/make/page.py demo/model/*"
-OTHERS += " course/__init__.py course/overlay.py"
 # Python for a browser, where modules have their short names (docs/make/page.py)
 PAGE = ("sched.py", "policies.py", "prefix.py", "experiments/simulator.py", "web/simulate.py")
 INIT = '''\
@@ -94,7 +93,7 @@ def content_of(path: Path) -> bytes:
     """A file's content; of a module, with the imports of ours from the package."""
     if path.suffix != ".py":
         return path.read_bytes()
-    ours = "|".join(PACKAGES | MODULES | {"course", "docs"})
+    ours = "|".join(PACKAGES | MODULES | {"docs"})
     text = path.read_text(encoding="utf-8")
     text = re.sub(rf"^( *from )((?:{ours})\b[.\w]* import)", r"\1nanobatch.\2", text, flags=re.M)
     text = re.sub(rf"^( *)import ({ours})\b", r"\1from nanobatch import \2", text, flags=re.M)

@@ -21,11 +21,6 @@ can be tested without a terminal, and the engine never waits for the screen.
 
 from __future__ import annotations
 
-# First, because it opens the chapters of `--book` in the place of ours
-from typing import TYPE_CHECKING
-
-from cli import options as cli  # isort: split
-
 import argparse
 import os
 import shutil
@@ -35,16 +30,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from base import error_reports, installation, machine
+from base import error_reports, installation, machine, provenance
 from base.atomic_write import check_writable, write_whole
 from base.installation import command
 from base.untrusted_files import read_some
 from base.validation import read_whole, shown
 from cli import config_file
+from cli import options as cli
 from cli.options import BROWSER, about, on_a_terminal
 from cli.terminal_chat import History, history_file, state_folder
-from course import overlay
 from distributed import environment
 from engine.snapshot import RequestView
 from experiments.tour import run_plain_tour
@@ -183,7 +179,7 @@ def load_engine(
     if args.model == "demo":
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
-    report(f"warming up; matrix product {overlay.labelled(device.named())}")
+    report(f"warming up; matrix product {provenance.labelled(device.named())}")
     with error_reports.shown("the first step failed"):
         engine.runner.warm_up()
     return engine
@@ -271,8 +267,6 @@ def command_of(args: argparse.Namespace) -> str:
         words += [f"--{option.replace('_', '-')}", str(value)] if value is not None else []
     if args.policy != next(iter(POLICIES)):
         words += ["--policy", args.policy]
-    if own := overlay.opened():
-        words += ["--book", own.folder.name]
     if args.script:
         words += ["--script", args.script]
     if args.watch:
@@ -334,9 +328,6 @@ def main(arguments: list[str] | None = None) -> int:
         cli.say(error)
         return 2
     session = Session(client, State(args.model, settings=settings, prompts=prompts))
-    if own := overlay.opened():
-        session.state.book = own.folder.name
-        cli.say(own)
     if args.asks:
         client.fire(session.asks(len(prompts)))
     # The first burst of the demo runs slowly, except in a script or a log

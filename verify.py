@@ -29,9 +29,6 @@ Where next: `benchmarks/answer_diff.py`, which compares; `kernels/cpu_kernels.c`
 
 from __future__ import annotations
 
-# First, because it opens the chapters of `--book` in the place of ours
-from cli import options as cli  # isort: split
-
 import argparse
 import json
 import math
@@ -50,11 +47,12 @@ from typing import Any, NamedTuple
 
 from base import installation, machine
 from base.job_process import BusyError
+from base.provenance import labelled
 from base.validation import one_line
 from benchmarks import answer_hash
 from benchmarks.answer_diff import Bits, difference
 from benchmarks.random_batch import RandomBatch
-from course.overlay import labelled
+from cli import options as cli
 from distributed import environment
 from kernels import device
 from models import model_finder

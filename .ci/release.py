@@ -31,8 +31,8 @@ from kernels import build as kernels
 ROOT = Path(__file__).resolve().parents[1]
 # What a wheel has of the checkout
 PACKAGED = r"""(?x) [a-z_]+\.py$ | (?!build_backend|course|demo|docs|tests)[a-z]+/ | demo/model/
-    | README\.md | CONTRIBUTING\.md | docs/([^/]+\.md|bench-15m\.json|make/page\.py)$
-    | course/(__init__|overlay)\.py"""
+    | README\.md | CONTRIBUTING\.md | docs/([^/]+\.md|bench-15m\.json|make/page\.py)$"""
+
 LONGEST = 40  # lines of a version's entry
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from base import installation
 from base.machine import processor
+from base.provenance import labelled
 from benchmarks.answer_diff import first_other
 from benchmarks.dictated_model import DictatedModel, texts
 from benchmarks.metrics import (
@@ -49,7 +50,6 @@ from benchmarks.plan import (
     crowd_lengths,
 )
 from cli import options
-from course.overlay import labelled
 from distributed import environment
 from distributed.rendezvous import join
 from engine.handle import Result

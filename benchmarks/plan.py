@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from base.installation import IS_INSTALLED, ROOT
 from base.validation import shown
 from benchmarks.dictated_model import LENGTH
 from benchmarks.peers import PEERS
-from course import overlay
 from kernels.device import mx
 from models.config import read_config
 
@@ -144,13 +145,16 @@ def read_rival(name: str, policy: str) -> Contestant:
         return Contestant(name, rival, environment)
     checkout = Path(rival).expanduser().absolute()
     if rival and (checkout / "bench.py").is_file():
-        # The other checkout runs its own core, even if we run a book
-        return Contestant(name, ours, {overlay.VARIABLE: ""} | environment, checkout)
-    if rival and overlay.Book(checkout).files:  # a reader's modules with the rest of this checkout
-        return Contestant(name, ours, {overlay.VARIABLE: str(checkout)} | environment)
+        # Its own folder is first on its path, even if another one is on ours
+        return Contestant(name, ours, {"PYTHONSAFEPATH": ""} | environment, checkout)
+    core = [path.name for path in Path(ROOT).glob("*.py") if not IS_INSTALLED]
+    if rival and any(file.name in core for file in checkout.glob("*.py")):
+        # Modules that run in place of ours
+        path = os.pathsep.join([str(checkout), ROOT])
+        return Contestant(name, ours, {"PYTHONSAFEPATH": "1", "PYTHONPATH": path} | environment)
     raise ValueError(
         f"--vs: {shown(rival)} is neither {' nor '.join((*PEERS, INT8, WIDENED))} nor a folder that holds "
-        "a bench.py or a chapter such as llama.py"
+        "a bench.py or a module such as llama.py"
     )
 
 

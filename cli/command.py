@@ -27,7 +27,7 @@ nanobatch models             the models on this machine, and which can be served
 nanobatch page IN.json OUT   a recording as a web page
 nanobatch learn              where to find the course and the tests
 Each takes --help; `nanobatch --version` prints the version."""
-LEARN = """The course (ladder, book, exercises) and the tests are in the source: a clone, or nanobatch-{version}.tar.gz.
+LEARN = """The course (ladder, stages, exercises) and tests are in the source: a clone, or nanobatch-{version}.tar.gz.
     python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[cpu,test]'
     python course/ladder/1_one_token.py"""
 

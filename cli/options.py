@@ -15,24 +15,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TextIO
 
-from base.installation import IS_INSTALLED, ROOT, command, is_command, version
+from base.installation import command, version
 from base.validation import one_line, printable, read_whole, shown
-from course import overlay
 from distributed.environment import backend, rank
 
 BROWSER = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
-
-# The only effect of importing this file: a reader's own core is found before ours
-_started = getattr(sys.modules["__main__"], "__file__", None)
-_is_ours = is_command or (bool(_started) and os.path.dirname(os.path.realpath(_started)) == ROOT)
-if _is_ours and overlay.asked():
-    try:
-        if IS_INSTALLED:
-            raise ValueError("takes a checkout; `nanobatch learn` says where to find one")
-        overlay.open_book(overlay.asked()).check_whole()
-    except ValueError as error:
-        print(f"nanobatch: --book {one_line(error)}", file=sys.stderr)
-        sys.exit(2)
 
 
 def say(line: str) -> None:
@@ -217,6 +204,12 @@ class CommandLine(argparse.ArgumentParser):
             "--version", action=ShowVersion, nargs=0, help="say which version this is, and exit"
         )
 
+        def gone(folder: str) -> NoReturn:
+            raise ValueError(f"--book has gone: python course/run.py {shown(folder)} {name}")
+
+        old = os.environ.get("NANOBATCH_BOOK")
+        self.add_read("--book", gone, argparse.SUPPRESS, default=old)
+
     def parse_known_args(self, *arguments):
         try:
             rank()  # what the environment says of ranks may be wrong, too
@@ -267,7 +260,6 @@ class CommandLine(argparse.ArgumentParser):
         self.add_read("--slot-cache", read_slot_cache, says, metavar="DIR[:SIZE]")
         says = "take options from this file, by their names (docs/deploy.md)"
         self.add_argument("--config", metavar="FILE.toml", help=says)
-        self.add_book()
 
     def add_attention(self) -> None:
         says = "how keys and values are stored (default: auto, float16 beside weights of 16 bits or fewer)"
@@ -278,11 +270,6 @@ class CommandLine(argparse.ArgumentParser):
     def add_activations(self) -> None:
         says = "bits of an activation next to packed weights; 8 is faster, and rounds (default: 32)"
         self.add_argument("--activations", type=int, default=32, choices=(8, 32), help=says)
-
-    def add_book(self) -> None:
-        """Only for the help: it was read when this file was imported."""
-        says = "run the chapters in this folder in the place of ours (course/from_zero; $NANOBATCH_BOOK)"
-        self.add_argument("--book", metavar="DIR", help=says)
 
     def add_keys(self) -> None:
         """The options of every program that runs a server."""

@@ -32,6 +32,7 @@ FILES += (
     "build_backend/backend.py",
     "course/__init__.py",
     "course/overlay.py",
+    "course/run.py",
 )
 FILES += ("tests/lib/harness.py", "tests/lib/scheduler_story.py")
 ANSWERS = ("hidden*", "work", "grade.py", "rubric.md", "stage.svg", "*.md")  # of course/from_zero

@@ -1,19 +1,18 @@
 """The overlay: core files of a student's folder run in place of ours.
 
 A student who writes the core anew (course/from_zero) wants to run it with everything around it: the
-screen, the benchmark, the server. `--book DIR` or NANOBATCH_BOOK names the folder, and child processes
-inherit it. A finder before all others in `sys.meta_path` serves the files in that folder. A function
-is blank if its body is `raise NotImplementedError("stage 3: ...")`; then our code is put into it, and
-calls the student's other functions.
+screen, the benchmark, the server. `run.py` puts the folder first on Python's path, and child processes
+inherit that. A function is blank if its body is `raise NotImplementedError("stage 3: ...")`. Each chapter
+ends with `fill_blanks(__name__)`, which puts our code into what is blank; that calls the student's other
+functions.
 
-The folder is chosen before the first core module is imported, once for a process. Tracebacks name the
-file in which the code was written. The engine's first line names the folder, and
-`engine.is_batch_invariant` is False, because our proof is about our files.
+The rest of nanobatch knows nothing of this. It only sees that files which are not ours run
+(`base/provenance.py`): then the first line says so, and `engine.is_batch_invariant` is False, because our
+proof is about our files.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import ctypes
 import os
@@ -25,16 +24,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import spec_from_file_location
+from inspect import getmodulename
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 START = ROOT / "course" / "from_zero" / "start.py"
-VARIABLE = "NANOBATCH_BOOK"
 CHAPTERS = (
     "llama",
     "models.ops",
@@ -51,6 +47,7 @@ CHAPTERS = (
     "course.from_zero.reference.eight_bits",
     "course.from_zero.reference.ranks",
 )
+PACKAGE = "models.py"  # in a student's folder: our package `models`, with their ops.py and rope.py
 PATIENCE_S = 10  # for a step of another book
 raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -138,19 +135,24 @@ def swapped(names: Iterable[str], file: Path | None = None) -> Iterator[None]:
             function.__code__ = code
 
 
-# --- the book of this process -------------------------------------------------------------------
+# --- a student's book ---------------------------------------------------------------------------
 
 
-class Chapter(SourceFileLoader):
-    """Runs a reader's file, and puts our code into what is blank."""
+def fill_blanks(name: str) -> None:
+    """Put our code into the functions of a student's chapter that are still blank."""
+    module = sys.modules[name]
+    for each in blanks(Path(module.__file__).read_text(encoding="utf-8")):
+        function_of(module, each).__code__ = codes(our_file(name))[each]
+    start_watch()
 
-    def exec_module(self, module: ModuleType) -> None:
-        super().exec_module(module)
-        for name in blanks(Path(self.path).read_text(encoding="utf-8")):
-            function_of(module, name).__code__ = codes(our_file(self.name))[name]
+
+def opened() -> Book | None:
+    """The book that `run.py` has opened for this process."""
+    book = Book(Path(os.environ.get("PYTHONPATH", "").partition(os.pathsep)[0]).resolve())
+    return book if sys.flags.safe_path and book.folder != ROOT and book.files else None
 
 
-class Book(MetaPathFinder):
+class Book:
     def __init__(self, folder: Path):
         self.folder = folder
 
@@ -177,13 +179,12 @@ class Book(MetaPathFinder):
             wants = "a handout has no reference to stand in for them: write them first"
             raise ValueError(f"{self.folder.name}: {count}; {wants}")
 
-    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
-        if name not in CHAPTERS:
-            return None
-        file = file_in(self.folder, name)
-        if not file.is_file():
-            return None
-        return spec_from_file_location(name, file, loader=Chapter(name, str(file)))
+    def environment(self) -> dict[str, str]:
+        """Of a process in which these chapters run, and its children. (By PYTHONSAFEPATH a program's own
+        folder is not first.)"""
+        path = [str(self.folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        path = os.pathsep.join(filter(None, path))
+        return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
 
     def __str__(self) -> str:
         """What runs: which book, and what in it is ours."""
@@ -198,7 +199,7 @@ class Book(MetaPathFinder):
 
 
 def check_book(folder: str) -> Path:
-    """A folder with chapters in it that are Python, or a ValueError."""
+    """A folder with chapters in it that are Python, and no other modules; or a ValueError."""
     path = Path(folder).expanduser().resolve()
     files = Book(path).files
     if not files:
@@ -206,6 +207,19 @@ def check_book(folder: str) -> Path:
             f"{folder!r} is no folder with a chapter such as llama.py in it; "
             f"python {os.path.relpath(START)} mine makes one"
         )
+    if os.pathsep in str(path):
+        raise ValueError(
+            f"{folder!r}: Python's path takes no folder with {os.pathsep!r} in its name"
+        )
+    names = {file.name for file in files}
+    for file in sorted(path.iterdir()):
+        module = file.name if (file / "__init__.py").exists() else getmodulename(file.name)
+        if module and module.isidentifier() and file.name not in {*names, PACKAGE}:
+            why = "it would run in place of any other module of that name"
+            raise ValueError(f"{folder!r}: {file.name} is not a chapter; move it elsewhere: {why}")
+    if names & {"ops.py", "rope.py"} and not (path / PACKAGE).is_file():
+        why = f"{PACKAGE} is missing, without which ops.py and rope.py are not found"
+        raise ValueError(f"{folder!r}: {why}; start.py writes it into a new folder")
     for file in files:
         try:
             ast.parse(file.read_bytes())
@@ -216,24 +230,10 @@ def check_book(folder: str) -> Path:
     return path
 
 
-def asked() -> str:
-    """The book that the command line names, or the environment. Read before the other options are,
-    because these need the chapters."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--book", nargs="?", default=os.environ.get(VARIABLE))
-    return parser.parse_known_args()[0].book or ""
-
-
-def open_book(folder: str) -> Book:
-    """From now on its chapters are found in the place of ours."""
-    book = Book(check_book(folder))
-    os.environ[VARIABLE] = str(book.folder)
-    sys.meta_path.insert(0, book)
-    if (
-        "pytest" not in sys.modules
-    ):  # it has a clock of its own, and prints the stack of each thread
+@cache
+def start_watch() -> None:
+    if "pytest" not in sys.modules:  # it has a clock of its own
         threading.Thread(target=watch, name="patience", daemon=True).start()
-    return book
 
 
 class Endless(RuntimeError):
@@ -284,15 +284,3 @@ def step_of(frame: FrameType | None) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
-
-
-def labelled(device: str) -> str:
-    """What a program says of its device; and whose core runs, if it is not ours."""
-    book = opened()
-    return f"{device}, {book}" if book else device
-
-
-def opened() -> Book | None:
-    """The book that runs in the place of ours."""
-    books = (finder for finder in sys.meta_path if isinstance(finder, Book))
-    return next(books, None)

@@ -15,9 +15,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from base.provenance import foreign
 from base.untrusted_files import ModelError
 from base.validation import shown
-from course.overlay import opened
 from distributed.group import ALONE, Ranks
 from kernels import device, fused_attention_check
 from kernels.device import mx, readable
@@ -151,10 +151,10 @@ class ModelReader:
         return mx.float16 if self.kv == "auto" and self.weights.are_narrow else mx.float32
 
     def attention_form(self, dtype: mx.Dtype) -> str:
-        """What computes attention (`llama.ATTENTION`). With a reader's own chapters it is the formula,
+        """What computes attention (`llama.ATTENTION`). With a student's own core it is the formula,
         so that a change of it shows."""
         c = self.config
-        if self.attention == "plain" or opened():
+        if self.attention == "plain" or foreign():
             return "formula"
         if device.is_batch_invariant() and self.form != "checkpoint":
             return "c"

@@ -17,9 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from base import validation
+from base import provenance, validation
 from base.untrusted_files import ModelError
-from course.overlay import opened
 from kernels import device
 from kernels.c_attention import label_rows
 from kernels.device import has_gpu, mx, readable
@@ -176,9 +175,7 @@ def sources() -> list[Path]:
     core = [path for path in checkout.glob("*.py") if path.stem in (*CORE, "_engine")]
     below = [path for package in BELOW for path in checkout.glob(f"{package}/*")]
     below = [path for path in below if path.suffix in (".py", ".c")]
-    own = opened()
-    files = sorted([*core, *below, checkout / "course" / "overlay.py"])
-    return [*files, *(own.files if own else ())]
+    return [*sorted([*core, *below]), *provenance.foreign().values()]
 
 
 def check_alike(model: Model) -> None:
@@ -245,7 +242,8 @@ def is_batch_invariant(model: Model) -> bool:
 
     They do with our own product on a CPU, for float32 and packed weights, if each rank uses it. (The
     instruction sets may differ, because what a rank adds to a sum is the same in any batch.) It is not
-    known of MLX's own products, nor of chapters that somebody else has written.
+    known of MLX's own products, nor of modules that run in place of ours.
     """
-    marks = model.ranks.gather(device.is_batch_invariant() and model.is_float32 and not opened())
+    is_ours = device.is_batch_invariant() and not provenance.foreign()
+    marks = model.ranks.gather(is_ours and model.is_float32)
     return all(mark == [True] for mark in marks)

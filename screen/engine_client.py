@@ -20,6 +20,7 @@ from functools import wraps
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from base import provenance
 from base.error_reports import show_fault
 from cli.terminal_chat import LEAST, outgrown
 from engine.cpu_contention import Others
@@ -170,7 +171,8 @@ class LocalEngineClient(EngineClient):
         text = self.engine.text
         self._advice = advised(text.folder)
         usual = self._advice["temperature"]
-        self.note(stage="ready", has_chat=text.has_template, temperature=usual)
+        foreign = provenance.named()
+        self.note(stage="ready", has_chat=text.has_template, temperature=usual, foreign=foreign)
 
     def drain(self) -> None:
         """Accept no more requests over HTTP, and let the open ones finish for `DRAIN_S`. A second

@@ -73,6 +73,7 @@ class View(NamedTuple):
     watches: bool = False  # the engine is a server's: this screen only fires and cancels its own
     model: str = ""  # name of a watched model
     has_chat: bool = True  # the model has a chat template
+    foreign: str = ""  # modules that run in place of ours (`base/provenance.py`)
     answers: Mapping[int, Answer] = {}  # by number of the question
     temperature: float = 0.0  # the model's default
     epoch: int = 0  # changes when another process is watched, whose numbers begin again

@@ -52,7 +52,6 @@ class State:
     user's."""
 
     model: str = "demo"
-    book: str = ""  # the folder of `--book`; empty: ours
     view: View = field(default_factory=View)
     settings: Settings = field(default_factory=Settings)
     prompts: Sequence[tuple[str, int]] = BURST

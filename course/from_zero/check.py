@@ -9,7 +9,7 @@ A stage is a file of tests: `test_6_continuous_batching.py`. Each is run by pyte
 its own, which ends at the first test that fails. A process that crashes or never ends is a line like
 any other. For whole tracebacks, one test or a debugger, run such a file yourself:
 
-    python -m pytest course/from_zero/test_6_continuous_batching.py --book mine -k cancel --pdb
+    python course/run.py mine -m pytest course/from_zero/test_6_continuous_batching.py -k cancel --pdb
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def show_book(shown: str, chosen: list[Stage], hint: int | None) -> bool:
             return False
         sys.stdout.flush()
     if len(chosen) == len(STAGES):
-        print(f"All stages are done. See it work: python tui.py --book {shown}")
+        print(f"All stages are done. See it work: python course/run.py {shown} tui.py")
     return True
 
 

@@ -1,6 +1,6 @@
-"""The stages' tests run on our own chapters, or on a reader's: `--book mine`.
+"""The stages' tests run on our own chapters, or on a student's, by `course/run.py`.
 
-A reader's functions run up to the stage that is tried, and ours in the place of all later ones (in a
+A student's functions run up to the stage that is tried, and ours in the place of all later ones (in a
 handout, those of stand_ins.py). A test of a function that is still blank is skipped: `about` names the
 functions that a test tries, or it tries all of its stage.
 """
@@ -16,24 +16,20 @@ import pytest
 from course import overlay
 from course.from_zero.stages import STAGES, Stage, names
 
-if overlay.asked() and "nanobatch" not in sys.modules:
-    overlay.open_book(overlay.asked())
-BLANK = set()  # functions of the reader's chapters
-if overlay.opened():
+BLANK = set()  # functions of the student's chapters
+if BOOK := overlay.opened():
+    sys.path.insert(0, str(BOOK.folder))  # before what pytest's option `pythonpath` names
     os.environ.setdefault("PYTEST_TIMEOUT", "60")  # seconds for a test, which takes one
-    BLANK = {name for name, _ in overlay.opened().blanks()}
+    BLANK = {name for name, _ in BOOK.blanks()}
 
 FAKES = Path(__file__).with_name("stand_ins.py")
 pytest.register_assert_rewrite("course.from_zero.shared_by_tests")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--book", metavar="DIR", help="try the chapters in this folder (course/)")
-
-
 def pytest_configure() -> None:
-    if not (overlay.opened() or overlay.has_reference()):
-        raise pytest.UsageError("our functions are blank in a handout; try yours: --book mine")
+    if not (BOOK or overlay.has_reference()):
+        yours = "python course/run.py mine -m pytest"
+        raise pytest.UsageError(f"our functions are blank in a handout; try yours: {yours}")
 
 
 def stage_of(item: pytest.Item | pytest.FixtureRequest) -> Stage:
@@ -55,7 +51,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def later_stages_are_ours(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not overlay.opened():
+    if not BOOK:
         yield
         return
     later = names(stage_of(request).number + 1)

@@ -29,7 +29,7 @@ from course import overlay
 from course.from_zero.check import blank_tasks
 from course.from_zero.run_stage_tests import Check, run
 from course.from_zero.stages import STAGES, Stage, Task, tasks
-from course.from_zero.start import blank
+from course.from_zero.start import OUR_PACKAGE, blank
 
 POINTS = 10  # a stage
 HIDDEN_POINTS = 5  # its hidden checks
@@ -41,6 +41,7 @@ STAND_INS = Path(__file__).with_name("stand_ins.py")
 def without_bodies(folder: Path, copy: Path) -> Path:
     """A copy of the chapters, in which all functions of the stages raise an error."""
     copy.mkdir()
+    (copy / overlay.PACKAGE).write_text(OUR_PACKAGE)
     for file in overlay.Book(folder).files:
         text = file.read_text(encoding="utf-8")
         there = overlay.functions(text)

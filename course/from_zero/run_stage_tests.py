@@ -32,8 +32,6 @@ try:
 except ImportError:
     sys.exit("The stages are tests: pip install pytest pytest-timeout")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from course import overlay
 from course.overlay import ROOT
 
@@ -77,6 +75,7 @@ def run(
             stdout=output,
             stderr=output,
             cwd=ROOT,
+            env=overlay.Book(folder).environment(),
             start_new_session=True,
         )
         try:
@@ -213,7 +212,6 @@ def main(
     if seconds:
         limit(seconds, gigabytes)
         faulthandler.register(signal.SIGXCPU, os.dup(2), chain=True)
-    overlay.open_book(folder)
     try:
         for module in overlay.CHAPTERS:
             import_module(module)

@@ -21,9 +21,25 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from course.from_zero.stages import STAGES, Task, tasks
-from course.overlay import CHAPTERS, file_in, functions, has_reference, our_file
+from course.overlay import CHAPTERS, PACKAGE, file_in, functions, has_reference, our_file
 
 MADE_OF = "made-of.txt"
+# The end of a chapter
+STAND_IN = """
+
+# What is blank above runs with our code
+from course.overlay import fill_blanks
+
+fill_blanks(__name__)
+"""
+OUR_PACKAGE = '''"""Our package `models`, in which ops.py and rope.py of this folder come first."""
+
+from pathlib import Path
+
+from course.overlay import ROOT
+
+__path__ = [str(Path(__file__).parent), str(ROOT / "models")]
+'''
 # Of the engine: switched off in the blank book, until it is wanted
 SWITCHES = {
     r"(prefix_cache: bool) = \w+": r"\1 = False",
@@ -124,7 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in blank_book(args.first).items():
-            (folder / name).write_text(text, encoding="utf-8")
+            (folder / name).write_text(text + STAND_IN, encoding="utf-8")
+        (folder / PACKAGE).write_text(OUR_PACKAGE)
         if has_reference():  # in a handout it is handed in
             (folder / ".gitignore").write_text("*\n")  # so ruff leaves it alone, too
         (folder / MADE_OF).write_text(f"{mark()}\n")

@@ -1,6 +1,6 @@
 """Stage 12, for real: two processes share the demo model, over MLX's ring on 127.0.0.1.
 
-python course/from_zero/two_ranks.py "What is 17 + 6?" --book mine
+python course/run.py mine course/from_zero/two_ranks.py "What is 17 + 6?"
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from course import overlay
+if not sys.flags.safe_path:  # by itself, on our chapter
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 PATIENCE_S = 30
 LOOPBACK = "127.0.0.1"
@@ -83,10 +82,7 @@ def launch(prompt: str, size: int = 2) -> list[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("prompt", nargs="?", default="What is 17 + 6?")
-    parser.add_argument("--book", metavar="DIR", help="your chapters, with ranks.py")
     prompt = parser.parse_args().prompt
-    if overlay.asked():
-        overlay.open_book(overlay.asked())
     if "MLX_RANK" in os.environ:
         try:
             print(json.dumps(be_a_rank(prompt)))

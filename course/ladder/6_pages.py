@@ -28,7 +28,7 @@ The forward pass is the real one. It asks a window to write and to read, and doe
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from board import PROMPTS, Timeline, launch, load, rate, show_answers
 
@@ -40,6 +40,7 @@ from models.memory import slab_shape
 PAGE = 32  # rows
 PAGES = 12
 MODEL, TEXT = load()
+MODEL = replace(MODEL, attention="formula")  # which reads what a window hands to it
 
 
 @dataclass

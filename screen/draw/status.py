@@ -58,8 +58,8 @@ def parts_of_status(state: State, on: Canvas) -> Iterator[Sequence]:
     if past:
         yield f"◀ back at step {state.cursor:,} of {newest:,}", on.accent, True, "follow"
     yield shorten(clean(state.model).rstrip("/").rsplit("/", 1)[-1], 28), on.muted
-    if state.book:
-        yield shorten(f"book {state.book}", 20), on.accent
+    if view.foreign:
+        yield shorten(clean(view.foreign), 20), on.accent
     colour = on.muted
     if view.gone_s is not None:
         colour = on.bad

@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from inspect import getdoc
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,13 +24,10 @@ from benchmarks.plan import read_rival
 from course import overlay
 from course.from_zero import check, start
 from course.from_zero.stages import STAGES, tasks
-from screen.draw import status
-from screen.draw.canvas import Canvas
-from screen.draw.style import DARK
-from screen.state import State
 
 ROOT = Path(__file__).parents[2]
 ZERO = ROOT / "course" / "from_zero"
+RUN = ROOT / "course" / "run.py"
 
 EVERYTHING = os.environ.get("NANOBATCH_ZERO") == "all"
 
@@ -340,7 +336,7 @@ def test_syntax_and_import_errors_say_where(tmp_path, capsys):
     assert "✗ The chapters can be imported." in said
     assert "No module named 'nothing_of_this_name'" in said and "kv.py, line" in said
     (folder / "kv.py").write_text("import math\n\ndef write(:\n")
-    for program in (("ask.py", "--book", folder, "hi"), (ZERO / "check.py", folder)):
+    for program in ((RUN, folder, "ask.py", "hi"), (ZERO / "check.py", folder)):
         said = run(*program)
         assert said.returncode == 2 and said.stderr.count("\n") == 1
         assert "kv.py, line 3: invalid syntax" in said.stderr
@@ -369,11 +365,11 @@ def test_program_survives_a_mistake_in_a_book(tmp_path):
     wrong = "assert ids.size < 13, 'a mistake in mine'\n    x = model.table.embed(ids)  # (N, D)"
     text = text.replace("x = model.table.embed(ids)  # (N, D)", wrong)
     blank = {"attention": tasks()["llama"]["attention"]}
-    (folder / "llama.py").write_text(start.blank(text, blank))
+    (folder / "llama.py").write_text(start.blank(text, blank) + start.STAND_IN)
     said = run(
-        "ask.py",
-        "--book",
+        RUN,
         folder,
+        "ask.py",
         "--slots",
         1,
         "What is 17 + 6?",
@@ -384,23 +380,27 @@ def test_program_survives_a_mistake_in_a_book(tmp_path):
     assert "book mine (still blank: 1 function of stage 1; ours stand in)" in said.stderr
     assert f'File "{folder}/llama.py", line ' in said.stderr and "a mistake in mine" in said.stderr
     assert "17 + 6 = 23" in said.stdout and "c-a-t" in said.stdout
-    wrong = run("ask.py", "--book", tmp_path / "none", "hi")
+    wrong = run(RUN, tmp_path / "none", "ask.py", "hi")
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
     assert "start.py mine makes one" in wrong.stderr
+    (folder / "text.py").write_text("")  # it would be imported in place of our package
+    wrong = run(RUN, folder, "ask.py", "hi")
+    assert wrong.returncode == 2 and "text.py is not a chapter; move it elsewhere" in wrong.stderr
+    old = run("ask.py", "--book", folder, "hi")
+    assert old.returncode == 2 and "--book has gone: python course/run.py" in old.stderr
 
 
 def test_endless_step_of_a_book_ends(tmp_path):
     """A plan holds the engine's lock: the screen waited for it, and could not be left."""
     folder = tmp_path / "mine"
     folder.mkdir()
-    shutil.copy(ROOT / "sched.py", folder)
+    (folder / "sched.py").write_text((ROOT / "sched.py").read_text() + start.STAND_IN)
     endless = "left = max(left, self.chunk)\n        while self.submitted == 1: pass"
     change(folder, "sched.Scheduler._chunks", "left = max(left, self.chunk)", endless)
     code = """
 import sys
 from course import overlay
 overlay.PATIENCE_S = 1
-overlay.open_book(sys.argv[1])
 from nanobatch import Engine, SamplingParams
 short = SamplingParams(max_tokens=20)
 with Engine.load("demo", slots=1, max_len=64) as engine, engine.serving():
@@ -408,7 +408,7 @@ with Engine.load("demo", slots=1, max_len=64) as engine, engine.serving():
         result = engine.submit(engine.text.ask("What is 17 + 6?"), short).result(timeout=60)
         print(result.finish_reason, result.error)
 """
-    said = run("-c", code, folder)
+    said = run("-c", code, **overlay.Book(folder).environment())
     first, second = said.stdout.splitlines()
     assert first == "error Endless: Python alone took more than 1 s for a step: an endless loop?", (
         said.stderr
@@ -422,22 +422,17 @@ def test_other_book_is_not_batch_invariant(tmp_path):
     folder.mkdir()
     shutil.copy(ROOT / "kv.py", folder)
     code = """
-import sys
-from course import overlay
-overlay.open_book(sys.argv[1])
 from nanobatch import Engine
 import kv
 with Engine.load("demo", slots=1, max_len=64) as engine:
     print(kv.__file__, engine.is_batch_invariant, engine.summary, sep="\\n")
 """
-    said = run("-c", code, folder)
+    said = run("-c", code, **overlay.Book(folder).environment())
     file, exact, summary = said.stdout.splitlines()
     assert (file, exact) == (str(folder / "kv.py"), "False"), said.stderr
-    assert summary.endswith(", book mine")
+    assert summary.endswith(", with 1 module of mine")
     column = read_rival(str(folder), "continuous")
-    assert (column.checkout, column.environment) == (None, {"NANOBATCH_BOOK": str(folder)})
-    assert read_rival(str(ROOT), "continuous").environment == {"NANOBATCH_BOOK": ""}
-    log = run("tui.py", "--book", folder, "--plain", "--script", "burst2 wait")
+    path = column.environment["PYTHONPATH"].split(os.pathsep)
+    assert column.checkout is None and path == [str(folder), str(ROOT)]
+    log = run(RUN, folder, "tui.py", "--plain", "--script", "burst2 wait")
     assert "nanobatch: book mine\n" in log.stderr and log.returncode == 0, log.stderr
-    parts = status.parts_of_status(State(book="mine"), Canvas(DARK, 100, 1))
-    assert [text for text, *_ in islice(parts, 3)] == ["nanobatch", "demo", "book mine"]

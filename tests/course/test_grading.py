@@ -203,6 +203,8 @@ def test_handout_runs_alone(handout, tmp_path):
     said = run(zero / "check.py", mine, 6, "--hint", cwd=tmp_path).stdout
     assert said == "A handout has no hints.\n"
     said = run("-m", "pytest", STAGES[5].tests.relative_to(ROOT), cwd=handout)
-    assert "try yours: --book mine" in said.stderr and not (mine / ".gitignore").exists()
-    said = run(handout / "ask.py", "--book", mine, "hi", cwd=tmp_path)
+    assert (
+        "try yours: python course/run.py mine" in said.stderr and not (mine / ".gitignore").exists()
+    )
+    said = run(handout / "course" / "run.py", mine, "ask.py", "hi", cwd=tmp_path)
     assert said.returncode == 2 and "a handout has no reference" in said.stderr

@@ -44,8 +44,7 @@ MAY_IMPORT = {
     "experiments/*": "screen/* benchmarks/* sched policies engine/* models/* kernels/* base/*",
     "web/*": "sched policies experiments/simulator",
     "demo/*": "nanobatch",
-    "course/overlay": "",
-    "course/handout": "course/* cli/*",
+    "course/*": "cli/*",
     "setup": "kernels/build",
     "ask": "nanobatch cli/* engine/* models/* text/* distributed/environment base/*",
     "serve": "nanobatch server/* cli/* engine/* distributed/environment kernels/* policies base/*",
@@ -55,18 +54,16 @@ MAY_IMPORT = {
 }
 # Imports that still run up. Nothing may be added here.
 STILL_UP = {
-    "* course/overlay",
     "screen/* experiments/*",
 }
 WITHOUT_MLX = """sched policies prefix prompt_lookup engine/* base/* cli/* text/* server/* screen/* serve tui
-    models/forward_cost distributed/environment experiments/simulator course/overlay"""
+    models/forward_cost distributed/environment experiments/simulator"""
 NEEDS_MLX = "engine/reload engine/disk_prefix_cache engine/roofline"
 STANDARD_LIBRARY = {
     "sched": "",
     "policies": "",
     "prefix": "",
     "prompt_lookup": "",
-    "course/overlay": "",
     "base/*": "",
     "distributed/environment": "",
     "cli/options": "",

@@ -18,6 +18,7 @@ def simple(stage: int) -> str:
 def full_book(folder: Path) -> Path:
     """Our chapters."""
     folder.mkdir()
+    (folder / overlay.PACKAGE).write_text(start.OUR_PACKAGE)
     for chapter in tasks():
         shutil.copy(overlay.our_file(overlay.module_name(chapter)), folder)
     return folder
