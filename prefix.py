@@ -33,8 +33,11 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
+
+if TYPE_CHECKING:
+    from engine.disk_prefix_cache import RestoredRows
 
 SEGMENT = 16  # tokens: longer segments find less, shorter ones take more memory
 NEVER = 2**63  # more rows than there are
@@ -69,27 +72,8 @@ class Remembered(NamedTuple):
     client: str
 
 
-class RestoredRows(Protocol):
-    """Rows of a prompt that were saved to disk (`engine/disk_prefix_cache.py`)."""
-
-    @property
-    def is_ready(self) -> bool:
-        """True once the file has been read, whether its rows can be used or not."""
-
-    @property
-    def rows(self) -> int:
-        """The number of rows that can be used."""
-
-    def is_of(self, client: str) -> bool:
-        """True if this client has written them."""
-
-    def prefix(self, rows: int) -> list:
-        """Arrays with the first rows, as `kv.Slab.prefix` returns them."""
-
-
-Source = (
-    int | RestoredRows | None
-)  # of a prompt's first rows: another slot, disk, or the slot itself
+# Of a prompt's first rows: another slot, disk, or the slot itself
+Source: TypeAlias = "int | RestoredRows | None"
 
 
 class Prefixes:

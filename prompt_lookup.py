@@ -65,7 +65,7 @@ class Pairs:
 
 
 class PromptLookup:
-    """The draft source of one answer (`sched.DraftSource`).
+    """The draft source of one answer (`Request.draft_source`).
 
     `grammar`: where the answer is in its grammar, if it has one.
     """

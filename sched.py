@@ -53,27 +53,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
-from prefix import SEGMENT, Prefixes, Remembered, RestoredRows, Source, Trail
+from prefix import SEGMENT, Prefixes, Remembered, Source, Trail
+
+if TYPE_CHECKING:
+    from engine.disk_prefix_cache import RestoredRows
+    from prompt_lookup import PromptLookup
 
 
 class QueueFull(RuntimeError):
     """The queue has reached its limit. Raised at once; other requests are not affected."""
-
-
-class DraftSource(Protocol):
-    """Proposes what may follow in one answer (`prompt_lookup.PromptLookup`)."""
-
-    @property
-    def gains(self) -> bool:
-        """True if enough of its tokens are accepted to be worth longer steps."""
-
-    def follow(self, answer: Sequence[int]) -> None:
-        """Read the tokens that are new in an answer."""
-
-    def draft(self, most: int) -> list[int]:
-        """The tokens that are likely to follow."""
 
 
 @dataclass(eq=False, slots=True)
@@ -107,7 +97,7 @@ class Request:
     planned: int = 0  # output tokens of all planned steps, the newest step's draft included
     answer: list[int] = field(default_factory=list)  # output tokens read back so far
     # Speculative decoding (`prompt_lookup.py`)
-    draft_source: DraftSource | None = None  # None: nothing is drafted
+    draft_source: PromptLookup | None = None  # None: nothing is drafted
     draft_tokens: int = 0  # proposed so far
     accepted_tokens: int = 0  # of these
     # The end
@@ -301,7 +291,7 @@ class Policy(NamedTuple):
 # So no draft gets a row beyond the slot's end.
 ProposeDrafts = Callable[[Sequence[Request], int], Mapping[int, tuple[int, ...]]]
 # Called with a request and the fewest rows that are worth reading. Returns what is on disk.
-FindSaved = Callable[[Request, int], RestoredRows | None]
+FindSaved = Callable[[Request, int], "RestoredRows | None"]
 Tokens = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]  # by slot: a token for each row
 Accept = Callable[[Request, int], str | None]  # delivers a token; returns why the answer ends
 

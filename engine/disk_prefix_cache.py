@@ -48,8 +48,8 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 Layer = tuple[mx.array, mx.Dtype, tuple[int, ...]]  # the bits as numbers; their dtype and shape
 
 
-class Restored:
-    """The first rows of a saved slot, for one prompt (`prefix.RestoredRows`)."""
+class RestoredRows:
+    """The first rows of a saved slot, for one prompt."""
 
     def __init__(self, load: Future[list[Layer]], rows: int, owner: str):
         self._load = load  # of the file; no layers if it cannot be used
@@ -58,13 +58,16 @@ class Restored:
 
     @property
     def is_ready(self) -> bool:
+        """True once the file has been read, whether its rows can be used or not."""
         return self._load.done()
 
     @property
     def rows(self) -> int:
+        """The number of rows that can be used."""
         return self._rows if self._load.result() else 0
 
     def is_of(self, client: str) -> bool:
+        """True if this client has written them."""
         return self._owner == digest_of(client)
 
     def prefix(self, rows: int) -> list[mx.array]:  # (1, 2 Hkv, rows, Dh) each
@@ -107,7 +110,7 @@ class SlotCache:
 
     # --- reading
 
-    def find(self, request: Request, least: int) -> Restored | None:
+    def find(self, request: Request, least: int) -> RestoredRows | None:
         """The saved slot with the most rows of a prompt, if these are at least as many, and not the
         whole prompt. A thread begins to read it."""
         if self._folder is None or not request.prefix_cache or len(request.prompt) <= least:
@@ -127,7 +130,7 @@ class SlotCache:
         load = self._reading.get(name)
         if load is None:
             load = self._reading[name] = self._threads.submit(self._read, saved)
-        return Restored(load, rows, saved.owner)
+        return RestoredRows(load, rows, saved.owner)
 
     def wait(self) -> bool:
         """Wait until no file is being read. False if none was."""
@@ -139,7 +142,7 @@ class SlotCache:
         """Read a file, in a thread of its own. No layers if it cannot be used.
 
         subtle: `mx.array` copies numbers into memory of MLX and adds no operation to a stream, so it
-        needs no `device_lock`, and other rows are not held up. What follows does (`Restored.prefix`).
+        needs no `device_lock`, and other rows are not held up. What follows does (`RestoredRows.prefix`).
         """
         try:
             check_room(2 * self._folder.size(saved.name))  # the file, and its arrays

@@ -13,7 +13,7 @@ import llama
 import nanobatch
 import runner
 import sampling
-from engine.disk_prefix_cache import Restored
+from engine.disk_prefix_cache import RestoredRows
 from kernels import c_attention
 from kernels.device import mx
 from kernels.packed import Matrix
@@ -302,7 +302,7 @@ FAULTS = {
     "an old owner's bias": ("company", SlotState, "bias", old_bias),
     "a neighbour's grammar": ("company", SlotState, "mask", mask_of_a_neighbour),
     "an embedding is a neighbour's": ("company", Runner, "_sample", vector_of_a_neighbour),
-    "a restored slot lacks its last row": ("slot_cache", Restored, "prefix", without_last_row),
+    "a restored slot lacks its last row": ("slot_cache", RestoredRows, "prefix", without_last_row),
 }
 
 
