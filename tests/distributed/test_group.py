@@ -623,7 +623,7 @@ class Pair(ExitStack):
         (tmp_path / "hosts.json").write_text(json.dumps([[host] for host in self.hosts]))
         self.logs = [tmp_path / f"rank{rank}.log" for rank in (0, 1)]
         self.processes = {}
-        self._command = [sys.executable, *command]
+        self._command = [sys.executable, *map(str, command)]
         self._environment = os.environ | {
             "NANOBATCH_THREADS": "1",  # the two wait for each other, and share the cores
             "MLX_HOSTFILE": str(tmp_path / "hosts.json"),
@@ -702,6 +702,17 @@ def test_two_processes_answer_like_one(tmp_path):
         assert exact and compared > 40 and different == 0
         heads = r"rank 1 of 2 by ring: 3 query and 1 key heads in .*; follows rank 0"
         assert re.search(heads, pair.said(1))
+
+
+def test_ranks_run_a_students_core(tmp_path):
+    """Both processes that `course/run.py` starts have the student's files, and say so."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    shutil.copy(ROOT / "kv.py", folder)
+    with Pair(tmp_path, str(ROOT / "course" / "run.py"), folder, "ask.py", "Spell cat.") as pair:
+        assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)
+        assert "c-a-t." in pair.said(0)
+        assert all("with 1 module of mine" in pair.said(rank) for rank in (0, 1))
 
 
 # Random schedules for each model
