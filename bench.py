@@ -17,13 +17,13 @@ there are, and when they arrive. (Here, a row is one sequence of the batch.)
 `--vs` measures others, too, in all parts that they can do. Each has a column, and its figures have
 their ratio to ours:
 
-    --vs mlx-lm            on OpenBLAS, the best that its users can put under MLX (`benchmarks/peers.py`)
+    --vs mlx-lm            on the system's OpenBLAS, the best that its users can put under MLX (`benchmarks/peers.py`)
     --vs llama.cpp         with its own products, and a thread for each core
     --vs ../before         another checkout of nanobatch: is the new version faster?
     --vs mine              a folder with chapters of the core, such as a student's
     --vs widened           this checkout with packed weights made float32 (`--shape 1b --bits 4`)
     --vs int8              this checkout with activations of 8 bits
-    --vs .@openblas        a checkout, here this one, with NANOBATCH_BLAS=openblas
+    --vs .@rows:avx2       a checkout, here this one, with NANOBATCH_BLAS=rows:avx2
     --vs mlx-lm@off        mlx-lm on the BLAS of MLX's wheel for Linux, which is slow
     --vs mlx-lm,llama.cpp  several
 
@@ -163,9 +163,9 @@ def check(args: argparse.Namespace) -> None:
             words = f"--clock {args.clock} is for {' and '.join(OF_ANY_CLOCK)}"
             raise ValueError(f"{words}; leave {part} out of --parts")
     peers = [rival.engine for rival in args.rivals if rival.engine in PEERS]
-    for peer in peers:
-        if why := obstacle(peer):
-            raise ValueError(f"{why}; leave out --vs {peer}")
+    for rival in args.rivals:
+        if rival.engine in PEERS and (why := obstacle(rival.engine, rival.environment)):
+            raise ValueError(f"{why}; or leave out --vs {rival.name}")
     if "same" in args.parts and not peers:
         raise ValueError(f"same compares with a peer; add --vs {' or --vs '.join(PEERS)}")
     if environment.backend() and args.rivals:

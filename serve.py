@@ -34,7 +34,7 @@ from cli import options as cli
 from distributed import environment
 from engine.idle_unload import Idle
 from engine.loop import Loop
-from kernels import blas_preload
+from kernels import library
 from policies import POLICIES
 from server.access_log import AccessLog
 from server.app import DRAIN_S, APIServer
@@ -182,9 +182,7 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
     """Load an `Engine`. This is the first code that imports MLX. `report` receives the stages."""
     if report:
         report("starting MLX")
-        blas_preload.say = how["report"] = (
-            report  # what it reports belongs among the stages of loading
-        )
+        library.say = how["report"] = report  # its messages belong among the stages of loading
     from nanobatch import Engine
 
     options = cli.engine_options(args)

@@ -168,9 +168,9 @@ def load_engine(
 ) -> Engine:
     """Load the engine. This is the first code that imports MLX."""
     report("starting MLX")
-    from kernels import blas_preload
+    from kernels import library
 
-    blas_preload.say = report  # its messages belong to the stages of loading
+    library.say = report  # its messages belong to the stages of loading
     from kernels import device
     from nanobatch import Engine
 

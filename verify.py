@@ -3,7 +3,7 @@ else runs in the batch.
 
     python verify.py
     python verify.py --model mlx-community/Llama-3.2-1B-Instruct-4bit
-    NANOBATCH_BLAS=openblas python verify.py        what a product that is not batch-invariant shows
+    NANOBATCH_BLAS=libopenblas.so.0 python verify.py   what a product that is not batch-invariant shows
 
 The problem. Many servers claim that temperature 0 gives the same answer each time. Then a request has
 other neighbours, a product of eight rows sums in another order than one of a single row, and a token
@@ -301,8 +301,8 @@ def compare_restored(
 
 def compare_threads(args: argparse.Namespace, asked: Sequence[Case]) -> Tally:
     """The number of threads is fixed per process, so each number has its own."""
-    if device.has_gpu() or device.blas.name == "mlx":
-        raise ValueError("threads are counted for our own product and for OpenBLAS")
+    if device.has_gpu() or device.blas.name != "rows":
+        raise ValueError("threads are counted for our own product")
     tally = Tally("threads", note=f"{' and '.join(THREADS)} in place of the usual")
     for threads in THREADS:
         command = [*installation.start("verify.py"), "--model", args.model, "--answers"]

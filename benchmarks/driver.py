@@ -366,7 +366,8 @@ def take_sample(text: str) -> int:
         answer = {"figures": take(spec)}
         if spec.contestant != "llama.cpp":  # llama.cpp has products of its own
             blas = device.blas
-            answer["blas"] = f"{blas.name} ({blas.kernels})" if blas.kernels else blas.name
+            name = os.environ.get("LD_PRELOAD") if spec.contestant == "mlx-lm" else ""
+            answer["blas"] = f"{blas.name} ({blas.kernels})" if blas.kernels else name or blas.name
     except (ValueError, QueueFull) as error:
         answer = {"error": str(error)}
     print(json.dumps(answer))

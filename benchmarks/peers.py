@@ -14,6 +14,8 @@ import importlib.util
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Mapping
+from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,13 +42,12 @@ class MlxLm:
     together as fit, each in one piece; fewer at a time, or chunks, gave fewer tokens a second. On a
     CPU the model computes in float32, because everything else is slow there.
 
-    mlx-lm multiplies with the BLAS under MLX. It gets OpenBLAS, the best one that its users can
-    install. It keeps keys and values as it computes them, whatever `kv` says.
+    mlx-lm multiplies with the BLAS under MLX. On Linux it gets the system's OpenBLAS, the best one that
+    its users can put there. It keeps keys and values as it computes them, whatever `kv` says.
     """
 
     PACKAGES = ("mlx_lm",)
     REMEDY = "pip install mlx-lm"
-    BLAS = "openblas"
 
     def __init__(self, folder: str, rows: int, length: int, kv: str = "auto"):
         from mlx_lm.generate import BatchGenerator
@@ -96,7 +97,6 @@ class LlamaCpp:
 
     PACKAGES = ("llama_cpp", "gguf")
     REMEDY = "pip install llama-cpp-python gguf (it compiles for minutes)"
-    BLAS = ""
     BATCH = 2048  # tokens in one call at most, as in llama.cpp's server, unless a prompt is longer
 
     def __init__(self, folder: str, rows: int, length: int, kv: str = "auto"):
@@ -199,7 +199,14 @@ class LlamaCpp:
 PEERS = {"mlx-lm": MlxLm, "llama.cpp": LlamaCpp}
 
 
-def obstacle(peer: str) -> str | None:
+def environment_of(peer: str) -> dict[str, str]:
+    """mlx-lm gets the system's OpenBLAS on a CPU under Linux; LD_PRELOAD is empty if that is missing."""
+    if peer != "mlx-lm" or sys.platform != "linux" or has_gpu():
+        return {}
+    return {"LD_PRELOAD": find_library("openblas") or "", "NANOBATCH_BLAS": "off"}
+
+
+def obstacle(peer: str, environment: Mapping[str, str] | None = None) -> str | None:
     """Why a peer cannot be measured here, and what helps; None if the peer can be measured."""
     packages = PEERS[peer].PACKAGES
     if missing := [name for name in packages if not importlib.util.find_spec(name)]:
@@ -207,6 +214,9 @@ def obstacle(peer: str) -> str | None:
         return f"{words}; run {PEERS[peer].REMEDY}"
     if peer == "llama.cpp" and has_gpu():
         return "llama.cpp is measured on a CPU alone, where both compute in float32"
+    if environment and environment.get("LD_PRELOAD") == "":
+        words = "mlx-lm is measured on OpenBLAS, which is missing; run apt-get install libopenblas0"
+        return f"{words}, take --vs mlx-lm@off (MLX's own product, which is slow)"
     return None
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from base.installation import IS_INSTALLED, ROOT
 from base.validation import shown
 from benchmarks.dictated_model import LENGTH
-from benchmarks.peers import PEERS
+from benchmarks.peers import PEERS, environment_of
 from kernels.device import mx
 from models.config import read_config
 
@@ -138,9 +138,7 @@ def read_rival(name: str, policy: str) -> Contestant:
     rival, _, blas = name.partition("@")
     if blas and rival == "llama.cpp":
         raise ValueError(f"--vs: llama.cpp has products of its own; leave out @{shown(blas)}")
-    if rival in PEERS:
-        blas = blas or PEERS[rival].BLAS
-    environment = {"NANOBATCH_BLAS": blas} if blas else {}
+    environment = {"NANOBATCH_BLAS": blas} if blas else environment_of(rival)
     if rival in PEERS:
         return Contestant(name, rival, environment)
     checkout = Path(rival).expanduser().absolute()

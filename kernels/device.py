@@ -3,7 +3,7 @@
 The problem. In MLX a stream belongs to the thread that made it, running out of memory is a crash, and
 a process that exits while the device works hangs. All of that is handled here.
 
-The invariant: only this file imports MLX, after `blas_preload.py`. Every other file imports `mx` from
+The invariant: only this file imports MLX, after `library.preload`. Every other file imports `mx` from
 here.
 """
 
@@ -16,7 +16,7 @@ import weakref
 from pathlib import Path
 
 from base import installation, machine
-from kernels.blas_preload import Blas, preload
+from kernels.library import Blas, preload
 
 
 def _fail(line: str) -> None:

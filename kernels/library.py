@@ -1,30 +1,44 @@
-"""Load the library of `cpu_kernels.c` for this processor, and check that it computes what it should.
+"""Put the library of `cpu_kernels.c` under MLX, after a check that it computes what it should.
 
-The problem. `cpu_kernels.c` makes an answer independent of the other requests in a batch, which depends
-on the order of its sums. A compiler bug, or one option too many, makes a library that looks right and
-is not.
+The problem. A BLAS is the library that multiplies matrices. MLX's CPU wheel for Linux brings the
+*reference* BLAS, which is 10 to 50 times slower than it could be. A tuned BLAS is fast, but its order of
+summation depends on the number of rows, so a request's last bits would depend on the other requests in
+its batch. On a Mac (Accelerate, Metal) and on CUDA none of this applies.
 
-The solution. There is a library for each instruction set (`build.py`), and all of them compute the
-same bits. So some products and operations are computed at start, and their hash is compared. That
-takes some milliseconds.
+The solution. A dynamic linker binds a name such as `cblas_sgemm` to the first library that defines it. So
+a library that is loaded *before* `mlx.core`, with its names made global, replaces the slow one. Ours sums
+in the same order for any number of rows. It is compiled at install, once for each instruction set
+(`build.py`), and all of them compute the same bits. A compiler bug, or one option too many, would make a
+library that looks right and is not, so some products and operations are computed at start, and their
+hash is compared. That takes some milliseconds. `preload` must run first: every file of ours imports `mx`
+from `device.py`, which calls it.
 
-The invariant: a library that computes anything else is never used. OpenBLAS takes its place
-(`blas_preload.py`), and the first line of a program says so.
+The invariant: a library that computes anything else is never used. MLX's own product takes its place, and
+the first line of a program says so.
+
+    NANOBATCH_BLAS=rows               our own product, or an error that says why it cannot be loaded
+    NANOBATCH_BLAS=rows:avx2          the same for this instruction set (avx512, avx2, neon, plain)
+    NANOBATCH_BLAS=off                leave MLX as it is, and say nothing
+    NANOBATCH_BLAS=libopenblas.so.0   another library, by its path or its name: to see what is not batch-invariant
+    NANOBATCH_THREADS=1               the number of threads of our product
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.metadata
 import math
 import os
 import platform
 import random
 import struct
+import sys
 from array import array
 from functools import cache
+from typing import NamedTuple
 
-from base.installation import IS_INSTALLED
+from base.installation import IS_INSTALLED, install
 from base.machine import cores, cpuinfo
 from base.validation import read_whole
 from kernels.build import FORMS, SOURCE, library, source_hash
@@ -46,12 +60,80 @@ ORDER = 16  # the number of partial sums of a product
 WIDE = 144  # columns of a turned matrix: more vectors of any form than a tile takes, and a rest
 
 
+def say(line: str) -> None:
+    """Print a line for the user. The screen replaces this function."""
+    print(f"nanobatch: {line}", file=sys.stderr, flush=True)
+
+
+class Blas(NamedTuple):
+    """The library that multiplies under MLX."""
+
+    name: str  # "rows" is our own; else "mlx" for MLX's own, or a file
+    kernels: str = ""  # the instruction set and the threads of ours
+    why_not: str = ""  # why it is not ours, and the remedy; empty where ours is not needed
+    library: ctypes.CDLL | None = None  # our own product, loaded
+
+    def __str__(self) -> str:
+        if self.why_not:
+            return f"{self.name}, so bits may differ with the batch: {self.why_not}"
+        return f"{self.name} ({self.kernels})" if self.kernels else self.name
+
+    @property
+    def products(self) -> int:
+        """The number of products that our own library has computed."""
+        return ctypes.c_long.in_dll(self.library, "rows_products").value
+
+
+def preload() -> Blas:
+    """Load our own library, or the one that the user names. Must run before `mlx.core` is imported."""
+    choice = os.environ.get("NANOBATCH_BLAS", "")
+    name, _, form = choice.partition(":")
+    if choice == "off" or not is_needed():
+        return Blas("mlx")
+    if "mlx.core" in sys.modules:
+        return Blas("mlx", why_not="MLX was imported first; import nanobatch before mlx")
+    if name not in ("", "rows"):
+        return load_another(choice)
+    try:
+        return load(form)
+    except Unbuilt as reason:
+        if choice:
+            raise ImportError(f"NANOBATCH_BLAS={choice}: {reason}.") from None
+        return Blas("mlx", why_not=str(reason))
+
+
+def is_needed() -> bool:
+    """Only MLX's CPU wheel for Linux is slow; a CUDA wheel computes elsewhere."""
+    found = backends()
+    if len(found) > 1:
+        both = " and ".join(found)
+        remedy = f"pip uninstall {' '.join(found)}, then {install('cpu', 'mlx[cpu]')}"
+        say(f"{both} own the same file, and the newest computes; to have one: {remedy}")
+    return sys.platform == "linux" and not any("cuda" in name for name in found)
+
+
+def backends() -> list[str]:
+    """MLX's backends that are installed. Each has a file `mlx/lib/libmlx.so`."""
+    names = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
+    return [name for name in names if [*importlib.metadata.distributions(name=name)]]
+
+
+def load_another(file: str) -> Blas:
+    try:
+        ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL).cblas_sgemm  # noqa: B018 (it has this function)
+    except (OSError, ValueError, AttributeError):  # a path that is no text is a ValueError
+        raise ImportError(
+            f"NANOBATCH_BLAS={file} is no BLAS that can be loaded; name a shared library, rows or off."
+        ) from None
+    return Blas(os.path.basename(file), why_not=f"NANOBATCH_BLAS={file}")
+
+
 class Unbuilt(Exception):
     """The product cannot be used here. The text gives the reason and the remedy."""
 
 
-def load(name: str = "") -> tuple[ctypes.CDLL, str]:
-    """Load the library of this form, or the best one for this processor. Return a description, too."""
+def load(name: str = "") -> Blas:
+    """Load the library of this form, or the best one for this processor, and make its names global."""
     forms = forms_here()
     if not forms:
         raise Unbuilt(f"cpu_kernels.c knows no processor of the kind {platform.machine()}")
@@ -60,6 +142,8 @@ def load(name: str = "") -> tuple[ctypes.CDLL, str]:
             f"this processor has no form {name!r} of cpu_kernels.c; choose among {', '.join(forms)}"
         )
     compiled = [form for form in forms if library(form).exists() and name in ("", form)]
+    if not compiled and IS_INSTALLED:
+        raise Unbuilt(f"this wheel is for Macs; {remedy()}")
     if not compiled:
         raise Unbuilt(f"{SOURCE.name} is not compiled; {remedy()}")
     form = compiled[0]
@@ -70,14 +154,15 @@ def load(name: str = "") -> tuple[ctypes.CDLL, str]:
         raise Unbuilt(f"the matrix product cannot be loaded ({error})") from None
     if why := why_unfit(loaded, form):
         raise Unbuilt(f"{library(form).name} {why}")
+    ctypes.CDLL(str(library(form)), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
     started = loaded.rows_start(count)
-    return loaded, f"{form}, {started} thread{'s' * (started > 1)}"
+    return Blas("rows", f"{form}, {started} thread{'s' * (started > 1)}", library=loaded)
 
 
 def remedy() -> str:
     if IS_INSTALLED:
-        return "with a C compiler (apt install gcc), install nanobatch from its source"
-    return f"with a C compiler (apt install gcc), run pip install -e {SOURCE.parents[1]}"
+        return "install nanobatch's wheel for Linux, or its sdist"
+    return f"run pip install -e {SOURCE.parents[1]}"
 
 
 def forms_here() -> list[str]:

@@ -14,7 +14,7 @@ import bench
 from benchmarks import peers
 from benchmarks.driver import Sample, drive
 from benchmarks.peers import TimedRequest
-from benchmarks.plan import Spec
+from benchmarks.plan import Spec, read_rival
 from kernels.device import mx
 from models.load import read_model
 from nanobatch import Engine, SamplingParams, Tokenizer
@@ -290,6 +290,21 @@ def test_missing_peer_is_one_line(arguments, missing, words, monkeypatch, capsys
     assert exit.value.code == 2 and line.count("\n") == 1 and all(word in line for word in words), (
         line
     )
+
+
+def test_mlx_lm_is_measured_on_openblas(monkeypatch, capsys):
+    """Its users can put that under MLX, whose own product on a CPU is slow."""
+    monkeypatch.setattr(peers, "has_gpu", lambda: False)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr(peers, "find_library", lambda name: f"lib{name}.so.0")
+    found = read_rival("mlx-lm", "continuous").environment
+    assert found == {"LD_PRELOAD": "libopenblas.so.0", "NANOBATCH_BLAS": "off"}
+    assert read_rival("mlx-lm@off", "continuous").environment == {"NANOBATCH_BLAS": "off"}
+    monkeypatch.setattr(peers, "find_library", lambda name: None)
+    with pytest.raises(SystemExit):
+        bench.main(["--vs", "mlx-lm"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "OpenBLAS, which is missing; run apt-get install libopenblas0" in line
 
 
 def test_llama_cpp_is_not_measured_beside_a_gpu(monkeypatch):

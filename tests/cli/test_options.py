@@ -61,9 +61,9 @@ def here(model, capfd, monkeypatch):
 
 
 def lines(stream: str) -> list[str]:
-    """What was said, without what is said in any case: advice about a missing BLAS, slots and
+    """What was said, without what is said in any case: slots and
     memory, the template."""
-    always = ("reference BLAS", " of memory are free", "no chat template")
+    always = (" of memory are free", "no chat template")
     return [line for line in stream.splitlines() if not any(a in line for a in always)]
 
 
@@ -359,26 +359,8 @@ def test_a_blas_that_cannot_be_loaded_is_named(model):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
-def test_openblas_is_put_under_mlx_and_said_to_be(model):
-    """A library was loaded, and MLX went on with its own. Another order of adding up shows in the
-    bits."""
-    code = (
-        "from kernels.device import blas, mx\na = mx.random.normal((384, 384), key=mx.random.key(0))\n"
-        "print(mx.sum((a @ a).view(mx.int32)).item(), blas)"
-    )
-    bits, named = zip(
-        *(python(code, NANOBATCH_BLAS=b).stdout.split(" ", 1) for b in ("off", "openblas")),
-        strict=True,
-    )
-    assert named[0] == "mlx\n" and named[1].startswith("openblas (") and bits[0] != bits[1]
-    done = asked("--model", model, "--prompt", "x", "--max-tokens", "2", NANOBATCH_BLAS="openblas")
-    assert done.returncode == 0 and named[1].strip() in done.stderr
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
-def test_without_a_fast_blas(tmp_path):
-    """A ctypes that finds no library, as on a machine that has none. The line stands in every
-    engine's summary."""
+def test_without_our_product(tmp_path):
+    """A ctypes that loads no library. The line stands in every engine's summary."""
     (tmp_path / "sitecustomize.py").write_text(
         "import ctypes\ndef none(*args, **options): raise OSError('not found')\nctypes.CDLL = none\n"
     )
@@ -388,8 +370,8 @@ def test_without_a_fast_blas(tmp_path):
         NANOBATCH_BLAS="",
     )
     assert done.returncode == 0 and done.stdout.count("\n") == 1
-    assert done.stdout.startswith("mlx, so bits may differ with the company: ")
-    assert "pip install -e '.[cpu]'" in done.stdout
+    said = "mlx, so bits may differ with the batch: the matrix product cannot be loaded (not found)"
+    assert done.stdout.strip() == said
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Mac's MLX always has its backend")

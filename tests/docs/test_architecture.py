@@ -70,7 +70,6 @@ STANDARD_LIBRARY = {
     "experiments/simulator": "",
     "text/tool_formats": "",
     "text/tool_parser": "",
-    "kernels/blas_preload": "",
     "kernels/build": "",
     "kernels/library": "",
     "kernels/device": "mlx",

@@ -175,7 +175,7 @@ def test_commands_leave_the_checkout_clean():
 )
 def test_commands_in_the_pages(program, pages, least, monkeypatch, tmp_path):
     # A peer need not be installed to be named
-    monkeypatch.setattr(bench, "obstacle", lambda peer: None)
+    monkeypatch.setattr(bench, "obstacle", lambda *_: None)
     # The pages compare two checkouts that lie side by side
     for checkout in (tmp_path / "now", tmp_path / "before"):
         (checkout / "docs").mkdir(parents=True)

@@ -15,7 +15,7 @@ from source import PACKAGES
 
 from base import machine
 from benchmarks import answer_hash
-from kernels import blas_preload, build, device
+from kernels import build, device
 from kernels import library as matmul_library
 
 pytestmark = pytest.mark.skipif(
@@ -229,12 +229,12 @@ def test_fork():
 @pytest.mark.skipif(not COMPILED, reason="nothing is compiled here")
 def test_mlx_that_does_not_call_our_product():
     done = python(
-        "from kernels import blas_preload; blas_preload.Blas.products = 7\n"
+        "from kernels import library; library.Blas.products = 7\n"
         "from kernels import device; print(device.blas)"
     )
-    assert done.stdout.startswith(
-        "mlx, so bits may differ with the company: this version of MLX"
-    ), done
+    assert done.stdout.startswith("mlx, so bits may differ with the batch: this version of MLX"), (
+        done
+    )
 
 
 # --- threads ------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def blas_of(checkout: Path, choice: str = "") -> str:
 def test_library_is_chosen_and_checked_at_load(checkout):
     """A library older than its source is not used. An old compiler may know no AVX-512."""
     best = checkout / "kernels" / f"matmul_{COMPILED[0]}.so"
-    remedy = f"with a C compiler (apt install gcc), run pip install -e {checkout}\n"
+    remedy = f"run pip install -e {checkout}\n"
     assert blas_of(checkout).startswith(f"rows ({COMPILED[0]}, ")
     content = best.read_bytes()
     best.write_bytes(b"no library")
@@ -313,7 +313,9 @@ def test_library_is_chosen_and_checked_at_load(checkout):
     words = ("What is 17 + 6?", "--max-tokens", "20")
     done = run("ask.py", *words, cwd=checkout, NANOBATCH_BLAS="")
     assert "23" in done.stdout, "the tokens are right without our product"
-    assert "so bits may differ with the company: cpu_kernels.c is not compiled; " in done.stderr
+    assert (
+        "; mlx, so bits may differ with the batch: cpu_kernels.c is not compiled; " in done.stderr
+    )
     assert done.stderr.endswith(remedy)
     assert "NANOBATCH_BLAS=rows: cpu_kernels.c is not compiled; " in blas_of(checkout, "rows")
 
@@ -374,16 +376,12 @@ def test_a_hash_that_should_be_another_is_said():
 
 
 def test_on_a_mac_or_a_gpu_no_library_is_loaded(monkeypatch):
-    monkeypatch.setattr(
-        blas_preload.matmul_library, "load", lambda *_: pytest.fail("it was loaded")
-    )
+    monkeypatch.setattr(matmul_library, "load", lambda *_: pytest.fail("it was loaded"))
     monkeypatch.delenv("NANOBATCH_BLAS", raising=False)
-    monkeypatch.setattr(blas_preload.sys, "platform", "darwin")
-    assert str(blas_preload.preload()) == "mlx"
-    monkeypatch.setattr(blas_preload.sys, "platform", "linux")
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert str(matmul_library.preload()) == "mlx"
+    monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(
-        blas_preload.importlib.metadata,
-        "distributions",
-        lambda name: [name] * (name == "mlx-cuda-13"),
+        "importlib.metadata.distributions", lambda name: [name] * (name == "mlx-cuda-13")
     )
-    assert str(blas_preload.preload()) == "mlx"
+    assert str(matmul_library.preload()) == "mlx"

@@ -374,7 +374,7 @@ def test_without_our_product_weights_are_widened(tmp_path):
         "print(engine.summary)\nprint(engine.is_batch_invariant)\n"
     )
     said = {}
-    for choice in ("rows", "openblas"):
+    for choice in ("rows", "off"):
         said[choice] = python(code, NANOBATCH_BLAS=choice).stdout.splitlines()
     assert "; 4 bits in groups of 32, " in said["rows"][0] and said["rows"][1] == "True"
-    assert "; float32, widened, " in said["openblas"][0] and said["openblas"][1] == "False"
+    assert "; float32, widened, " in said["off"][0] and said["off"][1] == "False"

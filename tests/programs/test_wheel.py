@@ -23,7 +23,7 @@ from processes import run
 from base import installation
 from cli import options
 from docs.make import page
-from kernels import blas_preload, build
+from kernels import build, library
 from models.memory import sources
 from screen.remote_client import RemoteEngineClient
 
@@ -54,8 +54,8 @@ def sites(tmp_path_factory) -> Path:
                 (wheel,) = place.glob("*.whl")
                 zipfile.ZipFile(wheel).extractall(shared / "unpacked" / name)
             shutil.copytree(shared / "unpacked" / "pure", shared / "unpacked" / "wheel")
-            for library in (ROOT / "kernels").glob("*.so"):
-                shutil.copy(library, shared / "unpacked" / "wheel" / "nanobatch" / "kernels")
+            for file in (ROOT / "kernels").glob("*.so"):
+                shutil.copy(file, shared / "unpacked" / "wheel" / "nanobatch" / "kernels")
             (shared / "unpacked").rename(folder)
     return folder
 
@@ -112,6 +112,8 @@ def test_command_runs_in_an_empty_folder(package, tmp_path):
     before = listing(package)
     answered = command(package, "ask", "Count from 3 to 6.", cwd=tmp_path)
     assert answered.returncode == 0 and "3, 4, 5, 6." in answered.stdout, answered.stderr
+    if INSTALLED or [*(ROOT / "kernels").glob("*.so")]:
+        assert "; rows (" in answered.stderr
     usage = command(package, "chat", "--help", cwd=tmp_path).stdout
     assert usage.startswith("usage: nanobatch ask ")
     assert not [*tmp_path.iterdir()] and listing(package) == before
@@ -180,6 +182,14 @@ print(sorted(short & {*sys.modules} - {"sched"}), sched.scheduler)
             imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             imported += [node.module] if isinstance(node, ast.ImportFrom) else []
             assert not ours & {name.partition(".")[0] for name in imported}, (path, node.lineno)
+
+
+@pytest.mark.skipif(bool(INSTALLED), reason="its wheel has libraries")
+def test_wheel_without_libraries_says_that_it_is_for_macs(sites):
+    done = command(sites / "pure", "ask", "Count from 3 to 6.")
+    assert "3, 4, 5, 6." in done.stdout, "the tokens are right without our product"
+    if build.forms():
+        assert "; mlx, so bits may differ with the batch: this wheel is for Macs; " in done.stderr
 
 
 def test_ranks_compare_the_same_files_in_a_wheel(wheel):
@@ -297,13 +307,13 @@ def test_build_without_a_compiler_says_what_to_install(monkeypatch):
 def test_two_backends_of_mlx_that_own_one_file_are_told_of(monkeypatch):
     """Both wheels bring `mlx/lib/libmlx.so`; pip lets the second write over the first."""
     said = []
-    monkeypatch.setattr(blas_preload, "say", said.append)
-    monkeypatch.setattr(blas_preload, "backends", lambda: ["mlx-cpu", "mlx-cuda-12"])
-    assert blas_preload._needs_blas() is False
+    monkeypatch.setattr(library, "say", said.append)
+    monkeypatch.setattr(library, "backends", lambda: ["mlx-cpu", "mlx-cuda-12"])
+    assert library.is_needed() is False
     (line,) = said
     assert "mlx-cpu and mlx-cuda-12 own the same file" in line and "pip uninstall" in line
-    monkeypatch.setattr(blas_preload, "backends", lambda: ["mlx-cpu"])
-    blas_preload._needs_blas()
+    monkeypatch.setattr(library, "backends", lambda: ["mlx-cpu"])
+    library.is_needed()
     assert len(said) == 1
 
 
