@@ -61,7 +61,6 @@ from pathlib import Path
 from base import installation
 from base.atomic_write import check_writable, write_whole
 from base.validation import one_line, read_whole, shown
-from benchmarks import quality
 from benchmarks.driver import CLOCKS, Failure, describe_machine, take_all, take_sample
 from benchmarks.peers import PEERS, make_gguf, obstacle
 from benchmarks.plan import (
@@ -151,6 +150,10 @@ def check(args: argparse.Namespace) -> None:
     if "quality" in args.parts:
         if args.parts != ["quality"] or args.rivals or args.shape:
             raise ValueError("quality is measured by itself: give --parts quality and a --model")
+        try:
+            import numpy  # noqa: F401
+        except ImportError:
+            raise ValueError("quality is computed by numpy; run pip install numpy") from None
         return
     engines = [rival.engine for rival in args.rivals]
     if "mlx-lm" in engines and (args.model or "").lower().endswith(".gguf"):
@@ -235,6 +238,8 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if args.parts == ["quality"]:
+            from benchmarks import quality
+
             quality.show(find(args.model or "demo").absolute())
             return 0
         data = load_data(args.source) if args.source else measure_all(args)

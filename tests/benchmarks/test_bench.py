@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
-from processes import run
+from processes import python, run
 from waiting import wait_for
 
 import bench
@@ -262,6 +262,14 @@ def test_other_checkout_runs_its_own_bench(spec, checkout, monkeypatch):
     assert plain["spec"]["contestant"] == "nanobatch continuous"
     fields = "part contestant folder vocabulary rows prompt output"
     assert list(plain["spec"]) == fields.split()
+
+
+def test_numpy_is_needed_for_quality_alone():
+    """`nanobatch bench` ended with a traceback: numpy belongs to the extras for tests and peers."""
+    code = "import sys; sys.modules['numpy'] = None; import bench; bench.parse_arguments({})"
+    assert python(code.format([])).returncode == 0
+    done = python(code.format(["--parts", "quality"]))
+    assert done.returncode == 2 and "; run pip install numpy" in done.stderr, done.stderr
 
 
 def test_other_checkout_lacks_a_part(spec, checkout):
