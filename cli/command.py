@@ -5,6 +5,7 @@ from functools import partial
 from importlib import import_module
 
 from base import installation
+from cli import options as cli
 
 PACKAGE = __name__.removesuffix("cli.command")  # empty in an editable install
 PROGRAMS = {  # the module that runs, and the options that come before the user's
@@ -33,9 +34,7 @@ LEARN = """The course (ladder, stages, exercises) and tests are in the source: a
 
 
 def main() -> None:
-    installation.is_command = True  # before `cli.options` is imported
-    from cli import options as cli
-
+    installation.is_command = True
     word, *rest = sys.argv[1:] or ["screen"]
     if word.startswith("-") and word not in ("-h", "--help", "--version"):
         word, rest = "screen", sys.argv[1:]
@@ -50,8 +49,6 @@ def start(word: str, arguments: list[str]) -> int:
 
 def answer(word: str) -> int:
     """What takes no program. Return the exit code."""
-    from cli import options as cli
-
     if word in ("-h", "--help", "help"):
         print(USAGE)
     elif word == "--version":
