@@ -43,7 +43,7 @@ from engine.snapshot import Snapshot
 from engine.watch_frames import Frame
 from server import anthropic, auth, embeddings, http, live_page, openai, responses
 from server.access_log import HangUps, RequestLog, hang_up_advice, prefill_line, request_line
-from server.body_reader import APIError, check_model
+from server.body_reader import APIError, check_model, without_folders
 from server.completion import Answer, ServedModel, count
 from server.forwarded_for import seen_through
 from server.http import ClientGone, Connection, HTTPRequest, Options, Reply, refused, reply
@@ -302,7 +302,8 @@ class APIServer:
         # A fault of ours: only this client notices
         except Exception as error:
             show_fault("a request over HTTP failed", error)
-            reply = refused(request, APIError(500, describe(error), "internal_error"))
+            words = without_folders(describe(error))
+            reply = refused(request, APIError(500, words, "internal_error"))
         if reply and request.status is None:
             await request.reply(reply)
 

@@ -78,6 +78,15 @@ class APIError(Exception):
         return {"error": error}
 
 
+# Up to a file's name. Folders may have spaces
+FOLDERS = re.compile(r"(?<![^\s'\"(])(?:/[^\s/][^/\n:;,'\"()]*)*/(?=[^\s/])")
+
+
+def without_folders(words: str) -> str:
+    """An error of the engine for a client: files without the server's folders."""
+    return FOLDERS.sub("", words)
+
+
 def invalid(param: str | None, words: str, code: str = "invalid_value") -> APIError:
     return APIError(400, words, code, param)
 

@@ -76,6 +76,7 @@ class Choice:
         reason = self.handle.finish_reason
         has_called = any(item.kind == "tool_call" for item in self.items)
         is_over = reason == "stop" or (reason == "length" and self._parser.is_over)
+        is_over &= not self._parser.is_in_call  # the model may end its answer anywhere
         return "tool_calls" if has_called and is_over else reason
 
     @property
@@ -114,7 +115,7 @@ class Choice:
         if words:  # of a mark's tokens, such as <think>: no item has their text
             yield Change("delta", Item("content"), "", words)
         if piece is None:
-            is_whole = not is_cut or self._parser.is_over
+            is_whole = self._parser.is_over or not (is_cut or self._parser.is_in_call)
             yield from self._stop("completed" if is_whole else "incomplete")
 
     def _start(self, kind: str, name: str = "") -> Iterator[Change]:

@@ -33,7 +33,7 @@ from base.validation import GrammarError
 from engine.prefill_progress import UNREAD, PrefillProgress
 from engine.sampling_params import SamplingParams
 from sched import QueueFull
-from server.body_reader import APIError, invalid
+from server.body_reader import APIError, invalid, without_folders
 from server.choice import Choice, Words
 from server.http import HTTPRequest, Reply
 from server.metrics import ServerMetrics
@@ -128,7 +128,8 @@ class Answer:
                     asks.append((read, SamplingParams(**settings)))
                     # Otherwise the choices would be identical
                     if type(settings.get("seed")) is int:
-                        settings["seed"] += 1
+                        seed = settings["seed"] + 1
+                        settings["seed"] = 0 if seed == 2**64 else seed
             if len(asks) > engine.sched.max_queue and not self._is_many:
                 raise ValueError(
                     f"n: {len(asks)} choices are wanted, but the queue holds {engine.sched.max_queue}"
@@ -320,7 +321,8 @@ class Answer:
             if isinstance(handle.exception, GrammarError):
                 return self._refusal_of(ValueError(handle.error))
             if handle.finish_reason == "error":
-                return APIError(500, f"request {handle.id} failed: {handle.error}", "failed")
+                words = without_folders(handle.error)
+                return APIError(500, f"request {handle.id} failed: {words}", "failed")
             if handle.finish_reason == "cancelled":
                 return APIError(
                     503, f"request {handle.id} was cancelled by the server", "cancelled"
@@ -455,9 +457,10 @@ def read_prompt(engine: Engine, prompt: str | list | Chat, param: str) -> Prompt
         read = None
         least = error.tokens
     except ValueError as error:
-        raise invalid(param, str(error)) from None
+        raise invalid(param, without_folders(str(error))) from None
     except BaseException as error:  # a Rust panic is no Exception
-        raise invalid(param, f"{param} cannot be read: {describe(error)}") from None
+        words = without_folders(describe(error))
+        raise invalid(param, f"{param} cannot be read: {words}") from None
     if read is None or len(read.ids) >= max_len:
         tokens = f"at least {least:,}" if read is None else f"{len(read.ids):,}"
         words = (

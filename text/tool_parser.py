@@ -170,6 +170,11 @@ class OutputParser:
         """One call is wanted, and it has come. What follows is dropped."""
         return self._reader.is_over
 
+    @property
+    def is_in_call(self) -> bool:
+        """The arguments of the newest call have begun, and have not ended."""
+        return self._reader.is_in_call
+
     def push(self, piece: str | None, is_cut: bool = False) -> list[ParsedPart]:
         """The new parts of the answer. None ends it: an incomplete mark is content. But if
         `max_tokens` cut the answer (`is_cut`), an incomplete call is dropped."""
@@ -202,6 +207,7 @@ class ParserState:
         self.is_complete = False  # no more text will come
         self.is_cut = False  # because of `max_tokens`
         self.is_over = False  # what follows is dropped
+        self.is_in_call = False  # the newest call's arguments have not ended
         self.reasoning_length = 0  # characters of reasoning, marks included
         self.calls = 0  # calls so far
         self._marks = output_format.reasoning
@@ -411,6 +417,7 @@ class ParserState:
             self._emit("arguments", said)
             said = ", "
         self._emit("arguments", "{}" if said == "{" else "}")
+        self.is_in_call = False
 
     def _quote(self, piece: str) -> None:
         self._emit("arguments", json.dumps(piece, ensure_ascii=False)[1:-1])
@@ -490,6 +497,7 @@ class ParserState:
         self._begin(name)
         given = {} if given is None else given
         self._emit("arguments", given if isinstance(given, str) else json.dumps(given))
+        self.is_in_call = False
         return None
 
     def _object(self, depth: int = 0, kind: str = "") -> Reading[str]:
@@ -518,12 +526,14 @@ class ParserState:
             self._text = self._text[end:]
             if kind:
                 self._emit(kind, taken[-1])
+                self.is_in_call = depth > 0
             if depth == 0 or self.is_complete:
                 return "".join(taken)
             yield
 
     def _begin(self, tool: str) -> None:
         self.calls += 1
+        self.is_in_call = True
         self._is_line_start = True
         self._emit("tool_call", tool)
 

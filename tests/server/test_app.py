@@ -133,6 +133,31 @@ def test_failed_answer_is_an_error_and_the_next_is_right(here, engine, monkeypat
     assert here.api.look().ended[1].reason == "failed"
 
 
+def test_errors_name_no_folder_of_the_server(here, engine, monkeypatch):
+    """Where the model lies, and under whose name, is no client's business. The file is."""
+    where = "/home/a user/models--owner/model.safetensors"
+
+    def fail(*arguments):
+        raise FileNotFoundError(2, "No such file or directory", where)
+
+    monkeypatch.setattr(engine.text, "unfit", f"{where}: the chat template loops; mend it.")
+    said = [here.chat().body]
+    monkeypatch.setattr(engine.runner, "begin", fail)
+    said += [here.complete().body, here.complete(stream=True).body]
+    monkeypatch.setattr(openai, "read_prompts", fail)
+    said.append(here.complete().body)
+    for each in said:
+        assert b"model.safetensors" in each and b"home" not in each and b"owner" not in each, each
+
+
+def test_seed_of_a_later_choice_stays_in_range(here):
+    """The largest seed with two choices was a 400 about a seed that the client had not sent."""
+    body = {"prompt": "Hello", "temperature": 1, "max_tokens": 20}
+    last = here.ask(COMPLETIONS, body | {"seed": 2**64 - 1, "n": 2})
+    first = here.ask(COMPLETIONS, body | {"seed": 0})
+    assert last.json["choices"][1]["text"] == first.json["choices"][0]["text"]
+
+
 def test_ctrl_c_in_another_thread_ends_the_wait(here):
     """Python handles a signal when its main thread runs. A signal that came to another thread, or
     just before the main thread went to sleep, was not handled, and a busy server did not end."""

@@ -9,7 +9,7 @@ import pytest
 from server.choice import Choice, Words
 from text.tokenizer import OURS, Tokenizer
 from text.tool_formats import FORMATS, REASONING_MARKS, OutputFormat
-from text.tool_parser import OutputParser
+from text.tool_parser import OutputParser, as_written
 
 PIECES = [
     *["<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "{", "fox", "den"],
@@ -42,7 +42,9 @@ def test_items_start_grow_and_stop_in_order(reason):
             assert start.item.text == "".join(delta.text for delta in deltas)
             told.append(start.item)
         assert told == choice.items and [item.place for item in told] == [*range(len(told))]
-        last = "incomplete" if reason == "length" else "completed"
+        text = told[-1].text if told and told[-1].kind == "tool_call" else ""
+        is_cut = reason == "length" or text.count("{") > text.count("}")
+        last = "incomplete" if is_cut else "completed"
         assert [item.status for item in told] == ["completed"] * (len(told) - 1) + [last][
             : len(told)
         ]
@@ -62,6 +64,33 @@ def test_calls_are_numbered_among_themselves():
         ("tool_call", 3, 1),
     ]
     assert choice.reason == "tool_calls" and choice.text("content") == "I look."
+
+
+PROBED = (
+    "<tool_call>\n<function=is_called>\n<parameter=n>\n7\n</parameter>\n</function>\n</tool_call>"
+)
+TAGS = as_written(FORMATS[0], PROBED, PROBED.index("is_called"))
+
+
+@pytest.mark.parametrize(
+    "format, text, is_called",
+    [
+        (FORMATS[0], '<tool_call>{"name": "add", "arguments": {"text": "', False),
+        (FORMATS[0], '<tool_call>{"name": "add", "arguments": {"text": "a"', False),
+        (FORMATS[0], '<tool_call>{"name": "add", "arguments": {"text": "a"}', True),
+        (TAGS, "<tool_call>\n<function=add>\n<parameter=text>\na", False),
+        (TAGS, "<tool_call>\n<function=add>\n<parameter=text>\na\n</parameter>", True),
+    ],
+)
+def test_call_that_ends_in_its_arguments_is_not_complete(format, text, is_called):
+    """A hot model ends its answer anywhere, and clients were told to run the call."""
+    handle = SimpleNamespace(finish_reason="stop", lengths=[], stop=None)
+    choice = Choice(handle, OutputParser(OutputFormat(None, format), {"add": {}}), None)
+    assert [*choice.grow(text), *choice.grow(None)]
+    (item,) = choice.items
+    assert item.kind == "tool_call" and item.text.startswith('{"text": ')
+    said = ("tool_calls", "completed") if is_called else ("stop", "incomplete")
+    assert (choice.reason, item.status) == said
 
 
 @pytest.mark.parametrize("read_early", [False, True])
