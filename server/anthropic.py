@@ -37,6 +37,9 @@ from text.tokenizer import Chat
 PLAIN = ("temperature", "top_p", "top_k")
 KEEP = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 NEUTRAL = {"service_tier": ("auto", "standard_only"), "context_management": (KEEP,)}
+# Claude Code's first system block. It holds a hash of the first question, so no conversation would
+# find the prefix of another one
+ATTRIBUTION = "x-anthropic-billing-header:"
 THINKING = {
     "enabled": {"enable_thinking": True},
     "adaptive": {},
@@ -94,9 +97,18 @@ def parse_request(body: bytes, names: Sequence[str], is_count: bool = False) -> 
     return parsed
 
 
+def read_system(request: BodyReader) -> str:
+    if not isinstance(request.get("system"), list):
+        return request.text("system", "")
+    blocks = request.items("system")
+    if text_of(blocks[:1]).startswith(ATTRIBUTION):
+        blocks = blocks[1:]
+    return text_of(blocks)
+
+
 def read_messages(request: BodyReader) -> list[dict]:
     found = []
-    if system := request.text("system", ""):
+    if system := read_system(request):
         found.append({"role": "system", "content": system})
     for message in conversation(request, "messages"):
         role = message.one_of("role", ("user", "assistant", "system"))

@@ -21,6 +21,8 @@ from servers import (
 )
 from streams import ask
 
+from server import anthropic
+
 SEVERAL = {"type": "auto", "disable_parallel_tool_use": False}
 
 
@@ -457,6 +459,54 @@ def test_system_as_text_or_blocks(server):
     for system in ("Be kind.", [block]):
         counts.append(message(server, path=COUNT, system=system).json["input_tokens"])
     assert counts[0] == counts[1] > message(server, path=COUNT).json["input_tokens"] + 8
+
+
+def claude_code(version: str, question: str) -> dict:
+    """The head of a conversation as Claude Code sends it. The version ends with a hash of the
+    question."""
+    texts = [
+        f"x-anthropic-billing-header: cc_version=2.1.197.{version}; cc_entrypoint=sdk-cli; cch=00000;",
+        "You are a Claude agent, built on Anthropic's Claude Agent SDK.",
+        "\nYou are an interactive agent that helps users with software engineering tasks.\n\n"
+        "# Tone and style\nOnly use emojis if the user explicitly requests it.",
+    ]
+    reminder = "<system-reminder>\nToday's date is 2026-11-20.\n</system-reminder>\n"
+    blocks = [{"type": "text", "text": text} for text in (reminder, f"say: {question}")]
+    system = [{"type": "text", "text": text} for text in texts]
+    system[1]["cache_control"] = system[2]["cache_control"] = {"type": "ephemeral"}
+    messages = [{"role": "user", "content": blocks}]
+    return {"model": "default", "max_tokens": 99, "system": system, "messages": messages}
+
+
+def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
+    """The first block of its system prompt differs in each conversation, and all that follows was
+    read again."""
+    first, second = claude_code("c8b", "Yes."), claude_code("4f0", "No.")
+    server.ask(MESSAGES, first)
+    usage = server.ask(MESSAGES, second).json["usage"]
+    text = server.parrot.engine.text
+    prompts = []
+    for body in (first, second):
+        chat = anthropic.parse_request(json.dumps(body).encode(), ("default",)).prompts[0]
+        prompts.append(text.read(chat, 4096).ids)
+    alike = [one == other for one, other in zip(*prompts, strict=False)]
+    common = alike.index(False)
+    assert usage["cache_read_input_tokens"] == common
+    assert usage["input_tokens"] == len(prompts[1]) - common < common / 4
+
+
+def test_attribution_is_dropped_only_from_the_first_system_block(server):
+    line, *rules = claude_code("c8b", "Yes.")["system"]
+    counts = [
+        message(server, path=COUNT, system=system).json["input_tokens"]
+        for system in (rules, [line, *rules], [*rules, line], [line, line], line["text"])
+    ]
+    assert counts[0] == counts[1] and counts[2] > counts[0] + 40
+    assert counts[3] == counts[4] > message(server, path=COUNT).json["input_tokens"] + 40
+    user = message(server, path=COUNT, messages=[{"role": "user", "content": [line]}])
+    assert user.json["input_tokens"] > 40
+    assert message(server, path=COUNT, system=[line]).status == 200
+    refused(message(server, system=[line | {"text": 5}, *rules]), 400, "system[0].text")
 
 
 def test_content_as_blocks(server):
