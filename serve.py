@@ -56,6 +56,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_whole("--port", 0, 65535, says, default=8000)
     says = "requests that may wait; more are refused with 429 (default: 256)"
     parser.add_whole("--max-queue", 1, 10**6, says, default=256)
+    says = "longest answer to a request without a limit (default: to the end of the slot)"
+    parser.add_whole("--max-tokens", 1, 2**24, says)
     says = "seconds idle until the weights are unloaded"
     parser.add_whole("--unload-after", 1, 10**6, says, metavar="SECONDS")
     add("--embeddings", action="store_true", help="the model embeds, though no file says so")
@@ -102,7 +104,7 @@ def bind(args: argparse.Namespace, host: str, port: int, given: str) -> APIServe
     """Bind the port before anything is loaded. `given`: the options that name it."""
     keys = (args.api_key, args.watch_key)
     names = (tuple(args.allow_host), tuple(args.alias))
-    options = Options(host, port, *keys, *names, tuple(args.trust_proxy))
+    options = Options(host, port, *keys, *names, tuple(args.trust_proxy), args.max_tokens)
     try:
         server = APIServer(options)
     except OSError as error:  # the port is taken

@@ -108,6 +108,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = options()
     args = parser.parse_args(config_file.expand(parser, "screen", arguments))
     args.max_queue = 256
+    args.max_tokens = None  # of answers over HTTP: to the end of the slot
     try:
         if args.serve and args.watch:
             raise ValueError("--serve runs a server and --watch watches another one; choose one")

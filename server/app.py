@@ -128,7 +128,8 @@ class APIServer:
         """From here on requests are answered."""
         self.loop = loop
         names = (name, "default", *self.options.aliases)
-        self.served = ServedModel(engine, names, advised(engine.text.folder))
+        defaults = advised(engine.text.folder)
+        self.served = ServedModel(engine, names, defaults, self.options.max_tokens)
         engine.on_commit = self._on_commit
 
     @property

@@ -70,6 +70,7 @@ class ServedModel(NamedTuple):
     engine: Engine
     names: tuple[str, ...]  # the model's names; the first is its own
     defaults: dict[str, float]  # for settings that a request leaves out
+    max_tokens: int | None = None  # and for its own limit; None: to the end of the slot
 
 
 class Answer:
@@ -109,7 +110,7 @@ class Answer:
         A grammar may take seconds to compile, and requests without one must not wait for it. So a
         request with a grammar is only parsed here, and `submit` is called in another thread.
         """
-        engine, names, defaults = self._served
+        engine, names, defaults, most = self._served
         parsed = self.parsed = self._protocol.parse_request(body, names)
         self._is_many = "embeds" in parsed.settings
         asks = self._later
@@ -120,7 +121,7 @@ class Answer:
                 settings = (
                     defaults
                     | parsed.settings
-                    | {"max_tokens": min(parsed.max_tokens or room, room)}
+                    | {"max_tokens": min(parsed.max_tokens or most or room, room)}
                 )
                 if held := grammar_of(engine, parsed, read):
                     settings["grammar"] = held
@@ -128,8 +129,9 @@ class Answer:
                     asks.append((read, SamplingParams(**settings)))
                     # Otherwise the choices would be identical
                     if type(settings.get("seed")) is int:
-                        seed = settings["seed"] + 1
-                        settings["seed"] = 0 if seed == 2**64 else seed
+                        settings["seed"] += 1
+                        if settings["seed"] == 2**64:
+                            settings["seed"] = 0
             if len(asks) > engine.sched.max_queue and not self._is_many:
                 raise ValueError(
                     f"n: {len(asks)} choices are wanted, but the queue holds {engine.sched.max_queue}"

@@ -74,6 +74,7 @@ class Options(NamedTuple):
     aliases: tuple[str, ...] = ()  # more names of the model; a star is any
     # Addresses of proxies whose X-Forwarded-For counts (`forwarded_for.py`)
     trusted_proxies: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
+    max_tokens: int | None = None  # of answers to requests that name no limit; None: the slot's end
 
 
 class ClientGone(Exception):

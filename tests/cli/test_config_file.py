@@ -63,10 +63,11 @@ def test_special_table_wins(tmp_path, program, arguments, words):
 
 
 def test_command_line_wins(tmp_path):
-    (tmp_path / "my.toml").write_text("slots = 3\nport = 8001\nalias = ['a']\n")
+    (tmp_path / "my.toml").write_text("slots = 3\nport = 8001\nmax-tokens = 99\nalias = ['a']\n")
     file = str(tmp_path / "my.toml")
     args = serve.parse_arguments(["--config", file, "--port", "8002", "--alias", "b"])
-    assert (args.slots, args.port, args.alias) == (3, 8002, ["a", "b"])
+    found = (args.slots, args.port, args.max_tokens, args.alias)
+    assert found == (3, 8002, 99, ["a", "b"])
 
 
 @pytest.mark.parametrize(

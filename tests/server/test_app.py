@@ -610,6 +610,18 @@ def test_alias(engine, alias):
         assert here.complete(model=5).status == 400
 
 
+def test_max_tokens_of_requests_without_their_own(engine):
+    """Codex sends none, and a small model repeated its calls to the end of the slot."""
+    with Here(engine, max_tokens=5) as here:
+        body = {"prompt": "Hello", "ignore_eos": True}
+        for asked, length in ((None, 5), (3, 3), (9, 9)):
+            reply = here.ask(COMPLETIONS, body | {"max_tokens": asked})
+            assert reply.json["usage"]["completion_tokens"] == length
+            assert reply.json["choices"][0]["finish_reason"] == "length"
+        full = here.ask(COMPLETIONS, body | {"prompt": [65] * 125})
+        assert full.json["usage"]["completion_tokens"] == 3  # what is left of the slot
+
+
 def test_health_is_503_once_the_loop_has_ended(here):
     """Every request would hang."""
     assert here.ask("/health").json == {"status": "ok", "arithmetic": "float"}

@@ -25,11 +25,12 @@ def key(text: str) -> dict[str, str]:
 def test_options_reach_the_server(monkeypatch, capsys):
     monkeypatch.setenv("NANOBATCH_API_KEY", "kéy")
     given = "--watch-key eye --allow-host llm.example --alias gpt-4o --trust-proxy 10.0.0.0/8"
+    given += " --max-tokens 99"
     args = serve.parse_arguments(given.split())
     server = serve.bind(args, "127.0.0.1", 0, "")
     proxies = (ipaddress.ip_network("10.0.0.0/8"),)
     names = (("llm.example",), ("gpt-4o",))
-    assert server.options == Options("127.0.0.1", 0, "kéy", "eye", *names, proxies)
+    assert server.options == Options("127.0.0.1", 0, "kéy", "eye", *names, proxies, 99)
     server.close()
     assert not capsys.readouterr().err
 
