@@ -32,7 +32,7 @@ from text.tool_formats import OutputFormat
 
 
 def options() -> cli.CommandLine:
-    says = "Run prompts through a Llama model, all at once."
+    says = "Run prompts through a model, all at once."
     parser = cli.CommandLine("ask.py", description=says)
     add = parser.add_argument
     reads = "'-': read standard input. Without one, talk in a terminal, else read standard input."

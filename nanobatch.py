@@ -131,6 +131,8 @@ class Engine:
     ) -> None:
         """Serve this model from here on, with a slab of these sizes."""
         summary = memory.described(model, sizes)
+        if text.folder.suffix == ".gguf":  # perhaps one of several files in a folder
+            summary = f"{text.folder.name}; {summary}"
         with device_lock, device_stream():
             runner = runner or Runner(model, sizes, self.clock)
             self.slot_cache.open(model, sizes.max_len)

@@ -155,7 +155,7 @@ def described(model: Model, sizes: Sizes) -> str:
         said.append("MLX's fused attention is wrong here, so the formula runs")
     free = device.free_memory()
     if free is not None and model.ranks.size == 1:
-        said.append(f"{readable(free)} of memory are free")
+        said.append(f"{readable(free)} of memory free at start")
     return "; ".join(said)
 
 

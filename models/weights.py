@@ -154,7 +154,8 @@ def weight_files(folder: Path) -> dict[Path, set[str]]:
         found = sorted(folder.glob("model*.safetensors"))
         if not found:
             raise MissingError(
-                f"{folder} holds no model*.safetensors; only safetensors weights are supported."
+                f"{folder} holds no weights: neither model*.safetensors nor a GGUF file; "
+                "download the model again, or name another folder."
             )
         return {path: set() for path in found}
     places = read_json(index).get("weight_map")

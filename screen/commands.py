@@ -454,8 +454,7 @@ class PlainLog:
         for stage in view.done[len(before.done) :]:
             self.write(f"loading: {stage}")
         for call in view.server.ended if view.server else ():
-            hung_up = ", hung up" if call.hung_up else ""
-            end = f"{call.status} {call.reason}{hung_up}: {call.message}".rstrip(": ")
+            end = f"{call.status} {call.reason}: {call.message}".rstrip(": ")
             self.write(" ".join(f"{call.client} {call.route} → {end}".split()))
         if view.engine is None:
             return

@@ -40,8 +40,9 @@ FIGURES = (
 def request_line(record: RequestRecord) -> str:
     """The log line, in logfmt. A message may quote the client, so only its code is logged."""
     method, _, path = record.route.partition(" ")
+    ended = record.at + (record.latency_s or 0.0)
     values = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(record.at)),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(ended)),
         "request_id": record.id,
         "client": record.client,
         "route": path,
@@ -49,7 +50,6 @@ def request_line(record: RequestRecord) -> str:
         "stream": str(record.stream).lower() if record.requests else "",
         "status": record.status,
         "finish_reason" if record.requests else "error": record.reason,
-        "hung_up": "true" if record.hung_up else "",
     }
     if record.requests:
         values |= {name.removesuffix("_s"): getattr(record, name) for name in FIGURES}

@@ -276,7 +276,7 @@ class APIServer:
         try:
             await self._answer(request)
         except (ClientGone, asyncio.CancelledError):
-            request.note(hung_up=True, status=request.status or 499)
+            request.note_hang_up()
             raise
         finally:
             connection.request = None
@@ -436,7 +436,8 @@ class APIServer:
                 return await answer.stream(request)
             return await answer.whole()
         except (ClientGone, asyncio.CancelledError):
-            self._note_hang_up(request, answer)
+            request.note_hang_up()  # before the answer is cancelled, which is another reason
+            self._advise_after_hang_up(request, answer)
             raise
         finally:
             answer.cancel()
@@ -445,7 +446,7 @@ class APIServer:
                 answer.account(request, self.metrics)
             request.answer = None
 
-    def _note_hang_up(self, request: HTTPRequest, answer: Answer) -> None:
+    def _advise_after_hang_up(self, request: HTTPRequest, answer: Answer) -> None:
         """Advise the owner when a client hangs up on the same long prompt for the second time."""
         if self.draining or not answer.choices:
             return

@@ -147,6 +147,10 @@ class HTTPRequest:
     def note(self, **changes) -> None:
         self._request_log.note(self._number, **changes)
 
+    def note_hang_up(self) -> None:
+        reason = self.record.reason or "hung_up"
+        self.note(hung_up=True, status=self.status or 499, reason=reason)
+
     def end(self) -> RequestRecord:
         return self._request_log.end(self._number, is_kept=self.is_logged)
 

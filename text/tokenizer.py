@@ -200,7 +200,9 @@ class Tokenizer:
             text = self.render(*prompt)
             self._check_length(text, room)
             ids = self._ids(text, False)
-            shown = str(prompt.messages[-1].get("content"))
+            # Some clients end with a message of the system
+            said = [each for each in prompt.messages if each.get("role") != "system"]
+            shown = str((said or prompt.messages)[-1].get("content"))
         elif isinstance(prompt, str):
             ids = self.encode(prompt, room) if prompt else ()
             shown = prompt

@@ -156,7 +156,7 @@ function show({ lane, engine, hello }) {
     for (const old of document.querySelectorAll(".log .chip")) old.remove();
   }
   player.change(player.playing ? { now: player.end } : {});
-  const said = [`${hello.model}: ${hello.summary}.`, `${count(engine.finished, "request")} answered so far.`];
+  const said = [`${hello.model}: ${hello.summary}.`, `${count(engine.finished, "request")} ended so far.`];
   if (rests) said.push("Nothing runs now.");
   const rates = [...lane.prefills.values()].map((prefill) => prefill.tokens_per_s ?? 0);
   const rate = Math.round(rates.reduce((sum, each) => sum + each, 0));

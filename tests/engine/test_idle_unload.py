@@ -141,7 +141,7 @@ def test_failed_reload_ends_the_requests(tmp_path, alone):
         engine.release()
         file.rename(tmp_path / "elsewhere")
         result = engine.generate([PROMPTS[0]], GREEDY)[0]
-        assert result.finish_reason == "error" and "only safetensors" in result.error
+        assert result.finish_reason == "error" and "holds no weights" in result.error
         assert engine.is_released and not engine.step() and not engine.snapshot().requests
         (tmp_path / "elsewhere").rename(file)
         assert answers(engine) == alone[0]

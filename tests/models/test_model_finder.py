@@ -101,6 +101,8 @@ def test_a_gguf_file_is_found_by_its_path_its_folder_and_its_name(home):
     in_studio(home, "owner/Tiny-GGUF/mmproj-Tiny-F16.gguf")  # of images
     for name in (str(file), str(file.parent), "owner/Tiny-GGUF", "owner/Tiny-GGUF:q8_0"):
         assert models.find(name) == file
+    with Engine.load(str(file.parent), slots=1, max_len=64) as engine:
+        assert engine.summary.startswith("Tiny-Q8_0.gguf; llama, ")  # no line named the file
     other = in_studio(home, "owner/Tiny-GGUF/Tiny-Q4_0.gguf", kind="Q4_0")
     assert models.find("owner/Tiny-GGUF:Q4_0") == other
     for name in (str(file.parent), "owner/Tiny-GGUF"):

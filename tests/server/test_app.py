@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import Counter
 from contextlib import ExitStack, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise, takewhile
 from types import SimpleNamespace
 
@@ -31,8 +31,9 @@ from engine import prefill_progress
 from engine.handle import TokenLogprob
 from engine.loop import Loop
 from engine.sampling_params import SamplingParams
+from engine.server_view import RequestRecord
 from server import completion, http, openai, protocol_adapter
-from server.access_log import AccessLog
+from server.access_log import AccessLog, request_line
 from server.anthropic import Message
 from server.app import APIServer
 from server.choice import Change, Choice, Item, Word, Words
@@ -740,6 +741,13 @@ def test_accept_failures_are_one_line_a_minute(here, monkeypatch, caplog):
     assert said == [
         "nanobatch: connections cannot be accepted: Too many open files; raise the limit (ulimit -n)"
     ]
+
+
+def test_log_lines_are_in_the_order_of_their_times():
+    """Each had the time when its request arrived, and came after lines of later ones."""
+    begun = RequestRecord(1, 1_000_000_000.0, "127.0.0.1", "POST /v1/completions", status=200)
+    long, short = (request_line(replace(begun, latency_s=seconds)) for seconds in (9.0, 1.0))
+    assert short < long and long.startswith("time=20")
 
 
 def test_shutdown_does_not_wait_for_an_unread_log():

@@ -495,6 +495,14 @@ def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
     assert usage["input_tokens"] == len(prompts[1]) - common < common / 4
 
 
+def test_request_is_called_by_its_last_user(server):
+    """Claude Code ends with a message of the system ("Available agent types ..."), and all its
+    requests had this name."""
+    system = {"role": "system", "content": "Available agent types: none."}
+    message(server, messages=[said("Yes."), said("No."), system])
+    assert server.parrot.engine.snapshot().ended[-1].prompt == "say: No."
+
+
 def test_attribution_is_dropped_only_from_the_first_system_block(server):
     line, *rules = claude_code("c8b", "Yes.")["system"]
     counts = [
