@@ -72,7 +72,7 @@ class Engine:
     `prefix_cache`: prefix caching. A prompt that begins like an earlier one starts from its rows.
     `speculate`: speculative decoding by prompt lookup, up to this many draft tokens per request and
     step; 0 turns it off. By default draft tokens are tried where they pay, and never if the engine
-    is not `is_batch_invariant`, so that no token depends on them.
+    is not `is_batch_invariant`, so that no token depends on them. A `Drafter` proposes its own.
     `slot_cache`: "DIR" or "DIR:SIZE". Slots are saved there, and found again after a restart.
     `embeds`: treat the model as an embedding model, even if its files do not say so.
     `is_batch_invariant`: whether the bits of a request's logits are independent of its neighbours.
@@ -95,7 +95,7 @@ class Engine:
         max_queue: int = 10_000,
         prefix_cache: bool = True,
         run_ahead: bool = True,
-        speculate: int | None = None,
+        speculate: int | Drafter | None = None,
         slot_cache: str | None = None,
         embeds: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -143,14 +143,19 @@ class Engine:
             self.model = model
             self.text = text
             self.is_batch_invariant = memory.is_batch_invariant(model)
-            most = self._speculate
-            self.drafter = Drafter(0 if most is None and not self.is_batch_invariant else most)
+            self.drafter = self._drafter()
             self._sizes = sizes
             self.sched.resize(*sizes)
             self.sched.far = memory.far_position(model.config)
             self.sched.draft = self.drafter
             self.sched.find_saved = self.slot_cache.find if self.slot_cache.is_on else None
             self.summary = f"{summary}; {labelled(device.named())}"
+
+    def _drafter(self) -> Drafter:
+        asked = self._speculate
+        if isinstance(asked, Drafter):
+            return asked
+        return Drafter(0 if asked is None and not self.is_batch_invariant else asked)
 
     @classmethod
     def load(

@@ -4,6 +4,7 @@ possible end."""
 import gc
 import re
 import weakref
+from collections.abc import Callable
 
 import pytest
 from checkpoints import make_checkpoint
@@ -12,7 +13,6 @@ from processes import python
 
 import runner
 from base.error_reports import describe, show_fault
-from engine.handle import Handle
 from engine.snapshot import StepView
 from kernels.device import mx
 from nanobatch import Engine, QueueFull
@@ -99,16 +99,26 @@ class Panic(BaseException):
     """What a panic in the tokenizer's Rust looks like: no Exception."""
 
 
+def detokenize(monkeypatch, engine: Engine, **methods: Callable) -> None:
+    """The streams of the requests that are submitted now have these methods."""
+    stream = engine.text.stream([])
+    for name, method in methods.items():
+        setattr(stream, name, method)
+    monkeypatch.setattr(engine.text, "stream", lambda stops: stream)
+
+
 @pytest.mark.parametrize("kind", [ValueError, Panic])
-def test_detokenizer_that_raises(engine, caplog, kind):
+def test_detokenizer_that_raises(engine, monkeypatch, caplog, kind):
     """It ends its own request, and the traceback names its line."""
     expected = engine.submit([4, 5], LONG).result().tokens
-    good, bad = engine.submit([4, 5], LONG), engine.submit([6, 7], LONG)
+    good = engine.submit([4, 5], LONG)
 
     def push(token: int) -> str:
         raise kind("no such character")
 
-    bad._stream.push = push
+    with monkeypatch.context() as patch:
+        detokenize(patch, engine, push=push)
+        bad = engine.submit([6, 7], LONG)
     assert bad.result().finish_reason == "error" and "no such character" in bad.error
     assert isinstance(bad.exception, kind) and good.exception is None
     assert good.result().tokens == expected
@@ -119,13 +129,13 @@ def test_detokenizer_that_raises(engine, caplog, kind):
     )
 
 
-@pytest.mark.parametrize("act", [Handle.cancel, lambda handle: handle._engine.close()])
-def test_detokenizer_that_raises_at_the_end(engine, caplog, act):
+@pytest.mark.parametrize("act", ["cancel", "close"])
+def test_detokenizer_that_raises_at_the_end(engine, monkeypatch, caplog, act):
     """Flushing the last text failed, and with it cancel and close."""
+    detokenize(monkeypatch, engine, finish=bug)
     handle = engine.submit([1], LONG)
-    handle._stream.finish = bug
     engine.step()
-    act(handle)
+    getattr(handle if act == "cancel" else engine, act)()
     assert handle.finish_reason == "cancelled" and len(blocks(caplog.text)) == 1
 
 

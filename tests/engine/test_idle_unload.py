@@ -17,7 +17,7 @@ from word_engine import Clock
 from engine.idle_unload import Idle
 from kernels.device import mx
 from models.forward_cost import nbytes_of
-from models.memory import slab_of
+from models.memory import Sizes, slab_of
 from nanobatch import Engine, ModelError, SamplingParams
 
 EXCHANGES = int(os.environ.get("NANOBATCH_EXCHANGES", 6))
@@ -73,7 +73,7 @@ def test_unloaded_engine_reloads_on_request(engine, alone):
     assert answers(engine) == alone[0]
     gc.collect()
     held = mx.get_active_memory()
-    ours = nbytes_of(engine.model) + slab_of(engine.model, engine._sizes)
+    ours = nbytes_of(engine.model) + slab_of(engine.model, Sizes(**SIZES, budget=0))
     engine.release()
     assert engine.is_released and engine.model.config.layers == 2
     released = mx.get_active_memory()

@@ -107,8 +107,7 @@ def test_ended_requests_are_seen_once(engine):
     stop = engine.submit([1, 2], SHORT).result().tokens[1]
     length = engine.submit([1, 2], SHORT, origin=origins[0])
     stopped = engine.submit([1, 2], exactly(9, stop=[stop]), origin=origins[1])
-    error = engine.submit([1, 2], SHORT, origin=origins[2])
-    error._stream.push = lambda token: 1 / 0
+    error = engine.submit([1, 2], SHORT, origin=origins[2], ends=lambda piece: 1 / 0)
     settle(engine)
     cancelled = engine.submit("never admitted", SHORT, origin=origins[3])
     cancelled.cancel()

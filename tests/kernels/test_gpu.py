@@ -26,14 +26,15 @@ from parity import CONFIGS, compare, whole
 import kv
 import llama
 from kernels import device, fused_attention_check
-from kernels.device import mx
+from kernels.device import device_lock, device_stream, mx
 from kv import Slab, Window
 from models import memory, ops
 from models.load import read_model
 from models.rope import AttentionType
 from nanobatch import Engine, SamplingParams
 from policies import POLICIES
-from runner import Prefill
+from runner import ForwardBatch, Prefill
+from sampling import SamplingRow
 
 
 @pytest.fixture(autouse=True)
@@ -356,14 +357,17 @@ def test_chunk_reads_no_further_than_itself(tmp_path):
     ("start", "count", "width"), [(0, 1, 16), (0, 16, 16), (5, 17, 32), (90, 30, 32), (120, 5, 8)]
 )
 def test_chunk_padding(tmp_path, start, count, width):
-    """The padding's token is 0. On a CPU there is none."""
-    ids = tuple(range(1, count + 1))
-    prefill = Prefill(1, ids, start, None, True)
+    """The padding's keys land in rows that the sequence has yet to reach. On a CPU there is none."""
+    prefill = Prefill(1, tuple(range(1, count + 1)), start, None, True)
+    rows = {1: [SamplingRow(1, SamplingParams(), 0, 0)]}
     with Engine.load(make_checkpoint(tmp_path), slots=2, max_len=128, chunk=32) as engine:
-        assert engine.runner.slab.length == 128
-        assert engine.runner._padded(prefill) == [*ids, *[0] * (width - count)]
-        with mock.patch.object(device, "is_gpu", False):
-            assert engine.runner._padded(prefill) == list(ids)
+        runner = engine.runner
+        for is_gpu, wide in ((True, width), (False, count)):
+            runner.reset()
+            with mock.patch.object(device, "is_gpu", is_gpu), device_lock, device_stream():
+                runner.run(ForwardBatch((), (prefill,), ()), rows).read()
+            written = np.abs(np.array(runner.slab.arrays[0][1, :, :128])).sum((0, 2)).nonzero()[0]
+            assert written.tolist() == list(range(start, start + wide))
 
 
 def test_idle_slots_take_no_part(tmp_path):

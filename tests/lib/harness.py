@@ -75,8 +75,11 @@ class Ask:
     max_tokens: int
     cancel_after: int | None = None
     grammar: dict | None = None
+    settings: SamplingParams | None = None  # in place of the usual ones
 
     def sampling(self) -> SamplingParams:
+        if self.settings:
+            return self.settings
         if self.grammar:
             return SamplingParams(max_tokens=self.max_tokens, grammar=self.grammar)
         return SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)

@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +38,7 @@ from models.load import read_model
 from nanobatch import Engine, Handle, Model, SamplingParams, Tokenizer
 from policies import POLICIES
 from prompt_lookup import Drafter
-from sched import Request
+from sched import Plan, Request
 
 # A neighbour whose prompt is long has the long factors, all others the short ones.
 LONGROPE = {
@@ -189,14 +188,12 @@ def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> 
     crowded = random_sizes(rng, is_long, slots)
     lonely = random_sizes(rng, is_long, int(rng.choice([1, 1, 2, 7])))
     total = NONE
-    speculate = int(rng.choice([0, 1, 5]))
+    most = int(rng.choice([0, 1, 5]))
+    speculate = Bold(most, rng) if most else 0
     run_ahead = bool(rng.random() < 0.7)
     with Engine(
         model, text, policy=policy, run_ahead=run_ahead, speculate=speculate, **crowded
     ) as engine:
-        if speculate:
-            engine.drafter.may_follow = lambda plan: bool(rng.random() < 0.7)
-            engine.sched.draft = partial(boldly, engine.drafter)
         # What an earlier owner might have left
         length = engine.runner.slab.length
         for array in engine.runner.slab.arrays:
@@ -218,19 +215,26 @@ def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> 
     return total
 
 
-def boldly(
-    speculate: Drafter, decoding: Sequence[Request], left: int
-) -> dict[int, tuple[int, ...]]:
-    """What the engine draft tokens by itself, and of any other answer that its newest token comes again:
-    random models repeat themselves."""
-    found = speculate(decoding, left)
-    left -= sum(map(len, found.values()))
-    for request in decoding:
-        most = min(left, request.max_tokens - request.planned - 1, 3)
-        if most > 0 and request.id not in found and request.planned == request.committed:
-            found[request.id] = (request.answer[-1],) * most
-            left -= most
-    return found
+class Bold(Drafter):
+    """Drafts what the engine drafts by itself, and of any other answer that its newest token comes
+    again: random models repeat themselves."""
+
+    def __init__(self, most: int, rng: np.random.Generator):
+        super().__init__(most)
+        self.rng = rng
+
+    def __call__(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
+        found = super().__call__(decoding, left)
+        left -= sum(map(len, found.values()))
+        for request in decoding:
+            most = min(left, request.max_tokens - request.planned - 1, 3)
+            if most > 0 and request.id not in found and request.planned == request.committed:
+                found[request.id] = (request.answer[-1],) * most
+                left -= most
+        return found
+
+    def may_follow(self, plan: Plan) -> bool:
+        return bool(self.rng.random() < 0.7)
 
 
 def play(

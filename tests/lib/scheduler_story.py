@@ -180,6 +180,14 @@ class Story(Replay):
         )
         return "stop" if len(said) == self.eos.get(request.id) else None
 
+    def launch(self, plan: Plan, tokens: dict[int, list[int]]) -> None:
+        """A step that was planned and run elsewhere is in flight from here on."""
+        self._in_flight.append((plan, tokens))
+
+    def read_all(self) -> None:
+        while self._in_flight:
+            self._commit()
+
     def step(self) -> bool:
         """One turn of the wheel; False if there was nothing to do."""
         planned = len(self.plans)
