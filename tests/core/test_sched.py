@@ -431,7 +431,7 @@ def test_planning_is_independent_of_the_prompts_length():
     each plan took a second, under the lock. What counts here are Python's calls.
     """
     short, long = (calls_of_a_plan(tokens) for tokens in (1_000, 8_000))
-    assert 0 < long < 1.5 * short  # a search by halves takes a few steps more
+    assert 0 < long < 2.5 * short  # a search by halves takes a few steps more
 
 
 def calls_of_a_plan(tokens: int) -> float:
