@@ -123,6 +123,7 @@ class Libraries(build_ext.build_ext):
         return f"{name.replace('.', '/')}.so"
 
     def build_extension(self, extension: Extension) -> None:
+        os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", os.path.abspath(self.build_temp))  # 50 MB
         form = extension.name.rpartition("_")[2]
         output = build.library(form) if IS_EDITABLE else self.get_ext_fullpath(extension.name)
         self.spawn(build.command(form, output))
