@@ -87,18 +87,18 @@ def test_kv_and_attention_reach_each_engine(capsys, count_only, monkeypatch):
 
 # --- planted bugs -------------------------------------------------------------------------------
 
-# Some of those that the receipt missed once, each with a question that shows it
+# Some of those that the receipt missed once, each with a question, its setting, and how often it is asked
 MISSED = {
-    "the mask is wrong every 256 rows": LONG,
-    "the mask is wrong from row 513 on": ALPHABET,
-    "draft tokens are right from the 9th on": COPY,
-    "logits change from token 25 on": COUNT,
-    "the first one's text is penalized": COUNT,
-    "the first one's temperature": STORY,
-    "the first one's top_p": STORY,
-    "an old owner's bias": STORY,
-    "a neighbour's grammar": STORY,
-    "an embedding is a neighbour's": ALPHABET,
+    "the mask is wrong every 256 rows": (LONG, "greedy", 2),
+    "the mask is wrong from row 513 on": (ALPHABET, "drawn", 2),
+    "draft tokens are right from the 9th on": (COPY, "greedy", 2),
+    "logits change from token 25 on": (COUNT, "greedy", 2),
+    "the first one's text is penalized": (COUNT, "penalties", 2),
+    "the first one's temperature": (STORY, "drawn", 4),
+    "the first one's top_p": (STORY, "filtered", 4),
+    "an old owner's bias": (STORY, "bias", 12),
+    "a neighbour's grammar": (STORY, "json", 4),
+    "an embedding is a neighbour's": (ALPHABET, "embedding", 4),
 }
 
 
@@ -111,12 +111,12 @@ def alone() -> list[verify.Case]:
 def test_a_planted_bug_is_seen(monkeypatch, alone, bug):
     """Prompts and answers were too short, few draft tokens were right, neighbours were all sampled in
     the same way and never together with a question, and no prompt was embedded."""
-    asked = [case for case in alone if case.question == MISSED[bug]]
+    question, setting, times = MISSED[bug]
+    asked = [case for case in alone if (case.question, case.setting) == (question, setting)] * times
     plant(monkeypatch, bug)
     monkeypatch.setitem(verify.WAYS, "company", {"speculate": 0})  # drafts depend on the clock
     way, *_ = FAULTS[bug]
-    args = verify.parse_arguments(["--rounds", "3"])
-    assert verify.compare_one(args, way, asked).differ
+    assert verify.compare_one(verify.parse_arguments([]), way, asked).differ
 
 
 @pytest.mark.skipif(not IS_LONG, reason="minutes; NANOBATCH_VERIFY=1 runs it")
