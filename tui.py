@@ -7,16 +7,17 @@ Each part of `screen/` knows only those above it:
     engine_client.py  what all engine clients share, and the client that owns an engine
     remote_client.py  the client for a server's `/watch`
     timeline_columns.py   steps as columns of the timeline; busy_period_stats.py: the statistics of a busy period
-    policy_runs.py    races and replays on a clock without interruptions
+    step_prices.py    step times without interruptions
     state.py          all that the picture depends on
     draw/             pure functions from the state to lines of text
     page.py           a page is a record; pages/ has a file for each
-    keys.py           all keys and pages in one table, the footer, and the help
+    keys.py           all keys and pages in one table, with those of experiments; the footer, and the help
     commands.py       prompts, commands and scripts; the same run as a plain log
     app.py            the Textual app
 
-This file is the command line. The picture depends only on `State` and on the size, so every picture
-can be tested without a terminal, and the engine never waits for the screen.
+This file is the command line, and hands the experiments to the screen. The picture depends only on
+`State` and on the size, so every picture can be tested without a terminal, and the engine never waits
+for the screen.
 """
 
 from __future__ import annotations
@@ -43,12 +44,21 @@ from cli.options import BROWSER, about, on_a_terminal
 from cli.terminal_chat import History, history_file, state_folder
 from distributed import environment
 from engine.snapshot import RequestView
-from experiments.tour import run_plain_tour
+from experiments import (
+    fault_injection,
+    long_prompt,
+    race,
+    request_latency,
+    same_answer,
+    step_cost,
+    tour,
+)
 from policies import POLICIES
 from screen import export_recording as record
 from screen.app import Screen
-from screen.commands import SCRIPT, Session, orders_of, run_plain
+from screen.commands import Session, orders_of, run_plain, script_help
 from screen.engine_client import LocalEngineClient
+from screen.keys import Menu
 from screen.pages.busy_periods import farewell
 from screen.remote_client import RemoteEngineClient, address_of, base_of
 from screen.state import State
@@ -57,6 +67,18 @@ from screen.workload import BURST, CHUNK, Ask, Settings
 if TYPE_CHECKING:
     from nanobatch import Engine
 
+# In the order of the footer and the help
+MENU = Menu(
+    (
+        *race.PAGES,
+        request_latency.PAGE,
+        step_cost.PAGE,
+        same_answer.PAGE,
+        fault_injection.PAGE,
+        long_prompt.PAGE,
+        tour.PAGE,
+    )
+)
 TALK = 2048  # tokens of a slot and of an answer, except for the demo
 PROMPTS = 10_000_000  # characters of their file
 WRITTEN = ("screenshot", "record")  # options whose file is written at the end
@@ -78,7 +100,7 @@ def options() -> cli.CommandLine:
         help="no screen: prompts are read, and events written, as lines (as if there is no terminal)",
     )
     add("--tour", action="store_true", help="begin with the tour: it asks before it shows")
-    add("--script", default="", help=SCRIPT)
+    add("--script", default="", help=script_help(MENU))
     add(
         "--screenshot",
         metavar="FILE.svg",
@@ -122,7 +144,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             )
         args.plain = not args.screenshot and (args.plain or not on_a_terminal())
         with about("--script", f"{command('tui.py')} --help says more"):
-            orders_of(args.script, args.plain)
+            orders_of(args.script, MENU, args.plain)
         args.asks = read_prompts(args.prompts)
         for option in WRITTEN:
             remedy = "name a file in a folder that is there and can be written"
@@ -304,7 +326,7 @@ def run_log(args: argparse.Namespace, session: Session) -> int:
     write = print_if_possible if args.serve else partial(print, flush=True)
     try:
         if args.tour:
-            return run_plain_tour(session)
+            return tour.run_plain_tour(session)
         stays = bool(args.serve or args.watch)
         return run_plain(session, args.script, write, stays)
     except cli.Unwritten as error:
@@ -328,7 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         cli.say(error)
         return 2
-    session = Session(client, State(args.model, settings=settings, prompts=prompts))
+    session = Session(client, State(args.model, settings=settings, prompts=prompts), MENU)
     if args.asks:
         client.fire(session.asks(len(prompts)))
     # The first burst of the demo runs slowly, except in a script or a log

@@ -618,6 +618,12 @@ PAGE = Page(
     obey=obey,
     example="40 104",
     read=as_budget,
+    explains=(
+        (
+            "long prompt",
+            "a prompt as long as a slot, among chats: what a chunk of it costs them, and a small chunk costs it.",
+        ),
+    ),
     leave=lambda session: session.client.end_experiment(NAME),  # it restores the budget
     repeats=True,
     is_live=True,

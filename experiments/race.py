@@ -29,7 +29,7 @@ from screen.draw.slots import aligned, fit_slots
 from screen.draw.style import clean, count, span, wrap
 from screen.draw.timeline import draw_cells
 from screen.engine_view import Leg, Race, View
-from screen.page import Page
+from screen.page import Key, Page
 from screen.state import State, prices
 from screen.step_prices import LEAST, on_clock
 from screen.workload import RIVALS, Ask
@@ -351,7 +351,7 @@ def to_the_end(state: State) -> None:
     shown_in(state).film = None
 
 
-PAGE = Page(
+RACE = Page(
     "race",
     "r",
     "Race",
@@ -380,4 +380,15 @@ COMPARE = Page(
     example="fair",
     words=[*POLICIES],
     repeats=True,
+)
+PAGES = (
+    COMPARE,
+    RACE,
+    Key(
+        "R",
+        "R",
+        "command('/race last')",
+        "Last race",
+        "the last race once more: its timelines and its figures",
+    ),
 )

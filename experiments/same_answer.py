@@ -379,6 +379,12 @@ PAGE = Page(
     example="200",
     words=("last",),
     read=how_many,
+    explains=(
+        (
+            "hash",
+            "a digest of an answer's tokens and log probabilities: another bit, another hash.",
+        ),
+    ),
     repeats=True,
     disturbs=True,
 )

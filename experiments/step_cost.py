@@ -431,6 +431,16 @@ PAGE = Page(
     obey=obey,
     example="again",
     words=("again",),
+    explains=(
+        (
+            "roofline",
+            "what this machine can do at most: bytes read and operations a second. Measured when B is first pressed.",
+        ),
+        (
+            "arithmetic",
+            "operations of a step: a product and a sum are two. A weight is read once, and multiplied for each row.",
+        ),
+    ),
     own={"left": lambda state: state.move(-1), "right": lambda state: state.move(1)},
     take=take,
     look=look,

@@ -218,7 +218,7 @@ class Tour:
     def _do(self, line: str) -> None:
         if len(line) > 1:
             self.session.obey(line)
-        word = self.session.pressed(line)
+        word = self.session.menu.pressed(line)
         if word not in self._pressed:
             self._pressed.append(word)
 

@@ -33,7 +33,6 @@ from base.atomic_write import write_whole
 from cli.options import BROWSER
 from cli.terminal_chat import History
 from engine.snapshot import RequestView
-from screen import keys
 from screen.commands import SCRIPTED, Session, as_command, orders_of
 from screen.draw import answers, charts, slots, status, timeline
 from screen.draw import step as steps
@@ -50,6 +49,7 @@ from screen.draw.layout import (
 )
 from screen.draw.slots import fit_slots
 from screen.draw.style import DARK, Palette, clean, count
+from screen.keys import PROMPT_KEYS, REQUEST, Menu, split_command
 from screen.page import Page
 from screen.state import State
 from screen.widgets import Pane, PromptBox, thrifty
@@ -68,13 +68,9 @@ PANES = {  # by name
     "step": steps.draw_step_pane,
     "mark": status.draw_mark,
     "settings": status.draw_settings,
-    "keys": keys.draw_keys,
 }
-# And those of pages, by the page's name
-PANES |= {page.name: page.pane for page in keys.PAGES.values() if page.pane}
 # The wheel's action there
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
-WHEEL |= {page.name: "roll" for page in keys.PAGES.values() if page.is_view}
 # Painted less often while something runs
 SLOW = ("rate", "batch", "ttft", "batching", "step", "requests", "sheet")
 # On a small screen, the pane to show after a command
@@ -85,7 +81,6 @@ BRINGS = {
     "resume": "timeline",
     "burst": "timeline",
 }
-STRIP = next(page for page in keys.PAGES.values() if page.is_strip)
 # Keys of every page, besides the page's own, and the actions denied there
 ON_A_PAGE = {"escape": "close", "enter": "close", "pageup": "leaf(-1)", "pagedown": "leaf(1)"}
 ON_A_PAGE |= {"up": "scroll(-1)", "down": "scroll(1)"}
@@ -98,6 +93,11 @@ PAPER = replace(BUILTIN_THEMES["textual-light"], background="#ffffff", surface="
 HUNG_UP = 129  # the exit code after SIGHUP
 WARNINGS = 4  # shown at a time
 TRACEBACKS = 100  # kept, the newest
+
+
+def panes_of(menu: Menu) -> dict[str, Callable[[State, Canvas], None]]:
+    """All panes by name: those of pages are called as the pages."""
+    return PANES | {"keys": menu.draw_keys} | menu.panes
 
 
 # --- the screen ---------------------------------------------------------------------------------
@@ -134,11 +134,8 @@ class Screen(App):
     Toast { width: 46; }
     """
     BINDINGS = (
-        # `i` and `/` have priority, so that letters typed right after them go to the prompt
-        *(
-            Binding(k.keys, k.action, k.label, show=False, priority=k.action.startswith("prompt"))
-            for k in keys.KEYS
-        ),
+        # Letters typed right after these go to the prompt
+        *(Binding(k.keys, k.action, k.label, show=False, priority=True) for k in PROMPT_KEYS),
         Binding("ctrl+c", "quit", show=False, priority=True),
     )
     AUTO_FOCUS = None  # letters are keys until the user wants to type
@@ -158,6 +155,7 @@ class Screen(App):
         super().__init__()
         self.register_theme(PAPER)
         self.session = session
+        self.menu = session.menu
         self.state = session.state
         self.state.offers_tour = bool(note and not tours and not note.exists())
         session.has_chats = True
@@ -173,6 +171,8 @@ class Screen(App):
         self._shown_until: list[float] = []  # of those on the screen: when each disappears
         self._tracebacks = Tracebacks(self.state)
         self.palette = DARK
+        for key in self.menu.keys[len(PROMPT_KEYS) :]:
+            self.bind(key.keys, key.action, description=key.label, show=False)
         self.prompt = PromptBox(earlier or History())
         self._returns = False  # leave the box after a command
         self.page: Page | None = None  # the open page, in place of all panes
@@ -182,12 +182,14 @@ class Screen(App):
     @property
     def strip(self) -> Page | None:
         """The page below the panes: the tour, while it runs."""
-        return STRIP if self.state.tour else None
+        return self.menu.strip if self.state.tour else None
 
     # --- panes
 
     def compose(self) -> Iterable[Widget]:
-        yield from (Pane(draw, name, WHEEL.get(name, "")) for name, draw in PANES.items())
+        wheel = WHEEL | {page.name: "roll" for page in self.menu.pages.values() if page.is_view}
+        panes = panes_of(self.menu).items()
+        yield from (Pane(draw, name, wheel.get(name, "")) for name, draw in panes)
         yield Pane(self.draw_page, "sheet", wheel="scroll")
         yield self.prompt
 
@@ -213,7 +215,7 @@ class Screen(App):
                 loop.add_signal_handler(signal_, self.exit, None, code)
             signal.signal(signal.SIGHUP, lambda *_: self.hang_up(loop))
         if self._tours:
-            self.action_command(f"/{STRIP.name}")
+            self.action_command(f"/{self.menu.strip.name}")
         self.run_worker(self.play(self._script))
 
     def hang_up(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -371,7 +373,7 @@ class Screen(App):
 
     def get_system_commands(self, screen) -> Iterable[SystemCommand]:
         yield from super().get_system_commands(screen)
-        for key in keys.KEYS:
+        for key in self.menu.keys:
             yield SystemCommand(
                 f"{key.label} ({key.show})", key.help, lambda key=key: self.run_action(key.action)
             )
@@ -433,7 +435,7 @@ class Screen(App):
         keys."""
         if self.focused or self.state.view.stage == "failed":
             return False
-        is_key = any(event.key in key.keys.split(",") for key in keys.KEYS)
+        is_key = any(event.key in key.keys.split(",") for key in self.menu.keys)
         return event.is_printable and event.character.isalpha() and not is_key
 
     # --- actions
@@ -443,7 +445,7 @@ class Screen(App):
         the engine."""
         action = str(arguments[0]).removeprefix("app.")
         name = action.partition("(")[0]
-        is_taken = name in OF_A_USER or (name == "page" and not keys.only_looks(action))
+        is_taken = name in OF_A_USER or (name == "page" and not self.menu.only_looks(action))
         if self.strip and is_taken:
             self.say("the tour has the engine; esc leaves it")
             return True
@@ -498,7 +500,7 @@ class Screen(App):
 
     def action_complete(self) -> None:
         """Complete what is in the box as far as it is unambiguous."""
-        found = keys.completions(self.prompt.value)
+        found = self.menu.completions(self.prompt.value)
         if found:
             alike = sum(takewhile(bool, map(str.__eq__, min(found), max(found))))
             self.prompt.put(found[0][:alike])
@@ -527,7 +529,7 @@ class Screen(App):
 
     def action_command(self, line: str) -> bool:
         """Run a line. False, and a notice, if it is wrong."""
-        name, _ = keys.split_command(line.strip())
+        name, _ = split_command(line.strip())
         posted = self.session.client.posted
         if name in ("quit", "exit"):
             self.exit()
@@ -542,8 +544,8 @@ class Screen(App):
         self.state.chatting &= name != "json"  # its answer is among the panes
         if not (name == "step" and self.state.inspected):  # each step shows another token
             self.bring(BRINGS.get(name, self.state.lower))
-        if name in keys.PAGES:
-            self.show_page(keys.PAGES[name])
+        if name in self.menu.pages:
+            self.show_page(self.menu.pages[name])
         if self.page:  # a page shows the effect, or hides the panes with the effect
             said = "" if self.page.is_live else said
             if name != self.page.name and not self.page.is_live:
@@ -606,7 +608,7 @@ class Screen(App):
         if not (self.page and self.page.has_request):
             if request:
                 state.opened = request.id
-                self.show_page(next(page for page in keys.PAGES.values() if page.has_request))
+                self.show_page(REQUEST)
             else:
                 self.say(f"slot {state.selected} has had no request yet")
         elif steps := state.steps_of(request) if request else []:
@@ -697,7 +699,7 @@ class Screen(App):
 
     def action_page(self, name: str) -> None:
         """Open or close a page. The key of a page that repeats runs its command again."""
-        page = keys.PAGES[name]
+        page = self.menu.pages[name]
         if self.page is page and not page.repeats:
             self.turn_to(None)
             return
@@ -749,7 +751,7 @@ class Screen(App):
             if self._screenshot:
                 self.exit()
             return
-        for word, rest in orders_of(script):
+        for word, rest in orders_of(script, self.menu):
             if word in SCRIPTED:
                 await self.run_action(SCRIPTED[word])
             elif word != "wait":
@@ -763,7 +765,7 @@ class Screen(App):
     def is_done(self, word: str) -> bool:
         """Whether a word of a script has had its effect, including the end of its experiment."""
         view = self.state.view
-        page = keys.PAGES.get(word)
+        page = self.menu.pages.get(word)
         if not self.session.handled or view.stepping:
             return False
         if page and page.disturbs:

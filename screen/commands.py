@@ -26,7 +26,7 @@ from screen.busy_period_stats import words
 from screen.draw.style import clean, count, number, shorten, span
 from screen.engine_client import LocalEngineClient
 from screen.engine_view import View
-from screen.keys import COMMANDS, OF_THE_ENGINE, PAGES, pressed, split_command
+from screen.keys import OF_THE_ENGINE, Menu, split_command
 from screen.page import Page
 from screen.state import State, client_of, prompt_of
 from screen.workload import SCHEMA, Ask, is_mute
@@ -74,17 +74,18 @@ class Session:
     `stays`: an experiment goes on until its page is left; in a log or a script it ends by itself.
     """
 
-    def __init__(self, client: LocalEngineClient, state: State, eases: bool = False):
+    def __init__(
+        self, client: LocalEngineClient, state: State, menu: Menu | None = None, eases: bool = False
+    ):
         self.client = client
         self.state = state
+        self.menu = menu or Menu()
         self.eases = eases
         self._seen = 0
         # Changes of the view by commands that have not run yet
         self._coming: dict[str, object] = {}
         self.stays = False
         self.has_chats = False  # on a screen prompts belong to conversations
-
-    pressed = staticmethod(pressed)  # for the tour, which names the keys
 
     @property
     def handled(self) -> bool:
@@ -113,7 +114,7 @@ class Session:
         self._seen = news
         before = self.state.view
         self.state.absorb(self.client.look(before))
-        for page in PAGES.values():
+        for page in self.menu.pages.values():
             if page.take:
                 page.take(self.state, before)
         self._send_waiting()
@@ -135,12 +136,12 @@ class Session:
             return self._ask(rest) or ("the demo adds up to 99 only" if is_beyond else "")
         if self.state.view.watches and name in OF_THE_ENGINE:
             raise ValueError(WATCHES)
-        page = PAGES.get(name)
+        page = self.menu.pages.get(name)
         if page:
             return (page.obey and page.obey(self, rest)) or ""
         command = RUN.get(name)
         if command is None:
-            there = " ".join(f"/{command}" for command in sorted(COMMANDS))
+            there = " ".join(f"/{command}" for command in sorted(self.menu.commands))
             raise ValueError(f"/{name} is not a command; there are {there}")
         return command(self, rest) or ""
 
@@ -386,8 +387,6 @@ def said_of(limits: Limits) -> str:
 
 
 def number_for(command: str, text: str) -> float:
-    if command in PAGES:
-        return PAGES[command].read(text)
     read, least, most = NUMBERS[command]
     return read(command, text, least, most)
 
@@ -397,30 +396,35 @@ SCRIPTED = {"view": "view", "zoom": "zoom"}
 SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
 # The plain log runs a word when all before it has ended, so the others need a screen
-LOGGED = ("policy", "burst", "wait", "budget", *PAGES)
+LOGGED = ("policy", "burst", "wait", "budget")
 ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
-NUMBERED = (*NUMBERS, *(page.name for page in PAGES.values() if page.read))
-SCRIPT = f"""what to do after the start, such as 'static burst24' or 'race12': {", ".join((*POLICIES, *LOGGED))};
+
+
+def script_help(menu: Menu) -> str:
+    logged = ", ".join((*POLICIES, *LOGGED, *menu.pages))
+    return f"""what to do after the start, such as 'static burst24' or 'race12': {logged};
 on a screen or a screenshot also {", ".join(ON_A_SCREEN)}"""
 
 
-def orders_of(script: str, logged: bool = False) -> list[tuple[str, str]]:
+def orders_of(script: str, menu: Menu, logged: bool = False) -> list[tuple[str, str]]:
     """ "static burst24 step60" -> [("static", ""), ("burst", "24"), ("step", "60")]
 
     An unknown word or a wrong number is a ValueError. `logged`: for a plain log.
     """
-    words = (*POLICIES, *LOGGED, *(() if logged else ON_A_SCREEN))
+    words = (*POLICIES, *LOGGED, *menu.pages, *(() if logged else ON_A_SCREEN))
+    reads = {page.name: page.read for page in menu.pages.values() if page.read}
+    numbered = {*NUMBERS, *reads}
     orders = []
     for word in script.lower().split():
         name, rest = re.fullmatch("([a-z_]*)[=:]?(.*)", word).groups()
-        if name not in words or (rest and name not in NUMBERED):
+        if name not in words or (rest and name not in numbered):
             where = " without a screen" if logged else ""
-            there = " ".join(f"{word}N" if word in NUMBERED else word for word in words)
+            there = " ".join(f"{word}N" if word in numbered else word for word in words)
             raise ValueError(
                 f"{shown(word)} is not a command{where}; there are {there} (N: a number, or nothing)"
             )
         if rest:
-            number_for(name, rest)
+            reads[name](rest) if name in reads else number_for(name, rest)
         orders.append((name, rest))
     return orders
 
@@ -471,7 +475,7 @@ class PlainLog:
         else:
             self.flush()
         if before.experimenting and not view.experimenting and view.finding:
-            self._asked.append(PAGES[view.finding.name])
+            self._asked.append(self.session.menu.pages[view.finding.name])
         self._tell_pages()
 
     def flush(self, until: float = math.inf) -> None:
@@ -516,7 +520,7 @@ class PlainLog:
             answer = self.session.obey(line)
         except ValueError as error:
             answer = str(error)
-        page = PAGES.get(split_command(line)[0])
+        page = self.session.menu.pages.get(split_command(line)[0])
         if answer:
             self.write(answer)
         elif page and not page.disturbs:  # an experiment's page is written at its end
@@ -560,7 +564,9 @@ def run_plain(
     """
     log = PlainLog(session, write)
     state = session.state
-    lines = deque(as_command(*order) for order in orders_of(script) if order[0] != "wait")
+    lines = deque(
+        as_command(*order) for order in orders_of(script, session.menu) if order[0] != "wait"
+    )
     listening = not script
     rest = b""
     idle = not (script or session.client.posted or stays)  # no input so far

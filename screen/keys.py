@@ -1,6 +1,7 @@
 """The table of keys and pages, the footer, and the help.
 
-Footer, help, palette and keyboard are made from one table, `GROUPS`, so they cannot disagree.
+Footer, help, palette and keyboard are made from one table, `Menu`, so they cannot disagree: the keys
+and pages of the screen, and the experiments that `tui.py` hands to it.
 """
 
 from __future__ import annotations
@@ -9,15 +10,6 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 
-from experiments import (
-    fault_injection,
-    long_prompt,
-    race,
-    request_latency,
-    same_answer,
-    step_cost,
-    tour,
-)
 from policies import POLICIES
 from screen.draw import step
 from screen.draw.canvas import Canvas
@@ -122,10 +114,6 @@ WORDS = (
         "what a step may cost: 1 for a token, more if it looks far back. One whole chunk may always go in.",
     ),
     (
-        "long prompt",
-        "a prompt as long as a slot, among chats: what a chunk of it costs them, and a small chunk costs it.",
-    ),
-    (
         "run-ahead",
         "a step starts before the one before is read back. While paused or in slow motion it waits for it.",
     ),
@@ -159,10 +147,6 @@ WORDS = (
         "others",
         "cores that other programs use while none is idle: they make steps slow, not the engine.",
     ),
-    (
-        "hash",
-        "a digest of an answer's tokens and log probabilities: another bit, another hash.",
-    ),
     ("batch size", "number of slots that work for a request at a time."),
     (
         "slots used",
@@ -179,14 +163,6 @@ WORDS = (
     (
         "batching",
         "why it pays: by number of rows, the lower quartile of a step's time, and its tokens/s.",
-    ),
-    (
-        "roofline",
-        "what this machine can do at most: bytes read and operations a second. Measured when B is first pressed.",
-    ),
-    (
-        "arithmetic",
-        "operations of a step: a product and a sum are two. A weight is read once for all rows, multiplied for each.",
     ),
     (
         "rows (avx2)",
@@ -206,150 +182,27 @@ WORDS = (
 )
 
 
-def only_looks(action: str) -> bool:
-    """True for an action that leaves the engine alone."""
-    page = page_of(action)
-    return (not page.obey or page.has_request) if page else action.partition("(")[0] in LOOKS
-
-
-def changes_engine(action: str) -> bool:
-    """True for an action that changes the engine, except by requests."""
-    page = page_of(action)
-    name = action.removeprefix("command('/").split()[0].rstrip("')")
-    return page.disturbs if page else name in (*OF_THE_ENGINE, "budget")
-
-
-def page_of(action: str) -> Page | None:
-    """The page that an action opens, if any."""
-    return next((page for page in PAGES.values() if page.shortcut.action == action), None)
-
-
-def pressed(line: str) -> str:
-    """The key for a command; without a key, the command itself; a prompt is typed."""
-    if not line.startswith("/"):
-        return "i and a prompt" if len(line) > 1 else line
-    if line in ("/pause", "/resume"):
-        return "space"
-    shows = {key.action: key.show for key in KEYS}
-    return shows.get(f"command('{line}')") or shows.get(f"page('{line[1:]}')", line)
-
-
-def draw_keys(state: State, on: Canvas) -> None:
-    """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
-    keys = [*TYPING, *KEYS[3:]] if state.typing else list(KEYS)
-    ways = {}
-    if state.tour:
-        keys = [*TOURING, *(key for key in KEYS if only_looks(key.action))]
-        if state.tour.asks:
-            keys.insert(0, Key("", f"1-{len(state.tour.answers)}", "", "Guess", "", 1))
-    elif state.view.paused:
-        ways = OUT_OF_A_PAUSE
-    elif state.view.slow:
-        ways = OUT_OF_SLOW_MOTION
-    if state.view.watches:
-        keys = [key for key in keys if not changes_engine(key.action)]
-    if state.chatting:
-        ways = ways | IN_A_TALK
-    for i, key in enumerate(keys):
-        if key.action in ways:
-            label, rank = ways[key.action]
-            keys[i] = key._replace(label=label, footer=rank)
-    shown = set()
-    left = on.width
-    for key in sorted(keys, key=lambda key: key.footer):
-        need = cell_len(f"{key.show} {key.label} ")
-        if key.footer and need <= left:
-            shown.add(key)
-            left -= need
-    pen = on.pen().put(" ")
-    for key in keys:
-        if key in shown:
-            pen.put(key.show, on.accent, True, key.action)
-            pen.put(f" {key.label}", do=key.action).put(" ")
-
-
-def key_of(entry: Key | Page) -> Key:
-    return entry.shortcut if isinstance(entry, Page) else entry
-
-
-def draw_help(state: State, on: Canvas) -> None:
-    """Keys by group, then words, then policies. The page can be scrolled."""
-    on.title("Help: keys", "↑↓ scroll  Esc back")
-    for name, entries in GROUPS.items():
-        on.pen().put(f" {name}", bold=True)
-        draw_group([key for key in map(key_of, entries) if key.help], on)
-    on.heading("Words")
-    on.names = 13
-    for name, text in WORDS:
-        on.entry(name, text)
-    commands = "  ".join(f"/{name} {rest}".strip() for name, rest in COMMANDS.items())
-    on.entry("commands", f"in the prompt box: {commands}")
-    for name, policy in POLICIES.items():
-        on.entry(name, f"a policy: {policy.does}")
-
-
-def draw_group(keys: Sequence[Key], on: Canvas) -> None:
-    """A group of keys, in two columns where there is room."""
-    across = 2 if on.width >= 140 else 1
-    wide = on.width // across
-    tall = -(-len(keys) // across)
-    for row in range(tall):
-        beside = [(key, wrap(key.help, wide - 13)) for key in keys[row::tall]]
-        for i in range(max(len(parts) for _, parts in beside)):
-            pen = on.pen()
-            for column, (key, parts) in enumerate(beside):
-                show = "" if i else key.show
-                pen.to(column * wide).put(f" {show:<10}", on.accent, True, key.action)
-                pen.put("".join(parts[i : i + 1]), do=key.action)
-
-
-def split_command(line: str) -> tuple[str | None, str]:
-    """The name of a command and the words after it; None and the prompt, if it is a prompt."""
-    if not line.startswith("/") or line.startswith("//"):
-        return None, line.removeprefix("/")
-    name, _, rest = line[1:].partition(" ")
-    return name, rest.strip()
-
-
-def completions(line: str) -> list[str]:
-    """The lines that complete this one: commands and their arguments."""
-    if not line.startswith("/"):
-        return []
-    name, blank, rest = line.removeprefix("/").partition(" ")
-    if not blank:
-        found = [f"/{command}" for command in COMMANDS if command.startswith(name)]
-        return [f"{found[0]} "] if len(found) == 1 and COMMANDS[found[0][1:]] else found
-    last = rest.rpartition(" ")[2]
-    words = [word for word in ARGUMENTS.get(name, ()) if word.startswith(last)]
-    return [line.removesuffix(last) + word for word in words]
-
-
-HELP = Page(
-    "help",
-    "question_mark",
-    "Help",
-    "this page",
-    draw_help,
-    footer=1,
-    tell=lambda state: [" ".join(f"/{name}" for name in sorted(COMMANDS))],
-    own={"space": "leaf(1)"},  # as in every pager
-    is_early=True,
-)
 # For a step with more lines than the pane
 STEP = Page("plan", "", "Step", "", step.draw_step)
+REQUEST = request_details.PAGE  # where a request opens
+PROMPT_KEYS = (
+    Key("i", "i", "prompt", "Prompt", "type a prompt: Enter fires it, ctrl+j breaks the line", 3),
+    Key(
+        "slash",
+        "/",
+        "prompt('/')",
+        "Command",
+        "type a command; tab completes, and the end of this page names them all",
+    ),
+)
+HELP = "help"
+EXPERIMENTS = "Experiments"
+SCREEN = "The screen"
+QUIT = Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2)
 # All keys by group, in the order of the footer and the help. A new page is a line in here.
 GROUPS: dict[str, tuple[Key | Page, ...]] = {
     "Prompts and conversations": (
-        Key(
-            "i", "i", "prompt", "Prompt", "type a prompt: Enter fires it, ctrl+j breaks the line", 3
-        ),
-        Key(
-            "slash",
-            "/",
-            "prompt('/')",
-            "Command",
-            "type a command; tab completes, and the end of this page names them all",
-        ),
+        *PROMPT_KEYS,
         conversation.PAGE,
         Key(
             "n,ctrl+n",
@@ -407,7 +260,7 @@ GROUPS: dict[str, tuple[Key | Page, ...]] = {
         ),
         Key("0", "0", "command('/slow off')", "Full speed", "leave slow motion"),
     ),
-    "Policies": (
+    "Policy, load and budget": (
         Key(
             "p",
             "p",
@@ -416,17 +269,6 @@ GROUPS: dict[str, tuple[Key | Page, ...]] = {
             "the next policy: drain the slots, then switch",
             6,
         ),
-        race.COMPARE,
-        race.PAGE,
-        Key(
-            "R",
-            "R",
-            "command('/race last')",
-            "Last race",
-            "the last race once more: its timelines and its figures",
-        ),
-    ),
-    "Load and budget": (
         Key("x", "x", "command('/cancel')", "Cancel", "cancel the selected slot's request", 9),
         Key(
             "X",
@@ -444,7 +286,6 @@ GROUPS: dict[str, tuple[Key | Page, ...]] = {
             "a steady load of random prompts: on, off (/load 8: 8 a second)",
             11,
         ),
-        long_prompt.PAGE,
         Key(
             "left_square_bracket",
             "[ ]",
@@ -457,6 +298,7 @@ GROUPS: dict[str, tuple[Key | Page, ...]] = {
             "e", "e", "settings", "Settings", "change temperature, longest answer, seed, burst", 12
         ),
     ),
+    EXPERIMENTS: (),  # handed to the menu
     "Slots and steps": (
         Key("up", "↑ ↓", "choose(-1)", "Slot above", "select a slot"),
         Key("down", "↓", "choose(1)", "Slot below", ""),
@@ -499,10 +341,6 @@ GROUPS: dict[str, tuple[Key | Page, ...]] = {
     ),
     "Pages": (
         request_details.PAGE,
-        request_latency.PAGE,
-        step_cost.PAGE,
-        same_answer.PAGE,
-        fault_injection.PAGE,
         busy_periods.PAGE,
         Key(
             "g",
@@ -514,7 +352,7 @@ GROUPS: dict[str, tuple[Key | Page, ...]] = {
         http_requests.PAGE,
         error_log.PAGE,
     ),
-    "The screen": (
+    SCREEN: (
         Key("y", "y", "copy", "Copy", "copy the selected slot's text"),
         Key("P", "P", "screenshot", "Picture", "save what is on the screen as a picture, an SVG"),
         Key("d", "d", "theme", "Theme", "dark or light; more themes in the palette, ctrl+p", 15),
@@ -525,13 +363,149 @@ GROUPS: dict[str, tuple[Key | Page, ...]] = {
             "Suspend",
             "give the terminal back to the shell; fg goes on",
         ),
-        tour.PAGE,
-        HELP,
-        Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2),
     ),
 }
-TABLE = [entry for group in GROUPS.values() for entry in group]
-PAGES = {page.name: page for page in (*TABLE, STEP) if isinstance(page, Page)}
-KEYS = [key_of(entry) for entry in TABLE]
-COMMANDS = OTHERS | {page.name: page.example for page in PAGES.values()}
-ARGUMENTS |= {page.name: page.words for page in PAGES.values()}
+
+
+class Menu:
+    """All keys and pages of a screen, with these experiments: pages, and keys of their own."""
+
+    def __init__(self, experiments: Sequence[Key | Page] = ()):
+        help = Page(
+            HELP,
+            "question_mark",
+            "Help",
+            "this page",
+            self.draw_help,
+            footer=1,
+            tell=lambda state: [" ".join(f"/{name}" for name in sorted(self.commands))],
+            own={"space": "leaf(1)"},  # as in every pager
+            is_early=True,
+        )
+        self.experiments = experiments
+        last = (*GROUPS[SCREEN], help, QUIT)
+        self.groups = GROUPS | {EXPERIMENTS: tuple(experiments), SCREEN: last}
+        table = [entry for group in self.groups.values() for entry in group]
+        self.keys = [entry.shortcut if isinstance(entry, Page) else entry for entry in table]
+        self.pages = {page.name: page for page in (*table, STEP) if isinstance(page, Page)}
+        pages = self.pages.values()
+        self.commands = OTHERS | {page.name: page.example for page in pages}
+        self.arguments = ARGUMENTS | {page.name: page.words for page in pages}
+        self.strip = next((page for page in pages if page.is_strip), None)
+        self.panes = {page.name: page.pane for page in pages if page.pane}
+
+    def page_of(self, action: str) -> Page | None:
+        """The page that an action opens, if any."""
+        return next((page for page in self.pages.values() if page.shortcut.action == action), None)
+
+    def only_looks(self, action: str) -> bool:
+        """True if an action leaves the engine alone."""
+        page = self.page_of(action)
+        return (not page.obey or page.has_request) if page else action.partition("(")[0] in LOOKS
+
+    def changes_engine(self, action: str) -> bool:
+        """True if an action changes the engine, except by requests."""
+        page = self.page_of(action)
+        name = action.removeprefix("command('/").split()[0].rstrip("')")
+        return page.disturbs if page else name in (*OF_THE_ENGINE, "budget")
+
+    def pressed(self, line: str) -> str:
+        """The key for a command; without a key, the command itself; a prompt is typed."""
+        if not line.startswith("/"):
+            return "i and a prompt" if len(line) > 1 else line
+        if line in ("/pause", "/resume"):
+            return "space"
+        shows = {key.action: key.show for key in self.keys}
+        return shows.get(f"command('{line}')") or shows.get(f"page('{line[1:]}')", line)
+
+    def completions(self, line: str) -> list[str]:
+        """The lines that complete this one: commands and their arguments."""
+        if not line.startswith("/"):
+            return []
+        name, blank, rest = line.removeprefix("/").partition(" ")
+        if not blank:
+            found = [f"/{command}" for command in self.commands if command.startswith(name)]
+            is_whole = len(found) == 1 and self.commands[found[0][1:]]
+            return [f"{found[0]} "] if is_whole else found
+        last = rest.rpartition(" ")[2]
+        words = [word for word in self.arguments.get(name, ()) if word.startswith(last)]
+        return [line.removesuffix(last) + word for word in words]
+
+    def draw_keys(self, state: State, on: Canvas) -> None:
+        """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
+        keys = [*TYPING, *self.keys[3:]] if state.typing else list(self.keys)
+        ways = {}
+        if state.tour:
+            keys = [*TOURING, *(key for key in self.keys if self.only_looks(key.action))]
+            if state.tour.asks:
+                keys.insert(0, Key("", f"1-{len(state.tour.answers)}", "", "Guess", "", 1))
+        elif state.view.paused:
+            ways = OUT_OF_A_PAUSE
+        elif state.view.slow:
+            ways = OUT_OF_SLOW_MOTION
+        if state.view.watches:
+            keys = [key for key in keys if not self.changes_engine(key.action)]
+        if state.chatting:
+            ways = ways | IN_A_TALK
+        for i, key in enumerate(keys):
+            if key.action in ways:
+                label, rank = ways[key.action]
+                keys[i] = key._replace(label=label, footer=rank)
+        shown = set()
+        left = on.width
+        for key in sorted(keys, key=lambda key: key.footer):
+            need = cell_len(f"{key.show} {key.label} ")
+            if key.footer and need <= left:
+                shown.add(key)
+                left -= need
+        pen = on.pen().put(" ")
+        for key in keys:
+            if key in shown:
+                pen.put(key.show, on.accent, True, key.action)
+                pen.put(f" {key.label}", do=key.action).put(" ")
+
+    def draw_help(self, state: State, on: Canvas) -> None:
+        """Keys by group, then words, then policies. The page can be scrolled."""
+        on.title("Help: keys", "↑↓ scroll  Esc back")
+        for name, entries in self.groups.items():
+            keys = [entry.shortcut if isinstance(entry, Page) else entry for entry in entries]
+            if keys:
+                on.pen().put(f" {name}", bold=True)
+                draw_group([key for key in keys if key.help], on)
+        on.heading("Words")
+        on.names = 13
+        for name, text in self.words:
+            on.entry(name, text)
+        commands = "  ".join(f"/{name} {rest}".strip() for name, rest in self.commands.items())
+        on.entry("commands", f"in the prompt box: {commands}")
+        for name, policy in POLICIES.items():
+            on.entry(name, f"a policy: {policy.does}")
+
+    @property
+    def words(self) -> tuple[tuple[str, str], ...]:
+        """Words of the screen and of the experiments, with their meaning."""
+        pages = [page for page in self.experiments if isinstance(page, Page)]
+        return (*WORDS, *(word for page in pages for word in page.explains))
+
+
+def draw_group(keys: Sequence[Key], on: Canvas) -> None:
+    """A group of keys, in two columns where there is room."""
+    across = 2 if on.width >= 140 else 1
+    wide = on.width // across
+    tall = -(-len(keys) // across)
+    for row in range(tall):
+        beside = [(key, wrap(key.help, wide - 13)) for key in keys[row::tall]]
+        for i in range(max(len(parts) for _, parts in beside)):
+            pen = on.pen()
+            for column, (key, parts) in enumerate(beside):
+                show = "" if i else key.show
+                pen.to(column * wide).put(f" {show:<10}", on.accent, True, key.action)
+                pen.put("".join(parts[i : i + 1]), do=key.action)
+
+
+def split_command(line: str) -> tuple[str | None, str]:
+    """The name of a command and the words after it; None and the prompt, if it is a prompt."""
+    if not line.startswith("/") or line.startswith("//"):
+        return None, line.removeprefix("/")
+    name, _, rest = line[1:].partition(" ")
+    return name, rest.strip()

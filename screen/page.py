@@ -1,7 +1,7 @@
 """A page of the screen is one record: its key, command, script word, log lines, and drawing.
 
-A file in `screen/pages/` makes a record, and the table in `keys.py` lists them. Footer, help,
-palette and completion follow from it.
+A file in `screen/pages/` makes a record, and the table in `keys.py` lists them; experiments are pages,
+too, and `tui.py` lists them. Footer, help, palette and completion follow from it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Page(NamedTuple):
     obey: Callable[[Session, str], str | None] | None = None
     example: str = ""  # of its arguments
     words: Sequence[str] = ()  # completed as its arguments
+    explains: Sequence[tuple[str, str]] = ()  # words of its own, with their meaning, for the help
     # Parse the argument of a script's word; ValueError if it is wrong
     read: Callable[[str], object] | None = None
     # Lines for the log in place of the page

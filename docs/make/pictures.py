@@ -180,7 +180,7 @@ def run_screen(
     args = tui.parse_arguments(["--model", "demo", *options])
     client = tui.open_client(args)
     client.start()
-    screen = Screen(Session(client, State("demo")))
+    screen = Screen(Session(client, State("demo"), tui.MENU))
 
     async def play(_) -> None:
         try:

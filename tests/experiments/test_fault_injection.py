@@ -13,8 +13,9 @@ from experiments.fault_injection import BREAKS, FaultInjection
 from kernels.c_attention import COperation
 from nanobatch import Engine
 from runner import Runner
-from screen import commands, keys
+from screen import commands
 from screen.draw import step, style, timeline
+from tui import MENU
 
 
 def broken(stage: Stage, what: str) -> FaultInjection:
@@ -187,7 +188,7 @@ def test_what_cannot_be_broken_is_refused_in_a_line(orders, words, stage):
 
 
 def draw(stage: Stage, width: int, height: int) -> list[style.Line]:
-    return drawn(keys.PAGES["break"].draw, stage.state, width, height)
+    return drawn(MENU.pages["break"].draw, stage.state, width, height)
 
 
 @on_screen((120, 40))

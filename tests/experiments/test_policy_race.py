@@ -12,9 +12,10 @@ from experiments import policy_runs as runs
 from experiments import race
 from nanobatch import SamplingParams
 from policies import POLICIES
-from screen import keys, state, step_prices, timeline_columns
+from screen import state, step_prices, timeline_columns
 from screen.draw import charts, slots, status, style, timeline
 from screen.draw.style import DECODE
+from tui import MENU
 
 
 def test_a_comparison_counts_cancelled_requests():
@@ -302,7 +303,7 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
     assert "shy" in stage.lines(charts.draw_ttft, 40, 9)[1]
     stage.obey("/compare")
     assert stage.state.kept["compare"].title == "Compare: shy and continuous, 20 requests"
-    assert "one newcomer a step." in "".join(stage.lines(keys.draw_help, 120, 90))
+    assert "one newcomer a step." in "".join(stage.lines(MENU.draw_help, 120, 90))
     with pytest.raises(SystemExit):
         ask.parse_arguments(["--help"])
     assert "shy" in capsys.readouterr().out

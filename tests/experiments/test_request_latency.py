@@ -22,6 +22,7 @@ from policies import POLICIES
 from screen.commands import orders_of
 from screen.draw import style
 from screen.state import State, prices
+from tui import MENU
 
 EVENINGS = [[97 + i] * 80 for i in range(3)]  # what prompts that begin alike begin with
 
@@ -200,7 +201,11 @@ def test_what_is_not_known_is_refused_in_a_line(stage):
     for order in ("/why x", "/why p101", "/why -1"):
         with pytest.raises(ValueError, match="why = "):
             stage.obey(order)
-    assert orders_of("why why7 why:p95", logged=True) == [("why", ""), ("why", "7"), ("why", "p95")]
+    assert orders_of("why why7 why:p95", MENU, logged=True) == [
+        ("why", ""),
+        ("why", "7"),
+        ("why", "p95"),
+    ]
 
 
 @on_screen((120, 40), make=lambda: Stage(policy="short"))

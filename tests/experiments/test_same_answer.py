@@ -19,9 +19,10 @@ from benchmarks.answer_diff import Bits
 from experiments import same_answer
 from experiments.same_answer import SameAnswer
 from nanobatch import Engine
-from screen import commands, keys, workload
+from screen import commands, workload
 from screen.draw import style
 from screen.workload import BURST
+from tui import MENU
 
 SHORT = "Tell me a story about a fox."
 
@@ -274,7 +275,7 @@ async def test_a_opens_the_page_and_X_ends_the_experiment(it):
 
 
 def page(stage: Stage, width: int, height: int) -> list[style.Line]:
-    return drawn(keys.PAGES["same"].draw, stage.state, width, height)
+    return drawn(MENU.pages["same"].draw, stage.state, width, height)
 
 
 def test_the_log_has_only_the_result():

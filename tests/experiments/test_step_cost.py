@@ -13,6 +13,7 @@ from experiments import step_cost
 from models.forward_cost import Member, ModelCost, Roof, Work, pass_cost
 from screen.commands import PlainLog, orders_of
 from screen.remote_client import RemoteEngineClient
+from tui import MENU
 
 ROOF = Roof(reading=10e9, again=10e9, multiplying=100e9)
 # Numbers that can be added up by heart
@@ -305,4 +306,4 @@ def test_the_log_has_the_cost_once_the_roofline_is_known():
     stage.client.loop.turn()
     log.look()
     assert " roofline     memory 10.0 GB/s, arithmetic 100 GFLOP/s" in lines
-    assert orders_of("burst3 cost", logged=True) == [("burst", "3"), ("cost", "")]
+    assert orders_of("burst3 cost", MENU, logged=True) == [("burst", "3"), ("cost", "")]

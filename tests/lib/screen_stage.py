@@ -21,7 +21,7 @@ from screen.draw.canvas import Canvas
 from screen.engine_client import LocalEngineClient
 from screen.state import State
 from screen.workload import Settings
-from tui import Screen
+from tui import MENU, Screen
 
 GOLDEN = Path(__file__).parents[1] / "screen" / "golden"
 
@@ -35,7 +35,7 @@ class Stage:
         self.client.clock = Stopwatch(self.time)
         self.client.others = SimpleNamespace(look=lambda: 0.0, cores=2)  # this machine may be busy
         self.state = State("words", settings=Settings(burst=12), prompts=prompts)
-        self.session = Session(self.client, self.state)
+        self.session = Session(self.client, self.state, MENU)
         self.earlier = None  # prompts of earlier days
 
     def _load(self, report, clock, options):

@@ -10,11 +10,12 @@ from screen_stage import Stage, on_screen, show
 from textual import events
 
 from experiments.experiment import Experiment
-from screen import commands, keys, workload
+from screen import commands, workload
 from screen.commands import Session
 from screen.draw import slots
 from screen.remote_client import RemoteEngineClient
 from screen.state import State
+from tui import MENU
 
 
 @pytest.mark.parametrize("line", ["/burst 6", "/load 5", "/race 6", "hello"])
@@ -337,11 +338,11 @@ def test_watchers_see_the_prompt_as_typed(stage):
 
 def test_a_watched_engine_obeys_or_refuses_each_command():
     """A command without a method of its own was an attribute error, and /json was refused."""
-    session = Session(RemoteEngineClient("http://127.0.0.1:1"), State())
+    session = Session(RemoteEngineClient("http://127.0.0.1:1"), State(), MENU)
     session.look()
     session.stays = True
     refused = set()
-    for name, rest in keys.COMMANDS.items():
+    for name, rest in MENU.commands.items():
         try:
             session.obey(f"/{name} {rest}")
         except ValueError as error:

@@ -10,12 +10,13 @@ from textual import events
 
 import tui
 from policies import POLICIES
-from screen import app, commands, keys, state, workload
+from screen import app, commands, state, workload
 from screen.draw import charts, layout, style
 from screen.draw import step as steps
 from screen.draw.style import BLOCKED, DECODE, HELD, PREFILL
 from screen.state import State
 from screen.workload import Settings
+from tui import MENU
 
 
 @on_screen(size=(120, 40))
@@ -327,14 +328,14 @@ def test_the_printed_parts_of_a_step_add_up(stage):
 async def test_help_names_every_key_and_the_words(it):
     await it.press("question_mark")
     seen = it.text()
-    assert keys.KEYS[0].help in seen and "more lines" in seen
+    assert MENU.keys[0].help in seen and "more lines" in seen
     for _ in range(9):
         await it.press("space")
         seen += it.text()
     assert not it.state.view.paused, "a pager's key paused the engine behind the page"
-    for word in re.findall(r"\S+", " ".join(key.help for key in keys.KEYS)):
+    for word in re.findall(r"\S+", " ".join(key.help for key in MENU.keys)):
         assert word in seen, f"{word}: the end of a line was cut off"
-    for name in (*dict(keys.WORDS), *POLICIES):
+    for name in (*dict(MENU.words), *POLICIES):
         assert f" {name}  " in seen or f" {name} " in seen, name
     for kind in (PREFILL, DECODE, HELD, BLOCKED, style.GHOST):
         assert f"{style.NAMES[kind]} {style.GLYPHS[kind]}" in seen
@@ -444,7 +445,7 @@ async def test_mouse_clicks_and_wheel(it):
 @on_screen()
 async def test_every_action_is_in_the_command_palette(it):
     titles = [command.title for command in it.app.get_system_commands(it.app.screen)]
-    assert all(any(title.startswith(key.label) for title in titles) for key in keys.KEYS)
+    assert all(any(title.startswith(key.label) for title in titles) for key in MENU.keys)
     await it.press("ctrl+p")
     assert it.app.screen is not it.app.screen_stack[0]
     await it.press("escape")
@@ -576,11 +577,11 @@ async def test_tab_completes_commands_and_arguments(it):
 
 def test_the_help_names_every_command(stage):
     obeyed = set(commands.RUN)
-    assert obeyed | {"quit", *keys.PAGES} == set(keys.COMMANDS)
-    assert set(keys.ARGUMENTS) < set(keys.COMMANDS)
+    assert obeyed | {"quit", *MENU.pages} == set(MENU.commands)
+    assert set(MENU.arguments) < set(MENU.commands)
     others = ["help", "quit", "compare", "why", "cancel", "again", "drop", "talk", "tour"]
-    for name in keys.COMMANDS.keys() - others:
-        stage.obey(f"/{name} {keys.COMMANDS[name]}")
+    for name in MENU.commands.keys() - others:
+        stage.obey(f"/{name} {MENU.commands[name]}")
 
 
 @on_screen()
@@ -635,16 +636,17 @@ def test_every_click_leads_to_what_is_there(stage):
     stage.obey("/burst 12")
     stage.turns(60)
     stage.state.offers_tour = True
-    pictures = [*app.PANES.values(), *(page.draw for page in keys.PAGES.values())]
+    panes = app.panes_of(MENU).values()
+    pictures = [*panes, *(page.draw for page in MENU.pages.values())]
     clicks = set()
     for draw, width in product(pictures, (80, 200)):
         for line in drawn(draw, stage.state, width, 30):
             clicks |= {segment.style.meta.get("do") for segment in line if segment.style}
-            if draw not in app.PANES.values():
+            if draw not in panes:
                 assert sum(segment.cell_length for segment in line) <= width, line
     clicks -= {None}
     assert len(clicks) > 40
     for click in clicks:
         name, _, rest = click.partition("(")
         assert hasattr(app.Screen, f"action_{name}"), click
-        assert name != "page" or rest.strip("()'") in keys.PAGES, click
+        assert name != "page" or rest.strip("()'") in MENU.pages, click

@@ -8,8 +8,9 @@ from screen_stage import Stage
 
 import tui
 from engine.server_view import RequestRecord, ServerView
-from screen import commands, keys
+from screen import commands
 from screen.draw.style import clean
+from tui import MENU
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def test_a_wrong_option_gets_one_line_and_exit_code_2(arguments, capsys):
 def test_a_script_may_be_written_in_capitals(capsys):
     """`--script Burst24` said that 'urst' was no command."""
     assert tui.parse_arguments(["--script", "Static Burst24"]).script == "Static Burst24"
-    assert commands.orders_of("Static Burst24") == [("static", ""), ("burst", "24")]
+    assert commands.orders_of("Static Burst24", MENU) == [("static", ""), ("burst", "24")]
     with pytest.raises(SystemExit):
         tui.parse_arguments(["--script", "Hurst24"])
     assert "'hurst24' is not a command" in capsys.readouterr().err
@@ -73,7 +74,7 @@ def test_a_wrong_script_is_refused_before_loading(script, words, capsys):
 )
 def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
     """`pause burst2` hung in silence, and a step or a load was left out."""
-    assert commands.orders_of(script)
+    assert commands.orders_of(script, MENU)
     with pytest.raises(SystemExit) as left:
         tui.parse_arguments(["--plain", "--script", script])
     assert (
@@ -222,7 +223,7 @@ def test_pages_in_a_log_name_no_keys(stage):
     stage.obey("/burst 3")
     stage.finish()
     for name in ("requests", "totals", "clients", "errors"):
-        said = "\n".join(keys.PAGES[name].told(stage.state))
+        said = "\n".join(MENU.pages[name].told(stage.state))
         assert said.startswith("── ") and not re.search("Esc|scroll", said), said
     stage.state.view = stage.state.view._replace(server=ServerView("", False, 0, 0, (), (), 0, 0))
-    assert "hung up ╳ ──" in keys.PAGES["clients"].told(stage.state)[0]
+    assert "hung up ╳ ──" in MENU.pages["clients"].told(stage.state)[0]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from source import PACKAGES
 
-from screen import keys
 from screen.commands import PlainLog
+from tui import MENU
 
 ROOT = Path(__file__).parents[2]
 # The smallest page there can be
@@ -27,8 +27,8 @@ PAGE = Page("hello", "H", "Hello", "says hello", draw, footer=2)
 '''
 USED = """
 from screen_stage import Stage, drawn, plain, show
-from screen import keys
 from screen.commands import PlainLog, orders_of
+from tui import MENU
 
 async def scenario(it):
     assert "H Hello" in it.text().splitlines()[-1]
@@ -47,8 +47,8 @@ stage = show(scenario, size=(200, 50)).finish()
 said = []
 PlainLog(stage.session, said.append).obey("/hello")
 assert said[1:] == [" 8 slots say hello."], said
-assert orders_of("burst8 hello", logged=True) == [("burst", "8"), ("hello", "")]
-assert "says hello" in "".join(stage.lines(keys.draw_help, 120, 40))
+assert orders_of("burst8 hello", MENU, logged=True) == [("burst", "8"), ("hello", "")]
+assert "says hello" in "".join(stage.lines(MENU.draw_help, 120, 40))
 print("hello, too")
 """
 
@@ -89,7 +89,7 @@ def test_every_page_can_be_read_in_a_log(stage):
     """Totals, errors and clients were for screens alone."""
     stage.obey("/burst 4")
     stage.finish()
-    for page in keys.PAGES.values():
+    for page in MENU.pages.values():
         if not page.disturbs:
             said = []
             log = PlainLog(stage.session, said.append)

@@ -16,9 +16,10 @@ from textual import events
 from textual.geometry import Region
 
 from experiments import race
-from screen import app, keys, workload
+from screen import app, workload
 from screen.draw import layout, style
 from screen.pages import request_details
+from tui import MENU
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
     stage.obey(
         '"日本語のテキスト 👩‍👩‍👧 [/foo] and_a_very_long_word_that_has_no_blank_in_it_at_all_and_goes_on_for_ever"'
     )
+    panes = app.panes_of(MENU)
     seen = Counter()
     for _ in range(3):
         stage.turns(70)
@@ -172,14 +174,14 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
                 if name != "prompt":
                     check_lines(
                         name,
-                        drawn(app.PANES[name], stage.state, region.width, region.height),
+                        drawn(panes[name], stage.state, region.width, region.height),
                         region,
                     )
                     seen[name] += 1
             for name in ("help", "requests"):  # they can be scrolled
                 check_lines(
                     name,
-                    drawn(keys.PAGES[name].draw, stage.state, width, height),
+                    drawn(MENU.pages[name].draw, stage.state, width, height),
                     Region(0, 0, width, 10_000),
                 )
         lines = drawn(request_details.draw_request, stage.state, 74, 12)
@@ -189,9 +191,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
         for width, height in ((60, 20), (80, 24), (120, 40), (200, 50)):
             lines = drawn(race.draw, stage.state, width, height)
             check_lines("contest", lines, Region(0, 0, width, height))
-    assert (
-        seen.keys() == app.PANES.keys() - {"loading", "small", "tour"} and min(seen.values()) >= 3
-    )
+    assert seen.keys() == panes.keys() - {"loading", "small", "tour"} and min(seen.values()) >= 3
 
 
 def check_lines(name: str, lines: list[style.Line], region: Region) -> None:

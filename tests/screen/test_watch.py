@@ -25,7 +25,7 @@ import tui
 from engine import watch_frames
 from engine.server_view import RequestRecord, ServerView
 from nanobatch import SamplingParams
-from screen.app import PANES
+from screen.app import panes_of
 from screen.commands import Session
 from screen.draw import status, style
 from screen.engine_client import LocalEngineClient
@@ -35,6 +35,7 @@ from screen.remote_client import RemoteEngineClient
 from screen.state import State
 from server.app import APIServer
 from server.http import Options
+from tui import MENU
 
 LONG = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
@@ -43,7 +44,7 @@ class Watched(Server):
     """A session that watches a server, and a client of that server."""
 
     def __init__(self, client, address: str):
-        self.client, self.session = client, Session(client, State("small"))
+        self.client, self.session = client, Session(client, State("small"), MENU)
         self.host, port = address.removeprefix("http://").split(":")
         self.port = int(port)
 
@@ -386,7 +387,7 @@ def test_hostile_frames_do_no_harm(stage):
             continue
         state = State("small")
         state.absorb(View(stage="ready", watches=True, epoch=1, **frame._asdict()))
-        for draw in PANES.values():
+        for draw in panes_of(MENU).values():
             for line in plain(drawn(draw, state, 120, 40)):
                 assert "\x1b" not in line
     assert 30 < refused < 95, refused
