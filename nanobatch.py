@@ -61,6 +61,9 @@ __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "
 __all__ += ["SamplingParams", "Snapshot"]
 
 
+DISK_S = 0.1  # a step that waits for rows from disk returns at least as often
+
+
 class Engine:
     """A scheduler and a runner, tied together by `step`.
 
@@ -112,9 +115,9 @@ class Engine:
         self.eager_first_token = not device.has_gpu()  # see `_max_in_flight`
         self.clock = clock
         self.ranks = model.ranks
-        self.slot_cache = SlotCache(slot_cache, self.ranks.size)
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy_of(policy), max_queue=max_queue)
         self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
+        self.slot_cache = SlotCache(slot_cache, self.ranks.size, self.changed)
         self.driver = Driver(self.changed)
         self.on_commit: Callable[[list[Handle]], None] | None = None
         self.registry = RequestRegistry(model.cost)
@@ -135,7 +138,7 @@ class Engine:
             summary = f"{text.folder.name}; {summary}"
         with device_lock, device_stream():
             runner = runner or Runner(model, sizes, self.clock)
-            self.slot_cache.open(model, sizes.max_len)
+            self.slot_cache.open(model, sizes.max_len, runner.slab)
         with self.changed:
             self.runner: RunnerProtocol | None = runner
             self._slab_is_lost = False  # True after a failed step
@@ -246,15 +249,24 @@ class Engine:
                 planned = self._plan() if plan else None
                 if planned:
                     self._run(planned)
-                worked = bool(self._in_flight) or self.slot_cache.wait()
+                worked = bool(self._in_flight)
                 while self._in_flight and len(self._in_flight) > self._max_in_flight(planned):
                     self._commit()
-                return worked
             except BaseException as error:
                 self._fail(error)  # ends requests, and not the engine
                 if not isinstance(error, Exception):  # such as SystemExit: for the whole program
                     raise
                 return True  # something was done, but it failed
+        return worked or (plan and self._wait_for_disk())
+
+    def _wait_for_disk(self) -> bool:
+        """If all running requests wait for rows from disk, sleep until something changes: rows are
+        there, or a request arrives. No other lock is held meanwhile. False if no request runs."""
+        with self.changed:
+            running = self.sched.running.values()
+            if running and all(request.waits_for_disk for request in running):
+                self.changed.wait(DISK_S)
+            return bool(running)
 
     def _plan(self) -> Plan | None:
         """Ask the scheduler for the next step."""
@@ -457,8 +469,7 @@ class Engine:
     def set_budget(self, budget: int, chunk: int) -> None:
         """Bound each step that is planned from now on, and each chunk of a prompt."""
         with self.changed:
-            self.sched.budget = budget
-            self.sched.chunk = chunk
+            self.sched.set_budget(budget, chunk)
 
     def follow(self) -> int:
         """Run a rank other than rank 0 until the end. Returns the program's exit code."""

@@ -145,9 +145,8 @@ class Prefixes:
 
     def rows_of(self, client: str, trail: Trail) -> int:
         """The most rows of this prompt that a slot of this client holds."""
-        return self.match(
-            trail, [slot for slot, name in enumerate(self.clients) if name == client]
-        )[0]
+        slots = [slot for slot, name in enumerate(self.clients) if name == client]
+        return self.match(trail, slots)[0]
 
     def _common(self, tokens: Sequence[int], slot: int, rows: int, limit: int) -> int:
         """The number of rows that a text and a slot have in common: at least `rows`, up to `limit`."""
@@ -227,10 +226,9 @@ class Prefixes:
         return rows, source
 
     def begin_alike(self, one: Trail, others: Iterable[Trail], rows: int) -> bool:
-        """Does a prompt share its first `rows` rows with one of the others? Compared in whole
-        segments only."""
-        n = rows // self.segment
-        assert n > 0, (rows, self.segment)
+        """True if a prompt shares its first `rows` rows with one of the others. Compared in whole
+        segments only, and in at least one."""
+        n = max(1, rows // self.segment)
         if n * self.segment >= len(one.tokens) or n > len(one.nodes):
             return False
         node = one.nodes[n - 1]
@@ -238,26 +236,18 @@ class Prefixes:
 
     def begin(
         self, slot: int, source: Source, rows: int = 0, client: str = "", worth: int = NEVER
-    ) -> int:
+    ) -> None:
         """Assign a new prompt to the slot.
 
         `source`: where its first rows are copied from.
         `worth`: a slot that forgets at least as many rows is worth saving (`take_overwritten`).
-
-        Return the number of cached rows that may be reported to the client: 0 if another client
-        wrote them, because a reported hit would confirm a guess at that client's prompt.
         """
-        if source is None or isinstance(source, int):
-            is_own = self.clients[slot if source is None else source] == client
-        else:
-            is_own = source.is_of(client)
         kept = rows if source is None else 0
         self._overwritten += self.remembered([slot], kept + worth)
         self.clients[slot] = client
         self.forget(slot)
         if isinstance(source, int):
             self.use(source)
-        return rows if is_own else 0
 
     def take_overwritten(self) -> tuple[Remembered, ...]:
         """What slots have forgotten since the last call."""

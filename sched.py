@@ -126,14 +126,19 @@ class Request:
         return rows, source
 
     def begin(self, chunk: Chunk, prefixes: Prefixes, worth: int) -> None:
-        """Take over the cached rows before the first chunk. `worth`: as in `Prefixes.begin`."""
+        """Take over the cached rows before the first chunk. `worth`: as in `Prefixes.begin`.
+
+        Clients are told of their own rows alone, because any other number would confirm a guess at
+        another client's prompt.
+        """
         source = chunk.source
         self.cached = chunk.start
         # Rows copied from another slot may still be in flight themselves.
         self.proven = chunk.start if source is None else 0
         own = prefixes.rows_of(self.client, self.trail)
-        told = prefixes.begin(chunk.slot, source, chunk.start, self.client, worth)
-        self.own = min(chunk.start, max(own, told))
+        saved = self.restored.own if self.restored else 0
+        self.own = min(chunk.start, max(own, saved))
+        prefixes.begin(chunk.slot, source, chunk.start, self.client, worth)
         self.restored = None
         if source is None:
             self.cached_from = "slot" if chunk.start else ""
@@ -177,8 +182,12 @@ class Request:
     @property
     def is_reading(self) -> bool:
         """True during prefill, unless its cached rows are still loading."""
-        is_waiting = self.restored is not None and not self.restored.is_ready
-        return self.phase == "prefill" and not is_waiting
+        return self.phase == "prefill" and not self.waits_for_disk
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """True while rows of its prompt are searched on disk and read."""
+        return self.restored is not None and not self.restored.is_ready
 
     @property
     def next_row(self) -> int:
@@ -312,6 +321,13 @@ def price_of(row: int, far: int, chunk: int) -> float:
     return min(price, max(1, chunk / NARROWEST))
 
 
+def check_positive(**limits: int) -> None:
+    """Raise ValueError for a limit that would admit nothing."""
+    for name, value in limits.items():
+        if value < 1:
+            raise ValueError(f"{name} = {value:,}, but it must be at least 1")
+
+
 class Scheduler:
     """The queue, the running requests, and the prefix cache of the slots.
 
@@ -333,10 +349,7 @@ class Scheduler:
         draft: ProposeDrafts = lambda decoding, left: {},
         max_queue: int = 10_000,
     ):
-        limits = {"slots": slots, "max_len": max_len, "chunk": chunk, "max_queue": max_queue}
-        for name, value in limits.items():
-            if value < 1:
-                raise ValueError(f"{name} = {value}, but it must be at least 1")
+        check_positive(slots=slots, max_len=max_len, max_queue=max_queue)
         self.far = far
         self.draft = draft
         self.find_saved: FindSaved | None = None  # set by an engine with a slot cache
@@ -351,11 +364,16 @@ class Scheduler:
 
     def resize(self, slots: int, max_len: int, chunk: int, budget: int) -> None:
         """Start over with a slab of this size, and these limits on chunk and step."""
+        self.set_budget(budget, chunk)
         self.slots = slots
         self.max_len = max_len
-        self.chunk = chunk
-        self.budget = budget
         self.start_over()
+
+    def set_budget(self, budget: int, chunk: int) -> None:
+        """Bound each step that is planned from now on, and each chunk of a prompt."""
+        check_positive(budget=budget, chunk=chunk)
+        self.budget = budget
+        self.chunk = chunk
 
     @property
     def free(self) -> list[int]:

@@ -1,24 +1,27 @@
 """The slot cache on disk: prefixes that slots have cached outlive the process.
 
 A slot's rows are saved when another prompt overwrites them, before the slab is freed, and at the end. A
-prompt that begins like a saved slot gets its rows from there (`Scheduler._cut` decides it). Threads
-write and read the files (`engine/slot_files.py`); the thread that steps only copies rows from the slab,
-and into it.
+prompt that begins like a saved slot gets its rows from there (`Scheduler._cut` decides it). Threads list
+the folder, write and read its files (`engine/slot_files.py`); the thread that steps only copies rows from
+the slab, and into it.
 
 Where next: `prefix.py`, the same for slots in memory.
 """
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from base.error_reports import LOG
+from base.error_reports import LOG, show_fault
 from base.validation import one_line
 from engine.runner_protocol import RunnerProtocol
 from engine.slot_files import (
@@ -39,6 +42,10 @@ from models.memory import sources
 from prefix import Remembered
 from sched import Request, Scheduler
 
+if TYPE_CHECKING:
+    from kv import Slab
+
+PATIENCE_S = 10  # a folder that has done nothing for this long does not answer
 WRITES = 2  # copies of slots that wait to be written, at most
 SHARE = 8  # a file is read if at least 1/SHARE of its rows are of use
 NAMES = {mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32"}
@@ -48,98 +55,171 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 Layer = tuple[mx.array, mx.Dtype, tuple[int, ...]]  # the bits as numbers; their dtype and shape
 
 
+class Found(NamedTuple):
+    """The saved slot that is best for a prompt."""
+
+    rows: int = 0  # that can be used
+    own: int = 0  # rows of this prompt that its own client has saved
+    load: Future[list[Layer]] | None = None  # kept as long as its arrays are: others may need them
+
+
 class RestoredRows:
     """The first rows of a saved slot, for one prompt."""
 
-    def __init__(self, load: Future[list[Layer]], rows: int, owner: str):
-        self._load = load  # of the file; no layers if it cannot be used
-        self._rows = rows
-        self._owner = owner
+    def __init__(self, cache: SlotCache, search: Future[Found]):
+        self._cache = cache
+        self._search = search
 
     @property
     def is_ready(self) -> bool:
-        """True once the file has been read, whether its rows can be used or not."""
-        return self._load.done()
+        """True once the search is over, whether it has found rows or not."""
+        return self._search.done() or self._cache.is_stalled
 
     @property
     def rows(self) -> int:
         """The number of rows that can be used."""
-        return self._rows if self._load.result() else 0
+        return self._found.rows
 
-    def is_of(self, client: str) -> bool:
-        """True if this client has written them."""
-        return self._owner == digest_of(client)
+    @property
+    def own(self) -> int:
+        """The most rows of this prompt that a file of its own client holds."""
+        return self._found.own
 
-    def prefix(self, rows: int) -> list[mx.array]:  # (1, 2 Hkv, rows, Dh) each
+    @property
+    def _found(self) -> Found:
+        return self._search.result() if self._search.done() else Found()
+
+    def prefix(self, rows: int) -> list[mx.array]:  # (1, heads, rows, Dh) each
         """As `Slab.prefix` has it."""
         found = []
-        for numbers, dtype, shape in self._load.result():
+        for numbers, dtype, shape in self._found.load.result():
             found.append(numbers.view(dtype).reshape(1, *shape)[:, :, :rows])
         return found
 
 
 class SlotCache:
-    """`setting`: DIR[:SIZE], or None, and then nothing is saved or found."""
+    """`setting`: DIR[:SIZE], or None, and then nothing is saved or found.
+    `changed`: is notified when rows have been read.
 
-    def __init__(self, setting: str | None, ranks: int = 1):
+    The invariant: only threads of the cache's own wait for the folder, and no lock is held meanwhile.
+    A folder that does not answer delays nobody for longer than PATIENCE_S.
+    """
+
+    def __init__(self, setting: str | None, ranks: int, changed: threading.Condition):
         if setting is not None and ranks > 1:
             raise ValueError("slot cache: several ranks share the model's slots; leave it out")
         self._folder = None if setting is None else SlotFolder(str(setting))
+        self._changed = changed
+        self._is_closed = False
         self._key = ""
+        self._layers: list[tuple[int, int]] = []  # of each layer: heads, and their size
+        self._dtype = ""
+        self._lock = threading.Lock()  # guards what follows
         self._saved: dict[str, Saved] = {}  # by name, as last listed
         self._unusable: set[str] = set()  # names
+        self._jobs: set[Future] = set()  # in threads, and not done
+        self._reading: WeakValueDictionary[str, Future[list[Layer]]] = WeakValueDictionary()
+        self._listing = threading.Lock()  # for one thread at a time
+        self._listed = -math.inf  # when the last listing began
+        self._writing: list[Future] = []
         self._failure = ""  # why the last slot was not saved
         self._is_behind = False  # slots were dropped because they came too quickly
-        self._threads = ThreadPoolExecutor(thread_name_prefix="slot cache")
-        self._reading: WeakValueDictionary[str, Future[list[Layer]]] = WeakValueDictionary()
-        self._writing: list[Future[None]] = []
 
     @property
     def is_on(self) -> bool:
         return self._folder is not None
 
-    def open(self, model: Model, max_len: int) -> None:
+    @property
+    def is_stalled(self) -> bool:
+        """True if threads have waited for the folder for PATIENCE_S."""
+        return bool(self._jobs) and time.monotonic() - self._folder.answered > PATIENCE_S
+
+    def open(self, model: Model, max_len: int, slab: Slab) -> None:
         """Save and find slots of this model from now on."""
         if self._folder is None:
             return
         self._key = key_of(model.for_slots_of(max_len))
-        self._saved = {}
-        with suppress(OSError):
-            self._folder.make_room(0)
-        self._list()
+        self._layers = [(array.shape[1], array.shape[3]) for array in slab.arrays]
+        self._dtype = NAMES[slab.dtype]
+        with self._lock:
+            self._saved = {}
+        self._start(self._folder.make_room, 0)
+
+    def _start(self, work: Callable[..., Any], *arguments: Any) -> Future:
+        """Call a function in a thread. Not in one of a pool: Python waits for these when it ends, also
+        for a folder that does not answer."""
+        job: Future = Future()
+
+        def run() -> None:
+            result = None
+            try:
+                result = work(*arguments)
+            except OSError as error:
+                say(f"{self._folder.path}: {error.strerror}")
+            except Exception as error:
+                show_fault("the slot cache failed", error)
+            with self._lock:
+                self._jobs.discard(job)
+            job.set_result(result)
+
+        with self._lock:
+            if not self._jobs:  # else a folder that does not answer would look alive
+                self._folder.answered = time.monotonic()
+            self._jobs.add(job)
+        threading.Thread(target=run, name="slot cache", daemon=True).start()
+        return job
+
+    def _settle(self) -> bool:
+        """Wait for all threads. False if the folder does not answer."""
+        while jobs := set(self._jobs):
+            if self.is_stalled:
+                say(f"{self._folder.path} has not answered for {PATIENCE_S} s; slots are not saved")
+                return False
+            wait(jobs, 0.1)
+        return True
 
     # --- reading
 
     def find(self, request: Request, least: int) -> RestoredRows | None:
-        """The saved slot with the most rows of a prompt, if these are at least as many, and not the
-        whole prompt. A thread begins to read it."""
-        if self._folder is None or not request.prefix_cache or len(request.prompt) <= least:
+        """Search for the saved slot with the most rows of a prompt, if these are at least as many, and
+        not the whole prompt. None if there is nothing to wait for."""
+        is_long = request.prefix_cache and len(request.prompt) > least
+        if self._folder is None or not is_long or self.is_stalled:
             return None
-        self._list()
         prompt = array("i", request.prompt[:-1]).tobytes()
-        owner = digest_of(request.client)
-        best = None
-        for saved in self._saved.values():
+        search = self._start(self._search, prompt, digest_of(request.client), least)
+        search.add_done_callback(self._wake)
+        return RestoredRows(self, search)
+
+    def _wake(self, search: Future[Found]) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _search(self, prompt: bytes, owner: str, least: int) -> Found:
+        """Find the best file for a prompt, and read it."""
+        self._list(time.monotonic())
+        with self._lock:
+            known = list(self._saved.values())
+        fits = []
+        for saved in known:
             rows = common_bytes(saved.tokens, prompt) // 4
             if rows >= least and SHARE * rows >= saved.rows:
-                best = max(best or (0, False, ""), (rows, saved.owner == owner, saved.name))
-        if best is None:
-            return None
-        rows, _, name = best
-        saved = self._saved[name]
-        load = self._reading.get(name)
-        if load is None:
-            load = self._reading[name] = self._threads.submit(self._read, saved)
-        return RestoredRows(load, rows, saved.owner)
-
-    def wait(self) -> bool:
-        """Wait until no file is being read. False if none was."""
-        reading = [load for load in self._reading.values() if not load.done()]
-        wait(reading)
-        return bool(reading)
+                fits.append((rows, saved.owner == owner, saved))
+        if not fits:
+            return Found()
+        rows, _, best = max(fits, key=lambda fit: (fit[0], fit[1], fit[2].name))
+        own = max((rows for rows, is_own, _ in fits if is_own), default=0)
+        with self._lock:
+            load = self._reading.get(best.name)
+            is_first = load is None
+            if is_first:
+                load = self._reading[best.name] = Future()
+        if is_first:
+            load.set_result(self._read(best))
+        return Found(rows, own, load) if load.result() else Found()
 
     def _read(self, saved: Saved) -> list[Layer]:
-        """Read a file, in a thread of its own. No layers if it cannot be used.
+        """Read a file. No layers if it cannot be used.
 
         subtle: `mx.array` copies numbers into memory of MLX and adds no operation to a stream, so it
         needs no `device_lock`, and other rows are not held up. What follows does (`RestoredRows.prefix`).
@@ -147,28 +227,46 @@ class SlotCache:
         try:
             check_room(2 * self._folder.size(saved.name))  # the file, and its arrays
             tensors = self._folder.read(saved)
-            layers = [tensor for name, tensor in tensors.items() if name.startswith("layers.")]
+            del tensors["tokens"], tensors["digest"]
+            layers = []
+            for index, (heads, Dh) in enumerate(self._layers):
+                layer = tensors.pop(f"layers.{index}", None)
+                if layer is None or layer[:2] != (self._dtype, (heads, saved.rows, Dh)):
+                    raise Damaged(f"its layer {index} is not one of this model")
+                layers.append((mx.array(layer.data), DTYPES[layer.dtype], layer.shape))
+            if tensors:
+                raise Damaged(f"it has {len(tensors)} layers more than this model")
             self._folder.use(saved.name)
-            return [(mx.array(each.data), DTYPES[each.dtype], each.shape) for each in layers]
+            return layers
         except MemoryError as error:
             say(f"{saved.rows:,} tokens are not read: {error}")
         except (OSError, Damaged) as error:
             self._ignore(saved.name, error)
+        except Exception as error:  # else those who wait for the same file would wait forever
+            show_fault(f"{saved.name} cannot be read", error)
         return []
 
-    def _list(self) -> None:
-        """See which files have come and gone."""
-        names = self._folder.names(self._key) - self._unusable
-        for name in self._saved.keys() - names:
-            del self._saved[name]
-        for name in names - self._saved.keys():
-            try:
-                saved = self._folder.look(name)
-                if saved.key != self._key:
-                    raise Damaged("it is of another model")
-                self._saved[name] = saved
-            except (OSError, Damaged) as error:
-                self._ignore(name, error)
+    def _list(self, asked: float) -> None:
+        """See which files have come and gone until `asked`, or later."""
+        with self._listing:
+            if self._listed >= asked:
+                return
+            began = time.monotonic()
+            names = self._folder.names(self._key) - self._unusable
+            with self._lock:
+                for name in self._saved.keys() - names:
+                    del self._saved[name]
+                new = names - self._saved.keys()
+            for name in new:
+                try:
+                    saved = self._folder.look(name)
+                    if saved.key != self._key:
+                        raise Damaged("it is of another model")
+                    with self._lock:
+                        self._saved[name] = saved
+                except (OSError, Damaged) as error:
+                    self._ignore(name, error)
+            self._listed = began
 
     def _ignore(self, name: str, error: OSError | Damaged) -> None:
         """Do not read an unusable file again. One that has vanished is a miss."""
@@ -181,48 +279,46 @@ class SlotCache:
 
     # --- writing
 
-    def save(self, slab, slots: Iterable[Remembered]) -> None:
+    def save(self, slab: Slab, slots: Iterable[Remembered]) -> None:
         """Copy what slots remember, and write it in threads. More than WRITES at once are dropped."""
         for remembered in slots:
             self._writing = [write for write in self._writing if not write.done()]
-            if len(self._writing) >= WRITES:
-                if not self._is_behind:
-                    say(f"slots are not saved while {WRITES} slots are being written")
-                self._is_behind = True
+            if len(self._writing) < WRITES:
+                self._save(slab, remembered)
                 continue
-            write = self._copied(slab, remembered)
-            if write is not None:
-                self._writing.append(self._threads.submit(write))
+            if not self._is_behind:
+                say(f"slots are not saved while {WRITES} slots are being written")
+            self._is_behind = True
 
     def finish(self, runner: RunnerProtocol | None, sched: Scheduler) -> None:
         """Save what all slots remember, one after the other, and return when it is written."""
-        if self._folder is None:
+        if self._folder is None or self._is_closed:
             return
-        wait([*self._reading.values(), *self._writing])
         for remembered in sched.prefixes.remembered(range(sched.slots), sched.chunk):
-            write = self._copied(runner.slab, remembered)
-            if write is not None:
-                write()
+            if not self._settle():
+                return
+            self._save(runner.slab, remembered)
+        self._settle()
 
     def close(self, runner: RunnerProtocol | None, sched: Scheduler) -> None:
         """Save what all slots remember, and nothing after that."""
         self.finish(runner, sched)
-        self._folder = None
-        self._threads.shutdown()
+        self._is_closed = True
 
-    def _copied(self, slab, remembered: Remembered) -> Callable[[], None] | None:
-        """Copy a slot's rows. Returns the function that writes them; None if there is nothing to do."""
-        if self._folder is None:
-            return None
-        self._list()
+    def _save(self, slab: Slab, remembered: Remembered) -> None:
+        """Copy a slot's rows, and start to write them, unless they are saved already."""
+        if self._folder is None or self._is_closed:
+            return
         tokens = array("i", remembered.tokens).tobytes()
         owner = digest_of(remembered.client)
         shorter = []
-        for other in self._saved.values():
-            if other.owner == owner and other.tokens.startswith(tokens):
-                self._folder.use(other.name)
-                return None  # all of it is saved
-            if other.owner == owner and tokens.startswith(other.tokens):
+        with self._lock:
+            known = [saved for saved in self._saved.values() if saved.owner == owner]
+        for other in known:
+            if other.tokens.startswith(tokens):
+                self._start(self._folder.use, other.name)
+                return
+            if tokens.startswith(other.tokens):
                 shorter.append(other.name)
         rows = len(remembered.tokens)
         part = rows / (slab.shape[0] * slab.shape[2])
@@ -230,7 +326,7 @@ class SlotCache:
             check_room(int(part * sum(layer.nbytes for layer in slab.arrays)))
         except MemoryError as error:
             say(f"{rows:,} tokens of a slot are not saved: {error}")
-            return None
+            return
         numbers = mx.uint16 if slab.dtype.size == 2 else mx.uint32
         copies = [copy.view(numbers) for copy in slab.prefix(remembered.slot, rows)]
         mx.eval(copies)
@@ -238,11 +334,13 @@ class SlotCache:
         for index, copy in enumerate(copies):
             tensors[f"layers.{index}"] = Tensor(NAMES[slab.dtype], copy.shape[1:], memoryview(copy))
         saved = Saved(name_of(self._key, owner, tokens), self._key, owner, tokens)
-        return lambda: self._write(saved, tensors, shorter)
+        self._writing.append(self._start(self._write, saved, tensors, shorter))
 
     def _write(self, saved: Saved, tensors: dict[str, Tensor], shorter: Sequence[str]) -> None:
         try:
             self._folder.write(saved, tensors)
+            with self._lock:
+                self._saved[saved.name] = saved
             for name in shorter:  # the new file begins with all that they hold
                 self._folder.remove(name)
             self._failure = ""
@@ -266,7 +364,8 @@ def check_room(nbytes: int) -> None:
 def key_of(model: Model) -> str:
     """A hash of all that the bits of a token's keys and values depend on, but for the tokens: weights,
     config, dtypes, positions, and the program that computes."""
-    facts = [mx.__version__, device.blas.name, str(device.has_gpu()), repr(model.config)]
+    blas = device.blas
+    facts = [mx.__version__, blas.name, blas.bits, str(device.has_gpu()), repr(model.config)]
     for path in sources():
         if path.parent.name in ("kernels", "models") or path.stem in ("llama", "kv"):
             facts.append(f"{path.name} {zlib.crc32(path.read_bytes())}")

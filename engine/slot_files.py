@@ -21,12 +21,13 @@ import math
 import os
 import re
 import secrets
+import struct
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from base.validation import shown
 
@@ -39,6 +40,7 @@ SAVED = re.compile(rf"{STEM}\.safetensors")
 TEMPORARY = re.compile(rf"{STEM}\.[0-9a-f]{{16}}\.tmp")
 UNITS = {"M": 2**20, "G": 2**30, "T": 2**40}
 FORMATS = {"F16": "H", "BF16": "H", "F32": "I", "I32": "i", "U8": "B"}  # how memory is cast
+BLOCK = 2**24  # bytes that are read at once
 
 
 class Damaged(ValueError):
@@ -78,9 +80,13 @@ def read_setting(text: str) -> tuple[str, int]:
 
 
 class SlotFolder:
-    """`setting`: DIR[:SIZE]. A ValueError if others than the user could read the folder."""
+    """`setting`: DIR[:SIZE]. A ValueError if others than the user could read the folder.
+
+    `answered`: when the folder last did what it was asked. A folder of a network that is gone never does.
+    """
 
     def __init__(self, setting: str):
+        self.answered = time.monotonic()
         folder, self.limit = read_setting(setting)
         self.path = Path(folder).expanduser()
         try:
@@ -97,45 +103,52 @@ class SlotFolder:
             )
 
     def names(self, key: str) -> set[str]:
-        """The saved slots of a model."""
+        """The saved slots of a model. (To open a named pipe would block.)"""
         start = f"{key[:16]}-"
         try:
-            found = os.listdir(self.path)
+            found = [each.name for each in os.scandir(self.path) if each.is_file()]
         except OSError:
             return set()
+        self.answered = time.monotonic()
         return {name for name in found if name.startswith(start) and SAVED.fullmatch(name)}
 
     def look(self, name: str) -> Saved:
         """The beginning of a file. Only `read` checks the digest."""
         with open(self.path / name, "rb") as file:
             size = header_size(file.read(8))
-            metadata, tensors = parsed(file.read(size))
-            dtype, shape, start, stop = tensors["tokens"]
-            if (dtype, start, stop) != ("I32", 0, 4 * math.prod(shape)):
-                raise Damaged("its tokens are in another place")
-            if 8 + size + stop > os.fstat(file.fileno()).st_size:
-                raise Damaged("it is cut off")
-            tokens = file.read(stop)
-        return Saved(name, metadata["key"], metadata["owner"], tokens)
+            nbytes = os.fstat(file.fileno()).st_size - 8 - size
+            key, owner, tensors = parsed(file.read(size), nbytes)
+            tokens = file.read(tensors["tokens"].stop)
+        self.answered = time.monotonic()
+        return Saved(name, key, owner, tokens)
 
     def size(self, name: str) -> int:
         return (self.path / name).stat().st_size
 
     def read(self, saved: Saved) -> dict[str, Tensor]:
         """All tensors of a file, once its digest and its tokens have been checked."""
-        data = memoryview((self.path / saved.name).read_bytes())
+        data = self._bytes_of(saved.name)
         size = 8 + header_size(data)
-        metadata, tensors = parsed(bytes(data[8:size]))
+        key, owner, tensors = parsed(bytes(data[8:size]), len(data) - size)
         if blake2b(data[:-DIGEST], digest_size=DIGEST).digest() != data[-DIGEST:]:
             raise Damaged("its digest differs")
         found = {}
         for name, (dtype, shape, start, stop) in tensors.items():
             part = data[size + start : size + stop]
-            found[name] = Tensor(dtype, shape, part.cast("B").cast(FORMATS[dtype]))
-        is_same = (metadata["key"], metadata["owner"]) == (saved.key, saved.owner)
-        if not is_same or found["tokens"].data.tobytes() != saved.tokens:
+            found[name] = Tensor(dtype, shape, part.cast(FORMATS[dtype]))
+        if (key, owner, found["tokens"].data.tobytes()) != (saved.key, saved.owner, saved.tokens):
             raise Damaged("it has changed since it was listed")
         return found
+
+    def _bytes_of(self, name: str) -> memoryview:
+        """The content of a file, read block by block."""
+        with open(self.path / name, "rb") as file:
+            data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
+            start = 0
+            while count := file.readinto(data[start : start + BLOCK]):
+                self.answered = time.monotonic()
+                start += count
+        return data[:start]
 
     def write(self, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
         """Make room for a file, and write it atomically."""
@@ -154,6 +167,7 @@ class SlotFolder:
                 for part in (header, *(tensor.data for tensor in written.values())):
                     state.update(part)
                     file.write(part)
+                    self.answered = time.monotonic()
                 file.write(state.digest())
             beside.replace(self.path / saved.name)
         finally:
@@ -161,7 +175,8 @@ class SlotFolder:
 
     def make_room(self, nbytes: int) -> None:
         """Delete the least recently used files, of any model, until there is room for this many bytes.
-        Temporary files count, and are deleted when they are stale."""
+        Temporary files count, and are deleted when they are stale: also after the clock was set back,
+        which makes them files of the future."""
         files = []
         for entry in os.scandir(self.path):
             with suppress(FileNotFoundError):
@@ -169,7 +184,7 @@ class SlotFolder:
                 if SAVED.fullmatch(entry.name):
                     files.append((state.st_mtime, state.st_size, entry.name))
                 elif TEMPORARY.fullmatch(entry.name):
-                    if time.time() - state.st_mtime > STALE_S:
+                    if abs(time.time() - state.st_mtime) > STALE_S:
                         self.remove(entry.name)
                     else:
                         nbytes += state.st_size
@@ -212,24 +227,46 @@ def header_size(head: bytes | memoryview) -> int:
     return size
 
 
-Place = tuple[
-    str, tuple[int, ...], int, int
-]  # dtype, shape, first byte, and the one after the last
+class Place(NamedTuple):
+    """Where a tensor is in the data after the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int  # the byte after the last one
 
 
-def parsed(header: bytes) -> tuple[dict[str, str], dict[str, Place]]:
-    """The metadata and the place of each tensor."""
+def parsed(header: bytes, nbytes: int) -> tuple[str, str, dict[str, Place]]:
+    """The key, the owner, and the place of each tensor among `nbytes` of data. Only the digest tells
+    whether a number has changed, but all that is computed with them afterwards must be possible."""
     try:
         entries = json.loads(header)
         metadata = entries.pop("__metadata__")
-        places = {}
-        for name, entry in entries.items():
-            places[name] = entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]
-        if not {"tokens", "digest"} <= places.keys() or not {"key", "owner"} <= metadata.keys():
-            raise KeyError("tokens, digest, key and owner")
-        return metadata, places
+        key, owner = metadata["key"], metadata["owner"]
+        places = {name: place_of(entry, nbytes) for name, entry in entries.items()}
+        rows, digest = places["tokens"].stop // 4, places["digest"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"its header is not ours: {error}") from None
+    if not isinstance(key, str) or not isinstance(owner, str):
+        raise Damaged("its key or owner is not a text")
+    if places["tokens"] != Place("I32", (rows,), 0, 4 * rows):
+        raise Damaged("its tokens are in another place")
+    if digest != Place("U8", (DIGEST,), nbytes - DIGEST, nbytes):
+        raise Damaged("its digest is in another place, or it is cut off")
+    return key, owner, places
+
+
+def place_of(entry: Mapping[str, Any], nbytes: int) -> Place:
+    """Check an entry of a header. Raise ValueError, or what Python raises for another structure."""
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    start, stop = entry["data_offsets"]
+    numbers = (*shape, start, stop)
+    if any(type(number) is not int or not 0 <= number <= nbytes for number in numbers):
+        raise ValueError(f"{shown(numbers)} for {nbytes:,} bytes")
+    if len(shape) > 3 or stop - start != struct.calcsize(FORMATS[dtype]) * math.prod(shape):
+        raise ValueError(f"{dtype} of shape {shown(shape)} in {stop - start:,} bytes")
+    return Place(dtype, tuple(shape), start, stop)
 
 
 def common_bytes(one: bytes, other: bytes) -> int:

@@ -72,6 +72,7 @@ class Blas(NamedTuple):
     kernels: str = ""  # the instruction set and the threads of ours
     why_not: str = ""  # why it is not ours, and the remedy; empty where ours is not needed
     library: ctypes.CDLL | None = None  # our own product, loaded
+    bits: str = ""  # the hash of what ours computes in the check
 
     def __str__(self) -> str:
         if self.why_not:
@@ -156,7 +157,8 @@ def load(name: str = "") -> Blas:
         raise Unbuilt(f"{library(form).name} {why}")
     ctypes.CDLL(str(library(form)), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
     started = loaded.rows_start(count)
-    return Blas("rows", f"{form}, {started} thread{'s' * (started > 1)}", library=loaded)
+    said = f"{form}, {started} thread{'s' * (started > 1)}"
+    return Blas("rows", said, library=loaded, bits=bits_of(form))
 
 
 def remedy() -> str:
@@ -214,11 +216,15 @@ def why_unfit(loaded: ctypes.CDLL, form: str) -> str:
     """Why this library cannot be used; empty if it can."""
     if compiled_from(loaded) != source_hash(form):
         return f"was compiled from another {SOURCE.name}; {remedy()}"
-    expected = PLAIN_BITS if form == "plain" else BITS
+    expected = bits_of(form)
     found = computed(loaded)
     if found == expected:
         return ""
     return f"does not multiply right: its hash is {found}, and should be {expected}"
+
+
+def bits_of(form: str) -> str:
+    return PLAIN_BITS if form == "plain" else BITS
 
 
 def compiled_from(loaded: ctypes.CDLL) -> str:

@@ -20,7 +20,8 @@ from waiting import wait_for
 import runner
 from kernels.device import mx
 from models.load import read_model
-from nanobatch import Engine, SamplingParams, Tokenizer
+from nanobatch import POLICIES, Engine, SamplingParams, Tokenizer
+from sched import Scheduler
 
 LONG = exactly(60)
 FEW = exactly(12)
@@ -54,6 +55,28 @@ def test_metrics_say_what_happened(make_engine):
         assert 0 < metrics.itl_mean_s <= metrics.itl_p95_s <= metrics.itl_max_s
         assert metrics.tokens_per_s == pytest.approx(1 / metrics.itl_mean_s)
     assert second.metrics.queued_s > first.metrics.queued_s
+
+
+@pytest.mark.parametrize(("budget", "chunk"), [(8, 8), (1, 1), (8, 15), (1, 200)])
+def test_small_budget(make_engine, budget, chunk):
+    """With a chunk smaller than a segment of the prefix tree, an assertion ended all requests."""
+    engine = make_engine(slots=2)
+    alone = engine.generate([[*range(40)], [*range(30), 7]], FEW)
+    engine.sched.prefixes.clear()
+    engine.set_budget(budget, chunk)
+    results = engine.generate([[*range(40)], [*range(30), 7]], FEW)
+    assert [result.tokens for result in results] == [result.tokens for result in alone]
+
+
+def test_budget_that_admits_nothing_is_refused(make_engine):
+    """No step was ever planned."""
+    engine = make_engine(slots=2)
+    for budget, chunk in ((0, 0), (0, 32), (-5, 32), (32, 0)):
+        with pytest.raises(ValueError, match="it must be at least 1"):
+            engine.set_budget(budget, chunk)
+    with pytest.raises(ValueError, match="budget = -5"):
+        Scheduler(2, 100, POLICIES["continuous"], budget=-5)
+    assert engine.submit([1, 2, 3], FEW).result().finish_reason == "length"
 
 
 def test_token_0_is_a_token_like_any_other(make_engine):

@@ -1,17 +1,23 @@
 """Slots that are saved to disk: what they remembered is found again, to the bit, or not at all."""
 
+import json
 import os
 import threading
 import time
+from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from harness import Tap, exactly
+from processes import python
+from waiting import wait_for
 
 from engine import disk_prefix_cache
-from engine.slot_files import STALE_S, SlotFolder
+from engine.slot_files import DIGEST, STALE_S, Damaged, SlotFolder
+from kernels import library
 from kernels.device import mx
 from models.load import read_model
 from nanobatch import Engine, Tokenizer
@@ -98,6 +104,128 @@ def test_damaged_file_is_never_answered_from(parts, saved, caplog, place):
         assert restarted.submit(prompt, SHORT).result().metrics.cached_tokens == 0
         assert not file.exists()
         assert [file.name in record.message for record in caplog.records] == [True]
+
+
+def rewritten(file: Path, change) -> None:
+    """Change a file's header and data, and give it the right digest."""
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:start])
+    body = change(entries, data[start:-DIGEST])
+    header = json.dumps(entries).encode()
+    data = (
+        len(header).to_bytes(8, "little") + header + (data[start:-DIGEST] if body is None else body)
+    )
+    file.write_bytes(data + blake2b(data, digest_size=DIGEST).digest())
+
+
+SHAPES = [
+    [None],
+    [],
+    "ab",
+    [True],
+    [-1],
+    [2**70],
+    [4, 103],
+    {"a": 1},
+    7,
+    [4, 103, 16.0],
+    [4, 52, 32],
+]
+OFFSETS = [[0], [0, 1, 2], [-5, 10], [0, "9"], [0, 2**70], None, [True, False], [412, 413], [9, 0]]
+
+
+@pytest.mark.parametrize("name", ["tokens", "layers.0", "digest"])
+@pytest.mark.parametrize("field", ["shape", "data_offsets", "dtype"])
+def test_damaged_entry_is_damage(saved, name, field):
+    """A comma that had become another character ended all running requests, and then the server did
+    not start."""
+    folder = SlotFolder(str(saved[0]))
+    (file,) = files(saved[0])
+    whole = file.read_bytes()
+    listed = folder.look(file.name)
+    dtypes = ["F64", "F16", [], None, 1]
+    for value in {"shape": SHAPES, "data_offsets": OFFSETS, "dtype": dtypes}[field]:
+        file.write_bytes(whole)
+        rewritten(file, lambda entries, data, new=value: entries[name].update({field: new}))
+        with pytest.raises(Damaged):
+            folder.look(file.name)
+        with pytest.raises(Damaged):
+            folder.read(listed)
+
+
+def test_any_changed_byte_is_damage_or_a_miss(saved):
+    """Each byte of the header, and some of the data."""
+    folder = SlotFolder(str(saved[0]))
+    (file,) = files(saved[0])
+    whole = file.read_bytes()
+    listed = folder.look(file.name)
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for at in (*range(start), *range(start, len(whole), 4_999)):
+        data = bytearray(whole)
+        for mask in (0x20, 0x80, 1):
+            data[at] = whole[at] ^ mask
+            file.write_bytes(data)
+            with suppress(Damaged):
+                folder.look(file.name)
+        with pytest.raises(Damaged):
+            folder.read(listed)
+
+
+def one_layer_less(entries, data):
+    last = entries.pop("layers.1")["data_offsets"]
+    entries["digest"]["data_offsets"] = [last[0], last[0] + DIGEST]
+    return data[: last[0]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        one_layer_less,
+        lambda entries, data: entries.update({"layers.7": entries.pop("layers.1")}),
+        lambda entries, data: entries.update({"layers.7": entries["layers.1"]}),
+        lambda entries, data: entries["layers.1"].update(shape=entries["layers.1"]["shape"][::-1]),
+        lambda entries, data: entries["layers.1"].update(dtype="I32"),
+    ],
+)
+def test_layers_of_another_model_are_damage(parts, saved, caplog, change):
+    """With a right digest and key: rows of another shape ended all running requests."""
+    folder, prompt = saved
+    (file,) = files(folder)
+    rewritten(file, change)
+    with engine(parts, folder) as restarted:
+        neighbour = restarted.submit(tokens(20, seed=5), SHORT)
+        assert restarted.submit(prompt, SHORT).result().metrics.cached_tokens == 0
+        assert neighbour.result().finish_reason == "length"
+    assert [file.name in record.message for record in caplog.records] == [True]
+
+
+def test_named_pipe_among_the_slots(parts, saved):
+    """To open it hung the engine at start."""
+    folder, prompt = saved
+    (file,) = files(folder)
+    pipe = folder / f"{file.name[:17]}{'0' * 32}.safetensors"
+    os.mkfifo(pipe)
+    with engine(parts, folder) as restarted:
+        assert restarted.submit(prompt, SHORT).result(60).metrics.cached_tokens == 103
+
+
+@pytest.mark.skipif("fma" not in library.processor(), reason="no fused multiply-add on this x86")
+def test_rows_of_another_arithmetic_are_not_restored(parts, tmp_path):
+    """The form without fused multiply-adds computes other bits than all others. Its rows were restored
+    under them."""
+    folder = tmp_path / "slots"
+    model = parts[1].folder
+    code = f"""
+from nanobatch import Engine
+options = dict(slots=1, max_len=256, chunk=32, slot_cache={str(folder)!r})
+with Engine.load({str(model)!r}, **options) as engine:
+    engine.generate([{tokens(80)}])
+"""
+    assert python(code, NANOBATCH_BLAS="rows:plain").returncode == 0
+    assert len(files(folder)) == 1
+    with Engine.load(model, slots=1, max_len=256, chunk=32, slot_cache=str(folder)) as here:
+        assert here.submit([*tokens(80), 1], SHORT).result().metrics.cached_tokens == 0
 
 
 def test_file_of_another_model_is_ignored(parts, saved, tmp_path, caplog):
@@ -199,25 +327,52 @@ def test_another_clients_rows_are_not_reported(parts, saved):
     assert b"another" not in b"".join(file.read_bytes() for file in files(folder))
 
 
-def test_neighbours_go_on_while_a_file_is_read(parts, saved, monkeypatch):
+def hold(monkeypatch, name: str) -> threading.Event:
+    """Let a method of the folder wait until the event is set."""
+    may_go = threading.Event()
+    method = getattr(SlotFolder, name)
+
+    def waits(self, *arguments):
+        assert may_go.wait(60)
+        return method(self, *arguments)
+
+    monkeypatch.setattr(SlotFolder, name, waits)
+    return may_go
+
+
+@pytest.mark.parametrize("name", ["names", "look", "read"])
+def test_nobody_waits_for_another_requests_file(parts, saved, monkeypatch, name):
+    """A read from disk blocked newcomers, also after its request was cancelled, and a listing of the
+    folder blocked all who submitted."""
     folder, prompt = saved
-    may_read = threading.Event()
-    read = SlotFolder.read
-
-    def slow(self, saved):
-        assert may_read.wait(60)
-        return read(self, saved)
-
-    monkeypatch.setattr(SlotFolder, "read", slow)
-    with engine(parts, folder) as restarted:
-        neighbour = restarted.submit(tokens(40, seed=5), exactly(9))
-        restarted.step()
+    may_go = hold(monkeypatch, name)
+    with engine(parts, folder, slots=3) as restarted, restarted.serving():
+        neighbour = restarted.submit(tokens(20, seed=5), exactly(9))
         turn = restarted.submit(prompt, SHORT)
-        while neighbour.finish_reason is None:
-            restarted.step()
+        assert neighbour.result(60).finish_reason == "length"
+        assert restarted.submit(tokens(20, seed=6), SHORT).result(60).finish_reason == "length"
+        cancelled = restarted.submit(prompt, SHORT)
+        wait_for(lambda: cancelled.request.slot is not None)
+        cancelled.cancel()
+        assert restarted.submit(tokens(20, seed=7), SHORT).result(60).finish_reason == "length"
         assert turn.request.slot is not None and turn.request.prefilled == 0
-        may_read.set()
-        assert turn.result().metrics.cached_tokens == 103
+        may_go.set()
+        assert turn.result(60).metrics.cached_tokens == 103
+
+
+@pytest.mark.parametrize("name", ["names", "read", "write", "make_room"])
+def test_folder_that_does_not_answer_holds_nobody_up(parts, saved, monkeypatch, caplog, name):
+    """As a network folder whose server is gone: `close` waited for it forever, and so did a prompt
+    with a file there."""
+    folder, prompt = saved
+    monkeypatch.setattr(disk_prefix_cache, "PATIENCE_S", 0.3)
+    may_go = hold(monkeypatch, name)
+    with engine(parts, folder) as restarted:
+        turn = restarted.submit(prompt, SHORT).result(60)
+        assert turn.finish_reason == "length"
+        assert (turn.metrics.cached_tokens == 0) == (name in ("names", "read"))
+    assert "has not answered" in caplog.text
+    may_go.set()
 
 
 def test_two_engines_share_a_folder(parts, saved, monkeypatch):
@@ -289,6 +444,11 @@ def test_size_is_kept(parts, saved):
     limit.make_room(size)
     left = {each.name for each in files(folder)}
     assert left == {file.name, *names[:2], "notes.txt"}, "the oldest two, and a dead writer's file"
+    future = folder / f"{'0' * 16}-{8:032x}.{'b' * 16}.tmp"
+    future.write_bytes(data)
+    os.utime(future, (time.time() + 2 * STALE_S,) * 2)  # the clock was set back
+    limit.make_room(size)
+    assert not future.exists() and file.exists()
     with pytest.raises(OSError, match="exceed"):
         limit.limit = 100
         limit.write(limit.look(file.name), {})
