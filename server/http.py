@@ -230,7 +230,8 @@ class Connection(asyncio.Protocol):
         self._taken = 0  # events of requests so far
         self.is_leaving = False  # the connection is closing
         self._is_lost = False
-        # Since when it has waited for a whole request; inf while a request is in work
+        # Since when it has waited for a whole request, or for its client to take a whole response;
+        # inf while a request is in work
         self.idle_since = time.monotonic()
         self._room.set()
 
@@ -381,13 +382,18 @@ class Connection(asyncio.Protocol):
             self.transport.write(data)
 
     async def drain(self) -> None:
-        """Wait while the client takes too little."""
+        """Wait while the client takes too little. Nothing is in work meanwhile, unless the engine
+        still answers."""
         if self.is_blocked:
+            before = self.idle_since
+            if not (self.request and self.request.answer):
+                self.idle_since = min(before, self.blocked_since)
             try:
                 async with asyncio.timeout(self.patience):
                     await self._room.wait()
             except TimeoutError:
                 self.end_slow()
+            self.idle_since = before
         if self.transport.is_closing():
             raise ClientGone
 

@@ -688,7 +688,13 @@ def test_exactly_the_requests_over_the_limit_are_refused(here, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "what", ["nothing", "GET /health HTTP/1.1\nHost: localhost\n\n", "half a body"]
+    "what",
+    [
+        "nothing",
+        "GET /health HTTP/1.1\nHost: localhost\n\n",
+        "half a body",
+        "GET / HTTP/1.1\nHost: localhost\n\n" * 5,  # more than is sent before it is read
+    ],
 )
 def test_idle_connections_keep_nobody_out(here, monkeypatch, what):
     """They were all kept until no file could be opened, and no client could connect; or the limit
@@ -702,7 +708,7 @@ def test_idle_connections_keep_nobody_out(here, monkeypatch, what):
     submitted(here)
     with ExitStack() as stack:
         for _ in range(50):
-            line = here.line()
+            line = Line(here.host, here.port, receive=2048)
             stack.callback(line.hang_up)
             with suppress(OSError):  # it may be ended meanwhile
                 line.send(sent)
