@@ -38,7 +38,7 @@ LFM2_NAMES = {
     "self_attn.k_layernorm": "self_attn.k_norm",
     "embedding_norm": "norm",
 }
-RENAMED = LFM2_NAMES | {
+GRANITE_NAMES = {
     "shared_mlp.input_linear": "mlp.gate_up_proj",
     "shared_mlp.output_linear": "mlp.down_proj",
 }
@@ -439,7 +439,7 @@ def text_name(name: str) -> str:
     """A tensor's name without what marks the part that reads and writes text, and with Llama's name for
     a module."""
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
-    for theirs, ours in RENAMED.items():
+    for theirs, ours in (LFM2_NAMES | GRANITE_NAMES).items():
         name = name.replace(f".{theirs}.", f".{ours}.")
     return name
 

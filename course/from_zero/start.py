@@ -43,7 +43,7 @@ __path__ = [str(Path(__file__).parent), str(ROOT / "models")]
 # Of the engine: switched off in the blank book, until it is wanted
 SWITCHES = {
     r"(prefix_cache: bool) = \w+": r"\1 = False",
-    r"(speculate: int \| None) = \w+": r"\1 = 0",
+    r"(speculate: int \| Drafter \| None) = \w+": r"\1 = 0",
 }
 
 

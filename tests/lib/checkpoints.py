@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from kernels.device import mx
 from models.config import Config, read_config
-from models.weights import FUSED, LFM2_NAMES, RENAMED
+from models.weights import FUSED, GRANITE_NAMES, LFM2_NAMES
 
 V = 272  # 256 bytes, four special tokens, and some ids that no text has
 BOS, EOS = 256, 257
@@ -151,7 +151,7 @@ def make_checkpoint(
             }
     if config["model_type"] == "granitemoehybrid" and not quantize:  # mlx-lm converts the names
         arrays = fuse(arrays, {name: parts for name, parts in FUSED.items() if "gate" in name})
-        for theirs, ours in RENAMED.items():
+        for theirs, ours in GRANITE_NAMES.items():
             arrays = {name.replace(ours, theirs): array for name, array in arrays.items()}
     elif read.fused and config["model_type"] == "phi3":
         arrays = fuse(arrays, FUSED)
