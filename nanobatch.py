@@ -211,7 +211,7 @@ class Engine:
             check_embeds(text.folder, sampling.embeds, self.embeds)
         if sampling.stop_tokens or sampling.logit_bias:
             text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
-        ids, shown, is_thinking = text.read(prompt)
+        ids, shown, is_thinking, _ = text.read(prompt)
         if sampling.grammar and grammar is None:
             grammar = text.grammar(sampling.grammar)
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))
@@ -508,12 +508,13 @@ class Engine:
         held += memory.nbytes_of(self.model)
         checked = self._source.with_changes(model, sizes).check(held)
         with self._changing(), device_lock, device_stream():
-            self._unload(is_reloading=True)
             try:
+                self._unload(is_reloading=True)
                 self._serve(checked.read(), checked.text, checked.sizes)
                 self._source = checked.source
             except BaseException:
-                self._load_again()
+                if self._is_reloading:  # else it was refused, and the weights are still there
+                    self._load_again()
                 raise
             finally:
                 self._is_reloading = False

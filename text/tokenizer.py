@@ -45,6 +45,7 @@ class Prompt(NamedTuple):
     ids: tuple[int, ...]
     shown: str  # for display
     is_thinking: bool = False  # the prompt ends with an open reasoning mark
+    folder: Path | None = None  # of the model whose tokenizer read it
 
 
 class Chat(NamedTuple):
@@ -190,6 +191,9 @@ class Tokenizer:
         `room`: raise TooLongError for a text far beyond this many tokens.
         """
         if isinstance(prompt, Prompt):
+            if prompt.folder not in (None, self.folder):
+                models = f"{prompt.folder.name}, and this engine serves {self.folder.name}"
+                raise ValueError(f"the prompt was read for {models}; read it again")
             self.check_ids((min(prompt.ids), max(prompt.ids)))
             return prompt
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -214,7 +218,7 @@ class Tokenizer:
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         self.check_ids((min(ids), max(ids)))
-        return Prompt(tuple(ids), shown, self.is_thinking(ids))
+        return Prompt(tuple(ids), shown, self.is_thinking(ids), self.folder)
 
     @cached_property
     def longest(self) -> int:

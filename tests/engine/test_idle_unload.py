@@ -15,6 +15,7 @@ from harness import check, exactly
 from word_engine import Clock
 
 from engine.idle_unload import Idle
+from kernels import device
 from kernels.device import mx
 from models.forward_cost import nbytes_of
 from models.memory import Sizes, slab_of
@@ -161,6 +162,23 @@ def test_changed_weights_are_not_served(tmp_path, alone):
         assert answers(engine) != alone[0]
         engine.release()
         answers(engine)
+
+
+def test_reload_that_fails_while_it_unloads_refuses_nobody(engine, folders, alone, monkeypatch):
+    """The flag of a running reload was never taken back."""
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "give_back", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.reload(folders[1])
+    assert answers(engine) == alone[0]
+
+
+def test_prompt_of_another_tokenizer_is_refused(engine, folders):
+    """A prompt that was read before the model was exchanged is token ids of the old one."""
+    prompt = engine.text.read("Once upon a time")
+    engine.reload(folders[1])
+    with pytest.raises(ValueError, match=r"was read for .*, and this engine serves .*; read it"):
+        engine.submit(prompt)
 
 
 def test_ranks_keep_their_weights(engine, monkeypatch):
