@@ -243,7 +243,8 @@ class Plan:
     scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first
     chunks: tuple[Chunk, ...]
     decodes: tuple[Decode, ...]
-    # In prefill, but without a chunk: the budget was spent, or a common prefix is being written
+    # In prefill, but without a chunk: the budget was spent, a common prefix is being written, or rows
+    # are read from disk
     held: tuple[Request, ...]
     blocked: tuple[int, ...]  # free slots that the policy or a drain keeps free
     waiting: int  # requests left in the queue

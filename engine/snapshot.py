@@ -49,7 +49,7 @@ WIDEST = 8  # the widest chunk that can be set, as a multiple of the engine's ow
 
 
 class Limits(NamedTuple):
-    """What an engine was made with."""
+    """The limits of an engine now: its slots, budget and policy, as last changed."""
 
     slots: int
     max_len: int
