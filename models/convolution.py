@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def convolve(layer: Layer, x: mx.array, windows: Sequence[Window]) -> mx.array:  # (N, D)
     """With three taps, for the token at position p:
 
-        b, c, x = in(x)     u = b x     c (w0 u[p - 2] + w1 u[p - 1] + w2 u[p])     with three taps
+        b, c, x = in(x)     u = b x     c (w0 u[p - 2] + w1 u[p - 1] + w2 u[p])
 
     It needs the inputs u of the last tokens. So u is a row of the slab, as keys and values are: an
     answer may continue from any row, in any slot.
