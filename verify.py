@@ -180,7 +180,7 @@ def ended(handle: Handle) -> Bits:
     error = handle.result().error
     if error:
         raise RuntimeError(f"a request failed: {error}")
-    return Bits.of(handle)
+    return Bits.from_handle(handle)
 
 
 def load(args: argparse.Namespace, **options: Any) -> Engine:
@@ -254,7 +254,7 @@ def compare_one(args: argparse.Namespace, way: str, asked: Sequence[Case]) -> Ta
             handles = ask_in_company(engine, asked, dice)
             metrics += [handle.metrics for handle in handles]
             for ask, handle in zip(asked, handles, strict=True):
-                tally = tally.add(ask, ask.alone, Bits.of(handle), handle.error)
+                tally = tally.add(ask, ask.alone, Bits.from_handle(handle), handle.error)
         if way == "prefix_cache":  # conversations go on, too, from rows that were decoded
             tally = compare_prefill(engine, tally, asked)
             tally = tally._replace(note=f"{sum(m.cached_tokens for m in metrics):,} tokens reused")
@@ -293,7 +293,7 @@ def compare_restored(
                 if number:
                     tally = compare_prefill(engine, tally, asked)
             for ask, handle in zip(asked, handles, strict=True):
-                tally = tally.add(ask, ask.alone, Bits.of(handle), handle.error)
+                tally = tally.add(ask, ask.alone, Bits.from_handle(handle), handle.error)
                 if handle.metrics.cached_from == "disk":
                     restored += handle.metrics.cached_tokens
     return tally._replace(note=f"{restored:,} tokens restored from disk")

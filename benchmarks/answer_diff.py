@@ -26,7 +26,7 @@ class Bits(NamedTuple):
     vector: tuple[float, ...] = ()
 
     @staticmethod
-    def of(handle: Handle, until: int | None = None) -> Bits:
+    def from_handle(handle: Handle, until: int | None = None) -> Bits:
         """`until`: only the first tokens."""
         tokens = tuple(handle.tokens[:until])
         likely = []

@@ -32,7 +32,7 @@ def fingerprint(engine: Engine) -> str:
             handles.append(engine.submit(engine.text.ask(question), sampling))
     for handle in handles:
         handle.result()
-    digests = [Bits.of(handle).digest for handle in handles]
+    digests = [Bits.from_handle(handle).digest for handle in handles]
     return sha256(" ".join(digests).encode()).hexdigest()[:16]
 
 

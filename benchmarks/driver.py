@@ -346,7 +346,7 @@ class Failure(RuntimeError):
     """A sample failed, and not because of a user's mistake."""
 
 
-def take(spec: Spec) -> Figures:
+def run_sample(spec: Spec) -> Figures:
     sample = Sample(spec)
     with closing(sample.contestant):
         try:
@@ -363,7 +363,7 @@ def take_sample(text: str) -> int:
     # End with the parent process: see `measure`
     threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
     try:
-        answer = {"figures": take(spec)}
+        answer = {"figures": run_sample(spec)}
         if spec.contestant != "llama.cpp":  # llama.cpp has products of its own
             blas = device.blas
             name = os.environ.get("LD_PRELOAD") if spec.contestant == "mlx-lm" else ""
@@ -386,7 +386,7 @@ def measure(spec: Spec, column: Contestant) -> dict:
     same = ("dtype", "activations", "speculate")
     spec = spec._replace(contestant=column.engine, **{name: getattr(column, name) for name in same})
     if environment.backend():
-        return {"figures": take(spec)}
+        return {"figures": run_sample(spec)}
     program = installation.start("bench.py")
     if column.checkout:
         program = [sys.executable, os.path.join(column.checkout, "bench.py")]

@@ -177,7 +177,7 @@ class LlamaCpp:
         batch.n_tokens += len(row.ids)
         batch.logits[batch.n_tokens - 1] = True
 
-    def read(self, ids: list[int], at: int):
+    def logits(self, ids: list[int], at: int):
         """The logits of all of these tokens of one sequence, the first at row `at`; 0 starts it anew."""
         if at == 0:
             self.c.llama_memory_seq_rm(self.c.llama_get_memory(self.context), 0, -1, -1)

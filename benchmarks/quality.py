@@ -29,7 +29,7 @@ class Quality(NamedTuple):
     likeliest: np.ndarray
 
     @classmethod
-    def of(cls, logits: np.ndarray, targets: np.ndarray) -> Quality:
+    def from_logits(cls, logits: np.ndarray, targets: np.ndarray) -> Quality:
         rows = np.arange(len(targets))
         logits = logits.astype(np.float64)
         logits -= logits.max(axis=-1, keepdims=True)
@@ -47,15 +47,15 @@ def ours(folder: Path, ids: np.ndarray, **how) -> Iterator[Quality]:
                 slab = Slab(*shape, model.kv_dtype, heads_of_rows(model.config))
             window = Window(slab, [0], [at % SPAN], CHUNK)
             state = forward(model, mx.array(ids[at : at + CHUNK]), [window], range(CHUNK))
-            yield Quality.of(np.array(model.head(state)), ids[at + 1 : at + CHUNK + 1])
+            yield Quality.from_logits(np.array(model.head(state)), ids[at + 1 : at + CHUNK + 1])
 
 
 def theirs(folder: Path, ids: np.ndarray) -> Iterator[Quality]:
     """Read it with llama.cpp."""
     with closing(LlamaCpp(str(folder), 1, SPAN)) as peer:
         for at in range(0, len(ids) - CHUNK, CHUNK):
-            logits = peer.read(ids[at : at + CHUNK].tolist(), at % SPAN)
-            yield Quality.of(logits, ids[at + 1 : at + CHUNK + 1])
+            logits = peer.logits(ids[at : at + CHUNK].tolist(), at % SPAN)
+            yield Quality.from_logits(logits, ids[at + 1 : at + CHUNK + 1])
 
 
 def show(folder: Path, tokens: int = 4000) -> None:

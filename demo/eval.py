@@ -73,7 +73,7 @@ def length_asked(prompt: str) -> str:
     )
 
 
-def take(
+def answer_all(
     engine: Engine, skills: list[str], count: int
 ) -> dict[str, list[tuple[corpus.Task, Result]]]:
     """All questions of all skills at once, shuffled, so that short and long answers share the
@@ -120,7 +120,7 @@ def main() -> None:
     args = parser.parse_args()
     began = time.monotonic()
     with Engine.load(args.model, slots=args.slots) as engine:
-        answered = take(engine, args.skill or list(corpus.SKILLS), args.prompts)
+        answered = answer_all(engine, args.skill or list(corpus.SKILLS), args.prompts)
     if args.json:
         print(json.dumps({name: round(score, 4) for name, score in scores(answered).items()}))
         return

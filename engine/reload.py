@@ -98,6 +98,6 @@ class Checked(NamedTuple):
         reader = self.reader
         report(f"reading {readable(reader.nbytes)} of weights from {reader.folder.name}")
         with device_lock, device_stream():
-            model = reader.read()
+            model = reader.read_model()
         report(f"allocating the slab: {described(model, self.sizes)}")
         return model

@@ -283,10 +283,10 @@ class Breaking(Experiment):
         self.tell(stage="compares")
         for i, handle in enumerate(self.handles):
             again = yield from self.alone(partial(self._again, handle))
-            answer = Bits.of(handle)
+            answer = Bits.from_handle(handle)
             witnesses = [*self.found.witnesses]
             until = None if witnesses[i].went_on else len(answer.tokens)
-            found = difference(Bits.of(again, until), answer)
+            found = difference(Bits.from_handle(again, until), answer)
             witnesses[i] = witnesses[i]._replace(covers=answer.numbers, difference=found)
             self.tell(witnesses=witnesses)
 

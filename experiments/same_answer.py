@@ -186,7 +186,7 @@ class SameAnswerExperiment(Experiment):
         self.tell(stage="alone")
         handle = yield from self.alone(lambda: self.client.submit(self.ask, prefix_cache=False))
         check(handle)
-        alone = Bits.of(handle)
+        alone = Bits.from_handle(handle)
         tokens = handle.metrics.prompt_tokens
         kinds = (Alike(alone, 0, None),)
         self.tell(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
@@ -223,7 +223,7 @@ class SameAnswerExperiment(Experiment):
         """Count an ended run. One that a user cancelled is repeated."""
         if not check(run.handle):
             return
-        answer = Bits.of(run.handle)
+        answer = Bits.from_handle(run.handle)
         beside = run.beside / max(1, run.steps)
         m = run.handle.metrics
         answered = Answered(

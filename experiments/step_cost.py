@@ -110,7 +110,7 @@ def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
 def step_bill(state: State, column: Column) -> StepCost:
     model = state.view.engine.model
     experts = [len(layer) for layer in seen_experts(state, column)]
-    return pass_cost(model, Work.of(parts_of(column), asked_of(column.view)), experts)
+    return pass_cost(model, Work.from_members(parts_of(column), asked_of(column.view)), experts)
 
 
 def usual_length(state: State) -> int:

@@ -26,7 +26,7 @@ from kernels.library import LINE
 from kernels.packed import address
 
 
-def take(x: mx.array) -> bool:
+def handles(x: mx.array) -> bool:
     """True for float32 numbers on a CPU, where our own product runs."""
     return x.dtype == mx.float32 and device.is_batch_invariant()
 

@@ -97,7 +97,7 @@ class Work(NamedTuple):
     asked: int  # tokens whose logits are computed
 
     @staticmethod
-    def of(parts: Sequence[Member], asked: int) -> Work:
+    def from_members(parts: Sequence[Member], asked: int) -> Work:
         return Work(
             tokens=sum(part.tokens for part in parts),
             rows=sum(part.rows for part in parts),

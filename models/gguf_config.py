@@ -155,7 +155,9 @@ def _scaling(file: Gguf, fields: Fields) -> dict[str, Any] | None:
     if tensor is not None:
         if tensor.type.name != "F32":
             raise ModelError(f"{file.path}: {FREQUENCIES} is {tensor.type.name}. Supported: F32.")
-        factors = [each for (each,) in struct.iter_unpack("<f", b"".join(tensor.read(2**20)))]
+        factors = [
+            each for (each,) in struct.iter_unpack("<f", b"".join(tensor.read_pieces(2**20)))
+        ]
         slowed = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
         return slowed | {"rope_type": "longrope", "original_max_position_embeddings": length}
     kind = fields.get("rope.scaling.type") or "none"

@@ -76,7 +76,7 @@ class GgufTensor(NamedTuple):
     begin: int  # in the file
     nbytes: int
 
-    def read(self, most: int) -> Iterator[bytes]:
+    def read_pieces(self, most: int) -> Iterator[bytes]:
         """Its bytes, at most `most` at a time."""
         try:
             with self.path.open("rb") as file:
@@ -163,7 +163,7 @@ def _read_part(path: Path) -> Gguf:
             key = path, state.st_size, state.st_mtime_ns
             found = _in_use.get(key)
             if found is None:
-                found = _in_use[key] = _Header(path, file).read()
+                found = _in_use[key] = _Header(path, file).parse()
             return found
     except ModelError:
         raise
@@ -184,13 +184,13 @@ class _Header:
         self.size = path.stat().st_size
         self.left = min(self.size, LARGEST_HEADER)
 
-    def read(self) -> Gguf:
+    def parse(self) -> Gguf:
         start = self.file.read(64)
         self.file.seek(0)
         if not start.startswith(b"GGUF"):
             what = what_is(start) or "not a GGUF file"
             raise ModelError(f"{self.path} is {what}; download it again.")
-        self.take(4)
+        self.read_bytes(4)
         version = self.number("I")
         if version not in (2, 3):
             kind = "big-endian" if version & 0xFFFF == 0 else f"of version {version}"
@@ -205,7 +205,7 @@ class _Header:
         entries = [self.entry() for _ in range(count)]
         return Gguf(self.path, fields, self.placed(entries, fields.get("general.alignment", 32)))
 
-    def take(self, count: int) -> bytes:
+    def read_bytes(self, count: int) -> bytes:
         self.left -= count
         if self.left < 0:
             raise ValueError(f"{count:,} bytes more than there are, or than a header may have")
@@ -216,10 +216,10 @@ class _Header:
 
     def number(self, form: str) -> Any:
         form = f"<{form}"
-        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+        return struct.unpack(form, self.read_bytes(struct.calcsize(form)))[0]
 
     def text(self) -> str:
-        return self.take(self.number("Q")).decode()
+        return self.read_bytes(self.number("Q")).decode()
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
@@ -231,7 +231,9 @@ class _Header:
         if kind == STRING:
             return [self.text() for _ in range(count)]
         form = self.form_of(kind)
-        return list(struct.unpack(f"<{count}{form}", self.take(count * struct.calcsize(form))))
+        return list(
+            struct.unpack(f"<{count}{form}", self.read_bytes(count * struct.calcsize(form)))
+        )
 
     def form_of(self, kind: int) -> str:
         if kind not in SCALARS:

@@ -254,5 +254,5 @@ def beside(factors: mx.array, sizes: mx.array) -> mx.array:
 def blocks_of(stored: GgufTensor) -> Iterator[mx.array]:  # each (n, bytes of a block)
     block, nbytes = stored.type.block, stored.type.nbytes
     most = CHUNK // block * nbytes
-    for data in stored.read(most):
+    for data in stored.read_pieces(most):
         yield mx.array(memoryview(data)).reshape(-1, nbytes)

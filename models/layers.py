@@ -97,7 +97,7 @@ class Norm(NamedTuple):
     of_row: Step
 
     @staticmethod
-    def of(weight: mx.array, eps: float) -> Norm:
+    def from_weight(weight: mx.array, eps: float) -> Norm:
         return Norm(weight, rms_norm(weight, eps))
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> the same
@@ -197,7 +197,7 @@ class Model:
     def for_slots_of(self, length: int) -> Model:
         """The same model with the rope for sequences of up to this length."""
         Dh = self.config.Dh
-        kinds = [AttentionType.of(*kind[:3], Dh, length, kind.growth) for kind in self.kinds]
+        kinds = [AttentionType.for_rope(*kind[:3], Dh, length, kind.growth) for kind in self.kinds]
         return replace(self, kinds=tuple(kinds))
 
 

@@ -70,7 +70,7 @@ def read_model(
 ) -> Model:
     """Read the model in a folder or GGUF file for one process, without checking memory for a slab."""
     how = {"kv": kv, "attention": attention, "activations": activations}
-    return ModelReader(folder, dtype, **how).read()
+    return ModelReader(folder, dtype, **how).read_model()
 
 
 class ModelReader:
@@ -112,7 +112,7 @@ class ModelReader:
         self.weights.check_against(config)
         if activations == 8:
             self.check_rounding()
-        self.share = Shard.of(config, ranks.rank, ranks.size)
+        self.share = Shard.for_rank(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
         self.choices = Choices(config.layers) if config.experts else None
         self.nbytes = self.weights.nbytes(self.config, self.form, has_head=not ranks.rank)
@@ -174,7 +174,7 @@ class ModelReader:
         free = None if self.free is None else self.free - self.nbytes
         return fit(self.config, self.kv_dtype.size, free, **options)
 
-    def read(self) -> Model:
+    def read_model(self) -> Model:
         self.check_room()
         c = self.config
         # Evaluate layer by layer: else the files' arrays and ours would all be in memory together
@@ -189,7 +189,7 @@ class ModelReader:
         cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
         growth = Growth.for_config(*c.growth, c.H) if c.growth else None
         kinds = tuple(
-            AttentionType.of(rope, span, c.cap, c.Dh, growth=growth) for rope, span in kinds
+            AttentionType.for_rope(rope, span, c.cap, c.Dh, growth=growth) for rope, span in kinds
         )
         mx.eval(norm, table, head, kinds)
         device.limit_cache()
@@ -259,7 +259,7 @@ class ModelReader:
         return layer
 
     def norm(self, module: str) -> Norm:
-        return Norm.of(self.tensor(f"{module}.weight"), self.config.norm_eps)
+        return Norm.from_weight(self.tensor(f"{module}.weight"), self.config.norm_eps)
 
     def mlp(self, name: str) -> Mlp | Experts:
         if self.config.experts:
@@ -276,7 +276,7 @@ class ModelReader:
 
     def tensor(self, name: str) -> mx.array:
         """A tensor in our precision, multiplied by the factor of its module."""
-        return self.times(self.take(name), name)
+        return self.times(self.load_tensor(name), name)
 
     def times(self, array: mx.array, name: str) -> mx.array:
         factor = self.config.factor(name)
@@ -287,9 +287,9 @@ class ModelReader:
             array = array.astype(mx.float32) * factor
         return array.astype(dtype)
 
-    def take(self, name: str) -> mx.array:
+    def load_tensor(self, name: str) -> mx.array:
         """A tensor as the files have it; queries and keys with each head in the order of `Rope.order`."""
-        array = self.weights.take(name)
+        array = self.weights.read_tensor(name)
         Dh = self.config.Dh
         order = self.config.rope.order(Dh)
         turns = name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
@@ -318,7 +318,7 @@ class ModelReader:
         # If ranks have some columns each, their outputs are summed, so only rank 0 adds the bias
         if f"{module}.bias" in has and not (self.ranks.rank and columns.stop):
             bias = self.tensor(f"{module}.bias")[rows]
-        weight = self.take(name)
+        weight = self.load_tensor(name)
         if f"{module}.scales" in has:
             return self.quantized(module, weight, bias, rows, columns)
         weight = cut_out(weight, rows, columns)
@@ -340,8 +340,8 @@ class ModelReader:
         name = f"{module}.weight"
         bits = self.weights.tensors[name].bits
         group = self.weights.tensors[name].group
-        scales = self.take(f"{module}.scales")
-        offsets = self.take(f"{module}.biases")
+        scales = self.load_tensor(f"{module}.scales")
+        offsets = self.load_tensor(f"{module}.biases")
         width = groups_of(scales, group) * group
         start, stop, _ = columns.indices(width)
         is_cut = start % group or stop % group

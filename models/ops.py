@@ -24,14 +24,14 @@ from kernels.library import CAP, GEGLU, NORM, SOFTMAX, SWIGLU
 
 def softmax(x: mx.array, scale: float = 1.0) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
     """e^(scale x) / sum(e^(scale x))"""
-    if row_ops.take(x):
+    if row_ops.handles(x):
         return row_ops.usual(SOFTMAX, scale)(x)
     return mx.softmax(x * scale, axis=-1)
 
 
 def swiglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side -> (..., hidden)
     """silu(gate) * up, with silu(x) = x / (1 + e^-x): close to 0 for x < 0, to x for x > 0."""
-    if row_ops.take(gate_up):
+    if row_ops.handles(gate_up):
         return row_ops.usual(SWIGLU)(gate_up)
     gate, up = mx.split(gate_up, 2, axis=-1)
     return one_kernel(gate, up)
@@ -51,7 +51,7 @@ def geglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side -> 
 
     That is x / (1 + e^-v), where v is twice the argument of tanh.
     """
-    if row_ops.take(gate_up):
+    if row_ops.handles(gate_up):
         return row_ops.usual(GEGLU)(gate_up)
     x, up = mx.split(gate_up, 2, axis=-1)
     v = math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)
@@ -60,13 +60,13 @@ def geglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side -> 
 
 def rms_norm(weight: mx.array, eps: float) -> Callable[[mx.array], mx.array]:
     """x / sqrt(mean(x^2) + eps) * weight, as a function of x: (..., D) -> the same"""
-    if row_ops.take(weight):
+    if row_ops.handles(weight):
         return row_ops.Operation(NORM, eps, weight)
     return lambda x: mx.fast.rms_norm(x, weight, eps)
 
 
 def capped(x: mx.array, cap: float) -> mx.array:
     """cap tanh(x / cap): close to x near 0, and never beyond the cap."""
-    if row_ops.take(x):
+    if row_ops.handles(x):
         return row_ops.usual(CAP, cap)(x)
     return cap * mx.tanh(x / cap)

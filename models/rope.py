@@ -112,7 +112,7 @@ class AttentionType(NamedTuple):
     growth: Growth | None = None  # of far queries
 
     @staticmethod
-    def of(
+    def for_rope(
         rope: Rope | None,
         span: int | None,
         cap: float | None,

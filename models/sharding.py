@@ -31,7 +31,7 @@ class Shard(NamedTuple):
     hidden: range  # units inside the MLP
 
     @staticmethod
-    def of(c: Config, rank: int, size: int) -> Shard:
+    def for_rank(c: Config, rank: int, size: int) -> Shard:
         """With more ranks than key heads, several ranks have the same key head and divide its query
         heads."""
         if size > 1 and c.qk_norm == "width":

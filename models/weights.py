@@ -393,7 +393,7 @@ class Weights:
             f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
         )
 
-    def take(self, name: str) -> mx.array:
+    def read_tensor(self, name: str) -> mx.array:
         """Read and check one tensor. It can be taken once, since the caller then owns its memory."""
         return self._read(self.tensors[name])
 

@@ -107,7 +107,7 @@ def addresses() -> tuple[str, str]:
     return repository, f"https://{found[1].lower()}.github.io/{found[2]}/"
 
 
-def read(path: str) -> dict:
+def read_recording(path: str) -> dict:
     """Read a recording from its file, or from a page that was made of it."""
     name = shown(path, 200)
     if not Path(path).is_file():
@@ -139,7 +139,7 @@ def record_demo() -> dict:
         ]
         command += ["--record", file]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-        return read(file)
+        return read_recording(file)
 
 
 def read_talk(path: str) -> list[dict]:
@@ -437,7 +437,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--demo", action="store_true", help="record a race of the demo model first")
     args = parser.parse_args(arguments)
     try:
-        recordings = [record_demo()] if args.demo else [read(path) for path in args.recordings]
+        recordings = (
+            [record_demo()] if args.demo else [read_recording(path) for path in args.recordings]
+        )
         talk = talk_demo() if args.demo else read_talk(args.recordings[0]) if recordings else []
         if not recordings:
             raise ValueError("name a recording, and then the page; tui.py --record writes one")

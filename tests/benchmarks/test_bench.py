@@ -552,5 +552,5 @@ def test_quality_does_not_depend_on_the_chunks(monkeypatch, capsys):
 
 
 def test_perplexity_of_equal_logits_is_their_number():
-    found = quality.Quality.of(np.zeros((3, 16), np.float32), np.array([0, 5, 15]))
+    found = quality.Quality.from_logits(np.zeros((3, 16), np.float32), np.array([0, 5, 15]))
     assert np.exp(found.nll).tolist() == pytest.approx([16, 16, 16])

@@ -78,7 +78,7 @@ def test_norm_is_row_invariant():
     """A row has the same bits alone and among others."""
     for width in (1, 7, 36, 64, 100, 288, 576):
         x, weight = mx.random.normal((9, width)), mx.random.normal((width,))
-        norm = Norm.of(weight, 1e-5)
+        norm = Norm.from_weight(weight, 1e-5)
         assert mx.array_equal(mx.concatenate([norm(x[i : i + 1]) for i in range(9)]), norm(x))
 
 

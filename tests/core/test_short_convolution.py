@@ -81,4 +81,4 @@ def test_memory_of_a_row(folder):
 
 def test_ranks_are_refused(folder):
     with pytest.raises(ValueError, match=r"it has convolutions\. Start one process"):
-        Shard.of(read_model(folder).config, 0, 2)
+        Shard.for_rank(read_model(folder).config, 0, 2)

@@ -121,7 +121,7 @@ def compare(parts, seed: int, **options) -> list[Compared]:
 
 
 def compared(kind: str, plain: Handle, found: Handle) -> Compared:
-    differs = difference(Bits.of(plain), Bits.of(found))
+    differs = difference(Bits.from_handle(plain), Bits.from_handle(found))
     words = differs.words if differs else "" if outcome(plain) == outcome(found) else "its end"
     right = found.metrics.accepted_tokens
     return Compared(kind, words, right, found.metrics.draft_tokens - right)

@@ -69,7 +69,7 @@ def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
     }
     c = read_config(make_checkpoint(tmp_path / "model", **changes), True)
     for size in range(1, 9):
-        shares = [Shard.of(c, rank, size) for rank in range(size)]
+        shares = [Shard.for_rank(c, rank, size) for rank in range(size)]
         assert [head for share in shares for head in share.queries] == list(range(H))
         assert [number for share in shares for number in share.hidden] == list(range(hidden))
         for share in shares:
@@ -128,11 +128,11 @@ def own(branch):
 
 def assert_shards_make_up(folder: Path, form: str, size: int, atol: float) -> list[Layer]:
     """Compare the first layer with what its shards compute. Return these."""
-    models = [ModelReader(folder, form, Ranks(rank, size)).read() for rank in range(size)]
+    models = [ModelReader(folder, form, Ranks(rank, size)).read_model() for rank in range(size)]
     layers = [model.layers[0] for model in models]
     reader = ModelReader(folder, form)
-    c, whole = reader.config, reader.read().layers[0]
-    shares = [Shard.of(c, rank, size) for rank in range(size)]
+    c, whole = reader.config, reader.read_model().layers[0]
+    shares = [Shard.for_rank(c, rank, size) for rank in range(size)]
     x = mx.random.normal((5, c.D), key=mx.random.key(1)).astype(models[0].dtype)
     heads = mx.random.normal((5, c.H, c.Dh), key=mx.random.key(2)).astype(x.dtype)
 
@@ -197,7 +197,7 @@ def test_more_ranks_than_heads_are_refused(tmp_path):
     with pytest.raises(
         ModelError, match="5 ranks cannot share a model with 4 attention heads; start 4 or less"
     ):
-        Shard.of(c, 0, 5)
+        Shard.for_rank(c, 0, 5)
 
 
 # --- orders -------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_ranks_with_other_weights_are_refused(tmp_path):
     """A model and a fine-tuned version have the same config. Half of each answered nonsense, without
     an error."""
     models = [
-        ModelReader(make_checkpoint(tmp_path / str(seed), seed=seed), "float32").read()
+        ModelReader(make_checkpoint(tmp_path / str(seed), seed=seed), "float32").read_model()
         for seed in (1, 2)
     ]
     said = []

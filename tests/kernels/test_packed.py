@@ -234,8 +234,8 @@ def test_shard_has_the_widened_bits(tmp_path, way, size):
     seen = set()
     for rank in range(size):
         ranks = Ranks(rank, size)
-        narrow = ModelReader(lean, ranks=ranks).read().layers[0]
-        wide = ModelReader(folder, "float32", ranks).read().layers[0]
+        narrow = ModelReader(lean, ranks=ranks).read_model().layers[0]
+        wide = ModelReader(folder, "float32", ranks).read_model().layers[0]
         (narrow_mlp, *_), (wide_mlp, *_) = narrow.mlp.steps, wide.mlp.steps
         for part, right in (
             (narrow.qkv, wide.qkv),
@@ -354,7 +354,7 @@ def test_memory_is_as_estimated(tmp_path, bits):
     gc.collect()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    model = reader.read()
+    model = reader.read_model()
     taken, most = mx.get_active_memory() - before, mx.get_peak_memory() - before
     del reader
     assert taken <= 1.02 * stored

@@ -36,8 +36,8 @@ def test_lazy_norm_holds_its_weights():
     x = normal(1, 3, 512)
     for seed in range(6):
         weight = normal(seed, 512)
-        right = np.array(Norm.of(weight, 1e-5)(x))
-        later = Norm.of(weight, 1e-5)(x)
+        right = np.array(Norm.from_weight(weight, 1e-5)(x))
+        later = Norm.from_weight(weight, 1e-5)(x)
         del weight
         gc.collect()
         others = [mx.random.normal((512 + 16,)) for _ in range(8)]

@@ -140,14 +140,14 @@ def fail(fault: str) -> None:
 
 def kill_in_load() -> None:
     """Rank 1 dies while it reads its shard of the weights."""
-    read = ModelReader.read
+    read = ModelReader.read_model
 
     def dying(reader: ModelReader):
         if reader.ranks.rank:
             os.kill(os.getpid(), signal.SIGKILL)
         return read(reader)
 
-    ModelReader.read = dying
+    ModelReader.read_model = dying
     Engine.load("demo", slots=2, max_len=1024)
 
 

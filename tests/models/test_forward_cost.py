@@ -161,7 +161,7 @@ def test_cost_of_each_step(tmp_path, monkeypatch, changes, slots):
 
 def compare(model: Model, step, metered: Counter, exact: bool) -> None:
     asked = asked_of(step.view)
-    bill = pass_cost(model.cost, Work.of(parts_of(step), asked))
+    bill = pass_cost(model.cost, Work.from_members(parts_of(step), asked))
     assert bill.products == metered["products"]
     # The last layer's attention is in the graph, and not computed if no token is asked
     layers = model.cost.layers

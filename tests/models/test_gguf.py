@@ -69,7 +69,7 @@ def test_mlxs_own_products_come_near(kind, tmp_path):
     """As on a GPU. Q6_K has groups of 16, which MLX does not multiply: it becomes float16."""
     file, wide = make_pair(tmp_path, kind, num_hidden_layers=1)
     reader = ModelReader(file, "checkpoint")
-    ours = reader.read()
+    ours = reader.read_model()
     assert nbytes_of(ours) == reader.nbytes
     right = whole(read_model(wide, "float32"), PROMPT)
     assert np.abs(whole(ours, PROMPT) - right).max() < 0.02 * np.abs(right).max()
@@ -95,7 +95,7 @@ def test_frequencies_of_llama_3_come_from_their_tensor(tmp_path):
 def load(file: Path) -> None:
     """Load like an engine, but the tokenizer last, because its check is slow."""
     found = model_finder.find(str(file))
-    ModelReader(found).read()
+    ModelReader(found).read_model()
     Tokenizer(found, 272)
 
 

@@ -516,13 +516,13 @@ def test_model_larger_than_memory(whole, monkeypatch):
 def test_sizes_are_fixed_before_loading(whole, monkeypatch):
     """They were computed twice. When another program took memory in between, a model was refused
     after its weights had been read."""
-    read = ModelReader.read
+    read = ModelReader.read_model
 
     def read_beside_a_neighbour(reader: ModelReader):
         monkeypatch.setattr(device, "free_memory", lambda: 0)
         return read(reader)
 
-    monkeypatch.setattr(ModelReader, "read", read_beside_a_neighbour)
+    monkeypatch.setattr(ModelReader, "read_model", read_beside_a_neighbour)
     monkeypatch.setattr(device, "free_memory", lambda: 10_000_000)
     with Engine.load(whole) as engine:
         assert device.free_memory() == 0

@@ -336,7 +336,7 @@ def files() -> Iterator[Callable[[str], str]]:
 
 
 def with_python_from(address: str, folder: Path) -> Path:
-    (folder / "page.html").write_text(page.make([page.read(str(DEMO))], address))
+    (folder / "page.html").write_text(page.make([page.read_recording(str(DEMO))], address))
     return folder / "page.html"
 
 
@@ -346,7 +346,7 @@ def test_the_scheduler_runs_in_the_page(opens, files, tmp_path):
     tab.click("[data-lab-load]")
     shows(tab, "[data-lab-status]", "step")
     first = tab.inner_text("[data-lab-runs] tr >> nth=0").split("\t")
-    static, continuous = page.read(str(DEMO))["runs"]
+    static, continuous = page.read_recording(str(DEMO))["runs"]
     assert first[0] == "continuous" and first[5] == str(len(continuous["steps"]))
     tab.select_option("[name=policy]", "static")
     shows(tab, "[data-lab-status]", f"{len(static['steps'])} steps")

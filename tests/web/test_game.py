@@ -9,7 +9,7 @@ from docs.make import page
 from policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
-SETUP = page.game_of(page.read(str(ROOT / "docs" / "index.html")))
+SETUP = page.game_of(page.read_recording(str(ROOT / "docs" / "index.html")))
 PLAYS = """
 import { Hand, scoreText } from "./game.js";
 import { BLOCKED } from "./recording.js";

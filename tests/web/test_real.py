@@ -17,7 +17,7 @@ from web import simulate
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "index.html"
-RECORDING = page.read(str(PAGE))
+RECORDING = page.read_recording(str(PAGE))
 TALK = page.read_talk(str(PAGE))
 FIELDS = RECORDING["fields"]
 at_every_run = pytest.mark.parametrize("run", RECORDING["runs"], ids=lambda run: run["policy"])
@@ -99,7 +99,7 @@ def test_the_words_about_speed_are_those_of_the_table():
 
 def test_the_page_is_made_of_what_lies_here():
     """But for the scheduler in it: exercises change it, and that is no mistake."""
-    anew, there = page.make([page.read(str(PAGE))], talk=TALK), PAGE.read_text()
+    anew, there = page.make([page.read_recording(str(PAGE))], talk=TALK), PAGE.read_text()
     data = re.compile(r'<script type="application/json" id="data-lab">(.*?)</script>')
     labs = [json.loads(data.search(text)[1]) for text in (anew, there)]
     for lab in labs:

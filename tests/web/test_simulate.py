@@ -175,7 +175,7 @@ export const loadPyodide = async () => ({
 
 def worker(questions: list[dict], **files) -> list[dict]:
     """What the page's worker answers: to its start, and then to each question."""
-    sources = page.lab_of(page.read(str(ROOT / "docs" / "index.html")), {})["sources"]
+    sources = page.lab_of(page.read_recording(str(ROOT / "docs" / "index.html")), {})["sources"]
     said = {"sources": sources, "questions": [{"question": json.dumps(q)} for q in questions]}
     return in_node(WORKER, said | files)
 
@@ -186,7 +186,7 @@ def test_the_worker_writes_every_source():
     fake = {"pyodide.mjs": DISK, "pyodide.asm.mjs": "export default null"}
     (answer,) = worker([], files=fake)
     assert "failed" not in answer, answer
-    sources = page.lab_of(page.read(str(ROOT / "docs" / "index.html")), {})["sources"]
+    sources = page.lab_of(page.read_recording(str(ROOT / "docs" / "index.html")), {})["sources"]
     assert json.loads(answer["answer"]) == sources
     assert any("/" in path for path in sources)
 
@@ -199,7 +199,7 @@ def test_the_lab_runs_in_pyodide():
     for name, integrity in PYODIDE["files"].items():
         digest = hashlib.sha384((folder / name).read_bytes()).digest()
         assert integrity == f"sha384-{base64.b64encode(digest).decode()}", name
-    recording = page.read(str(ROOT / "docs" / "index.html"))
+    recording = page.read_recording(str(ROOT / "docs" / "index.html"))
     static, continuous = recording["runs"]
     limits = simulate.named(recording["fields"]["Limits"], static["limits"])
     lines = simulate.lines()
