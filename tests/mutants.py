@@ -43,6 +43,7 @@ class Mutant(NamedTuple):
 
 SCHED = "tests/core/test_sched.py"
 REUSE = "tests/core/test_prefix_caching.py"
+CHOICE = "tests/core/test_slot_choice.py"
 SLOTS = "tests/engine/test_disk_prefix_cache.py"
 FAULTS = "tests/core/test_failures.py"
 ENGINE = "tests/core/test_engine.py"
@@ -133,6 +134,27 @@ MUTANTS = [
         "self._longest(trail, len(trail.tokens) - 1, slots)",
         "self._longest(trail, len(trail.tokens), slots)",
         f"{SCHED}::test_longest_cached_prefix_is_found",
+    ),
+    Mutant(
+        "prefix.py",
+        "Prefixes.begin_alike",
+        "any(node in other.nodes[n - 1 : n] for other in others)",
+        "False",
+        f"{REUSE}::test_shared_system_prompt_is_computed_once",
+    ),
+    Mutant(
+        "prefix.py",
+        "Prefixes.choose_slot",
+        "self._rows_lost(slot, common, (*free, *running))",
+        "0",
+        f"{CHOICE}::test_only_new_tokens_are_read_where_slots_suffice",
+    ),
+    Mutant(
+        "runner.py",
+        "ForwardBatch.passes",
+        "prefill.source in written",
+        "False",
+        f"{REUSE}::test_shared_system_prompt_is_computed_once",
     ),
     Mutant(
         "prefix.py",
