@@ -38,6 +38,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kernels import c_attention
+from kernels.delta_net import States
 from kernels.device import has_gpu, mx
 
 BUCKET = 32  # rows: the length of a slot is a multiple of this
@@ -68,6 +69,7 @@ class Slab:
         mx.eval(self.arrays)  # zeros are lazy, too: this takes the memory now
         for array in self.arrays:
             c_attention.label(array)
+        self.states: list[States] = []  # of layers that keep no rows, if there are any
 
     def bucket(self, rows: int) -> int:
         """`rows`, rounded up to whole buckets, but at most the length of a slot.
@@ -87,7 +89,7 @@ class Slab:
         `array` refer to a new node of the graph (see `Window.write`). So code that kept an array to
         wait for would wait for a later write.
         """
-        return [self.arrays[-1][:1, :1, :1]]
+        return [self.arrays[-1][:1, :1, :1], *(states.memory[:1] for states in self.states[-1:])]
 
     def narrowed(self, new: mx.array) -> mx.array:
         """Keys and values in the slab's dtype, with NaN for those out of its range.
@@ -161,6 +163,7 @@ class Window:
         slots: Sequence[int],
         starts: Sequence[int],
         L: int,
+        state_moves: Sequence[tuple[int, int, int, int]] = (),
     ):
         # MLX checks no bounds: a write past the end of the slab would corrupt other memory.
         if not len(slots) == len(starts) == len(set(slots)):
@@ -174,6 +177,9 @@ class Window:
         self.starts = starts
         self.B = len(slots)
         self.L = L
+        # Of each sequence, in a model with states: the place that it continues from and the tokens
+        # before its matrix there, the place where its state goes and the tokens before that matrix
+        self.state_moves = state_moves
         positions = [start + i for start in starts for i in range(L)]
         self.positions = mx.array(positions)  # (B * L,)
         self._rows: dict[int, mx.array] = {}  # by the heads of a layer
@@ -223,6 +229,19 @@ class Window:
             rows = slab.arrays[layer].flatten(0, 2)  # (slots * heads * (S + 1), Dh)
             rows = mx.put_along_axis(rows, where, new.flatten(0, 1), axis=0)
             slab.arrays[layer] = rows.reshape(slab.shapes[layer])
+
+    @cached_property
+    def moves(self) -> mx.array:  # (B * L, 5)
+        """The moves of states, for each token: from, base, its row, to, keep."""
+        return mx.array(
+            [
+                (source, base, row, target, keep)
+                for move, start in zip(self.state_moves, self.starts, strict=True)
+                for source, base, target, keep in [move]
+                for row in range(start, start + self.L)
+            ],
+            mx.float32,  # exact up to 2^24 rows
+        )
 
     def read(self, layer: int, group: AttentionGroup) -> list[mx.array]:
         """The keys and values that a group reads: views of the slab, (B, Hkv, T, Dh) each."""

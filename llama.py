@@ -43,7 +43,6 @@ from itertools import accumulate
 from kernels.c_attention import COperation
 from kernels.device import mx
 from kv import AttentionGroup, Window
-from models.convolution import convolve
 from models.layers import Layer, Model
 from models.ops import capped, softmax
 from models.rope import AttentionType, turning
@@ -80,12 +79,14 @@ def forward(
     attentions = [prepare(kind, model.config.H, windows) for kind in model.kinds]
     x = model.table.embed(ids)  # (N, D)
     for layer in model.layers:
-        h = layer.attn_norm(x)
-        if layer.taps is None:
-            q, k, v = heads(model, layer, h, turns[layer.kind])
-            h = attend(layer, q, k, v, windows, attentions[layer.kind])  # (N, H * Dh)
+        normed = layer.attn_norm(x)
+        if layer.mixer:
+            h = layer.mixer(normed, windows)
         else:
-            h = convolve(layer, h, windows)  # (N, D)
+            q, k, v = heads(model, layer, normed, turns[layer.kind])
+            h = attend(layer, q, k, v, windows, attentions[layer.kind])  # (N, H * Dh)
+        if layer.gate:
+            h = layer.gate(h, normed)
         if layer is model.layers[-1]:
             # All keys and values are stored. Only tokens whose next one is sampled go on.
             x = only(x, asked)  # (n, D)

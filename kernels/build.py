@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
+INCLUDED = (Path(__file__).with_name("delta_net.c"),)
 # Not those of Python's own build, which differ between machines and may change bits
 OPTIONS = [
     "-O3",
@@ -73,7 +74,8 @@ def library(form: str) -> Path:
 
 def source_hash(form: str) -> str:
     """The hash of everything that a library is compiled from."""
-    made_from = [SOURCE.read_text(encoding="utf-8"), *OPTIONS, FORMS[form].options]
+    sources = [path.read_text(encoding="utf-8") for path in (SOURCE, *INCLUDED)]
+    made_from = [*sources, *OPTIONS, FORMS[form].options]
     return hashlib.sha256("\n".join(made_from).encode()).hexdigest()
 
 

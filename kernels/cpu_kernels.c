@@ -44,7 +44,8 @@
 
    In place of a matrix there may also be the name of an operation on each row: a softmax, a gate or a norm. Each of them
    works on one row alone, in one order. Attention is an operation, too, with the keys and values of a layer in place of a
-   matrix: it has the bits of the formula in `llama.py`, and takes about half the time.
+   matrix: it has the bits of the formula in `llama.py`, and takes about half the time. So is the gated delta rule, with the
+   states of a layer (`delta_net.c`).
 
    How to read on: the vectors of each processor; packed weights; a tile, which is the part of the result that is held in registers;
    strips and panels, which stay in the caches; operations; threads; and `cblas_sgemm`, the name by which MLX calls
@@ -271,7 +272,7 @@ static long at_most(long number, long limit) { return number < limit ? number : 
 
 enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, /* of numbers; */
        ROUNDED_4, ROUNDED_6, ROUNDED_8, /* for activations in 8 bits: numbers of 4 bits, of 6 in 8, and of 8; */
-       SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION }; /* of operations */
+       SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU }; /* of operations */
 
 typedef struct {
   uint64_t key[2];
@@ -1070,6 +1071,7 @@ static void multiply_rounded(const Product *p, long j0, long j1) {
        SOFTMAX  y = e^(s x) / sum of e^(s x)               the largest x is subtracted from all first; s is the setting
        SWIGLU   y = g / (1 + e^-g) u                       the gate g is the first half of x, and u is the second
        GEGLU    y = g / (1 + e^-v) u                       v = sqrt(8 / pi) (g + 0.044715 g^3)
+       SIGLU    y = 1 / (1 + e^-g) u
        NORM     y = x / sqrt(mean of x^2 + eps) weight     eps is the setting
        CAP      y = c tanh(x / c)                          c is the setting
 
@@ -1169,11 +1171,13 @@ INLINE void gate(const float *x, float *y, long count, const int form) {
     vec g = load_some(x + k, count - k, 0), up = load_some(x + count + k, count - k, 0), v = g;
     if (form == GEGLU) v = all(0x1.988454p0f) * fma_(all(0.044715f) * g * g, g, g);
     Power e = power(-v);
+    if (form == SIGLU) g = all(1);
     store_some(y + k, count - k, g * e.over / (e.over + e.number) * up); /* g / (1 + e^-v), and no power too large */
   }
 }
 static NOINLINE void swiglu(const float *x, float *y, long count) { gate(x, y, count, SWIGLU); }
 static NOINLINE void geglu(const float *x, float *y, long count) { gate(x, y, count, GEGLU); }
+static NOINLINE void siglu(const float *x, float *y, long count) { gate(x, y, count, SIGLU); }
 
 static NOINLINE void norm(const float *x, float *y, long count, float eps, const float *weight) {
   vec size = all(1 / __builtin_sqrt(sum_of(x, count, 1) / count + eps));
@@ -1447,6 +1451,8 @@ static NOINLINE void attend(const Product *p, long unit) {
     memcpy(p->y + (m0 + i / group) * p->ldy + (head * group + i % group) * Dh, y + i * Dh, Dh * sizeof *y);
 }
 
+#include "delta_net.c"
+
 static void operate(const Product *p, long m0, long m1) {
   const Packed *a = p->packed;
   for (long m = m0; m < m1; m++) {
@@ -1455,6 +1461,7 @@ static void operate(const Product *p, long m0, long m1) {
     if (a->form == SOFTMAX) softmax(x, y, p->N, a->setting);
     if (a->form == SWIGLU) swiglu(x, y, p->N);
     if (a->form == GEGLU) geglu(x, y, p->N);
+    if (a->form == SIGLU) siglu(x, y, p->N);
     if (a->form == NORM) norm(x, y, p->N, a->setting, (const float *)line(a, 1));
     if (a->form == CAP) cap(x, y, p->N, a->setting);
   }
@@ -1521,8 +1528,8 @@ static long nanoseconds(void) {
 }
 
 static void compute_share(const Product *p, long share, long shares, int by_rows) {
-  if (is_attention(p->packed)) {
-    attend(p, share);
+  if (is_attention(p->packed) || is_delta(p->packed)) {
+    (is_delta(p->packed) ? change_state : attend)(p, share);
     return;
   }
   long unit = by_rows ? HEIGHT_OF_SHARE : WIDTH_OF_SHARE;
@@ -1601,17 +1608,19 @@ static void share_out(const Product *p, int shares, int by_rows) {
     while (sem_wait(&pool.done)) {}
 }
 
-static NOINLINE void run_attention(Product p) {
+/* Attention, and the gated delta rule: a unit of work is a head of a tile. */
+static NOINLINE void run_heads(Product p) {
+  const int is_state = is_delta(p.packed);
   long *tiles = allocate((p.M + 1) * sizeof *tiles), count = 0;
-  double work = 0;
-  for (long m = 0; m < p.M; m = tile_end(&p, m)) tiles[count++] = m;
+  double work = is_state ? 4. * p.M * p.N * states_of(&p)->Dk : 0;
+  for (long m = 0; m < p.M; m = (is_state ? sequence_end : tile_end)(&p, m)) tiles[count++] = m;
   tiles[count] = p.M;
-  for (long m = 0; m < p.M; m++) work += 2. * p.N * (number_of(&p, m, LAST) - number_of(&p, m, FIRST) + 1);
+  for (long m = 0; m < p.M && !is_state; m++) work += 2. * p.N * (number_of(&p, m, LAST) - number_of(&p, m, FIRST) + 1);
   p.tiles = tiles;
   p.tile_count = count;
-  const long units = count * slab_of(&p)->heads;
+  const long units = count * (is_state ? states_of(&p)->Hk : slab_of(&p)->heads);
   if (threads == 1 || work < ALONE || pthread_mutex_trylock(&pool.owner)) {
-    for (long unit = 0; unit < units; unit++) attend(&p, unit);
+    for (long unit = 0; unit < units; unit++) compute_share(&p, unit, units, 0);
   } else {
     share_out(&p, (int)units, 0);
     pthread_mutex_unlock(&pool.owner);
@@ -1642,8 +1651,8 @@ static NOINLINE void run_in_strips(Product p) {
 }
 
 static NOINLINE void run(const Product *p) {
-  if (is_attention(p->packed)) {
-    run_attention(*p);
+  if (is_attention(p->packed) || is_delta(p->packed)) {
+    run_heads(*p);
     return;
   }
   if (needs_strips(p) && !p->strips) {
@@ -1761,6 +1770,9 @@ static int is_as_said(const Packed *a, const Product *p) {
   if (a->form == SOFTMAX || a->form == CAP) return p->N == p->K && is_plain(p);
   if (a->form == NORM) return p->N == p->K && p->N == a->N && is_plain(p);
   if (is_attention(a)) return p->N + NUMBERS_OF_A_TOKEN == p->K && p->N % (slab_of(p)->heads * slab_of(p)->Dh) == 0 && is_plain(p);
+  if (is_delta(a))
+    return p->N == (long)states_of(p)->Hv * states_of(p)->Dv &&
+           p->K == inputs_of(states_of(p)) + 2 * states_of(p)->Hv + NUMBERS_OF_A_MOVE && is_plain(p);
   if (is_operation(a)) return p->N * 2 == p->K && is_plain(p);
   if (is_rounded(a->form) && !is_plain(p)) return 0;
   return p->N == a->N && p->K == a->K && p->ldw == p->K && !p->is_turned;

@@ -46,14 +46,14 @@ from kernels.build import FORMS, SOURCE, library, source_hash
 MOST_THREADS = 16  # by default; memory bandwidth is the limit before that, and more are untested
 # The hash of what every library computes in the check, on any processor. It changes with the order of
 # a sum: the line that refuses the library names the new one.
-BITS = "fbe670e0c0032594f019eabe975d094f"
+BITS = "8c926fd4f86ccc28308d12fa688221fa"
 PLAIN_BITS = (
-    "fed6aaaded46e152b339ce6d260414c5"  # without fused multiply-adds; nothing else has these
+    "ca8e2fe94d6582f83f96345f5a300402"  # without fused multiply-adds; nothing else has these
 )
 
 # Numbers and operations on rows, in the order of the `enum` in `cpu_kernels.c`
 FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, ROUNDED_4, ROUNDED_6, ROUNDED_8 = range(8)
-SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION = range(8, 14)
+SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU = range(8, 16)
 ROUNDED = (ROUNDED_4, ROUNDED_6, ROUNDED_8)  # for activations in 8 bits
 LINE = 64  # bytes of the header of a packed matrix; a cache line
 ORDER = 16  # the number of partial sums of a product
@@ -294,7 +294,7 @@ def computed(library: ctypes.CDLL) -> str:
                 x = drawn(draw, M * K, 3)
                 x[-1], x[-K] = (math.nan, 1e30) if M == 9 else (0, 0)
                 multiply(x, w, M, N, K)
-    for operation in (SOFTMAX, SWIGLU, GEGLU, NORM, CAP):
+    for operation in (SOFTMAX, SWIGLU, GEGLU, SIGLU, NORM, CAP):
         for M, N in ((1, 1), (3, 5), (4, 75)):
             K = N if operation in (SOFTMAX, NORM, CAP) else 2 * N
             w = array("f", bytes(LINE)) + drawn(draw, N)  # of a norm, the weights
@@ -310,8 +310,34 @@ def computed(library: ctypes.CDLL) -> str:
         x, slab = attention_of(library, draw, form, Dh, group)
         K = len(x) // len(TOKENS)
         multiply(x, slab, len(TOKENS), K - 4, K, begin=len(slab) - LINE)
+    for heads in ((1, 2, 20, 48), (2, 2, 16, 80)):
+        states, weights = states_of(library, draw, heads)
+        inputs = 2 * heads[0] * heads[2] + heads[1] * heads[3]
+        for windows in STATES:
+            x = array("f")
+            for source, base, start, stop, target, keep in windows:
+                for row in range(start, stop):
+                    x += drawn(draw, inputs + 2 * heads[1], 2)
+                    x += array("f", [source, base, row, target, keep])
+            M = sum(stop - start for _, _, start, stop, _, _ in windows)
+            K = len(x) // M
+            multiply(x, states, M, heads[1] * heads[3], K, begin=len(states) * 4 - LINE)
+        seen.update(states[: -LINE // 4].tobytes())
+        assert weights  # the states refer to them
     return seen.hexdigest()[:32]
 
+
+# Of the gated delta rule, windows: the place that a sequence continues from, its base, its tokens from start to stop,
+# and the place where its state goes, as of which token. Two prompts; a chunk that leaves a checkpoint; drafts, of which
+# some are rejected; and a fork
+STATES = [
+    [(-1, 0, 0, 7, 0, 6), (-1, 0, 0, 2, 1, 1)],
+    [(0, 6, 7, 12, 2, 11), (1, 1, 2, 5, 1, 2)],
+    [(2, 11, 12, 13, 0, 12), (1, 2, 4, 7, 1, 4)],
+    [(0, 12, 13, 16, 0, 13), (2, 11, 11, 14, 1, 13)],
+    [(0, 13, 14, 15, 0, 14), (1, 13, 14, 15, 1, 14)],
+]
+DRAFTS = 2
 
 # Of attention: slot, first row, last row, cap. A chunk, and single tokens
 TOKENS = [(1, 0, row, 0) for row in range(90, 97)]
@@ -330,6 +356,21 @@ def attention_of(
     for token in TOKENS:
         x += drawn(draw, group * heads * Dh, 3) + array("f", token)
     return x, slab
+
+
+def states_of(
+    library: ctypes.CDLL, draw: random.Random, heads: tuple[int, int, int, int]
+) -> tuple[array, array]:
+    """The states of a layer, two slots and a checkpoint, and its weights: heads of keys and values, and their sizes."""
+    Hk, Hv, Dk, Dv = heads
+    weights = drawn(draw, 4 * (2 * Hk * Dk + Hv * Dv) + 2 * Hv)
+    sizes = (ctypes.c_int * 7)(2, 3, 1 + DRAFTS, *heads)
+    library.rows_states.restype = ctypes.c_long
+    at_weights = ctypes.c_void_p(weights.buffer_info()[0])
+    count = library.rows_states(None, sizes, at_weights)
+    states = array("f", [1e30]) * (count + LINE // 4)  # must be overwritten before it is read
+    library.rows_states(ctypes.c_void_p(states.buffer_info()[0]), sizes, at_weights)
+    return states, weights
 
 
 def drawn(draw: random.Random, count: int, most: float = 1) -> array:

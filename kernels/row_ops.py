@@ -40,7 +40,7 @@ class Operation:
         `weight`: of a norm."""
         own = mx.zeros(0) if weight is None else weight
         self._memory = mx.concatenate([mx.zeros(LINE // 4), own])
-        self._halves = form in (library.SWIGLU, library.GEGLU)
+        self._halves = form in (library.SWIGLU, library.GEGLU, library.SIGLU)
         at = ctypes.c_void_p(address(self._memory))
         device.blas.library.rows_operation(at, form, own.size, ctypes.c_float(setting))
 

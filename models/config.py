@@ -14,6 +14,7 @@ from typing import Any
 
 from base.untrusted_files import ModelError, read_json
 from base.validation import shown
+from kernels.delta_net import TAPS, Heads
 from models.families import FAMILIES, NORMS, Family
 from models.fields import Fields
 from models.gguf_config import described
@@ -32,6 +33,13 @@ MLP = {
     "mlp.up_proj": ("hidden", "width"),
     "mlp.down_proj": ("width", "hidden"),
 }
+DELTA_NET = {
+    "linear_attn.in_proj_qkv": ("delta inputs", "width"),
+    "linear_attn.in_proj_z": ("delta values", "width"),
+    "linear_attn.in_proj_a": ("value heads", "width"),
+    "linear_attn.in_proj_b": ("value heads", "width"),
+    "linear_attn.out_proj": ("width", "delta values"),
+}
 CONVOLUTION = {"conv.in_proj": ("three widths", "width"), "conv.out_proj": ("width", "width")}
 EXPERTS = {  # instead of one MLP: a router, and three matrices for each expert
     "mlp.gate": ("experts", "width"),
@@ -39,7 +47,12 @@ EXPERTS = {  # instead of one MLP: a router, and three matrices for each expert
     "mlp.experts.up_proj": ("experts", "hidden", "width"),
     "mlp.experts.down_proj": ("experts", "width", "hidden"),
 }
-WITH_TEXT_PART = ("mistral3", "gemma3")  # in `text_config`; images are not supported
+WITH_TEXT_PART = (
+    "mistral3",
+    "gemma3",
+    "qwen3_5",
+    "qwen3_5_moe",
+)  # in `text_config`; images are not supported
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -78,6 +91,9 @@ class Config:
     has_head: bool = True  # an embedding model may have none
     convolved: Collection[int] = ()  # the layers with a short convolution in place of attention
     taps: int = 0  # of it
+    delta: Heads | None = None  # of the layers with a gated delta net in place of attention,
+    deltas: Collection[int] = ()  # which are these
+    gated: bool = False  # attention has an output gate, whose rows are in q_proj
     # The files may hold q, k and v as one matrix, and gate and up (`Weights.split`)
     fused: bool = False
     experts: int = 0  # per layer; 0 means one MLP for all tokens
@@ -103,11 +119,18 @@ class Config:
         }
         if not self.tied:
             shapes["lm_head.weight"] = (self.V, D)
+        if self.delta:
+            values = self.delta.Hv * self.delta.Dv
+            sizes |= {"delta inputs": self.delta.inputs, "delta values": values}
+            sizes |= {"value heads": self.delta.Hv}
         for i in range(self.layers):
             layer = f"model.layers.{i}."
             mixer = CONVOLUTION if i in self.convolved else ATTENTION
+            mixer = DELTA_NET if i in self.deltas else mixer
             for module, sides in (mixer | (EXPERTS if self.experts else MLP)).items():
                 shape = tuple(sizes[side] for side in sides)
+                if self.gated and module.endswith("q_proj"):
+                    shape = (2 * shape[0], shape[1])
                 shapes[f"{layer}{module}.weight"] = shape
                 if self.has_bias(module):
                     shapes[f"{layer}{module}.bias"] = shape[:1]
@@ -115,6 +138,11 @@ class Config:
                 shapes[f"{layer}{name}.weight"] = (D,)
             if i in self.convolved:
                 shapes[f"{layer}conv.conv.weight"] = (D, self.taps, 1)
+            elif i in self.deltas:
+                shapes[f"{layer}linear_attn.conv1d.weight"] = (self.delta.inputs, TAPS, 1)
+                shapes[f"{layer}linear_attn.A_log"] = (self.delta.Hv,)
+                shapes[f"{layer}linear_attn.dt_bias"] = (self.delta.Hv,)
+                shapes[f"{layer}linear_attn.norm.weight"] = (self.delta.Dv,)
             elif self.qk_norm:
                 over_all = self.qk_norm == "width"
                 q = sizes["queries"] if over_all else self.Dh
@@ -125,6 +153,8 @@ class Config:
 
     def has_bias(self, module: str) -> bool:
         """True if this matrix has a bias."""
+        if "linear_attn" in module:
+            return False
         if "mlp" in module:
             return self.mlp_bias and not self.experts
         return self.o_bias if "o_proj" in module else self.qkv_bias
@@ -139,7 +169,10 @@ class Config:
         return NORMS[self.norms_at]
 
     def heads_of_row(self, layer: int) -> int:
-        """What a layer keeps of a token, in heads: keys and values, or the input of a convolution."""
+        """What a layer keeps of a token, in heads: keys and values, or the input of a convolution. A
+        delta net keeps states instead."""
+        if layer in self.deltas:
+            return 0
         return self.D // self.Dh if layer in self.convolved else 2 * self.Hkv
 
     def positions(self, layer: int) -> tuple[Rope | None, int | None]:

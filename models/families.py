@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kernels.delta_net import TAPS, Heads
+from kernels.library import ORDER
 from models.fields import Fields
 from models.rope import Rope
 
@@ -228,6 +230,31 @@ def _experts(fields: Fields, *_) -> dict[str, Any]:
         raise fields.refuse("num_experts_per_tok", taken, (choice,))
     whole = bool(fields.get("norm_topk_prob"))
     return {"qk_norm": "head", "experts": experts, "taken": taken, "whole_shares": whole}
+
+
+def _qwen3_5(fields: Fields, *_) -> dict[str, Any]:
+    """Qwen 3.5 has a gated delta net in three of four layers, and attention with an output gate in the
+    others."""
+    layers = fields.number("num_hidden_layers")
+    every = fields.number("full_attention_interval", 4)
+    kinds = fields.get("layer_types")
+    deltas = [i for i in range(layers) if (i + 1) % every]
+    if isinstance(kinds, list):
+        deltas = [i for i, kind in enumerate(kinds[:layers]) if kind == "linear_attention"]
+    if len(deltas) == layers:
+        raise fields.refuse("layer_types", "linear_attention alone", ("some of full_attention",))
+    taps = fields.number("linear_conv_kernel_dim", TAPS)
+    if taps != TAPS:
+        raise fields.refuse("linear_conv_kernel_dim", taps, (f"{TAPS}",))
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    heads = Heads(*(fields.number(f"linear_{name}") for name in names))
+    if heads.Hv % heads.Hk:
+        choice = f"a multiple of {heads.Hk} key heads"
+        raise fields.refuse("linear_num_value_heads", heads.Hv, (choice,))
+    if heads.Dv % ORDER:
+        raise fields.refuse("linear_value_head_dim", heads.Dv, (f"a multiple of {ORDER}",))
+    own = {"delta": heads, "deltas": frozenset(deltas)}
+    return own | {"qk_norm": "head", "norms_add": True, "gated": True}
 
 
 def _smollm3(fields: Fields, *_) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def counted(model: Model) -> ModelCost:
     """Count this rank's shard of the model."""
     c = model.config
     *before, last = model.layers
-    body = [last.attn_norm, last.qkv, last.qk_norm, before]
+    body = [last.attn_norm, last.qkv, last.qk_norm, last.gate, last.mixer, before]
     tail = [
         last.out,
         last.mlp_norm,

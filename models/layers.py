@@ -7,17 +7,20 @@ output, however its weights are stored, so `forward` need not know that. Next: `
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from distributed.group import ALONE, Ranks
 from kernels.device import mx, tree_flatten
 from kernels.packed import Matrix
 from models.config import Config
 from models.forward_cost import ModelCost
-from models.ops import geglu, rms_norm, softmax, swiglu
+from models.ops import geglu, rms_norm, siglu, softmax, swiglu
 from models.rope import AttentionType
+
+if TYPE_CHECKING:
+    from kv import Window
 
 
 class Mlp(NamedTuple):
@@ -140,20 +143,32 @@ def chain(*steps: Step | None) -> Step:
     return present[0] if len(present) == 1 else Chain(present)
 
 
+class OutputGate(NamedTuple):
+    """sigmoid(gate(x)) h"""
+
+    gate: Matrix  # D -> H * Dh
+
+    def __call__(self, h: mx.array, x: mx.array) -> mx.array:  # (N, H * Dh), (N, D) -> (N, H * Dh)
+        return siglu(mx.concatenate([self.gate(x), h], axis=-1))
+
+
+# What mixes the tokens of a sequence in place of attention: (N, D) -> (N, width of `Layer.out`)
+Mixer = Callable[[mx.array, "Sequence[Window]"], mx.array]
+
+
 class Layer(NamedTuple):
     """The steps that `forward` calls. Whatever a family adds is inside them."""
 
-    index: int  # in the model, and in the slab
     kind: int  # its attention type: an index into the model's `kinds`
     attn_norm: Step  # (N, D) -> the same
-    qkv: Step  # (N, D) -> (N, (H + 2 Hkv) * Dh)
-    qk_norm: Step  # (N, H + Hkv, Dh) -> the same
     out: Step  # (N, H * Dh) -> (N, D)
     mlp_norm: Step  # (N, D) -> the same
     mlp: Step  # (N, D) -> the same
-    # Of a convolution, in place of attention: (taps, D). Then qkv is (N, D) -> (N, 3 D), and out
-    # (N, D) -> (N, D)
-    taps: mx.array | None = None
+    index: int = 0  # of its rows in the slab
+    qkv: Step = chain()  # (N, D) -> (N, (H + 2 Hkv) * Dh)
+    qk_norm: Step = chain()  # (N, H + Hkv, Dh) -> the same
+    gate: OutputGate | None = None  # of what attention yields
+    mixer: Mixer | None = None  # in place of attention: then there are no queries, keys and values
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ from kernels.packed import (
     widened,
 )
 from models.config import read_config
+from models.convolution import Convolution
+from models.delta_net import DeltaNet
 from models.embedding_support import why_not
 from models.forward_cost import arrays, counted
 from models.gguf_file import is_gguf
@@ -40,9 +42,11 @@ from models.layers import (
     Choices,
     Experts,
     Layer,
+    Mixer,
     Mlp,
     Model,
     Norm,
+    OutputGate,
     QKNorm,
     SideBySide,
     chain,
@@ -110,6 +114,8 @@ class ModelReader:
         if not (config.tied or self.weights.has_head or why_not(folder)):
             config = replace(config, tied=True, has_head=False)
         self.weights.check_against(config)
+        if config.deltas and self.weights.is_converted(config):
+            config = replace(config, norms_add=False)
         if activations == 8:
             self.check_rounding()
         self.share = Shard.for_rank(config, ranks.rank, ranks.size)
@@ -220,19 +226,29 @@ class ModelReader:
         # Norms are before or after the two branches
         norms = {place: self.norm(f"{name}{module}") for place, module in c.norms.items()}
         if index in c.convolved:
-            return self.convolution(index, kind, norms)
-        qk_norm = None
+            return self.mixed(index, kind, norms, self.convolution(index), "conv.out_proj")
+        if index in c.deltas:
+            return self.mixed(index, kind, norms, self.delta_net(index), "linear_attn.out_proj")
+        qk_norm = gate = None
         if c.qk_norm:
             q_norm, k_norm = (self.norm(f"{name}self_attn.{part}_norm") for part in "qk")
             qk_norm = QKNorm(q_norm, k_norm, c.H, c.qk_norm == "width")
+        q, k, v = (f"{name}self_attn.{part}_proj" for part in "qkv")
+        if c.gated:
+            queries, gates = self.queries_and_gates(q)
+            qkv = self.joined([queries, self.part(k), self.part(v)])
+            gate = OutputGate(self.kept(gates))
+        else:
+            qkv = self.linear(q, k, v)
         # Each rank computes a part of every branch
         summed = self.ranks.sum if self.ranks.size > 1 else None
         layer = Layer(
-            index=index,
+            index=index - sum(i < index for i in c.deltas),
             kind=kind,
             attn_norm=chain(norms.get("attn_norm")),
-            qkv=self.linear(*(f"{name}self_attn.{part}_proj" for part in "qkv")),
+            qkv=qkv,
             qk_norm=chain(qk_norm),
+            gate=gate,
             out=chain(self.linear(f"{name}self_attn.o_proj"), summed, norms.get("attn_after")),
             mlp_norm=chain(norms.get("mlp_norm")),
             mlp=chain(self.mlp(f"{name}mlp."), summed, norms.get("mlp_after")),
@@ -240,23 +256,51 @@ class ModelReader:
         mx.eval(arrays(layer))
         return layer
 
-    def convolution(self, index: int, kind: int, norms: dict[str, Norm]) -> Layer:
-        """A layer with a short convolution in place of attention."""
+    def mixed(self, index: int, kind: int, norms: dict[str, Norm], mixer: Mixer, out: str) -> Layer:
+        """A layer with something else in place of attention."""
         name = f"model.layers.{index}."
-        taps = self.tensor(f"{name}conv.conv.weight").reshape(self.config.D, -1)
         layer = Layer(
-            index=index,
             kind=kind,
             attn_norm=chain(norms.get("attn_norm")),
-            qkv=self.linear(f"{name}conv.in_proj"),
-            qk_norm=chain(),
-            out=self.linear(f"{name}conv.out_proj"),
+            out=self.linear(f"{name}{out}"),
             mlp_norm=chain(norms.get("mlp_norm")),
             mlp=self.mlp(f"{name}mlp."),
-            taps=mx.contiguous(taps.T),  # (taps, D)
+            mixer=mixer,
         )
         mx.eval(arrays(layer))
         return layer
+
+    def convolution(self, index: int) -> Convolution:
+        name = f"model.layers.{index}.conv."
+        taps = self.tensor(f"{name}conv.weight").reshape(self.config.D, -1)
+        return Convolution(index, self.linear(f"{name}in_proj"), mx.contiguous(taps.T))
+
+    def delta_net(self, index: int) -> DeltaNet:
+        name = f"model.layers.{index}.linear_attn."
+        heads = self.config.delta
+        taps = self.tensor(f"{name}conv1d.weight").reshape(heads.inputs, -1)
+        vectors = [self.tensor(f"{name}{vector}") for vector in ("A_log", "dt_bias")]
+        weights = mx.concatenate([taps.T.flatten(), *vectors])
+        return DeltaNet(
+            index=sum(i < index for i in self.config.deltas),
+            heads=heads,
+            project=self.linear(*(f"{name}in_proj_{part}" for part in ("qkv", "a", "b"))),
+            weights=weights.astype(mx.float32),
+            z=self.linear(f"{name}in_proj_z"),
+            norm=self.norm(f"{name}norm"),
+            is_formula=self.attention_form(weights.dtype) != "c",
+        )
+
+    def queries_and_gates(self, module: str) -> tuple[Matrix, Matrix]:
+        """The two halves of q_proj: in each head of the file, queries precede gates."""
+        c = self.config
+        both = self.part(module)
+        order = c.rope.order(c.Dh)
+        queries, gates = (
+            mx.array([2 * head * c.Dh + i for head in range(c.H) for i in rows])
+            for rows in (order, range(c.Dh, 2 * c.Dh))
+        )
+        return chosen_rows(both, queries), chosen_rows(both, gates)
 
     def norm(self, module: str) -> Norm:
         return Norm.from_weight(self.tensor(f"{module}.weight"), self.config.norm_eps)
@@ -281,7 +325,8 @@ class ModelReader:
     def times(self, array: mx.array, name: str) -> mx.array:
         factor = self.config.factor(name)
         dtype = array.dtype if self.form == "checkpoint" else mx.float32
-        if self.config.norms_add and name.endswith("norm.weight"):
+        is_added = self.config.norms_add and name.endswith("norm.weight")
+        if is_added and "linear_attn" not in name:
             array = 1 + array.astype(mx.float32)
         if factor != 1:
             array = array.astype(mx.float32) * factor
@@ -293,14 +338,18 @@ class ModelReader:
         Dh = self.config.Dh
         order = self.config.rope.order(Dh)
         turns = name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
-        if not turns or order == sorted(order):
+        has_gates = self.config.gated and "q_proj" in name  # `queries_and_gates`
+        if not turns or has_gates or order == sorted(order):
             return array
         heads = array.reshape(-1, Dh, *array.shape[1:])
         return heads[:, mx.array(order)].reshape(array.shape)
 
     def linear(self, *modules: str) -> Matrix | SideBySide:
-        """A projection, or several of the same input: joined if they are stored alike."""
-        parts = [self.part(module) for module in modules]
+        """A projection, or several of the same input."""
+        return self.joined([self.part(module) for module in modules])
+
+    def joined(self, parts: list[Matrix]) -> Matrix | SideBySide:
+        """Projections of the same input, as one if they are stored alike."""
         if len({part.packing for part in parts}) > 1:
             return SideBySide(tuple(self.kept(part) for part in parts))
         return self.kept(joined(parts))
@@ -314,6 +363,8 @@ class ModelReader:
         name = f"{module}.weight"
         has = self.weights.tensors
         rows, columns = self.share.cut(module, self.config.Dh)
+        if self.config.gated and module.endswith("q_proj"):
+            rows = slice(None)  # of one process: queries and gates
         bias = None
         # If ranks have some columns each, their outputs are summed, so only rank 0 adds the bias
         if f"{module}.bias" in has and not (self.ranks.rank and columns.stop):
@@ -366,6 +417,11 @@ class ModelReader:
             bits,
             group,
         )
+
+
+def chosen_rows(matrix: Matrix, rows: mx.array) -> Matrix:
+    bias = None if matrix.bias is None else matrix.bias[rows]
+    return matrix._replace(bias=bias, **{name: each[rows] for name, each in matrix.arrays.items()})
 
 
 def cut_out(matrix: mx.array, rows: slice, columns: slice) -> mx.array:

@@ -213,8 +213,8 @@ def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, in
 
 
 def heads_of_rows(c: Config) -> list[int]:
-    """What each layer keeps of a token, in heads."""
-    return [c.heads_of_row(layer) for layer in range(c.layers)]
+    """What each layer with rows keeps of a token, in heads."""
+    return [heads for layer in range(c.layers) if (heads := c.heads_of_row(layer))]
 
 
 def slab_nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from kernels import row_ops
 from kernels.device import mx
-from kernels.library import CAP, GEGLU, NORM, SOFTMAX, SWIGLU
+from kernels.library import CAP, GEGLU, NORM, SIGLU, SOFTMAX, SWIGLU
 
 
 def softmax(x: mx.array, scale: float = 1.0) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
@@ -56,6 +56,14 @@ def geglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side -> 
     x, up = mx.split(gate_up, 2, axis=-1)
     v = math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x)
     return x * mx.sigmoid(v) * up
+
+
+def siglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side -> (..., hidden)
+    """sigmoid(gate) * up, with sigmoid(x) = 1 / (1 + e^-x)"""
+    if row_ops.handles(gate_up):
+        return row_ops.usual(SIGLU)(gate_up)
+    gate, up = mx.split(gate_up, 2, axis=-1)
+    return mx.sigmoid(gate) * up
 
 
 def rms_norm(weight: mx.array, eps: float) -> Callable[[mx.array], mx.array]:

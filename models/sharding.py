@@ -42,6 +42,10 @@ class Shard(NamedTuple):
             raise ModelError(
                 f"{c.model_type} cannot be shared: it has convolutions. Start one process."
             )
+        if size > 1 and c.deltas:
+            raise ModelError(
+                f"{c.model_type} cannot be shared: its delta nets have states. Start one process."
+            )
         # A last bit may decide which experts a token takes, and all ranks must take the same
         if size > 1 and c.experts:
             raise ModelError(

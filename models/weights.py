@@ -42,9 +42,11 @@ GRANITE_NAMES = {
     "shared_mlp.input_linear": "mlp.gate_up_proj",
     "shared_mlp.output_linear": "mlp.down_proj",
 }
-# Of models that also see or hear
+# Of models that also see or hear, or draft
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.")
-OTHER_PARTS += ("model.multi_modal_projector.",)
+OTHER_PARTS += ("model.multi_modal_projector.", "model.visual.", "visual.")
+OTHER_PARTS += ("mtp.", "language_model.mtp.")  # drafts of Qwen 3.5
+CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
 
@@ -224,6 +226,12 @@ class Weights:
     def has_head(self) -> bool:
         return "lm_head.weight" in self.tensors
 
+    def is_converted(self, config: Config) -> bool:
+        """True of a Qwen 3.5 that mlx-lm has converted. Its norms hold their weights; those in Hugging
+        Face's form hold what is added to 1. A convolution tells which form it is."""
+        convolution = f"model.layers.{min(config.deltas)}.linear_attn.conv1d.weight"
+        return convolution in self.tensors and self.tensors[convolution].shape[-1] == 1
+
     @property
     def are_narrow(self) -> bool:
         """True if any matrix has fewer than 32 bits a number."""
@@ -336,7 +344,7 @@ class Weights:
             if f"{module}.scales" in self.tensors:
                 bits, group = self._packing(module, shape)
                 self.tensors[name] = tensor._replace(bits=bits, group=group)
-            elif name.endswith("conv.conv.weight") and tensor.shape == (shape[0], 1, shape[1]):
+            elif name.endswith(CONVOLUTIONS) and tensor.shape == (shape[0], 1, shape[1]):
                 pass  # as torch has it; a tap is a number either way
             elif tensor.shape != shape:
                 raise ModelError(

@@ -36,6 +36,7 @@ BEST = build.FORMS[matmul_library.forms_here()[0]].options.split()
 
 def compiled(output: Path, *options: str | Path) -> Path:
     usual = ["-O0", "-std=gnu11", "-fPIC", "-pthread", "-ffp-contract=off"]
+    usual += [f"-I{build.SOURCE.parent}"]  # a planted source includes files from there
     subprocess.run([COMPILER, *usual, "-o", output, *options, "-lm"], check=True)
     return output
 

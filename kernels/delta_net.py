@@ -1,0 +1,89 @@
+"""The gated delta rule in one operation of `delta_net.c`, as attention is one (`c_attention.py`).
+
+In place of a slab there are a layer's states, which end with a label. Each row of x holds what a token
+brings, and a move: where its sequence continues, and where its new state goes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+from kernels import device
+from kernels.device import mx
+from kernels.library import LINE
+from kernels.packed import address
+
+TAPS = 4  # of the convolution
+
+
+class Heads(NamedTuple):
+    """The heads of a layer."""
+
+    Hk: int  # of keys and queries
+    Hv: int  # of values; Hv / Hk of these share a key head
+    Dk: int  # size of a key
+    Dv: int
+
+    @property
+    def inputs(self) -> int:
+        """The queries, keys and values of a token."""
+        return 2 * self.Hk * self.Dk + self.Hv * self.Dv
+
+    def place_size(self, log: int) -> int:
+        """The numbers of a place whose log has room for this many tokens, in whole cache lines."""
+        change = self.Hk * self.Dk + self.Hv * self.Dv + self.Hv
+        size = self.Hv * self.Dk * self.Dv + (log + TAPS - 1) * self.inputs + log * change
+        return -(-size // (LINE // 4)) * (LINE // 4)
+
+
+class Places(NamedTuple):
+    """The places for the states of sequences. The first ones belong to slots, the others are
+    checkpoints, whose log has one token."""
+
+    slots: int
+    checkpoints: int
+    log: int  # the tokens in the log of a slot: one more than are drafted
+
+    def size(self, heads: Heads) -> int:
+        """The numbers of all places of a layer."""
+        return self.slots * heads.place_size(self.log) + self.checkpoints * heads.place_size(1)
+
+    def at(self, heads: Heads, place: int) -> tuple[int, int]:
+        """Where a place begins, and the tokens in its log."""
+        if place < self.slots:
+            return place * heads.place_size(self.log), self.log
+        begin = Places(self.slots, place - self.slots, self.log).size(heads)
+        return begin, 1
+
+
+class States:
+    """The states of a layer."""
+
+    def __init__(self, places: Places, heads: Heads, weights: mx.array):
+        """`weights`: of the convolution, (TAPS, inputs); then A and dt of each value head."""
+        self.places = places
+        self.heads = heads
+        self.weights = weights  # the label refers to them
+        self.memory = mx.zeros(places.size(heads) + LINE // 4)
+        mx.eval(self.memory, weights)
+        if device.is_batch_invariant():
+            sizes = (places.slots, places.slots + places.checkpoints, places.log, *heads)
+            write_label = device.blas.library.rows_states
+            write_label.restype = ctypes.c_long
+            memory, at = (ctypes.c_void_p(address(each)) for each in (self.memory, weights))
+            size = write_label(memory, (ctypes.c_int * len(sizes))(*sizes), at)
+            assert size == places.size(heads), (size, places, heads)
+
+    def change(self, x: mx.array, moves: mx.array) -> mx.array:
+        """Run tokens: (N, inputs + 2 Hv), (N, 5) -> (N, Hv * Dv).
+
+        subtle: the operation writes the states in place, which MLX does not know. Whoever uses the
+        states later depends on its result.
+        """
+        x = mx.concatenate([x, moves], axis=1)
+        K = x.shape[1]
+        N = self.heads.Hv * self.heads.Dv
+        y = x @ mx.as_strided(self.memory, (K, N), (1, K), self.memory.size - LINE // 4)
+        self.memory = mx.depends(self.memory, y)
+        return y

@@ -1,0 +1,196 @@
+"""The gated delta net that Qwen 3.5 has in place of attention in three of four layers.
+
+A head keeps one matrix S, (Dk, Dv), in place of keys and values, and each token changes it. On a CPU one
+operation computes that (`kernels/delta_net.c`). With `--attention plain` and on a GPU it is the formula
+below, token by token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kernels.delta_net import TAPS, Heads, States
+from kernels.device import mx
+from kernels.packed import Matrix
+from models.layers import Norm, SideBySide
+from models.ops import swiglu
+
+if TYPE_CHECKING:
+    from kv import Window
+
+
+class DeltaNet(NamedTuple):
+    """For each token, with its query q and key k normalized:
+
+        S <- g S + k d^T,  d = rate (v - g S^T k)        norm(S^T q) silu(z)
+
+    q, k and v are silu of a convolution over four tokens. Its inputs, and what yields g and rate, are
+    one projection.
+    """
+
+    index: int  # among the layers with states
+    heads: Heads
+    project: (
+        Matrix | SideBySide
+    )  # D -> inputs of the convolution, and two numbers for each value head
+    weights: mx.array  # of the convolution, (TAPS, inputs); then A and dt of each value head
+    z: Matrix | SideBySide  # D -> Hv * Dv
+    norm: Norm  # of a head's result
+    is_formula: bool
+
+    def __call__(
+        self, x: mx.array, windows: Sequence[Window]
+    ) -> mx.array:  # (N, D) -> (N, Hv * Dv)
+        states = windows[0].slab.states[self.index]
+        if self.is_formula:
+            y = run_formula(states, self.project(x).astype(mx.float32), windows)
+        else:
+            moves = [window.moves for window in windows]
+            moves = moves[0] if len(moves) == 1 else mx.concatenate(moves)
+            y = states.change(self.project(x), moves)
+        y = self.norm(y.reshape(-1, self.heads.Hv, self.heads.Dv)).reshape(y.shape)
+        return swiglu(mx.concatenate([self.z(x), y.astype(x.dtype)], axis=1))
+
+
+# --- the formula --------------------------------------------------------------------------------
+
+
+class Tokens(NamedTuple):
+    """What consecutive tokens of a sequence bring to each value head."""
+
+    q: mx.array  # (L, Hv, 1, Dk)
+    k: mx.array  # (L, Hv, Dk, 1)
+    v: mx.array  # (L, Hv, 1, Dv)
+    g: mx.array  # (L, Hv, 1, 1)
+    rate: mx.array  # the same
+
+
+class Change(NamedTuple):
+    """What a token does to the states: S <- g S + k d^T"""
+
+    k: mx.array  # (Hv, Dk, 1)
+    d: mx.array  # (Hv, 1, Dv)
+    g: mx.array  # (Hv, 1, 1)
+
+    def to(self, S: mx.array) -> mx.array:
+        return self.g * S + self.k * self.d
+
+
+def run_formula(states: States, x: mx.array, windows: Sequence[Window]) -> mx.array:
+    """(N, inputs + 2 Hv) -> (N, Hv * Dv)"""
+    results = []
+    for move, row, own in sequences(x, windows):
+        source, base, target, keep = move
+        place = Place(states, source) if source >= 0 else None
+        S = mx.zeros((states.heads.Hv, states.heads.Dk, states.heads.Dv))
+        if place:
+            S = place.S
+            for at in range(base, row):
+                S = place.change(at).to(S)
+        inputs, rest = mx.split(own, [states.heads.inputs], axis=1)
+        before = place.inputs(row) if place else mx.zeros((TAPS - 1, inputs.shape[1]))
+        inputs = mx.concatenate([before, inputs])  # (TAPS - 1 + L, inputs)
+        tokens = prepared(states, inputs, rest)
+        kept, log = S, []
+        for i, (q, k, v, g, rate) in enumerate(zip(*tokens, strict=True)):
+            if row + i == keep:
+                kept = S
+            d = rate * (v - g * (k.swapaxes(-1, -2) @ S))  # (Hv, 1, Dv)
+            change = Change(k, d, g)
+            S = change.to(S)
+            results.append((q @ S).flatten())
+            log.append(change)
+        since = keep - row
+        Place(states, target).write(kept, inputs[since:], log[since:], keep)
+    return mx.stack(results)
+
+
+def sequences(
+    x: mx.array, windows: Sequence[Window]
+) -> Iterator[tuple[Sequence[int], int, mx.array]]:
+    """The move of each sequence, its first row, and its part of x."""
+    begin = 0
+    for window in windows:
+        for move, row in zip(window.state_moves, window.starts, strict=True):
+            yield move, row, x[begin : begin + window.L]
+            begin += window.L
+
+
+def prepared(states: States, inputs: mx.array, rest: mx.array) -> Tokens:
+    """Queries, keys, values, gates and rates of L tokens.
+
+    `inputs`: (TAPS - 1 + L, inputs)
+    `rest`: (L, 2 Hv)
+    """
+    Hk, Hv, Dk, Dv = states.heads
+    L = len(rest)
+    taps, A, dt = mx.split(states.weights, [TAPS * states.heads.inputs, -Hv])
+    mixed = sum(inputs[tap : tap + L] * each for tap, each in enumerate(taps.reshape(TAPS, -1)))
+    q, k, v = mx.split(mixed * mx.sigmoid(mixed), [Hk * Dk, 2 * Hk * Dk], axis=1)
+    q, k = (mx.repeat(normalized(each.reshape(L, Hk, Dk)), Hv // Hk, axis=1) for each in (q, k))
+    a, b = mx.split(rest, 2, axis=1)
+    softplus = mx.logaddexp(a + dt, 0)
+    g = mx.exp(-mx.exp(A) * softplus)
+    return Tokens(
+        q=q[:, :, None] * Dk**-0.5,
+        k=k[..., None],
+        v=v.reshape(L, Hv, 1, Dv),
+        g=g[..., None, None],
+        rate=mx.sigmoid(b)[..., None, None],
+    )
+
+
+def normalized(x: mx.array) -> mx.array:
+    return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+class Place:
+    """A place in a layer's states, as `delta_net.c` has it."""
+
+    def __init__(self, states: States, place: int):
+        self.states = states
+        self.begin, self.log = states.places.at(states.heads, place)
+        Hk, Hv, Dk, Dv = states.heads
+        shapes = [(Hv, Dk, Dv), (self.log + TAPS - 1, states.heads.inputs)]
+        self.shapes = [*shapes, (self.log, Hk, Dk), (self.log, Hv, Dv), (self.log, Hv)]
+
+    def part(self, index: int) -> slice:
+        """Where S (0) lies in the memory, or the rings of inputs (1), keys (2), d (3) and gates (4)."""
+        sizes = [math.prod(shape) for shape in self.shapes]
+        first = self.begin + sum(sizes[:index])
+        return slice(first, first + sizes[index])
+
+    def read(self, index: int) -> mx.array:
+        return self.states.memory[self.part(index)].reshape(self.shapes[index])
+
+    @property
+    def S(self) -> mx.array:
+        return self.read(0)
+
+    def inputs(self, row: int) -> mx.array:  # (TAPS - 1, inputs)
+        """The inputs of the tokens before this row, with zeros before the first token."""
+        rows = range(row - TAPS + 1, row)
+        ring = self.read(1)
+        return mx.stack(
+            [ring[at % len(ring)] if at >= 0 else mx.zeros(ring.shape[1]) for at in rows]
+        )
+
+    def change(self, row: int) -> Change:
+        _, keys, d, gates = (self.read(index)[row % self.log] for index in range(1, 5))
+        heads = self.states.heads
+        keys = mx.repeat(keys, heads.Hv // heads.Hk, axis=0)
+        return Change(keys[..., None], d[:, None], gates[:, None, None])
+
+    def write(self, S: mx.array, inputs: mx.array, log: Sequence[Change], base: int) -> None:
+        """`inputs`: of the TAPS - 1 tokens before `base` and of all after it, as the log."""
+        group = self.states.heads.Hv // self.states.heads.Hk
+        columns = [[each.k[::group, :, 0] for each in log], [each.d[:, 0] for each in log]]
+        columns.append([each.g[:, 0, 0] for each in log])
+        self.states.memory[self.part(0)] = S.flatten()
+        rings = [(inputs, base - TAPS + 1), *((mx.stack(each), base) for each in columns)]
+        for index, (rows, first) in enumerate(rings, 1):
+            ring = self.read(index)
+            ring[mx.array([(first + i) % len(ring) for i in range(len(rows))])] = rows
+            self.states.memory[self.part(index)] = ring.flatten()
