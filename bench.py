@@ -22,7 +22,7 @@ their ratio to ours:
     --vs ../before         another checkout of nanobatch: is the new version faster?
     --vs mine              a folder with chapters of the core, such as a student's
     --vs widened           this checkout with packed weights made float32 (`--shape 1b --bits 4`)
-    --vs int8              this checkout with activations of 8 bits
+    --vs float             this checkout with activations of 32 bits
     --vs .@rows:avx2       a checkout, here this one, with NANOBATCH_BLAS=rows:avx2
     --vs mlx-lm@off        mlx-lm on the BLAS of MLX's wheel for Linux, which is slow
     --vs mlx-lm,llama.cpp  several
@@ -91,7 +91,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--model", help="a model folder, a GGUF file, a hub id, or 'demo' (the default)")
     add("--shape", choices=SHAPES, help="random weights of this shape instead")
     says = (
-        f"measure these, too: {', '.join(PEERS)}, int8, widened, the folder of another checkout; "
+        f"measure these, too: {', '.join(PEERS)}, float, widened, the folder of another checkout; "
         "mlx-lm@off: on that NANOBATCH_BLAS"
     )
     add("--bits", type=int, choices=(4, 8, 16, 32), default=32, help="of a weight of --shape")

@@ -168,7 +168,7 @@ class Engine:
         dtype: str = "auto",
         kv: str = "auto",
         attention: str = "auto",
-        activations: int = 32,
+        activations: str | int = "auto",
         report: Report = lambda stage: None,
         **options,
     ) -> Engine:

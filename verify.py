@@ -190,6 +190,7 @@ def load(args: argparse.Namespace, **options: Any) -> Engine:
 
 def ask_alone(args: argparse.Namespace) -> list[Case]:
     with load(args, slots=1, prefix_cache=False, speculate=0) as engine:
+        args.activations = 8 if engine.model.arithmetic == "int8" else 32  # what auto has chosen
         return [
             ask._replace(alone=ended(engine.submit(ask.prompt, ask.sampling)))
             for ask in asks(engine)

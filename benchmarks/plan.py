@@ -70,7 +70,7 @@ class Spec(NamedTuple):
     # draft tokens: what is dictated, or "schema"; of two words, the first row's and the others'
     text: str = ""
     dtype: str = "auto"
-    activations: int = 32
+    activations: str | int = "auto"  # as for `--activations`
     speculate: str = "0"  # as for `--speculate`
     clock: str = "wall"  # as for `--clock`
     kv: str = "auto"  # as for `--kv`
@@ -104,11 +104,11 @@ class Contestant:
     # Another version of nanobatch, whose bench.py takes the samples; None: this one
     checkout: Path | None = None
     dtype: str = "auto"
-    activations: int = 32
+    activations: str | int = "auto"  # as for `--activations`
     speculate: str = "0"  # as for `--speculate`
 
 
-INT8 = "int8"  # this checkout, with activations of 8 bits
+FLOAT = "float"  # this checkout, with activations of 32 bits
 WIDENED = "widened"  # this checkout, with all weights made float32 when they are loaded
 
 
@@ -133,8 +133,8 @@ def read_rival(name: str, policy: str) -> Contestant:
     ours = f"nanobatch {policy}"
     if name == WIDENED:
         return Contestant(name, ours, dtype="float32")
-    if name == INT8:
-        return Contestant(name, ours, activations=8)
+    if name == FLOAT:
+        return Contestant(name, ours, activations=32)
     rival, _, blas = name.partition("@")
     if blas and rival == "llama.cpp":
         raise ValueError(f"--vs: llama.cpp has products of its own; leave out @{shown(blas)}")
@@ -151,7 +151,7 @@ def read_rival(name: str, policy: str) -> Contestant:
         path = os.pathsep.join([str(checkout), ROOT])
         return Contestant(name, ours, {"PYTHONSAFEPATH": "1", "PYTHONPATH": path} | environment)
     raise ValueError(
-        f"--vs: {shown(rival)} is neither {' nor '.join((*PEERS, INT8, WIDENED))} nor a folder that holds "
+        f"--vs: {shown(rival)} is neither {' nor '.join((*PEERS, FLOAT, WIDENED))} nor a folder that holds "
         "a bench.py or a module such as llama.py"
     )
 

@@ -62,7 +62,10 @@ def show(folder: Path, tokens: int = 4000) -> None:
     """Print the table. Each line takes seconds to minutes."""
     text = Tokenizer(folder, read_config(folder, has_head=False).V)
     ids = np.array(text.encode("\n\n".join(topics[name] for name in sorted(topics))))[: tokens + 1]
-    ways = {"float": ours(folder, ids), "`--kv float32`": ours(folder, ids, kv="float32")}
+    ways = {
+        "`--activations 32`": ours(folder, ids, activations=32),
+        "and `--kv float32`": ours(folder, ids, activations=32, kv="float32"),
+    }
     with suppress(ValueError):  # no weights of 8 bits or fewer
         ModelReader(folder, activations=8)
         ways["`--activations 8`"] = ours(folder, ids, activations=8)

@@ -268,8 +268,16 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--attention", default="auto", choices=("auto", "plain"), help=says)
 
     def add_activations(self) -> None:
-        says = "bits of an activation next to packed weights; 8 is faster, and rounds (default: 32)"
-        self.add_argument("--activations", type=int, default=32, choices=(8, 32), help=says)
+        says = "bits of an activation next to packed weights: auto is 8 where our own product "
+        says += "multiplies, as in llama.cpp; 32 has mlx-lm's tokens (default: auto)"
+        choices = {"auto": "auto", "8": 8, "32": 32}
+
+        def read(text: str) -> str | int:
+            if text not in choices:
+                raise ValueError(f"--activations {shown(text)}: choose auto, 8 or 32")
+            return choices[text]
+
+        self.add_read("--activations", read, says, default="auto", metavar="auto|8|32")
 
     def add_keys(self) -> None:
         """The options of every program that runs a server."""

@@ -31,7 +31,7 @@ class Source(NamedTuple):
     dtype: str
     kv: str
     attention: str
-    activations: int
+    activations: str | int
     report: Report
     asked: Mapping[str, Any]  # slots, max_len and so on, as `fit` takes them
     files: Mapping[Path, tuple[int, int]] = {}  # of the model that was read, as `files_of` has them

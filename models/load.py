@@ -61,7 +61,7 @@ CHOICES = {  # `ModelReader` says what each means
     "dtype": ("auto", "float32", "checkpoint"),
     "kv": ("auto", "float32"),
     "attention": ("auto", "plain"),
-    "activations": (32, 8),
+    "activations": ("auto", 8, 32),
 }
 
 
@@ -70,7 +70,7 @@ def read_model(
     dtype: str = "auto",
     kv: str = "auto",
     attention: str = "auto",
-    activations: int = 32,
+    activations: str | int = "auto",
 ) -> Model:
     """Read the model in a folder or GGUF file for one process, without checking memory for a slab."""
     how = {"kv": kv, "attention": attention, "activations": activations}
@@ -85,7 +85,8 @@ class ModelReader:
     `held`: bytes that will be freed before the model is read.
     `kv`: "float32", or "auto" (`kv_dtype`).
     `attention`: "plain", which is the formula in `llama.py`, or "auto" (`attention_form`).
-    `activations`: 8 rounds them to 8 bits where they are multiplied with weights of 8 bits or fewer.
+    `activations`: 8 rounds them to 8 bits where they are multiplied with weights of 8 bits or fewer;
+    32 never does; "auto" does where our own product multiplies such weights (`can_round`).
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class ModelReader:
         held: int = 0,
         kv: str = "auto",
         attention: str = "auto",
-        activations: int = 32,
+        activations: str | int = "auto",
     ):
         asked = {"dtype": dtype, "kv": kv, "attention": attention, "activations": activations}
         for name, value in asked.items():
@@ -105,7 +106,6 @@ class ModelReader:
                 raise ValueError(f"{name} = {shown(value)}; choose {choices}")
         self.kv = kv
         self.attention = attention
-        self.activations = activations
         self.folder = folder
         self.ranks = ranks
         self.form = usual_form() if dtype == "auto" else dtype
@@ -116,8 +116,12 @@ class ModelReader:
         self.weights.check_against(config)
         if config.deltas and self.weights.is_converted(config):
             config = replace(config, norms_add=False)
-        if activations == 8:
-            self.check_rounding()
+        if activations == 8 and not self.can_round:
+            raise ValueError(
+                "activations = 8 is for weights of 8 bits or fewer, on a CPU, by our own product; "
+                "choose such a model, or leave it out"
+            )
+        self.rounds = activations != 32 and self.can_round
         self.share = Shard.for_rank(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
         self.choices = Choices(config.layers) if config.experts else None
@@ -125,13 +129,10 @@ class ModelReader:
         free = device.free_memory()
         self.free = None if free is None else free + held
 
-    def check_rounding(self) -> None:
-        """Refuse 8-bit activations if no product would use them."""
-        if self.form != "packed" or not any(t.bits for t in self.weights.tensors.values()):
-            raise ValueError(
-                "activations = 8 is for weights of 8 bits or fewer, on a CPU, by our own product; "
-                "choose such a model, or leave it out"
-            )
+    @property
+    def can_round(self) -> bool:
+        """True if our own product multiplies weights of 8 bits or fewer."""
+        return self.form == "packed" and any(t.bits for t in self.weights.tensors.values())
 
     def check_room(self) -> None:
         """Refuse weights that do not fit into memory."""
@@ -211,7 +212,7 @@ class ModelReader:
             kv_dtype=self.kv_dtype,
             attention=self.attention_form(norm.weight.dtype),
             quantization=self.weights.quantization(self.config),
-            arithmetic="int8" if self.activations == 8 else "float",
+            arithmetic="int8" if self.rounds else "float",
         )
         cost = counted(model)
         if self.form == "float32" and self.weights.are_narrow:
@@ -355,8 +356,7 @@ class ModelReader:
         return self.kept(joined(parts))
 
     def kept(self, matrix: Matrix) -> Matrix:
-        rounds = self.activations == 8
-        return packed(matrix, rounds) if self.form == "packed" and matrix.bits else matrix
+        return packed(matrix, self.rounds) if self.form == "packed" and matrix.bits else matrix
 
     def part(self, module: str) -> Matrix:
         """The matrix of a module, or this rank's shard of it."""

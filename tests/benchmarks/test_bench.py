@@ -548,7 +548,7 @@ def test_quality_does_not_depend_on_the_chunks(monkeypatch, capsys):
         quality.show(folder, tokens=200)
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1] and tables[0].count("|\n") == 4
-    assert "| float | " in tables[0] and "100.0% |" in tables[0]
+    assert "| `--activations 32` | " in tables[0] and "100.0% |" in tables[0]
 
 
 def test_perplexity_of_equal_logits_is_their_number():

@@ -63,7 +63,7 @@ def test_a_vector_is_the_last_state_of_mlx_lm(name, tmp_path):
     reference = Reference(folder)
     asked = texts(np.random.default_rng(5), 6)
     options = {"slots": 3, "max_len": 192, "chunk": 32, "embeds": True}
-    with Engine.load(folder, kv="float32", **options) as engine:
+    with Engine.load(folder, activations=32, kv="float32", **options) as engine:
         vectors = engine.embed(asked)
     furthest = max(
         np.abs(np.array(vector) - hidden(reference, ids)).max()

@@ -47,7 +47,7 @@ def test_tokens_and_logits_equal_mlx_lm(name, tmp_path):
         "chunk": 32,
         "kv": "float32",
     }
-    with Engine.load(folder, **options) as engine:
+    with Engine.load(folder, activations=32, **options) as engine:
         found = compare(engine, Reference(folder, respelled), seed, prompts_of(name))
     print(f"\n{name}: {prompts_of(name)} prompts, {found}", file=sys.stderr)
 
@@ -90,7 +90,7 @@ def test_quantized_weights_equal_mlx_lm(name, tmp_path):
 def test_keys_and_values_in_float16_are_close_to_mlx_lms(name, tmp_path):
     """The default for checkpoints of 16 bits or fewer."""
     folder = make_checkpoint(tmp_path, seed=9, **CONFIGS[name])
-    with Engine.load(folder, slots=3, max_len=256, chunk=32) as engine:
+    with Engine.load(folder, activations=32, slots=3, max_len=256, chunk=32) as engine:
         assert engine.model.kv_dtype == mx.float16
         found = compare(engine, Reference(folder), 9, prompts=6, close=CLOSE_KV)
     print(f"\n{name}: {found}", file=sys.stderr)
@@ -114,7 +114,7 @@ def test_dynamic_rope_has_one_theta_per_engine(tmp_path):
     reference = Reference(folder, {"rope_scaling": None, "rope_theta": theta})
     rng = np.random.default_rng(7)
     asks = random_asks(rng, 40, longest=200, tokens=TOKENS)
-    with Engine.load(folder, slots=4, max_len=256, chunk=32) as engine:
+    with Engine.load(folder, activations=32, slots=4, max_len=256, chunk=32) as engine:
         assert engine.model.config.Dh == 16
         handles = run_schedule(engine, asks, rng)
     assert sum(len(ask.prompt) + ask.max_tokens > 40 for ask in asks) >= 6
@@ -128,7 +128,7 @@ def test_long_positions_stay_close_too(tmp_path):
     """Angles grow with the position, and rounding with them."""
     folder = make_checkpoint(tmp_path, seed=8, rope_scaling={"rope_type": "llama3", **LLAMA3})
     prompt = np.random.default_rng(8).integers(0, 256, 1900).tolist()
-    with Engine.load(folder, slots=2, max_len=2048, chunk=128) as engine:
+    with Engine.load(folder, activations=32, slots=2, max_len=2048, chunk=128) as engine:
         tap = Tap(engine)
         handle = engine.submit(prompt, exactly(16))
         handle.result()

@@ -173,6 +173,25 @@ def test_int8_activations_round_each_row_by_itself(part):
     assert mx.array_equal(matrix.embed(ids), packed(part).embed(ids))
 
 
+@pytest.mark.parametrize(
+    ("config", "dtype", "rounds"),
+    [
+        ({"quantize": lambda module: (4, 32)}, "auto", True),
+        ({"quantize": lambda module: (4, 32)}, "float32", False),
+        ({}, "auto", False),
+    ],
+)
+def test_activations_have_8_bits_where_packed_weights_are_multiplied(
+    config, dtype, rounds, tmp_path
+):
+    """By default; with 32 they never have."""
+    folder = make_checkpoint(tmp_path, **config)
+    usual, asked = (ModelReader(folder, dtype, **how) for how in ({}, {"activations": 32}))
+    assert (usual.rounds, asked.rounds) == (rounds, False)
+    said = Engine.load(folder, dtype=dtype, slots=1, max_len=64).summary
+    assert ("activations of 8 bits" in said) == rounds
+
+
 def test_int8_activations_want_packed_weights(tmp_path):
     folder = make_checkpoint(tmp_path, seed=0)
     with pytest.raises(ValueError, match="activations = 8 is for weights of 8 bits or fewer"):
@@ -195,7 +214,7 @@ def test_every_family_has_the_widened_bits(name, tmp_path):
     seed = seed_of(name)
     way = PRECISIONS[seed % 3] if "quantize" in CONFIGS[name] else PRECISIONS[1 + seed % 2]
     folder = make_checkpoint(tmp_path, seed=seed, **lean(name, way))
-    narrow, wide = read_model(folder), read_model(folder, "float32")
+    narrow, wide = read_model(folder, activations=32), read_model(folder, "float32")
     assert is_batch_invariant(narrow) and is_batch_invariant(wide)
     assert any(part.claim for part in claimants(narrow)) and not claimants(wide)
     tokens = np.random.default_rng(seed).integers(0, 250, 45).tolist()
@@ -234,7 +253,7 @@ def test_shard_has_the_widened_bits(tmp_path, way, size):
     seen = set()
     for rank in range(size):
         ranks = Ranks(rank, size)
-        narrow = ModelReader(lean, ranks=ranks).read_model().layers[0]
+        narrow = ModelReader(lean, ranks=ranks, activations=32).read_model().layers[0]
         wide = ModelReader(folder, "float32", ranks).read_model().layers[0]
         (narrow_mlp, *_), (wide_mlp, *_) = narrow.mlp.steps, wide.mlp.steps
         for part, right in (
@@ -318,7 +337,7 @@ def test_loads_while_another_computes(tmp_path):
     turn = 0
     while turn < TURNS or (len(wrong) < 4 and thread.is_alive()):
         with device.device_lock, device.device_stream():
-            model = read_model(folder)
+            model = read_model(folder, activations=32)
             answers.add(whole(model, [3, 1, 4, 1, 5, 9]).tobytes())
             del model
             gc.collect()

@@ -29,7 +29,7 @@ PROMPT = np.random.default_rng(0).integers(0, 250, 45).tolist()
 
 
 def alike(file, folder, tokens=PROMPT) -> bool:
-    ours, wide = read_model(file), read_model(folder, "float32")
+    ours, wide = read_model(file, activations=32), read_model(folder, "float32")
     return all(
         np.array_equal(whole(ours, part), whole(wide, part)) for part in (tokens, tokens[:1])
     )
@@ -85,7 +85,10 @@ def test_frequencies_of_llama_3_come_from_their_tensor(tmp_path):
     slowed = np.array(plain / rope_frequencies(c.rope, c.Dh, 0))
     assert slowed.max() > 7 and slowed.min() == 1
     file, _ = make_pair(tmp_path / "b", **how, more={"rope_freqs.weight": slowed})
-    ours, right = whole(read_model(file), PROMPT), whole(read_model(wide, "float32"), PROMPT)
+    ours, right = (
+        whole(read_model(file, activations=32), PROMPT),
+        whole(read_model(wide, "float32"), PROMPT),
+    )
     assert np.abs(ours - right).max() < 1e-4 * np.abs(right).max()
 
 
