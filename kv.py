@@ -55,7 +55,8 @@ class Slab:
         length: int,  # of a slot, in rows
         Dh: int,
         dtype: mx.Dtype,
-        heads: Sequence[int] = (),  # of each layer's rows, if they are not all keys and values
+        # Heads and their size in each layer's rows, if not all are keys and values of this shape
+        layer_rows: Sequence[tuple[int, int]] = (),
     ):
         if length % BUCKET:
             raise ValueError(f"slots of {length} rows; choose a multiple of {BUCKET}")
@@ -63,7 +64,8 @@ class Slab:
         self.length = length
         rows = length + c_attention.label_rows(Dh, dtype.size)
         self.shape = (slots, 2 * Hkv, rows, Dh)  # of a layer with keys and values
-        self.shapes = [(slots, count, rows, Dh) for count in heads or [2 * Hkv] * layers]
+        layer_rows = layer_rows or [(2 * Hkv, Dh)] * layers
+        self.shapes = [(slots, heads, rows, size) for heads, size in layer_rows]
         self.dtype = dtype
         self.arrays = [mx.zeros(shape, dtype) for shape in self.shapes]
         mx.eval(self.arrays)  # zeros are lazy, too: this takes the memory now
@@ -182,17 +184,17 @@ class Window:
         self.state_moves = state_moves
         positions = [start + i for start in starts for i in range(L)]
         self.positions = mx.array(positions)  # (B * L,)
-        self._rows: dict[int, mx.array] = {}  # by the heads of a layer
+        self._rows: dict[tuple[int, int], mx.array] = {}  # by the heads of a layer and their size
 
-    def _decoding_rows(self, heads: int) -> mx.array:  # (B * L * heads, Dh)
+    def _decoding_rows(self, heads: int, Dh: int) -> mx.array:  # (B * L * heads, Dh)
         """Where `put` puts the new rows of decoding sequences, in every layer alike.
 
         Flattened to rows, a layer's array has all rows of a slot's first head, then those of its
         second, and so on. Each element of a row needs its own index.
         """
-        if heads in self._rows:
-            return self._rows[heads]
-        _, _, length, Dh = self.slab.shape
+        if (heads, Dh) in self._rows:
+            return self._rows[heads, Dh]
+        length = self.slab.shape[2]
         rows = []
         for slot, start in zip(self.slots, self.starts, strict=True):
             first = slot * heads * length + start
@@ -200,7 +202,7 @@ class Window:
                 for head in range(heads):
                     rows.append(row + head * length)
         column = mx.array(rows)[:, None]
-        return self._rows.setdefault(heads, mx.broadcast_to(column, (len(rows), Dh)))
+        return self._rows.setdefault((heads, Dh), mx.broadcast_to(column, (len(rows), Dh)))
 
     def write(self, layer: int, k: mx.array, v: mx.array) -> None:
         """Write k and v, both (B * L, Hkv, Dh)."""
@@ -225,7 +227,7 @@ class Window:
         else:  # L rows in each slot, for each head
             # This is one operation. A scatter by arrays of slots and rows would take ten nodes of
             # the graph.
-            where = self._decoding_rows(new.shape[1])
+            where = self._decoding_rows(*new.shape[1:])
             rows = slab.arrays[layer].flatten(0, 2)  # (slots * heads * (S + 1), Dh)
             rows = mx.put_along_axis(rows, where, new.flatten(0, 1), axis=0)
             slab.arrays[layer] = rows.reshape(slab.shapes[layer])

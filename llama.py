@@ -78,12 +78,13 @@ def forward(
     prepare = ATTENTION[model.attention]
     attentions = [prepare(kind, model.config.H, windows) for kind in model.kinds]
     x = model.table.embed(ids)  # (N, D)
+    inputs = model.layer_inputs(ids, x, asked) if model.layer_inputs else []
     for layer in model.layers:
         normed = layer.attn_norm(x)
         if layer.mixer:
             h = layer.mixer(normed, windows)
         else:
-            q, k, v = heads(model, layer, normed, turns[layer.kind])
+            q, k, v = heads(layer, normed, turns[layer.kind])
             h = attend(layer, q, k, v, windows, attentions[layer.kind])  # (N, H * Dh)
         if layer.gate:
             h = layer.gate(h, normed)
@@ -94,11 +95,12 @@ def forward(
         x = x + layer.out(h)
         h = layer.mlp_norm(x)
         x = x + layer.mlp(h)
+        if layer.after:
+            x = layer.after(x, inputs)
     return model.norm(x)
 
 
 def heads(
-    model: Model,
     layer: Layer,
     x: mx.array,  # (N, D)
     turn: Callable[[mx.array], mx.array],
@@ -107,7 +109,7 @@ def heads(
 
     `turn`: RoPE. It rotates queries and keys by position, so that scores depend on distances.
     """
-    c = model.config
+    c = layer.heads
     qkv = layer.qkv(x).reshape(-1, c.H + 2 * c.Hkv, c.Dh)
     qk, v = mx.split(qkv, [c.H + c.Hkv], axis=1)
     qk = turn(layer.qk_norm(qk))  # queries and keys together: one operation instead of two
@@ -126,8 +128,9 @@ def attend(
     """Write the new keys and values into the slab, and let each token attend to the rows of its slot.
     All windows write before the first one reads (`Window.write` says why)."""
     sizes = [window.B * window.L for window in windows]
-    for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
-        window.write(layer.index, new_k, new_v)
+    if layer.heads.Hkv:  # else it reads the rows of an earlier layer
+        for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
+            window.write(layer.index, new_k, new_v)
     return attention.run(layer.index, q)
 
 

@@ -32,7 +32,7 @@ from kernels.device import device_lock, device_stream, mx
 from kv import Slab, Window
 from llama import forward
 from models.layers import Model
-from models.memory import Sizes, heads_of_rows, slab_shape
+from models.memory import Sizes, rows_of_layers, slab_shape
 from prefix import Source
 from sampling import PENALTY_CONTEXT, Logprobs, SamplingRow, SlotState, sample
 from sched import Chunk, Decode, Plan
@@ -244,8 +244,8 @@ class Runner:
         """Make a new, empty slab."""
         self._reading: Sequence[mx.array] = ()  # until these are computed, the slab is read
         self.slab = None  # free the old one before a new one is made
-        heads = heads_of_rows(self.model.config)
-        self.slab = Slab(*self._shape, self.model.kv_dtype, heads)
+        rows = rows_of_layers(self.model.config)
+        self.slab = Slab(*self._shape, self.model.kv_dtype, rows)
         self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token
         self._slot_state = SlotState(self.slab.slots, self.model.config.V)
 

@@ -17,7 +17,7 @@ from kv import Slab, Window
 from llama import forward
 from models.config import read_config
 from models.load import ModelReader, read_model
-from models.memory import heads_of_rows, slab_shape
+from models.memory import rows_of_layers, slab_shape
 from text.tokenizer import Tokenizer
 
 SPAN = 1000  # tokens that are read with nothing before them
@@ -44,7 +44,7 @@ def ours(folder: Path, ids: np.ndarray, **how) -> Iterator[Quality]:
         shape = slab_shape(model.config, 1, SPAN + CHUNK, 128)
         for at in range(0, len(ids) - CHUNK, CHUNK):
             if at % SPAN == 0:
-                slab = Slab(*shape, model.kv_dtype, heads_of_rows(model.config))
+                slab = Slab(*shape, model.kv_dtype, rows_of_layers(model.config))
             window = Window(slab, [0], [at % SPAN], CHUNK)
             state = forward(model, mx.array(ids[at : at + CHUNK]), [window], range(CHUNK))
             yield Quality.from_logits(np.array(model.head(state)), ids[at + 1 : at + CHUNK + 1])

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from base.untrusted_files import ModelError, read_json
 from base.validation import shown
@@ -47,13 +47,22 @@ EXPERTS = {  # instead of one MLP: a router, and three matrices for each expert
     "mlp.experts.up_proj": ("experts", "hidden", "width"),
     "mlp.experts.down_proj": ("experts", "width", "hidden"),
 }
-WITH_TEXT_PART = (
-    "mistral3",
-    "gemma3",
-    "qwen3_5",
-    "qwen3_5_moe",
-)  # in `text_config`; images are not supported
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+# Of each layer's own input from a table: "embeddings" are its numbers of a layer
+LAYER_INPUT = {
+    "per_layer_input_gate": ("embeddings", "width"),
+    "per_layer_projection": ("width", "embeddings"),
+}
+# In `text_config`; images are not supported
+WITH_TEXT_PART = ("mistral3", "gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+
+
+class AttentionHeads(NamedTuple):
+    """The heads of a layer."""
+
+    H: int  # queries
+    Hkv: int  # keys, and as many values; 0 where a layer reads those of an earlier one
+    Dh: int  # numbers in each
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,18 @@ class Config:
     delta: Heads | None = None  # of the layers with a gated delta net in place of attention,
     deltas: Collection[int] = ()  # which are these
     gated: bool = False  # attention has an output gate, whose rows are in q_proj
+    # Hkv and Dh of the layers with full attention, if layers with a window have others
+    far: tuple[int, int] | None = None
+    scale: float | None = (
+        None  # of q k^T, if it is not 1 / sqrt(Dh); the norm of q takes the factor
+    )
+    v_norm: bool = False  # over each head of the values, without weights
+    v_is_k: bool = False  # in layers with full attention: values are the keys before their norm
+    reusing: int = 0  # of the last layers: each reads the rows of an earlier layer of its type
+    reusing_hidden: int = 0  # the width inside the MLP of these
+    embeddings: int = 0  # numbers that a token adds to each layer, from a table of their own
+    embeddings_V: int = 0  # rows of that table
+    scalars: bool = False  # what leaves a layer is multiplied by a number
     # The files may hold q, k and v as one matrix, and gate and up (`Weights.split`)
     fused: bool = False
     experts: int = 0  # per layer; 0 means one MLP for all tokens
@@ -108,10 +129,8 @@ class Config:
         sizes = {
             "width": D,
             "three widths": 3 * D,
-            "queries": self.H * self.Dh,
-            "keys": self.Hkv * self.Dh,
-            "hidden": self.hidden,
             "experts": self.experts,
+            "embeddings": self.embeddings,
         }
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.V, D),
@@ -123,11 +142,22 @@ class Config:
             values = self.delta.Hv * self.delta.Dv
             sizes |= {"delta inputs": self.delta.inputs, "delta values": values}
             sizes |= {"value heads": self.delta.Hv}
+        if self.embeddings:
+            count = self.layers * self.embeddings
+            shapes["model.embed_tokens_per_layer.weight"] = (self.embeddings_V, count)
+            shapes["model.per_layer_model_projection.weight"] = (count, D)
+            shapes["model.per_layer_projection_norm.weight"] = (self.embeddings,)
         for i in range(self.layers):
             layer = f"model.layers.{i}."
+            H, Hkv, Dh = self.heads(i)
+            sizes |= {"queries": H * Dh, "keys": Hkv * Dh, "hidden": self.hidden_of(i)}
             mixer = CONVOLUTION if i in self.convolved else ATTENTION
             mixer = DELTA_NET if i in self.deltas else mixer
-            for module, sides in (mixer | (EXPERTS if self.experts else MLP)).items():
+            modules = mixer | (EXPERTS if self.experts else MLP)
+            modules |= LAYER_INPUT if self.embeddings else {}
+            for module, sides in modules.items():
+                if self.is_unused(f"{layer}{module}"):
+                    continue
                 shape = tuple(sizes[side] for side in sides)
                 if self.gated and module.endswith("q_proj"):
                     shape = (2 * shape[0], shape[1])
@@ -136,6 +166,10 @@ class Config:
                     shapes[f"{layer}{module}.bias"] = shape[:1]
             for name in self.norms.values():
                 shapes[f"{layer}{name}.weight"] = (D,)
+            if self.embeddings:
+                shapes[f"{layer}post_per_layer_input_norm.weight"] = (D,)
+            if self.scalars:
+                shapes[f"{layer}layer_scalar"] = (1,)
             if i in self.convolved:
                 shapes[f"{layer}conv.conv.weight"] = (D, self.taps, 1)
             elif i in self.deltas:
@@ -145,10 +179,9 @@ class Config:
                 shapes[f"{layer}linear_attn.norm.weight"] = (self.delta.Dv,)
             elif self.qk_norm:
                 over_all = self.qk_norm == "width"
-                q = sizes["queries"] if over_all else self.Dh
-                k = sizes["keys"] if over_all else self.Dh
-                shapes[f"{layer}self_attn.q_norm.weight"] = (q,)
-                shapes[f"{layer}self_attn.k_norm.weight"] = (k,)
+                shapes[f"{layer}self_attn.q_norm.weight"] = (sizes["queries"] if over_all else Dh,)
+                if Hkv:
+                    shapes[f"{layer}self_attn.k_norm.weight"] = (sizes["keys"] if over_all else Dh,)
         return shapes
 
     def has_bias(self, module: str) -> bool:
@@ -161,19 +194,57 @@ class Config:
 
     def factor(self, name: str) -> float:
         """The factor of the output of a tensor's module."""
-        return self.multipliers.get(name.split(".")[-2], 1)
+        module = name.split(".")[-2]
+        if module == "q_norm" and self.scale:
+            return self.scale * self.heads(int(name.split(".")[2])).Dh ** 0.5
+        return self.multipliers.get(module, 1)
 
     @property
     def norms(self) -> dict[str, str]:
         """The fields of `Layer` for its norms, and the checkpoint's names."""
         return NORMS[self.norms_at]
 
-    def heads_of_row(self, layer: int) -> int:
-        """What a layer keeps of a token, in heads: keys and values, or the input of a convolution. A
-        delta net keeps states instead."""
+    def heads(self, layer: int) -> AttentionHeads:
+        """The heads of a layer with attention."""
+        is_far = self.far and (self.window is None or layer in self.whole)
+        Hkv, Dh = self.far if is_far else (self.Hkv, self.Dh)
+        return AttentionHeads(self.H, Hkv if layer < self.writing else 0, Dh)
+
+    @property
+    def writing(self) -> int:
+        """The number of the first layer that reads an earlier one's rows: all from there on do."""
+        return self.layers - self.reusing
+
+    def slab_index(self, layer: int) -> int:
+        """The array of the slab that a layer reads: its own, or that of the last writing layer of its
+        type."""
+        if layer >= self.writing:
+            kind = self.positions(layer)
+            layer = max(i for i in range(self.writing) if self.positions(i) == kind)
+        return sum(self.row(i)[0] > 0 for i in range(layer))
+
+    def hidden_of(self, layer: int) -> int:
+        """The width inside a layer's MLP."""
+        return self.hidden if layer < self.writing else self.reusing_hidden or self.hidden
+
+    def is_unused(self, name: str) -> bool:
+        """True for matrices and norms that checkpoints may hold, but a layer does without."""
+        place, _, module = name.removesuffix(".weight").rpartition(".")
+        if module not in ("k_proj", "v_proj", "k_norm") or not (self.reusing or self.v_is_k):
+            return False
+        layer = int(place.split(".")[2])
+        is_far = self.window is None or layer in self.whole
+        return layer >= self.writing or (self.v_is_k and module == "v_proj" and is_far)
+
+    def row(self, layer: int) -> tuple[int, int]:
+        """What a layer keeps of a token, as heads and their size: keys and values, or the input of a
+        convolution. A delta net keeps states instead, and a layer that reads another's rows nothing."""
         if layer in self.deltas:
-            return 0
-        return self.D // self.Dh if layer in self.convolved else 2 * self.Hkv
+            return 0, self.Dh
+        if layer in self.convolved:
+            return self.D // self.Dh, self.Dh
+        _, Hkv, Dh = self.heads(layer)
+        return 2 * Hkv, Dh
 
     def positions(self, layer: int) -> tuple[Rope | None, int | None]:
         """A layer's rope, if it has positions, and its sliding window. A convolution has neither, and
@@ -269,7 +340,7 @@ def _refuse(fields: Fields, family: Family) -> None:
     if (get(act) or known[0]) not in known:
         raise fields.refuse(act, get(act), known[:1])
     for flag in ("use_bidirectional_attention", *family.refused):
-        if get(flag):
+        if get(flag) and get(flag) != "vision":  # text alone stays causal
             raise fields.refuse(flag, get(flag), ("false, or nothing",))
     for key in ("quantization", "quantization_config"):
         if not isinstance(get(key) or {}, dict):
@@ -325,6 +396,10 @@ def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
     theta = inner.real("rope_theta", fields.real("rope_theta", 10000.0, 1), 1)
     name = "partial_rotary_factor"
     part = inner.real(name, fields.real(name, 1.0, 0), 0)
+    if kind == "proportional":
+        if part > 1:
+            raise fields.refuse(name, part, ("up to 1",))
+        return Rope(kind, theta, factor=inner.real("factor", 1.0), part=part)
     turned = int(Dh * part)
     if part != 1 and not family.turns_a_part:
         raise fields.refuse(name, part, ("1",))

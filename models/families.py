@@ -137,6 +137,65 @@ def _near_rope(fields: Fields, theta: float) -> Rope:
     return Rope("default", theta)
 
 
+def _far(fields: Fields, v_is_k: bool) -> tuple[int, int]:
+    """Key heads and their size in layers with full attention: since transformers 5 in a list of what
+    differs, which is the same for all of these layers."""
+    H = fields.number("num_attention_heads")
+    Hkv = fields.number("num_key_value_heads")
+    own = {"head_dim": fields.number("global_head_dim", 512)}
+    if v_is_k:
+        own["num_key_value_heads"] = fields.number("num_global_key_value_heads", Hkv)
+    listed = fields.get("per_layer_config")
+    if isinstance(listed, dict) and listed:
+        own, *others = listed.values()
+        if not isinstance(own, dict) or any(other != own for other in others):
+            raise fields.refuse("per_layer_config", listed, ("the same for all listed layers",))
+    far = Fields(fields.path, own)
+    Hkv, Dh = far.number("num_key_value_heads", Hkv), far.number("head_dim")
+    if H % Hkv or Dh % 2:
+        raise fields.refuse("heads of full attention", (Hkv, Dh), (f"a divisor of {H}, even",))
+    return Hkv, Dh
+
+
+def _gemma4(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
+    """Gemma 4: q k^T has no factor, since q and k have norms; heads are larger in layers with full
+    attention; the last layers read the keys and values of earlier ones; each layer has an input of its
+    own for each token."""
+    layers = fields.number("num_hidden_layers")
+    reusing = fields.number("num_kv_shared_layers", 0, least=0)
+    if reusing >= layers:
+        raise fields.refuse("num_kv_shared_layers", reusing, (f"0 to {layers - 1}",))
+    kinds = fields.get("layer_types")
+    if isinstance(kinds, list) and kinds[layers - 1 : layers] == ["sliding_attention"]:
+        raise fields.refuse("layer_types", kinds, ("full_attention in the last layer",))
+    v_is_k = bool(fields.get("attention_k_eq_v"))
+    embeddings = fields.number("hidden_size_per_layer_input", 256, least=0)
+    hidden = fields.number("intermediate_size")
+    theta = 1e4
+    return {
+        "multipliers": {
+            "embed_tokens": D**0.5,
+            "norm": D**-0.5 if tied else 1,
+            "per_layer_model_projection": D**-0.5,
+            "per_layer_projection_norm": 2**-0.5,
+        },
+        "norms_at": "around",
+        "gelu": True,
+        "head_cap": _cap(fields, "final_logit_softcapping", None),
+        "near": _near_rope(fields, theta),
+        "qk_norm": "head",
+        "v_norm": True,
+        "scale": 1.0,
+        "far": _far(fields, v_is_k),
+        "v_is_k": v_is_k,
+        "reusing": reusing,
+        "reusing_hidden": hidden * (2 if fields.get("use_double_wide_mlp") else 1),
+        "embeddings": embeddings,
+        "embeddings_V": fields.number("vocab_size_per_layer_input", 262_144),
+        "scalars": True,
+    }
+
+
 def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
     """Granite's four multipliers, as factors of the weights that they can be folded into.
 
@@ -282,6 +341,14 @@ MINISTRAL_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+GEMMA4_ROPE = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1_000_000.0,
+        "partial_rotary_factor": 0.25,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 FAMILIES = {
     "llama": Family(),
@@ -354,6 +421,20 @@ FAMILIES = {
         activation=GEMMA_ACTIVATION,
         whole=_every_second,
         own=_gemma2,
+    ),
+    "gemma4_text": Family(
+        unsaid={
+            "head_dim": 256,
+            "num_key_value_heads": 4,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "rope_parameters": GEMMA4_ROPE,
+        },
+        activation=GEMMA_ACTIVATION,
+        whole=lambda fields, layers: {*_every_sixth(fields, layers), layers - 1},
+        two_ropes=True,
+        refused=("enable_moe_block", "rope_traditional", "attention_bias"),
+        own=_gemma4,
     ),
     "qwen3_moe": Family(
         unsaid={"moe_intermediate_size": 768},

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from distributed.group import ALONE, Ranks
 from kernels.device import mx, tree_flatten
 from kernels.packed import Matrix
-from models.config import Config
+from models.config import AttentionHeads, Config
 from models.forward_cost import ModelCost
 from models.ops import geglu, rms_norm, siglu, softmax, swiglu
 from models.rope import AttentionType
 
 if TYPE_CHECKING:
     from kv import Window
+    from models.layer_inputs import LayerInputs
 
 
 class Mlp(NamedTuple):
@@ -123,6 +124,20 @@ class QKNorm(NamedTuple):
         return mx.concatenate(normed, axis=1)
 
 
+class ValueNorm(NamedTuple):
+    """Adds a norm of each head of the values, without weights. Where the input has no values, they are
+    the keys."""
+
+    norm: Norm
+    heads: AttentionHeads
+
+    def __call__(self, qkv: mx.array) -> mx.array:  # (N, width) -> (N, (H + 2 Hkv) * Dh)
+        H, Hkv, Dh = self.heads
+        heads = qkv.reshape(len(qkv), -1, Dh)
+        values = self.norm(heads[:, -Hkv:])
+        return mx.concatenate([heads[:, : H + Hkv], values], axis=1).flatten(1)
+
+
 Step = Callable[[mx.array], mx.array]
 
 
@@ -164,11 +179,14 @@ class Layer(NamedTuple):
     out: Step  # (N, H * Dh) -> (N, D)
     mlp_norm: Step  # (N, D) -> the same
     mlp: Step  # (N, D) -> the same
-    index: int = 0  # of its rows in the slab
+    heads: AttentionHeads | None = None  # of attention
+    index: int = 0  # of its rows in the slab, or of those of the layer that it reads
     qkv: Step = chain()  # (N, D) -> (N, (H + 2 Hkv) * Dh)
     qk_norm: Step = chain()  # (N, H + Hkv, Dh) -> the same
     gate: OutputGate | None = None  # of what attention yields
     mixer: Mixer | None = None  # in place of attention: then there are no queries, keys and values
+    # What changes the sum of all: (N, D), inputs of each layer -> (N, D)
+    after: Callable[[mx.array, Sequence[mx.array]], mx.array] | None = None
 
 
 @dataclass(frozen=True)
@@ -184,6 +202,7 @@ class Model:
     kinds: tuple[AttentionType, ...]  # the attention types of the layers
     ranks: Ranks = ALONE  # that have the other shards; config and layers are those of this shard
     choices: Choices | None = None  # of experts, if it has any
+    layer_inputs: LayerInputs | None = None  # of each layer, beside the sum of all layers before
     cost: ModelCost = field(default_factory=ModelCost)  # of a forward pass
     quantization: str = ""  # of the files: "Q4_K_M", "4-bit" or "bfloat16"
     kv_dtype: mx.Dtype = mx.float32  # of the keys and values in the slab
@@ -202,17 +221,20 @@ class Model:
     @property
     def is_float32(self) -> bool:
         """Is everything computed in float32? Our own product converts packed weights to it."""
-        parts = tree_flatten((self.layers, self.norm, self.table, self.head), is_leaf=_is_claimed)
+        parts = (self.layers, self.norm, self.table, self.head, self.layer_inputs)
+        parts = tree_flatten(parts, is_leaf=_is_claimed)
         return all(part.dtype == mx.float32 for _, part in parts if isinstance(part, mx.array))
 
     def without_weights(self) -> Model:
         """The model without its arrays, after it has been unloaded."""
-        return replace(self, layers=[], table=None, head=chain(), kinds=(), choices=None)
+        gone = {"table": None, "choices": None, "layer_inputs": None}
+        return replace(self, layers=[], head=chain(), kinds=(), **gone)
 
     def for_slots_of(self, length: int) -> Model:
         """The same model with the rope for sequences of up to this length."""
-        Dh = self.config.Dh
-        kinds = [AttentionType.for_rope(*kind[:3], Dh, length, kind.growth) for kind in self.kinds]
+        kinds = [
+            AttentionType.for_rope(*kind[:3], kind.Dh, length, kind.growth) for kind in self.kinds
+        ]
         return replace(self, kinds=tuple(kinds))
 
 

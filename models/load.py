@@ -31,13 +31,14 @@ from kernels.packed import (
     packed,
     widened,
 )
-from models.config import read_config
+from models.config import LAYER_INPUT, read_config
 from models.convolution import Convolution
 from models.delta_net import DeltaNet
 from models.embedding_support import why_not
 from models.forward_cost import arrays, counted
 from models.gguf_file import is_gguf
 from models.gguf_weights import GgufWeights
+from models.layer_inputs import AddInput, LayerInputs, Scaled
 from models.layers import (
     Choices,
     Experts,
@@ -49,6 +50,7 @@ from models.layers import (
     OutputGate,
     QKNorm,
     SideBySide,
+    ValueNorm,
     chain,
 )
 from models.memory import Sizes, fit
@@ -125,8 +127,7 @@ class ModelReader:
         self.share = Shard.for_rank(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
         self.choices = Choices(config.layers) if config.experts else None
-        has_head = not ranks.rank
-        self.nbytes = self.weights.nbytes(self.config, self.form, has_head, self.rounds)
+        self.nbytes = self.weights.nbytes(self.config, self.form, has_head=not ranks.rank)
         free = device.free_memory()
         self.free = None if free is None else free + held
 
@@ -167,10 +168,11 @@ class ModelReader:
         if device.is_batch_invariant() and self.form != "checkpoint":
             return "c"
         # MLX's fused attention knows no cap of the scores
+        shapes = {c.heads(layer) for layer in range(c.writing)}
         if (
             device.has_gpu()
             and not c.cap
-            and fused_attention_check.is_right(c.H, c.Hkv, c.Dh, dtype)
+            and all(fused_attention_check.is_right(*heads, dtype) for heads in shapes)
         ):
             return "kernel"
         return "formula"
@@ -186,7 +188,7 @@ class ModelReader:
         self.check_room()
         c = self.config
         # Evaluate layer by layer: else the files' arrays and ours would all be in memory together
-        positions = [c.positions(i) for i in range(c.layers)]
+        positions = [(*c.positions(i), c.heads(i).Dh) for i in range(c.layers)]
         kinds = list(dict.fromkeys(positions))
         layers = [self.layer(i, kinds.index(each)) for i, each in enumerate(positions)]
         norm = self.norm("model.norm")
@@ -197,9 +199,10 @@ class ModelReader:
         cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
         growth = Growth.for_config(*c.growth, c.H) if c.growth else None
         kinds = tuple(
-            AttentionType.for_rope(rope, span, c.cap, c.Dh, growth=growth) for rope, span in kinds
+            AttentionType.for_rope(rope, span, c.cap, Dh, growth=growth) for rope, span, Dh in kinds
         )
-        mx.eval(norm, table, head, kinds)
+        inputs = self.layer_inputs() if c.embeddings else None
+        mx.eval(norm, table, head, kinds, arrays(inputs))
         device.limit_cache()
         model = Model(
             config=c,
@@ -210,6 +213,7 @@ class ModelReader:
             kinds=kinds,
             ranks=self.ranks,
             choices=self.choices,
+            layer_inputs=inputs,
             kv_dtype=self.kv_dtype,
             attention=self.attention_form(norm.weight.dtype),
             quantization=self.weights.quantization(self.config),
@@ -231,29 +235,38 @@ class ModelReader:
             return self.mixed(index, kind, norms, self.convolution(index), "conv.out_proj")
         if index in c.deltas:
             return self.mixed(index, kind, norms, self.delta_net(index), "linear_attn.out_proj")
-        qk_norm = gate = None
+        heads = c.heads(index)
+        qk_norm = v_norm = gate = None
         if c.qk_norm:
-            q_norm, k_norm = (self.norm(f"{name}self_attn.{part}_norm") for part in "qk")
-            qk_norm = QKNorm(q_norm, k_norm, c.H, c.qk_norm == "width")
-        q, k, v = (f"{name}self_attn.{part}_proj" for part in "qkv")
+            qk_norm = self.norm(f"{name}self_attn.q_norm")
+        if c.qk_norm and heads.Hkv:
+            k_norm = self.norm(f"{name}self_attn.k_norm")
+            qk_norm = QKNorm(qk_norm, k_norm, c.H, c.qk_norm == "width")
+        if c.v_norm and heads.Hkv:
+            weight = mx.ones(heads.Dh, qk_norm.q.weight.dtype)
+            v_norm = ValueNorm(Norm.from_weight(weight, c.norm_eps), heads)
+        q, *kv = (f"{name}self_attn.{part}_proj" for part in "qkv")
+        kv = [module for module in kv if not c.is_unused(module)]
         if c.gated:
             queries, gates = self.queries_and_gates(q)
-            qkv = self.joined([queries, self.part(k), self.part(v)])
+            qkv = self.joined([queries, *map(self.part, kv)])
             gate = OutputGate(self.kept(gates))
         else:
-            qkv = self.linear(q, k, v)
+            qkv = self.linear(q, *kv)
         # Each rank computes a part of every branch
         summed = self.ranks.sum if self.ranks.size > 1 else None
         layer = Layer(
-            index=index - sum(i < index for i in c.deltas),
+            index=c.slab_index(index),
             kind=kind,
+            heads=heads,
             attn_norm=chain(norms.get("attn_norm")),
-            qkv=qkv,
+            qkv=chain(qkv, v_norm),
             qk_norm=chain(qk_norm),
             gate=gate,
             out=chain(self.linear(f"{name}self_attn.o_proj"), summed, norms.get("attn_after")),
             mlp_norm=chain(norms.get("mlp_norm")),
             mlp=chain(self.mlp(f"{name}mlp."), summed, norms.get("mlp_after")),
+            after=self.after(index) if c.scalars else None,
         )
         mx.eval(arrays(layer))
         return layer
@@ -303,6 +316,23 @@ class ModelReader:
             for rows in (order, range(c.Dh, 2 * c.Dh))
         )
         return chosen_rows(both, queries), chosen_rows(both, gates)
+
+    def after(self, index: int) -> AddInput | Scaled:
+        """What changes the sum of all layers so far."""
+        name = f"model.layers.{index}."
+        scalar = self.tensor(f"{name}layer_scalar")
+        if not self.config.embeddings:
+            return Scaled(scalar)
+        gate, projection = (self.linear(f"{name}{module}") for module in LAYER_INPUT)
+        norm = self.norm(f"{name}post_per_layer_input_norm")
+        return AddInput(index, gate, projection, norm, scalar)
+
+    def layer_inputs(self) -> LayerInputs:
+        """The table is not multiplied in advance: its scales would need more bits."""
+        projection = self.linear("model.per_layer_model_projection")
+        norm = self.norm("model.per_layer_projection_norm")
+        table = self.linear("model.embed_tokens_per_layer")
+        return LayerInputs(table, projection, norm, (self.config.embeddings / 2) ** 0.5)
 
     def norm(self, module: str) -> Norm:
         return Norm.from_weight(self.tensor(f"{module}.weight"), self.config.norm_eps)
@@ -363,9 +393,9 @@ class ModelReader:
         """The matrix of a module, or this rank's shard of it."""
         name = f"{module}.weight"
         has = self.weights.tensors
-        rows, columns = self.share.cut(module, self.config.Dh)
-        if self.config.gated and module.endswith("q_proj"):
-            rows = slice(None)  # of one process: queries and gates
+        rows, columns = slice(None), slice(None)
+        if self.ranks.size > 1:
+            rows, columns = self.share.cut(module, self.config.Dh)
         bias = None
         # If ranks have some columns each, their outputs are summed, so only rank 0 adds the bias
         if f"{module}.bias" in has and not (self.ranks.rank and columns.stop):
@@ -392,21 +422,18 @@ class ModelReader:
         name = f"{module}.weight"
         bits = self.weights.tensors[name].bits
         group = self.weights.tensors[name].group
-        center = self.weights.tensors[name].center
         scales = self.load_tensor(f"{module}.scales")
-        offsets = None if center else self.load_tensor(f"{module}.biases")
+        offsets = self.load_tensor(f"{module}.biases")
         width = groups_of(scales, group) * group
         start, stop, _ = columns.indices(width)
         is_cut = start % group or stop % group
         if self.form != "packed" or self.config.factor(name) != 1 or stop - start < width:
             scales = widened(scales, group)
-            offsets = None if center else widened(offsets, group)
+            offsets = widened(offsets, group)
         if self.form != "packed" or self.config.factor(name) != 1 or is_cut:
             scales = self.times(scales, name)
-            offsets = None if center else self.times(offsets, name)
+            offsets = self.times(offsets, name)
         is_unknown = self.form == "checkpoint" and group not in MLX_GROUPS
-        if center and (self.form != "packed" or is_cut):
-            offsets, center = scales * center, 0.0
         if self.form == "float32" or is_cut or is_unknown:
             weight = dequantized(weight, scales, offsets, group, bits)
             weight = weight.astype(mx.float16) if is_unknown else weight
@@ -417,10 +444,9 @@ class ModelReader:
             cut_out(weight, rows, words),
             bias,
             cut_out(scales, rows, groups),
-            None if center else cut_out(offsets, rows, groups),
+            cut_out(offsets, rows, groups),
             bits,
             group,
-            center=center,
         )
 
 

@@ -95,8 +95,8 @@ def fit(
     def taken(count: int, length: int) -> int:
         return (
             slab_nbytes(*slab_shape(c, count, length, chunk), itemsize)
-            * sum(heads_of_rows(c))
-            // (2 * c.Hkv * c.layers)
+            * sum(heads * Dh for heads, Dh in rows_of_layers(c))
+            // (2 * c.Hkv * c.layers * c.Dh)
         )
 
     def most_slots() -> int:
@@ -163,9 +163,8 @@ def slab_of(model: Model, sizes: Sizes) -> int:
     """The memory of a slab of these sizes for this model."""
     shape = slab_shape(model.config, *sizes[:3])
     c = model.config
-    return (
-        slab_nbytes(*shape, model.kv_dtype.size) * sum(heads_of_rows(c)) // (2 * c.Hkv * c.layers)
-    )
+    numbers = sum(heads * Dh for heads, Dh in rows_of_layers(c))
+    return slab_nbytes(*shape, model.kv_dtype.size) * numbers // (2 * c.Hkv * c.layers * c.Dh)
 
 
 def sources() -> list[Path]:
@@ -212,9 +211,9 @@ def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, in
     return c.layers, slots, c.Hkv, chunks * chunk, c.Dh
 
 
-def heads_of_rows(c: Config) -> list[int]:
-    """What each layer with rows keeps of a token, in heads."""
-    return [heads for layer in range(c.layers) if (heads := c.heads_of_row(layer))]
+def rows_of_layers(c: Config) -> list[tuple[int, int]]:
+    """What each layer with rows keeps of a token, as heads and their size."""
+    return [row for layer in range(c.layers) if (row := c.row(layer))[0]]
 
 
 def slab_nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:

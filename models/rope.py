@@ -34,6 +34,7 @@ class Rope:
     gain: float = 1.0  # turned vectors are multiplied by this
     turned: int | None = None  # how many numbers of a head turn, from the first; None means all
     interleaved: bool = False  # adjacent numbers are a plane, instead of number i and i + Dh/2
+    part: float = 1.0  # of the planes, those that turn fastest; the others do not turn
 
     def is_too_short(self, length: int) -> bool:
         """True beyond the trained length, for types that then turn differently."""
@@ -110,6 +111,11 @@ class AttentionType(NamedTuple):
     frequencies: mx.array | None  # (Dh/2,)
     periods: mx.array | None  # 1 / frequencies, for a GPU
     growth: Growth | None = None  # of far queries
+
+    @property
+    def Dh(self) -> int:
+        """The size of heads that turn."""
+        return 0 if self.frequencies is None else 2 * self.frequencies.size
 
     @staticmethod
     def for_rope(
@@ -202,7 +208,7 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
     of them. `llama3` and `yarn` slow only the slow ones, because the fast ones distinguish neighbours.
     `dynamic` raises theta with `length`. `longrope` has a factor for each plane, found by search, and
     others for sequences beyond the trained length. Here `length` is that of a slot, so all sequences of
-    an engine turn alike and may share rows.
+    an engine turn alike and may share rows. `proportional` turns the fast planes alone, as if all did.
     """
     R = rope.turned or Dh
     theta = rope.theta
@@ -219,8 +225,10 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
     else:
         # theta ** (-2 i / R)
         frequencies = mx.exp(mx.arange(0, -(R // 2), -1) * (math.log(theta) / (R // 2)))
-    if rope.type == "linear":
+    if rope.type in ("linear", "proportional"):
         frequencies = frequencies / rope.factor
+    if rope.part < 1:
+        frequencies = mx.where(mx.arange(R // 2) < int(rope.part * R // 2), frequencies, 0)
     if Dh > R:
         still = mx.zeros((Dh - R) // 2)
         frequencies = mx.concatenate([frequencies, still])

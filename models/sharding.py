@@ -46,6 +46,10 @@ class Shard(NamedTuple):
             raise ModelError(
                 f"{c.model_type} cannot be shared: its delta nets have states. Start one process."
             )
+        if size > 1 and (c.far or c.reusing or c.scalars):
+            raise ModelError(
+                f"{c.model_type} cannot be shared: its layers have different heads. Start one process."
+            )
         # A last bit may decide which experts a token takes, and all ranks must take the same
         if size > 1 and c.experts:
             raise ModelError(

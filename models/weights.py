@@ -19,7 +19,7 @@ from base.untrusted_files import LARGEST_HEADER, ModelError, check_plain, read_j
 from base.validation import one_line, shown
 from kernels import device
 from kernels.device import mx
-from kernels.packed import LEAST, MLX_GROUPS, SPAN, form_of, row_nbytes, rows_of
+from kernels.packed import LEAST, MLX_GROUPS, SPAN, WIDER, row_nbytes
 from models.config import Config
 
 # As phi3 stores them, and Granite 4 its MLP
@@ -43,8 +43,9 @@ GRANITE_NAMES = {
     "shared_mlp.output_linear": "mlp.down_proj",
 }
 # Of models that also see or hear, or draft
-OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.")
-OTHER_PARTS += ("model.multi_modal_projector.", "model.visual.", "visual.")
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "audio_tower.")
+OTHER_PARTS += ("embed_vision.", "embed_audio.", "vision_embedder.", "visual.")
+OTHER_PARTS += tuple(f"model.{part}" for part in OTHER_PARTS)
 OTHER_PARTS += ("mtp.", "language_model.mtp.")  # drafts of Qwen 3.5
 CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
@@ -78,7 +79,6 @@ class Tensor(NamedTuple):
     # Of a packed matrix, once it is checked
     bits: int = 0
     group: int = 0
-    center: float = 0.0  # if not 0, an offset is its scale times this, and there are none
 
 
 class MissingError(ModelError):
@@ -239,18 +239,15 @@ class Weights:
         matrices = [tensor for tensor in self.tensors.values() if len(tensor.shape) > 1]
         return any(tensor.dtype != mx.float32 for tensor in matrices)
 
-    def nbytes(self, own: Config, form: str, has_head: bool, rounds: bool = False) -> int:
-        """The memory of a rank's shard of the model in this form (`usual_form`). `rounds`: for
-        activations of 8 bits."""
+    def nbytes(self, own: Config, form: str, has_head: bool) -> int:
+        """The memory of a rank's shard of the model in this form (`usual_form`)."""
         return sum(
-            self._nbytes(name, shape, form, own.factor(name) != 1, rounds)
+            self._nbytes(name, shape, form, own.factor(name) != 1)
             for name, shape in own.tensors().items()
             if has_head or name != "lm_head.weight"
         )
 
-    def _nbytes(
-        self, name: str, shape: tuple[int, ...], form: str, is_multiplied: bool, rounds: bool
-    ) -> int:
+    def _nbytes(self, name: str, shape: tuple[int, ...], form: str, is_multiplied: bool) -> int:
         """The memory of one tensor, with its scales and offsets. If a group is cut, it is unpacked."""
         count = math.prod(shape)
         width = shape[-1]
@@ -274,14 +271,13 @@ class Weights:
             return 2 * count
         if width % tensor.group:
             return (4 if form == "packed" else size) * count
-        factors = size * (width // tensor.group) + 2 * (width // SPAN) * (size == 1)  # of a row
+        factors = 2 * size * (count // tensor.group)
+        if size == 1:
+            factors += 4 * count // SPAN
         if form != "packed":
-            return tensor.bits * count // 8 + 2 * factors * (count // width)
-        *many, N, _ = shape
-        row = row_nbytes(width, form_of(tensor.bits, rounds)) + factors * (
-            1 if tensor.center else 2
-        )
-        return math.prod(many) * rows_of(N, rounds) * row
+            return tensor.bits * count // 8 + factors
+        kept = WIDER.get(tensor.bits, tensor.bits)
+        return row_nbytes(width, kept) * (count // width) + factors
 
     def split(self, config: Config) -> None:
         """Replace fused tensors by their parts, under the names of other families."""
@@ -347,8 +343,8 @@ class Weights:
                 raise self._lacks(stored_in(name) if config.fused else name)
             module = name.removesuffix(".weight")
             if f"{module}.scales" in self.tensors:
-                bits, group, center = self._packing(module, shape)
-                self.tensors[name] = tensor._replace(bits=bits, group=group, center=center)
+                bits, group = self._packing(module, shape)
+                self.tensors[name] = tensor._replace(bits=bits, group=group)
             elif name.endswith(CONVOLUTIONS) and tensor.shape == (shape[0], 1, shape[1]):
                 pass  # as torch has it; a tap is a number either way
             elif tensor.shape != shape:
@@ -366,6 +362,8 @@ class Weights:
                 continue
             if part == "inv_freq" or (config.tied and module == "lm_head"):
                 continue  # old checkpoints have rope tables, and tied ones may hold the head twice
+            if re.match(r"model\.layers\.\d{1,9}\.", name) and config.is_unused(module):
+                continue
             raise ModelError(
                 f"{self.tensors[name].path}: {name} has no place in a {config.model_type} model by "
                 f"{self.described_by}; download both again."
@@ -374,8 +372,8 @@ class Weights:
     def _lacks(self, name: str) -> ModelError:
         return ModelError(f"{self.folder} lacks the tensor {name}; download it again.")
 
-    def _packing(self, module: str, shape: tuple[int, ...]) -> tuple[int, int, float]:
-        """(bits, group size, 0) of a quantized matrix, from its shapes alone, so layers may differ.
+    def _packing(self, module: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """(bits, group size) of a quantized matrix, from its shapes alone, so layers may differ.
 
         `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares
         one scale. So a width of 128 in 16 words with 2 scales means 4 bits in groups of 64.
@@ -400,7 +398,7 @@ class Weights:
             factors = (*out, width // group)
             fits = packed == (*out, width * bits // 32) and scales == biases == factors
             if fits and bits in QUANTIZED_BITS:
-                return bits, group, 0.0  # it has offsets
+                return bits, group
         raise ModelError(
             f"{path}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
             f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."

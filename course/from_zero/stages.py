@@ -81,7 +81,7 @@ sums as (B, H, L, Dh), axes 1 and 2 back, and at last (B * L, H * Dh)""",
                 return (N, heads, Dh), queries and keys together. Which of the three needs its position,
                 and which does not?""",
                 (
-                    "`model.config` has H, Hkv and Dh. Reshape to (N, heads, Dh) before you cut.",
+                    "`layer.heads` has H, Hkv and Dh. Reshape to (N, heads, Dh) before you cut.",
                     "`mx.split(x, [a, b], axis=1)` cuts before a and before b.",
                     """qkv = layer.qkv(x).reshape(-1, H + 2 * Hkv, Dh)
 q, k, v = mx.split(qkv, [..., ...], axis=1)
@@ -104,7 +104,7 @@ and cut qk into q and k again""",
                     "`only(x, asked)` takes the rows that are asked: once, before the last norm, is enough.",
                     """x = model.table.embed(ids)
 for layer in model.layers:
-    q, k, v = heads(model, layer, layer.attn_norm(x), turns[layer.kind])
+    q, k, v = heads(layer, layer.attn_norm(x), turns[layer.kind])
     x = x + layer.out(attend(layer, q, k, v, windows, attentions[layer.kind]))
     x = x + layer.mlp(...)
 return model.norm(only(...))""",

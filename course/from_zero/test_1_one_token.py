@@ -110,8 +110,8 @@ def test_heads():
     model, _ = demo()
     H, Hkv, Dh = model.config.H, model.config.Hkv, model.config.Dh
     qkv = drawn((5, (H + 2 * Hkv) * Dh), 4)  # of 5 tokens
-    layer = SimpleNamespace(qkv=lambda x: qkv, qk_norm=lambda x: x + 1)
-    q, k, v = llama.heads(model, layer, drawn((5, model.config.D), 5), turn=lambda x: 3 * x)
+    layer = SimpleNamespace(qkv=lambda x: qkv, qk_norm=lambda x: x + 1, heads=model.layers[0].heads)
+    q, k, v = llama.heads(layer, drawn((5, model.config.D), 5), turn=lambda x: 3 * x)
     each = qkv.reshape(5, H + 2 * Hkv, Dh)
     assert_close(q, 3 * (each[:, :H] + 1), "the queries")
     assert_close(k, 3 * (each[:, H : H + Hkv] + 1), "the keys")

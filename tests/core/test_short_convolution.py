@@ -8,7 +8,7 @@ from parity import LFM2
 
 from models.config import Config
 from models.load import read_model
-from models.memory import heads_of_rows, slab_nbytes, slab_shape
+from models.memory import rows_of_layers, slab_nbytes, slab_shape
 from models.sharding import Shard
 from nanobatch import Engine, SamplingParams
 
@@ -74,7 +74,7 @@ def test_memory_of_a_row(folder):
         | {"convolved": frozenset(range(16)) - {2, 5, 8, 10, 12, 14}}
     )
     assert isinstance(published, Config)
-    assert sum(heads_of_rows(published)) * published.Dh * 2 == 32 * 1024
+    assert sum(heads * Dh for heads, Dh in rows_of_layers(published)) * 2 == 32 * 1024
     whole = slab_nbytes(*slab_shape(published, 4, 1024, 128), 2)
     assert whole >= 4 * 1024 * 32 * 1024
 

@@ -163,8 +163,8 @@ def test_a_small_mac_is_not_filled(monkeypatch):
     whole = 5_726_633_984
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": whole})
     monkeypatch.setattr(mx, "get_active_memory", lambda: 1_800_000_000)  # its weights in 4 bits
-    heads = {"Hkv": 8, "heads_of_row": lambda layer: 16}
-    shape = SimpleNamespace(layers=28, Dh=128, max_positions=131_072, **heads)
+    heads = {"Hkv": 8, "Dh": 128, "row": lambda layer: (16, 128)}
+    shape = SimpleNamespace(layers=28, writing=28, max_positions=131_072, **heads)
     sizes = memory.fit(shape, 2, device.free_memory())
     assert sizes[:3] == (8, 1024, 512)
     assert memory.slab_nbytes(*memory.slab_shape(shape, *sizes[:3]), 2) < whole / 5

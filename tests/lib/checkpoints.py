@@ -68,8 +68,10 @@ def random_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
             weights[name] = (not config.norms_add) + 0.2 * noise
         elif name.endswith(".bias"):
             weights[name] = 0.3 * noise
-        elif "embed_tokens" in name:
-            weights[name] = (0.02 if config.norms_add else 0.35) * noise  # Gemma multiplies it
+        elif name.endswith("layer_scalar"):
+            weights[name] = 1 + 0.2 * noise
+        elif "embed_tokens.weight" in name:
+            weights[name] = (0.02 if config.gelu else 0.35) * noise  # Gemma multiplies it
         elif name.endswith("conv.conv.weight"):
             weights[name] = 0.6 * noise
         else:

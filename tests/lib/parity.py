@@ -13,6 +13,7 @@ from kernels import device
 from kernels.device import mx
 from kv import Slab, Window
 from llama import forward
+from models.memory import rows_of_layers
 from nanobatch import Engine, Model
 
 PROMPTS, TOKENS = 16, 20  # of each configuration
@@ -87,6 +88,20 @@ GEMMA = {
     "num_hidden_layers": 3,
     "sliding_window_pattern": 3,
     "sliding_window": 30,
+}
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 3,
+    "num_key_value_heads": 1,
+    "sliding_window": 30,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 272,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 30.0,
+    "rope_theta": None,
 }
 CONFIGS = {
     "multi-head attention": {"num_key_value_heads": 4},
@@ -247,6 +262,40 @@ CONFIGS = {
         "sliding_window": 16,
         "num_hidden_layers": 4,
     },
+    "gemma4_text": {"model_type": "gemma4_text", "tie_word_embeddings": True, **GEMMA4},
+    "gemma4_text, keys are values, 4 bits": {
+        "model_type": "gemma4_text",
+        **GEMMA4,
+        "tie_word_embeddings": True,
+        "global_head_dim": 32,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 3,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0,
+        "quantize": lambda module: None if module.endswith("layer_scalar") else (4, 32),
+    },
+    "gemma4_text, as published, 8 bits": {
+        "model_type": "gemma4_text",
+        **GEMMA4,
+        "tie_word_embeddings": True,
+        "hidden_size_per_layer_input": 32,
+        "num_hidden_layers": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2
+        + ["full_attention"],
+        "use_double_wide_mlp": False,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 500000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 20000.0, "rope_type": "default"},
+        },
+        "quantize": lambda module: (8, 32) if "input_gate" not in module else (8, 64),
+    },
     "olmo3": {
         "model_type": "olmo3",
         "num_key_value_heads": 2,
@@ -396,7 +445,7 @@ def count() -> tuple[int, int]:
 def whole(model: Model, tokens: list[int], dtype: mx.Dtype = mx.float32) -> np.ndarray:
     """(len(tokens), V): one pass over everything, in a slab of its own."""
     c = model.config
-    slab = Slab(c.layers, 1, c.Hkv, 256, c.Dh, model.dtype)
+    slab = Slab(c.layers, 1, c.Hkv, 256, c.Dh, model.dtype, rows_of_layers(c))
     assert slab.arrays[0].dtype == dtype
     window = Window(slab, [0], [0], len(tokens))
     logits = model.head(forward(model, mx.array(tokens), [window], range(len(tokens))))

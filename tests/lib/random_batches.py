@@ -31,7 +31,7 @@ from kernels.device import mx
 import numpy as np
 from checkpoints import make_checkpoint
 from harness import Ask, Tap, random_asks, run_schedule
-from parity import LFM2
+from parity import GEMMA4, LFM2
 
 from kernels import library
 from models.load import read_model
@@ -106,6 +106,12 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them pa
         "model_type": "lfm2",
         "quantize": lambda name: None if "conv.conv" in name else (4, 32),
         **LFM2,
+    },
+    {
+        "model_type": "gemma4_text",
+        "quantize": lambda name: None if "layer_scalar" in name else (4, 32),
+        **GEMMA4,
+        "hidden_size_per_layer_input": 32,
     },
     {"model_type": "olmo2", "num_key_value_heads": 2, "head_dim": 20},
     {

@@ -15,14 +15,14 @@ def forward(model, ids, windows, asked):
     x = model.table.embed(ids)
     for layer in model.layers:
         turn = turning(model.kinds[layer.kind], positions)
-        q, k, v = heads(model, layer, layer.attn_norm(x), turn)
+        q, k, v = heads(layer, layer.attn_norm(x), turn)
         x = x + layer.out(attend(layer, q, k, v, windows, attentions[layer.kind]))
         x = x + layer.mlp(layer.mlp_norm(x))
     return model.norm(only(x, asked))
 
 
-def heads(model, layer, x, turn):
-    c = model.config
+def heads(layer, x, turn):
+    c = layer.heads
     qkv = layer.qkv(x).reshape(-1, c.H + 2 * c.Hkv, c.Dh)
     qk = qkv[:, : c.H + c.Hkv]
     v = qkv[:, c.H + c.Hkv :]

@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from checkpoints import V, make_checkpoint, make_tokenizer
+from checkpoints import V, make_checkpoint, make_config, make_tokenizer
 from parity import MINISTRAL
 from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -402,20 +402,24 @@ def test_config_defaults_equal_transformers(tmp_path):
     assert len(KNOWN_TO_TRANSFORMERS) >= 12
     for family in KNOWN_TO_TRANSFORMERS:
         unsaid = {"head_dim": None, "rope_theta": None, "rms_norm_eps": None}
-        folder = make_checkpoint(tmp_path / family, model_type=family, **unsaid)
-        ours = configs.read_config(folder, True)
-        given = json.loads((folder / "config.json").read_text())
+        given = make_config(model_type=family, **unsaid)
+        (tmp_path / "config.json").write_text(json.dumps(given))
+        ours = configs.read_config(tmp_path, True)
         theirs = AutoConfig.for_model(**given)
         theirs_eps = theirs.norm_eps if family == "lfm2" else theirs.rms_norm_eps
         assert ours.norm_eps == theirs_eps, family
         positions = theirs.rope_parameters
         if "full_attention" in positions:
             assert ours.near.theta == positions["sliding_attention"]["rope_theta"]
+            assert ours.rope.type == positions["full_attention"]["rope_type"]
             positions = positions["full_attention"]
         assert ours.rope.theta == positions["rope_theta"], family
         assert ours.cap == getattr(theirs, "attn_logit_softcapping", None), family
         assert ours.head_cap == getattr(theirs, "final_logit_softcapping", None), family
-        assert ours.Dh == (getattr(theirs, "head_dim", None) or ours.D // ours.H), family
+        sizes = getattr(theirs, "per_layer_config", None) or [theirs] * ours.layers
+        for layer in range(ours.layers):
+            size = getattr(sizes[layer], "head_dim", None) or ours.D // ours.H
+            assert ours.heads(layer).Dh == size, family
         if family != "qwen2":  # its biases stand in the code
             assert ours.qkv_bias == getattr(theirs, "attention_bias", False), family
             assert ours.o_bias == getattr(theirs, "attention_out_bias", ours.qkv_bias)

@@ -15,7 +15,7 @@ from kernels import device, row_ops
 from kernels.device import mx
 from kv import Slab, Window
 from llama import heads
-from models.config import read_config
+from models.config import AttentionHeads, read_config
 from models.layers import Norm
 from models.ops import capped, geglu, softmax, swiglu
 from models.rope import Rope, both_of_a_plane, rope_frequencies, rotate
@@ -298,10 +298,9 @@ def test_rope_attention_factor(tmp_path, scaling, gain):
 def test_fused_projection_head_order():
     """(N, (H + 2 Hkv) * Dh): all query heads, all key heads, all value heads; here without a
     turn."""
-    model = SimpleNamespace(config=SimpleNamespace(H=4, Hkv=2, Dh=6))
-    layer = SimpleNamespace(qkv=lambda x: x, qk_norm=lambda x: x)
+    layer = SimpleNamespace(qkv=lambda x: x, qk_norm=lambda x: x, heads=AttentionHeads(4, 2, 6))
     x = normal(3, 8 * 6)
-    q, k, v = heads(model, layer, mx.array(x), lambda x: x)
+    q, k, v = heads(layer, mx.array(x), lambda x: x)
     apart = x.reshape(3, 8, 6)
     for ours, wanted in ((q, apart[:, :4]), (k, apart[:, 4:6]), (v, apart[:, 6:])):
         assert np.array_equal(np.array(ours), wanted)
