@@ -271,7 +271,7 @@ static long at_most(long number, long limit) { return number < limit ? number : 
    A form may also be an operation. Then no matrix lies behind the `Packed`. Behind that of a norm lie the norm's weights. */
 
 enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, /* of numbers; */
-       ROUNDED_4, ROUNDED_6, ROUNDED_8, /* for activations in 8 bits: numbers of 4 bits, of 6 in 8, and of 8; */
+       ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, /* for activations in 8 bits: numbers of so many bits; */
        SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU }; /* of operations */
 
 typedef struct {
@@ -282,7 +282,8 @@ typedef struct {
                                    a row is one group, without an offset */
   int32_t shift;                /* a weight's group in its row: k >> shift */
   int32_t scales, offsets;      /* where they lie, in lines of the cache from here on */
-  float setting;                /* of an operation: the scale of a softmax, the eps of a norm */
+  float setting;                /* of an operation: the scale of a softmax, the eps of a norm; of a matrix: if not 0, each
+                                   offset is its scale times this power of two, and none is stored */
 } Packed;
 enum { LINE_NBYTES = 64, BLOCK = 8 * ORDER };
 _Static_assert(sizeof(Packed) <= LINE_NBYTES, "behind it the weights begin");
@@ -304,7 +305,8 @@ INLINE int is_operation(const Packed *a) { return a && a->form >= SOFTMAX; }
 INLINE int is_rounded(const int form) { return ROUNDED_4 <= form && form <= ROUNDED_8; }
 INLINE const char *line(const Packed *a, long count) { return (const char *)a + count * LINE_NBYTES; }
 INLINE long bits_of(const int form) {
-  return form == FOUR_BITS || form == ROUNDED_4 ? 4 : form == EIGHT_BITS || is_rounded(form) ? 8 : 16;
+  if (form == FOUR_BITS || form == ROUNDED_4) return 4;
+  return form == ROUNDED_5 ? 5 : form == ROUNDED_6 ? 6 : form == EIGHT_BITS || form == ROUNDED_8 ? 8 : 16;
 }
 
 /* Bytes of a row. Of 4 bits it ends with a whole block. */
@@ -319,12 +321,10 @@ typedef struct {
   float scale[GROUPS], offset[GROUPS];
 } Factors;
 
-INLINE void widen(const void *from, long first, long count, float *to, int form) {
-  for (long i = first; i < first + count; i += LANES, to += LANES) {
-    if (form == FLOAT16) store(to, float16s((const uint16_t *)from + i));
-    if (form == BFLOAT16) store(to, bfloat16s((const uint16_t *)from + i));
-    if (form == FLOAT32) store(to, load((const float *)from + i));
-  }
+INLINE vec widen(const void *from, long i, const int form) {
+  if (form == FLOAT16) return float16s((const uint16_t *)from + i);
+  if (form == BFLOAT16) return bfloat16s((const uint16_t *)from + i);
+  return load((const float *)from + i);
 }
 
 /* Factors of 8 bits: in each row a byte for each group, which stands for its number less 128, and then a float16 number
@@ -344,14 +344,17 @@ static NOINLINE void widen_bytes(const Packed *a, const char *from, long first, 
   }
 }
 
+static NOINLINE void widen_all(const Packed *a, const char *from, long first, long count, float *to) {
+  if (a->form_of_scales == EIGHT_BITS) widen_bytes(a, from, first, count, to);
+  else for (long i = 0; i < count; i += LANES) store(to + i, widen(from, first + i, a->form_of_scales));
+}
+
 INLINE void read_factors(const Packed *a, long first, long count, Factors *to, const int form) {
-  if (a->form_of_scales == EIGHT_BITS) {
-    widen_bytes(a, line(a, a->scales), first, count, to->scale);
-    widen_bytes(a, line(a, a->offsets), first, count, to->offset);
-    return;
-  }
-  widen(line(a, a->scales), first, count, to->scale, a->form_of_scales);
-  if (bits_of(form) < 16) widen(line(a, a->offsets), first, count, to->offset, a->form_of_scales);
+  widen_all(a, line(a, a->scales), first, count, to->scale);
+  if (bits_of(form) == 16) return;
+  if (a->setting == 0) widen_all(a, line(a, a->offsets), first, count, to->offset);
+  for (long i = 0; a->setting != 0 && i < count; i += LANES)
+    store(to->offset + i, times(load(to->scale + i), all(a->setting)));
 }
 
 typedef struct { /* what the weights of a group have in common */
@@ -887,16 +890,27 @@ static void multiply_many(const Product *p, long j0, long j1) {
    numbers are exact in any order, so each processor takes its own instructions for them. What is left are four roundings
    for each group, always the same: here, too, a row has its own bits.
 
-   W lies in panels of 16 rows. A line of the cache has the next 4 weights of each row; or the next 8, if they have four
-   bits: the first four of them in the lower halves of its bytes. The 16 scales of a group lie side by side, and so do the
-   offsets. `dot` adds the products of four weights and four numbers of x to each lane of a `partial` sum. */
+   W lies in panels of 16 rows. A line of the cache has a word of each row, and a word has four weights of 8 bits, or eight
+   of 4: the first four of them in the lower halves of its bytes. Weights of 5 and 6 bits have their lower 4 bits in such
+   lines, and a line for the bits above follows, of so many weights as fill it: a UNIT. (Four weights of a row are an index
+   in the unit, and a byte of a word for each:)
+
+       4 bits    8 weights   | 0, 1 |
+       5 bits   32           | 0, 1 | 2, 3 | 4, 5 | 6, 7 | the fifth bit of 0, of 1, ... of 7 |
+       6 bits   16           | 0, 1 | 2, 3 | the upper two bits of 0, of 1, of 2, of 3 |
+       8 bits    8           | 0 | 1 |
+
+   The 16 scales of a group lie side by side, and so do the offsets. `dot` adds the products of four weights and four
+   numbers of x to each lane of a `partial` sum. */
 
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
 INLINE ints dot(ints sum, words w, const int8_t *x) { /* (around the intrinsic GCC 12 copies registers) */
   __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*(const int8_t(*)[4])x));
   return sum;
 }
+#define PLANES(form) 1
 #elif defined(__AVXVNNI__)
+#define PLANES(form) 1
 INLINE ints dot(ints sum, words w, const int8_t *x) {
   __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(_mm256_broadcastd_epi32(_mm_loadu_si32(x))));
   return sum;
@@ -908,7 +922,7 @@ INLINE ints dot(ints sum, words w, const int8_t *x) {
 #define WIDE(name) _mm256_##name
 #endif
 typedef int16_t partial __attribute__((vector_size(4 * LANES)));
-#define FULL(form, group) at_most((form) == ROUNDED_6 ? 8 : 32, group) /* more weights could be too much for 16 bits */
+#define FULL(form, group) at_most((form) == ROUNDED_6 ? 8 : (form) == ROUNDED_5 ? 16 : 32, group) /* more overflow 16 bits */
 INLINE ints whole(partial sum) { return (ints)WIDE(madd_epi16)((words)sum, WIDE(set1_epi16)(1)); }
 INLINE partial dot(partial sum, words w, const int8_t *x) {
   int32_t four;
@@ -934,6 +948,9 @@ INLINE ints dot(ints sum, words w, const int8_t *x) {
 #define FULL(form, group) (group)
 typedef ints partial;
 INLINE ints whole(partial sum) { return sum; }
+#endif
+#ifndef PLANES
+#define PLANES(form) ((form) == ROUNDED_8 ? 2 : 1)
 #endif
 
 /* Rows are rounded in strips of ROUNDED_ROWS: there four numbers of each row are followed by the next four of each. */
@@ -965,90 +982,125 @@ static void round_rows(const Product *p, long m0, long m1) {
     }
 }
 
-/* The 16 scales or offsets of group g of a panel. */
-INLINE void factors_of(const Packed *a, const char *from, long panel, long g, float to[ORDER]) {
-  const int form = a->form_of_scales;
-  const long sizes = form == EIGHT_BITS ? 2 * (a->K / SPAN) : 0; /* bytes for each row of W, behind a byte for each group */
-  from += panel * ORDER * (a->groups * (form == EIGHT_BITS ? 1 : form == FLOAT32 ? 4 : 2) + sizes);
-  if (form != EIGHT_BITS) widen(from, g * ORDER, ORDER, to, form);
-  for (int c = 0; form == EIGHT_BITS && c < ORDER; c += LANES)
-    store(to + c, times(add(bytes(from + g * ORDER + c), all(-128)),
-                        float16s(from + a->groups * ORDER + 2 * ((g << a->shift) / SPAN * ORDER + c))));
+INLINE long unit_of(const int form) { return form == ROUNDED_5 ? 32 : form == ROUNDED_6 ? 16 : 8; }
+
+/* The n-th four weights of each row of a unit, which begins `at`; in two planes, the lower or the upper halves of them. */
+typedef uint32_t uints __attribute__((vector_size(4 * LANES)));
+INLINE words weights_of(const char *at, const int n, const int form, const int plane) {
+  const uints halves = (uints){0} + 0x0f0f0f0f;
+  if (form == ROUNDED_8) {
+    const uints w = (uints)load_words(at + n * LINE_NBYTES);
+    return (words)(PLANES(form) == 1 ? w : (plane ? w >> 4 : w) & halves);
+  }
+  const uints w = (uints)load_words(at + n / 2 * LINE_NBYTES), low = (n % 2 ? w >> 4 : w) & halves;
+  if (form == ROUNDED_4) return (words)low;
+  const uints upper = (uints)load_words(at + unit_of(form) / 8 * LINE_NBYTES);
+  const int bit = form == ROUNDED_5 ? n : 2 * n; /* where they are in each byte of `upper`, and 4 in the weight */
+  return (words)(low | ((bit < 4 ? upper << (4 - bit) : upper >> (bit - 4)) & (form == ROUNDED_5 ? 0x10101010 : 0x30303030)));
 }
 
-/* What the groups g0..g1 add to `rows` rows and the 16 columns of a panel. Of 8 bits, dots are made of a plane of each
-   byte's lower halves, and then of one of the upper: so no 16 bits overflow. */
-INLINE void rounded_tile(const Product *p, long m, long panel, long g0, long g1, float *sums, const int rows, const int form) {
+/* LANES of the 16 scales or offsets of a group, from number c on: of 8 bits, bytes times their `sizes`. */
+INLINE vec factors_of(const char *at, const char *sizes, long c, const int form) {
+  return form == EIGHT_BITS ? times(add(bytes(at + c), all(-128)), float16s(sizes + 2 * c)) : widen(at, c, form);
+}
+
+/* What the groups g0..g1 add to `rows` rows and the 16 columns of a panel. So that no 16 bits overflow, sums of FULL weights
+   are added up in 32 bits, and weights of 8 bits are multiplied in two PLANES. */
+INLINE void rounded_tile(const Product *p, long m, long panel, long g0, long g1, float *sums, const int rows, const int form,
+                         const long group) {
   const Packed *a = p->packed;
-  const long group = a->group, full = FULL(form, group), at_once = full == 8;
-  const int planes = form == ROUNDED_8 ? 2 : 1;
-  const long lines = form == ROUNDED_4 ? 1 : 2; /* of 8 weights */
-  const char *at = line(a, 1 + (panel * p->K + g0 * group) / 8 * lines);
+  const long unit = unit_of(form), nbytes = unit * ORDER * bits_of(form) / 8;
+  const long full = FULL(form, group), span = full > unit ? full : unit;
+  const int planes = PLANES(form), is_summed_later = full >= unit;
+  const char *at = line(a, 1) + (panel * p->K + g0 * group) * ORDER * bits_of(form) / 8;
   const int8_t *x = (const int8_t *)p->strips + m * p->K + g0 * group * rows;
-  const words half = (words)((ints){0} + 0x0f0f0f0f);
-  for (long g = g0; g < g1; g++) {
+  const float *step = p->steps + 2 * (m * a->groups + g0 * rows);
+
+  const int scales = a->form_of_scales;
+  const long width = scales == EIGHT_BITS ? 1 : scales == FLOAT32 ? 4 : 2, sizes = a->groups * ORDER; /* of 8 bits: behind them */
+  const long factors = panel * (a->groups * width + (scales == EIGHT_BITS ? 2 * (a->K / SPAN) : 0)) * ORDER;
+  const char *const scales_at = line(a, a->scales) + factors, *const offsets_at = line(a, a->offsets) + factors;
+
+  vec own[ROUNDED_ROWS][PARTS];
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < PARTS; c++) own[r][c] = load(sums + r * ORDER + c * LANES);
+  for (long g = g0; g < g1; g++, step += 2 * rows) {
     ints total[ROUNDED_ROWS][PARTS] = {0};
-    for (long k = 0; k < group; k += full, x += full * rows, at += full / 8 * lines * LINE_NBYTES)
+    for (long k = 0; k < group; k += span, x += span * rows, at += span / unit * nbytes)
 #pragma GCC unroll 2
       for (int plane = 0; plane < planes; plane++) {
         partial sum[ROUNDED_ROWS][PARTS] = {0};
-        for (long i = 0; i < full; i += 8) {
-          words w[2][PARTS];
-#pragma GCC unroll 4
-          for (int c = 0; c < PARTS; c++)
-#pragma GCC unroll 2
-            for (int n = 0; n < 2; n++) {
-              w[n][c] = load_words(at + (i / 8 * lines + (lines - 1) * n) * LINE_NBYTES + c * LANES * 4);
-              if (form == ROUNDED_4 ? n : plane) w[n][c] = shifted(w[n][c]);
-              if (form != ROUNDED_6) w[n][c] &= half;
-            }
+        for (long u = 0; u < span / unit; u++)
 #pragma GCC unroll 8
-          for (int r = 0; r < rows; r++)
+          for (int n = 0; n < unit / 4; n++) {
+            words w[PARTS];
 #pragma GCC unroll 4
-            for (int c = 0; c < PARTS; c++) {
-              sum[r][c] = dot(dot(sum[r][c], w[0][c], x + i * rows + 4 * r), w[1][c], x + (i + 4) * rows + 4 * r);
-              if (at_once) total[r][c] += whole(sum[r][c]);
-            }
-        }
+            for (int c = 0; c < PARTS; c++) w[c] = weights_of(at + u * nbytes + c * LANES * 4, n, form, plane);
 #pragma GCC unroll 8
-        for (int r = 0; r < rows && !at_once; r++)
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+              for (int c = 0; c < PARTS; c++) {
+                sum[r][c] = dot(sum[r][c], w[c], x + (u * unit + 4 * n) * rows + 4 * r);
+                if (is_summed_later || (4 * n + 4) % full) continue;
+                total[r][c] += whole(sum[r][c]);
+                sum[r][c] = (partial){0};
+              }
+          }
+        if (!is_summed_later) continue;
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
           for (int c = 0; c < PARTS; c++) total[r][c] += whole(sum[r][c]) << 4 * plane;
       }
-    float scale[ORDER], offset[ORDER];
-    factors_of(a, line(a, a->scales), panel, g, scale);
-    factors_of(a, line(a, a->offsets), panel, g, offset);
-    const float *step = p->steps + 2 * (m * a->groups + g * rows);
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
+    const long factor = g * ORDER * width, size = sizes + 2 * ((g << a->shift) / SPAN * ORDER);
 #pragma GCC unroll 4
-      for (int c = 0; c < PARTS; c++) {
-        float *to = sums + r * ORDER + c * LANES;
-        vec number = times(__builtin_convertvector(total[r][c], vec), all(step[2 * r]));
-        store(to, fma_(load(offset + c * LANES), all(step[2 * r + 1]), fma_(number, load(scale + c * LANES), load(to))));
+    for (int c = 0; c < PARTS; c++) {
+      const vec scale = factors_of(scales_at + factor, scales_at + size, c * LANES, scales);
+      const vec offset = a->setting != 0 ? times(scale, all(a->setting))
+                                         : factors_of(offsets_at + factor, offsets_at + size, c * LANES, scales);
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; r++) {
+        const vec number = times(__builtin_convertvector(total[r][c], vec), all(step[2 * r]));
+        own[r][c] = fma_(offset, all(step[2 * r + 1]), fma_(number, scale, own[r][c]));
       }
+    }
   }
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < PARTS; c++) store(sums + r * ORDER + c * LANES, own[r][c]);
+}
+
+/* For one row, whose time goes into its own instructions, the compiler knows the usual size of a group: GGUF's. */
+INLINE void usual_tile(const Product *p, long m, long panel, long g0, long g1, float *sums, const int rows, const int form) {
+  const long usual = form == ROUNDED_6 ? 16 : 32, group = p->packed->group;
+  if (rows == 1 && group == usual) rounded_tile(p, m, panel, g0, g1, sums, rows, form, usual);
+  else rounded_tile(p, m, panel, g0, g1, sums, rows, form, group);
 }
 
 typedef void Rounded(const Product *p, long m, long panel, long g0, long g1, float *sums);
 #define ROUNDED(form, rows)                                                                               \
   static NOINLINE void form##_##rows(const Product *p, long m, long panel, long g0, long g1, float *sums) { \
-    rounded_tile(p, m, panel, g0, g1, sums, rows, form);                                                  \
+    usual_tile(p, m, panel, g0, g1, sums, rows, form);                                                    \
   }
 #define ROUNDEDS(form) ROUNDED(form, 1) ROUNDED(form, 2) ROUNDED(form, 3) ROUNDED(form, 4)
 #define TILES(form) 0, form##_1, form##_2, form##_3, form##_4
-ROUNDEDS(ROUNDED_4) ROUNDEDS(ROUNDED_6) ROUNDEDS(ROUNDED_8)
+ROUNDEDS(ROUNDED_4) ROUNDEDS(ROUNDED_5) ROUNDEDS(ROUNDED_6) ROUNDEDS(ROUNDED_8)
 #ifdef __AVX512F__
 #define MORE(form) ROUNDED(form, 5) ROUNDED(form, 6) ROUNDED(form, 7) ROUNDED(form, 8)
-MORE(ROUNDED_4) MORE(ROUNDED_6) MORE(ROUNDED_8)
+MORE(ROUNDED_4) MORE(ROUNDED_5) MORE(ROUNDED_6) MORE(ROUNDED_8)
 #undef TILES
 #define TILES(form) 0, form##_1, form##_2, form##_3, form##_4, form##_5, form##_6, form##_7, form##_8
 #endif
-static Rounded *const rounded_tiles[][ROUNDED_ROWS + 1] = {{TILES(ROUNDED_4)}, {TILES(ROUNDED_6)}, {TILES(ROUNDED_8)}};
+static Rounded *const rounded_tiles[][ROUNDED_ROWS + 1] = {
+  {TILES(ROUNDED_4)}, {TILES(ROUNDED_5)}, {TILES(ROUNDED_6)}, {TILES(ROUNDED_8)},
+};
 
 static void multiply_rounded(const Product *p, long j0, long j1) {
   const Packed *a = p->packed;
-  const long deep = DEEP / a->group; /* groups: their weights of a panel stay in the L1 cache */
+  const long deep = p->M > ROUNDED_ROWS ? DEEP / a->group : a->groups; /* groups: for many rows they stay in the L1 cache */
   float sums[TALL * ORDER];
   for (long m0 = 0; m0 < p->M; m0 += TALL)
     for (long j = j0; j < j1; j += ORDER) {
@@ -1681,7 +1733,7 @@ static NOINLINE void run(const Product *p) {
 #endif
 const char rows_source[65] = SOURCE_HASH; /* the hash of what this library is compiled from: `build.py` */
 
-atomic_long rows_products; /* how many have been computed here: `blas_preload.py` looks whether MLX comes by */
+atomic_long rows_products; /* how many have been computed here: `device.py` looks whether MLX calls this library */
 
 /* A child that was forked has no helpers, so it computes alone. */
 static void hold(void) { pthread_mutex_lock(&pool.owner); }
@@ -1712,10 +1764,11 @@ int rows_start(int wanted) {
   return threads;
 }
 
-/* Write a `Packed`. Its weights lie in the next line of the cache; `scales` and `offsets` are counted in lines, too. */
-void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets) {
+/* Write a `Packed`. Its weights lie in the next line of the cache; `scales` and `offsets` are counted in lines, too. With a
+   `center`, each offset is its scale times that, and none is stored. */
+void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets, float center) {
   int shift = form >= FOUR_BITS ? __builtin_ctz(group) : 30; /* a row of 16 bits is one group */
-  Packed packed = {{key[0], key[1]}, form, form_of_scales, N, K, group, K / group, shift, scales, offsets};
+  Packed packed = {{key[0], key[1]}, form, form_of_scales, N, K, group, K / group, shift, scales, offsets, center};
   memcpy(at, &packed, sizeof packed);
 }
 
@@ -1735,33 +1788,50 @@ void rows_slab(char *memory, int numbers, int slots, int heads, int rows, int Dh
 /* How many bytes a row of K weights takes as it is kept. */
 long rows_width(int form, long K) { return row_nbytes(K, form); }
 
-/* Rows of K weights of `bits` bits, as a file has them, are laid down as `form`, 4 bits in blocks or 8, or in panels: the
-   same numbers. */
+/* Up to BLOCK numbers of `bits` bits each, side by side as MLX has them, one in a byte: 8 of them are so many bytes. */
+INLINE void spread(const uint8_t *from, uint8_t *to, long count, const int bits) {
+  for (long i = 0; i < count; i += 8, from += bits) {
+    uint64_t eight = 0;
+    memcpy(&eight, from, bits);
+    for (int n = 0; n < 8; n++) to[i + n] = eight >> n * bits & ((1 << bits) - 1);
+  }
+}
+
+/* Rows of K weights of `bits` bits, as a file has them, are laid down as `form`, in blocks, bytes, or panels: the same
+   numbers. */
 void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, long K) {
-  uint8_t *const panels = to; /* which hold zeros */
+  uint8_t *const panels = to;
   for (long j = 0; j < rows; j++, from += K * bits / 8, to += row_nbytes(K, form))
     for (long k = 0; k < K; k += BLOCK) {
-      uint8_t numbers[BLOCK] = {0};
-      long count = at_most(BLOCK, K - k);
+      union { uint8_t bytes[BLOCK + 8]; uint32_t words[BLOCK / 4]; } numbers = {{0}}; /* `words`: of four */
+      const long count = at_most(BLOCK, K - k);
       const uint8_t *at = from + k * bits / 8;
-      for (long i = 0; bits == 4 && i < count / 2; i++) { /* the usual case, made for the compiler's vectors */
-        numbers[2 * i] = at[i] & 15;
-        numbers[2 * i + 1] = at[i] >> 4;
+      if (bits == 2) spread(at, numbers.bytes, count, 2);
+      if (bits == 3) spread(at, numbers.bytes, count, 3);
+      if (bits == 4) spread(at, numbers.bytes, count, 4);
+      if (bits == 5) spread(at, numbers.bytes, count, 5);
+      if (bits == 6) spread(at, numbers.bytes, count, 6);
+      if (bits == 8) memcpy(numbers.bytes, at, count);
+      if (is_rounded(form)) {
+        const long unit = unit_of(form), lines = unit * bits_of(form) / 32;
+        uint8_t *word = panels + ((j / ORDER * K + k) / unit * lines * ORDER + j % ORDER) * 4;
+        for (long i = 0; i < count / 4; i += unit / 4, word += lines * LINE_NBYTES) {
+          const uint32_t halves = 0x0f0f0f0f, *four = numbers.words + i;
+          uint32_t upper = 0, low;
+          for (long n = 0; form == ROUNDED_8 && n < 2; n++) memcpy(word + n * LINE_NBYTES, four + n, 4);
+          for (long n = 0; form != ROUNDED_8 && n < unit / 4; n += 2) {
+            low = (four[n] & halves) | (four[n + 1] & halves) << 4;
+            memcpy(word + n / 2 * LINE_NBYTES, &low, 4);
+          }
+          for (long n = 0; form == ROUNDED_5 && n < 8; n++) upper |= (four[n] >> 4 & 0x01010101) << n;
+          for (long n = 0; form == ROUNDED_6 && n < 4; n++) upper |= (four[n] >> 4 & 0x03030303) << 2 * n;
+          if (form == ROUNDED_5 || form == ROUNDED_6) memcpy(word + unit / 8 * LINE_NBYTES, &upper, 4);
+        }
       }
-      for (long i = 0; bits != 4 && i < count; i++) {
-        long byte = i * bits / 8, bit = i * bits % 8;
-        int both = at[byte] | (bit + bits > 8 ? at[byte + 1] << 8 : 0);
-        numbers[i] = both >> bit & ((1 << bits) - 1);
-      }
-      for (long i = 0; is_rounded(form) && i < count; i++) {
-        const long each = form == ROUNDED_4 ? 8 : 4;
-        uint8_t *byte = panels + (j / ORDER * K + k + i) / each * LINE_NBYTES + j % ORDER * 4 + i % 4;
-        *byte |= numbers[i] << (form == ROUNDED_4 ? i & 4 : 0);
-      }
-      if (form == EIGHT_BITS) memcpy(to + k, numbers, count);
+      if (form == EIGHT_BITS) memcpy(to + k, numbers.bytes, count);
       for (long i = 0; form == FOUR_BITS && i < ORDER; i++)
         for (long byte = 0; byte < 4; byte++)
-          to[k / 2 + 4 * i + byte] = numbers[2 * byte * ORDER + i] | numbers[(2 * byte + 1) * ORDER + i] << 4;
+          to[k / 2 + 4 * i + byte] = numbers.bytes[2 * byte * ORDER + i] | numbers.bytes[(2 * byte + 1) * ORDER + i] << 4;
     }
 }
 

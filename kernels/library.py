@@ -46,15 +46,15 @@ from kernels.build import FORMS, SOURCE, library, source_hash
 MOST_THREADS = 16  # by default; memory bandwidth is the limit before that, and more are untested
 # The hash of what every library computes in the check, on any processor. It changes with the order of
 # a sum: the line that refuses the library names the new one.
-BITS = "8c926fd4f86ccc28308d12fa688221fa"
+BITS = "1b1fe905d421a19e1c1073875023b972"
 PLAIN_BITS = (
-    "ca8e2fe94d6582f83f96345f5a300402"  # without fused multiply-adds; nothing else has these
+    "db16df916739dbdd2b4fb00cc89cbe6f"  # without fused multiply-adds; nothing else has these
 )
 
 # Numbers and operations on rows, in the order of the `enum` in `cpu_kernels.c`
-FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, ROUNDED_4, ROUNDED_6, ROUNDED_8 = range(8)
-SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU = range(8, 16)
-ROUNDED = (ROUNDED_4, ROUNDED_6, ROUNDED_8)  # for activations in 8 bits
+FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS = range(5)
+ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8 = range(5, 9)  # for activations in 8 bits
+SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU = range(9, 17)
 LINE = 64  # bytes of the header of a packed matrix; a cache line
 ORDER = 16  # the number of partial sums of a product
 WIDE = 144  # columns of a turned matrix: more vectors of any form than a tile takes, and a rest
@@ -208,8 +208,12 @@ SHAPES += [(9, 130, 40), (3, 6, 1100)]
 PACKED = [(FLOAT16, 16, FLOAT32), (BFLOAT16, 16, FLOAT32)]
 for _scales in (FLOAT32, FLOAT16, BFLOAT16):
     PACKED += [(FOUR_BITS, 4, _scales), (EIGHT_BITS, 8, _scales)]
-# Of matrices for activations in 8 bits: form, bits, N, K and group
-PANELS = [(ROUNDED_4, 4, 21, 2176, 64), (ROUNDED_6, 6, 5, 96, 16), (ROUNDED_8, 8, 18, 1152, 128)]
+# Of matrices for activations in 8 bits: form, bits, N, K, group, and what their offsets are times the
+# scales, or 0 if they have some of their own
+PANELS = [(ROUNDED_4, 4, 21, 2176, 64, 0), (ROUNDED_4, 4, 5, 96, 32, -8)]
+PANELS += [(ROUNDED_5, 5, 18, 128, 64, 0), (ROUNDED_5, 5, 5, 96, 32, -16)]
+PANELS += [(ROUNDED_6, 6, 5, 96, 32, 0), (ROUNDED_6, 6, 18, 48, 16, -32)]
+PANELS += [(ROUNDED_8, 8, 18, 1152, 128, 0), (ROUNDED_8, 8, 5, 96, 32, -128)]
 
 
 def why_unfit(loaded: ctypes.CDLL, form: str) -> str:
@@ -282,14 +286,15 @@ def computed(library: ctypes.CDLL) -> str:
         w = packed(library, draw, form, bits, form_of_scales, N, K, group)
         for M in (1, 4, 5, 25):
             multiply(drawn(draw, M * K), w, M, N, K)
-    for form, bits in ((FOUR_BITS, 4), (EIGHT_BITS, 8)):  # more groups than are unpacked at once
+    # More groups than are unpacked at once
+    for form, bits, center in ((FOUR_BITS, 4, 0), (EIGHT_BITS, 8, -128)):
         N, K = 5, 2112
-        w = packed(library, draw, form, bits, FLOAT16, N, K, 32)
+        w = packed(library, draw, form, bits, FLOAT16, N, K, 32, center)
         for M in (1, 21):
             multiply(drawn(draw, M * K), w, M, N, K)
-    for form, bits, N, K, group in PANELS:
+    for form, bits, N, K, group, center in PANELS:
         for scales in (FLOAT32, FLOAT16, BFLOAT16):
-            w = packed(library, draw, form, bits, scales, N, K, group)
+            w = packed(library, draw, form, bits, scales, N, K, group, center)
             for M in range(1, 10):
                 x = drawn(draw, M * K, 3)
                 x[-1], x[-K] = (math.nan, 1e30) if M == 9 else (0, 0)
@@ -386,9 +391,10 @@ def packed(
     N: int,
     K: int,
     group: int,
+    center: float = 0,
 ) -> array:
     """The memory of a packed matrix of random numbers."""
-    rows = -(-N // ORDER) * ORDER if form in ROUNDED else N  # panels are whole
+    rows = -(-N // ORDER) * ORDER if form >= ROUNDED_4 else N  # panels are whole
     if bits == 16:
         weights = written(drawn(draw, N * K), form)
     else:
@@ -399,13 +405,19 @@ def packed(
     places = []  # of weights, scales and offsets, in lines
     for part in (
         weights,
-        *(written(drawn(draw, rows * K // group), form_of_scales) for _ in range(2)),
+        *(
+            written(drawn(draw, rows * K // group), form_of_scales)
+            for _ in range(1 if center else 2)
+        ),
     ):
         places.append(len(memory) // LINE)
         memory += bytes(part) + bytes(-len(part) % LINE)
     matrix = array("B", memory + bytes(LINE))
     at = ctypes.c_void_p(matrix.buffer_info()[0])
-    library.rows_pack(at, form, form_of_scales, N, K, group, *places[1:])
+    scales, offsets = places[1], places[-1]
+    library.rows_pack(
+        at, form, form_of_scales, N, K, group, scales, offsets, ctypes.c_float(center)
+    )
     return matrix
 
 

@@ -11,9 +11,9 @@ the same order: no bit of a result changes.
     | header: form, N, K, group; 64 bytes | weights | scales | offsets |      each aligned to a cache line
       ^ the claim begins here
 
-Four-bit weights are stored in another order than in a file (`cpu_kernels.c` draws it); `as_in_a_file`
-restores that. With activations in 8 bits, weights and scales are stored in panels of 16 rows;
-`from_panels` reads a row of them.
+Weights are stored in another order than in a file (`cpu_kernels.c` draws it); `as_bytes` restores that.
+With activations in 8 bits, weights and scales are stored in panels of 16 rows; `from_panels` reads a
+row of them. There weights have the size that they have in a file.
 
 The invariant: only a `Claim` holds an array that claims more than there is, because anything else
 would read beyond its end. The array keeps the matrix's memory alive, and so does each product that
@@ -41,7 +41,31 @@ FORMS = {
 }
 FORMS |= {mx.uint8: library.EIGHT_BITS}  # of scales and offsets (`widened`)
 SPAN = 256  # weights whose scales of 8 bits are multiplied by one float16 number
-WIDER = {2: 4, 3: 8, 5: 8, 6: 8}  # bits of a weight in a file -> in memory, where that is more
+# Bits of a weight in a file -> how our product reads it, in float arithmetic and for activations of 8 bits
+FLOAT_FORMS = {
+    2: library.FOUR_BITS,
+    3: library.FOUR_BITS,
+    4: library.FOUR_BITS,
+    5: library.EIGHT_BITS,
+    6: library.EIGHT_BITS,
+    8: library.EIGHT_BITS,
+}
+ROUNDED_FORMS = {
+    2: library.ROUNDED_4,
+    3: library.ROUNDED_4,
+    4: library.ROUNDED_4,
+    5: library.ROUNDED_5,
+    6: library.ROUNDED_6,
+    8: library.ROUNDED_8,
+}
+BITS = {
+    library.FOUR_BITS: 4,
+    library.EIGHT_BITS: 8,
+    library.ROUNDED_4: 4,
+    library.ROUNDED_5: 5,
+    library.ROUNDED_6: 6,
+    library.ROUNDED_8: 8,
+}
 MLX_GROUPS = (32, 64, 128)  # group sizes that MLX's own products support
 LEAST = 16  # numbers in a row of a packed matrix; a header takes as much memory
 
@@ -58,7 +82,8 @@ class Matrix(NamedTuple):
 
     W may be packed: `bits` bits a weight, and a scale and an offset for each `group` of weights.
     16-bit weights may have a float32 scale for each row, and no offset. Scales and offsets may be
-    bytes (`widened`).
+    bytes (`widened`). With a `center`, a power of two, an offset is its scale times that, and none is
+    kept.
     """
 
     weight: mx.array  # (..., out, in); packed (..., out, in * bits / 32), uint32
@@ -69,6 +94,7 @@ class Matrix(NamedTuple):
     group: int = 0
     claim: Claim | None = None  # if it is packed for our own product; None: MLX multiplies
     rounds: bool = False  # activations are rounded to 8 bits
+    center: float = 0.0
 
     def __call__(self, x: mx.array, chosen: mx.array | None = None) -> mx.array:
         """(..., in) -> (..., out)
@@ -92,21 +118,20 @@ class Matrix(NamedTuple):
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         """Look up rows of the (V, D) matrix, so that a tied head and its table are one matrix."""
         if self.rounds:
-            weight, scales, offsets = (
-                from_panels(each, ids, self.group) for each in self.arrays.values()
-            )
+            weight, *factors = (from_panels(each, ids, self.group) for each in self.arrays.values())
         elif self.scales is None:
             return self.weight[ids]
-        elif self.offsets is None:
+        elif self.bits == 16:
             return self.weight[ids].astype(self.scales.dtype) * self.scales[ids]
         else:
-            weight, scales, offsets = (each[ids] for each in self.arrays.values())
-        if self.claim:
-            scales = widened(scales, self.group).astype(mx.float32)
-            offsets = widened(offsets, self.group).astype(mx.float32)
-            if self.bits == 4:
-                weight = as_in_a_file(weight, scales.shape[-1] * self.group, self.rounds)
-        return dequantized(weight, scales, offsets, self.group, self.bits)
+            weight, *factors = (each[ids] for each in self.arrays.values())
+        if not self.claim:
+            return dequantized(weight, *factors, self.group, self.bits)
+        factors = [widened(each, self.group).astype(mx.float32) for each in factors]
+        if self.center:
+            factors.append(factors[0] * self.center)
+        weight = as_bytes(weight, self.bits, self.rounds)[..., : self.width // 4]
+        return dequantized(weight, *factors, self.group, 8)
 
     @property
     def arrays(self) -> dict[str, mx.array]:
@@ -120,14 +145,19 @@ class Matrix(NamedTuple):
         if self.scales is None:
             return self.weight.size
         *rows, _ = self.scales.shape
-        return math.prod(rows) * groups_of(self.scales, self.group) * self.group
+        return math.prod(rows) * self.width
+
+    @property
+    def width(self) -> int:
+        """The numbers in a row of a packed matrix."""
+        return groups_of(self.scales, self.group) * self.group
 
     @property
     def packing(self) -> tuple:
         """What must be equal in matrices that are joined."""
         if self.scales is None:
             return ()
-        return self.bits, self.group, self.weight.dtype, self.scales.dtype
+        return self.bits, self.group, self.center, self.weight.dtype, self.scales.dtype
 
 
 def joined(parts: Sequence[Matrix]) -> Matrix:
@@ -161,19 +191,16 @@ def packed(matrix: Matrix, rounds: bool = False) -> Matrix:
     weights have 16."""
     group = matrix.group
     rounds = rounds and matrix.bits < 16
-    K = groups_of(matrix.scales, group) * group
-    bits = WIDER.get(matrix.bits, matrix.bits)
-    form = {4: library.FOUR_BITS, 8: library.EIGHT_BITS}.get(bits) or FORMS[matrix.weight.dtype]
+    K = matrix.width
+    form = form_of(matrix.bits, rounds) or FORMS[matrix.weight.dtype]
     *many, N, _ = matrix.weight.shape
     weight, *factors = matrix.arrays.values()
-    rows = N
+    rows = rows_of(N, rounds)
     if rounds:
-        form = rounded_form(weight, matrix.bits)
         factors = [in_panels(array, group) for array in factors]
-        rows = factors[0].shape[-2]
     arrays = [mx.contiguous(array) for array in (weight, *factors)]
     count = math.prod(many)  # one matrix, or one for each expert
-    row = K * bits // 8 if rounds else row_nbytes(K, bits)
+    row = row_nbytes(K, form)
     sizes = [rows * row, *(array.nbytes // count for array in arrays[1:])]
     # The first line of weights, scales and offsets in a matrix; last, its end
     places = [*accumulate((-(-nbytes // LINE) for nbytes in sizes), initial=1)]
@@ -190,7 +217,9 @@ def packed(matrix: Matrix, rounds: bool = False) -> Matrix:
         strides = [to_next] * len(many) + [*strides]
         return mx.as_strided(memory.view(dtype), (*many, *shape), strides, first)
 
-    said = (form, FORMS[matrix.scales.dtype], N, K, group, *places[1:3])
+    scales, offsets = places[1], places[-2]
+    kind = (form, FORMS[matrix.scales.dtype], N, K, group)
+    said = (*kind, scales, offsets, ctypes.c_float(matrix.center))
     sources = [address(array) for array in arrays]
     for index in range(count):
         at = begin + start + index * lines * LINE
@@ -209,15 +238,18 @@ def packed(matrix: Matrix, rounds: bool = False) -> Matrix:
         kept[name] = view(array.dtype, place, (rows, width), (width, 1))
     claimed = view(mx.float32, 0, (K, N), (1, K))
     mx.eval(kept, claimed)
+    bits = BITS.get(form, 16)
     return matrix._replace(**kept, bits=bits, claim=Claim(claimed), rounds=rounds)
 
 
-def rounded_form(weight: mx.array, bits: int) -> int:
-    """How our product multiplies integers. Bytes in a file may hold six bits each."""
-    if WIDER.get(bits, bits) == 4:
-        return library.ROUNDED_4
-    is_small = bits < 8 or int(weight.view(mx.uint8).max()) < 64
-    return library.ROUNDED_6 if is_small else library.ROUNDED_8
+def form_of(bits: int, rounds: bool) -> int | None:
+    """How our product reads weights that have this number of bits in a file; None for 16 bits."""
+    return (ROUNDED_FORMS if rounds else FLOAT_FORMS).get(bits)
+
+
+def rows_of(N: int, rounds: bool) -> int:
+    """The number of rows in memory: panels are whole."""
+    return -(-N // ORDER) * ORDER if rounds else N
 
 
 def in_panels(factors: mx.array, group: int) -> mx.array:  # (..., N, width) -> (..., rows, width)
@@ -275,11 +307,13 @@ def widened(factors: mx.array, group: int) -> mx.array:
 def dequantized(
     weight: mx.array, scales: mx.array, offsets: mx.array, group: int, bits: int
 ) -> mx.array:
-    """Unpack weights. Only GGUF has groups of 16, with 8 bits a weight."""
+    """Unpack weights. Only GGUF has groups of 16."""
     if group in MLX_GROUPS:
         return mx.dequantize(weight, scales, offsets, group, bits)
-    assert bits == 8, bits
-    numbers = mx.unflatten(weight.view(mx.uint8), -1, (-1, group))
+    least = MLX_GROUPS[0]
+    ones = mx.ones((*scales.shape[:-1], scales.shape[-1] * group // least))
+    numbers = mx.dequantize(weight, ones, mx.zeros_like(ones), least, bits)
+    numbers = mx.unflatten(numbers, -1, (-1, group))
     return (numbers * scales[..., None] + offsets[..., None]).flatten(-2)
 
 
@@ -289,11 +323,9 @@ def lay(source: int, bits: int, target: int, form: int, N: int, K: int) -> None:
     device.blas.library.rows_lay(*places, ctypes.c_long(N), ctypes.c_long(K))
 
 
-def row_nbytes(K: int, bits: int) -> int:
+def row_nbytes(K: int, form: int) -> int:
     """The memory of a row of K weights."""
-    if bits != 4:
-        return K * bits // 8
-    return device.blas.library.rows_width(library.FOUR_BITS, ctypes.c_long(K))
+    return device.blas.library.rows_width(form, ctypes.c_long(K))
 
 
 def address(array: mx.array) -> int:
@@ -302,13 +334,21 @@ def address(array: mx.array) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(numbers)))
 
 
-def as_in_a_file(words: mx.array, K: int, rounds: bool) -> mx.array:  # (..., words) -> (..., K / 8)
-    """Four-bit rows as they are in memory, in MLX's order."""
-    places = mx.arange(0, 32, 4, dtype=mx.uint32)  # of eight numbers in a word
-    if rounds:  # four in the lower halves of its bytes, and then four in the upper ones
-        numbers = words[..., None] >> mx.array([0, 8, 16, 24, 4, 12, 20, 28], mx.uint32) & 15
-        return (numbers << places).sum(axis=-1)
-    rest = words.shape[:-1]
-    numbers = words.reshape(*rest, -1, 1, ORDER) >> places[:, None] & 15  # (..., blocks, 8, lanes)
-    numbers = numbers.reshape(*rest, -1, 8)[..., : K // 8, :]
-    return (numbers << places).sum(axis=-1)
+def as_bytes(words: mx.array, bits: int, rounds: bool) -> mx.array:  # (..., words) -> (..., K / 4)
+    """Rows as they are in memory, with a byte for each number. `cpu_kernels.c` draws both orders."""
+    if bits == 8:
+        return words
+    places = mx.arange(0, 32, 4, dtype=mx.uint32)
+    if not rounds:  # (..., blocks, 8, lanes)
+        numbers = mx.unflatten(words, -1, (-1, 1, ORDER)) >> places[:, None] & 15
+        return mx.contiguous(numbers.astype(mx.uint8).flatten(-3)).view(mx.uint32)
+    # A unit: words with the lower four bits of two times four numbers, and one with the upper bits
+    lower = {4: 1, 5: 4, 6: 2}[bits]
+    unit = mx.unflatten(words, -1, (-1, lower + (bits > 4)))
+    numbers = unit[..., :lower, None] >> places[:2] & 0x0F0F0F0F
+    numbers = numbers.flatten(-2)  # (..., units, 2 lower)
+    if bits > 4:
+        shifts = mx.arange(0, 8, bits - 4, dtype=mx.uint32)
+        upper = unit[..., lower:] >> shifts & {5: 0x01010101, 6: 0x03030303}[bits]
+        numbers = numbers | upper << 4
+    return numbers.flatten(-2)

@@ -1,14 +1,15 @@
 """Convert the tensors of a GGUF file to MLX's quantization: integers, scales, and offsets.
 
 A weight is scale * number + offset, with a scale and an offset for each group of numbers. Each GGUF type
-can be written so without loss, because a product of two of its factors has at most 24 bits:
+can be written so without loss, because a product of two of its factors has at most 24 bits. Where the
+offset is always the same multiple of the scale, the `center`, there are no offsets:
 
-    type         a weight                     bits  group  scale         offset
-    Q4_0, Q8_0   d (q - 8), d q               4, 8  32     d             -8 d, -128 d
-    Q5_0         d (q - 16)                   8     32     d             -16 d
-    Q4_1, Q5_1   d q + m                      4, 8  32     d             m
-    Q4_K, Q5_K   (d s) q - (dmin m)           4, 8  32     d s           -dmin m
-    Q6_K         (d s) (q - 32)               8     16     d s           -32 d s
+    type         a weight                     bits  group  scale    offset, or center
+    Q4_0, Q8_0   d (q - 8), d q               4, 8  32     d        center -8, -128
+    Q5_0         d (q - 16)                   5     32     d        center -16
+    Q4_1, Q5_1   d q + m                      4, 5  32     d        m
+    Q4_K, Q5_K   (d s) q - (dmin m)           4, 5  32     d s      -dmin m
+    Q6_K         (d s) (q - 32)               6     16     d s      center -32
 
 A K-quant's d and dmin are float16 numbers for 256 weights, and s and m are bytes for each group. They
 are kept in this form (`widened` in `kernels/packed.py`).
@@ -48,8 +49,8 @@ FILE_TYPES = {
 }
 CHUNK = 2**24  # numbers that are decoded at a time
 
-# Of some blocks: numbers, scales, offsets. K-quants: numbers, scales as bytes, their factor, and offsets
-# in the same way
+# Of some blocks: numbers, scales, and offsets if there are some. K-quants: numbers, scales as bytes, their
+# factor, and offsets in the same way
 Decoded = tuple[mx.array, ...]
 
 
@@ -73,8 +74,7 @@ def bits(bytes_: mx.array) -> mx.array:  # (n, k) -> (n, 8 k)
 
 
 def q4_0(blocks: mx.array) -> Decoded:
-    d = half(blocks, 0)
-    return nibbles(blocks[:, 2:]), d, -8 * d
+    return nibbles(blocks[:, 2:]), half(blocks, 0)
 
 
 def q4_1(blocks: mx.array) -> Decoded:
@@ -82,8 +82,7 @@ def q4_1(blocks: mx.array) -> Decoded:
 
 
 def q5_0(blocks: mx.array) -> Decoded:
-    d = half(blocks, 0)
-    return nibbles(blocks[:, 6:]) | bits(blocks[:, 2:6]) << 4, d, -16 * d
+    return nibbles(blocks[:, 6:]) | bits(blocks[:, 2:6]) << 4, half(blocks, 0)
 
 
 def q5_1(blocks: mx.array) -> Decoded:
@@ -92,8 +91,7 @@ def q5_1(blocks: mx.array) -> Decoded:
 
 
 def q8_0(blocks: mx.array) -> Decoded:
-    d = half(blocks, 0)
-    return blocks[:, 2:] ^ 128, d, -128 * d  # signed numbers plus 128
+    return blocks[:, 2:] ^ 128, half(blocks, 0)  # signed numbers plus 128
 
 
 def six_bits(blocks: mx.array) -> Decoded:  # (n, bytes) -> (n, 8), (n, 1), and the same again
@@ -118,9 +116,8 @@ def q5_k(blocks: mx.array) -> Decoded:
 def q6_k(blocks: mx.array) -> Decoded:
     low = nibbles(blocks[:, :128].reshape(-1, 2, 64))  # (n, 2, 128)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> mx.array([[0], [2], [4], [6]], mx.uint8) & 3
-    d = half(blocks, 208)
     scales = blocks[:, 192:208] ^ 128
-    return (low | high.flatten(2) << 4).flatten(1), scales, d, scales, -32 * d
+    return (low | high.flatten(2) << 4).flatten(1), scales, half(blocks, 208)
 
 
 class Form(NamedTuple):
@@ -128,24 +125,27 @@ class Form(NamedTuple):
     bits: int
     group: int
     factors: mx.Dtype = mx.float16  # of scales and offsets
+    center: float = 0.0  # if not 0, an offset is its scale times this
 
 
 FORMS = {
-    "Q4_0": Form(q4_0, 4, 32),
+    "Q4_0": Form(q4_0, 4, 32, center=-8),
     "Q4_1": Form(q4_1, 4, 32),
-    "Q5_0": Form(q5_0, 8, 32),
-    "Q5_1": Form(q5_1, 8, 32),
-    "Q8_0": Form(q8_0, 8, 32),
+    "Q5_0": Form(q5_0, 5, 32, center=-16),
+    "Q5_1": Form(q5_1, 5, 32),
+    "Q8_0": Form(q8_0, 8, 32, center=-128),
     "Q4_K": Form(q4_k, 4, 32, mx.uint8),
-    "Q5_K": Form(q5_k, 8, 32, mx.uint8),
-    "Q6_K": Form(q6_k, 8, 16, mx.uint8),
+    "Q5_K": Form(q5_k, 5, 32, mx.uint8),
+    "Q6_K": Form(q6_k, 6, 16, mx.uint8, center=-32),
 }
 
 
 def words(numbers: mx.array, bits: int) -> mx.array:  # (..., n), uint8 -> (..., n bits / 32)
-    """Pack numbers as MLX does."""
-    if bits == 4:
-        numbers = numbers[..., 0::2] | numbers[..., 1::2] << 4
+    """Pack numbers as MLX does: eight of them in as many bytes as one has bits."""
+    if bits < 8:
+        eight = mx.unflatten(numbers, -1, (-1, 8)).astype(mx.uint64)
+        eight = (eight << mx.arange(0, 8 * bits, bits, dtype=mx.uint64)).sum(axis=-1)
+        numbers = mx.unflatten(eight.view(mx.uint8), -1, (-1, 8))[..., :bits].flatten(-2)
     return mx.contiguous(numbers).view(mx.uint32)
 
 
@@ -181,7 +181,7 @@ class GgufWeights(Weights):
         theirs = {ours: theirs for theirs, ours in self._names.items()}
         return super()._lacks(renamed(name, theirs))
 
-    def _packing(self, module: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    def _packing(self, module: str, shape: tuple[int, ...]) -> tuple[int, int, float]:
         stored = self.file.tensors[self.tensors[f"{module}.weight"].name]
         if stored.shape != shape or len(shape) == 1:
             raise ModelError(
@@ -189,7 +189,7 @@ class GgufWeights(Weights):
                 f"but {self.described_by} implies {shape}; download it again."
             )
         form = FORMS[stored.type.name]
-        return form.bits, form.group
+        return form.bits, form.group, form.center
 
     def _read(self, tensor: Tensor) -> mx.array:
         name = re.sub(r"\.(scales|biases)$", ".weight", tensor.name)
@@ -216,11 +216,10 @@ def parts(stored: GgufTensor, ours: str) -> dict[str, Tensor]:
     if form.factors == mx.uint8:
         groups += 2 * width // SPAN
     shape = (*out, groups)
-    return {
-        ours: Tensor(stored.path, stored.name, mx.uint32, (*out, width * form.bits // 32)),
-        f"{module}.scales": Tensor(stored.path, f"{base}.scales", form.factors, shape),
-        f"{module}.biases": Tensor(stored.path, f"{base}.biases", form.factors, shape),
-    }
+    named = {ours: Tensor(stored.path, stored.name, mx.uint32, (*out, width * form.bits // 32))}
+    for part in ("scales",) if form.center else ("scales", "biases"):
+        named[f"{module}.{part}"] = Tensor(stored.path, f"{base}.{part}", form.factors, shape)
+    return named
 
 
 def decoded(stored: GgufTensor) -> dict[str, mx.array]:
@@ -240,10 +239,12 @@ def decoded(stored: GgufTensor) -> dict[str, mx.array]:
     *out, _ = stored.shape
     arrays = [mx.concatenate(chunks).reshape(*out, -1) for chunks in zip(*found, strict=True)]
     if form.factors == mx.uint8:
-        weight, scales, of_scales, offsets, of_offsets = arrays
-        arrays = [weight, beside(scales, of_scales), beside(offsets, of_offsets)]
+        weight, *factors = arrays
+        pairs = zip(factors[::2], factors[1::2], strict=True)
+        arrays = [weight, *(beside(*pair) for pair in pairs)]
     base = stored.name.removesuffix(".weight")
-    return dict(zip((stored.name, f"{base}.scales", f"{base}.biases"), arrays, strict=True))
+    # Without offsets, the last name has no array
+    return dict(zip((stored.name, f"{base}.scales", f"{base}.biases"), arrays, strict=False))
 
 
 def beside(factors: mx.array, sizes: mx.array) -> mx.array:

@@ -127,7 +127,8 @@ class ModelReader:
         self.share = Shard.for_rank(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
         self.choices = Choices(config.layers) if config.experts else None
-        self.nbytes = self.weights.nbytes(self.config, self.form, has_head=not ranks.rank)
+        has_head = not ranks.rank
+        self.nbytes = self.weights.nbytes(self.config, self.form, has_head, self.rounds)
         free = device.free_memory()
         self.free = None if free is None else free + held
 
@@ -422,18 +423,21 @@ class ModelReader:
         name = f"{module}.weight"
         bits = self.weights.tensors[name].bits
         group = self.weights.tensors[name].group
+        center = self.weights.tensors[name].center
         scales = self.load_tensor(f"{module}.scales")
-        offsets = self.load_tensor(f"{module}.biases")
+        offsets = None if center else self.load_tensor(f"{module}.biases")
         width = groups_of(scales, group) * group
         start, stop, _ = columns.indices(width)
         is_cut = start % group or stop % group
         if self.form != "packed" or self.config.factor(name) != 1 or stop - start < width:
             scales = widened(scales, group)
-            offsets = widened(offsets, group)
+            offsets = None if center else widened(offsets, group)
         if self.form != "packed" or self.config.factor(name) != 1 or is_cut:
             scales = self.times(scales, name)
-            offsets = self.times(offsets, name)
+            offsets = None if center else self.times(offsets, name)
         is_unknown = self.form == "checkpoint" and group not in MLX_GROUPS
+        if center and (self.form != "packed" or is_cut):
+            offsets, center = scales * center, 0.0
         if self.form == "float32" or is_cut or is_unknown:
             weight = dequantized(weight, scales, offsets, group, bits)
             weight = weight.astype(mx.float16) if is_unknown else weight
@@ -444,9 +448,10 @@ class ModelReader:
             cut_out(weight, rows, words),
             bias,
             cut_out(scales, rows, groups),
-            cut_out(offsets, rows, groups),
+            None if center else cut_out(offsets, rows, groups),
             bits,
             group,
+            center=center,
         )
 
 

@@ -19,7 +19,7 @@ from base.untrusted_files import LARGEST_HEADER, ModelError, check_plain, read_j
 from base.validation import one_line, shown
 from kernels import device
 from kernels.device import mx
-from kernels.packed import LEAST, MLX_GROUPS, SPAN, WIDER, row_nbytes
+from kernels.packed import LEAST, MLX_GROUPS, SPAN, form_of, row_nbytes, rows_of
 from models.config import Config
 
 # As phi3 stores them, and Granite 4 its MLP
@@ -79,6 +79,7 @@ class Tensor(NamedTuple):
     # Of a packed matrix, once it is checked
     bits: int = 0
     group: int = 0
+    center: float = 0.0  # if not 0, an offset is its scale times this, and there are none
 
 
 class MissingError(ModelError):
@@ -239,15 +240,18 @@ class Weights:
         matrices = [tensor for tensor in self.tensors.values() if len(tensor.shape) > 1]
         return any(tensor.dtype != mx.float32 for tensor in matrices)
 
-    def nbytes(self, own: Config, form: str, has_head: bool) -> int:
-        """The memory of a rank's shard of the model in this form (`usual_form`)."""
+    def nbytes(self, own: Config, form: str, has_head: bool, rounds: bool = False) -> int:
+        """The memory of a rank's shard of the model in this form (`usual_form`). `rounds`: for
+        activations of 8 bits."""
         return sum(
-            self._nbytes(name, shape, form, own.factor(name) != 1)
+            self._nbytes(name, shape, form, own.factor(name) != 1, rounds)
             for name, shape in own.tensors().items()
             if has_head or name != "lm_head.weight"
         )
 
-    def _nbytes(self, name: str, shape: tuple[int, ...], form: str, is_multiplied: bool) -> int:
+    def _nbytes(
+        self, name: str, shape: tuple[int, ...], form: str, is_multiplied: bool, rounds: bool
+    ) -> int:
         """The memory of one tensor, with its scales and offsets. If a group is cut, it is unpacked."""
         count = math.prod(shape)
         width = shape[-1]
@@ -271,13 +275,14 @@ class Weights:
             return 2 * count
         if width % tensor.group:
             return (4 if form == "packed" else size) * count
-        factors = 2 * size * (count // tensor.group)
-        if size == 1:
-            factors += 4 * count // SPAN
+        factors = size * (width // tensor.group) + 2 * (width // SPAN) * (size == 1)  # of a row
         if form != "packed":
-            return tensor.bits * count // 8 + factors
-        kept = WIDER.get(tensor.bits, tensor.bits)
-        return row_nbytes(width, kept) * (count // width) + factors
+            return tensor.bits * count // 8 + 2 * factors * (count // width)
+        *many, N, _ = shape
+        row = row_nbytes(width, form_of(tensor.bits, rounds)) + factors * (
+            1 if tensor.center else 2
+        )
+        return math.prod(many) * rows_of(N, rounds) * row
 
     def split(self, config: Config) -> None:
         """Replace fused tensors by their parts, under the names of other families."""
@@ -343,8 +348,8 @@ class Weights:
                 raise self._lacks(stored_in(name) if config.fused else name)
             module = name.removesuffix(".weight")
             if f"{module}.scales" in self.tensors:
-                bits, group = self._packing(module, shape)
-                self.tensors[name] = tensor._replace(bits=bits, group=group)
+                bits, group, center = self._packing(module, shape)
+                self.tensors[name] = tensor._replace(bits=bits, group=group, center=center)
             elif name.endswith(CONVOLUTIONS) and tensor.shape == (shape[0], 1, shape[1]):
                 pass  # as torch has it; a tap is a number either way
             elif tensor.shape != shape:
@@ -372,8 +377,8 @@ class Weights:
     def _lacks(self, name: str) -> ModelError:
         return ModelError(f"{self.folder} lacks the tensor {name}; download it again.")
 
-    def _packing(self, module: str, shape: tuple[int, ...]) -> tuple[int, int]:
-        """(bits, group size) of a quantized matrix, from its shapes alone, so layers may differ.
+    def _packing(self, module: str, shape: tuple[int, ...]) -> tuple[int, int, float]:
+        """(bits, group size, 0) of a quantized matrix, from its shapes alone, so layers may differ.
 
         `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares
         one scale. So a width of 128 in 16 words with 2 scales means 4 bits in groups of 64.
@@ -398,7 +403,7 @@ class Weights:
             factors = (*out, width // group)
             fits = packed == (*out, width * bits // 32) and scales == biases == factors
             if fits and bits in QUANTIZED_BITS:
-                return bits, group
+                return bits, group, 0.0  # it has offsets
         raise ModelError(
             f"{path}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
             f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."

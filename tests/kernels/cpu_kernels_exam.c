@@ -22,12 +22,13 @@
 
 void cblas_sgemm(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *, int);
 int rows_start(int wanted);
-void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets);
+void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets, float center);
 long rows_width(int form, long K);
 void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, long K);
 void rows_operation(void *at, int form, int width, float setting);
 
-static atomic_long compared, differ, wrong, packed, unlike, operations, off;
+static atomic_long compared, differ, wrong, packed, unlike, operations, off, rounded, uneven;
+static atomic_ulong rounded_bits; /* the same on every processor */
 int planted; /* the number of a bug, for a cpu_kernels.c that has several; 0: none */
 static int rounds = 60;
 
@@ -124,7 +125,7 @@ static void draw_and_examine(unsigned *state, int most_M, int most_N, int most_K
 
 /* --- packed weights ------------------------------------------------------------------------------------------------ */
 
-enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, ROUNDED_4, ROUNDED_6, ROUNDED_8, SOFTMAX, SWIGLU, GEGLU, NORM, CAP };
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, SOFTMAX, SWIGLU, GEGLU, NORM, CAP };
 
 /* The value of a number of 16 bits, by its definition: no trick that cpu_kernels.c might share. */
 static float value(int form, unsigned bits) {
@@ -185,7 +186,7 @@ static void examine_packed(unsigned *state, int M, int N, int K, int form, int g
   }
   memcpy(w + 64 * at_scales, scales, groups * nbytes);
   if (has_offsets) memcpy(w + 64 * at_offsets, offsets, groups * nbytes);
-  rows_pack(w, form, form_of_scales, N, K, group, at_scales, has_offsets ? at_offsets : 0);
+  rows_pack(w, form, form_of_scales, N, K, group, at_scales, has_offsets ? at_offsets : 0, 0);
 
   int is_plain = between(state, 0, 3) > 0;
   float alpha = is_plain ? 1 : 0.7f, beta = is_plain ? 0 : 0.3f;
@@ -212,6 +213,50 @@ static void draw_and_examine_packed(unsigned *state, int M, int most_N, int most
     int group = 32 << between(state, 0, 2);
     examine_packed(state, M, N, group * between(state, 1, most_K / group), form, group, between(state, FLOAT32, BFLOAT16));
   }
+}
+
+/* M rows of 8 bits beside sums of doubles, and then one by one. The largest number of each group is 127, so that rounding
+   changes nothing. */
+static void examine_rounded(unsigned *state, int form, int M, int N, int groups) {
+  const int bits = (int[]){4, 5, 6, 8}[form - ROUNDED_4], group = form == ROUNDED_6 ? 16 << between(state, 0, 1) : 32 << between(state, 0, 2);
+  const int K = groups * group, rows = (N + 15) / 16 * 16, has_offsets = between(state, 0, 1);
+  const long count = (long)rows * K, factors = (long)rows * groups;
+  const int at_scales = 1 + lines(rows * rows_width(form, K)), at_offsets = at_scales + lines(4 * factors);
+  const float center = has_offsets ? 0 : -(1 << (bits - 1));
+  uint8_t *from = calloc(count + 1, 1), *w = aligned_alloc(64, 64L * (at_offsets + lines(4 * factors) + 1));
+  float *x = random_numbers(state, (long)M * K, 1), *y = malloc(sizeof(float) * M * N), *own = malloc(sizeof(float) * N);
+  for (long i = 0; i < (long)N * K * bits / 8; i++) from[i] = draw(state);
+  memset(w, 0, 64L * (at_offsets + lines(4 * factors) + 1));
+  rows_lay(from, bits, w + 64, form, N, K);
+  rows_pack(w, form, FLOAT32, N, K, group, at_scales, has_offsets ? at_offsets : at_scales, center);
+  float *scales = (float *)(w + 64L * at_scales), *offsets = (float *)(w + 64L * at_offsets);
+  for (long i = 0; i < factors; i++) scales[i] = (draw(state) % 1000 - 500.0f) / 500;
+  for (long i = 0; i < factors; i++) offsets[i] = has_offsets ? (draw(state) % 1000 - 500.0f) / 50 : 0;
+  for (long i = 0; i < (long)M * K; i++) x[i] = i % group ? between(state, -127, 127) : 127;
+  cblas_sgemm(101, 111, 112, M, N, K, 1, x, K, (float *)w, K, 0, y, N);
+  for (int m = 0; m < M; m++) {
+    for (int n = 0; n < N; n++) {
+      double sum = 0, size = 0;
+      for (int k = 0; k < K; k++) {
+        long bit = ((long)n * K + k) * bits, factor = ((long)n / 16 * groups + k / group) * 16 + n % 16;
+        int number = (from[bit / 8] | from[bit / 8 + 1] << 8) >> bit % 8 & ((1 << bits) - 1);
+        double weight = number * scales[factor] + (has_offsets ? offsets[factor] : scales[factor] * center);
+        sum += x[(long)m * K + k] * weight;
+        size += fabs(x[(long)m * K + k]) * (number + 256) * (fabs(scales[factor]) + fabs(offsets[factor]));
+      }
+      if (!(fabs(y[(long)m * N + n] - sum) <= 1e-6 * size)) atomic_fetch_add(&uneven, 1);
+    }
+    cblas_sgemm(101, 111, 112, 1, N, K, 1, x + (long)m * K, K, (float *)w, K, 0, own, N);
+    if (memcmp(own, y + (long)m * N, sizeof(float) * N)) atomic_fetch_add(&uneven, 1);
+    for (int n = 0; n < N; n++) {
+      uint32_t number;
+      memcpy(&number, own + n, 4);
+      atomic_fetch_add(&rounded_bits, (unsigned long)number * (2 * n + 1));
+    }
+  }
+  atomic_fetch_add(&rounded, 1);
+  void *all[] = {from, w, x, y, own};
+  for (int i = 0; i < 5; i++) free(all[i]);
 }
 
 /* --- operations on rows -------------------------------------------------------------------------------------------- */
@@ -286,7 +331,7 @@ static void examine_operation(unsigned *state, int form, int M, int N) {
 }
 
 /* Whoever looks for a fault is done with the first one. */
-static int is_over(void) { return planted && (differ || wrong || unlike || off); }
+static int is_over(void) { return planted && (differ || wrong || unlike || off || uneven); }
 
 static void *student(void *seed) {
   unsigned state = *(unsigned *)seed * 2654435761u;
@@ -308,6 +353,12 @@ static void *student(void *seed) {
     draw_and_examine_packed(&state, between(&state, 1, 150), 30, 3000); /* cut along K */
   for (int M = 1; M <= 3; M++) /* more groups than are made float32 at a time */
     for (int form = FOUR_BITS; form <= EIGHT_BITS && !is_over(); form++) examine_packed(&state, M, 9, 2560, form, 32, M - 1);
+  for (int form = ROUNDED_4; form <= ROUNDED_8 && !is_over(); form++)
+    for (int M = 1; M <= (is_short ? 9 : 20); M += is_short ? 4 : 1) {
+      unsigned own = *(unsigned *)seed * 100 + M; /* compilers call two functions in any order */
+      const int N = between(&own, 1, 60), groups = between(&own, 1, 6);
+      examine_rounded(&own, form, M, N, groups);
+    }
   for (int M = 1; M <= 33 && !is_over(); M += is_short ? 32 : 8) examine(&state, M, 400, 288, 0);
   if (!is_over()) examine(&state, 130, 64, 70, 1); /* cut by rows */
   return NULL;
@@ -323,6 +374,7 @@ int main(int count, char **arguments) {
   for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
   printf("%ld rows compared, %ld differ, %ld numbers wrong\n", (long)compared, (long)differ, (long)wrong);
   printf("%ld packed products compared, %ld numbers differ\n", (long)packed, (long)unlike);
+  printf("%ld products of 8 bits compared, %ld numbers differ; bits %lx\n", (long)rounded, (long)uneven, (unsigned long)rounded_bits);
   printf("%ld operations looked at, %ld numbers wrong\n", (long)operations, (long)off);
-  return differ || wrong || unlike || off || compared < 16 * rounds || packed < 11 * rounds || operations < 100;
+  return differ || wrong || unlike || off || uneven || rounded < 36 || compared < 16 * rounds || packed < 11 * rounds || operations < 100;
 }

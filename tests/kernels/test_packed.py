@@ -17,7 +17,7 @@ from distributed.group import Ranks
 from kernels import device, library
 from kernels.device import mx, tree_flatten
 from kernels.packed import Matrix, address, dequantized, joined, packed
-from models.forward_cost import arrays
+from models.forward_cost import arrays, nbytes_of
 from models.load import ModelReader, read_model
 from models.memory import is_batch_invariant
 from nanobatch import Engine, SamplingParams
@@ -45,27 +45,35 @@ def of_16_bits(seed: int, shape: tuple, dtype: str, factor: float = 1) -> Matrix
     return Matrix(weight, None, scales, bits=16, group=shape[-1])
 
 
-def of_bytes(seed: int, shape: tuple, bits: int, group: int) -> Matrix:
+def centered(seed: int, shape: tuple, bits: int) -> Matrix:
+    """As Q4_0, Q5_0 and Q8_0 of GGUF are: an offset is its scale times a power of two."""
+    plain = quantized(seed, shape, bits, 32)
+    return plain._replace(offsets=None, center=-float(2 ** (bits - 1)))
+
+
+def of_bytes(seed: int, shape: tuple, bits: int, group: int, center: float = 0.0) -> Matrix:
     """As K-quants of GGUF are: a scale is a byte times a float16 number for 256 weights."""
     rng = np.random.default_rng(seed)
     *out, K = shape
     weight = rng.integers(0, 2**32, (*out, K * bits // 32), dtype=np.uint32)
-    weight &= 0xFFFFFFFF if bits == 4 else 0x3F3F3F3F  # six bits at most
 
     def factors() -> mx.array:
         numbers = rng.integers(0, 256, (*out, K // group), dtype=np.uint8)
         sizes = (rng.random((*out, K // 256)) / 9999).astype(np.float16).view(np.uint8)
         return mx.array(np.concatenate([numbers, sizes], axis=-1))
 
-    return Matrix(mx.array(weight), None, factors(), factors(), bits, group)
+    offsets = None if center else factors()
+    return Matrix(mx.array(weight), None, factors(), offsets, bits, group, center=center)
 
 
 def spread(part: Matrix) -> list[mx.array]:
     """Scales and offsets as float32 numbers, one byte after the other."""
     found = []
+    groups = part.weight.shape[-1] * 32 // part.bits // part.group
     for factors in (part.scales, part.offsets):
+        if factors is None:
+            return [found[0], found[0] * part.center]
         data = np.array(factors)
-        groups = part.weight.shape[-1] * 32 // part.bits // part.group
         sizes = np.ascontiguousarray(data[..., groups:]).view(np.float16).astype(np.float32)
         numbers = data[..., :groups].astype(np.float32) - 128
         found.append(mx.array(numbers * sizes.repeat(256 // part.group, axis=-1)))
@@ -74,14 +82,16 @@ def spread(part: Matrix) -> list[mx.array]:
 
 def widened(matrix: Matrix) -> mx.array:
     """The float32 numbers that are computed where nothing stays packed."""
-    if matrix.offsets is None:
+    if matrix.bits == 16:
         return matrix.weight.astype(mx.float32) * matrix.scales
     if matrix.claim:
         return matrix.embed(mx.arange(len(matrix.scales)))
     if matrix.scales.dtype == mx.uint8:
         factors = spread(matrix)
     else:
-        factors = [matrix.scales.astype(mx.float32), matrix.offsets.astype(mx.float32)]
+        scales = matrix.scales.astype(mx.float32)
+        offsets = scales * matrix.center if matrix.center else matrix.offsets.astype(mx.float32)
+        factors = [scales, offsets]
     return dequantized(matrix.weight, *factors, matrix.group, matrix.bits)
 
 
@@ -100,7 +110,8 @@ QUANTIZED = [
     (6, 32, "float16"),
 ]
 KINDS = [(quantized, *each) for each in QUANTIZED]
-KINDS += [(of_bytes, 4, 32), (of_bytes, 8, 32), (of_bytes, 8, 16)]
+KINDS += [(of_bytes, 4, 32), (of_bytes, 5, 32), (of_bytes, 6, 16, -32.0)]
+KINDS += [(centered, 4), (centered, 5), (centered, 8)]
 KINDS += [(of_16_bits, "float16"), (of_16_bits, "bfloat16", 0.3)]
 EACH_KIND = pytest.mark.parametrize(
     ("make", "how"),
@@ -151,16 +162,24 @@ def rounded_product(x: np.ndarray, part: Matrix) -> np.ndarray:
     [
         pytest.param(quantized(1, (37, 2304), 4, 64), id="4 bits"),
         pytest.param(quantized(2, (16, 2304), 8, 128, "float32"), id="8 bits"),
+        pytest.param(quantized(5, (33, 2304), 3, 128), id="3 bits"),
+        pytest.param(quantized(6, (17, 2304), 5, 64, "bfloat16"), id="5 bits"),
+        pytest.param(quantized(7, (20, 2304), 6, 32), id="6 bits"),
         pytest.param(of_bytes(3, (50, 2304), 4, 32), id="Q4_K"),
-        pytest.param(of_bytes(4, (5, 2304), 8, 16), id="Q6_K"),
+        pytest.param(of_bytes(8, (21, 2304), 5, 32), id="Q5_K"),
+        pytest.param(of_bytes(4, (5, 2304), 6, 16, -32.0), id="Q6_K"),
+        pytest.param(centered(9, (18, 96), 4), id="Q4_0"),
+        pytest.param(centered(10, (18, 96), 5), id="Q5_0"),
+        pytest.param(centered(11, (18, 96), 8), id="Q8_0"),
     ],
 )
 def test_int8_activations_round_each_row_by_itself(part):
     """A sum of bytes that overflows, a row that depends on others, a NaN that gets lost."""
     matrix = packed(part, rounds=True)
-    x = np.array(normal(0, 70, 2304)) ** 3
+    width = matrix.width
+    x = np.array(normal(0, 70, width)) ** 3
     x[1] = 1e-3 * np.sign(x[1])  # the largest whole numbers everywhere
-    x[2, :1000] = 0
+    x[2, : width // 2] = 0
     y = np.array(matrix(mx.array(x)))
     expected = rounded_product(x, part)
     assert np.abs(y - expected).max() < 1e-5 * np.abs(expected).max()
@@ -383,6 +402,22 @@ def test_memory_is_as_estimated(tmp_path, bits):
     assert model.cost.form == {4: "4 bits in groups of 64", 8: "8 bits in groups of 64"}.get(
         bits, "float16"
     )
+
+
+@pytest.mark.parametrize("way", ["Q4_0", "Q5_0", "Q8_0", "Q5_K", "Q6_K", "3", "4", "5", "6", "8"])
+def test_memory_of_each_format_is_as_estimated(tmp_path, way):
+    """For activations of 8 bits, weights have the size of the file, and no offsets that follow from
+    scales."""
+    if way.startswith("Q"):
+        folder, _ = make_pair(tmp_path, way, num_hidden_layers=1, hidden_size=512)
+    else:
+        changes = {"hidden_size": 512, "intermediate_size": 1024, "dtype": mx.float16}
+        folder = make_checkpoint(tmp_path, quantize=lambda module: (int(way), 64), **changes)
+    for activations in (32, 8):
+        reader = ModelReader(folder, activations=activations)
+        assert nbytes_of(reader.read_model()) == reader.nbytes, activations
+    files = [folder] if folder.is_file() else folder.glob("*.safetensors")
+    assert reader.nbytes < 1.1 * sum(path.stat().st_size for path in files) or way == "3"
 
 
 def test_without_our_product_weights_are_widened(tmp_path):
