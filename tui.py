@@ -30,7 +30,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from base import error_reports, installation, machine, provenance
@@ -55,7 +54,7 @@ from experiments import (
 )
 from policies import POLICIES
 from screen import export_recording as record
-from screen.app import Screen
+from screen.app import Offer, Screen
 from screen.commands import Session, orders_of, run_plain, script_help
 from screen.engine_client import LocalEngineClient
 from screen.keys import Menu
@@ -164,14 +163,14 @@ def check_tour(args: argparse.Namespace) -> None:
         raise ValueError(f"--tour fires prompts of its own; leave --{given[0]} out")
 
 
-def tour_note() -> Path | None:
-    """A file that exists once the tour was taken or declined; None if it cannot be kept."""
+def tour_offer() -> Offer | None:
+    """The offer of the tour; None if nothing can be remembered of it."""
     folder = state_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None
-    return folder / "tour"
+    return Offer(tour.OFFER, tour.DECLINED, folder / "tour")
 
 
 def read_prompts(file: str | None) -> list[str]:
@@ -299,9 +298,9 @@ def command_of(args: argparse.Namespace) -> str:
 
 def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     """Run the screen. Return the exit code, and the picture if one was wanted."""
-    note = tour_note() if session.eases else None
+    offer = tour_offer() if session.eases else None
     earlier = History(history_file())
-    app = Screen(session, args.script, bool(args.screenshot), args.tour, note, earlier)
+    app = Screen(session, args.script, bool(args.screenshot), args.tour, offer, earlier)
     app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
     code = app.return_code or 0
     if app.return_code is None and not BROWSER:  # in a browser this is normal

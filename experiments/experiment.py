@@ -1,65 +1,69 @@
 """What all experiments on the running engine have in common.
 
-An experiment is a generator of findings. `LocalEngineClient.run_experiment` resumes it between two
+An experiment is a generator of records. `LocalEngineClient.run_experiment` resumes it between two
 steps, so it may submit and cancel; its requests end with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 from engine.handle import Handle
 from screen.engine_client import LocalEngineClient
-from screen.engine_view import Finding, View
+from screen.engine_view import ExperimentRecord, View
 
 if TYPE_CHECKING:
     from nanobatch import Engine
 
 
-def runs(view: View, found: Finding | None) -> bool:
-    """Whether the experiment with these findings is running."""
-    return view.experimenting and view.finding is found
+def runs(view: View, record: ExperimentRecord | None) -> bool:
+    """Whether the experiment with this record is running."""
+    return record is not None and view.experiment is record
 
 
-def result(view: View, found: Finding, is_over: bool) -> str:
-    """The findings in a few words. An experiment that neither runs nor is over was ended."""
-    if is_over or runs(view, found):
-        return found.so_far
-    return f"{found.so_far.rstrip('.')}, and then it was ended"
+def result(view: View, record: ExperimentRecord, is_over: bool) -> str:
+    """The record in a few words. An experiment that neither runs nor is over was ended."""
+    if is_over or runs(view, record):
+        return record.so_far
+    return f"{record.so_far.rstrip('.')}, and then it was ended"
 
 
 class Experiment:
-    """An experiment: `steps` yields its findings."""
+    """An experiment: `run` yields its records."""
 
-    client: LocalEngineClient  # both from `run` on
+    client: LocalEngineClient  # both from `start` on
     engine: Engine
+    fixes: ClassVar[
+        Mapping[str, str]
+    ] = {}  # settings that a user may not change meanwhile, and why
 
-    def __init__(self, found: Finding):
-        self.found = found  # the findings so far
+    def __init__(self, record: ExperimentRecord):
+        self.record = record  # what was measured so far
 
     def takes_in(self, other: Experiment) -> bool:
         """Take in another experiment that was asked for while this one runs; False: refuse it."""
         return False
 
-    def run(self, client: LocalEngineClient) -> Iterator[Finding]:
+    def start(self, client: LocalEngineClient) -> Iterator[ExperimentRecord]:
         self.client = client
         self.engine = client.engine
-        yield from self.steps()
+        return self.run()
 
-    def steps(self) -> Iterator[Finding]:
+    def run(self) -> Iterator[ExperimentRecord]:
         raise NotImplementedError
 
-    def tell(self, **changes: object) -> Finding:
-        """New findings."""
-        self.found = self.found._replace(**changes)
-        return self.found
+    def update(self, **changes: object) -> ExperimentRecord:
+        """The record with these changes."""
+        self.record = replace(self.record, **changes)
+        return self.record
 
-    def until_idle(self) -> Iterator[Finding]:
+    def until_idle(self) -> Iterator[ExperimentRecord]:
         while self.engine.has_work:
-            yield self.found
+            yield self.record
 
-    def alone(self, fire: Callable[[], Handle]) -> Generator[Finding, None, Handle]:
+    def alone(self, fire: Callable[[], Handle]) -> Generator[ExperimentRecord, None, Handle]:
         """Submit a request until it ran alone: a user may fire or cancel something meanwhile."""
         while True:
             yield from self.until_idle()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +26,7 @@ from engine.runner_protocol import RunnerProtocol
 from experiments.experiment import Experiment, result
 from screen.draw.canvas import Canvas, Figure
 from screen.draw.style import count, shorten
+from screen.engine_view import ExperimentRecord
 from screen.page import Page
 from screen.state import State
 from screen.workload import BURST, Ask
@@ -75,15 +76,16 @@ class Witness(NamedTuple):
         return self.reason in ("stop", "length")
 
 
-class FaultInjection(NamedTuple):
-    """The findings so far."""
+@dataclass(frozen=True)
+class FaultInjection(ExperimentRecord):
+    """What was measured so far."""
 
+    name = "break"
     what: str  # one of `BREAKS`
     exact: bool = False  # batch-invariant
     stage: str = "gathers"  # "gathers" | "goes on" | "compares" | "over"
     did: str = ""
     witnesses: Sequence[Witness] = ()
-    name: str = "break"
 
     @property
     def ended(self) -> list[Witness]:
@@ -166,17 +168,17 @@ class Breaking(Experiment):
         super().__init__(FaultInjection(what))
         self.handles: list[Handle] = []  # the witnesses
 
-    def steps(self) -> Iterator[FaultInjection]:
+    def run(self) -> Iterator[FaultInjection]:
         if self.engine.snapshot().ranks.memory:
             raise ValueError("with several ranks a failed step ends them all; break one process")
-        self.tell(exact=self.engine.is_batch_invariant)
+        self.update(exact=self.engine.is_batch_invariant)
         ways = {"step": self._raise, "nan": self._poison, "client": self._hang_up}
         yield from self._gather()
-        yield from ways[self.found.what]()
+        yield from ways[self.record.what]()
         while self._open(self.handles):
             yield self._look()
         yield from self._compare()
-        yield self.tell(stage="over")
+        yield self.update(stage="over")
 
     def _gather(self) -> Iterator[FaultInjection]:
         """Take the running requests, or submit some, and wait until they decode."""
@@ -188,7 +190,7 @@ class Breaking(Experiment):
                 ask = Ask(prompt, LONGEST, temperature, i, logprobs=LIKELIEST, mute=True)
                 self.handles.append(self.client.submit(ask))
         while self._open(self.handles) and not self._victim():
-            yield self.found
+            yield self.record
         self.handles = self._open(self.handles)
 
     @staticmethod
@@ -206,15 +208,15 @@ class Breaking(Experiment):
     def _note_where(self) -> None:
         """Note where each witness is when the fault is injected."""
         witnesses = [Witness(handle.id, where(handle)) for handle in self.handles]
-        self.tell(stage="goes on", witnesses=witnesses)
+        self.update(stage="goes on", witnesses=witnesses)
 
     def _look(self) -> FaultInjection:
         """Note the state of the witnesses."""
         witnesses = []
-        for handle, known in zip(self.handles, self.found.witnesses, strict=True):
+        for handle, known in zip(self.handles, self.record.witnesses, strict=True):
             changes = {"reason": handle.finish_reason, "error": handle.error or ""}
             witnesses.append(known._replace(tokens=len(handle.tokens), **changes))
-        return self.tell(witnesses=witnesses)
+        return self.update(witnesses=witnesses)
 
     # --- the three faults
 
@@ -258,7 +260,7 @@ class Breaking(Experiment):
         saboteur = Saboteur(self.engine.runner, harm, fault)
         with running_on(self.engine, saboteur):
             while not saboteur.did and self.engine.has_work:
-                yield self.found
+                yield self.record
         self._did(saboteur.did)
 
     def _hang_up(self) -> Iterator[FaultInjection]:
@@ -268,27 +270,27 @@ class Breaking(Experiment):
         self._note_where()
         self._did(f"r{victim.id} was cancelled after {count(len(victim.tokens), 'token')}")
         victim.cancel()
-        yield self.found
+        yield self.record
 
     def _did(self, words: str) -> None:
         if not words:
             raise ValueError("all had ended before anything could be broken; try it again")
-        self.tell(did=words)
+        self.update(did=words)
 
     # --- the comparison
 
     def _compare(self) -> Iterator[FaultInjection]:
         """Run each witness again, alone, without cached rows."""
         self._look()
-        self.tell(stage="compares")
+        self.update(stage="compares")
         for i, handle in enumerate(self.handles):
             again = yield from self.alone(partial(self._again, handle))
             answer = Bits.from_handle(handle)
-            witnesses = [*self.found.witnesses]
+            witnesses = [*self.record.witnesses]
             until = None if witnesses[i].went_on else len(answer.tokens)
             found = difference(Bits.from_handle(again, until), answer)
             witnesses[i] = witnesses[i]._replace(covers=answer.numbers, difference=found)
-            self.tell(witnesses=witnesses)
+            self.update(witnesses=witnesses)
 
     def _again(self, handle: Handle) -> Handle:
         request = handle.request
@@ -326,7 +328,7 @@ def ids(witnesses: Sequence[Witness]) -> str:
 
 def draw(state: State, on: Canvas) -> None:
     """Draw the three faults; and of the last one, who ended, who went on, and what changed."""
-    found = state.found.get("break")
+    found = state.records.get("break")
     on.title(
         "Break it",
         "X ends it  Esc back" if state.view.experimenting else "1 to 3 break it  Esc back",

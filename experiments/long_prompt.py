@@ -17,6 +17,7 @@ import random
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +32,7 @@ from screen.draw.charts import nice
 from screen.draw.slots import fit_slots
 from screen.draw.status import others_of
 from screen.draw.style import GLYPHS, PREFILL, count, shorten, span
+from screen.engine_view import ExperimentRecord
 from screen.page import Page
 from screen.state import State
 from screen.timeline_columns import Column
@@ -127,14 +129,19 @@ class Result(NamedTuple):
         return "→".join(f"{budget:,}" for budget in self.budgets[-2:])
 
 
-class Found(NamedTuple):
-    """The findings so far."""
+@dataclass(frozen=True)
+class LongPrompt(ExperimentRecord):
+    """What was measured so far."""
 
-    so_far: str = ""  # what happens now
+    name = NAME
+    now: str = ""  # what happens now
     newest: int | None = None  # long prompt, also if it has not ended
     short: int | None = None  # the short prompt next to it
     results: tuple[Result, ...] = ()
-    name: str = NAME
+
+    @property
+    def so_far(self) -> str:
+        return self.now
 
 
 def read_of(step: StepView, request: int) -> int:
@@ -228,8 +235,8 @@ class LongPrompts(Experiment):
     budget of each long prompt; None: no change.
     """
 
-    def __init__(self, before: Found, stays: bool, wanted: Sequence[int | None]):
-        super().__init__(Found("", before.newest, before.short, before.results[-KEPT:]))
+    def __init__(self, before: LongPrompt, stays: bool, wanted: Sequence[int | None]):
+        super().__init__(LongPrompt("", before.newest, before.short, before.results[-KEPT:]))
         self.wanted = deque(wanted)
         self._stays = stays
         self._fired = 0  # number of chats so far
@@ -242,7 +249,7 @@ class LongPrompts(Experiment):
             self.wanted += other.wanted
         return is_alike
 
-    def steps(self) -> Iterator[Found]:
+    def run(self) -> Iterator[LongPrompt]:
         sched = self.engine.sched
         budget = sched.budget
         try:
@@ -259,7 +266,7 @@ class LongPrompts(Experiment):
         finally:
             self.client.turn_budget(budget)
 
-    def _gather(self) -> Iterator[Found]:
+    def _gather(self) -> Iterator[LongPrompt]:
         """Wait until a long prompt is wanted, chats decode, nothing is read, and a slot is free."""
         sched = self.engine.sched
         while True:
@@ -274,7 +281,7 @@ class LongPrompts(Experiment):
                 words += "; a long prompt waits until a slot is free"
             elif not is_quiet:
                 words += "; their prompts are read"
-            yield self.tell(so_far=words)
+            yield self.update(now=words)
 
     def _keep_company(self) -> None:
         """If nothing runs, fill all slots with chats and keep them filled, but for two: one for the
@@ -297,15 +304,15 @@ class LongPrompts(Experiment):
             shut = f"{sched.policy.name} keeps a free slot shut while others run"
             raise ValueError(f"{shut}, so no long prompt is admitted; /policy continuous admits it")
 
-    def _send_one(self) -> Iterator[Found]:
+    def _send_one(self) -> Iterator[LongPrompt]:
         engine = self.engine
         sched = engine.sched
         prompt = long_text(sched.submitted, sched.max_len - ANSWER, engine.text.ask)
         mark = engine.snapshot()
         while sched.steps < mark.planned + QUIET and sched.running and sched.free:
-            yield self.tell(so_far=f"{decoding(len(sched.running))}; the long prompt comes")
+            yield self.update(now=f"{decoding(len(sched.running))}; the long prompt comes")
         handle = self.client.submit(asked(prompt, ANSWER))
-        self.tell(newest=handle.id, short=None)
+        self.update(newest=handle.id, short=None)
         short = None
         budgets: list[int] = []
         while handle.finish_reason is None or (short and short.finish_reason is None):
@@ -316,8 +323,8 @@ class LongPrompts(Experiment):
                 left = len(handle.request.prompt) - handle.request.prefilled
                 text = long_text(sched.submitted, SHORT, engine.text.ask)
                 short = self.client.submit(asked(text, 1))
-                self.tell(short=short.id)
-            yield self.tell(so_far=reading(handle.request))
+                self.update(short=short.id)
+            yield self.update(now=reading(handle.request))
         result = None
         if handle.tokens:
             steps = engine.snapshot(mark).steps
@@ -325,11 +332,11 @@ class LongPrompts(Experiment):
             if result and short:
                 result = result._replace(short=counted(steps, handle, short, left))
         if result:
-            self.tell(results=(*self.found.results, result))
+            self.update(results=(*self.record.results, result))
         end = sched.steps + AFTER
-        yield self.tell(so_far=decoding(len(sched.running)))
+        yield self.update(now=decoding(len(sched.running)))
         while sched.steps < end and sched.running:
-            yield self.tell(so_far=decoding(len(sched.running)))
+            yield self.update(now=decoding(len(sched.running)))
 
     def _has_room_beside(self, request: Request) -> bool:
         """Whether half of the long prompt is read, and a slot is free for another."""
@@ -438,7 +445,7 @@ def scope_of(
 
 def draw(state: State, on: Canvas) -> None:
     """Draw a trace for each chat, a line for each long prompt, and what the budget trades."""
-    found = state.found.get(NAME, Found())
+    found = state.records.get(NAME, LongPrompt())
     is_on = runs(state.view, found)
     keys = "L another  [ ] budget  Esc ends it" if is_on else "L sends one  Esc back"
     on.title("Long prompt: gaps between tokens", keys)
@@ -455,7 +462,7 @@ def draw(state: State, on: Canvas) -> None:
     on.lines += below.lines
 
 
-def doing(state: State, found: Found, is_on: bool) -> str:
+def doing(state: State, found: LongPrompt, is_on: bool) -> str:
     """What happens now, and the budget."""
     limits = state.view.engine.limits
     own = state.view.made_with
@@ -482,7 +489,7 @@ def truth(results: Sequence[Result]) -> str:
     return f"{words}Leaving this page restores the budget."
 
 
-def draw_traces(state: State, on: Canvas, height: int, found: Found) -> None:
+def draw_traces(state: State, on: Canvas, height: int, found: LongPrompt) -> None:
     """Draw a trace for each slot on one scale, with an axis below."""
     long = found.newest
     cells = on.width - LEFT - RIGHT
@@ -604,7 +611,7 @@ def obey(session: Session, rest: str) -> None:
     budgets = [as_budget(word) for word in rest.split()]
     for budget in budgets if state.view.engine else ():  # otherwise the client refuses
         state.view.made_with.with_budget(budget)
-    before = state.found.get(NAME, Found())
+    before = state.records.get(NAME, LongPrompt())
     session.run_experiment("long prompt", LongPrompts(before, session.stays, budgets or [None]))
 
 

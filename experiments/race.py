@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from base.validation import read_whole
 from experiments.experiment import Experiment
@@ -28,15 +28,16 @@ from screen.draw.canvas import Canvas
 from screen.draw.slots import aligned, fit_slots
 from screen.draw.style import clean, count, span, wrap
 from screen.draw.timeline import draw_cells
-from screen.engine_view import Leg, Race, View
+from screen.engine_view import ExperimentRecord, Part, View
 from screen.page import Key, Page
 from screen.state import State, prices
 from screen.step_prices import LEAST, on_clock
-from screen.workload import RIVALS, Ask
+from screen.workload import Ask
 
 if TYPE_CHECKING:
     from screen.commands import Session
 
+RIVALS = tuple(POLICIES)[1::-1]  # in order: static, continuous
 FILM = (4.0, 10.0)  # seconds that the animation of both legs takes, at least and at most
 WIDE = (22, 7, 11, 11, 11, 12, 8)  # a run's name, then the figures
 NARROW = (12, 7, 11, 11, 0, 12, 0)
@@ -47,6 +48,30 @@ RACE_WAITS = "The race begins when everything that runs now has ended."
 RACE_BEGINS = "The race begins."
 NO_RACE = Contest("Race", [], "No race has been run: r runs one.")
 NOTHING = Contest("Compare", [], "Nothing has run yet. b fires a burst.")
+
+
+@dataclass(frozen=True)
+class Race(ExperimentRecord):
+    """What was measured so far."""
+
+    name = "race"
+    doing = "⚑ racing"
+    is_one_run = False
+    legs: tuple[Part, ...]  # the same burst under one policy each
+    to_race: tuple[str, ...]  # policies of the remaining legs
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.legs
+
+
+def legs_in(view: View) -> tuple[Part, ...]:
+    """The legs of the running race, or of the last experiment if that was one."""
+    return view.record.legs if isinstance(view.record, Race) else ()
+
+
+def is_racing(view: View) -> bool:
+    return isinstance(view.experiment, Race)
 
 
 @dataclass
@@ -66,7 +91,7 @@ def shown_in(state: State) -> Shown:
 
 def draw(state: State, on: Canvas) -> None:
     shown = shown_in(state)
-    if state.view.racing and state.view.legs:
+    if is_racing(state.view) and legs_in(state.view):
         draw_contest(state, on, race_in(state))
     else:
         film = shown.film if on.has_keys else None  # a log has the result
@@ -201,22 +226,23 @@ def compare(state: State, rival: str = "") -> Contest:
 def race_in(state: State) -> Contest:
     """The race so far, measured. Requests are numbered from 1 in each leg, to be compared."""
     runs = []
-    legs = state.view.legs
+    racing = is_racing(state.view)
+    legs = legs_in(state.view)
     costs = prices(state)
     for leg in legs:
         numbers = {id: number for number, id in enumerate(leg.requests, 1)}
         columns = renumbered(state.between(leg.first_step, leg.stop), numbers)
         known = {n: state.requests[id] for id, n in numbers.items() if id in state.requests}
-        how = "measured" if leg.last_step else "running …" if state.view.racing else "cut short"
+        how = "measured" if leg.last_step else "running …" if racing else "cut short"
         run = measured(leg.policy, columns, [*known.values()], costs, how)
         runs.append(run._replace(requests=known))
-    if state.view.racing:
-        runs += [Run(policy, NEXT, [], []) for policy in state.view.finding.to_race]
+    if racing:
+        runs += [Run(policy, NEXT, [], []) for policy in state.view.record.to_race]
     size = count(len(legs[0].requests), "request")
     title = f"Race: {' and '.join(run.policy for run in runs)}, {size}"
     if state.view.paused:
         return Contest(title, runs, "Paused: space goes on.")
-    if state.view.racing:
+    if racing:
         return Contest(title, runs, RACE_RUNS)
     took = "; ".join(f"{run.policy} {run.on_the_engines}" for run in runs)
     note = f"Each step counts as long as steps of its kind take undisturbed. On the engine's clock: {took}."
@@ -227,7 +253,7 @@ def asked(state: State, policies: Sequence[str]) -> Contest:
     """A race that was asked for and has no step yet."""
     view = state.view
     note = RACE_WAITS if view.works else RACE_BEGINS
-    if view.experimenting and not view.racing:
+    if view.experimenting and not is_racing(view):
         note = "No race while another experiment runs: X ends that."
     return Contest(f"Race: {' and '.join(policies)}", [], note)
 
@@ -259,26 +285,31 @@ how_many = partial(read_whole, "race", least=1, most=1000)
 class Racing(Experiment):
     """Wait until the engine is idle, then run the same requests under each policy."""
 
+    fixes: ClassVar = {
+        "budget": "a race is running; its legs have one budget",
+        "policy": "a race is running; it sets the policies itself",
+    }
+
     def __init__(self, asks: Sequence[Ask], policies: Sequence[str]):
         super().__init__(Race((), tuple(policies)))
         self._asks = asks
 
-    def steps(self) -> Iterator[Race]:
+    def run(self) -> Iterator[Race]:
         engine = self.engine
         own = self.client.next_policy
         try:
             yield from self.until_idle()
-            for policy in self.found.to_race:
+            for policy in self.record.to_race:
                 # Idle, so this happens at once; slots forget what they remembered
                 engine.drain(policy)
                 first = engine.sched.steps + 1
                 handles = [*map(self.client.submit, self._asks)]
-                leg = Leg(policy, first, None, tuple(handle.id for handle in handles))
-                before = self.found.legs
-                self.tell(legs=(*before, leg), to_race=self.found.to_race[1:])
+                leg = Part(policy, first, None, tuple(handle.id for handle in handles))
+                before = self.record.legs
+                self.update(legs=(*before, leg), to_race=self.record.to_race[1:])
                 yield from self.until_idle()
-                self.tell(legs=(*before, leg._replace(last_step=engine.sched.steps)))
-            yield self.found
+                self.update(legs=(*before, leg._replace(last_step=engine.sched.steps)))
+            yield self.record
         finally:
             engine.drain(own)
 
@@ -324,9 +355,9 @@ def take(state: State, before: View) -> None:
     """Note that a race has ended. It is shown again, both legs at once."""
     shown = shown_in(state)
     view = state.view
-    if view.racing:
+    if is_racing(view):
         return
-    if view.legs and (before.racing or view.finding is not before.finding):
+    if legs_in(view) and (is_racing(before) or view.record is not before.record):
         shown.last = race_in(state)
         show_again(state)
     elif not shown.contest.runs and view.handled != before.handled and not view.experimenting:

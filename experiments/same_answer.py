@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +24,7 @@ from engine.handle import Handle
 from experiments.experiment import Experiment, result, runs
 from screen.draw.canvas import Canvas
 from screen.draw.style import count, number, shorten
+from screen.engine_view import ExperimentRecord
 from screen.page import Page
 from screen.state import State
 from screen.workload import BURST, Ask
@@ -64,9 +66,11 @@ class Alike(NamedTuple):
     difference: Difference | None  # from the run alone
 
 
-class SameAnswer(NamedTuple):
-    """The findings so far."""
+@dataclass(frozen=True)
+class SameAnswer(ExperimentRecord):
+    """What was measured so far."""
 
+    name = "same"
     ask: Ask
     wanted: int  # runs
     exact: bool = False  # batch-invariant
@@ -79,7 +83,6 @@ class SameAnswer(NamedTuple):
     came: int = 0  # neighbours
     cancelled: int = 0
     beside: int = 0  # most others in one step
-    name: str = "same"
 
     @property
     def texts(self) -> int:
@@ -159,21 +162,21 @@ class SameAnswerExperiment(Experiment):
         self.dice = random.Random(0)
         self.asked = 0  # runs
 
-    def steps(self) -> Iterator[SameAnswer]:
+    def run(self) -> Iterator[SameAnswer]:
         self._check()
         product = self.engine.summary.rpartition("; ")[2]
         product = product.partition(", so ")[0]  # `exact` says so, too
-        self.tell(exact=self.engine.is_batch_invariant, product=product)
+        self.update(exact=self.engine.is_batch_invariant, product=product)
         yield from self.until_idle()
         yield from self._run_alone()
         batch = RandomBatch(self.engine, self.dice, self._ask, self._meet)
         while self._left > 0:
             batch.arrive(self._left - len(batch.open))
-            yield self.found
+            yield self.record
             for run in batch.leave():
                 self._count(run)
-            self.tell(came=batch.came, cancelled=batch.cancelled, beside=batch.beside)
-        yield self.tell(stage="over")
+            self.update(came=batch.came, cancelled=batch.cancelled, beside=batch.beside)
+        yield self.update(stage="over")
 
     def _check(self) -> None:
         sched = self.engine.sched
@@ -183,18 +186,18 @@ class SameAnswerExperiment(Experiment):
             raise ValueError("under serial each request runs alone; p changes the policy")
 
     def _run_alone(self) -> Iterator[SameAnswer]:
-        self.tell(stage="alone")
+        self.update(stage="alone")
         handle = yield from self.alone(lambda: self.client.submit(self.ask, prefix_cache=False))
         check(handle)
         alone = Bits.from_handle(handle)
         tokens = handle.metrics.prompt_tokens
         kinds = (Alike(alone, 0, None),)
-        self.tell(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
+        self.update(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
 
     @property
     def _left(self) -> int:
         """The number of runs that have not ended."""
-        return self.found.wanted - len(self.found.runs)
+        return self.record.wanted - len(self.record.runs)
 
     def _ask(self) -> Handle:
         self.asked += 1
@@ -229,13 +232,13 @@ class SameAnswerExperiment(Experiment):
         answered = Answered(
             answer.digest, beside, m.cached_tokens, m.draft_tokens, m.accepted_tokens
         )
-        self.tell(runs=(*self.found.runs, answered), kinds=self._counted(answer))
+        self.update(runs=(*self.record.runs, answered), kinds=self._counted(answer))
 
     def _counted(self, answer: Bits) -> list[Alike]:
-        kinds = [*self.found.kinds]
+        kinds = [*self.record.kinds]
         known = [kind.answer.digest for kind in kinds]
         if answer.digest not in known:
-            return [*kinds, Alike(answer, 1, difference(self.found.alone, answer))]
+            return [*kinds, Alike(answer, 1, difference(self.record.alone, answer))]
         i = known.index(answer.digest)
         kinds[i] = kinds[i]._replace(count=kinds[i].count + 1)
         return kinds
@@ -259,7 +262,7 @@ def unlike(found: SameAnswer) -> list[Alike]:
 
 def draw(state: State, on: Canvas) -> None:
     """Draw the number of answers, the neighbours, and the differences."""
-    found = state.found.get("same")
+    found = state.records.get("same")
     note = "X ends it  Esc back" if state.view.experimenting else "a runs it anew  Esc back"
     on.title("The same answer among neighbours", note)
     if found is None:
@@ -347,7 +350,7 @@ how_many = partial(read_whole, "same", least=1, most=1000)
 def obey(session: Session, rest: str) -> None:
     """Run a prompt alone, then among neighbours: /same 200, or /same 50 What is 3 + 4? By default
     the prompt of the selected slot, if a user typed it. /same last shows the last result."""
-    is_on = runs(session.state.view, session.state.found.get("same"))
+    is_on = runs(session.state.view, session.state.records.get("same"))
     if rest == "last" or (is_on and not rest):
         return
     word, _, prompt = rest.partition(" ")

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,8 +29,8 @@ from screen.draw.canvas import Canvas
 from screen.draw.status import others_of
 from screen.draw.style import clean, shorten
 from screen.engine_view import Fault
-from screen.page import Page
-from screen.state import State, TourText
+from screen.page import Key, Page
+from screen.state import State
 from screen.workload import Settings
 
 if TYPE_CHECKING:
@@ -45,10 +46,29 @@ CLEARED = ("/pause", "/cancel all", "/slow off", "/budget off", "/policy continu
 FIELDS = ("settings", "prompts", "lower", "has_chosen", "zoom", "cursor", "selected")
 RUNS = "enter: at full speed · esc: leave"
 COMES = "the tour begins when the model is there"
+OFFER = "New here? T takes a tour. Esc: do not offer it again."
+DECLINED = "T begins the tour, whenever you like"
 FAREWELL = (
     "That was the tour. b fires a burst, r runs a race, w says why a request waited, ? explains "
     "every key and word; and course/ladder climbs from one token to an engine in seven short programs."
 )
+
+
+@dataclass(frozen=True)
+class TourText:
+    """What the tour says now."""
+
+    scene: int  # from 1
+    scenes: int
+    title: str
+    text: str  # the question, or the explanation
+    answers: tuple[str, ...] = ()
+    asks: bool = False  # it waits for an answer
+    guess: int | None = None  # from 1
+    verdict: str = ""  # the right answer
+    pressed: tuple[str, ...] = ()  # keys that do the same
+    place: str = ""  # the line of code
+    hint: str = ""  # what the keys do now
 
 
 # --- playing ------------------------------------------------------------------------------------
@@ -124,7 +144,7 @@ class Tour:
 
     def guess(self, answer: int) -> None:
         """Take a guess, from 1, if something was asked and there is such an answer."""
-        if self.state.tour.asks and 1 <= answer <= len(self.state.tour.answers):
+        if self.state.strip.asks and 1 <= answer <= len(self.state.strip.answers):
             self.seen.guess = answer
             self.go_on()
 
@@ -141,7 +161,7 @@ class Tour:
     def leave(self) -> None:
         """Leave at once, with everything as before."""
         self._playing.close()
-        self.state.tour = None
+        self.state.strip = None
 
     # --- going on by itself
 
@@ -154,7 +174,7 @@ class Tour:
     def _play(self) -> Iterator[None]:
         """Play the whole tour. Each `yield` lets the screen and the user act."""
         refuse(self.session)
-        self.state.tour = TourText(0, 0, "", "", hint=COMES)
+        self.state.strip = TourText(0, 0, "", "", hint=COMES)
         while self.state.view.stage != "ready":
             yield
         refuse(self.session)
@@ -253,7 +273,7 @@ class Tour:
         self._right += guess == told.right
         self._explain(
             told.text,
-            verdict=judged(told.right, guess, self.state.tour.answers),
+            verdict=judged(told.right, guess, self.state.strip.answers),
             place=line_of(*self.scene.place),
             pressed=tuple(self._pressed),
         )
@@ -276,10 +296,10 @@ class Tour:
 
     def _say(self, text: str, hint: str, title: str = "", **more: object) -> None:
         title = title or self.scene.title
-        self.state.tour = TourText(self._number, len(self._scenes), title, text, hint=hint, **more)
+        self.state.strip = TourText(self._number, len(self._scenes), title, text, hint=hint, **more)
 
     def _hint(self, hint: str, **more: object) -> None:
-        self.state.tour = self.state.tour._replace(hint=hint, **more)
+        self.state.strip = replace(self.state.strip, hint=hint, **more)
 
 
 def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
@@ -307,7 +327,7 @@ def line_of(file: str, name: str) -> str:
 
 def draw(state: State, on: Canvas) -> None:
     """Draw the tour: a heading, a text, and as much of the rest as fits."""
-    told = state.tour
+    told = state.strip
     if told is None:
         return
     title = f"Tour {told.scene} of {told.scenes}: {told.title}"
@@ -351,7 +371,7 @@ def obey(session: Session, rest: str) -> str:
             f"the tour needs a screen; {command('tui.py')} --plain --tour tells it in lines"
         )
     session.state.kept["tour"] = Tour(session)
-    session.state.offers_tour = False
+    session.state.offer = ""
     session.state.chatting = False
     return COMES if session.state.view.stage == "loading" else ""
 
@@ -359,18 +379,26 @@ def obey(session: Session, rest: str) -> str:
 def look(session: Session) -> bool:
     """Advance the tour. One that was asked for while the model loaded may be refused now."""
     state = session.state
-    told = state.tour
+    told = state.strip
     try:
         state.kept["tour"].look()
     except ValueError as error:
-        state.tour = None
+        state.strip = None
         state.faults.append(Fault(str(error)))
-    return state.tour is not told
+    return state.strip is not told
 
 
 def press(state: State, act: Callable[[Tour], None]) -> None:
     """A key of the tour."""
     act(state.kept["tour"])
+
+
+def keys_of(state: State) -> list[Key]:
+    """The keys in the footer."""
+    told = state.strip
+    guess = [Key("", f"1-{len(told.answers)}", "", "Guess", "", 1)] if told.asks else []
+    go_on = Key("", "enter", "own('enter')", "Go on", "", 1)
+    return [*guess, go_on, Key("", "esc", "own('escape')", "Leave the tour", "", 1)]
 
 
 OWN = {
@@ -392,6 +420,8 @@ PAGE = Page(
     own=OWN,
     look=look,
     is_strip=True,
+    strip_keys=keys_of,
+    hint="T takes a tour of eight scenes",
 )
 
 
@@ -402,11 +432,11 @@ def run_plain_tour(session: Session) -> int:
     """Run the tour in lines: each question, a guess from standard input, the explanation."""
     tour = Tour(session)
     told: TourText | None = None
-    while session.state.tour:
-        now = session.state.tour._replace(hint="")  # it changes with each token of a run
+    while session.state.strip:
+        now = replace(session.state.strip, hint="")  # it changes with each token of a run
         if now != told:
             told = now
-            print("\n".join(in_lines(session.state.tour)), flush=True)
+            print("\n".join(in_lines(session.state.strip)), flush=True)
         elif tour.waits:
             answer(tour, sys.stdin.readline())
         time.sleep(0.05)
@@ -434,7 +464,7 @@ def answer(tour: Tour, line: str) -> None:
     word = line.strip().lower()
     if word in ("q", "quit", "/quit", "esc", "\x1b"):
         tour.leave()
-    elif word.isdecimal() and tour.state.tour.asks:
+    elif word.isdecimal() and tour.state.strip.asks:
         tour.guess(int(word))
     else:
         tour.go_on()

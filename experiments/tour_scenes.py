@@ -20,7 +20,7 @@ from experiments.long_prompt import Result
 from experiments.step_cost import scaled
 from models.forward_cost import of_rows
 from screen.draw.style import FAILED, clean, count, span
-from screen.engine_view import Finding
+from screen.engine_view import ExperimentRecord
 from screen.state import State, prices
 from screen.step_prices import undisturbed
 from screen.timeline_columns import Column
@@ -56,7 +56,7 @@ class Sight:
         # Steps up to this one and requests up to `newest` are older than the scene
         self.first = state.history[-1].step if state.history else 0
         self.newest = max(state.requests, default=0)
-        self.earlier = state.view.finding
+        self.earlier = state.view.record
         self.guess: int | None = None  # from 1
         self.late = False  # the run took too long and is cut short
         self.hurries = False  # at full speed
@@ -86,9 +86,9 @@ class Sight:
         ]
 
     @property
-    def found(self) -> Finding | None:
-        """The findings of this scene's newest experiment."""
-        experiment = self.state.view.finding
+    def found(self) -> ExperimentRecord | None:
+        """The record of this scene's newest experiment."""
+        experiment = self.state.view.record
         return None if experiment is self.earlier else experiment
 
     def decodes(self, rows: int) -> list[Column]:

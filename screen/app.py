@@ -19,6 +19,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from textual import events
@@ -43,7 +44,7 @@ from screen.draw.layout import (
     arrange,
     arrange_chat,
     arrange_loading,
-    arrange_tour,
+    arrange_strip,
     is_small,
     is_wide,
 )
@@ -86,7 +87,7 @@ ON_A_PAGE = {"escape": "close", "enter": "close", "pageup": "leaf(-1)", "pagedow
 ON_A_PAGE |= {"up": "scroll(-1)", "down": "scroll(1)"}
 ON_A_PAGE |= {"home": "scroll(-100000)", "end": "scroll(100000)"}
 OF_PANES = ("move", "nudge", "zoom", "view")
-# The actions denied to a user while the tour speaks
+# The actions denied to a user while a page has the strip
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings")
 # Black on white: Textual's own light theme is grey on grey
 PAPER = replace(BUILTIN_THEMES["textual-light"], background="#ffffff", surface="#ffffff")
@@ -101,6 +102,14 @@ def panes_of(menu: Menu) -> dict[str, Callable[[State, Canvas], None]]:
 
 
 # --- the screen ---------------------------------------------------------------------------------
+
+
+class Offer(NamedTuple):
+    """What a new user is offered once: the page with the strip."""
+
+    words: str
+    declined: str  # said when Esc declines it
+    file: Path  # exists once it was taken or declined, or anything else was fired
 
 
 class Tracebacks(logging.Handler):
@@ -126,7 +135,7 @@ class Screen(App):
     Screen { layers: panes; }
     Pane, PromptBox { position: absolute; }
     #status, #keys { background: $foreground 10%; }
-    #tour { background: $foreground 5%; }
+    #strip { background: $foreground 5%; }
     #prompt, #mark, #settings { background: $surface; color: $foreground; }
     #prompt { padding: 0; scrollbar-size: 0 0; color: $foreground 60%; }
     #prompt:focus { color: $foreground; }
@@ -146,21 +155,21 @@ class Screen(App):
         session: Session,
         script: str = "",
         screenshot: bool = False,
-        tours: bool = False,
-        note: Path | None = None,
+        starts_strip: bool = False,
+        offer: Offer | None = None,
         earlier: History | None = None,
     ):
-        """`screenshot`: take a picture after the script, and quit. `tours`: begin with the tour.
-        `note`: a file whose existence says not to offer the tour. `earlier`: prompts to recall."""
+        """`screenshot`: take a picture after the script, and quit. `starts_strip`: begin with the
+        page that has a strip. `earlier`: prompts to recall."""
         super().__init__()
         self.register_theme(PAPER)
         self.session = session
         self.menu = session.menu
         self.state = session.state
-        self.state.offers_tour = bool(note and not tours and not note.exists())
+        self.offer = None if starts_strip or (offer and offer.file.exists()) else offer
+        self.state.offer = self.offer.words if self.offer else ""
         session.has_chats = True
-        self._tours = tours
-        self._note = note
+        self._starts_strip = starts_strip
         self._script = script
         self._screenshot = screenshot
         self._places: dict[str, Region] = {}  # of the visible panes
@@ -181,8 +190,8 @@ class Screen(App):
 
     @property
     def strip(self) -> Page | None:
-        """The page below the panes: the tour, while it runs."""
-        return self.menu.strip if self.state.tour else None
+        """The page whose strip is below the panes."""
+        return self.menu.strip if self.state.strip else None
 
     # --- panes
 
@@ -214,7 +223,7 @@ class Screen(App):
             for signal_, code in ((signal.SIGTERM, 143), (signal.SIGINT, 0)):
                 loop.add_signal_handler(signal_, self.exit, None, code)
             signal.signal(signal.SIGHUP, lambda *_: self.hang_up(loop))
-        if self._tours:
+        if self._starts_strip:
             self.action_command(f"/{self.menu.strip.name}")
         self.run_worker(self.play(self._script))
 
@@ -254,8 +263,8 @@ class Screen(App):
             return {"sheet": Region(0, 0, *self.size)}
         if view.stage == "loading":
             places = arrange_loading(*self.size)
-        elif self.state.tour:
-            places = arrange_tour(*self.size, slots, self.state.lower)
+        elif self.state.strip:
+            places = arrange_strip(*self.size, slots, self.state.lower)
         elif self.state.chatting:
             places = arrange_chat(*self.size, slots)
         else:
@@ -310,17 +319,17 @@ class Screen(App):
         self.paint(but=SLOW if self.state.hurries and self._looks % 3 else ())
 
     def note_offer(self) -> None:
-        """Once the tour was taken or declined, or anything was fired, remember not to offer it."""
+        """Once the offer was taken or declined, or anything was fired, remember not to repeat it."""
         if self.session.client.posted:
-            self.state.offers_tour = False
-        if self._note and not self.state.offers_tour:
+            self.state.offer = ""
+        if self.offer and not self.state.offer:
             with suppress(OSError):
-                self._note.touch()
-            self._note = None
+                self.offer.file.touch()
+            self.offer = None
 
     def warn(self, messages: Sequence[str]) -> None:
         """Notify of faults. Ten thousand notices would freeze the screen, so if there are too many,
-        show the newest and the number of the others. The tour reports faults itself."""
+        show the newest and the number of the others. The page with the strip reports faults itself."""
         if self.strip:
             return
         self._untold += messages
@@ -404,7 +413,7 @@ class Screen(App):
             return
         if not self.page and self.is_text(event):
             await self.run_action("prompt")
-            if self.focused:  # else the tour has the engine
+            if self.focused:  # else the page with the strip has the engine
                 self.prompt.take(event.character)
         elif await self._check_bindings(key, priority=True):
             return
@@ -441,13 +450,13 @@ class Screen(App):
     # --- actions
 
     async def run_action(self, *arguments, **options) -> bool:
-        """Run the action of a key, a click or the wheel, and paint. While the tour runs, it owns
-        the engine."""
+        """Run the action of a key, a click or the wheel, and paint. A page with the strip owns the
+        engine."""
         action = str(arguments[0]).removeprefix("app.")
         name = action.partition("(")[0]
         is_taken = name in OF_A_USER or (name == "page" and not self.menu.only_looks(action))
         if self.strip and is_taken:
-            self.say("the tour has the engine; esc leaves it")
+            self.say(f"the {self.strip.name} has the engine; esc leaves it")
             return True
         done = await super().run_action(*arguments, **options)
         self.paint()
@@ -484,10 +493,10 @@ class Screen(App):
             self.prompt.put(self.prompt.value or self.state.chats.open.take())
 
     def action_back(self) -> None:
-        """Go to the newest step; from there, to the panes. Decline the tour if it is offered."""
-        if self.state.offers_tour:
-            self.state.offers_tour = False
-            self.say("T begins the tour, whenever you like")
+        """Go to the newest step; from there, to the panes. Decline what is offered."""
+        if self.offer and self.state.offer:
+            self.state.offer = ""
+            self.say(self.offer.declined)
         if self.state.cursor is None:
             self.state.chatting = False
         self.state.cursor = None

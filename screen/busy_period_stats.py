@@ -1,7 +1,7 @@
 """The statistics of a busy period: requests, tokens, time, waits, and the useful part of the work.
 
 Times are the engine's, so pauses and slow motion do not count; interruptions do, except in the
-makespan, which adds up undisturbed step times as a race does.
+makespan, which adds up undisturbed step times.
 """
 
 from __future__ import annotations

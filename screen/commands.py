@@ -80,6 +80,7 @@ class Session:
         self.client = client
         self.state = state
         self.menu = menu or Menu()
+        state.hints = self.menu.hints
         self.eases = eases
         self._seen = 0
         # Changes of the view by commands that have not run yet
@@ -474,8 +475,8 @@ class PlainLog:
             self.flush(last.view.began if last else 0.0)
         else:
             self.flush()
-        if before.experimenting and not view.experimenting and view.finding:
-            self._asked.append(self.session.menu.pages[view.finding.name])
+        if before.experimenting and not view.experimenting and view.record:
+            self._asked.append(self.session.menu.pages[view.record.name])
         self._tell_pages()
 
     def flush(self, until: float = math.inf) -> None:

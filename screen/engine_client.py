@@ -30,7 +30,7 @@ from engine.sampling_params import SamplingParams, advised
 from policies import POLICIES
 from sched import QueueFull
 from screen.draw.style import clean
-from screen.engine_view import Answer, Fault, Finding, View
+from screen.engine_view import Answer, ExperimentRecord, Fault, View
 from screen.workload import CANDIDATES, Ask
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class LocalEngineClient(EngineClient):
         self._slow_once = False  # slow motion ends when the engine is idle
         self._load_prompts: Sequence[Ask] = ()  # the steady load picks from these
         self._experiment: Experiment | None = None
-        self._findings: Iterator[Finding] = iter(())
+        self._records: Iterator[ExperimentRecord] = iter(())
         self._experiment_requests: set[int] = set()
 
     def start(self) -> None:
@@ -366,8 +366,7 @@ class LocalEngineClient(EngineClient):
     def set_budget(self, budget: int | str | None) -> None:
         """Set the budget of a step; None: as the engine was made; "-" and "+": halve or double the
         chunk."""
-        if self._known.racing:
-            self.fault("a race is running; its legs have one budget")
+        if self._is_fixed("budget"):
             return
         try:
             self.turn_budget(budget)
@@ -397,12 +396,18 @@ class LocalEngineClient(EngineClient):
     @between_steps
     def switch(self, policy: str) -> None:
         """Change to a policy once the slots are drained; "": to the next one."""
-        if self._known.racing:
-            self.fault("a race is running; it sets the policies itself")
+        if self._is_fixed("policy"):
             return
         names = [*POLICIES]
         following = names[(names.index(self.next_policy) + 1) % len(names)]
         self.engine.drain(policy or following)
+
+    def _is_fixed(self, setting: str) -> bool:
+        """True if the running experiment does not allow changes of the setting. A fault says why."""
+        why = self._experiment.fixes.get(setting) if self._experiment else None
+        if why:
+            self.fault(why)
+        return bool(why)
 
     @property
     def next_policy(self) -> str:
@@ -431,32 +436,31 @@ class LocalEngineClient(EngineClient):
         """Start an experiment, and end a pause. If one is running already, it may take in the new
         one; otherwise the new one is refused.
 
-        An experiment is a generator of findings. It is resumed between two steps, so it may fire,
+        An experiment is a generator of records. It is resumed between two steps, so it may fire,
         cancel and change settings; it restores those in a `finally`. When it ends, its requests are
         cancelled.
         """
         if self._experiment and not self._experiment.takes_in(experiment):
-            what = "race" if self._known.racing else "experiment"
-            self.fault(f"another {what} is running; X ends it")
+            self.fault("another experiment is running; X ends it")
             return
         self.loop.resume()
         self._end_slow_once()
         if self._experiment is None:
             self._experiment = experiment
-            self._findings = experiment.run(self)
-            self.note(experimenting=True, finding=None)
+            self._records = experiment.start(self)
+            self.note(experimenting=True, record=None)
 
     @between_steps
     def end_experiment(self, name: str) -> None:
         """End this experiment if it runs. Requests that are not its own go on."""
-        if self._experiment and self._experiment.found.name == name:
+        if self._experiment and self._experiment.record.name == name:
             self._end_experiment()
 
     def _advance_experiment(self) -> None:
         if self._experiment is None:
             return
         try:
-            finding = next(self._findings, None)
+            record = next(self._records, None)
         except (ValueError, QueueFull) as error:  # the experiment is impossible here
             self.fault(str(error))
             self._end_experiment()
@@ -464,10 +468,10 @@ class LocalEngineClient(EngineClient):
             self._end_experiment()
             raise
         else:
-            if finding is None:
+            if record is None:
                 self._end_experiment()
             else:
-                self.note(finding=finding)
+                self.note(record=record)
 
     def _end_experiment(self) -> None:
         if self._experiment is None:
@@ -476,7 +480,7 @@ class LocalEngineClient(EngineClient):
         self.note(experimenting=False)
         # The load goes on without making up for missed arrivals
         self._next_arrival = max(self._next_arrival, self.clock())
-        self._findings.close()
+        self._records.close()
         for request in self._experiment_requests.intersection(self.own):
             self.own[request].cancel()
         self._experiment_requests.clear()

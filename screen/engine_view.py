@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from engine.server_view import ServerView
 from engine.snapshot import Limits, Snapshot
 
 
-class Leg(NamedTuple):
-    """One part of a race: the same burst under one policy."""
+class Part(NamedTuple):
+    """A run of its own within an experiment: some requests under one policy."""
 
     policy: str
     first_step: int
-    last_step: int | None  # None while the leg runs
+    last_step: int | None  # None while it runs
     requests: tuple[int, ...]
 
     @property
     def stop(self) -> float:
         """The step after the last one."""
         return math.inf if self.last_step is None else self.last_step + 1
-
-
-class Race(NamedTuple):
-    """The finding of a race."""
-
-    legs: tuple[Leg, ...]
-    to_race: tuple[str, ...]  # policies of the remaining legs
-    name: str = "race"
-    so_far: str = ""  # shown by the page of the race
 
 
 class Fault(NamedTuple):
@@ -49,11 +41,23 @@ class Answer(NamedTuple):
     is_whole: bool = False
 
 
-class Finding(Protocol):
-    """The findings of an experiment so far; each experiment has a frozen record of its own."""
+@dataclass(frozen=True)
+class ExperimentRecord:
+    """What an experiment has measured so far; each experiment has a record of its own."""
 
-    name: str  # of the experiment and of its page
-    so_far: str  # in a few words
+    name: ClassVar[str]  # of the experiment and of its page
+    doing: ClassVar[str] = ""  # in the first line of the screen while it runs
+    is_one_run: ClassVar[bool] = True  # False: each part is a busy period
+
+    @property
+    def so_far(self) -> str:
+        """The record in a few words."""
+        return ""
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """Runs to be compared, each with requests of its own."""
+        return ()
 
 
 class View(NamedTuple):
@@ -79,7 +83,7 @@ class View(NamedTuple):
     epoch: int = 0  # changes when another process is watched, whose numbers begin again
     gone_s: float | None = None  # seconds since the server went away
     experimenting: bool = False
-    finding: Finding | None = None  # of the running experiment, or of the last one
+    record: ExperimentRecord | None = None  # of the running experiment, or of the last one
     inspected: Mapping[str, object] = {}  # by page: what it saw of the engine last
     others: float = 0.0  # cores that other programs use, while none is idle
     cores: int = 0  # of this process
@@ -104,10 +108,6 @@ class View(NamedTuple):
         return self.experimenting or self.works
 
     @property
-    def legs(self) -> tuple[Leg, ...]:
-        """The legs of the running race, or of the last one."""
-        return self.finding.legs if isinstance(self.finding, Race) else ()
-
-    @property
-    def racing(self) -> bool:
-        return self.experimenting and isinstance(self.finding, Race)
+    def experiment(self) -> ExperimentRecord | None:
+        """The record of the running experiment."""
+        return self.record if self.experimenting else None

@@ -30,16 +30,16 @@ FIELDS = {
     for kind in (StepView, RequestView, Metrics, Limits)
 }
 HOLDS = (
-    "each prompt and each answer of the last run or race, word for word; what each step did and how "
-    "long it took; this machine's processor; the command. No address and no path"
+    "each prompt and each answer of what ran last, word for word; what each step did and how long it "
+    "took; this machine's processor; the command. No address and no path"
 )
 
 Ids = Callable[[RequestView], Sequence[int]]  # a request's prompt tokens; () if unknown
 
 
 def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
-    """Record the last race, or the latest busy period. `about`: the command, the machine and so
-    on."""
+    """Record the parts of the last experiment, or the latest busy period. `about`: the command, the
+    machine and so on."""
     costs = prices(state)
     runs = []
     for columns, requests in parts_of(state):
@@ -48,7 +48,7 @@ def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
             runs.append(run_of(state, columns[:STEPS], kept[:REQUESTS], costs, ids))
     if not runs:
         raise ValueError(
-            "nothing has run, so there is nothing to record; --script race24 runs a race"
+            "nothing has run, so there is nothing to record; --script burst24 fires a burst"
         )
     price = {name: round(getattr(costs, name), 9) for name in ("step", "row", "chunk")}
     head = {"format": FORMAT, "about": about, "fields": FIELDS}
@@ -58,13 +58,12 @@ def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
 def parts_of(state: State) -> list[tuple[Sequence[Column], Sequence[int]]]:
     """The steps and the requests of each run, in the order of arrival."""
     history = state.history
-    legs = state.view.legs
-    is_race = legs and history and history[-1].step < legs[-1].stop
-    if not is_race:
-        columns = history[state.woke :]
-        seen = {cell.request for column in columns for cell in column.cells}
-        return [(columns, sorted(seen - {None}))]
-    return [(state.between(leg.first_step, leg.stop), leg.requests) for leg in legs]
+    parts = state.view.record.parts if state.view.record else ()
+    if parts and history and history[-1].step < parts[-1].stop:
+        return [(state.between(part.first_step, part.stop), part.requests) for part in parts]
+    columns = history[state.woke :]
+    seen = {cell.request for column in columns for cell in column.cells}
+    return [(columns, sorted(seen - {None}))]
 
 
 def run_of(

@@ -55,11 +55,6 @@ ARGUMENTS = {
     "budget": ("off",),
     "set": ("temperature=", "max=", "seed=", "burst=", "rate=", "client="),
 }
-# While the tour has the keyboard: the tour's own keys, and the harmless ones
-TOURING = (
-    Key("", "enter", "own('enter')", "Go on", "", 1),
-    Key("", "esc", "own('escape')", "Leave the tour", "", 1),
-)
 # The actions that leave the engine alone
 LOOKS = ("choose", "move", "leaf", "back", "nudge", "follow", "zoom", "view", "quit", "theme")
 LOOKS += ("suspend_process", "copy", "go")
@@ -392,7 +387,10 @@ class Menu:
         self.commands = OTHERS | {page.name: page.example for page in pages}
         self.arguments = ARGUMENTS | {page.name: page.words for page in pages}
         self.strip = next((page for page in pages if page.is_strip), None)
-        self.panes = {page.name: page.pane for page in pages if page.pane}
+        self.panes = {
+            "strip" if page.is_strip else page.name: page.pane for page in pages if page.pane
+        }
+        self.hints = tuple(page.hint for page in pages if page.hint)
 
     def page_of(self, action: str) -> Page | None:
         """The page that an action opens, if any."""
@@ -435,10 +433,9 @@ class Menu:
         """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
         keys = [*TYPING, *self.keys[3:]] if state.typing else list(self.keys)
         ways = {}
-        if state.tour:
-            keys = [*TOURING, *(key for key in self.keys if self.only_looks(key.action))]
-            if state.tour.asks:
-                keys.insert(0, Key("", f"1-{len(state.tour.answers)}", "", "Guess", "", 1))
+        if state.strip:  # its own keys, and the harmless ones
+            harmless = (key for key in self.keys if self.only_looks(key.action))
+            keys = [*self.strip.strip_keys(state), *harmless]
         elif state.view.paused:
             ways = OUT_OF_A_PAUSE
         elif state.view.slow:

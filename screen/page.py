@@ -62,7 +62,10 @@ class Page(NamedTuple):
     is_live: bool = False  # shows the engine at work, so keys need no message
     has_request: bool = False  # shows the open request
     is_view: bool = False  # its pane replaces the others, with the prompt box
-    is_strip: bool = False  # its pane is below the others, and has the keyboard and the engine
+    # While `State.strip` is set, its pane is below the others, and it has the keyboard and the engine
+    is_strip: bool = False
+    strip_keys: Callable[[State], Sequence[Key]] | None = None  # in the footer meanwhile
+    hint: str = ""  # in the timeline before the first step
     is_early: bool = False  # can be opened while the model loads
     disturbs: bool = False  # the command changes the engine, so it must be our own
 

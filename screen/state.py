@@ -12,38 +12,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.server_view import RequestRecord
 from engine.snapshot import Limits, RequestView, SlotView, Snapshot, StepView
 from screen.busy_period_stats import Period, Price
 from screen.chat_history import ChatHistory
 from screen.draw.style import FAILED, NAMES, UNSEEN, clean, count
-from screen.engine_view import Fault, Finding, View
+from screen.engine_view import ExperimentRecord, Fault, View
 from screen.step_prices import KNOWN, Prices
 from screen.timeline_columns import Column, column, gap, last_in, merge, said_in, spread
 from screen.workload import BURST, Ask, Settings, is_mute
 
 # The fields of the state that belong to one engine
 OF_AN_ENGINE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
-OF_AN_ENGINE += ("found", "kept", "candidates", "cursor", "opened", "selected", "woke", "hidden")
+OF_AN_ENGINE += ("records", "kept", "candidates", "cursor", "opened", "selected", "woke", "hidden")
 OF_AN_ENGINE += ("refused", "gone", "_inspected")
-
-
-class TourText(NamedTuple):
-    """What the tour says now (`tour.py`)."""
-
-    scene: int  # from 1
-    scenes: int
-    title: str
-    text: str  # the question, or the explanation
-    answers: tuple[str, ...] = ()
-    asks: bool = False  # it waits for an answer
-    guess: int | None = None  # from 1
-    verdict: str = ""  # the right answer
-    pressed: tuple[str, ...] = ()  # keys that do the same
-    place: str = ""  # the line of code
-    hint: str = ""  # what the keys do now
 
 
 @dataclass
@@ -75,7 +59,8 @@ class State:
     zoom: int | None = None  # steps per column; None: fit the latest busy period
     lower: str = "timeline"  # the visible pane, where panes take turns
     opened: int | None = None  # None: the newest ended request
-    found: dict[str, Finding] = field(default_factory=dict)  # the last finding of each experiment
+    # by name of the experiment: its last record
+    records: dict[str, ExperimentRecord] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # what pages remember, by name
     # for the token inspector, by request and number of tokens: (text, probability, is allowed)
     candidates: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(
@@ -89,8 +74,9 @@ class State:
     waiting: list[str] = field(default_factory=list)
     has_chosen: bool = False  # the user chose `lower`; otherwise it follows the keys
     said: str = ""  # what the last command answered, for a while
-    tour: TourText | None = None  # None: no tour
-    offers_tour: bool = False  # neither taken nor declined yet
+    strip: object | None = None  # what the page with a strip shows; None: no strip
+    hints: Sequence[str] = ()  # of pages, in the timeline before the first step
+    offer: str = ""  # of such a page, until it was taken or declined
     hidden: int = 0  # requests up to this one are ignored, with their steps
     woke: int = 0  # index of the first step of the latest busy period
     # Busy periods, the newest last
@@ -117,8 +103,8 @@ class State:
         for fault in news:
             self.chats.refuse(fault.question, "" if fault.prompt else fault.message)
         self._in_experiment = self._in_experiment and view.experimenting
-        if view.finding is not None and view.finding is not before.finding:
-            self.found[view.finding.name] = view.finding
+        if view.record is not None and view.record is not before.record:
+            self.records[view.record.name] = view.record
         # Another engine, or the same one from its start
         begins = view.epoch != before.epoch
         if begins:
@@ -284,19 +270,20 @@ class State:
         self, new: Column, last: Column | None, working: Iterable[int], ended: deque[RequestView]
     ) -> None:
         """A busy period starts at a step in which every working request was admitted after the
-        previous step began. An idle time is not needed: the second leg of a race is fired while the
-        last ghost of the first is still in flight.
+        previous step began. An idle time is not needed: the second part of an experiment is fired
+        while the last ghost of the first is still in flight.
         """
         before = last.view.began if last else -math.inf
         came = [self.requests[id].arrived for id in working if id in self.requests]
         if not came or min(came) <= before:
             return
         self.woke = len(self.history)
-        # An experiment is one period even if the engine is idle in between; legs of a race are two
+        # Most experiments are one period even if the engine is idle in between
         if not self._in_experiment:
             self._end_period(ended, True, new.view.began)
             self.periods.append(Period(new.began))
-        self._in_experiment = self.view.experimenting and not self.view.racing
+        experiment = self.view.experiment
+        self._in_experiment = bool(experiment and experiment.is_one_run)
 
     @property
     def leads(self) -> bool:

@@ -1,5 +1,5 @@
-"""Step times without interruptions: with measured times, the same race came out as 1.0 or 3.9 times as
-fast, depending on what else ran.
+"""Step times without interruptions: with measured times, a policy came out as 1.0 or 3.9 times as fast as
+another, depending on what else ran.
 
 Steps are grouped by the numbers of decoding rows and of chunks. A group's time is its 5th percentile
 (next to a busy program on each core, three of four steps are disturbed), and a straight line through
@@ -17,7 +17,7 @@ from statistics import fmean, linear_regression
 from engine.snapshot import StepView, percentile
 from screen.timeline_columns import Column
 
-# Number of steps that prices are fitted to, so that races in a row have one clock
+# Number of steps that prices are fitted to, so that runs in a row have one clock
 KNOWN = 10_000
 LEAST = 1e-6  # seconds: a lower cost is lost in the noise
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.snapshot import RequestView
-from policies import POLICIES
 
 if TYPE_CHECKING:
     from text.tokenizer import Prompt
@@ -46,7 +45,6 @@ SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["who"
 "minimum": 1, "maximum": 20}, "likes": {"type": "array", "minItems": 1, "maxItems": 3, "items":
 {"type": "string", "pattern": "^[a-z ]{3,16}$"}}}}"""
 CANDIDATES = 6  # likeliest tokens in the token inspector
-RIVALS = tuple(POLICIES)[1::-1]  # the policies of a race, in order: static, continuous
 
 
 class Ask(NamedTuple):

@@ -89,8 +89,8 @@ def arrange_loading(width: int, height: int) -> dict[str, Region]:
     return places | {"loading": Region(0, 0, width, height - 2)}
 
 
-def arrange_tour(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
-    """The regions during the tour: its strip replaces the prompt box. Slots and timeline are always
+def arrange_strip(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
+    """The regions while a page has a strip in place of the prompt box. Slots and timeline are always
     visible, side by side on a small screen."""
     tall = 8 if width >= 80 else 9
     y = height - 1 - tall
@@ -110,7 +110,7 @@ def arrange_tour(width: int, height: int, slots: int, lower: str) -> dict[str, R
             places |= stack(Region(0, rows + 4, width, y - rows - 4), lower)
     for name in ("mark", "prompt", "settings"):
         places.pop(name, None)
-    places["tour"] = Region(0, y, width, tall)
+    places["strip"] = Region(0, y, width, tall)
     places["keys"] = Region(0, height - 1, width, 1)
     return places
 

@@ -28,8 +28,8 @@ def what_is_done(view: View) -> str:
     doing = "■ idle"
     if view.busy:
         doing = "▶ running"
-    if view.racing:
-        doing = "⚑ racing"
+    if view.experiment and view.experiment.doing:
+        doing = view.experiment.doing
     # Steps per second of real time; all other figures use the engine's clock
     return f"{doing[0]} slow: {view.slow:g} steps/s" if view.slow else doing
 
@@ -95,8 +95,8 @@ def parts_of_status(state: State, on: Canvas) -> Iterator[Sequence]:
         yield f"load {view.load:g}/s", on.text, False, "command('/load')"
     if engine.limits != view.made_with:
         yield f"budget {engine.limits.budget:,}", on.accent, False, "command('/budget off')"
-    if state.tour:
-        return  # the tour owns the keys
+    if state.strip:
+        return  # its page owns the keys
     if view.paused:
         yield "space: go on", on.accent, False, "pause"
     elif view.slow:

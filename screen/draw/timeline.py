@@ -14,12 +14,11 @@ from screen.draw.style import Palette, Pen
 from screen.state import State
 from screen.timeline_columns import Column, useful_of
 
-OFFER = "New here? T takes a tour. Esc: do not offer it again."
 FIRST = (  # in the timeline before the first step
     "b fires a burst of prompts; i types a prompt, and Enter fires it.",
     "Where no answers are in sight, v leads to them, and to other panes.",
     "space stops the engine, s takes a step: then read the step's plan.",
-    "? explains every key and word; T takes a tour of eight scenes.",
+    "? explains every key and word",
 )
 
 
@@ -72,10 +71,7 @@ def draw_timeline(state: State, on: Canvas) -> None:
         *rare, style.PREFILL, style.DECODE, style.BLOCKED, style.HELD, style.GHOST, style.EMPTY
     )
     on.heading("Timeline", f"used {useful_of(columns):.0f} %", kinds)
-    hints = () if columns or state.tour else FIRST
-    if state.offers_tour and hints:
-        hints = (OFFER, *FIRST)
-    hints = [f"{hint} " for hint in hints if cell_len(hint) < on.width - 5]
+    hints = [f"{hint} " for hint in hints_in(state) if cell_len(hint) < on.width - 5]
     for slot in fit_slots(state, on.height - 2):
         hue = on.text if slot == state.selected else on.muted
         pen = on.pen().put(f"{slot:>3} ", hue, do=f"select({slot})")
@@ -87,6 +83,15 @@ def draw_timeline(state: State, on: Canvas) -> None:
         step_axis(on, columns, zoom)
     else:
         cursor_line(state, on, 4 + cursor)
+
+
+def hints_in(state: State) -> list[str]:
+    """What a new user reads before the first step: the offer, and the first keys."""
+    if state.history or state.strip:
+        return []
+    *keys, help = FIRST
+    hints = [*keys, "; ".join((help, *state.hints)) + "."]
+    return [state.offer, *hints] if state.offer else hints
 
 
 def cursor_line(state: State, on: Canvas, at: int) -> None:

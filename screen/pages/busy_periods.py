@@ -7,7 +7,7 @@ from screen.draw.style import DARK, count, span
 from screen.page import Page
 from screen.state import State, price_in
 
-CLOCK = "On the engine's clock, first arrival to last token; makespan: without interruptions, as in a race."
+CLOCK = "On the engine's clock, first arrival to last token; makespan: without interruptions."
 FIGURES = (
     Figure("policy", 13, 0, is_text=True),
     Figure("requests", 9, 0),

@@ -22,7 +22,7 @@ def broken(stage: Stage, what: str) -> FaultInjection:
     stage.obey(f"/break {what}")
     stage.turns()
     stage.finish()
-    found = stage.state.view.finding
+    found = stage.state.view.record
     assert found.stage == "over" and found.what == what, stage.state.faults
     assert not stage.state.view.busy and stage.engine.prefix_cache and not stage.client.own
     return found
@@ -210,7 +210,7 @@ async def test_the_page_before_any_fault(it):
     row = next(i for i, line in enumerate(text.split("\n")) if "client that" in line)
     await it.pilot.click("#sheet", offset=(8, row))
     await it.turns(30)
-    assert it.state.view.finding.what == "client"
+    assert it.state.view.record.what == "client"
     await it.press("K")
     assert "Slots" in it.text(), "its own key closes it, and does not end the experiment"
     assert it.state.view.experimenting

@@ -154,13 +154,13 @@ def finish(stage: Stage) -> Stage:
 
 
 def until_read(stage: Stage) -> None:
-    while not (stage.state.view.finding and stage.state.view.finding.newest):
+    while not (stage.state.view.record and stage.state.view.record.newest):
         stage.turns()
     stage.turns(2)
 
 
 def results(stage: Stage) -> tuple[long_prompt.Result, ...]:
-    return stage.state.found[long_prompt.NAME].results
+    return stage.state.records[long_prompt.NAME].results
 
 
 def computed(stage: Stage, result: long_prompt.Result) -> int:

@@ -145,7 +145,7 @@ def test_a_race_runs_both_policies_and_restores():
     stage.obey("a request that is served first")
     stage.obey("/race 20")
     stage.finish()
-    static, continuous = stage.state.view.legs
+    static, continuous = stage.state.view.record.legs
     assert (static.policy, continuous.policy) == ("static", "continuous")
     assert len(static.requests) == len(continuous.requests) == 20 and 1 not in static.requests
     contest = race.race_in(stage.state)
@@ -167,7 +167,7 @@ def test_a_race_ends_a_pause(stage):
     assert "▮▮ paused, draining → static" in stage.lines(status.draw_status, 80, 1)[0]
     stage.obey("/race 12")
     stage.finish()
-    assert [leg.policy for leg in stage.state.view.legs] == ["static", "continuous"]
+    assert [leg.policy for leg in stage.state.view.record.legs] == ["static", "continuous"]
     assert stage.engine.sched.policy.name == stage.state.view.engine.policy == "static"
 
 
@@ -175,10 +175,10 @@ def test_a_cancelled_race_has_no_winner(stage):
     """A race that had been cancelled said "running …" for ever."""
     stage.obey("/race 20")
     stage.turns(30)
-    assert stage.state.view.racing
+    assert race.is_racing(stage.state.view)
     stage.obey("/cancel all")
     stage.finish()
-    assert not stage.state.view.racing and stage.engine.sched.policy.name == "continuous"
+    assert not race.is_racing(stage.state.view) and stage.engine.sched.policy.name == "continuous"
     assert {r.reason for r in stage.state.requests.values()} == {"cancelled", "length"}
     (run,) = race.shown_in(stage.state).last.runs
     assert run.how == "cut short" and not race.verdict([run])

@@ -32,7 +32,7 @@ def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> SameAnswer:
     stage.turns()
     stage.finish()
     assert stage.state.faults == []
-    return stage.state.view.finding
+    return stage.state.view.record
 
 
 def test_a_batch_invariant_engine_has_one_answer(stage):
@@ -141,14 +141,14 @@ def test_the_run_alone_is_really_alone(stage):
     stage.turns(5)
     stage.obey(f"/same 10 {SHORT}")
     stage.turns(3)
-    assert stage.state.view.finding.stage == "waits"
-    while stage.state.view.finding.stage == "waits":
+    assert stage.state.view.record.stage == "waits"
+    while stage.state.view.record.stage == "waits":
         stage.turns()
     turned = turned_by_company(stage, 2, "token")
     stage.obey("an intruder")
-    while stage.state.view.finding.stage == "alone":
+    while stage.state.view.record.stage == "alone":
         stage.turns()
-    assert len(turned) == 1 and "wolf" not in stage.state.view.finding.alone.text
+    assert len(turned) == 1 and "wolf" not in stage.state.view.record.alone.text
     stage.obey("/cancel all")
     stage.finish()
 
@@ -159,13 +159,13 @@ def test_ending_it_cancels_its_requests(when, stage):
     stage.turns(5)
     stage.obey(f"/same 20 {SHORT}")
     stage.turns()
-    while stage.state.view.finding is None or stage.state.view.finding.stage != when:
+    while stage.state.view.record is None or stage.state.view.record.stage != when:
         stage.turns()
     stage.turns(20 if when == "runs" else 2)
     stage.obey("/cancel all")
     stage.turns(3)
     assert not stage.state.view.busy and stage.engine.prefix_cache and not stage.client.own
-    assert stage.state.view.finding.stage == when
+    assert stage.state.view.record.stage == when
     assert gathered(stage, f"/same 5 {SHORT}").so_far == "5 runs, 1 answer"
 
 
@@ -199,11 +199,11 @@ def test_a_run_that_is_cancelled_by_hand_is_run_again(stage):
     while cancelled < 5:
         stage.turns()
         runs = [h for h in stage.client.own.values() if h.origin.prompt == SHORT]
-        if stage.state.view.finding.stage == "runs" and runs:
+        if stage.state.view.record.stage == "runs" and runs:
             stage.obey(f"/cancel {runs[0].id}")
             cancelled += 1
     stage.finish()
-    assert stage.state.view.finding.so_far == "10 runs, 1 answer"
+    assert stage.state.view.record.so_far == "10 runs, 1 answer"
 
 
 def test_a_failed_run_ends_the_experiment(stage):
@@ -249,7 +249,7 @@ async def test_the_page_is_as_drawn(it):
     it.stage.engine.summary = "8 slots; rows (avx2, 2 threads)"
     turned_by_company(it.stage, 7, "token")
     await it.press("a")
-    while not it.state.view.finding or len(it.state.view.finding.runs) < 120:
+    while not it.state.view.record or len(it.state.view.record.runs) < 120:
         it.stage.turns()
     await it.turns(1)
     like_golden("same-two-120x40", it.text())
@@ -262,11 +262,11 @@ async def test_a_opens_the_page_and_X_ends_the_experiment(it):
     assert "The same answer among neighbours" in it.text() and "X ends it" in it.text()
     await it.turns(100)
     assert " of 200 runs, 1 answer" in it.text()
-    runs = len(it.state.view.finding.runs)
+    runs = len(it.state.view.record.runs)
     await it.press("escape", turns=100)
     assert "Slots" in it.text()
     await it.press("a", turns=30)
-    assert "The same answer" in it.text() and len(it.state.view.finding.runs) > runs
+    assert "The same answer" in it.text() and len(it.state.view.record.runs) > runs
     await it.press("X", turns=3)
     assert "and then it was ended" in it.text() and not it.state.view.busy
     await it.press("escape")

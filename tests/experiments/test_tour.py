@@ -21,7 +21,8 @@ import tui
 from experiments import tour, tour_scenes
 from experiments.tour_scenes import SCENES
 from nanobatch import Engine
-from screen.draw.layout import LOWER, arrange_tour
+from screen import app
+from screen.draw.layout import LOWER, arrange_strip
 from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,7 @@ RIGHT = {  # on the engine of words, or on the demo model
 
 def phase_of(played: tour.Tour) -> str:
     """Where a tour stands, as a person sees it."""
-    told = played.state.tour
+    told = played.state.strip
     if told.asks or told.title == "the end":
         return "ask" if told.asks else "end"
     if played.waits:
@@ -108,7 +109,7 @@ class TourStage(Stage):
             if phase_of(self.tour) == phase:
                 return self
             self.turn()
-        raise AssertionError(f"{phase} never comes: {self.state.tour}")
+        raise AssertionError(f"{phase} never comes: {self.state.strip}")
 
 
 def staged(number: int, **options) -> TourStage:
@@ -121,7 +122,7 @@ def staged(number: int, **options) -> TourStage:
 @pytest.mark.parametrize(("number", "guess"), [(0, "right"), (0, "wrong"), (GHOSTS, "none")])
 def test_a_scene_asks_runs_and_explains_by_what_ran(number, guess):
     stage = staged(number).until("ask")
-    asked = stage.state.tour
+    asked = stage.state.strip
     assert asked.asks and 2 <= len(asked.answers) <= 4 and asked.text.endswith("?")
     assert stage.state.view.paused, "the engine waits for the guess"
     right = RIGHT[SCENES[number].title]
@@ -129,22 +130,22 @@ def test_a_scene_asks_runs_and_explains_by_what_ran(number, guess):
         stage.tour.go_on()
     else:
         stage.tour.guess(right if guess == "right" else right % len(asked.answers) + 1)
-    assert not stage.state.tour.asks
-    told = stage.until("tell").state.tour
+    assert not stage.state.strip.asks
+    told = stage.until("tell").state.strip
     said = {"right": "As you said: ", "wrong": "You said ", "none": "It was "}[guess]
     assert told.verdict.startswith(said) and f"{right}, " in told.verdict, told.verdict
     stage.tour.go_on()
-    assert stage.state.tour.title == "the end"
-    assert ("came true" in stage.state.tour.verdict) == (guess == "right")
+    assert stage.state.strip.title == "the end"
+    assert ("came true" in stage.state.strip.verdict) == (guess == "right")
     stage.tour.go_on()
-    assert stage.state.tour is None
+    assert stage.state.strip is None
 
 
 def test_answers_that_depend_on_the_company_are_counted():
     """Here an answer ends after another number of words each time."""
     stage = TourStage(GHOSTS).load().begin(SAME).until("ask")
     stage.tour.guess(1)
-    told = stage.until("tell").state.tour
+    told = stage.until("tell").state.strip
     assert re.search(r"runs?: \d+ answers by tokens, \d+ by bits; \d+ unlike", told.text)
     assert (
         told.verdict.startswith("You said 1; it was ") and "adds up in another order" in told.text
@@ -155,7 +156,7 @@ def test_the_scene_of_json():
     """The text spoke of ✗ beside an empty line, and of 71 of 73 beside 85 tokens."""
     stage = staged(JSON).until("ask")
     stage.tour.go_on()
-    told = stage.until("tell").state.tour.text
+    told = stage.until("tell").state.strip.text
     r = stage.state.requests[1]
     said = stage.state.here.rows[r.slot] - r.metrics.prompt_tokens + 1
     glass = stage.state.candidates[r.id, said]
@@ -176,7 +177,7 @@ def test_the_guessed_policy_runs(guess):
     found = tour_scenes.firsts(stage.tour.seen)
     ttft = tour_scenes.span(tour_scenes.lone(stage.tour.seen).metrics.ttft_s)
     said = f"{ran} {found[ran]}"
-    assert said in stage.state.tour.text and f"({ran} ran, {ttft}; " in stage.state.tour.text
+    assert said in stage.state.strip.text and f"({ran} ran, {ttft}; " in stage.state.strip.text
     assert found["fair"] == min(found.values()) and len(set(found.values())) == 4
 
 
@@ -214,7 +215,7 @@ def test_leaving_in_any_phase_puts_everything_back(number, phase):
     stage.tour.leave()
     stage.turns(6)
     view = state.view
-    assert state.tour is None
+    assert state.strip is None
     assert (view.engine.policy, view.engine.draining_to) == ("static", None)
     assert view.paused and view.slow == 4 and not view.stepping
     assert view.engine.limits.budget == 30
@@ -253,7 +254,7 @@ def test_after_a_tour_the_stage_is_as_fresh_as_before():
     stage.tour.leave()
     stage.turns(20)
     state = stage.state
-    gone = (state.history, state.requests, state.ended, state.periods, state.costs, state.found)
+    gone = (state.history, state.requests, state.ended, state.periods, state.costs, state.records)
     assert not any(gone) and not stage.engine.has_work
     assert state.finished == 0, "it said how many of the tour had ended"
     stage.obey("/burst 3")
@@ -275,10 +276,10 @@ def test_a_tour_with_a_prompt_that_does_not_fit():
     stage.tour = tour.Tour(stage.session, lambda: stage.now, bursts)
     for scene in bursts:
         stage.until("tell")
-        assert stage.state.tour.title == scene.title
-        assert "failed: not fired: " in stage.state.tour.text
+        assert stage.state.strip.title == scene.title
+        assert "failed: not fired: " in stage.state.strip.text
         stage.tour.go_on()
-    assert stage.state.tour.title == "the end"
+    assert stage.state.strip.title == "the end"
 
 
 def test_an_engine_that_stands_still_is_not_waited_for():
@@ -294,9 +295,9 @@ def test_an_engine_that_stands_still_is_not_waited_for():
         stage.session.look()
         stage.tour.look()
     assert stage.now - began <= tour.LONGEST + 0.5
-    assert "This scene failed" in stage.state.tour.text and "within 14 s" in stage.state.tour.text
+    assert "This scene failed" in stage.state.strip.text and "within 14 s" in stage.state.strip.text
     stage.tour.go_on()
-    assert stage.state.tour.title == "the end"
+    assert stage.state.strip.title == "the end"
 
 
 def test_a_late_stage_leaves_the_run_its_time():
@@ -307,7 +308,7 @@ def test_a_late_stage_leaves_the_run_its_time():
         stage.turn()
     stage.now += tour.LONGEST
     stage.until("ask").tour.guess(4)
-    assert "This scene failed" not in stage.until("tell").state.tour.text
+    assert "This scene failed" not in stage.until("tell").state.strip.text
 
 
 def test_enter_runs_a_scene_at_full_speed():
@@ -319,7 +320,7 @@ def test_enter_runs_a_scene_at_full_speed():
     stage.tour.go_on()
     stage.turns(2)
     assert not stage.state.view.slow and not stage.state.view.paused
-    assert "did not" not in stage.until("tell").state.tour.text
+    assert "did not" not in stage.until("tell").state.strip.text
 
 
 def test_a_guess_counts_only_when_asked():
@@ -328,7 +329,7 @@ def test_a_guess_counts_only_when_asked():
     assert stage.tour.seen.guess is None
     stage.until("ask")
     stage.tour.guess(5)
-    assert stage.state.tour.asks
+    assert stage.state.strip.asks
     stage.tour.guess(2)
     stage.tour.guess(3)
     assert stage.tour.seen.guess == 2
@@ -400,7 +401,7 @@ def test_question_and_explanation_are_as_drawn(number, monkeypatch):
         await play(it, "tell")
         if number != JSON:
             like_golden(f"tour-{number + 1}-tell-120x40", it.text())
-        told = it.state.tour
+        told = it.state.strip
         assert "This scene failed" not in told.text, told.text
         assert f"{RIGHT[TITLES[number]]}, " in told.verdict
         assert re.search(r"\d", told.text), "figures of what ran"
@@ -422,18 +423,18 @@ async def test_keys_of_the_tour_and_no_others_reach_the_engine(it):
     await it.press("d", "question_mark")
     assert it.app.page.name == "help"
     await it.press("escape")
-    assert state.tour.asks, "that closed the page, and not the tour"
+    assert state.strip.asks, "that closed the page, and not the tour"
     for size in ((120, 40), (59, 20), (60, 20), (200, 50), (80, 24)):
         await it.pilot.resize_terminal(*size)
         await it.turns(1)
         assert ("Tour 1 of" in it.text()) == (size[0] >= 60), it.text()
     await it.press("4", turns=0)
     await play(it, "tell")
-    assert state.tour.guess is None and "As you said: 4" in state.tour.verdict
+    assert state.strip.guess is None and "As you said: 4" in state.strip.verdict
     await it.press("space", turns=0)
-    assert state.tour.scene == 2
+    assert state.strip.scene == 2
     await it.press("escape", turns=3)
-    assert it.state.tour is None and "Tour" not in it.text() and "❯" in it.text()
+    assert it.state.strip is None and "Tour" not in it.text() and "❯" in it.text()
     assert it.stage.engine.sched.policy.name == "continuous" and not state.view.paused
 
 
@@ -442,31 +443,31 @@ async def test_an_answer_can_be_clicked(it):
     await it.press("T", turns=0)
     await play(it, "ask")
     row = next(i for i, line in enumerate(it.text().splitlines()) if " 1 8 times" in line)
-    await it.pilot.click("#tour", offset=(4, row - it.app.query_one("#tour").region.y))
-    assert it.state.tour.guess == 1
+    await it.pilot.click("#strip", offset=(4, row - it.app.query_one("#strip").region.y))
+    assert it.state.strip.guess == 1
 
 
 @pytest.mark.parametrize("how", ["T", "b"])
 def test_the_tour_is_offered_once(how, tmp_path):
-    note = tmp_path / "tour"
+    offer = app.Offer(tour.OFFER, tour.DECLINED, tmp_path / "tour")
 
     def offered() -> bool:
-        return tui.Screen(Stage().session, note=note).session.state.offers_tour
+        return bool(tui.Screen(Stage().session, offer=offer).session.state.offer)
 
     assert offered() and offered(), "who only looks is asked once more"
-    assert not tui.Screen(Stage().session).session.state.offers_tour
+    assert not tui.Screen(Stage().session).session.state.offer
 
     async def scenario(it):
-        it.app._note = note
-        it.state.offers_tour = True
+        it.app.offer = offer
+        it.state.offer = offer.words
         it.app.paint()
         await it.turns(0)
         assert "New here?" in it.text()
         await it.press(how, turns=2)
-        assert "New here?" not in it.text() and bool(it.state.tour) == (how == "T")
+        assert "New here?" not in it.text() and bool(it.state.strip) == (how == "T")
 
     show(scenario, TourStage())
-    assert note.exists() and not offered()
+    assert offer.file.exists() and not offered()
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -475,9 +476,9 @@ def test_the_strip_hides_neither_slots_nor_timeline(width, slots):
     seen = 0
     for height in range(20, 70):
         for lower in LOWER:
-            places = arrange_tour(width, height, slots, lower)
-            assert {"status", "slots", "timeline", "tour", "keys"} <= places.keys(), height
-            assert 5 <= places["tour"].height <= 9
+            places = arrange_strip(width, height, slots, lower)
+            assert {"status", "slots", "timeline", "strip", "keys"} <= places.keys(), height
+            assert 5 <= places["strip"].height <= 9
             assert min(places["slots"].height, places["timeline"].height) >= 5, height
             for name, region in places.items():
                 assert Region(0, 0, width, height).contains_region(region), (name, region)
@@ -485,7 +486,7 @@ def test_the_strip_hides_neither_slots_nor_timeline(width, slots):
                     assert other == name or not region.overlaps(its), (name, other, height)
                 seen += 1
     assert seen > 500
-    assert arrange_tour(80, 24, 8, "timeline")["slots"].height == 11, "all eight are in sight"
+    assert arrange_strip(80, 24, 8, "timeline")["slots"].height == 11, "all eight are in sight"
 
 
 # --- as a program -------------------------------------------------------------------------------

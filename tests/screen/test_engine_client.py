@@ -3,7 +3,7 @@
 import random
 import re
 from collections import Counter
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import pytest
 from screen_stage import Stage, on_screen, show
@@ -13,6 +13,7 @@ from experiments.experiment import Experiment
 from screen import commands, workload
 from screen.commands import Session
 from screen.draw import slots
+from screen.engine_view import ExperimentRecord
 from screen.remote_client import RemoteEngineClient
 from screen.state import State
 from tui import MENU
@@ -181,20 +182,23 @@ def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
     show(scenario, Stage(prompts=workload.BURST), size=(120, 40))
 
 
-class Seen(NamedTuple):
+@dataclass(frozen=True)
+class Seen(ExperimentRecord):
     """What an experiment of the tests finds: how many of its requests have ended."""
 
+    name = "seen"
     ended: int
-    lines: tuple[str, ...] = ()
-    name: str = "seen"
 
 
 class Tried(Experiment):
     """An experiment of the tests, from its steps."""
 
-    def __init__(self, run):
+    def __init__(self, records):
         super().__init__(Seen(0))
-        self.run = run
+        self.records = records
+
+    def run(self):
+        return self.records(self.client)
 
 
 def test_an_experiment_advances_between_steps(stage):
@@ -210,8 +214,8 @@ def test_an_experiment_advances_between_steps(stage):
     found = []
     for _ in range(300):
         stage.turns()
-        if (view := stage.state.view).finding and view.finding not in found:
-            found.append(view.finding)
+        if (view := stage.state.view).record and view.record not in found:
+            found.append(view.record)
         if not view.experimenting and found:
             break
     assert found[0] == Seen(0) and found[-1] == Seen(3) and not view.experimenting and not view.busy

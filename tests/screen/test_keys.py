@@ -382,7 +382,11 @@ async def test_keys_switch_and_close_pages(it):
     await it.press("h", turns=0)
     assert it.app.page is None
     await it.press("question_mark", "r", turns=20)
-    assert it.app.page.name == "race" and it.state.view.racing and "running …" in it.text()
+    assert (
+        it.app.page.name == "race"
+        and it.state.view.experiment.name == "race"
+        and "running …" in it.text()
+    )
     await it.press("c", turns=0)
     assert it.app.page.name == "compare" and "simulated" in it.text()
 
@@ -635,7 +639,7 @@ def test_every_click_leads_to_what_is_there(stage):
         stage.finish()
     stage.obey("/burst 12")
     stage.turns(60)
-    stage.state.offers_tour = True
+    stage.state.offer = "New here?"
     panes = app.panes_of(MENU).values()
     pictures = [*panes, *(page.draw for page in MENU.pages.values())]
     clicks = set()

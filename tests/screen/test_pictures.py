@@ -191,7 +191,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
         for width, height in ((60, 20), (80, 24), (120, 40), (200, 50)):
             lines = drawn(race.draw, stage.state, width, height)
             check_lines("contest", lines, Region(0, 0, width, height))
-    assert seen.keys() == panes.keys() - {"loading", "small", "tour"} and min(seen.values()) >= 3
+    assert seen.keys() == panes.keys() - {"loading", "small", "strip"} and min(seen.values()) >= 3
 
 
 def check_lines(name: str, lines: list[style.Line], region: Region) -> None:

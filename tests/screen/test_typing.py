@@ -80,7 +80,7 @@ def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
             box=(it.app.prompt.value, it.app.prompt.selection, it.app.focused is not None),
             engine=(sched.policy, sched.draining_to, sched.budget, sched.chunk),
             loop=(view.paused, view.stepping, view.slow, view.load, view.experimenting),
-            finding=view.finding,
+            record=view.record,
             faults=[fault.message for fault in state.faults],
             posted=it.stage.client.posted,
             settings=state.settings,
@@ -174,7 +174,7 @@ async def test_a_tour_requested_while_loading(it):
     it.stage.client.load()
     it.app.look()
     await it.turns(3)
-    assert it.state.tour and "Tour 1 of" in it.text() and it.stage.engine.sched.submitted == 0
+    assert it.state.strip and "Tour 1 of" in it.text() and it.stage.engine.sched.submitted == 0
 
 
 @pytest.mark.parametrize("page", ["question_mark", "h", "r"])
