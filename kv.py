@@ -91,7 +91,7 @@ class Slab:
         `array` refer to a new node of the graph (see `Window.write`). So code that kept an array to
         wait for would wait for a later write.
         """
-        return [self.arrays[-1][:1, :1, :1], *(states.memory[:1] for states in self.states[-1:])]
+        return [self.arrays[-1][:1, :1, :1]]
 
     def narrowed(self, new: mx.array) -> mx.array:
         """Keys and values in the slab's dtype, with NaN for those out of its range.
@@ -165,7 +165,7 @@ class Window:
         slots: Sequence[int],
         starts: Sequence[int],
         L: int,
-        state_moves: Sequence[tuple[int, int, int, int]] = (),
+        state_moves: Sequence[tuple[int, int, int, int] | None] = (),
     ):
         # MLX checks no bounds: a write past the end of the slab would corrupt other memory.
         if not len(slots) == len(starts) == len(set(slots)):

@@ -43,7 +43,9 @@ from engine.reload import ModelError, Report, Source, check_unused
 from engine.runner_protocol import RunnerProtocol
 from engine.sampling_params import SamplingParams
 from engine.snapshot import Limits, RanksView, Snapshot, StepTimes
+from engine.state_places import StatePlaces
 from kernels import device
+from kernels.delta_net import LOG
 from kernels.device import device_lock, device_stream
 from models import memory
 from models.embedding_support import check_embeds
@@ -53,7 +55,7 @@ from policies import DEFAULT, POLICIES, policy_of
 from prompt_lookup import Drafter, PromptLookup
 from runner import ForwardBatch, InFlightStep, Runner, sampling_rows
 from sampling import SamplingRow
-from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler
+from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler, Stateless
 from text.grammar import Grammar
 from text.tokenizer import Tokenizer
 
@@ -77,6 +79,7 @@ class Engine:
     step; 0 turns it off. By default draft tokens are tried where they pay, and never if the engine
     is not `is_batch_invariant`, so that no token depends on them. A `Drafter` proposes its own.
     `slot_cache`: "DIR" or "DIR:SIZE". Slots are saved there, and found again after a restart.
+    `state_memory`: bytes for checkpoints, in a model with states (Qwen 3.5). By default two a slot.
     `embeds`: treat the model as an embedding model, even if its files do not say so.
     `is_batch_invariant`: whether the bits of a request's logits are independent of its neighbours.
     `on_commit` may be set by the caller. It receives the handles with new output, after each commit
@@ -100,13 +103,15 @@ class Engine:
         run_ahead: bool = True,
         speculate: int | Drafter | None = None,
         slot_cache: str | None = None,
+        state_memory: int | None = None,
         embeds: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         runner: RunnerProtocol | None = None,  # a fake one, for tests
         sizes: Sizes | None = None,  # set by `load`, before it reads the weights
     ):
         if sizes is None:
-            sizes = memory.fit_beside(model, slots, max_len, chunk, budget, usual_len)
+            asked = (slots, max_len, chunk, budget, usual_len, None, state_memory)
+            sizes = memory.fit_beside(model, *asked)
         sizes = memory.agreed(model, sizes)
         self.prefix_cache = prefix_cache
         self.run_ahead = run_ahead
@@ -148,7 +153,8 @@ class Engine:
             self.is_batch_invariant = memory.is_batch_invariant(model)
             self.drafter = self._drafter()
             self._sizes = sizes
-            self.sched.resize(*sizes)
+            self.sched.states = self._state_places(sizes)
+            self.sched.resize(*sizes[:4])
             self.sched.far = memory.far_position(model.config)
             self.sched.draft = self.drafter
             self.sched.find_saved = self.slot_cache.find if self.slot_cache.is_on else None
@@ -158,7 +164,14 @@ class Engine:
         asked = self._speculate
         if isinstance(asked, Drafter):
             return asked
+        if asked and self.model.config.delta:
+            asked = min(asked, LOG - 1)
         return Drafter(0 if asked is None and not self.is_batch_invariant else asked)
+
+    def _state_places(self, sizes: Sizes) -> Stateless:
+        if not self.model.config.delta:
+            return Stateless()
+        return StatePlaces(sizes.slots, sizes.checkpoints, sizes.chunk, LOG)
 
     @classmethod
     def load(

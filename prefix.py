@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -76,11 +76,17 @@ class Remembered(NamedTuple):
 Source: TypeAlias = "int | RestoredRows | None"
 
 
+# Of a prompt, rows that a slot holds, and the slot that it goes into: how many of these can be used
+Reach = Callable[[Trail, int, "int | None"], int]
+
+
 class Prefixes:
     """The prefix tree: the paths of all open and cached prompts, and the slots with their rows."""
 
     def __init__(self, slots: int, segment: int = SEGMENT):
         self.segment = segment
+        # Rows are not all that some models need (`engine/state_places.py`)
+        self.reach: Reach = lambda trail, rows, slot: rows
         self.rows = [0] * slots  # by slot: the rows of its last prompt and answer
         self.by_use = list(range(slots))  # the least recently used slot is first
         self.clients = [""] * slots  # by slot: whose prompt it holds
@@ -116,12 +122,21 @@ class Prefixes:
             found.append(last)
         return found
 
-    def match(self, trail: Trail, slots: Sequence[int]) -> tuple[int, int | None]:
-        """The most rows of this prompt that one of the slots holds, and the first slot with them.
+    def match(
+        self, trail: Trail, slots: Sequence[int], into: int | None = None
+    ) -> tuple[int, int | None]:
+        """The most rows of this prompt that one of the slots holds and that can be used, and the first
+        slot with them. `into`: the slot that the prompt goes into.
 
         Never the whole prompt, because the answer's first token follows from the prompt's last.
         """
-        return self._longest(trail, len(trail.tokens) - 1, slots)
+        rows, slot = self._longest(trail, len(trail.tokens) - 1, slots)
+        rows = self.reach(trail, rows, into)
+        return rows, slot if rows else None
+
+    def longest(self, trail: Trail) -> int:
+        """The most rows of this prompt that a slot holds, whether they can be used or not."""
+        return self._longest(trail, len(trail.tokens) - 1, range(len(self.rows)))[0]
 
     def _longest(self, trail: Trail, limit: int, slots: Sequence[int]) -> tuple[int, int | None]:
         """The most rows of a text, up to `limit`, that one of the slots holds, and the first slot
@@ -146,7 +161,7 @@ class Prefixes:
     def rows_of(self, client: str, trail: Trail) -> int:
         """The most rows of this prompt that a slot of this client holds."""
         slots = [slot for slot, name in enumerate(self.clients) if name == client]
-        return self.match(trail, slots)[0]
+        return self._longest(trail, len(trail.tokens) - 1, slots)[0]
 
     def _common(self, tokens: Sequence[int], slot: int, rows: int, limit: int) -> int:
         """The number of rows that a text and a slot have in common: at least `rows`, up to `limit`."""
@@ -174,7 +189,7 @@ class Prefixes:
         """
         choices = []
         for slot in free:
-            common, _ = self.match(trail, (slot,))
+            common, _ = self.match(trail, (slot,), slot)
             lost = self._rows_lost(slot, common, (*free, *running))
             price = self._used_at[slot] + lost - common / COPIED if lost else -math.inf
             choices.append((price, -common, lost, slot))
@@ -215,11 +230,11 @@ class Prefixes:
         this very step must hold two segments more, because to copy from them takes a forward pass
         of its own.
         """
-        rows, _ = self.match(trail, (slot,))
+        rows, _ = self.match(trail, (slot,), slot)
         source = None
         others = [other for other in range(len(self.rows)) if other not in written]
         for slots, least in ((others, self.segment), ([*written], 2 * self.segment)):
-            most, other = self.match(trail, slots)
+            most, other = self.match(trail, slots, slot)
             if most >= rows + least:
                 rows = most
                 source = other
@@ -288,6 +303,10 @@ class Prefixes:
             last = trail.nodes[-1] if trail.nodes else self._root
             trail = Trail(tokens, [*trail.nodes, *self._walk(rest, last)])
         self.hold(slot, trail, rows)
+
+    def text_of(self, slot: int) -> Trail:
+        """The text of a slot's rows, or more."""
+        return self._trails[slot]
 
     def is_held_by(self, slot: int, trail: Trail) -> bool:
         """True if the slot holds the rows of this request's own prompt, not of an equal one."""

@@ -26,11 +26,14 @@ from itertools import chain, groupby
 from typing import NamedTuple
 
 from engine.sampling_params import SamplingParams
+from engine.state_places import Move
 from engine.step_output import StepOutput
 from kernels import device
+from kernels.delta_net import LOG, Places
 from kernels.device import device_lock, device_stream, mx
 from kv import Slab, Window
 from llama import forward
+from models.delta_net import states_of
 from models.layers import Model
 from models.memory import Sizes, rows_of_layers, slab_shape
 from prefix import Source
@@ -51,6 +54,7 @@ class Prefill(NamedTuple):
     start: int  # the row of its first token
     source: Source  # rows [0:start] are copied from this slot first, or from disk
     asked: bool  # the chunk ends its prompt: a token is sampled from its last row
+    move: Move | None = None  # of its state, in a model with states
 
 
 class Decoding(NamedTuple):
@@ -59,6 +63,7 @@ class Decoding(NamedTuple):
     slot: int
     row: int
     ids: tuple[int, ...]  # of these tokens; empty if the newest one is still on the device
+    move: Move | None = None
 
 
 class ForwardBatch(NamedTuple):
@@ -77,13 +82,15 @@ class ForwardBatch(NamedTuple):
         prefills = []
         for chunk in plan.chunks:
             ids = chunk.request.prompt[chunk.start : chunk.stop]
-            prefills.append(Prefill(chunk.slot, ids, chunk.start, chunk.source, asked=chunk.emits))
+            where = (chunk.slot, ids, chunk.start, chunk.source)
+            prefills.append(Prefill(*where, chunk.emits, plan.moves.get(chunk.slot)))
         decodes = []
         for decode in plan.decodes:
             request = decode.request
             is_known = first_of(decode) == len(request.answer)  # none of its tokens is in flight
             ids = (request.answer[-1], *decode.draft) if is_known else ()
-            decodes.append(Decoding(decode.slot, decode.position, ids))
+            move = plan.moves.get(decode.slot)
+            decodes.append(Decoding(decode.slot, decode.position, ids, move))
         decodes.sort()  # neighbouring slots are one view of the slab
         return ForwardBatch(plan.scrubs, prefills, decodes)
 
@@ -215,15 +222,16 @@ class InFlightStep(NamedTuple):
 
 def by_known_tokens(
     decodes: Sequence[Decoding],
-) -> Iterator[tuple[list[int], list[int], list[int]]]:
-    """The decoding sequences, grouped by how many token ids are known of each: slots, rows, ids."""
+) -> Iterator[tuple[list[int], list[int], list[int], list[Move | None]]]:
+    """The decoding sequences, grouped by how many token ids are known of each: slots, rows, ids,
+    moves."""
 
     def known(decode: Decoding) -> int:
         return len(decode.ids)
 
     for _, group in groupby(sorted(decodes, key=known), key=known):
-        slots, rows, ids = zip(*group, strict=True)
-        yield list(slots), list(rows), list(chain(*ids))
+        slots, rows, ids, moves = zip(*group, strict=True)
+        yield list(slots), list(rows), list(chain(*ids)), list(moves)
 
 
 class Runner:
@@ -237,6 +245,7 @@ class Runner:
         self._wait_s = 0.0
         self.waits = os.environ.get("NANOBATCH_WAIT") != "off"  # see `_start`
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
+        self._places = (sizes.slots, sizes.checkpoints, LOG)
         self.slab: Slab | None = None
         self.reset()
 
@@ -246,6 +255,7 @@ class Runner:
         self.slab = None  # free the old one before a new one is made
         rows = rows_of_layers(self.model.config)
         self.slab = Slab(*self._shape, self.model.kv_dtype, rows)
+        self.slab.states = states_of(self.model, Places(*self._places))
         self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token
         self._slot_state = SlotState(self.slab.slots, self.model.config.V)
 
@@ -255,9 +265,10 @@ class Runner:
             return  # rank 0 sends it these batches
         with device_lock, device_stream():
             rows = {0: [SamplingRow(0, SamplingParams(), 0, 0)]}
-            prompt = Prefill(slot=0, ids=(0,), start=0, source=None, asked=True)
+            moves = [Move(-1, 0, 0, 0), Move(0, 0, 0, 1)]
+            prompt = Prefill(0, ids=(0,), start=0, source=None, asked=True, move=moves[0])
             self.run(ForwardBatch((), (prompt,), ()), rows).read()
-            self.run(ForwardBatch((), (), [Decoding(0, 1, ())]), rows).read()
+            self.run(ForwardBatch((), (), [Decoding(0, 1, (), moves[1])]), rows).read()
             self.reset()
 
     def run(self, batch: ForwardBatch, rows: SamplingRows) -> InFlightStep:
@@ -321,13 +332,14 @@ class Runner:
         for prefill in prefills:
             self._copy_prefix(prefill)
             padded = self._padded(prefill)
-            window = Window(self.slab, [prefill.slot], [prefill.start], len(padded))
+            where = ([prefill.slot], [prefill.start], len(padded), [prefill.move])
+            window = Window(self.slab, *where)
             asked = [len(prefill.ids) - 1] if prefill.asked else []
             tokens.add(mx.array(padded), window, asked)
-        for slots, rows, known in by_known_tokens(decodes):
+        for slots, rows, known, moves in by_known_tokens(decodes):
             # Ids that are not known here are still on the device
             ids = mx.array(known) if known else self._newest[mx.array(slots)]
-            window = Window(self.slab, slots, rows, L=ids.size // len(slots))
+            window = Window(self.slab, slots, rows, ids.size // len(slots), moves)
             tokens.add(ids, window, range(ids.size))
         return tokens
 
@@ -351,7 +363,7 @@ class Runner:
         sequence has yet to reach and will overwrite.
         """
         width = len(prefill.ids)
-        if device.has_gpu():
+        if device.has_gpu() and not self.slab.states:  # which padding would change
             rounded = -(-width // PADDING) * PADDING
             width = min(rounded, self.slab.length - prefill.start)
         return [*prefill.ids, *[0] * (width - len(prefill.ids))]

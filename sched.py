@@ -59,6 +59,7 @@ from prefix import SEGMENT, Prefixes, Remembered, Source, Trail
 
 if TYPE_CHECKING:
     from engine.disk_prefix_cache import RestoredRows
+    from engine.state_places import Move
     from prompt_lookup import PromptLookup
 
 
@@ -250,6 +251,7 @@ class Plan:
     waiting: int  # requests left in the queue
     policy: str  # the policy's name at that time
     overwritten: tuple[Remembered, ...] = ()  # what this step makes slots forget
+    moves: Mapping[int, Move] = field(default_factory=dict)  # of states, by slot
 
     @property
     def emitters(self) -> tuple[Chunk | Decode, ...]:
@@ -329,6 +331,28 @@ def check_positive(**limits: int) -> None:
             raise ValueError(f"{name} = {value:,}, but it must be at least 1")
 
 
+class Stateless:
+    """What a scheduler asks of a model's states, if it has none: all layers keep rows. Otherwise
+    `engine/state_places.py` answers."""
+
+    def clear(self, prefixes: Prefixes) -> None:
+        """Forget all states."""
+
+    def end_of_chunk(self, request: Request, start: int, stop: int) -> int:
+        """Where a chunk of a prompt ends, at most at `stop`."""
+        return stop
+
+    def plan(self, chunks: Sequence[Chunk], decodes: Sequence[Decode]) -> Mapping[int, Move]:
+        """Where each sequence of a step continues, by slot, and where its state goes."""
+        return {}
+
+    def leave(self, request: Request) -> None:
+        """A request leaves its slot."""
+
+    def check(self) -> None:
+        """Assert the invariants."""
+
+
 class Scheduler:
     """The queue, the running requests, and the prefix cache of the slots.
 
@@ -354,6 +378,7 @@ class Scheduler:
         self.far = far
         self.draft = draft
         self.find_saved: FindSaved | None = None  # set by an engine with a slot cache
+        self.states = Stateless()
         self.max_queue = max_queue
         self.policy = policy
         self.draining_to: Policy | None = None
@@ -445,6 +470,7 @@ class Scheduler:
             waiting=len(self.waiting),
             policy=self.policy.name,
             overwritten=self.prefixes.take_overwritten() if chunks else (),
+            moves=self.states.plan(chunks, decodes),
         )
         for member in plan.emitters:
             # From here to its commit, the request is one token ahead, or more with draft tokens.
@@ -533,8 +559,9 @@ class Scheduler:
             start, source = request.best_source(self.prefixes, written, self.chunk)
         price = price_of(start, self.far, self.chunk)
         tokens = min(len(request.prompt) - start, int(min(left, self.chunk) / price))
-        cost = math.ceil(tokens * price)
-        return Chunk(request, request.slot, start, start + tokens, cost, source)
+        stop = self.states.end_of_chunk(request, start, start + tokens)
+        cost = math.ceil((stop - start) * price)
+        return Chunk(request, request.slot, start, stop, cost, source)
 
     def _rest(self, request: Request) -> int:
         """The number of prompt tokens that are left to be read."""
@@ -642,6 +669,7 @@ class Scheduler:
         self.prefixes.use(slot)
         if request.prefix_cache:
             self.prefixes.hold_answer(slot, request.trail, request.answer, request.proven)
+        self.states.leave(request)
         if request.committed == 0 or request.next_row > request.proven:
             # A GPU pads a chunk: it writes less than a chunk of rows more
             written = request.prefilled + request.planned
@@ -654,6 +682,7 @@ class Scheduler:
         self.waiting = OrderedDict(sorted((self.running | self.waiting).items()))
         self.running.clear()
         self.prefixes = Prefixes(self.slots, min(SEGMENT, self.chunk))
+        self.states.clear(self.prefixes)
         self._to_scrub: dict[int, tuple[int, int]] = {}  # slot -> rows that may not be finite
         for request in self.waiting.values():
             request.requeue()
@@ -667,6 +696,7 @@ class Scheduler:
         for r in self.running.values():
             assert r.prefilled in (0, self.prefixes.rows[r.slot]), r
             r.check()
+        self.states.check()
         for r in self.waiting.values():
             assert r.slot is None and r.planned == 0, r
         assert list(self.waiting) == sorted(self.waiting), "the queue is out of order"

@@ -181,10 +181,20 @@ def read_slot_cache(text: str) -> str:
     return text
 
 
+def read_state_memory(text: str) -> int:
+    """What `--state-memory` takes, in bytes."""
+    from engine.slot_files import read_nbytes
+
+    nbytes = read_nbytes(text)
+    if nbytes is None:
+        raise ValueError(f"--state-memory {shown(text)}: give a size such as 500M or 2G")
+    return nbytes
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """What `add_engine` has read, except for the model, as `Engine.load` takes it."""
     names = ("slots", "max_len", "policy", "speculate", "kv", "attention", "activations")
-    return {name: getattr(args, name) for name in (*names, "slot_cache")}
+    return {name: getattr(args, name) for name in (*names, "slot_cache", "state_memory")}
 
 
 class ShowVersion(argparse.Action):
@@ -258,6 +268,9 @@ class CommandLine(argparse.ArgumentParser):
         says = "save conversations in this private folder, and go on with them after a restart "
         says += "(default size: 8G)"
         self.add_read("--slot-cache", read_slot_cache, says, metavar="DIR[:SIZE]")
+        says = "memory for states that other prompts may start from, such as 500M: for Qwen 3.5 "
+        says += "(default: two a slot)"
+        self.add_read("--state-memory", read_state_memory, says, metavar="SIZE")
         says = "take options from this file, by their names (docs/deploy.md)"
         self.add_argument("--config", metavar="FILE.toml", help=says)
 

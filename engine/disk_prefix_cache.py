@@ -138,6 +138,9 @@ class SlotCache:
         """Save and find slots of this model from now on."""
         if self._folder is None:
             return
+        if model.config.delta:
+            name = model.config.model_type
+            raise ValueError(f"slot cache: the states of {name} are not saved; leave it out")
         self._key = key_of(model.for_slots_of(max_len))
         self._layers = [(array.shape[1], array.shape[3]) for array in slab.arrays]
         self._dtype = NAMES[slab.dtype]

@@ -71,12 +71,18 @@ def read_setting(text: str) -> tuple[str, int]:
     folder, colon, size = text.rpartition(":")
     if not colon or "/" in size:
         return text, LARGEST_FOLDER
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(?:i?B)?", size, re.IGNORECASE)
-    if not folder or not found:
+    nbytes = read_nbytes(size)
+    if not folder or nbytes is None:
         raise ValueError(
             f"slot cache: {shown(text)}: give DIR or DIR:SIZE, with a size such as 500M or 20G"
         )
-    return folder, int(float(found[1]) * UNITS[found[2].upper()])
+    return folder, nbytes
+
+
+def read_nbytes(text: str) -> int | None:
+    """A size such as 500M or 20G. None if it is not one."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(?:i?B)?", text, re.IGNORECASE)
+    return int(float(found[1]) * UNITS[found[2].upper()]) if found else None
 
 
 class SlotFolder:

@@ -15,6 +15,7 @@ from kernels.library import LINE
 from kernels.packed import address
 
 TAPS = 4  # of the convolution
+LOG = 16  # tokens in the log of a slot's place: a decode with up to 15 draft tokens
 
 
 class Heads(NamedTuple):

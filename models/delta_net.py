@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from kernels.delta_net import TAPS, Heads, States
+from kernels.delta_net import TAPS, Heads, Places, States
 from kernels.device import mx
 from kernels.packed import Matrix
-from models.layers import Norm, SideBySide
+from models.layers import Model, Norm, SideBySide
 from models.ops import swiglu
 
 if TYPE_CHECKING:
@@ -52,6 +52,12 @@ class DeltaNet(NamedTuple):
             y = states.change(self.project(x), moves)
         y = self.norm(y.reshape(-1, self.heads.Hv, self.heads.Dv)).reshape(y.shape)
         return swiglu(mx.concatenate([self.z(x), y.astype(x.dtype)], axis=1))
+
+
+def states_of(model: Model, places: Places) -> list[States]:
+    """Places for the states of each layer that has any."""
+    layers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, DeltaNet)]
+    return [States(places, layer.heads, layer.weights) for layer in layers]
 
 
 # --- the formula --------------------------------------------------------------------------------

@@ -300,8 +300,10 @@ def _qwen3_5(fields: Fields, *_) -> dict[str, Any]:
     deltas = [i for i in range(layers) if (i + 1) % every]
     if isinstance(kinds, list):
         deltas = [i for i, kind in enumerate(kinds[:layers]) if kind == "linear_attention"]
-    if len(deltas) == layers:
-        raise fields.refuse("layer_types", "linear_attention alone", ("some of full_attention",))
+    if layers - 1 in deltas:  # a proof that rows are finite reads the last layer's
+        raise fields.refuse(
+            "layer_types", "linear_attention", ("full_attention in the last layer",)
+        )
     taps = fields.number("linear_conv_kernel_dim", TAPS)
     if taps != TAPS:
         raise fields.refuse("linear_conv_kernel_dim", taps, (f"{TAPS}",))
@@ -441,6 +443,21 @@ FAMILIES = {
         width="moe_intermediate_size",
         refused=("use_sliding_window", "mlp_only_layers"),
         own=_experts,
+    ),
+    "qwen3_5_text": Family(
+        unsaid={
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+        refused=("num_experts",),
+        layer_types={"full_attention": "full_attention", "linear_attention": "full_attention"},
+        whole=lambda fields, layers: range(layers),
+        turns_a_part=True,
+        own=_qwen3_5,
     ),
     "gemma3_text": Family(
         unsaid={"head_dim": 256, "rope_theta": 1_000_000.0},

@@ -21,6 +21,7 @@ from base import provenance, validation
 from base.untrusted_files import ModelError
 from kernels import device
 from kernels.c_attention import label_rows
+from kernels.delta_net import LOG
 from kernels.device import has_gpu, mx, readable
 from models.config import Config
 from models.forward_cost import nbytes_of
@@ -51,6 +52,7 @@ BELOW = (
 
 # A chunk is a multiple of this many tokens, so that a slot has whole buckets of rows (`Slab`)
 GRAIN = 32
+CHECKPOINTS = 2  # for each slot, by default
 
 
 class Sizes(NamedTuple):
@@ -60,6 +62,7 @@ class Sizes(NamedTuple):
     max_len: int  # of a slot, in tokens
     chunk: int
     budget: int
+    checkpoints: int = 0  # states that are kept for other prompts, in a model with states
 
 
 def fit(
@@ -71,6 +74,8 @@ def fit(
     chunk: int | None = None,
     budget: int | None = None,
     usual_len: int = 1024,
+    checkpoints: int | None = None,
+    state_memory: int | None = None,
     **other,  # options of an engine that take no memory
 ) -> Sizes:
     """Use the sizes that are given, and choose the others to fit the memory. Raise ValueError if they
@@ -78,6 +83,8 @@ def fit(
 
     `itemsize`: the bytes of a number in the slab.
     `free`: the bytes available to the slab; None if unknown.
+    `state_memory`: the bytes for `checkpoints` of a model with states. By default there are
+    CHECKPOINTS for each slot.
     """
     asked = {"slots": slots, "max_len": max_len, "chunk": chunk, "budget": budget}
     for name, value in asked.items():
@@ -92,12 +99,15 @@ def fit(
     length = max_len or min(usual_len, c.max_positions)
     room = math.inf if free is None else 0.9 * free
 
+    if state_memory is not None and c.delta:
+        checkpoints = state_memory // state_nbytes(c, 1)
+
+    def kept(count: int) -> int:
+        usual = CHECKPOINTS * count if checkpoints is None else checkpoints
+        return usual if c.delta else 0
+
     def taken(count: int, length: int) -> int:
-        return (
-            slab_nbytes(*slab_shape(c, count, length, chunk), itemsize)
-            * sum(heads * Dh for heads, Dh in rows_of_layers(c))
-            // (2 * c.Hkv * c.layers * c.Dh)
-        )
+        return nbytes_with(c, itemsize, Sizes(count, length, chunk, 0, kept(count)))
 
     def most_slots() -> int:
         return largest(count, lambda n: taken(n, length) <= room)
@@ -117,7 +127,7 @@ def fit(
             f"{count} slots of {length:,} tokens take {slab}, but {readable(max(0, free))} are free; "
             f"{' or '.join(ways) or 'nothing smaller'} would fit"
         )
-    return Sizes(count, length, chunk, budget or usual_budget(count, chunk))
+    return Sizes(count, length, chunk, budget or usual_budget(count, chunk), kept(count))
 
 
 def usual_budget(slots: int, chunk: int) -> int:
@@ -151,6 +161,11 @@ def described(model: Model, sizes: Sizes) -> str:
         *(["activations of 8 bits"] if model.arithmetic == "int8" else []),
         f"{slots} in a slab of {readable(slab)}",
     ]
+    if c.delta:
+        checkpoints = readable(sizes.checkpoints * state_nbytes(c, 1))
+        said.append(f"of that {checkpoints} for {sizes.checkpoints} checkpoints of states")
+        if model.attention != "c":
+            said.append("states are computed by the formula, slowly")
     if device.has_gpu() and not c.cap and model.attention == "formula":
         said.append("MLX's fused attention is wrong here, so the formula runs")
     free = device.free_memory()
@@ -161,10 +176,22 @@ def described(model: Model, sizes: Sizes) -> str:
 
 def slab_of(model: Model, sizes: Sizes) -> int:
     """The memory of a slab of these sizes for this model."""
-    shape = slab_shape(model.config, *sizes[:3])
-    c = model.config
+    return nbytes_with(model.config, model.kv_dtype.size, sizes)
+
+
+def nbytes_with(c: Config, itemsize: int, sizes: Sizes) -> int:
+    """The memory of a slab of these sizes, and of states."""
+    rows = slab_nbytes(*slab_shape(c, *sizes[:3]), itemsize)
     numbers = sum(heads * Dh for heads, Dh in rows_of_layers(c))
-    return slab_nbytes(*shape, model.kv_dtype.size) * numbers // (2 * c.Hkv * c.layers * c.Dh)
+    rows = rows * numbers // (2 * c.Hkv * c.layers * c.Dh)
+    if not c.delta:
+        return rows
+    return rows + sizes.slots * state_nbytes(c, LOG) + sizes.checkpoints * state_nbytes(c, 1)
+
+
+def state_nbytes(c: Config, log: int) -> int:
+    """The memory of a place, in all layers, with this many tokens in its log."""
+    return 4 * len(c.deltas) * c.delta.place_size(log)
 
 
 def sources() -> list[Path]:

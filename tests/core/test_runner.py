@@ -58,7 +58,7 @@ def record(parts) -> Recorded:
     model, text = parts
     rng = np.random.default_rng(4)
     asks = random_asks(rng, 36, longest=120, tokens=14, alike=0.7)
-    with Engine(model, text, **SIZES._asdict()) as engine:
+    with Engine(model, text, sizes=SIZES) as engine:
         handles = []
         recorded, finish = Recorded(engine.runner), engine.runner.finish
 

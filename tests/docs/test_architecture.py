@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "kv": "kernels/*",
     "llama": "kv models/* kernels/*",
     "sampling": "kernels/* engine/step_output engine/sampling_params",
-    "runner": "llama kv sampling sched prefix models/* kernels/* engine/step_output engine/sampling_params",
+    "runner": "llama kv sampling sched prefix models/* kernels/* engine/step_output engine/sampling_params "
+    "engine/state_places",
     "engine/*": "sched prefix models/* distributed/* text/* kernels/* base/*",
     "nanobatch": "runner sampling sched policies prompt_lookup engine/* models/* text/* kernels/* base/*",
     "cli/*": "engine/* text/* distributed/environment base/*",

@@ -65,7 +65,7 @@ def random_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
     for name, shape in config.tensors().items():
         noise = rng.standard_normal(shape, dtype=np.float32)
         if name.endswith("norm.weight"):
-            weights[name] = (not config.norms_add) + 0.2 * noise
+            weights[name] = (not config.norms_add or "linear_attn" in name) + 0.2 * noise
         elif name.endswith(".bias"):
             weights[name] = 0.3 * noise
         elif name.endswith("layer_scalar"):
@@ -113,6 +113,20 @@ def fuse(arrays: dict[str, mx.array], fused: dict[str, tuple]) -> dict[str, mx.a
     return whole
 
 
+def qwen3_5(arrays: dict[str, mx.array], is_converted: bool) -> dict[str, mx.array]:
+    """Names and forms of Hugging Face, or of mlx-lm: it adds 1 to the weights of norms."""
+    named = {}
+    for name, array in arrays.items():
+        if name.endswith("conv1d.weight") and not is_converted:
+            array = array.swapaxes(1, 2)
+        if is_converted and name.endswith("norm.weight") and "linear_attn" not in name:
+            array = 1 + array
+        whole = "language_model.model." if is_converted else "model.language_model."
+        named[name.replace("model.", whole, 1)] = array
+    more = "language_model.mtp.fc.weight" if is_converted else "mtp.fc.weight"
+    return named | {more: mx.ones(32), "model.visual.patch.weight": mx.ones(32)}
+
+
 def apart(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     """Each expert's matrices separately."""
     whole = {}
@@ -155,6 +169,8 @@ def make_checkpoint(
         arrays = fuse(arrays, {name: parts for name, parts in FUSED.items() if "gate" in name})
         for theirs, ours in GRANITE_NAMES.items():
             arrays = {name.replace(ours, theirs): array for name, array in arrays.items()}
+    if config["model_type"].startswith("qwen3_5"):
+        arrays = qwen3_5(arrays, is_converted=bool(quantize))
     elif read.fused and config["model_type"] == "phi3":
         arrays = fuse(arrays, FUSED)
     if read.experts:

@@ -72,6 +72,22 @@ LFM2 = {
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
 }
+QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 32,
+    "rope_theta": None,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+    },
+}
 EXPERTS = {
     "model_type": "qwen3_moe",
     "head_dim": 16,
@@ -351,6 +367,21 @@ CONFIGS = {
         "quantize": lambda module: (4, 32),
     },
     "lfm2": {"model_type": "lfm2", **LFM2},
+    "qwen3_5, tied": {
+        **QWEN3_5,
+        "tie_word_embeddings": True,
+        "reference": {"model_type": "qwen3_5"},
+    },
+    "qwen3_5, as converted, 4 bits": {
+        **QWEN3_5,
+        "reference": {"model_type": "qwen3_5"},
+        "num_hidden_layers": 3,
+        "full_attention_interval": 3,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 1,
+        "linear_value_head_dim": 64,
+        "quantize": lambda module: None if "conv1d" in module else (4, 32),
+    },
     "lfm2, four taps, as published, 4 bits": {
         "model_type": "lfm2",
         **LFM2,

@@ -31,7 +31,7 @@ from kernels.device import mx
 import numpy as np
 from checkpoints import make_checkpoint
 from harness import Ask, Tap, random_asks, run_schedule
-from parity import GEMMA4, LFM2
+from parity import GEMMA4, LFM2, QWEN3_5
 
 from kernels import library
 from models.load import read_model
@@ -113,6 +113,7 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them pa
         **GEMMA4,
         "hidden_size_per_layer_input": 32,
     },
+    QWEN3_5 | {"quantize": lambda name: None if "conv1d" in name else (4, 32)},
     {"model_type": "olmo2", "num_key_value_heads": 2, "head_dim": 20},
     {
         "model_type": "smollm3",
@@ -205,6 +206,9 @@ def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> 
         for array in engine.runner.slab.arrays:
             shape = array[:, :, :length].shape
             array[:, :, :length] = mx.random.normal(shape, key=mx.random.key(seed)) * 3
+        for states in engine.runner.slab.states:
+            count = states.places.size(states.heads)
+            states.memory[:count] = mx.random.normal([count], key=mx.random.key(seed)) * 3
         by_formula = model if seed % 2 == 0 else replace(model, attention="formula")
         with Engine(by_formula, text, prefix_cache=False, speculate=0, **lonely) as alone:
             taps = Tap(engine), Tap(alone)

@@ -1,0 +1,223 @@
+"""The states of delta nets: which place holds the state of which text, as a database's snapshot and log.
+
+The problem. A layer with a gated delta net keeps one matrix a head, which each token overwrites. So a prompt
+that shares its first 1,000 tokens with a conversation of 3,000 finds the rows of other layers in a slot, but
+no state after 1,000 tokens.
+
+The solution. Each slot has a place for the state of its sequence, and there are some more: checkpoints. A
+place holds the state after `base` tokens, and a log of what the tokens from there to `newest` change; it
+serves any number of tokens in between. A decode keeps the state as of its first token: so rejected draft
+tokens and ghosts leave no trace. A chunk keeps it as of its last token. A chunk whose end is worth keeping
+writes into a checkpoint, from which its sequence goes on in its slot's place: nothing is copied. What is
+worth keeping: the end of a prompt, where prompts part, and each `chunk` tokens of a long prompt.
+
+A slot's own place serves prompts in that slot alone; a checkpoint serves all.
+
+The invariants: a state depends on the first tokens of its text alone; no place is read by one sequence
+and written by another in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from prefix import Prefixes, Trail
+from sched import Chunk, Decode, Request, Stateless
+
+
+class Move(NamedTuple):
+    """What a step does with the state of a sequence."""
+
+    source: int  # the place to continue from; -1 at the beginning of a text
+    base: int  # its matrix is that after this many tokens
+    target: int  # the place where the state goes
+    keep: int  # whose matrix will be that after this many tokens
+
+
+class Place:
+    """The state after `base` tokens of a text, and a log up to `newest`."""
+
+    def __init__(self, number: int):
+        self.number = number
+        self.forget()
+
+    def hold(self, trail: Trail, base: int, newest: int) -> None:
+        self.trail = trail
+        self.base = base
+        self.newest = newest
+
+    def forget(self) -> None:
+        self.hold(Trail(), 0, 0)
+
+    def serves(self, trail: Trail, most: int, segment: int) -> int:
+        """The most tokens of a prompt, up to `most`, after which this is its state; 0 if there are none.
+        A text of less than a segment is not recognized."""
+        tokens = min(self.newest, most)
+        count = tokens // segment
+        if tokens < self.base or not count or count > min(len(self.trail.nodes), len(trail.nodes)):
+            return 0
+        if self.trail.nodes[count - 1] is not trail.nodes[count - 1]:
+            return 0
+        rest = slice(count * segment, tokens)
+        return tokens if tuple(self.trail.tokens[rest]) == tuple(trail.tokens[rest]) else 0
+
+
+class Running(NamedTuple):
+    """A sequence that has begun."""
+
+    place: Place | None  # where its state is; None before its first token
+    fork: int  # the tokens that it has in common with another text
+    left: int  # the tokens before its newest checkpoint
+
+
+class StatePlaces(Stateless):
+    """The places of all slots, and the checkpoints, the least recently used first."""
+
+    def __init__(self, slots: int, checkpoints: int, chunk: int, log: int):
+        """`log`: the tokens that the log of a slot's place has room for."""
+        self.slots = slots
+        self.chunk = chunk
+        self.log = log
+        self.count = checkpoints
+        self.reread = 0  # tokens whose rows were there, but no state
+        self.clear(Prefixes(slots))
+
+    def clear(self, prefixes: Prefixes) -> None:
+        self.prefixes = prefixes
+        prefixes.reach = self.reach
+        self.own = [Place(slot) for slot in range(self.slots)]
+        self.checkpoints = [Place(self.slots + i) for i in range(self.count)]
+        self.running: dict[int, Running] = {}  # by slot
+        self.forks: dict[int, int] = {}  # by slot: of a prompt that has not begun
+
+    # --- prefix caching
+
+    def reach(self, trail: Trail, rows: int, slot: int | None) -> int:
+        """How many of a prompt's first rows can be used: as many as a state serves."""
+        return self._deepest(trail, rows, slot)[0]
+
+    def _deepest(self, trail: Trail, rows: int, slot: int | None) -> tuple[int, Place | None]:
+        """The state that serves the most of a prompt's first rows, and how many."""
+        usable = [*self.checkpoints, *([] if slot is None else [self.own[slot]])]
+        best, found = 0, None
+        for place in usable:
+            tokens = place.serves(trail, rows, self.prefixes.segment)
+            if tokens > best:
+                best, found = tokens, place
+        return best, found
+
+    def end_of_chunk(self, request: Request, start: int, stop: int) -> int:
+        """End a chunk where this prompt parts from another, so that the next one like it finds a state."""
+        if request.slot in self.running:
+            fork = self.running[request.slot].fork
+        else:
+            fork = self.forks[request.slot] = self.prefixes.longest(request.trail)
+        return fork if start < fork < stop else stop
+
+    # --- a step
+
+    def plan(self, chunks: Sequence[Chunk], decodes: Sequence[Decode]) -> Mapping[int, Move]:
+        """The moves of a step, by slot."""
+        for chunk in chunks:
+            if chunk.slot not in self.running:
+                self._begin(chunk)
+        busy = {running.place for running in self.running.values()}
+        moves = {}
+        for chunk in chunks:
+            target = self._free_checkpoint(busy) if self._is_worth(chunk) else None
+            target = target or self.own[chunk.slot]
+            busy.add(target)
+            keep = chunk.stop - 1
+            moves[chunk.slot] = self._move(chunk.request, chunk.start, chunk.stop, target, keep)
+        for decode in decodes:
+            stop = decode.position + 1 + len(decode.draft)
+            if stop - decode.position > self.log:
+                raise ValueError(
+                    f"{len(decode.draft)} draft tokens; the log has room for {self.log - 1}"
+                )
+            target = self.own[decode.slot]
+            keep = decode.position
+            moves[decode.slot] = self._move(decode.request, keep, stop, target, keep)
+        check_apart(moves)
+        return moves
+
+    def _begin(self, chunk: Chunk) -> None:
+        """Find the state that a prompt starts from."""
+        fork = self.forks.pop(chunk.slot)
+        place = None
+        if chunk.start:
+            tokens, place = self._deepest(chunk.request.trail, chunk.start, chunk.slot)
+            assert tokens == chunk.start, (tokens, chunk)
+            self._use(place)
+        self.reread += max(0, fork - chunk.start)
+        self.running[chunk.slot] = Running(place, fork, chunk.start)
+
+    def _is_worth(self, chunk: Chunk) -> bool:
+        """True if a checkpoint at the end of this chunk is worth a place. Those within a prompt are as far
+        apart as half of what is before them: so a long prompt does not drop those of all others."""
+        running = self.running[chunk.slot]
+        trail = chunk.request.trail
+        if not trail.nodes or chunk.stop < self.prefixes.segment:
+            return False  # it would not be recognized
+        is_far = chunk.stop - running.left >= max(self.chunk, running.left // 2)
+        is_wanted = is_far or chunk.stop in (running.fork, len(trail.tokens))
+        return is_wanted and self.reach(trail, chunk.stop, None) < chunk.stop
+
+    def _free_checkpoint(self, busy: Collection[Place | None]) -> Place | None:
+        """The checkpoint to give up: one whose rows are gone, or else the least recently used."""
+        free = [place for place in self.checkpoints if place not in busy]
+        gone = [place for place in free if not self._has_rows(place)]
+        return next(iter([*gone, *free]), None)
+
+    def _has_rows(self, place: Place) -> bool:
+        count = place.newest // self.prefixes.segment
+        return bool(count and place.trail.nodes[count - 1].slots)
+
+    def _use(self, place: Place) -> None:
+        if place in self.checkpoints:
+            self.checkpoints.remove(place)
+            self.checkpoints.append(place)
+
+    def _move(self, request: Request, start: int, stop: int, target: Place, keep: int) -> Move:
+        """Record what a step does with the state of a sequence."""
+        place, fork, left = self.running[request.slot]
+        assert (start == 0) if place is None else place.base <= start <= place.newest, request
+        number, base = (-1, 0) if place is None else (place.number, place.base)
+        target.hold(request.trail, keep, stop)
+        self._use(target)
+        if target.number >= self.slots:
+            left = stop
+        self.running[request.slot] = Running(target, fork, left)
+        return Move(number, base, target.number, keep)
+
+    def leave(self, request: Request) -> None:
+        """A request has ended. Of its states remain those whose rows are proven to be finite."""
+        own = self.own[request.slot]
+        running = self.running.pop(request.slot, None)
+        for place in (own, *self.checkpoints):
+            if place.trail is request.trail:
+                place.newest = min(place.newest, request.proven)
+                if place.newest < place.base:
+                    place.forget()
+        if running and own.trail is request.trail:
+            own.trail = self.prefixes.text_of(request.slot)  # with its answer
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        numbers = [place.number for place in (*self.own, *self.checkpoints)]
+        assert sorted(numbers) == list(range(self.slots + self.count)), numbers
+        places = [running.place for running in self.running.values() if running.place]
+        targets = [place for place in places if place in self.checkpoints]
+        assert len({*targets}) <= len(targets)
+        for slot, running in self.running.items():
+            assert running.place is None or running.place in (self.own[slot], *self.checkpoints)
+
+
+def check_apart(moves: Mapping[int, Move]) -> None:
+    """Assert that no place is read by one sequence and written by another. The order of sequences in a
+    pass is not defined."""
+    for slot, move in moves.items():
+        for other, theirs in moves.items():
+            is_apart = move.target not in (theirs.source, theirs.target)
+            assert other == slot or is_apart, (slot, move, other, theirs)

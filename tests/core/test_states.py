@@ -1,0 +1,206 @@
+"""Models with states: an answer has the same bits after a fork, a rejected draft, a cancel or a
+continued conversation, and prompts start from the states of others."""
+
+import numpy as np
+import pytest
+from checkpoints import Reference, make_checkpoint
+from harness import Tap, exactly
+from parity import CONFIGS, QWEN3_5, seed_of
+from qwen3_5_float64 import Float64
+
+from engine.state_places import Move, Place, StatePlaces, check_apart
+from models.config import read_config
+from models.load import read_model
+from models.memory import fit, nbytes_with, state_nbytes
+from models.sharding import Shard
+from nanobatch import Engine
+from prefix import Prefixes
+
+CHUNK = 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp("qwen3_5"), seed=5, **QWEN3_5)
+
+
+def load(folder, **options) -> Engine:
+    return Engine.load(
+        folder, **{"slots": 2, "max_len": 320, "chunk": CHUNK, "kv": "float32"} | options
+    )
+
+
+def run(
+    engine: Engine, prompt: list[int], tokens: int = 6, **options
+) -> tuple[list[int], np.ndarray, int]:
+    """The tokens of an answer, the logits that they were sampled from, and the rows that were cached."""
+    tap = Tap(engine)
+    handle = engine.submit(prompt, exactly(tokens), **options)
+    result = handle.result()
+    return result.tokens, tap.of(handle), handle.request.cached
+
+
+def alone(folder, prompt: list[int], tokens: int = 6) -> tuple[list[int], np.ndarray]:
+    with load(folder, slots=1, prefix_cache=False, speculate=0) as engine:
+        return run(engine, prompt, tokens)[:2]
+
+
+def drawn(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, count).tolist()
+
+
+def assert_same(found: tuple, folder, prompt: list[int]) -> None:
+    tokens, logits = alone(folder, prompt, len(found[0]))
+    assert found[0] == tokens and np.array_equal(found[1], logits)
+
+
+def test_users_of_a_system_prompt(folder):
+    """The second one reads some of it again and leaves a checkpoint where the prompts part. The third
+    reads his own tokens alone."""
+    system = drawn(1, 100)
+    cached = []
+    with load(folder) as engine:
+        for user in range(4):
+            prompt = system + drawn(10 + user, 20)
+            found = run(engine, prompt)
+            assert_same(found, folder, prompt)
+            cached.append(found[2])
+    assert cached[0] == 0 and 0 < cached[1] < 100 and cached[2:] == [100, 100]
+
+
+@pytest.mark.parametrize("speculate", [0, 15])
+def test_a_conversation_goes_on_from_its_end(folder, speculate):
+    """Also after drafts, of which the last was rejected in part."""
+    prompt, before = drawn(2, 50) * 2, 0
+    with load(folder, speculate=speculate) as engine:
+        for turn in range(3):
+            found = run(engine, prompt, tokens=20)
+            assert_same(found, folder, prompt)
+            assert found[2] == before
+            before = len(prompt) + 19  # the last token of an answer has no row
+            prompt = [*prompt, *found[0], *drawn(20 + turn, 9)]
+
+
+def test_the_same_prompt_again(folder):
+    prompt = drawn(3, 70)
+    with load(folder, slots=3) as engine:
+        assert [run(engine, prompt)[2] for _ in range(3)] == [0, 69, 69]
+        assert_same(run(engine, prompt), folder, prompt)
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_a_cancelled_request_leaves_states(folder, steps):
+    """During its prompt, or its answer. What remains serves the same prompt, and one that differs."""
+    prompt = drawn(4, 150)
+    with load(folder, speculate=0) as engine:
+        handle = engine.submit(prompt, exactly(20))
+        for _ in range(steps):
+            engine.step()
+        handle.cancel()
+        for again in (prompt, prompt[:80] + drawn(5, 30)):
+            found = run(engine, again)
+            assert_same(found, folder, again)
+            assert found[2] > 0 or steps < 3
+
+
+def test_without_prefix_caching_no_state_is_kept(folder):
+    prompt = drawn(6, 60)
+    with load(folder) as engine:
+        run(engine, prompt, prefix_cache=False)
+        assert run(engine, prompt)[2] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("qwen3_5")])
+def test_no_further_from_float64_than_mlx_lm(name, tmp_path):
+    settings = dict(CONFIGS[name])
+    reference = settings.pop("reference")
+    make_checkpoint(tmp_path, seed=seed_of(name), **settings)
+    mlx_lm = Reference(tmp_path, reference)
+    prompt = drawn(7, 150)
+    with load(tmp_path, activations=32, speculate=0) as engine:
+        tokens, logits, _ = run(engine, prompt, tokens=40)
+    text = [*prompt, *tokens[:-1]]
+    right = Float64(mlx_lm.model).logits(text)[len(prompt) - 1 :]
+    assert tokens == right.argmax(axis=1).tolist()
+    theirs = np.abs(mlx_lm.logits(text)[len(prompt) - 1 :] - right).max()
+    assert np.abs(logits - right).max() < 2 * theirs < 1e-3
+
+
+def test_formula_gives_the_same_answers(folder):
+    """`--attention plain`: also after a fork, and with drafts."""
+    prompts = [drawn(8, 60) * 2, drawn(8, 60) + drawn(9, 10), drawn(8, 60) + drawn(9, 12)]
+    answers = []
+    for attention in ("auto", "plain"):
+        with load(folder, attention=attention, speculate=3) as engine:
+            answers.append([run(engine, prompt, 10) for prompt in prompts])
+    for ours, plain in zip(*answers, strict=True):
+        assert ours[0] == plain[0] and ours[2] == plain[2]
+        assert np.abs(ours[1] - plain[1]).max() < 1e-3
+
+
+# --- places -------------------------------------------------------------------------------------
+
+
+def test_no_place_is_read_and_written_in_one_step():
+    check_apart({0: Move(4, 9, 0, 9), 1: Move(4, 9, 1, 9), 2: Move(2, 5, 5, 9)})
+    for moves in (
+        {0: Move(4, 9, 0, 9), 1: Move(1, 5, 4, 9)},  # 4 is read and written
+        {0: Move(0, 5, 4, 9), 1: Move(1, 5, 4, 9)},  # 4 is written twice
+    ):
+        with pytest.raises(AssertionError):
+            check_apart(moves)
+
+
+def test_first_dropped_are_those_whose_rows_are_gone():
+    prefixes = Prefixes(3)
+    places = StatePlaces(slots=3, checkpoints=3, chunk=CHUNK, log=16)
+    places.clear(prefixes)
+    trails = [prefixes.trail(drawn(seed, 40), True) for seed in range(3)]
+    for slot, (trail, place) in enumerate(zip(trails, places.checkpoints, strict=True)):
+        prefixes.hold(slot, trail, 40)
+        place.hold(trail, 31, 32)
+    order = list(places.checkpoints)
+    assert places._free_checkpoint(set()) is order[0]
+    prefixes.forget(1)
+    assert places._free_checkpoint(set()) is order[1]
+    assert places._free_checkpoint({order[1]}) is order[0]
+
+
+@pytest.mark.parametrize(("most", "served"), [(29, 0), (30, 30), (31, 31), (33, 33), (40, 35)])
+def test_a_state_serves_from_its_base_to_its_log_end(most, served):
+    prefixes = Prefixes(1)
+    place = Place(0)
+    place.hold(prefixes.trail(drawn(1, 40), True), 30, 35)
+    assert place.serves(prefixes.trail([*drawn(1, 40), 1], True), most, prefixes.segment) == served
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def test_memory_of_states(folder):
+    """A checkpoint is a third smaller than a slot's place, whose log has room for 15 draft tokens."""
+    config = read_config(folder, True)
+    published = config.delta._replace(Hk=16, Hv=16, Dk=128, Dv=128)
+    small = config.__class__(**vars(config) | {"delta": published, "deltas": range(18)})
+    assert [round(state_nbytes(small, log) / 1e6, 1) for log in (1, 16)] == [20.9, 32.0]
+    sizes = fit(config, 4, 10**9)
+    assert sizes.checkpoints == 2 * sizes.slots
+    assert nbytes_with(config, 4, sizes) > sizes.slots * state_nbytes(config, 16)
+    few = fit(config, 4, nbytes_with(config, 4, sizes) // 2)
+    assert few.slots < sizes.slots
+    assert fit(config, 4, 10**9, state_memory=10 * state_nbytes(config, 1)).checkpoints == 10
+
+
+def test_no_checkpoints(folder):
+    """Conversations go on, but a prompt starts from no other's state."""
+    prompt = drawn(11, 70)
+    with load(folder, state_memory=0) as engine:
+        found = run(engine, prompt)
+        going_on = run(engine, [*prompt, *found[0], 7])
+        assert_same(going_on, folder, [*prompt, *found[0], 7])
+        assert going_on[2] == 75 and run(engine, prompt + drawn(12, 9))[2] == 0
+
+
+def test_ranks_are_refused(folder):
+    with pytest.raises(ValueError, match=r"delta nets have states\. Start one process"):
+        Shard.for_rank(read_model(folder).config, 0, 2)
