@@ -20,14 +20,13 @@ from dataclasses import fields
 
 from base.untrusted_files import read_some
 from base.validation import one_line, printable
-from cli import config_file, terminal_chat
+from cli import config_file, model_list, terminal_chat
 from cli import options as cli
 from cli.options import say
 from cli.text_output import StatusLine, WordWrap, wait_for_text
 from distributed import environment
-from engine.sampling_params import ADVICE, GRAMMAR, advised
-from models import model_finder
 from nanobatch import POLICIES, Engine, Handle, QueueFull, SamplingParams, Tokenizer
+from sampling_params import ADVICE, GRAMMAR, advised
 from text.tool_formats import OutputFormat
 
 
@@ -134,7 +133,7 @@ def show_models() -> int:
     """Print a table of local models. The name is what `--model` takes."""
     lines = [
         ("model", "family", "parameters", "weights", "on disk", "in memory", "served"),
-        *model_finder.listed(),
+        *model_list.listed(),
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

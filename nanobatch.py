@@ -41,9 +41,7 @@ from engine.loop import Driver, Loop
 from engine.registry import RequestRegistry
 from engine.reload import ModelError, Report, Source, check_unused
 from engine.runner_protocol import RunnerProtocol
-from engine.sampling_params import SamplingParams
 from engine.snapshot import Limits, RanksView, Snapshot, StepTimes
-from engine.state_places import StatePlaces
 from kernels import device
 from kernels.delta_net import LOG
 from kernels.device import device_lock, device_stream
@@ -55,7 +53,9 @@ from policies import DEFAULT, POLICIES, policy_of
 from prompt_lookup import Drafter, PromptLookup
 from runner import ForwardBatch, InFlightStep, Runner, sampling_rows
 from sampling import SamplingRow
+from sampling_params import SamplingParams
 from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler, Stateless
+from state_places import StatePlaces
 from text.grammar import Grammar
 from text.tokenizer import Tokenizer
 

@@ -85,7 +85,7 @@ class Prefixes:
 
     def __init__(self, slots: int, segment: int = SEGMENT):
         self.segment = segment
-        # Rows are not all that some models need (`engine/state_places.py`)
+        # Rows are not all that some models need (`state_places.py`)
         self.reach: Reach = lambda trail, rows, slot: rows
         self.rows = [0] * slots  # by slot: the rows of its last prompt and answer
         self.by_use = list(range(slots))  # the least recently used slot is first

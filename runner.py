@@ -25,9 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from engine.sampling_params import SamplingParams
-from engine.state_places import Move
-from engine.step_output import StepOutput
 from kernels import device
 from kernels.delta_net import LOG, Places
 from kernels.device import device_lock, device_stream, mx
@@ -38,7 +35,10 @@ from models.layers import Model
 from models.memory import Sizes, rows_of_layers, slab_shape
 from prefix import Source
 from sampling import PENALTY_CONTEXT, Logprobs, SamplingRow, SlotState, sample
+from sampling_params import SamplingParams
 from sched import Chunk, Decode, Plan
+from state_places import Move
+from step_output import StepOutput
 
 PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
 

@@ -38,8 +38,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from engine.sampling_params import SHORT_LIST, SamplingParams
-from engine.step_output import StepOutput, TokenLogprob
 from kernels.device import has_gpu, mx
 from kernels.sampling_ops import (
     BLOCK,
@@ -52,6 +50,8 @@ from kernels.sampling_ops import (
     likeliest,
     padded,
 )
+from sampling_params import SHORT_LIST, SamplingParams
+from step_output import StepOutput, TokenLogprob
 
 PENALTY_CONTEXT = 20  # repetition_penalty applies to this many last tokens, prompt included
 SORTABLE = 4096  # up to this length, a whole row may be sorted

@@ -59,8 +59,8 @@ from prefix import SEGMENT, Prefixes, Remembered, Source, Trail
 
 if TYPE_CHECKING:
     from engine.disk_prefix_cache import RestoredRows
-    from engine.state_places import Move
     from prompt_lookup import PromptLookup
+    from state_places import Move
 
 
 class QueueFull(RuntimeError):
@@ -333,7 +333,7 @@ def check_positive(**limits: int) -> None:
 
 class Stateless:
     """What a scheduler asks of a model's states, if it has none: all layers keep rows. Otherwise
-    `engine/state_places.py` answers."""
+    `state_places.py` answers."""
 
     def clear(self, prefixes: Prefixes) -> None:
         """Forget all states."""

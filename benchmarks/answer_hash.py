@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from benchmarks.answer_diff import Bits
-from engine.sampling_params import SamplingParams
+from sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanobatch import Engine

@@ -35,9 +35,9 @@ from text.tool_parser import OutputParser, ParsedPart
 
 if TYPE_CHECKING:
     from engine.handle import Handle
-    from engine.sampling_params import SamplingParams
     from engine.snapshot import Metrics
     from nanobatch import Engine
+    from sampling_params import SamplingParams
 
 HELP = """/new            begin another conversation (the system message stays)
 /system TEXT    tell the model who it is; without a text, forget it

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from base.error_reports import describe, show_fault
 from engine.prefill_progress import PrefillClock, PrefillProgress
-from engine.sampling_params import SamplingParams
 from engine.snapshot import Metrics, RequestView, percentile
-from engine.step_output import StepOutput, TokenLogprob, TokenLogprobs, unit_vector
+from sampling_params import SamplingParams
 from sched import Request
+from step_output import StepOutput, TokenLogprob, TokenLogprobs, unit_vector
 
 if TYPE_CHECKING:
     from nanobatch import Engine

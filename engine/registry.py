@@ -24,9 +24,9 @@ from engine.snapshot import (
     StepTimes,
     StepView,
 )
-from engine.step_output import StepOutput
 from models.forward_cost import ModelCost, Roof
 from sched import Committed, Plan, Request, Scheduler
+from step_output import StepOutput
 
 if TYPE_CHECKING:
     from runner import InFlightStep

@@ -37,7 +37,10 @@ CORE = [
     "prompt_lookup",
     "runner",
     "sampling",
+    "sampling_params",
     "sched",
+    "state_places",
+    "step_output",
 ]
 BELOW = (
     "base",

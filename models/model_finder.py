@@ -1,34 +1,17 @@
-"""Find and list local models: folders, GGUF files, the hub's cache, LM Studio, Ollama.
+"""Find local models: folders, GGUF files, the hub's cache, LM Studio, Ollama.
 
-A complete local model is used without asking the network. `listed` reads names, configs and headers, but
-no weights, and lists broken models, too.
+A complete local model is used without asking the network.
 """
 
-import math
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from base.untrusted_files import ModelError
-from base.validation import one_line, printable, shown
-from kernels.device import readable
-from models.config import near_families, raw_config
-from models.families import FAMILIES
+from base.validation import one_line, shown
 from models.gguf_file import is_gguf, parts_of
-from models.gguf_finder import (
-    OLLAMA,
-    blob_of,
-    chosen,
-    files_in,
-    ollama_file,
-    ollama_models,
-    type_of,
-)
-from models.load import ModelReader
+from models.gguf_finder import OLLAMA, chosen, ollama_file
 from models.weights import MissingError, weight_files
-from text.gguf_tokenizer import GgufText
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
 # The files that a download fetches; no other one is read
@@ -155,71 +138,3 @@ def below(folder: Path, pattern: str) -> list[Path]:
         return sorted(path for path in folder.glob(pattern) if path.is_dir())
     except OSError:  # not permitted
         return []
-
-
-class Listed(NamedTuple):
-    """A line of `python ask.py --list`."""
-
-    name: str
-    family: str
-    parameters: str
-    quantization: str
-    size: str  # on disk
-    memory: str  # of its weights
-    served: str  # "yes", or why not
-
-
-def listed() -> list[Listed]:
-    """All local models, the demo first. Only configs and headers are read."""
-    lines = [_listed("demo", DEMO)]
-    for name, folder in found():
-        files = [] if (folder / "config.json").exists() else files_in(folder)
-        lines += [_listed(f"{name}:{type_of(file)}", file) for file in files]
-        if not files:
-            lines.append(_listed(name, folder))
-    for name, manifest in ollama_models():
-        with suppress(ModelError):
-            lines.append(_listed(name, blob_of(manifest)))
-    return lines
-
-
-def _listed(name: str, place: Path) -> Listed:
-    """A model's line, with the reason if its reader refuses it."""
-    family = parameters = quantization = memory = "-"
-    served = "yes"
-    size = 0
-    try:
-        size = sum(path.stat().st_size for path in files_of(place))
-        family = str(raw_config(place).get("model_type", "-"))
-        reader = ModelReader(place)
-        count = sum(map(math.prod, reader.config.tensors().values()))
-        parameters = f"{count / 1e6:,.0f}M"
-        quantization = reader.weights.quantization(reader.config)
-        memory = readable(reader.nbytes)
-        reader.check_room()
-        if is_gguf(place):
-            GgufText(place)
-        elif not (place / "tokenizer.json").exists():
-            served = "tokenizer.json is missing"
-    except (ModelError, OSError) as error:
-        served = _in_five_words(place, family, getattr(error, "short", ""))
-    line = (name, family, parameters, quantization, readable(size), memory, served)
-    return Listed(*(printable(shown(text, 60)[1:-1]) for text in line))
-
-
-def files_of(place: Path) -> list[Path]:
-    """All files of a model."""
-    if is_gguf(place):
-        return parts_of(place)
-    return [path for path in place.rglob("*") if path.is_file()]
-
-
-def _in_five_words(place: Path, family: str, short: str) -> str:
-    if is_gguf(place):
-        return short or "broken: loading it says how"
-    if family not in ("-", *FAMILIES):
-        near = near_families(family)
-        return f"{shown(family, 24)[1:-1]} is not served" + (f"; {near}" if near else "")
-    return short or (
-        "broken: loading it says how" if is_whole(place) else "not all of it downloaded"
-    )

@@ -26,8 +26,8 @@ from cli.terminal_chat import LEAST, outgrown
 from engine.cpu_contention import Others
 from engine.handle import Handle
 from engine.loop import Loop, Stopwatch
-from engine.sampling_params import SamplingParams, advised
 from policies import POLICIES
+from sampling_params import SamplingParams, advised
 from sched import QueueFull
 from screen.draw.style import clean
 from screen.engine_view import Answer, ExperimentRecord, Fault, View

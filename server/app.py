@@ -37,10 +37,10 @@ from base.error_reports import describe, show_fault
 from base.validation import shown
 from engine.handle import Handle
 from engine.loop import Loop
-from engine.sampling_params import advised
 from engine.server_view import ServerView
 from engine.snapshot import Snapshot
 from engine.watch_frames import Frame
+from sampling_params import advised
 from server import anthropic, auth, embeddings, http, live_page, openai, responses
 from server.access_log import HangUps, RequestLog, hang_up_advice, prefill_line, request_line
 from server.body_reader import APIError, check_model, without_folders

@@ -31,7 +31,7 @@ from base.job_process import BusyError
 from base.strings import json_or_none
 from base.validation import GrammarError
 from engine.prefill_progress import UNREAD, PrefillProgress
-from engine.sampling_params import SamplingParams
+from sampling_params import SamplingParams
 from sched import QueueFull
 from server.body_reader import APIError, invalid, without_folders
 from server.choice import Choice, Words

@@ -9,11 +9,11 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 
-from engine.step_output import unit_vector
 from server.body_reader import invalid, read_body
 from server.choice import Choice
 from server.openai import read_prompts
 from server.protocol_adapter import ParsedRequest, ProtocolAdapter, Usage
+from step_output import unit_vector
 
 MAX_TEXTS = 2048  # texts in one request
 

@@ -18,7 +18,7 @@ Read first: the essay at the top of `sampling.py`, then `Spread` and `Filters`. 
 probability is e^-gap / total, so the likeliest token has the probability 1 / total. What is the
 largest gap that `top_a` keeps? It depends on `total`.
 
-Where: a field of `SamplingParams` and its limits (0 to 1) in `LIMITS`, both in `engine/sampling_params.py`;
+Where: a field of `SamplingParams` and its limits (0 to 1) in `LIMITS`, both in `sampling_params.py`;
 one more gap in `Filters.of` in `sampling.py`, next to that of `min_p`; in `ask.py` an option
 `--top-a`; and its name in `PLAIN` of `server/openai.py`, so that clients over HTTP may ask for it.
 
@@ -34,9 +34,9 @@ from short_failures import not_done
 
 import ask
 import sampling
-from engine.sampling_params import SamplingParams
 from kernels.device import mx
 from sampling import SamplingRow, SlotState, sample
+from sampling_params import SamplingParams
 from server.body_reader import APIError
 from server.openai import parse_request
 
@@ -48,7 +48,7 @@ MESSAGE = {"role": "user", "content": "Why?"}
 def drawn(**options) -> set[int]:
     """The tokens that come in 1,000 draws. A token of 4 % comes, or something is wrong."""
     if "top_a" not in {field.name for field in fields(SamplingParams)}:
-        not_done("engine/sampling_params.py: SamplingParams has no field top_a")
+        not_done("sampling_params.py: SamplingParams has no field top_a")
     logits = mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251]))
     picks = [
         SamplingRow(slot, SamplingParams(**options), seed=5, index=slot) for slot in range(DRAWS)

@@ -11,9 +11,9 @@ from harness import check, exactly
 from parity import CONFIGS
 from planted_bugs import poisoned
 
-from engine.step_output import unit_vector
 from kernels.device import mx
 from nanobatch import Engine, ModelError, SamplingParams
+from step_output import unit_vector
 
 EMBED = SamplingParams(embeds=True)
 QWEN = {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}

@@ -8,13 +8,13 @@ from harness import Tap, exactly
 from parity import CONFIGS, QWEN3_5, seed_of
 from qwen3_5_float64 import Float64
 
-from engine.state_places import Move, Place, StatePlaces, check_apart
 from models.config import read_config
 from models.load import read_model
 from models.memory import fit, nbytes_with, state_nbytes
 from models.sharding import Shard
 from nanobatch import Engine
 from prefix import Prefixes
+from state_places import Move, Place, StatePlaces, check_apart
 
 CHUNK = 32
 

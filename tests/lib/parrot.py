@@ -34,10 +34,10 @@ from servers import Server
 from tokenizers import AddedToken
 
 from engine.loop import Loop, Stopwatch
-from engine.step_output import StepOutput
 from nanobatch import Engine
 from server.app import APIServer
 from server.http import Options
+from step_output import StepOutput
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "The weather in a city.", "parameters": CITY}

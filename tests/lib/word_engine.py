@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from distributed.group import ALONE
-from engine.step_output import StepOutput, TokenLogprob
 from kernels.device import mx
 from models.config import Config
 from models.forward_cost import ModelCost
@@ -20,6 +19,7 @@ from nanobatch import Engine
 from policies import POLICIES
 from runner import ForwardBatch, SamplingRows
 from sched import Scheduler
+from step_output import StepOutput, TokenLogprob
 from text.tokenizer import Prompt
 
 STORY = (

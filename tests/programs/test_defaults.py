@@ -10,8 +10,8 @@ from checkpoints import make_checkpoint
 
 import ask
 from base.untrusted_files import ModelError
-from engine.sampling_params import ADVICE, advised
 from nanobatch import Engine
+from sampling_params import ADVICE, advised
 from screen.engine_client import LocalEngineClient
 from screen.workload import Settings
 from server.app import APIServer

@@ -30,8 +30,8 @@ from base.job_process import BusyError, Sandbox
 from engine import prefill_progress
 from engine.handle import TokenLogprob
 from engine.loop import Loop
-from engine.sampling_params import SamplingParams
 from engine.server_view import RequestRecord
+from sampling_params import SamplingParams
 from server import completion, http, openai, protocol_adapter
 from server.access_log import AccessLog, request_line
 from server.anthropic import Message

@@ -14,8 +14,8 @@ from servers import CHAT
 from waiting import wait_for
 
 from engine.handle import Handle
-from engine.step_output import unit_vector
 from nanobatch import SamplingParams
+from step_output import unit_vector
 
 EMBED = SamplingParams(embeds=True)
 PATH = "/v1/embeddings"

@@ -17,7 +17,7 @@ from hostile import HOSTILE
 
 from base.job_process import Sandbox
 from base.validation import GrammarError
-from engine.sampling_params import GRAMMAR, SamplingParams
+from sampling_params import GRAMMAR, SamplingParams
 from text import grammar as grammar_file
 from text.grammar import Grammars
 from text.tokenizer import Tokenizer
