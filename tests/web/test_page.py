@@ -113,7 +113,7 @@ def test_a_name_is_there_once_in_all_modules():
     assert {path.stem for path in live_page.FOLDER.glob("*.js")} >= set(live_page.MODULES)
 
 
-OURS = page_program.read(str(ROOT / "docs" / "index.html"))
+OURS = page_program.read_recording(str(ROOT / "docs" / "index.html"))
 REPOSITORY, ADDRESS = "https://github.com/Ann/nanobatch", "https://ann.github.io/nanobatch/"
 
 
@@ -231,7 +231,7 @@ def test_a_page_can_be_made_from_itself(tmp_path, capsys):
     assert page_program.main([str(one), str(two), out]) == 0
     first = Path(out).read_text()
     assert page_program.main([out, out]) == 0 and Path(out).read_text() == first
-    assert len(page_program.read(out)["runs"]) == 2
+    assert len(page_program.read_recording(out)["runs"]) == 2
     older = json.loads(two.read_text())
     older["fields"]["RequestView"].pop()
     two.write_text(record.as_text(older))
