@@ -1,10 +1,10 @@
-"""Fault injection: what a failure, a NaN or a lost client does to all other requests.
+"""What does a failure, a NaN or a lost client do to all other requests?
 
     step      an exception, raised after the forward pass of the next step has been started
     nan       NaN, written over the newest values of one slot
     client    a request is cancelled in mid-answer, as when a client hangs up
 
-Every open request is rerun alone and compared. Afterwards each runs again alone, and the two answers are compared:
+The open requests are the witnesses. Afterwards each runs again, alone, and the two answers are compared:
 all tokens and all bits of the log probabilities, up to where a witness was cut off. The engine has
 no code for this: for one step another runner does the damage (`running_on`).
 """
@@ -23,7 +23,7 @@ from base.validation import shown
 from benchmarks.answer_diff import Bits, Difference, difference
 from engine.handle import Handle
 from engine.runner_protocol import RunnerProtocol
-from experiments.experiment import Experiment, result
+from experiments.experiment import Experiment, draw_title, progress
 from screen.draw.canvas import Canvas, Figure
 from screen.draw.style import count, shorten
 from screen.engine_view import ExperimentRecord
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from runner import ForwardBatch, LaunchedStep, Runner
     from screen.commands import Session
 
+# --- question -------------------------------------------------------------------------------------
+
 BREAKS = {  # by name: title and mechanism
     "step": ("an exception in the next step", "raised when the forward pass has begun"),
     "nan": ("NaN in a slot", "written over the newest values of one request"),
@@ -45,84 +47,12 @@ LIKELIEST = 5  # likeliest tokens compared at each position
 LONGEST = 48  # tokens of a witness of our own
 FEWEST = 4  # open requests; with fewer, witnesses are submitted
 LONG_ANSWERS = [prompt for prompt, most in BURST if most >= 64]
-COLUMNS = (
-    Figure("request", 9, is_text=True),
-    Figure("in that moment", 19, is_text=True),
-    Figure("end", 11, is_text=True),
-    Figure("tokens", 8, is_text=True),
-)
+
+# --- run ------------------------------------------------------------------------------------------
 
 
 class Planted(Exception):
     """Raised on purpose."""
-
-
-# --- findings -----------------------------------------------------------------------------------
-
-
-class Witness(NamedTuple):
-    """A request that was open when the fault was injected."""
-
-    id: int
-    where: str  # at this moment
-    reason: str | None = None
-    error: str = ""
-    tokens: int = 0
-    covers: int | None = None  # number of compared log probabilities; None: not compared yet
-    difference: Difference | None = None  # from the answer of the same request alone
-
-    @property
-    def went_on(self) -> bool:
-        return self.reason in ("stop", "length")
-
-
-@dataclass(frozen=True)
-class FaultInjection(ExperimentRecord):
-    """What was measured so far."""
-
-    name = "break"
-    what: str  # one of `BREAKS`
-    exact: bool = False  # batch-invariant
-    stage: str = "gathers"  # "gathers" | "goes on" | "compares" | "over"
-    did: str = ""
-    witnesses: Sequence[Witness] = ()
-
-    @property
-    def ended(self) -> list[Witness]:
-        return [each for each in self.witnesses if each.reason and not each.went_on]
-
-    @property
-    def compared(self) -> list[Witness]:
-        return [each for each in self.witnesses if each.covers is not None]
-
-    @property
-    def changed(self) -> list[Witness]:
-        return [each for each in self.witnesses if each.difference]
-
-    @property
-    def so_far(self) -> str:
-        if self.stage == "gathers":
-            return "Requests are submitted, so that a fault has something to hit."
-        on = [each for each in self.witnesses if each.went_on]
-        left = len(self.witnesses) - len(on) - len(self.ended)
-        words = f"{len(self.ended):,} ended by it, {len(on):,} went on to the end of their answers"
-        if left:
-            return f"{words}, {left:,} still run"
-        changed = len(self.changed)
-        if len(self.compared) < len(self.witnesses):
-            return f"{words}; {len(self.compared):,} compared so far, {changed:,} changed"
-        return f"{words}; {changed:,} changed in a bit" if changed else f"{words}; no bit changed"
-
-    @property
-    def receipt(self) -> str:
-        """What "no bit changed" covers."""
-        tokens = sum(each.tokens for each in self.compared)
-        numbers = sum(each.covers for each in self.compared)
-        words = f"{count(tokens, 'token')} and {numbers:,} log probabilities"
-        return f"{words} with those of the same requests alone, all bits"
-
-
-# --- the experiment -------------------------------------------------------------------------------
 
 
 class Saboteur:
@@ -161,14 +91,16 @@ def running_on(engine: Engine, runner: RunnerProtocol) -> Iterator[None]:
             engine.runner = own
 
 
-class Breaking(Experiment):
-    """One of `BREAKS`."""
+class FaultInjection(Experiment):
+    """Inject one of `BREAKS`, and compare each witness with the same request alone."""
+
+    what = "breakage"
 
     def __init__(self, what: str):
-        super().__init__(FaultInjection(what))
+        super().__init__(FaultInjectionRecord(what))
         self.handles: list[Handle] = []  # the witnesses
 
-    def run(self) -> Iterator[FaultInjection]:
+    def run(self) -> Iterator[FaultInjectionRecord]:
         if self.engine.snapshot().ranks.memory:
             raise ValueError("with several ranks a failed step ends them all; break one process")
         self.update(exact=self.engine.is_batch_invariant)
@@ -176,21 +108,20 @@ class Breaking(Experiment):
         yield from self._gather()
         yield from ways[self.record.what]()
         while self._open(self.handles):
-            yield self._look()
+            yield self._update_witnesses()
         yield from self._compare()
         yield self.update(stage="over")
 
-    def _gather(self) -> Iterator[FaultInjection]:
+    def _gather(self) -> Iterator[FaultInjectionRecord]:
         """Take the running requests, or submit some, and wait until they decode."""
         self.handles = self._open(self.client.own.values())
         if len(self.handles) < FEWEST:
             many = self.engine.sched.slots + FEWEST
             for i, prompt in enumerate(islice(cycle(LONG_ANSWERS), many)):
                 temperature = 0.8 * (i % 2)
-                ask = Ask(prompt, LONGEST, temperature, i, logprobs=LIKELIEST, mute=True)
-                self.handles.append(self.client.submit(ask))
-        while self._open(self.handles) and not self._victim():
-            yield self.record
+                ask = Ask(prompt, LONGEST, temperature, i, logprobs=LIKELIEST)
+                self.handles.append(self.submit(ask))
+        yield from self.until(lambda: self._victim() or not self._open(self.handles))
         self.handles = self._open(self.handles)
 
     @staticmethod
@@ -205,13 +136,12 @@ class Breaking(Experiment):
             return None
         return max(at_it, key=lambda h: (h.request.max_tokens - len(h.tokens), -h.id))
 
-    def _note_where(self) -> None:
-        """Note where each witness is when the fault is injected."""
+    def _record_witnesses(self) -> None:
+        """Record where each witness is when the fault is injected."""
         witnesses = [Witness(handle.id, where(handle)) for handle in self.handles]
         self.update(stage="goes on", witnesses=witnesses)
 
-    def _look(self) -> FaultInjection:
-        """Note the state of the witnesses."""
+    def _update_witnesses(self) -> FaultInjectionRecord:
         witnesses = []
         for handle, known in zip(self.handles, self.record.witnesses, strict=True):
             changes = {"reason": handle.finish_reason, "error": handle.error or ""}
@@ -220,15 +150,15 @@ class Breaking(Experiment):
 
     # --- the three faults
 
-    def _raise(self) -> Iterator[FaultInjection]:
+    def _raise(self) -> Iterator[FaultInjectionRecord]:
         def harm(order: ForwardBatch) -> str:
-            self._note_where()
+            self._record_witnesses()
             return f"step {self.engine.sched.steps:,} raised an exception"
 
         fault = Planted("planted by /break step, to see who ends; nothing is wrong")
         yield from self._sabotage(harm, fault)
 
-    def _poison(self) -> Iterator[FaultInjection]:
+    def _poison(self) -> Iterator[FaultInjectionRecord]:
         """Overwrite only rows of the answer: others may share the prompt's rows, and would rightly
         become NaN as well."""
         slab = self.engine.runner.slab
@@ -244,7 +174,7 @@ class Breaking(Experiment):
             last = {decode.slot: decode.row for decode in order.decodes}.get(slot, 0)
             if last <= first:
                 return ""
-            self._note_where()
+            self._record_witnesses()
             rows = slab.prefix(slot, last)
             rows[-1][:, :, first:] = math.nan
             slab.fill(slot, rows)
@@ -255,36 +185,37 @@ class Breaking(Experiment):
 
     def _sabotage(
         self, harm: Callable[[ForwardBatch], str], fault: Exception | None = None
-    ) -> Iterator[FaultInjection]:
+    ) -> Iterator[FaultInjectionRecord]:
         """Replace the runner until the damage is done."""
         saboteur = Saboteur(self.engine.runner, harm, fault)
         with running_on(self.engine, saboteur):
-            while not saboteur.did and self.engine.has_work:
-                yield self.record
-        self._did(saboteur.did)
+            yield from self.until(lambda: saboteur.did or not self.engine.has_work)
+        self._record_damage(saboteur.did)
 
-    def _hang_up(self) -> Iterator[FaultInjection]:
+    def _hang_up(self) -> Iterator[FaultInjectionRecord]:
         victim = self._victim()
         if victim is None:
-            self._did("")
-        self._note_where()
-        self._did(f"r{victim.id} was cancelled after {count(len(victim.tokens), 'token')}")
+            self._record_damage("")
+        self._record_witnesses()
+        self._record_damage(
+            f"r{victim.id} was cancelled after {count(len(victim.tokens), 'token')}"
+        )
         victim.cancel()
         yield self.record
 
-    def _did(self, words: str) -> None:
+    def _record_damage(self, words: str) -> None:
         if not words:
             raise ValueError("all had ended before anything could be broken; try it again")
         self.update(did=words)
 
     # --- the comparison
 
-    def _compare(self) -> Iterator[FaultInjection]:
+    def _compare(self) -> Iterator[FaultInjectionRecord]:
         """Run each witness again, alone, without cached rows."""
-        self._look()
+        self._update_witnesses()
         self.update(stage="compares")
         for i, handle in enumerate(self.handles):
-            again = yield from self.alone(partial(self._again, handle))
+            again = yield from self.run_alone(partial(self._submit_again, handle))
             answer = Bits.from_handle(handle)
             witnesses = [*self.record.witnesses]
             until = None if witnesses[i].went_on else len(answer.tokens)
@@ -292,7 +223,7 @@ class Breaking(Experiment):
             witnesses[i] = witnesses[i]._replace(covers=answer.numbers, difference=found)
             self.update(witnesses=witnesses)
 
-    def _again(self, handle: Handle) -> Handle:
+    def _submit_again(self, handle: Handle) -> Handle:
         request = handle.request
         sampling = replace(handle.sampling, max_tokens=request.max_tokens, seed=handle.seed)
         origin = handle.origin._replace(mute=True)
@@ -308,7 +239,85 @@ def where(handle: Handle) -> str:
     return f"{words}, {count(len(handle.tokens), 'token')}" if handle.tokens else words
 
 
-NOT_INVARIANT = "this matrix product is not batch-invariant (engine.is_batch_invariant is False)"
+def read_fault(text: str) -> str:
+    """One of the faults."""
+    if text not in BREAKS:
+        raise ValueError(f"break = {shown(text)}; choose one of {', '.join(BREAKS)}")
+    return text
+
+
+def obey(session: Session, rest: str) -> str:
+    """Inject a fault: /break step, nan or client."""
+    if not rest:
+        return f"break what? /break {', '.join(BREAKS)}"
+    what = read_fault(rest)
+    session.run_experiment(FaultInjection(what))
+    return ""
+
+
+# --- record ---------------------------------------------------------------------------------------
+
+
+class Witness(NamedTuple):
+    """A request that was open when the fault was injected."""
+
+    id: int
+    where: str  # at this moment
+    reason: str | None = None
+    error: str = ""
+    tokens: int = 0
+    covers: int | None = None  # number of compared log probabilities; None: not compared yet
+    difference: Difference | None = None  # from the answer of the same request alone
+
+    @property
+    def went_on(self) -> bool:
+        return self.reason in ("stop", "length")
+
+
+@dataclass(frozen=True)
+class FaultInjectionRecord(ExperimentRecord):
+    """What one of `BREAKS` did."""
+
+    name = "break"
+    what: str  # one of `BREAKS`
+    exact: bool = False  # batch-invariant
+    # stage: "waits" | "goes on" | "compares" | "over"
+    did: str = ""
+    witnesses: Sequence[Witness] = ()
+
+    @property
+    def ended(self) -> list[Witness]:
+        return [each for each in self.witnesses if each.reason and not each.went_on]
+
+    @property
+    def compared(self) -> list[Witness]:
+        return [each for each in self.witnesses if each.covers is not None]
+
+    @property
+    def changed(self) -> list[Witness]:
+        return [each for each in self.witnesses if each.difference]
+
+    @property
+    def so_far(self) -> str:
+        if self.stage == "waits":
+            return "Requests are submitted, so that a fault has something to hit."
+        on = [each for each in self.witnesses if each.went_on]
+        left = len(self.witnesses) - len(on) - len(self.ended)
+        words = f"{len(self.ended):,} ended by it, {len(on):,} went on to the end of their answers"
+        if left:
+            return f"{words}, {left:,} still run"
+        changed = len(self.changed)
+        if len(self.compared) < len(self.witnesses):
+            return f"{words}; {len(self.compared):,} compared so far, {changed:,} changed"
+        return f"{words}; {changed:,} changed in a bit" if changed else f"{words}; no bit changed"
+
+    @property
+    def receipt(self) -> str:
+        """What "no bit changed" covers."""
+        tokens = sum(each.tokens for each in self.compared)
+        numbers = sum(each.covers for each in self.compared)
+        words = f"{count(tokens, 'token')} and {numbers:,} log probabilities"
+        return f"{words} with those of the same requests alone, all bits"
 
 
 def by_end(witnesses: Sequence[Witness]) -> list[tuple[str, list[Witness]]]:
@@ -323,48 +332,52 @@ def ids(witnesses: Sequence[Witness]) -> str:
     return " ".join(f"r{each.id}" for each in witnesses)
 
 
-# --- the page -----------------------------------------------------------------------------------
+# --- drawing --------------------------------------------------------------------------------------
+
+NOT_INVARIANT = "this matrix product is not batch-invariant (engine.is_batch_invariant is False)"
+COLUMNS = (
+    Figure("request", 9, is_text=True),
+    Figure("in that moment", 19, is_text=True),
+    Figure("end", 11, is_text=True),
+    Figure("tokens", 8, is_text=True),
+)
 
 
 def draw(state: State, on: Canvas) -> None:
     """Draw the three faults; and of the last one, who ended, who went on, and what changed."""
-    found = state.records.get("break")
-    on.title(
-        "Break it",
-        "X ends it  Esc back" if state.view.experimenting else "1 to 3 break it  Esc back",
-    )
+    record = state.records.get("break")
+    draw_title(state, on, "Break it", "1 to 3 break it")
     for number, (what, (title, how)) in enumerate(BREAKS.items(), 1):
-        here = found is not None and found.what == what
+        here = record is not None and record.what == what
         do = f"command('/break {what}')"
         pen = on.pen().put("▸" if here else " ", on.accent)
         pen.put(f"{number}  ", on.accent, True, do).put(title, "", here, do)
         pen.put(shorten(f": {how}", on.width - pen.width - 3), on.muted, do=do)
-    if found is None:
+    if record is None:
         on.lines.append([])
         words = "Requests come, something is broken, and then each is run once more, alone."
         on.say(words, on.muted)
         return
-    on.heading(f"What came of it: {BREAKS[found.what][0]}")
-    is_over = found.stage == "over"
-    words = result(state.view, found, is_over)
-    on.entry("result" if is_over else "so far", words, on.accent)
-    on.entry("done", found.did)
-    for how, some in by_end(found.ended):
+    on.heading(f"What came of it: {BREAKS[record.what][0]}")
+    name = "result" if record.stage == "over" else "so far"
+    on.entry(name, progress(state.view, record), on.accent)
+    on.entry("done", record.did)
+    for how, some in by_end(record.ended):
         on.entry("ended", f"{ids(some)}: {how}", on.bad)
-    if found.compared:
-        on.entry("compared", found.receipt, on.muted)
-    if found.changed and not found.exact:
+    if record.compared:
+        on.entry("compared", record.receipt, on.muted)
+    if record.changed and not record.exact:
         on.entry("but", NOT_INVARIANT, on.muted)
-    if found.what == "step" and found.ended and on.has_keys:
+    if record.what == "step" and record.ended and on.has_keys:
         on.entry("errors", "E shows its traceback: Planted", on.muted)
-    if found.witnesses:
-        draw_witnesses(on, found)
+    if record.witnesses:
+        draw_witnesses(on, record)
 
 
-def draw_witnesses(on: Canvas, found: FaultInjection) -> None:
+def draw_witnesses(on: Canvas, record: FaultInjectionRecord) -> None:
     """Draw a line for each witness."""
     shown = on.columns(COLUMNS, more="as alone?")
-    for each in found.witnesses:
+    for each in record.witnesses:
         texts = {
             "request": f"r{each.id}",
             "in that moment": each.where,
@@ -385,25 +398,6 @@ def verdict_of(each: Witness) -> str:
     return "✓ all bits" if each.covers else "✓ all tokens"
 
 
-# --- the command --------------------------------------------------------------------------------
-
-
-def known(text: str) -> str:
-    """One of the faults."""
-    if text not in BREAKS:
-        raise ValueError(f"break = {shown(text)}; choose one of {', '.join(BREAKS)}")
-    return text
-
-
-def obey(session: Session, rest: str) -> str:
-    """Inject a fault: /break step, nan or client."""
-    if not rest:
-        return f"break what? /break {', '.join(BREAKS)}"
-    what = known(rest)
-    session.run_experiment("breakage", Breaking(what))
-    return ""
-
-
 PAGE = Page(
     "break",
     "K",
@@ -414,7 +408,7 @@ PAGE = Page(
     obey=obey,
     example="nan",
     words=[*BREAKS],
-    read=known,
+    read=read_fault,
     own={str(number): f"command('/break {what}')" for number, what in enumerate(BREAKS, 1)},
     is_live=True,
     disturbs=True,

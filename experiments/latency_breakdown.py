@@ -1,4 +1,5 @@
-"""Why a request waited: its latency in parts, and the same request under other circumstances.
+"""The latency of a request in parts, and the same request under other circumstances (for
+request_latency.py).
 
 A late first token has one of three causes: the queue, the prompt's own length, or the neighbours.
 Each moment of a request belongs to one part, so the parts add up to the whole latency. Before
@@ -111,13 +112,13 @@ def break_down(
         end = max(history[-1].ended if history else now, admitted)
     leaves_line = end if admitted is None else admitted
     breakdown.pieces.append(Piece("line", request.arrived, leaves_line))
-    _look_at_line(breakdown, request, history, leaves_line)
+    _add_queue(breakdown, request, history, leaves_line)
     if admitted is not None:
         for other in requests:
             entered = math.inf if other.admitted is None else other.admitted
             if other.id > request.id and entered < admitted:
                 breakdown.overtakers.append(other.id)
-        _look_at_slot(breakdown, request, history, prices, admitted, end)
+        _add_slot(breakdown, request, history, prices, admitted, end)
     return breakdown
 
 
@@ -135,7 +136,7 @@ def with_a_chunk(prices: Prices) -> Prices:
     return estimated
 
 
-def _look_at_line(
+def _add_queue(
     breakdown: LatencyBreakdown, request: RequestView, history: Sequence[Column], until: float
 ) -> None:
     """Add up who was in the slots while the request was queued."""
@@ -148,7 +149,7 @@ def _look_at_line(
                 breakdown.ahead[owner] += seconds
 
 
-def _look_at_slot(
+def _add_slot(
     breakdown: LatencyBreakdown,
     request: RequestView,
     history: Sequence[Column],

@@ -1,4 +1,4 @@
-"""A prompt as long as a slot among running chats, and what the budget of a step trades.
+"""What does a prompt as long as a slot cost running chats, and what does the budget of a step trade?
 
 A long prompt is read in chunks, and all chats decode in the same steps, so their tokens come later.
 Small chunks keep the gaps short but delay the long prompt. Two keys change the budget while it
@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from base.validation import read_whole
 from engine.handle import Handle
 from engine.snapshot import StepView, percentile
-from experiments.experiment import Experiment, runs
+from experiments.experiment import Experiment, disturbed
 from experiments.latency_breakdown import work_ends
 from sched import Request
 from screen.draw.canvas import Canvas, Figure
 from screen.draw.charts import nice
 from screen.draw.slots import fit_slots
-from screen.draw.status import others_of
 from screen.draw.style import GLYPHS, PREFILL, count, shorten, span
 from screen.engine_view import ExperimentRecord
 from screen.page import Page
@@ -40,6 +39,8 @@ from screen.workload import Ask
 
 if TYPE_CHECKING:
     from screen.commands import Session
+
+# --- question -------------------------------------------------------------------------------------
 
 NAME = "long"
 ANSWER = 2  # tokens: a long prompt only has to be read
@@ -64,9 +65,6 @@ NOUNS = (
 VERBS = ("saw", "found", "liked", "took", "lost", "knew")
 
 
-# --- the prompts
-
-
 def chat(i: int) -> str:
     """A prompt with a long answer."""
     return f"Tell me a long story about a {NOUNS[i % 7]} and a {NOUNS[7 + i // 7 % 5]}."
@@ -87,7 +85,158 @@ def long_text(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> st
     return text(bisect_right(counts, size, key=lambda sentences: len(ask(text(sentences)))))
 
 
-# --- measurements
+# --- run ------------------------------------------------------------------------------------------
+
+
+class LongPrompt(Experiment):
+    """Submit long prompts among chats.
+
+    `before`: earlier findings to compare with. `stays`: go on until a user ends it. `wanted`: the
+    budget of each long prompt; None: no change.
+    """
+
+    what = "long prompt"
+
+    def __init__(self, before: LongPromptRecord, stays: bool, wanted: Sequence[int | None]):
+        super().__init__(LongPromptRecord("", before.newest, before.short, before.results[-KEPT:]))
+        self.wanted = deque(wanted)
+        self._stays = stays
+        self._fired = 0  # number of chats so far
+        self._has_company = False  # keep all slots but two filled with chats
+
+    def takes_in(self, other: Experiment) -> bool:
+        """Take over the long prompts of another one."""
+        is_alike = isinstance(other, LongPrompt)
+        if is_alike:
+            self.wanted += other.wanted
+        return is_alike
+
+    def run(self) -> Iterator[LongPromptRecord]:
+        sched = self.engine.sched
+        budget = sched.budget
+        try:
+            if sched.slots < 2:
+                raise ValueError(
+                    "one slot cannot hold chats and a long prompt; start with --slots 8"
+                )
+            while self.wanted or self._stays:
+                yield from self._gather()
+                wanted = self.wanted.popleft()
+                if wanted is not None:
+                    self.client.turn_budget(wanted)
+                yield from self._send_one()
+        finally:
+            self.client.turn_budget(budget)
+
+    def _gather(self) -> Iterator[LongPromptRecord]:
+        """Wait until a long prompt is wanted, chats decode, nothing is read, and a slot is free."""
+        sched = self.engine.sched
+        while True:
+            self._keep_company()
+            self._check_open()
+            chats = [r for r in sched.running.values() if r.phase == "decode"]
+            is_quiet = len(chats) == len(sched.running) and not sched.waiting
+            if chats and is_quiet and sched.free and self.wanted:
+                return
+            words = decoding(len(chats))
+            if not sched.free:
+                words += "; a long prompt waits until a slot is free"
+            elif not is_quiet:
+                words += "; their prompts are read"
+            yield self.update(now=words)
+
+    def _keep_company(self) -> None:
+        """If nothing runs, fill all slots with chats and keep them filled, but for two: one for the
+        long prompt, one for the short one."""
+        sched = self.engine.sched
+        busy = len(sched.running) + len(sched.waiting)
+        self._has_company = self._has_company or not busy
+        missing = max(1, sched.slots - 2) - busy
+        if self._has_company and missing > 0:
+            for number in range(self._fired, self._fired + missing):
+                self.submit(asked(chat(number), sched.max_len))
+            self._fired += missing
+
+    def _check_open(self) -> None:
+        """Raise if the policy admits nothing while others run."""
+        sched = self.engine.sched
+        if not (sched.waiting and sched.free) or sched.draining_to:
+            return
+        if any(slot.phase == "blocked" for slot in self.engine.snapshot().slots):
+            shut = f"{sched.policy.name} keeps a free slot shut while others run"
+            raise ValueError(f"{shut}, so no long prompt is admitted; /policy continuous admits it")
+
+    def _send_one(self) -> Iterator[LongPromptRecord]:
+        engine = self.engine
+        sched = engine.sched
+        prompt = long_text(sched.submitted, sched.max_len - ANSWER, engine.text.ask)
+        mark = engine.snapshot()
+        while sched.steps < mark.planned + QUIET and sched.running and sched.free:
+            yield self.update(now=f"{decoding(len(sched.running))}; the long prompt comes")
+        handle = self.submit(asked(prompt, ANSWER))
+        self.update(newest=handle.id, short=None)
+        short = None
+        budgets: list[int] = []
+        while handle.finish_reason is None or (short and short.finish_reason is None):
+            self._check_open()
+            if handle.request.phase != "decode" and sched.budget not in budgets[-1:]:
+                budgets.append(sched.budget)
+            if short is None and self._has_room_beside(handle.request):
+                left = len(handle.request.prompt) - handle.request.prefilled
+                text = long_text(sched.submitted, SHORT, engine.text.ask)
+                short = self.submit(asked(text, 1))
+                self.update(short=short.id)
+            yield self.update(now=reading(handle.request))
+        result = None
+        if handle.tokens:
+            steps = engine.snapshot(mark).steps
+            result = measured(steps, handle, budgets)
+            if result and short:
+                result = result._replace(short=counted(steps, handle, short, left))
+        if result:
+            self.update(results=(*self.record.results, result))
+        end = sched.steps + AFTER
+        yield self.update(now=decoding(len(sched.running)))
+        while sched.steps < end and sched.running:
+            yield self.update(now=decoding(len(sched.running)))
+
+    def _has_room_beside(self, request: Request) -> bool:
+        """Whether half of the long prompt is read, and a slot is free for another."""
+        sched = self.engine.sched
+        is_half_read = 2 * request.prefilled >= len(request.prompt)
+        has_slot = len(sched.free) > len(sched.waiting)
+        return request.phase == "prefill" and is_half_read and has_slot
+
+
+def asked(prompt: str, most: int) -> Ask:
+    return Ask(prompt, most, temperature=0.0, seed=None, speculate=False)
+
+
+def decoding(chats: int) -> str:
+    return f"{chats:,} chats decode" if chats != 1 else "1 chat decodes"
+
+
+def reading(request: Request) -> str:
+    if request.slot is None:
+        return f"r{request.id} waits for a slot"
+    return f"r{request.id}: {request.prefilled:,} of {len(request.prompt):,} tokens are read"
+
+
+as_budget = partial(read_whole, "budget", least=1, most=2**31)
+
+
+def obey(session: Session, rest: str) -> None:
+    """Submit a prompt as long as a slot among chats; with numbers, one for each of these
+    budgets."""
+    state = session.state
+    budgets = [as_budget(word) for word in rest.split()]
+    for budget in budgets if state.view.engine else ():  # otherwise the client refuses
+        state.view.made_with.with_budget(budget)
+    before = state.records.get(NAME, LongPromptRecord())
+    session.run_experiment(LongPrompt(before, session.stays, budgets or [None]))
+
+
+# --- record ---------------------------------------------------------------------------------------
 
 
 class Gap(NamedTuple):
@@ -130,8 +279,8 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LongPrompt(ExperimentRecord):
-    """What was measured so far."""
+class LongPromptRecord(ExperimentRecord):
+    """The long prompts so far, and what happens now."""
 
     name = NAME
     now: str = ""  # what happens now
@@ -225,142 +374,55 @@ def counted(
     )
 
 
-# --- the experiment
+# --- drawing --------------------------------------------------------------------------------------
+
+LEFT = 10  # characters before a trace: slot and request
+RIGHT = 10  # and after it: the newest gap
+TALLEST = 6  # lines of a trace
+BEYOND = 1.01  # of the scale: longer gaps get an arrow
+NOISY = 3  # times the median: such a gap has a cause outside the engine
+FIGURES = (
+    Figure("prompt", 9, 8),
+    Figure("budget", 9, 0),
+    Figure("tokens/step", 12, 0),
+    Figure("steps", 7, 5),
+    Figure("gap p50", 10, 0),
+    Figure("longest", 10, 0),
+    Figure("without", 10, 0),
+    Figure("its longest", 13, 9),
+    Figure("first token", 12, 0),
+)
 
 
-class LongPrompts(Experiment):
-    """Submit long prompts among chats.
-
-    `before`: earlier findings to compare with. `stays`: go on until a user ends it. `wanted`: the
-    budget of each long prompt; None: no change.
-    """
-
-    def __init__(self, before: LongPrompt, stays: bool, wanted: Sequence[int | None]):
-        super().__init__(LongPrompt("", before.newest, before.short, before.results[-KEPT:]))
-        self.wanted = deque(wanted)
-        self._stays = stays
-        self._fired = 0  # number of chats so far
-        self._has_company = False  # keep all slots but two filled with chats
-
-    def takes_in(self, other: Experiment) -> bool:
-        """Take over the long prompts of another one."""
-        is_alike = isinstance(other, LongPrompts)
-        if is_alike:
-            self.wanted += other.wanted
-        return is_alike
-
-    def run(self) -> Iterator[LongPrompt]:
-        sched = self.engine.sched
-        budget = sched.budget
-        try:
-            if sched.slots < 2:
-                raise ValueError(
-                    "one slot cannot hold chats and a long prompt; start with --slots 8"
-                )
-            while self.wanted or self._stays:
-                yield from self._gather()
-                wanted = self.wanted.popleft()
-                if wanted is not None:
-                    self.client.turn_budget(wanted)
-                yield from self._send_one()
-        finally:
-            self.client.turn_budget(budget)
-
-    def _gather(self) -> Iterator[LongPrompt]:
-        """Wait until a long prompt is wanted, chats decode, nothing is read, and a slot is free."""
-        sched = self.engine.sched
-        while True:
-            self._keep_company()
-            self._check_open()
-            chats = [r for r in sched.running.values() if r.phase == "decode"]
-            is_quiet = len(chats) == len(sched.running) and not sched.waiting
-            if chats and is_quiet and sched.free and self.wanted:
-                return
-            words = decoding(len(chats))
-            if not sched.free:
-                words += "; a long prompt waits until a slot is free"
-            elif not is_quiet:
-                words += "; their prompts are read"
-            yield self.update(now=words)
-
-    def _keep_company(self) -> None:
-        """If nothing runs, fill all slots with chats and keep them filled, but for two: one for the
-        long prompt, one for the short one."""
-        sched = self.engine.sched
-        busy = len(sched.running) + len(sched.waiting)
-        self._has_company = self._has_company or not busy
-        missing = max(1, sched.slots - 2) - busy
-        if self._has_company and missing > 0:
-            for number in range(self._fired, self._fired + missing):
-                self.client.submit(asked(chat(number), sched.max_len))
-            self._fired += missing
-
-    def _check_open(self) -> None:
-        """Raise if the policy admits nothing while others run."""
-        sched = self.engine.sched
-        if not (sched.waiting and sched.free) or sched.draining_to:
-            return
-        if any(slot.phase == "blocked" for slot in self.engine.snapshot().slots):
-            shut = f"{sched.policy.name} keeps a free slot shut while others run"
-            raise ValueError(f"{shut}, so no long prompt is admitted; /policy continuous admits it")
-
-    def _send_one(self) -> Iterator[LongPrompt]:
-        engine = self.engine
-        sched = engine.sched
-        prompt = long_text(sched.submitted, sched.max_len - ANSWER, engine.text.ask)
-        mark = engine.snapshot()
-        while sched.steps < mark.planned + QUIET and sched.running and sched.free:
-            yield self.update(now=f"{decoding(len(sched.running))}; the long prompt comes")
-        handle = self.client.submit(asked(prompt, ANSWER))
-        self.update(newest=handle.id, short=None)
-        short = None
-        budgets: list[int] = []
-        while handle.finish_reason is None or (short and short.finish_reason is None):
-            self._check_open()
-            if handle.request.phase != "decode" and sched.budget not in budgets[-1:]:
-                budgets.append(sched.budget)
-            if short is None and self._has_room_beside(handle.request):
-                left = len(handle.request.prompt) - handle.request.prefilled
-                text = long_text(sched.submitted, SHORT, engine.text.ask)
-                short = self.client.submit(asked(text, 1))
-                self.update(short=short.id)
-            yield self.update(now=reading(handle.request))
-        result = None
-        if handle.tokens:
-            steps = engine.snapshot(mark).steps
-            result = measured(steps, handle, budgets)
-            if result and short:
-                result = result._replace(short=counted(steps, handle, short, left))
-        if result:
-            self.update(results=(*self.record.results, result))
-        end = sched.steps + AFTER
-        yield self.update(now=decoding(len(sched.running)))
-        while sched.steps < end and sched.running:
-            yield self.update(now=decoding(len(sched.running)))
-
-    def _has_room_beside(self, request: Request) -> bool:
-        """Whether half of the long prompt is read, and a slot is free for another."""
-        sched = self.engine.sched
-        is_half_read = 2 * request.prefilled >= len(request.prompt)
-        has_slot = len(sched.free) > len(sched.waiting)
-        return request.phase == "prefill" and is_half_read and has_slot
+def draw(state: State, on: Canvas) -> None:
+    """Draw a trace for each chat, a line for each long prompt, and what the budget trades."""
+    record = state.records.get(NAME, LongPromptRecord())
+    is_on = state.view.experiment is record
+    keys = "L another  [ ] budget  Esc ends it" if is_on else "L sends one  Esc back"
+    on.title("Long prompt: gaps between tokens", keys)
+    on.pen().put(f" {shorten(doing(state, record, is_on), on.width - 2)}")
+    results = record.results
+    below = Canvas(on.p, on.width, on.height)
+    below.say(sentence(results) if results else "", bold=True)
+    below.say(company(results[-1]) if results else "")
+    below.say(truth(results), on.muted)
+    room = on.lines_left - len(below.lines) - 1
+    rows = min(len(results), max(2, room - len(state.view.engine.slots) - 1))
+    draw_traces(state, on, room - rows, record)
+    draw_results(on, results[-rows:] if rows else ())
+    on.lines += below.lines
 
 
-def asked(prompt: str, most: int) -> Ask:
-    return Ask(prompt, most, temperature=0.0, seed=None, mute=True, speculate=False)
-
-
-def decoding(chats: int) -> str:
-    return f"{chats:,} chats decode" if chats != 1 else "1 chat decodes"
-
-
-def reading(request: Request) -> str:
-    if request.slot is None:
-        return f"r{request.id} waits for a slot"
-    return f"r{request.id}: {request.prefilled:,} of {len(request.prompt):,} tokens are read"
-
-
-# --- in words
+def doing(state: State, record: LongPromptRecord, is_on: bool) -> str:
+    """What happens now, and the budget."""
+    limits = state.view.engine.limits
+    own = state.view.made_with
+    words = "over, the budget is restored" if record.results else "no long prompt has been read yet"
+    if is_on:
+        words = record.so_far
+    budget = f"budget {limits.budget:,}, a chunk of {limits.chunk:,}"
+    budget += f" (made with {own.budget:,})" if limits != own else ""
+    return disturbed(state.view, words, budget)
 
 
 def sentence(results: Sequence[Result]) -> str:
@@ -404,24 +466,17 @@ def calmest(results: Sequence[Result], budgets: tuple[int, ...]) -> tuple[Result
     return min(alike, key=lambda result: result.gap), which
 
 
-# --- the page
-
-LEFT = 10  # characters before a trace: slot and request
-RIGHT = 10  # and after it: the newest gap
-TALLEST = 6  # lines of a trace
-BEYOND = 1.01  # of the scale: longer gaps get an arrow
-NOISY = 3  # times the median: such a gap has a cause outside the engine
-FIGURES = (
-    Figure("prompt", 9, 8),
-    Figure("budget", 9, 0),
-    Figure("tokens/step", 12, 0),
-    Figure("steps", 7, 5),
-    Figure("gap p50", 10, 0),
-    Figure("longest", 10, 0),
-    Figure("without", 10, 0),
-    Figure("its longest", 13, 9),
-    Figure("first token", 12, 0),
-)
+def truth(results: Sequence[Result]) -> str:
+    """How far the figures can be trusted."""
+    words = ""
+    if results and results[-1].quiet_longest > NOISY * results[-1].quiet_gap:
+        longest = span(results[-1].quiet_longest)
+        words = f"Noisy: a gap was {longest} without the long prompt, too. L sends another, and the calmest counts. "
+    elif results:
+        words = "Another program may cause a longest gap: compare the medians. "
+    if results and all(result.steps_between == 1 for result in results):
+        words += "Each gap is one step: no chat skipped one, but a step with a chunk takes longer. "
+    return f"{words}Leaving this page restores the budget."
 
 
 def scope_of(
@@ -443,55 +498,9 @@ def scope_of(
     return columns, zoom, (reads[0] - start) // zoom
 
 
-def draw(state: State, on: Canvas) -> None:
-    """Draw a trace for each chat, a line for each long prompt, and what the budget trades."""
-    found = state.records.get(NAME, LongPrompt())
-    is_on = runs(state.view, found)
-    keys = "L another  [ ] budget  Esc ends it" if is_on else "L sends one  Esc back"
-    on.title("Long prompt: gaps between tokens", keys)
-    on.pen().put(f" {shorten(doing(state, found, is_on), on.width - 2)}")
-    results = found.results
-    below = Canvas(on.p, on.width, on.height)
-    below.say(sentence(results) if results else "", bold=True)
-    below.say(company(results[-1]) if results else "")
-    below.say(truth(results), on.muted)
-    room = on.lines_left - len(below.lines) - 1
-    rows = min(len(results), max(2, room - len(state.view.engine.slots) - 1))
-    draw_traces(state, on, room - rows, found)
-    draw_results(on, results[-rows:] if rows else ())
-    on.lines += below.lines
-
-
-def doing(state: State, found: LongPrompt, is_on: bool) -> str:
-    """What happens now, and the budget."""
-    limits = state.view.engine.limits
-    own = state.view.made_with
-    words = "over, the budget is restored" if found.results else "no long prompt has been read yet"
-    if is_on:
-        words = found.so_far
-    if state.view.paused:
-        words = "paused: space goes on"
-    words += f"; budget {limits.budget:,}, a chunk of {limits.chunk:,}"
-    words += f" (made with {own.budget:,})" if limits != own else ""
-    return f"{words}; {others_of(state.view)}" if state.view.others else words
-
-
-def truth(results: Sequence[Result]) -> str:
-    """How far the figures can be trusted."""
-    words = ""
-    if results and results[-1].quiet_longest > NOISY * results[-1].quiet_gap:
-        longest = span(results[-1].quiet_longest)
-        words = f"Noisy: a gap was {longest} without the long prompt, too. L sends another, and the calmest counts. "
-    elif results:
-        words = "Another program may cause a longest gap: compare the medians. "
-    if results and all(result.steps_between == 1 for result in results):
-        words += "Each gap is one step: no chat skipped one, but a step with a chunk takes longer. "
-    return f"{words}Leaving this page restores the budget."
-
-
-def draw_traces(state: State, on: Canvas, height: int, found: LongPrompt) -> None:
+def draw_traces(state: State, on: Canvas, height: int, record: LongPromptRecord) -> None:
     """Draw a trace for each slot on one scale, with an axis below."""
-    long = found.newest
+    long = record.newest
     cells = on.width - LEFT - RIGHT
     columns, zoom, before = scope_of(state, long, cells)
     lanes: dict[int, dict[int, Gap]] = defaultdict(dict)  # by slot and cell: the longest gap
@@ -506,7 +515,7 @@ def draw_traces(state: State, on: Canvas, height: int, found: LongPrompt) -> Non
     owners = {slot: [column.cells[slot].request for column in reversed(columns)] for slot in slots}
     read = {
         request: {i // zoom for i, column in enumerate(columns) if read_of(column.view, request)}
-        for request in (long, found.short)
+        for request in (long, record.short)
     }
     flat = [slot for slot in slots if not lanes[slot] or long in owners[slot]]
     tall = max(1, min(TALLEST, (height - 1 - len(flat)) // max(1, len(slots) - len(flat))))
@@ -514,8 +523,8 @@ def draw_traces(state: State, on: Canvas, height: int, found: LongPrompt) -> Non
     for slot in slots:
         if before is not None and long in owners[slot]:
             draw_chunks(on, slot, long, read[long], cells, NAME)
-        elif read[found.short] and found.short in owners[slot]:
-            draw_chunks(on, slot, found.short, read[found.short], cells, "short")
+        elif read[record.short] and record.short in owners[slot]:
+            draw_chunks(on, slot, record.short, read[record.short], cells, "short")
         else:
             chat = next(filter(None, owners[slot]), None)
             trace = [lanes[slot].get(x) for x in range(cells)]
@@ -596,23 +605,6 @@ def draw_results(on: Canvas, results: Sequence[Result]) -> None:
             "first token": span(result.ttft),
         }
         on.row(shown, texts, bold=result is results[-1])
-
-
-# --- the command --------------------------------------------------------------------------------
-
-
-as_budget = partial(read_whole, "budget", least=1, most=2**31)
-
-
-def obey(session: Session, rest: str) -> None:
-    """Submit a prompt as long as a slot among chats; with numbers, one for each of these
-    budgets."""
-    state = session.state
-    budgets = [as_budget(word) for word in rest.split()]
-    for budget in budgets if state.view.engine else ():  # otherwise the client refuses
-        state.view.made_with.with_budget(budget)
-    before = state.records.get(NAME, LongPrompt())
-    session.run_experiment("long prompt", LongPrompts(before, session.stays, budgets or [None]))
 
 
 PAGE = Page(

@@ -1,4 +1,5 @@
-"""A workload under a policy, measured or replayed, on a clock without interruptions.
+"""A workload under a policy, measured or replayed, on a clock without interruptions (for race.py and
+request_latency.py).
 
 Other programs interrupt steps, so measured seconds of one race differ by factors of 1.0 to 3.9. A
 run is therefore as long as the undisturbed times of its steps (`screen/step_prices.py`); the rest
@@ -11,13 +12,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.snapshot import Limits, RequestView, StepView, percentile
-from experiments.simulator import Guest, Ran, Replay, drafts_in
+from experiments.simulator import Guest, Replay, drafts_in
 from policies import POLICIES
 from sched import Plan, Request
 from screen.draw.style import number, span
+from screen.state import State
+from screen.state import prices as prices_in
 from screen.step_prices import Prices, on_clock
 from screen.timeline_columns import Cell, Column, column, last_in, merge, said_in, useful_of
 
@@ -59,7 +63,8 @@ class Run(NamedTuple):
         return span(self.took) + words
 
 
-class Contest(NamedTuple):
+@dataclass(frozen=True)
+class Contest:
     """Two runs of one workload to compare."""
 
     title: str
@@ -106,6 +111,13 @@ def renumbered(columns: Iterable[Column], numbers: dict[int, int]) -> list[Colum
     ]
 
 
+def terms_of(state: State, columns: Sequence[Column]) -> tuple[Limits, Prices]:
+    """The limits of these steps and the prices then, for a replay. ValueError if the budget changed
+    in between."""
+    first, last = columns[0].step, columns[-1].step
+    return state.limits_of(first, last), prices_in(state, step=first)
+
+
 def replay(
     limits: Limits,
     requests: Sequence[RequestView],
@@ -126,8 +138,13 @@ def simulated(
     limits: Limits, guests: Sequence[Guest], policy: str, prices: Prices, **options: Any
 ) -> Iterator[Column]:
     """The steps of a replay on the clock of the prices. Options are those of `Replay`."""
+
+    def seconds(plan: Plan) -> float:
+        return prices.of(len(plan.decodes), len(plan.chunks))
+
     before = None
-    for plan, _, ended, ghosts, drafted in replayed(limits, guests, policy, prices, **options):
+    replay = Replay.under(limits._asdict(), POLICIES[policy], guests, seconds, **options)
+    for plan, _, ended, ghosts, drafted in replay:
         view = StepView.of(
             plan,
             ghosts=ghosts,
@@ -142,17 +159,6 @@ def simulated(
         )
         before = column(view, limits.slots, before)
         yield before
-
-
-def replayed(
-    limits: Limits, guests: Sequence[Guest], policy: str, prices: Prices, **options: Any
-) -> Iterable[Ran]:
-    """The steps of a replay, on the clock of these costs. The options are those of `Replay`."""
-
-    def seconds(plan: Plan) -> float:
-        return prices.of(len(plan.decodes), len(plan.chunks))
-
-    return Replay.under(limits._asdict(), POLICIES[policy], guests, seconds, **options)
 
 
 def drafts_by_request(steps: Iterable[StepView]) -> dict[int, list[tuple[int, int]]]:

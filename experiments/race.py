@@ -1,16 +1,18 @@
-"""Two policies on one time scale, measured (a race) or simulated (a comparison)."""
+"""Which of two policies serves the same requests sooner?
+
+A race measures it: one leg after the other, each from an idle engine, both shown on one clock. A comparison
+simulates it: the last busy period is replayed through the scheduler under its own policy and another.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from base.validation import read_whole
-from experiments.experiment import Experiment
+from experiments.experiment import WAITS, Experiment, disturbed, read_count
 from experiments.policy_runs import (
     FIGURES,
     Contest,
@@ -20,6 +22,7 @@ from experiments.policy_runs import (
     measured,
     renumbered,
     replay,
+    terms_of,
     until,
 )
 from policies import POLICIES, policy_of
@@ -29,7 +32,7 @@ from screen.draw.slots import aligned, fit_slots
 from screen.draw.style import clean, count, span, wrap
 from screen.draw.timeline import draw_cells
 from screen.engine_view import ExperimentRecord, Part, View
-from screen.page import Key, Page
+from screen.page import NOTHING_RAN, Key, Page
 from screen.state import State, prices
 from screen.step_prices import LEAST, on_clock
 from screen.workload import Ask
@@ -37,22 +40,123 @@ from screen.workload import Ask
 if TYPE_CHECKING:
     from screen.commands import Session
 
+# --- question -------------------------------------------------------------------------------------
+
 RIVALS = tuple(POLICIES)[1::-1]  # in order: static, continuous
-FILM = (4.0, 10.0)  # seconds that the animation of both legs takes, at least and at most
-WIDE = (22, 7, 11, 11, 11, 12, 8)  # a run's name, then the figures
-NARROW = (12, 7, 11, 11, 0, 12, 0)
-TALLEST = 3  # lines of a slot
-RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
-NEXT = "runs next"
-RACE_WAITS = "The race begins when everything that runs now has ended."
-RACE_BEGINS = "The race begins."
-NO_RACE = Contest("Race", [], "No race has been run: r runs one.")
-NOTHING = Contest("Compare", [], "Nothing has run yet. b fires a burst.")
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+class Race(Experiment):
+    """Wait until the engine is idle, then run the same requests under each policy."""
+
+    what = "race"
+    fixes: ClassVar = {
+        "budget": "a race is running; its legs have one budget",
+        "policy": "a race is running; it sets the policies itself",
+    }
+
+    def __init__(self, asks: Sequence[Ask], policies: Sequence[str]):
+        super().__init__(RaceRecord((), tuple(policies)))
+        self._asks = asks
+
+    def run(self) -> Iterator[RaceRecord]:
+        engine = self.engine
+        own = self.client.next_policy
+        try:
+            yield from self.until_idle()
+            for policy in self.record.to_race:
+                # Idle, so this happens at once; slots forget what they remembered
+                engine.drain(policy)
+                first = engine.sched.steps + 1
+                handles = [*map(self.client.submit, self._asks)]
+                leg = Part(policy, first, None, tuple(handle.id for handle in handles))
+                before = self.record.legs
+                self.update(legs=(*before, leg), to_race=self.record.to_race[1:])
+                yield from self.until_idle()
+                self.update(legs=(*before, leg._replace(last_step=engine.sched.steps)))
+            yield self.record
+        finally:
+            engine.drain(own)
+
+
+def obey_race(session: Session, rest: str) -> None:
+    """Race a burst of this size under the named policies: /race 12 static serial. /race last shows
+    the last race."""
+    state = session.state
+    if rest == "last":
+        if not shown_in(state).last.runs:
+            raise ValueError("no race has been run yet; r runs one")
+        show_again(state)
+        return
+    session.check_alone(Race.what)
+    words = rest.split()
+    policies = [policy_of(word).name for word in words if not word[:1].isdigit()] or RIVALS
+    size = next((word for word in words if word[:1].isdigit()), str(state.settings.burst))
+    asks = session.asks(read_count("race")(size))
+    # The same seeds in each leg, so that all legs sample alike
+    seed = state.settings.seed or 0
+    # Tokenize here and not in the thread that steps, because a chat template may take long
+    asks = [session.client.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
+    shown_in(state).film = None
+    session.run_experiment(Race(asks, policies))
+
+
+def compare(state: State, rival: str = "") -> Contest:
+    """Replay the last busy period under its own policy and under another.
+
+    Both are simulated, because a measured run and a simulated one differ by the simulation's errors
+    as well. If there is nothing to compare, a ValueError says why.
+    """
+    columns = state.history[state.woke :]
+    if not columns:
+        raise ValueError("nothing has run yet; b fires a burst")
+    seen = {cell.request for column in columns for cell in column.cells} - {None}
+    known = [state.requests[id] for id in sorted(seen & state.requests.keys())]
+    requests = [request for request in known if request.metrics.output_tokens]
+    if len(requests) < 2:
+        raise ValueError("one request alone takes as long under every policy; b fires a burst")
+    limits, costs = terms_of(state, columns)
+    # More than one if the user changed the policy
+    policies = Counter(column.view.policy for column in columns)
+    ran = policies.most_common(1)[0][0]
+    rival = rival or next(policy for policy in POLICIES if policy != ran)
+    _, moment = on_clock(columns, costs)
+    steps = [column.view for column in columns]
+    runs = [replay(limits, requests, policy, moment, costs, steps) for policy in (ran, rival)]
+    real = measured(", then ".join(policies), columns, requests, costs)
+    paid = (
+        (costs.of(1, 0), "with one row"),
+        (costs.row, "more for each row"),
+        (costs.chunk, "for a chunk"),
+    )
+    said = (
+        f"{span(s)} {what}" if s > LEAST else f"too noisy to say how much {what}"
+        for s, what in paid
+    )
+    note = (
+        f"Simulated on the times of undisturbed steps: {', '.join(said)}. What really ran ({real.policy}) took "
+        f"{real.figures[0]} steps, {span(real.makespan)} on that clock; on the engine's clock {real.on_the_engines}."
+    )
+    left = state.view.engine.submitted - state.view.engine.finished
+    if left:
+        run = sum(r.reason is None for r in requests)
+        mute = f"; {left - run:,} more have no token yet" if left > run else ""
+        note = f"Not over: {run:,} of them still run, and count as far as they are{mute}. {note}"
+    return Contest(f"Compare: {ran} and {rival}, {count(len(requests), 'request')}", runs, note)
+
+
+def obey_compare(session: Session, rest: str) -> None:
+    rival = policy_of(rest).name if rest else ""
+    session.state.kept["compare"] = compare(session.state, rival)
+
+
+# --- record ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Race(ExperimentRecord):
-    """What was measured so far."""
+class RaceRecord(ExperimentRecord):
+    """The same requests under one policy after the other."""
 
     name = "race"
     doing = "⚑ racing"
@@ -65,21 +169,76 @@ class Race(ExperimentRecord):
         return self.legs
 
 
+def is_racing(view: View) -> bool:
+    return isinstance(view.experiment, RaceRecord)
+
+
 def legs_in(view: View) -> tuple[Part, ...]:
     """The legs of the running race, or of the last experiment if that was one."""
-    return view.record.legs if isinstance(view.record, Race) else ()
+    return view.record.legs if isinstance(view.record, RaceRecord) else ()
 
 
-def is_racing(view: View) -> bool:
-    return isinstance(view.experiment, Race)
+def race_in(state: State) -> Contest:
+    """The race so far, measured. Requests are numbered from 1 in each leg, to be compared."""
+    runs: list[Run] = []
+    racing = is_racing(state.view)
+    legs = legs_in(state.view)
+    costs = prices(state)
+    for leg in legs:
+        numbers = {id: number for number, id in enumerate(leg.requests, 1)}
+        columns = renumbered(state.between(leg.first_step, leg.stop), numbers)
+        known = {n: state.requests[id] for id, n in numbers.items() if id in state.requests}
+        how = "measured" if leg.last_step else "running …" if racing else "cut short"
+        run = measured(leg.policy, columns, [*known.values()], costs, how)
+        runs.append(run._replace(requests=known))
+    if racing:
+        runs += [Run(policy, NEXT, [], []) for policy in state.view.record.to_race]
+    title = f"Race: {' and '.join(run.policy for run in runs)}"
+    if not legs:
+        return Contest(title, [], f"{disturbed(state.view, WAITS)}.")
+    title = f"{title}, {count(len(legs[0].requests), 'request')}"
+    if racing:
+        return Contest(title, runs, f"{disturbed(state.view, RACE_RUNS)}.")
+    took = "; ".join(f"{run.policy} {run.on_the_engines}" for run in runs)
+    note = f"Each step counts as long as steps of its kind take undisturbed. On the engine's clock: {took}."
+    return Contest(title, runs, note)
+
+
+def verdict(runs: Sequence[Run]) -> str:
+    """One sentence about two runs that have ended."""
+    if len(runs) < 2 or any(
+        run.how in ("running …", "cut short") or not run.makespan for run in runs
+    ):
+        return ""
+    slow, fast = sorted(runs, key=lambda run: -run.makespan)
+    if slow.makespan < 1.01 * fast.makespan and len(fast.ttfts) <= len(fast.columns[0].cells):
+        alike = f"{fast.policy} and {slow.policy} take {span(fast.makespan)} each"
+        return f"{alike}: there are no more requests than slots, so none ever waits for one."
+    steps = f"{len(fast.columns):,} steps instead of {len(slow.columns):,}"
+    times = f"{span(fast.makespan)} instead of {span(slow.makespan)}: {slow.makespan / fast.makespan:.2f} times as fast"
+    words = f"{fast.policy} takes {steps}, {times} as {slow.policy}"
+    if slow.ttft_mean and fast.ttft_mean:
+        words += f"; the first token comes after {span(fast.ttft_mean)} instead of {span(slow.ttft_mean)} on average"
+    return words + "."
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+FILM = (4.0, 10.0)  # seconds that the animation of both legs takes, at least and at most
+WIDE = (22, 7, 11, 11, 11, 12, 8)  # a run's name, then the figures
+NARROW = (12, 7, 11, 11, 0, 12, 0)
+TALLEST = 3  # lines of a slot
+RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
+NEXT = "runs next"
+NO_RACE = Contest("Race", [], "No race has been run: r runs one.")
+NO_COMPARISON = Contest("Compare", [], NOTHING_RAN)
 
 
 @dataclass
 class Shown:
-    """What the race's page shows."""
+    """What the page of the race shows."""
 
-    contest: Contest = NO_RACE  # a requested race, or one that ended
-    last: Contest | None = None  # the last race that ended
+    last: Contest = NO_RACE  # the last race that ended
     # how far both legs are animated, in seconds of the clock; None: to the end
     film: float | None = None
     began: float | None = None  # when the animation began
@@ -91,15 +250,15 @@ def shown_in(state: State) -> Shown:
 
 def draw(state: State, on: Canvas) -> None:
     shown = shown_in(state)
-    if is_racing(state.view) and legs_in(state.view):
+    if is_racing(state.view):
         draw_contest(state, on, race_in(state))
     else:
         film = shown.film if on.has_keys else None  # a log has the result
-        draw_contest(state, on, shown.contest, film)
+        draw_contest(state, on, shown.last, film)
 
 
 def draw_comparison(state: State, on: Canvas) -> None:
-    draw_contest(state, on, state.kept.get("compare", NOTHING))
+    draw_contest(state, on, state.kept.get("compare", NO_COMPARISON))
 
 
 def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None = None) -> None:
@@ -111,7 +270,7 @@ def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None 
         runs = [until(run, film) for run in contest.runs]
         seconds = f"{film:.2f} of {longest:.2f} s"
         note = f"Both legs on one clock: {seconds}. End leads to the result."
-        contest = contest._replace(runs=runs, note=note)
+        contest = replace(contest, runs=runs, note=note)
     below = Canvas(on.p, on.width, on.height)
     below.say(result, bold=True)
     below.say(contest.note, on.muted)
@@ -175,197 +334,24 @@ def draw_answers(state: State, on: Canvas, runs: Sequence[Run]) -> None:
                     pen.to(i * wide + 8).put(line)
 
 
-# --- comparing policies -------------------------------------------------------------------------
-
-
-def compare(state: State, rival: str = "") -> Contest:
-    """Replay the last busy period under its own policy and under another.
-
-    Both are simulated, because a measured run and a simulated one differ by the simulation's errors
-    as well. If there is nothing to compare, a ValueError says why.
-    """
-    columns = state.history[state.woke :]
-    if not columns:
-        raise ValueError("nothing has run yet; b fires a burst")
-    seen = {cell.request for column in columns for cell in column.cells} - {None}
-    known = [state.requests[id] for id in sorted(seen & state.requests.keys())]
-    requests = [request for request in known if request.metrics.output_tokens]
-    if len(requests) < 2:
-        raise ValueError("one request alone takes as long under every policy; b fires a burst")
-    limits = state.limits_of(columns[0].step, columns[-1].step)
-    # More than one if the user changed the policy
-    policies = Counter(column.view.policy for column in columns)
-    ran = policies.most_common(1)[0][0]
-    costs = prices(state, step=columns[0].step)
-    rival = rival or next(policy for policy in POLICIES if policy != ran)
-    _, moment = on_clock(columns, costs)
-    steps = [column.view for column in columns]
-    runs = [replay(limits, requests, policy, moment, costs, steps) for policy in (ran, rival)]
-    real = measured(", then ".join(policies), columns, requests, costs)
-    paid = (
-        (costs.of(1, 0), "with one row"),
-        (costs.row, "more for each row"),
-        (costs.chunk, "for a chunk"),
-    )
-    said = (
-        f"{span(s)} {what}" if s > LEAST else f"too noisy to say how much {what}"
-        for s, what in paid
-    )
-    note = (
-        f"Simulated on the times of undisturbed steps: {', '.join(said)}. What really ran ({real.policy}) took "
-        f"{real.figures[0]} steps, {span(real.makespan)} on that clock; on the engine's clock {real.on_the_engines}."
-    )
-    left = state.view.engine.submitted - state.view.engine.finished
-    if left:
-        run = sum(r.reason is None for r in requests)
-        mute = f"; {left - run:,} more have no token yet" if left > run else ""
-        note = f"Not over: {run:,} of them still run, and count as far as they are{mute}. {note}"
-    return Contest(f"Compare: {ran} and {rival}, {count(len(requests), 'request')}", runs, note)
-
-
-def race_in(state: State) -> Contest:
-    """The race so far, measured. Requests are numbered from 1 in each leg, to be compared."""
-    runs = []
-    racing = is_racing(state.view)
-    legs = legs_in(state.view)
-    costs = prices(state)
-    for leg in legs:
-        numbers = {id: number for number, id in enumerate(leg.requests, 1)}
-        columns = renumbered(state.between(leg.first_step, leg.stop), numbers)
-        known = {n: state.requests[id] for id, n in numbers.items() if id in state.requests}
-        how = "measured" if leg.last_step else "running …" if racing else "cut short"
-        run = measured(leg.policy, columns, [*known.values()], costs, how)
-        runs.append(run._replace(requests=known))
-    if racing:
-        runs += [Run(policy, NEXT, [], []) for policy in state.view.record.to_race]
-    size = count(len(legs[0].requests), "request")
-    title = f"Race: {' and '.join(run.policy for run in runs)}, {size}"
-    if state.view.paused:
-        return Contest(title, runs, "Paused: space goes on.")
-    if racing:
-        return Contest(title, runs, RACE_RUNS)
-    took = "; ".join(f"{run.policy} {run.on_the_engines}" for run in runs)
-    note = f"Each step counts as long as steps of its kind take undisturbed. On the engine's clock: {took}."
-    return Contest(title, runs, note)
-
-
-def asked(state: State, policies: Sequence[str]) -> Contest:
-    """A race that was asked for and has no step yet."""
-    view = state.view
-    note = RACE_WAITS if view.works else RACE_BEGINS
-    if view.experimenting and not is_racing(view):
-        note = "No race while another experiment runs: X ends that."
-    return Contest(f"Race: {' and '.join(policies)}", [], note)
-
-
-def verdict(runs: Sequence[Run]) -> str:
-    """One sentence about two runs that have ended."""
-    if len(runs) < 2 or any(
-        run.how in ("running …", "cut short") or not run.makespan for run in runs
-    ):
-        return ""
-    slow, fast = sorted(runs, key=lambda run: -run.makespan)
-    if slow.makespan < 1.01 * fast.makespan and len(fast.ttfts) <= len(fast.columns[0].cells):
-        alike = f"{fast.policy} and {slow.policy} take {span(fast.makespan)} each"
-        return f"{alike}: there are no more requests than slots, so none ever waits for one."
-    steps = f"{len(fast.columns):,} steps instead of {len(slow.columns):,}"
-    times = f"{span(fast.makespan)} instead of {span(slow.makespan)}: {slow.makespan / fast.makespan:.2f} times as fast"
-    words = f"{fast.policy} takes {steps}, {times} as {slow.policy}"
-    if slow.ttft_mean and fast.ttft_mean:
-        words += f"; the first token comes after {span(fast.ttft_mean)} instead of {span(slow.ttft_mean)} on average"
-    return words + "."
-
-
-# --- the commands -------------------------------------------------------------------------------
-
-
-how_many = partial(read_whole, "race", least=1, most=1000)
-
-
-class Racing(Experiment):
-    """Wait until the engine is idle, then run the same requests under each policy."""
-
-    fixes: ClassVar = {
-        "budget": "a race is running; its legs have one budget",
-        "policy": "a race is running; it sets the policies itself",
-    }
-
-    def __init__(self, asks: Sequence[Ask], policies: Sequence[str]):
-        super().__init__(Race((), tuple(policies)))
-        self._asks = asks
-
-    def run(self) -> Iterator[Race]:
-        engine = self.engine
-        own = self.client.next_policy
-        try:
-            yield from self.until_idle()
-            for policy in self.record.to_race:
-                # Idle, so this happens at once; slots forget what they remembered
-                engine.drain(policy)
-                first = engine.sched.steps + 1
-                handles = [*map(self.client.submit, self._asks)]
-                leg = Part(policy, first, None, tuple(handle.id for handle in handles))
-                before = self.record.legs
-                self.update(legs=(*before, leg), to_race=self.record.to_race[1:])
-                yield from self.until_idle()
-                self.update(legs=(*before, leg._replace(last_step=engine.sched.steps)))
-            yield self.record
-        finally:
-            engine.drain(own)
-
-
-def obey_race(session: Session, rest: str) -> None:
-    """Race a burst of this size under the named policies: /race 12 static serial. /race last shows
-    the last race."""
-    state = session.state
-    if rest == "last":
-        if not shown_in(state).last:
-            raise ValueError("no race has been run yet; r runs one")
-        show_again(state)
-        return
-    session.check_alone("race")
-    words = rest.split()
-    policies = [policy_of(word).name for word in words if not word[:1].isdigit()] or RIVALS
-    size = next((word for word in words if word[:1].isdigit()), str(state.settings.burst))
-    asks = session.asks(how_many(size))
-    # The same seeds in each leg, so that all legs sample alike
-    seed = state.settings.seed or 0
-    # Tokenize here and not in the thread that steps, because a chat template may take long
-    asks = [session.client.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
-    shown = shown_in(state)
-    shown.contest = asked(state, policies)
-    shown.film = None
-    session.run_experiment("race", Racing(asks, policies))
-
-
-def obey_compare(session: Session, rest: str) -> None:
-    rival = policy_of(rest).name if rest else ""
-    session.state.kept["compare"] = compare(session.state, rival)
-
-
 def show_again(state: State) -> None:
     """Show the last race, animated if there are two legs."""
     shown = shown_in(state)
-    shown.contest = shown.last
     shown.film = 0.0 if verdict(shown.last.runs) else None
     shown.began = None
 
 
-def take(state: State, before: View) -> None:
-    """Note that a race has ended. It is shown again, both legs at once."""
-    shown = shown_in(state)
+def show_result(state: State, before: View) -> None:
+    """Show a race that has ended, both legs at once."""
     view = state.view
     if is_racing(view):
         return
     if legs_in(view) and (is_racing(before) or view.record is not before.record):
-        shown.last = race_in(state)
+        shown_in(state).last = race_in(state)
         show_again(state)
-    elif not shown.contest.runs and view.handled != before.handled and not view.experimenting:
-        shown.contest = shown.contest._replace(note=NO_RACE.note)
 
 
-def look(session: Session) -> bool:
-    """Advance the animation."""
+def advance_film(session: Session) -> bool:
     shown = shown_in(session.state)
     if shown.film is None:
         return False
@@ -392,10 +378,10 @@ RACE = Page(
     obey=obey_race,
     example="12 static serial",
     words=(*POLICIES, "last"),
-    read=how_many,
+    read=read_count("race"),
     own={"end": to_the_end},
-    take=take,
-    look=look,
+    on_view=show_result,
+    poll=advance_film,
     leave=lambda session: to_the_end(session.state),
     repeats=True,
     disturbs=True,

@@ -1,10 +1,15 @@
-"""The latency of a request as a waterfall, and the same request replayed under each policy."""
+"""Why did a request wait, and how would it have gone under another policy?
+
+Its latency is a waterfall of parts, and the same request is replayed under each policy
+(`latency_breakdown.py`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from base.validation import read_real, read_whole
@@ -21,17 +26,94 @@ from experiments.latency_breakdown import (
     ranked,
     steps_of,
 )
+from experiments.policy_runs import terms_of
 from screen.draw.canvas import Canvas
 from screen.draw.slots import aligned
 from screen.draw.style import Palette, listed, shorten, span, style
-from screen.page import Page
+from screen.page import NOTHING_ENDED, Page
 from screen.pages.request_details import beside, place_of
 from screen.state import State, client_of, prices, prompt_of
 
 if TYPE_CHECKING:
     from screen.commands import Session
 
+# --- question -------------------------------------------------------------------------------------
+
 MARKS = (50, 95, 99)  # percentiles marked on the slider
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+def read_request(text: str) -> int | str:
+    """A request's number, or a percentile such as p95."""
+    if text.startswith("p"):
+        read_real("why", text[1:], 0, 100)
+        return text
+    return read_whole("why", text.removeprefix("r"), 0, 2**31)
+
+
+def obey(session: Session, rest: str) -> None:
+    """Explain the open request, a named one (/why 7), or that at a percentile of TTFT (/why
+    p95)."""
+    state = session.state
+    chosen = read_request(rest) if rest else None
+    request = state.open
+    if isinstance(chosen, str):
+        order = ranked(state.ended)
+        request = at_percent(float(chosen[1:]), order) if order else None
+    elif chosen is not None:
+        request = state.requests.get(chosen)
+    if request is None:
+        words = f"{rest} is not known here" if rest else "no request has ended yet"
+        raise ValueError(f"{words}; b fires a burst, and /why p95 looks into a slow one")
+    open_request(state, request)
+
+
+def open_request(state: State, request: RequestView) -> None:
+    """Open a request and replay its busy period."""
+    state.opened = request.id
+    requests = state.requests.values()
+    try:
+        columns = steps_of(company_of(request, requests), state.history)
+        found = outcomes(request, requests, state.history, *terms_of(state, columns))
+        record = RequestLatencyRecord(request.id, found)
+    except ValueError as error:
+        record = RequestLatencyRecord(request.id, why_not=str(error))
+    state.kept["why"] = record
+
+
+def open_beside(state: State, by: int) -> None:
+    """Open the next request by TTFT."""
+    order = ranked(state.ended)
+    if order:
+        open_request(state, beside(state.open, order, by))
+
+
+def open_mark(state: State) -> None:
+    """Open the next percentile's request; after the last, the first."""
+    order = ranked(state.ended)
+    if not order:
+        return
+    marks = [at_percent(mark, order) for mark in MARKS]
+    now = place_of(state.open, order)
+    beyond = [mark for mark in marks if now is None or place_of(mark, order) > now]
+    open_request(state, (beyond or marks)[0])
+
+
+# --- record ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RequestLatencyRecord:
+    """A request as measured, replayed alone, and replayed under each policy."""
+
+    request: int
+    outcomes: Sequence[Outcome] = ()
+    why_not: str = ""  # there are none
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
 NAMES = 16  # characters of a part's name
 FIGURES = (14, 8)  # characters of the milliseconds, and of the percent
 TABLE = (10, 10, 16)  # widths of TTFT, total and steps
@@ -47,7 +129,7 @@ def draw(state: State, on: Canvas) -> None:
     r = state.open
     if r is None:
         on.title("Why did I wait?")
-        on.say("Nothing has ended yet. b fires a burst.", on.muted)
+        on.say(NOTHING_ENDED, on.muted)
         return
     keys = "←→ tab others  Esc"
     if on.width >= 100:
@@ -163,16 +245,16 @@ def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
         (LATE, on.text, "the rest"),
     )
     on.heading("Once more, without the model", legend=legend)
-    id, found = state.kept.get("why", (None, ""))
-    if id != r.id:
-        found = "w replays it"
-    if isinstance(found, str):
-        on.pen().put(f" {shorten(found, on.width - 2)}", on.muted)
+    record = state.kept.get("why")
+    if record is None or record.request != r.id:
+        record = RequestLatencyRecord(r.id, why_not="w replays it")
+    if record.why_not:
+        on.pen().put(f" {shorten(record.why_not, on.width - 2)}", on.muted)
         return
     on.axis((NAMES, aligned(("TTFT", "total", "steps in all"), TABLE)))
     room = on.width - NAMES - sum(TABLE) - 4
-    longest = max(each.total for each in found) or 1.0
-    for each in found:
+    longest = max(each.total for each in record.outcomes) or 1.0
+    for each in record.outcomes:
         ran = each.name == r.policy
         line, reading, answering = each.steps
         figures = (span(each.ttft), span(each.total), f"{line:,}+{reading:,}+{answering:,}")
@@ -183,82 +265,19 @@ def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
         pen.put(LINE * stops[0], on.bad)
         pen.put(SOON * (stops[1] - stops[0]), style(hue, hue))
         pen.put(LATE * (stops[2] - stops[1]), hue)
-    on.say(f"{TELLS}{disturbed(state, r, found)}", on.muted)
+    on.say(f"{TELLS}{reliability(state, r, record.outcomes)}", on.muted)
 
 
-def disturbed(state: State, r: RequestView, found: Sequence[Outcome]) -> str:
+def reliability(state: State, r: RequestView, outcomes: Sequence[Outcome]) -> str:
     """How well the replays compare with the real run."""
     words = ""
-    ran = next(each for each in found if each.name == r.policy)
-    times = found[0].total / ran.total if ran.total else 1.0
+    ran = next(each for each in outcomes if each.name == r.policy)
+    times = outcomes[0].total / ran.total if ran.total else 1.0
     if times > 1.25:
         words += f" Other programs ran: it took {times:.1f} times as long as undisturbed."
     if is_noisy(prices(state)):
         words += " Too noisy to say what a chunk takes: it counts as a step of one row."
     return words
-
-
-# --- the command --------------------------------------------------------------------------------
-
-
-def which(text: str) -> int | str:
-    """A request's number, or a percentile such as p95."""
-    if text.startswith("p"):
-        read_real("why", text[1:], 0, 100)
-        return text
-    return read_whole("why", text.removeprefix("r"), 0, 2**31)
-
-
-def obey(session: Session, rest: str) -> None:
-    """Explain the open request, a named one (/why 7), or that at a percentile of TTFT (/why
-    p95)."""
-    state = session.state
-    chosen = which(rest) if rest else None
-    request = state.open
-    if isinstance(chosen, str):
-        order = ranked(state.ended)
-        request = at_percent(float(chosen[1:]), order) if order else None
-    elif chosen is not None:
-        request = state.requests.get(chosen)
-    if request is None:
-        words = f"{rest} is not known here" if rest else "no request has ended yet"
-        raise ValueError(f"{words}; b fires a burst, and /why p95 looks into a slow one")
-    look_into(state, request)
-
-
-def look_into(state: State, request: RequestView) -> None:
-    """Open a request and replay its busy period."""
-    state.opened = request.id
-    requests = state.requests.values()
-    limits = state.view.made_with
-    step = None
-    try:
-        if state.view.turns:
-            columns = steps_of(company_of(request, requests), state.history)
-            limits = state.limits_of(columns[0].step, columns[-1].step)
-            step = columns[0].step
-        found = outcomes(request, requests, state.history, limits, prices(state, step=step))
-    except ValueError as error:
-        found = str(error)
-    state.kept["why"] = (request.id, found)
-
-
-def lead(state: State, by: int) -> None:
-    """Open the next request by TTFT."""
-    order = ranked(state.ended)
-    if order:
-        look_into(state, beside(state.open, order, by))
-
-
-def to_mark(state: State) -> None:
-    """Open the next percentile's request; after the last, the first."""
-    order = ranked(state.ended)
-    if not order:
-        return
-    marks = [at_percent(mark, order) for mark in MARKS]
-    now = place_of(state.open, order)
-    beyond = [mark for mark in marks if now is None or place_of(mark, order) > now]
-    look_into(state, (beyond or marks)[0])
 
 
 PAGE = Page(
@@ -271,11 +290,11 @@ PAGE = Page(
     obey=obey,
     example="p95",
     words=[f"p{mark}" for mark in MARKS],
-    read=which,
+    read=read_request,
     own={
-        "left": lambda state: lead(state, -1),
-        "right": lambda state: lead(state, 1),
-        "tab": to_mark,
+        "left": lambda state: open_beside(state, -1),
+        "right": lambda state: open_beside(state, 1),
+        "tab": open_mark,
     },
     has_request=True,
 )

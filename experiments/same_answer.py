@@ -1,10 +1,10 @@
-"""Batch invariance, live: one prompt alone, then hundreds of times among random neighbours.
+"""Does an answer depend on the other requests in its steps?
 
-On most engines an answer depends on the other requests in its step: a library adds up eight rows in
-another order than one, so last bits differ, and sooner or later a token does; temperature 0 does
-not help. Here neighbours of random lengths and temperatures come, go and are cancelled; half of the
-runs may use cached rows of a common prefix. Each run becomes a hash of all tokens and of all bits
-of the log probabilities, and the hashes are counted. All random choices come from one seed.
+On most engines it does: a library adds up eight rows in another order than one, so last bits differ,
+and sooner or later a token does; temperature 0 does not help. Here one prompt runs alone, and then
+hundreds of times among random neighbours that come, go and are cancelled; half of the runs may use cached
+rows of a common prefix. Each run becomes a hash of all tokens and of all bits of the log probabilities,
+and the hashes are counted. All random choices come from one seed.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from base.validation import read_whole
 from benchmarks.answer_diff import Bits, Difference, difference
 from benchmarks.random_batch import Asked, RandomBatch
 from engine.handle import Handle
-from experiments.experiment import Experiment, result, runs
+from experiments.experiment import WAITS, Experiment, draw_title, progress, read_count
 from screen.draw.canvas import Canvas
 from screen.draw.style import count, number, shorten
 from screen.engine_view import ExperimentRecord
@@ -32,20 +30,149 @@ from screen.workload import BURST, Ask
 if TYPE_CHECKING:
     from screen.commands import Session
 
+# --- question -------------------------------------------------------------------------------------
+
 RUNS = 200
 LONGEST = 24  # tokens of a run, so that 200 take seconds
 LIKELIEST = 5  # likeliest tokens compared at each position
 WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # the words of neighbours
-TALLEST = 6  # lines of the picture
-TEXT_ROWS = 3  # lines of the answer's text
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+class SameAnswer(Experiment):
+    """Run a prompt alone, then among neighbours."""
+
+    what = "same-answer experiment"
+
+    def __init__(self, ask: Ask, runs: int):
+        most = min(ask.max_tokens, LONGEST)
+        # Sampling needs the same seed for the same tokens
+        seed = ask.seed if ask.seed is not None else 0
+        self.ask = ask._replace(max_tokens=most, seed=seed, logprobs=LIKELIEST, speculate=False)
+        super().__init__(SameAnswerRecord(self.ask, runs))
+        self.dice = random.Random(0)
+        self.asked = 0  # runs
+
+    def run(self) -> Iterator[SameAnswerRecord]:
+        self._check()
+        product = self.engine.summary.rpartition("; ")[2]
+        product = product.partition(", so ")[0]  # `exact` says so, too
+        self.update(exact=self.engine.is_batch_invariant, product=product)
+        yield from self.until_idle()
+        yield from self._run_alone()
+        batch = RandomBatch(self.engine, self.dice, self._submit, self._submit_neighbour)
+        while self._left > 0:
+            batch.arrive(self._left - len(batch.open))
+            yield self.record
+            for run in batch.leave():
+                self._count(run)
+            self.update(came=batch.came, cancelled=batch.cancelled, beside=batch.beside)
+        yield self.update(stage="over")
+
+    def _check(self) -> None:
+        sched = self.engine.sched
+        if sched.slots < 2:
+            raise ValueError("one slot has no neighbours; start with --slots 2 or more")
+        if sched.policy.name == "serial":
+            raise ValueError("under serial each request runs alone; p changes the policy")
+
+    def _run_alone(self) -> Iterator[SameAnswerRecord]:
+        self.update(stage="alone")
+        handle = yield from self.run_alone(lambda: self.submit(self.ask, prefix_cache=False))
+        is_complete(handle)
+        alone = Bits.from_handle(handle)
+        tokens = handle.metrics.prompt_tokens
+        kinds = (Alike(alone, 0, None),)
+        self.update(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
+
+    @property
+    def _left(self) -> int:
+        """The number of runs that have not ended."""
+        return self.record.wanted - len(self.record.runs)
+
+    def _submit(self) -> Handle:
+        self.asked += 1
+        ask = self.ask._replace(speculate=self.asked % 2 == 0)
+        return self.submit(ask, self.dice.random() < 0.5)
+
+    def _submit_neighbour(self) -> Handle | None:
+        with suppress(ValueError):  # the prompt does not fit in a slot
+            return self.submit(self._neighbour(), self.dice.random() < 0.5)
+        return None
+
+    def _neighbour(self) -> Ask:
+        dice = self.dice
+        words = self.ask.prompt.split()
+        words = words[: dice.randint(1, len(words))] if words and dice.random() < 0.5 else []
+        words += dice.choices(WORDS, k=dice.randint(1, 40))
+        return Ask(
+            prompt=" ".join(words),
+            max_tokens=dice.randint(1, 60),
+            temperature=dice.choice((0.0, 0.5, 1.0, 1.5)),
+            seed=dice.getrandbits(31),
+        )
+
+    def _count(self, run: Asked) -> None:
+        """Count an ended run. One that a user cancelled is repeated."""
+        if not is_complete(run.handle):
+            return
+        answer = Bits.from_handle(run.handle)
+        beside = run.beside / max(1, run.steps)
+        m = run.handle.metrics
+        answered = Answered(
+            answer.digest, beside, m.cached_tokens, m.draft_tokens, m.accepted_tokens
+        )
+        self.update(runs=(*self.record.runs, answered), kinds=self._counted(answer))
+
+    def _counted(self, answer: Bits) -> list[Alike]:
+        kinds = [*self.record.kinds]
+        known = [kind.answer.digest for kind in kinds]
+        if answer.digest not in known:
+            return [*kinds, Alike(answer, 1, difference(self.record.alone, answer))]
+        i = known.index(answer.digest)
+        kinds[i] = kinds[i]._replace(count=kinds[i].count + 1)
+        return kinds
+
+
+def is_complete(handle: Handle) -> bool:
+    """Whether an answer is complete. A failure ends the experiment."""
+    if handle.error:
+        raise ValueError(f"a run failed: {handle.error}")
+    return handle.finish_reason in ("stop", "length")
+
+
+def obey(session: Session, rest: str) -> None:
+    """Run a prompt alone, then among neighbours: /same 200, or /same 50 What is 3 + 4? By default
+    the prompt of the selected slot, if a user typed it. /same last shows the last result."""
+    is_on = isinstance(session.state.view.experiment, SameAnswerRecord)
+    if rest == "last" or (is_on and not rest):
+        return
+    word, _, prompt = rest.partition(" ")
+    if not word[:1].isdigit():
+        word, prompt = str(RUNS), rest
+    many = read_count("same")(word)
+    ask = session.state.settings.ask(prompt.strip() or own_prompt(session.state))
+    session.run_experiment(SameAnswer(ask, many))
+
+
+def own_prompt(state: State) -> str:
+    """The user's last prompt in the selected slot, or the longest of the burst."""
+    owner = state.owner(state.selected)
+    ours = [prompt for prompt, _ in state.prompts]
+    is_asked = owner and isinstance(owner.origin, Ask) and not owner.origin.mute
+    if is_asked and owner.origin.prompt not in ours:
+        return owner.origin.prompt
+    return max(ours, key=len)
+
+
+# --- record ---------------------------------------------------------------------------------------
+
 BEFORE = {  # by stage: words before the first run has ended
-    "waits": "It begins when all running requests have ended.",
+    "waits": WAITS,
     "alone": "The prompt runs alone.",
     "runs": "Neighbours arrive.",
 }
-
-
-# --- findings -----------------------------------------------------------------------------------
 
 
 class Answered(NamedTuple):
@@ -67,15 +194,15 @@ class Alike(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SameAnswer(ExperimentRecord):
-    """What was measured so far."""
+class SameAnswerRecord(ExperimentRecord):
+    """The answers of the run alone and of the runs among neighbours."""
 
     name = "same"
     ask: Ask
     wanted: int  # runs
     exact: bool = False  # batch-invariant
     product: str = ""  # the engine's matrix product
-    stage: str = "waits"  # "waits" | "alone" | "runs" | "over"
+    # stage: "waits" | "alone" | "runs" | "over"
     alone: Bits | None = None
     prompt_tokens: int = 0
     runs: tuple[Answered, ...] = ()
@@ -145,168 +272,66 @@ class SameAnswer(ExperimentRecord):
         return f"{computed}, {len(taken):,} took over some from a slot ({of} on average)"
 
 
-# --- the experiment -------------------------------------------------------------------------------
-
-
-class SameAnswerExperiment(Experiment):
-    """Run a prompt alone, then among neighbours."""
-
-    def __init__(self, ask: Ask, runs: int):
-        most = min(ask.max_tokens, LONGEST)
-        # Sampling needs the same seed for the same tokens
-        seed = ask.seed if ask.seed is not None else 0
-        self.ask = ask._replace(
-            max_tokens=most, seed=seed, logprobs=LIKELIEST, mute=True, speculate=False
-        )
-        super().__init__(SameAnswer(self.ask, runs))
-        self.dice = random.Random(0)
-        self.asked = 0  # runs
-
-    def run(self) -> Iterator[SameAnswer]:
-        self._check()
-        product = self.engine.summary.rpartition("; ")[2]
-        product = product.partition(", so ")[0]  # `exact` says so, too
-        self.update(exact=self.engine.is_batch_invariant, product=product)
-        yield from self.until_idle()
-        yield from self._run_alone()
-        batch = RandomBatch(self.engine, self.dice, self._ask, self._meet)
-        while self._left > 0:
-            batch.arrive(self._left - len(batch.open))
-            yield self.record
-            for run in batch.leave():
-                self._count(run)
-            self.update(came=batch.came, cancelled=batch.cancelled, beside=batch.beside)
-        yield self.update(stage="over")
-
-    def _check(self) -> None:
-        sched = self.engine.sched
-        if sched.slots < 2:
-            raise ValueError("one slot has no neighbours; start with --slots 2 or more")
-        if sched.policy.name == "serial":
-            raise ValueError("under serial each request runs alone; p changes the policy")
-
-    def _run_alone(self) -> Iterator[SameAnswer]:
-        self.update(stage="alone")
-        handle = yield from self.alone(lambda: self.client.submit(self.ask, prefix_cache=False))
-        check(handle)
-        alone = Bits.from_handle(handle)
-        tokens = handle.metrics.prompt_tokens
-        kinds = (Alike(alone, 0, None),)
-        self.update(stage="runs", alone=alone, kinds=kinds, prompt_tokens=tokens)
-
-    @property
-    def _left(self) -> int:
-        """The number of runs that have not ended."""
-        return self.record.wanted - len(self.record.runs)
-
-    def _ask(self) -> Handle:
-        self.asked += 1
-        ask = self.ask._replace(speculate=self.asked % 2 == 0)
-        return self.client.submit(ask, self.dice.random() < 0.5)
-
-    def _meet(self) -> Handle | None:
-        with suppress(ValueError):  # the prompt does not fit in a slot
-            return self.client.submit(self._neighbour(), self.dice.random() < 0.5)
-        return None
-
-    def _neighbour(self) -> Ask:
-        dice = self.dice
-        words = self.ask.prompt.split()
-        words = words[: dice.randint(1, len(words))] if words and dice.random() < 0.5 else []
-        words += dice.choices(WORDS, k=dice.randint(1, 40))
-        return Ask(
-            prompt=" ".join(words),
-            max_tokens=dice.randint(1, 60),
-            temperature=dice.choice((0.0, 0.5, 1.0, 1.5)),
-            seed=dice.getrandbits(31),
-            mute=True,
-        )
-
-    def _count(self, run: Asked) -> None:
-        """Count an ended run. One that a user cancelled is repeated."""
-        if not check(run.handle):
-            return
-        answer = Bits.from_handle(run.handle)
-        beside = run.beside / max(1, run.steps)
-        m = run.handle.metrics
-        answered = Answered(
-            answer.digest, beside, m.cached_tokens, m.draft_tokens, m.accepted_tokens
-        )
-        self.update(runs=(*self.record.runs, answered), kinds=self._counted(answer))
-
-    def _counted(self, answer: Bits) -> list[Alike]:
-        kinds = [*self.record.kinds]
-        known = [kind.answer.digest for kind in kinds]
-        if answer.digest not in known:
-            return [*kinds, Alike(answer, 1, difference(self.record.alone, answer))]
-        i = known.index(answer.digest)
-        kinds[i] = kinds[i]._replace(count=kinds[i].count + 1)
-        return kinds
-
-
-def check(handle: Handle) -> bool:
-    """Whether an answer is complete. A failure ends the experiment."""
-    if handle.error:
-        raise ValueError(f"a run failed: {handle.error}")
-    return handle.finish_reason in ("stop", "length")
-
-
-def unlike(found: SameAnswer) -> list[Alike]:
+def unlike(found: SameAnswerRecord) -> list[Alike]:
     """Different answers: those with other tokens first, then by frequency."""
     kinds = [kind for kind in found.kinds if kind.difference]
     return sorted(kinds, key=lambda kind: (kind.difference.parted is None, -kind.count))
 
 
-# --- the page -----------------------------------------------------------------------------------
+# --- drawing --------------------------------------------------------------------------------------
+
+TALLEST = 6  # lines of the picture
+TEXT_ROWS = 3  # lines of the answer's text
 
 
 def draw(state: State, on: Canvas) -> None:
     """Draw the number of answers, the neighbours, and the differences."""
-    found = state.records.get("same")
-    note = "X ends it  Esc back" if state.view.experimenting else "a runs it anew  Esc back"
-    on.title("The same answer among neighbours", note)
-    if found is None:
+    record = state.records.get("same")
+    draw_title(state, on, "The same answer among neighbours", "a runs it anew")
+    if record is None:
         on.say("a runs a prompt alone, and then 200 times among random neighbours.", on.muted)
         return
-    draw_counter(state, on, found)
-    on.entry("prompt", shorten(found.ask.prompt, on.width - on.names - 2))
+    draw_counter(state, on, record)
+    on.entry("prompt", shorten(record.ask.prompt, on.width - on.names - 2))
     usual = state.view.temperature
-    temperature = usual if found.ask.temperature is None else found.ask.temperature
-    settings = f"temperature {temperature:g}, {found.ask.max_tokens} tokens at most"
-    on.entries({"settings": settings, "product": product_of(found)}, on.muted)
-    if not found.runs:
+    temperature = usual if record.ask.temperature is None else record.ask.temperature
+    settings = f"temperature {temperature:g}, {record.ask.max_tokens} tokens at most"
+    on.entries({"settings": settings, "product": product_of(record)}, on.muted)
+    if not record.runs:
         return
     on.heading("Answers: hash, runs, where it differs")
-    draw_kinds(on, found)
+    draw_kinds(on, record)
     facts = {
-        "hash of": found.covers,
-        "others": found.neighbours,
-        "rows": found.beginnings,
-        "drafts": found.drafts,
+        "hash of": record.covers,
+        "others": record.neighbours,
+        "rows": record.beginnings,
+        "drafts": record.drafts,
     }
     on.entries(facts, on.muted)
-    on.entry("text", shorten(found.alone.text, TEXT_ROWS * (on.width - on.names - 4)))
-    draw_strip(state, on, found)
+    on.entry("text", shorten(record.alone.text, TEXT_ROWS * (on.width - on.names - 4)))
+    draw_strip(state, on, record)
 
 
-def product_of(found: SameAnswer) -> str:
-    if found.exact:
-        return f"{found.product}; engine.is_batch_invariant: no bit depends on the neighbours"
-    return f"{found.product}; engine.is_batch_invariant is False: bits may depend on the neighbours"
+def product_of(record: SameAnswerRecord) -> str:
+    if record.exact:
+        return f"{record.product}; engine.is_batch_invariant: no bit depends on the neighbours"
+    return (
+        f"{record.product}; engine.is_batch_invariant is False: bits may depend on the neighbours"
+    )
 
 
-def draw_counter(state: State, on: Canvas, found: SameAnswer) -> None:
+def draw_counter(state: State, on: Canvas, record: SameAnswerRecord) -> None:
     """Draw the number of runs and of answers."""
-    words = result(state.view, found, found.stage == "over")
-    hue = on.bad if found.unlike else on.accent if found.runs else on.muted
+    words = progress(state.view, record)
+    hue = on.bad if record.unlike else on.accent if record.runs else on.muted
     on.pen().put(" " + shorten(words, on.width - 2), hue, True)
 
 
-def draw_kinds(on: Canvas, found: SameAnswer) -> None:
+def draw_kinds(on: Canvas, record: SameAnswerRecord) -> None:
     """Draw a line for each answer: hash, runs, and the difference."""
     bar = on.width // 14
-    most = max(kind.count for kind in found.kinds)
-    kinds = [found.kinds[0], *unlike(found)]
+    most = max(kind.count for kind in record.kinds)
+    kinds = [record.kinds[0], *unlike(record)]
     room = max(3, (on.height - 12) // 4)
     for i, kind in enumerate(kinds[:room]):
         pen = on.pen().put(f" {kind.answer.digest} ", bold=True).put(f"{kind.count:>6,} ")
@@ -320,55 +345,25 @@ def draw_kinds(on: Canvas, found: SameAnswer) -> None:
         on.pen().to(10).put(f"and {count(len(rest), 'answer')} more, of {runs}", on.muted)
 
 
-def draw_strip(state: State, on: Canvas, found: SameAnswer) -> None:
+def draw_strip(state: State, on: Canvas, record: SameAnswerRecord) -> None:
     """Draw a column for each run, as high as the number of others; a cross marks a different
     answer."""
     most = state.view.engine.limits.slots - 1
     left = on.names + 1
     across = on.width - left - 1
-    strips = -(-found.wanted // across)
+    strips = -(-record.wanted // across)
     tall = max(1, min(TALLEST, (on.lines_left - 1) // strips - 1))
     legend = [("█", on.text, f"{most} others"), ("✗", on.bad, "not as alone")]
     on.heading("Each run: how many ran next to it", legend=legend)
-    for first in range(0, len(found.runs), across):
-        runs = found.runs[first : first + across]
+    for first in range(0, len(record.runs), across):
+        runs = record.runs[first : first + across]
         for row in reversed(range(tall)):
             pen = on.pen().put("" if row else f" {first + 1:,}", on.muted).to(left)
             for run in runs:
                 pen.bar(run.beside / most * tall, row, on.p.fill(1))
-        marks = "".join(" ✗"[run.digest != found.alone.digest] for run in runs)
+        marks = "".join(" ✗"[run.digest != record.alone.digest] for run in runs)
         if marks.strip():
             on.pen().to(left).put(marks, on.bad)
-
-
-# --- the command --------------------------------------------------------------------------------
-
-
-how_many = partial(read_whole, "same", least=1, most=1000)
-
-
-def obey(session: Session, rest: str) -> None:
-    """Run a prompt alone, then among neighbours: /same 200, or /same 50 What is 3 + 4? By default
-    the prompt of the selected slot, if a user typed it. /same last shows the last result."""
-    is_on = runs(session.state.view, session.state.records.get("same"))
-    if rest == "last" or (is_on and not rest):
-        return
-    word, _, prompt = rest.partition(" ")
-    if not word[:1].isdigit():
-        word, prompt = str(RUNS), rest
-    many = how_many(word)
-    ask = session.state.settings.ask(prompt.strip() or own_prompt(session.state))
-    session.run_experiment("same-answer experiment", SameAnswerExperiment(ask, many))
-
-
-def own_prompt(state: State) -> str:
-    """The user's last prompt in the selected slot, or the longest of the burst."""
-    owner = state.owner(state.selected)
-    ours = [prompt for prompt, _ in state.prompts]
-    is_asked = owner and isinstance(owner.origin, Ask) and not owner.origin.mute
-    if is_asked and owner.origin.prompt not in ours:
-        return owner.origin.prompt
-    return max(ours, key=len)
 
 
 PAGE = Page(
@@ -381,7 +376,7 @@ PAGE = Page(
     obey=obey,
     example="200",
     words=("last",),
-    read=how_many,
+    read=read_count("same"),
     explains=(
         (
             "hash",

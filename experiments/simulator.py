@@ -114,7 +114,7 @@ class Replay:
     def turn(self) -> Iterator[Ran]:
         """One iteration: plan -> run -> commit."""
         sched = self.sched
-        self._look()
+        self._arrive_and_leave()
         plan = sched.plan(self.now)
         if plan:
             self._in_flight.append((plan, self.run(plan)))
@@ -169,14 +169,14 @@ class Replay:
 
     def _commit(self) -> Ran:
         plan, tokens = self._in_flight.popleft()
-        self._look()
+        self._arrive_and_leave()
         began = self.now
         self.now += self.seconds(plan)
         self.sched.prove(plan, self.finite(plan))
         done = self.sched.commit(plan, tokens, self.accept, self.now)
         return Ran(plan, began, self.now, done.ghosts, done.drafts)
 
-    def _look(self) -> None:
+    def _arrive_and_leave(self) -> None:
         """Before a step is planned or read: arrivals and cancels."""
         while self._coming and self._coming[0].request.arrived <= self.now:
             self._enter()

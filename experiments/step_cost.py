@@ -1,4 +1,4 @@
-"""The cost of a step: bytes, operations and Python, against this machine's roofline.
+"""What does a step cost, and what bounds it?
 
 A step's bytes and operations are counted (`models/forward_cost.py`) and compared with what the
 machine can do (`engine/roofline.py`):
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -37,7 +38,7 @@ from screen.draw.canvas import Canvas, Figure, fitting
 from screen.draw.charts import cost_of
 from screen.draw.style import HUES, count, listed, number, shorten, span
 from screen.engine_view import View
-from screen.page import Page
+from screen.page import NOTHING_RAN, Page
 from screen.state import State
 from screen.timeline_columns import Column
 
@@ -45,23 +46,44 @@ if TYPE_CHECKING:
     from nanobatch import Engine
     from screen.commands import Session
 
+# --- question -------------------------------------------------------------------------------------
+
 NAME = "cost"
 COUNTS = (1, 2, 4, 8, 16)  # rows of the steps side by side
 MORE_COUNTS = (*COUNTS, 32, 64, 128)  # where there is room for them
-NAMES = 13  # characters of a name
-NEARER = 1.2  # times as fast as memory: such weights are in a cache
-DISTURBED = 1.5  # times the usual duration
 MOST = 2**16  # rows of the largest batch considered
+
+# --- run ------------------------------------------------------------------------------------------
+
 ASKED = 100  # steps whose experts are kept
 
 
-# --- what is asked of the engine
+def obey(session: Session, rest: str) -> None:
+    """Show the cost of the step at the cursor. The roofline is measured the first time, and again
+    with "again"."""
+    if rest not in ("", "again"):
+        raise ValueError(f"/cost {shown(rest)}: only again may follow; it measures the roofline")
+    engine = session.state.view.engine
+    if rest or not engine or not engine.roof.reading:
+        others = session.state.view.others
+        session.client.inspect(NAME, partial(measure, others=others), off_the_clock=True)
 
 
 def measure(engine: Engine, others: float) -> None:
     from engine.roofline import measure_roofline  # it needs MLX
 
     measure_roofline(engine, others)
+
+
+def ask_for_experts(session: Session) -> bool:
+    """Ask for the experts of the newest step, once per step."""
+    engine = session.state.view.engine
+    newest = engine.planned if engine and engine.model.experts else None
+    known = experts_in(session.state)
+    if newest and session.handled and newest not in known:
+        known[newest] = None
+        session.client.inspect(NAME, chosen_experts)
+    return False  # the answer is news
 
 
 def chosen_experts(engine: Engine) -> ExpertsView:
@@ -74,7 +96,53 @@ def chosen_experts(engine: Engine) -> ExpertsView:
     return ExpertsView(engine.sched.steps, tuple(tuple(each.most_common()) for each in layers))
 
 
-# --- bytes and operations
+def keep_experts(state: State, before: View) -> None:
+    seen = state.view.inspected.get(NAME)
+    if isinstance(seen, ExpertsView):
+        known = experts_in(state)
+        known[seen.step] = seen
+        for step in [*known][:-ASKED]:
+            del known[step]
+
+
+def experts_in(state: State) -> dict[int, ExpertsView | None]:
+    """The experts by step; None: asked for, not known yet."""
+    return state.kept.setdefault(NAME, {})
+
+
+# --- record ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepCostRecord:
+    """One step: what it read and computed, and how long it took."""
+
+    step: StepView
+    model: ModelCost
+    roof: Roof
+    members: Sequence[Member]  # its sequences, the longest first
+    experts: Sequence[Mapping[int, int]]  # by layer, the tokens of each expert; empty: unknown
+
+    @property
+    def cost(self) -> StepCost:
+        work = Work.from_members(self.members, asked_of(self.step))
+        return pass_cost(self.model, work, [len(layer) for layer in self.experts])
+
+
+def record_of(state: State, column: Column) -> StepCostRecord:
+    """The experts are unknown of a step with two passes, whose second alone is known, and on a GPU,
+    where a chunk's padding counts as well."""
+    engine = state.view.engine
+    model = engine.model
+    members = parts_of(column)
+    seen = experts_in(state).get(column.step)
+    experts: Sequence[Mapping[int, int]] = ()
+    if seen is not None and len(seen.layers) == model.layers:
+        layers = [dict(layer) for layer in seen.layers]
+        tokens = sum(member.tokens for member in members)
+        inside = asked_of(column.view) if model.layers == 1 else tokens
+        experts = layers if sum(layers[0].values()) == model.taken * inside else ()
+    return StepCostRecord(column.view, model, engine.roof, members, experts)
 
 
 def parts_of(column: Column) -> list[Member]:
@@ -94,25 +162,6 @@ def asked_of(step: StepView) -> int:
     return step.tokens + len(step.ghosts) + step.draft_tokens - step.accepted_tokens
 
 
-def seen_experts(state: State, column: Column) -> Sequence[Mapping[int, int]]:
-    """By layer, the number of tokens of each expert; empty if unknown: of a step with two passes
-    only the second is known, and on a GPU a chunk's padding counts as well."""
-    found = experts_in(state).get(column.step)
-    model = state.view.engine.model
-    tokens = sum(part.tokens for part in parts_of(column))
-    if found is None or len(found.layers) != model.layers:
-        return ()
-    layers = [dict(layer) for layer in found.layers]
-    inside = asked_of(column.view) if model.layers == 1 else tokens
-    return layers if sum(layers[0].values()) == model.taken * inside else ()
-
-
-def step_bill(state: State, column: Column) -> StepCost:
-    model = state.view.engine.model
-    experts = [len(layer) for layer in seen_experts(state, column)]
-    return pass_cost(model, Work.from_members(parts_of(column), asked_of(column.view)), experts)
-
-
 def usual_length(state: State) -> int:
     """The mean length of the decoding sequences, or half a slot."""
     column = state.here
@@ -120,7 +169,184 @@ def usual_length(state: State) -> int:
     return round(fmean(lengths)) if lengths else state.view.engine.limits.max_len // 2
 
 
-# --- in words -----------------------------------------------------------------------------------
+# --- drawing --------------------------------------------------------------------------------------
+
+NAMES = 13  # characters of a name
+NEARER = 1.2  # times as fast as memory: such weights are in a cache
+DISTURBED = 1.5  # times the usual duration
+FIGURES = (
+    Figure("rows", 5, 0),
+    Figure("bytes", 9, 3),
+    Figure("arithmetic", 12, 4),
+    Figure("roofline", 9, 1),
+    Figure("measured", 10, 0),
+    Figure("weights", 12, 0, bar=True),
+    Figure("keys", 9, 0),
+    Figure("time", 9, 0),
+)
+
+
+def draw(state: State, on: Canvas) -> None:
+    """Draw the cost of the step at the cursor, then of steps by number of rows."""
+    on.names = NAMES
+    column = state.here
+    model = state.view.engine.model
+    length = usual_length(state)
+    lost = column.lost if column else NOTHING_RAN
+    record = None if lost else record_of(state, column)
+    keys = "←→ steps  Esc"
+    if on.width >= 100:
+        step = "" if state.view.watches else "  s takes one"
+        keys = f"←→ other steps{step}  Esc back"
+    on.title("The cost of a step" if lost else f"The cost of step {column.step:,}", keys)
+    on.say(lost, on.muted)
+    if record:
+        draw_entries(state, on, record)
+    on.entry("roofline", roof_of(state))
+    if record:
+        draw_floors(state, on, record)
+    draw_counts(state, on, MORE_COUNTS if on.height >= 34 else COUNTS, length)
+    roof = state.view.engine.roof
+    on.say(f"{what_is_shared(model, length)} {where_it_ends(model, roof, length)}")
+    if record:
+        draw_experts(on, record)
+
+
+def draw_entries(state: State, on: Canvas, record: StepCostRecord) -> None:
+    """Draw bytes and operations."""
+    engine = state.view.engine
+    bill = record.cost
+    shared = "read once"
+    if bill.tokens > 1:
+        shared += f" for all {bill.tokens:,} tokens: {scaled(bill.weights / bill.tokens, 'B')} each"
+    if engine.ranks.memory:
+        shared += f" (the share of rank 0, of {len(engine.ranks.memory)})"
+    first, *others = record.members
+    whose = f"{first.rows:,} rows of r{first.request}"
+    if others:
+        rows = [whose, *(f"{part.rows:,} r{part.request}" for part in others)]
+        whose = f"each its own: {listed(rows, 8)}"
+    products = f"{scaled(bill.products, 'FLOP')} in products"
+    entries = {
+        "weights": f"{scaled(bill.weights, 'B')} of {record.model.form}, {shared}",
+        "keys, values": f"{scaled(bill.keys, 'B')}, {whose}",
+        "arithmetic": f"{products}, {scaled(bill.attention, 'FLOP')} in attention",
+        "experts": experts_of(record, state.view.watches),
+        "window": windows_of(record),
+    }
+    on.entries(entries)
+
+
+def experts_of(record: StepCostRecord, watches: bool) -> str:
+    """The number of experts read, known or expected."""
+    model = record.model
+    if not model.experts:
+        return ""
+    words = f"{model.taken} of {model.experts:,} a token and layer"
+    chance = expected(model, record.cost.tokens)
+    if record.experts:
+        mean = number(fmean(map(len, record.experts)))
+        return f"{words}; read: {mean} a layer (by chance {number(chance)})"
+    which = " (a watched engine does not tell which)" if watches else ""
+    return f"{words}; expected: {number(chance)} a layer{which}"
+
+
+def windows_of(record: StepCostRecord) -> str:
+    """The sliding window, if a sequence is longer."""
+    model = record.model
+    rows = max((member.rows for member in record.members), default=0)
+    if model.window is None or rows <= model.window:
+        return ""
+    return f"{model.windowed} of {model.layers} layers see {model.window:,} rows; older ones are read, and hidden"
+
+
+def roof_of(state: State) -> str:
+    """The measured roofline."""
+    roof = state.view.engine.roof
+    if not roof.reading:
+        if state.view.watches:
+            return f"not measured there; B on a screen with the server does it ({command('tui.py')} --serve)"
+        return "is being measured"
+    words = f"memory {scaled(roof.reading, 'B/s')}, arithmetic {scaled(roof.multiplying, 'FLOP/s')}"
+    if roof.again > NEARER * roof.reading:
+        source = "the weights once more" if roof.others else "the model fits a cache, which yields"
+        words += f"; {source} {scaled(roof.again, 'B/s')}"
+    if roof.others:
+        words += f"; other programs took {roof.others:.1f} cores then: /cost again"
+    return words
+
+
+def draw_floors(state: State, on: Canvas, record: StepCostRecord) -> None:
+    """Draw the least time by each bound, and the measured time."""
+    step = record.step
+    floors = floors_of(record.cost, record.roof)
+    bars = [("Python", step.python_s, HUES[0], "░"), ("measured", step.seconds, on.text, "█")]
+    if floors:
+        reading = ("reading", floors.reading, HUES[1], "▒")
+        bars = [reading, ("arithmetic", floors.multiplying, HUES[2], "▓"), *bars]
+    longest = max(seconds for _, seconds, *_ in bars) or 1.0
+    room = on.width - NAMES - 2 - 18
+    for name, seconds, hue, glyph in bars:
+        share = percent(seconds, step.seconds) if step.seconds else "–"
+        pen = on.pen().put(f" {name:<{NAMES}}", on.muted).put(f"{span(seconds):>8}")
+        pen.put(f"{share:>7}  ", on.muted)
+        pen.put(glyph * max(1, round(seconds / longest * room)), hue)
+    on.say(what_bounds(record.cost, step, record.roof) + how_usual(state, step), bold=True)
+
+
+def how_usual(state: State, step: StepView) -> str:
+    """A note if the step took much longer than usual."""
+    usual = None if step.prefill else cost_of(state.costs.get(len(step.decode), ()))
+    if usual is None or step.seconds < DISTURBED * usual:
+        return ""
+    return f" Other steps with as many rows took {span(usual)}."
+
+
+def draw_counts(state: State, on: Canvas, counts: Sequence[int], length: int) -> None:
+    """Draw steps by number of rows, and the share of a token."""
+    model = state.view.engine.model
+    room = on.width - 3 - sum(figure.width for figure in fitting(FIGURES, on.width - 1))
+    has_room = room > 17
+    title = f"A step by number of rows, each {length:,} long │ and what a token pays"
+    on.heading(title, "▒weights █keys and values" if has_room else "")
+    columns = on.columns(FIGURES)
+    most = of_rows(model, 1, length).nbytes
+    now = len(state.step.decode) if state.step and not state.step.prefill else 0
+    for rows in counts:
+        pen = on.row(columns, figures_of(state, rows, length), bold=rows == now)
+        if has_room:
+            bill = of_rows(model, rows, length)
+            pen.put("  ").put("▒" * round(bill.weights / rows / most * room), HUES[1])
+            pen.put("█" * max(1, round(bill.keys / rows / most * room)), HUES[3])
+
+
+def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
+    """A row of the table; measured only if this run had such a step."""
+    engine = state.view.engine
+    bill = of_rows(engine.model, rows, length)
+    floors = floors_of(bill, engine.roof)
+    seconds = cost_of(state.costs.get(rows, ()))
+    return {
+        "rows": f"{rows:,}",
+        "bytes": scaled(bill.nbytes, "B"),
+        "arithmetic": scaled(bill.operations, "FLOP"),
+        "roofline": span(floors and floors.longest),
+        "measured": span(seconds),
+        "weights": scaled(bill.weights / rows, "B"),
+        "keys": scaled(bill.keys / rows, "B"),
+        "time": span(seconds and seconds / rows),
+    }
+
+
+def draw_experts(on: Canvas, record: StepCostRecord) -> None:
+    """Draw the experts of each layer with their tokens."""
+    many = record.model.experts
+    if record.experts:
+        on.heading("Experts: by how many tokens each was read")
+    for i, layer in enumerate(record.experts):
+        whose = ", ".join(f"{expert} ×{tokens}" for expert, tokens in layer.items())
+        words = f"{len(layer):,} of {many:,}: {whose}" if layer else "no token is asked"
+        on.entry(f"layer {i}", shorten(words, on.width - NAMES - 2))
 
 
 def scaled(value: float, unit: str) -> str:
@@ -202,226 +428,6 @@ def first_count(is_so: Callable[[StepCost], bool], model: ModelCost, length: int
     return counts[place] if place < len(counts) else None
 
 
-# --- the page -----------------------------------------------------------------------------------
-
-
-def draw(state: State, on: Canvas) -> None:
-    """Draw the cost of the step at the cursor, then of steps by number of rows."""
-    on.names = NAMES
-    column = state.here
-    model = state.view.engine.model
-    length = usual_length(state)
-    lost = column.lost if column else "Nothing has run yet. b fires a burst."
-    keys = "←→ steps  Esc"
-    if on.width >= 100:
-        step = "" if state.view.watches else "  s takes one"
-        keys = f"←→ other steps{step}  Esc back"
-    on.title("The cost of a step" if lost else f"The cost of step {column.step:,}", keys)
-    on.say(lost, on.muted)
-    if not lost:
-        draw_entries(state, on, column)
-    on.entry("roofline", roof_of(state))
-    if not lost:
-        draw_floors(state, on, column)
-    draw_counts(state, on, MORE_COUNTS if on.height >= 34 else COUNTS, length)
-    roof = state.view.engine.roof
-    on.say(f"{what_is_shared(model, length)} {where_it_ends(model, roof, length)}")
-    if not lost:
-        draw_experts(state, on, column)
-
-
-def draw_entries(state: State, on: Canvas, column: Column) -> None:
-    """Draw bytes and operations."""
-    engine = state.view.engine
-    model = engine.model
-    bill = step_bill(state, column)
-    shared = "read once"
-    if bill.tokens > 1:
-        shared += f" for all {bill.tokens:,} tokens: {scaled(bill.weights / bill.tokens, 'B')} each"
-    if engine.ranks.memory:
-        shared += f" (the share of rank 0, of {len(engine.ranks.memory)})"
-    first, *others = parts_of(column)
-    whose = f"{first.rows:,} rows of r{first.request}"
-    if others:
-        rows = [whose, *(f"{part.rows:,} r{part.request}" for part in others)]
-        whose = f"each its own: {listed(rows, 8)}"
-    products = f"{scaled(bill.products, 'FLOP')} in products"
-    entries = {
-        "weights": f"{scaled(bill.weights, 'B')} of {model.form}, {shared}",
-        "keys, values": f"{scaled(bill.keys, 'B')}, {whose}",
-        "arithmetic": f"{products}, {scaled(bill.attention, 'FLOP')} in attention",
-        "experts": experts_of(state, column, bill),
-        "window": windows_of(model, column),
-    }
-    on.entries(entries)
-
-
-def experts_of(state: State, column: Column, bill: StepCost) -> str:
-    """The number of experts read, known or expected."""
-    model = state.view.engine.model
-    if not model.experts:
-        return ""
-    seen = seen_experts(state, column)
-    words = f"{model.taken} of {model.experts:,} a token and layer"
-    chance = expected(model, bill.tokens)
-    if seen:
-        mean = number(fmean(map(len, seen)))
-        return f"{words}; read: {mean} a layer (by chance {number(chance)})"
-    which = " (a watched engine does not tell which)" if state.view.watches else ""
-    return f"{words}; expected: {number(chance)} a layer{which}"
-
-
-def windows_of(model: ModelCost, column: Column) -> str:
-    """The sliding window, if a sequence is longer."""
-    rows = max((part.rows for part in parts_of(column)), default=0)
-    if model.window is None or rows <= model.window:
-        return ""
-    return f"{model.windowed} of {model.layers} layers see {model.window:,} rows; older ones are read, and hidden"
-
-
-def roof_of(state: State) -> str:
-    """The measured roofline."""
-    roof = state.view.engine.roof
-    if not roof.reading:
-        if state.view.watches:
-            return f"not measured there; B on a screen with the server does it ({command('tui.py')} --serve)"
-        return "is being measured"
-    words = f"memory {scaled(roof.reading, 'B/s')}, arithmetic {scaled(roof.multiplying, 'FLOP/s')}"
-    if roof.again > NEARER * roof.reading:
-        source = "the weights once more" if roof.others else "the model fits a cache, which yields"
-        words += f"; {source} {scaled(roof.again, 'B/s')}"
-    if roof.others:
-        words += f"; other programs took {roof.others:.1f} cores then: /cost again"
-    return words
-
-
-def draw_floors(state: State, on: Canvas, column: Column) -> None:
-    """Draw the least time by each bound, and the measured time."""
-    step = column.view
-    roof = state.view.engine.roof
-    bill = step_bill(state, column)
-    floors = floors_of(bill, roof)
-    bars = [("Python", step.python_s, HUES[0], "░"), ("measured", step.seconds, on.text, "█")]
-    if floors:
-        reading = ("reading", floors.reading, HUES[1], "▒")
-        bars = [reading, ("arithmetic", floors.multiplying, HUES[2], "▓"), *bars]
-    longest = max(seconds for _, seconds, *_ in bars) or 1.0
-    room = on.width - NAMES - 2 - 18
-    for name, seconds, hue, glyph in bars:
-        share = percent(seconds, step.seconds) if step.seconds else "–"
-        pen = on.pen().put(f" {name:<{NAMES}}", on.muted).put(f"{span(seconds):>8}")
-        pen.put(f"{share:>7}  ", on.muted)
-        pen.put(glyph * max(1, round(seconds / longest * room)), hue)
-    on.say(what_bounds(bill, step, roof) + how_usual(state, step), bold=True)
-
-
-def how_usual(state: State, step: StepView) -> str:
-    """A note if the step took much longer than usual."""
-    usual = None if step.prefill else cost_of(state.costs.get(len(step.decode), ()))
-    if usual is None or step.seconds < DISTURBED * usual:
-        return ""
-    return f" Other steps with as many rows took {span(usual)}."
-
-
-FIGURES = (
-    Figure("rows", 5, 0),
-    Figure("bytes", 9, 3),
-    Figure("arithmetic", 12, 4),
-    Figure("roofline", 9, 1),
-    Figure("measured", 10, 0),
-    Figure("weights", 12, 0, bar=True),
-    Figure("keys", 9, 0),
-    Figure("time", 9, 0),
-)
-
-
-def draw_counts(state: State, on: Canvas, counts: Sequence[int], length: int) -> None:
-    """Draw steps by number of rows, and the share of a token."""
-    model = state.view.engine.model
-    room = on.width - 3 - sum(figure.width for figure in fitting(FIGURES, on.width - 1))
-    has_room = room > 17
-    title = f"A step by number of rows, each {length:,} long │ and what a token pays"
-    on.heading(title, "▒weights █keys and values" if has_room else "")
-    columns = on.columns(FIGURES)
-    most = of_rows(model, 1, length).nbytes
-    now = len(state.step.decode) if state.step and not state.step.prefill else 0
-    for rows in counts:
-        pen = on.row(columns, figures_of(state, rows, length), bold=rows == now)
-        if has_room:
-            bill = of_rows(model, rows, length)
-            pen.put("  ").put("▒" * round(bill.weights / rows / most * room), HUES[1])
-            pen.put("█" * max(1, round(bill.keys / rows / most * room)), HUES[3])
-
-
-def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
-    """A row of the table; measured only if this run had such a step."""
-    engine = state.view.engine
-    bill = of_rows(engine.model, rows, length)
-    floors = floors_of(bill, engine.roof)
-    seconds = cost_of(state.costs.get(rows, ()))
-    return {
-        "rows": f"{rows:,}",
-        "bytes": scaled(bill.nbytes, "B"),
-        "arithmetic": scaled(bill.operations, "FLOP"),
-        "roofline": span(floors and floors.longest),
-        "measured": span(seconds),
-        "weights": scaled(bill.weights / rows, "B"),
-        "keys": scaled(bill.keys / rows, "B"),
-        "time": span(seconds and seconds / rows),
-    }
-
-
-def draw_experts(state: State, on: Canvas, column: Column) -> None:
-    """Draw the experts of each layer with their tokens."""
-    many = state.view.engine.model.experts
-    seen = seen_experts(state, column)
-    if seen:
-        on.heading("Experts: by how many tokens each was read")
-    for i, layer in enumerate(seen):
-        whose = ", ".join(f"{expert} ×{tokens}" for expert, tokens in layer.items())
-        words = f"{len(layer):,} of {many:,}: {whose}" if layer else "no token is asked"
-        on.entry(f"layer {i}", shorten(words, on.width - NAMES - 2))
-
-
-# --- the command --------------------------------------------------------------------------------
-
-
-def obey(session: Session, rest: str) -> None:
-    """Show the cost of the step at the cursor. The roofline is measured the first time, and again
-    with "again"."""
-    if rest not in ("", "again"):
-        raise ValueError(f"/cost {shown(rest)}: only again may follow; it measures the roofline")
-    engine = session.state.view.engine
-    if rest or not engine or not engine.roof.reading:
-        others = session.state.view.others
-        session.client.inspect(NAME, partial(measure, others=others), off_the_clock=True)
-
-
-def look(session: Session) -> bool:
-    """Ask for the experts of the newest step, once per step."""
-    engine = session.state.view.engine
-    newest = engine.planned if engine and engine.model.experts else None
-    known = experts_in(session.state)
-    if newest and session.handled and newest not in known:
-        known[newest] = None
-        session.client.inspect(NAME, chosen_experts)
-    return False  # the answer is news
-
-
-def take(state: State, before: View) -> None:
-    seen = state.view.inspected.get(NAME)
-    if isinstance(seen, ExpertsView):
-        known = experts_in(state)
-        known[seen.step] = seen
-        for step in [*known][:-ASKED]:
-            del known[step]
-
-
-def experts_in(state: State) -> dict[int, ExpertsView | None]:
-    """The experts by step; None: asked for, not known yet."""
-    return state.kept.setdefault(NAME, {})
-
-
 PAGE = Page(
     NAME,
     "B",
@@ -442,7 +448,7 @@ PAGE = Page(
         ),
     ),
     own={"left": lambda state: state.move(-1), "right": lambda state: state.move(1)},
-    take=take,
-    look=look,
+    on_view=keep_experts,
+    poll=ask_for_experts,
     is_live=True,
 )

@@ -1,10 +1,10 @@
-"""The tour: each scene asks a question, lets the engine answer it, and explains the answer.
+"""How does the engine work? Eight scenes ask a question each, let the engine answer, and explain.
 
     set the stage -> ask -> a guess -> run -> explain -> the next scene
 
-A scene uses the same lines as a user (`Session.obey`), and the tour names the keys. The player is a
-generator (`Tour._play`), and so is each scene; `Tour.look` advances it as far as possible without
-waiting. Whatever happens, `lent` restores policy, budget, pause, settings and selection, and
+A scene (`tour_scenes.py`) uses the same lines as a user (`Session.obey`), and the tour names the keys. The
+player is a generator (`Tour._play`), and so is each scene; `Tour.advance` goes on as far as possible without
+waiting. Whatever happens, `restoring` restores policy, budget, pause, settings and selection, and
 cancels the tour's requests. No part of a scene takes longer than `LONGEST`.
 """
 
@@ -36,7 +36,8 @@ from screen.workload import Settings
 if TYPE_CHECKING:
     from screen.commands import Session
 
-ROOT = Path(__file__).parents[1]
+# --- question -------------------------------------------------------------------------------------
+
 HURRY = 8.0  # seconds after which a scene runs at full speed
 LONGEST = 14.0  # seconds after which it is cut short
 LEAST_SLOTS = 4  # with fewer slots there is nothing to see
@@ -44,8 +45,6 @@ LEAST_SLOTS = 4  # with fewer slots there is nothing to see
 CLEARED = ("/pause", "/cancel all", "/slow off", "/budget off", "/policy continuous")
 # Fields of the state that the tour changes
 FIELDS = ("settings", "prompts", "lower", "has_chosen", "zoom", "cursor", "selected")
-RUNS = "enter: at full speed · esc: leave"
-COMES = "the tour begins when the model is there"
 OFFER = "New here? T takes a tour. Esc: do not offer it again."
 DECLINED = "T begins the tour, whenever you like"
 FAREWELL = (
@@ -53,30 +52,198 @@ FAREWELL = (
     "every key and word; and course/ladder climbs from one token to an engine in seven short programs."
 )
 
+# --- run ------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class TourText:
-    """What the tour says now."""
-
-    scene: int  # from 1
-    scenes: int
-    title: str
-    text: str  # the question, or the explanation
-    answers: tuple[str, ...] = ()
-    asks: bool = False  # it waits for an answer
-    guess: int | None = None  # from 1
-    verdict: str = ""  # the right answer
-    pressed: tuple[str, ...] = ()  # keys that do the same
-    place: str = ""  # the line of code
-    hint: str = ""  # what the keys do now
+RUNS = "enter: at full speed · esc: leave"
+COMES = "the tour begins when the model is there"
 
 
-# --- playing ------------------------------------------------------------------------------------
+class Tour:
+    """Play scenes one after the other. No method waits. `now`: a clock, in seconds."""
+
+    def __init__(
+        self,
+        session: Session,
+        now: Callable[[], float] = time.monotonic,
+        scenes: Sequence[Scene] = SCENES,
+    ):
+        self.session = session
+        self.state = session.state
+        self.waits = False  # waits for the user
+        self._runs = False  # a scene runs, and can be sped up
+        self._now = now
+        self._scenes = scenes
+        self._right = 0  # correct guesses
+        self._playing = self._play()
+        self.advance()
+
+    # --- the user's words
+
+    def guess(self, answer: int) -> None:
+        """Take a guess, from 1, if something was asked and there is such an answer."""
+        if self.state.strip.asks and 1 <= answer <= len(self.state.strip.answers):
+            self.seen.guess = answer
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Go on without a guess, or to the next scene. While a scene runs: run it at full speed."""
+        if self.waits:
+            self.waits = False
+            self.advance()
+        elif self._runs:
+            self.seen.hurries = True
+            self.session.obey("/slow off")
+            self.session.obey("/resume")
+
+    def leave(self) -> None:
+        """Leave at once, with everything as before."""
+        self._playing.close()
+        self.state.strip = None
+
+    # --- going on by itself
+
+    def advance(self) -> None:
+        """Go on as far as possible without waiting."""
+        has_failed = self.state.view.stage == "failed"
+        if has_failed or not (self.waits or next(self._playing, "over") is None):
+            self.leave()
+
+    def _play(self) -> Iterator[None]:
+        """Play the whole tour. Each `yield` lets the screen and the user act."""
+        check_idle(self.session)
+        self.state.strip = TourRecord(0, 0, "", "", hint=COMES)
+        while self.state.view.stage != "ready":
+            yield
+        check_idle(self.session)
+        with restoring(self.session):
+            for number, scene in enumerate(self._scenes, 1):
+                self._number = number
+                self.scene = scene
+                try:
+                    yield from self._play_scene()
+                except ValueError as error:
+                    self._give_up(str(error))
+                except Exception as error:  # a mistake in the scene
+                    show_fault(f"the scene {self.scene.title!r} failed", error)
+                    self._give_up(f"{describe(error)}; E shows where")
+                yield from self._until_the_user()
+            self._end()
+            yield from self._until_the_user()
+
+    def _play_scene(self) -> Iterator[None]:
+        """Run the story's lines. If it is late, skip lines and waits."""
+        self._set_stage()
+        yield from self._until_next_view()
+        for line in self.scene.story(self.seen):
+            if isinstance(line, Question):
+                yield from self._ask(line)
+            elif isinstance(line, Explanation):
+                self._judge(line)
+            elif line in (WAIT, STOP):
+                if line == STOP:
+                    self._runs = False
+                    self.session.obey("/pause")
+                yield from self._until_quiet()
+            elif not self.seen.late:
+                self._obey(line)
+
+    def _until_the_user(self) -> Iterator[None]:
+        self._runs = False
+        self.waits = True
+        while self.waits:
+            yield
+
+    def _until_quiet(self) -> Iterator[None]:
+        """Wait until the view shows the effect of all lines."""
+        while not self.seen.late:
+            yield from self._until_next_view()
+            if self.session.handled and not self.state.view.stepping:
+                return
+
+    def _until_next_view(self) -> Iterator[None]:
+        yield
+        spent = self._now() - self._began
+        self.seen.late = spent >= LONGEST
+        if spent >= HURRY and not self.seen.hurries:
+            self.go_on()
+        if self._runs and self.seen.found:
+            self._change_hint(f"{self.seen.found.so_far} · {RUNS}")
+        faults = self.state.faults[self._faults :]
+        if faults:  # a prompt was not fired
+            raise ValueError(faults[0].message)
+
+    def _obey(self, line: str) -> None:
+        if len(line) > 1:
+            self.session.obey(line)
+        word = self.session.menu.pressed(line)
+        if word not in self._pressed:
+            self._pressed.append(word)
+
+    def _set_stage(self) -> None:
+        for line in CLEARED:
+            self.session.obey(line)
+        self.state.settings = Settings(speculate=False)
+        self.state.prompts = self.scene.prompts
+        self.state.cursor = None
+        self.state.selected = 0
+        self.state.zoom = None
+        self.seen = Sight(self.state)
+        self._faults = len(self.state.faults)
+        self._pressed: list[str] = []
+        self._began = self._now()
+        self._show("The stage is being set …", "esc: leave")
+
+    # --- the tour's words
+
+    def _ask(self, question: Question) -> Iterator[None]:
+        answers = tuple(question.answers)
+        hint = f"1–{len(answers)}: your guess · enter: no guess · esc: leave"
+        self._show(question.text, hint, answers=answers, asks=True)
+        yield from self._until_the_user()
+        self._began = self._now()  # the run has a time limit of its own
+        self._runs = True
+        self._change_hint(f"it runs … · {RUNS}", asks=False, guess=self.seen.guess)
+        yield from self._until_next_view()
+
+    def _judge(self, told: Explanation) -> None:
+        guess = self.seen.guess
+        self._right += guess == told.right
+        self._explain(
+            told.text,
+            verdict=judged(told.right, guess, self.state.strip.answers),
+            place=line_of(*self.scene.place),
+            pressed=tuple(self._pressed),
+        )
+
+    def _give_up(self, why: str) -> None:
+        """Say that the scene failed. The tour goes on."""
+        late = f" within {LONGEST:g} s" if self.seen.late else ""
+        self._explain(f"This scene failed{late}: {clean(why)}.")
+
+    def _explain(self, text: str, **more: object) -> None:
+        # Other programs make steps slow, so say it next to figures
+        others = others_of(self.state.view)
+        note = f" · {others}" if others else ""
+        self._show(text, f"enter: go on · esc: leave{note}", **more)
+
+    def _end(self) -> None:
+        came = f"{self._right} of your guesses came true." if self._right else ""
+        hint = "enter, esc: settings and policy as they were before"
+        self._show(FAREWELL, hint, title="the end", verdict=came)
+
+    def _show(self, text: str, hint: str, title: str = "", **more: object) -> None:
+        title = title or self.scene.title
+        self.state.strip = TourRecord(
+            self._number, len(self._scenes), title, text, hint=hint, **more
+        )
+
+    def _change_hint(self, hint: str, **more: object) -> None:
+        self.state.strip = replace(self.state.strip, hint=hint, **more)
 
 
 @contextmanager
-def lent(session: Session) -> Iterator[None]:
-    """Lend the engine and the screen to the tour, and restore everything afterwards."""
+def restoring(session: Session) -> Iterator[None]:
+    """Inside, the tour has the engine and the screen. Afterwards everything is as before."""
     client = session.client
     state = session.state
     view = state.view
@@ -104,7 +271,7 @@ def lent(session: Session) -> Iterator[None]:
             setattr(state, name, value)
 
 
-def refuse(session: Session) -> None:
+def check_idle(session: Session) -> None:
     """Raise a ValueError if there can be no tour now."""
     view = session.state.view
     session.check_alone("tour")
@@ -121,185 +288,92 @@ def refuse(session: Session) -> None:
         )
 
 
-class Tour:
-    """Play scenes one after the other. No method waits. `now`: a clock, in seconds."""
-
-    def __init__(
-        self,
-        session: Session,
-        now: Callable[[], float] = time.monotonic,
-        scenes: Sequence[Scene] = SCENES,
-    ):
-        self.session = session
-        self.state = session.state
-        self.waits = False  # waits for the user
-        self._runs = False  # a scene runs, and can be sped up
-        self._now = now
-        self._scenes = scenes
-        self._right = 0  # correct guesses
-        self._playing = self._play()
-        self.look()
-
-    # --- the user's words
-
-    def guess(self, answer: int) -> None:
-        """Take a guess, from 1, if something was asked and there is such an answer."""
-        if self.state.strip.asks and 1 <= answer <= len(self.state.strip.answers):
-            self.seen.guess = answer
-            self.go_on()
-
-    def go_on(self) -> None:
-        """Go on without a guess, or to the next scene. While a scene runs: run it at full speed."""
-        if self.waits:
-            self.waits = False
-            self.look()
-        elif self._runs:
-            self.seen.hurries = True
-            self.session.obey("/slow off")
-            self.session.obey("/resume")
-
-    def leave(self) -> None:
-        """Leave at once, with everything as before."""
-        self._playing.close()
-        self.state.strip = None
-
-    # --- going on by itself
-
-    def look(self) -> None:
-        """Go on as far as possible."""
-        has_failed = self.state.view.stage == "failed"
-        if has_failed or not (self.waits or next(self._playing, "over") is None):
-            self.leave()
-
-    def _play(self) -> Iterator[None]:
-        """Play the whole tour. Each `yield` lets the screen and the user act."""
-        refuse(self.session)
-        self.state.strip = TourText(0, 0, "", "", hint=COMES)
-        while self.state.view.stage != "ready":
-            yield
-        refuse(self.session)
-        with lent(self.session):
-            for number, scene in enumerate(self._scenes, 1):
-                self._number = number
-                self.scene = scene
-                try:
-                    yield from self._play_scene()
-                except ValueError as error:
-                    self._give_up(str(error))
-                except Exception as error:  # a mistake in the scene
-                    show_fault(f"the scene {self.scene.title!r} failed", error)
-                    self._give_up(f"{describe(error)}; E shows where")
-                yield from self._until_a_word()
-            self._end()
-            yield from self._until_a_word()
-
-    def _play_scene(self) -> Iterator[None]:
-        """Run the story's lines. If it is late, skip lines and waits."""
-        self._set_stage()
-        yield from self._until_a_look()
-        for line in self.scene.story(self.seen):
-            if isinstance(line, Question):
-                yield from self._ask(line)
-            elif isinstance(line, Explanation):
-                self._tell(line)
-            elif line in (WAIT, STOP):
-                if line == STOP:
-                    self._runs = False
-                    self.session.obey("/pause")
-                yield from self._until_quiet()
-            elif not self.seen.late:
-                self._do(line)
-
-    def _until_a_word(self) -> Iterator[None]:
-        self._runs = False
-        self.waits = True
-        while self.waits:
-            yield
-
-    def _until_quiet(self) -> Iterator[None]:
-        """Wait until the view shows the effect of all lines."""
-        while not self.seen.late:
-            yield from self._until_a_look()
-            if self.session.handled and not self.state.view.stepping:
-                return
-
-    def _until_a_look(self) -> Iterator[None]:
-        yield
-        spent = self._now() - self._began
-        self.seen.late = spent >= LONGEST
-        if spent >= HURRY and not self.seen.hurries:
-            self.go_on()
-        if self._runs and self.seen.found:
-            self._hint(f"{self.seen.found.so_far} · {RUNS}")
-        faults = self.state.faults[self._faults :]
-        if faults:  # a prompt was not fired
-            raise ValueError(faults[0].message)
-
-    def _do(self, line: str) -> None:
-        if len(line) > 1:
-            self.session.obey(line)
-        word = self.session.menu.pressed(line)
-        if word not in self._pressed:
-            self._pressed.append(word)
-
-    def _set_stage(self) -> None:
-        for line in CLEARED:
-            self.session.obey(line)
-        self.state.settings = Settings(speculate=False)
-        self.state.prompts = self.scene.prompts
-        self.state.cursor = None
-        self.state.selected = 0
-        self.state.zoom = None
-        self.seen = Sight(self.state)
-        self._faults = len(self.state.faults)
-        self._pressed: list[str] = []
-        self._began = self._now()
-        self._say("The stage is being set …", "esc: leave")
-
-    # --- the tour's words
-
-    def _ask(self, question: Question) -> Iterator[None]:
-        answers = tuple(question.answers)
-        hint = f"1–{len(answers)}: your guess · enter: no guess · esc: leave"
-        self._say(question.text, hint, answers=answers, asks=True)
-        yield from self._until_a_word()
-        self._began = self._now()  # the run has a time limit of its own
-        self._runs = True
-        self._hint(f"it runs … · {RUNS}", asks=False, guess=self.seen.guess)
-        yield from self._until_a_look()
-
-    def _tell(self, told: Explanation) -> None:
-        guess = self.seen.guess
-        self._right += guess == told.right
-        self._explain(
-            told.text,
-            verdict=judged(told.right, guess, self.state.strip.answers),
-            place=line_of(*self.scene.place),
-            pressed=tuple(self._pressed),
+def obey(session: Session, rest: str) -> str:
+    if not session.has_chats:
+        raise ValueError(
+            f"the tour needs a screen; {command('tui.py')} --plain --tour tells it in lines"
         )
+    session.state.kept["tour"] = Tour(session)
+    session.state.offer = ""
+    session.state.chatting = False
+    return COMES if session.state.view.stage == "loading" else ""
 
-    def _give_up(self, why: str) -> None:
-        """Say that the scene failed. The tour goes on."""
-        late = f" within {LONGEST:g} s" if self.seen.late else ""
-        self._explain(f"This scene failed{late}: {clean(why)}.")
 
-    def _explain(self, text: str, **more: object) -> None:
-        # Other programs make steps slow, so say it next to figures
-        others = others_of(self.state.view)
-        note = f" · {others}" if others else ""
-        self._say(text, f"enter: go on · esc: leave{note}", **more)
+def advance(session: Session) -> bool:
+    """Advance the tour. One that was asked for while the model loaded may be refused now."""
+    state = session.state
+    told = state.strip
+    try:
+        state.kept["tour"].advance()
+    except ValueError as error:
+        state.strip = None
+        state.faults.append(Fault(str(error)))
+    return state.strip is not told
 
-    def _end(self) -> None:
-        came = f"{self._right} of your guesses came true." if self._right else ""
-        hint = "enter, esc: settings and policy as they were before"
-        self._say(FAREWELL, hint, title="the end", verdict=came)
 
-    def _say(self, text: str, hint: str, title: str = "", **more: object) -> None:
-        title = title or self.scene.title
-        self.state.strip = TourText(self._number, len(self._scenes), title, text, hint=hint, **more)
+def press(state: State, act: Callable[[Tour], None]) -> None:
+    """A key of the tour."""
+    act(state.kept["tour"])
 
-    def _hint(self, hint: str, **more: object) -> None:
-        self.state.strip = replace(self.state.strip, hint=hint, **more)
+
+OWN = {
+    "enter": partial(press, act=Tour.go_on),
+    "space": partial(press, act=Tour.go_on),
+    "escape": partial(press, act=Tour.leave),
+}
+for number in range(1, 5):
+    OWN[str(number)] = partial(press, act=partial(Tour.guess, answer=number))
+
+
+def run_plain_tour(session: Session) -> int:
+    """Run the tour in lines: each question, a guess from standard input, the explanation."""
+    tour = Tour(session)
+    told: TourRecord | None = None
+    while session.state.strip:
+        now = replace(session.state.strip, hint="")  # it changes with each token of a run
+        if now != told:
+            told = now
+            print("\n".join(in_lines(session.state.strip)), flush=True)
+        elif tour.waits:
+            obey_line(tour, sys.stdin.readline())
+        time.sleep(0.05)
+        session.look()
+        tour.advance()
+    if session.state.view.stage == "failed":
+        print(f"nanobatch: {session.state.view.error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def obey_line(tour: Tour, line: str) -> None:
+    """Take a line of standard input: a number is a guess, q leaves, an empty line goes on."""
+    word = line.strip().lower()
+    if word in ("q", "quit", "/quit", "esc", "\x1b"):
+        tour.leave()
+    elif word.isdecimal() and tour.state.strip.asks:
+        tour.guess(int(word))
+    else:
+        tour.go_on()
+
+
+# --- record ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TourRecord:
+    """A scene: its question, the guess, and what the engine answered."""
+
+    scene: int  # from 1
+    scenes: int
+    title: str
+    text: str  # the question, or the explanation
+    answers: tuple[str, ...] = ()
+    asks: bool = False  # it waits for an answer
+    guess: int | None = None  # from 1
+    verdict: str = ""  # the right answer
+    pressed: tuple[str, ...] = ()  # keys that do the same
+    place: str = ""  # the line of code
+    hint: str = ""  # what the keys do now
 
 
 def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
@@ -312,6 +386,9 @@ def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
     return f"As you said: {said}" if guess == right else f"You said {guess}; it was {said}"
 
 
+ROOT = Path(__file__).parents[1]
+
+
 def line_of(file: str, name: str) -> str:
     """Where a function begins: "sched.py:234  Scheduler._admit"."""
     begins = None
@@ -322,7 +399,7 @@ def line_of(file: str, name: str) -> str:
     return f"{file}{line}  {name}"
 
 
-# --- the strip ----------------------------------------------------------------------------------
+# --- drawing --------------------------------------------------------------------------------------
 
 
 def draw(state: State, on: Canvas) -> None:
@@ -347,7 +424,7 @@ def draw(state: State, on: Canvas) -> None:
     on.pen().put(f" {hint}", on.accent if state.said else on.muted, do="own('enter')")
 
 
-def draw_answers(told: TourText, on: Canvas) -> None:
+def draw_answers(told: TourRecord, on: Canvas) -> None:
     """Draw answers, as many per line as fit. Each can be clicked."""
     pen = None
     for number, answer in enumerate(told.answers, 1):
@@ -362,37 +439,6 @@ def draw_answers(told: TourText, on: Canvas) -> None:
         pen.put(text, hue, is_guess, f"own('{number}')")
 
 
-# --- the page -----------------------------------------------------------------------------------
-
-
-def obey(session: Session, rest: str) -> str:
-    if not session.has_chats:
-        raise ValueError(
-            f"the tour needs a screen; {command('tui.py')} --plain --tour tells it in lines"
-        )
-    session.state.kept["tour"] = Tour(session)
-    session.state.offer = ""
-    session.state.chatting = False
-    return COMES if session.state.view.stage == "loading" else ""
-
-
-def look(session: Session) -> bool:
-    """Advance the tour. One that was asked for while the model loaded may be refused now."""
-    state = session.state
-    told = state.strip
-    try:
-        state.kept["tour"].look()
-    except ValueError as error:
-        state.strip = None
-        state.faults.append(Fault(str(error)))
-    return state.strip is not told
-
-
-def press(state: State, act: Callable[[Tour], None]) -> None:
-    """A key of the tour."""
-    act(state.kept["tour"])
-
-
 def keys_of(state: State) -> list[Key]:
     """The keys in the footer."""
     told = state.strip
@@ -401,54 +447,7 @@ def keys_of(state: State) -> list[Key]:
     return [*guess, go_on, Key("", "esc", "own('escape')", "Leave the tour", "", 1)]
 
 
-OWN = {
-    "enter": partial(press, act=Tour.go_on),
-    "space": partial(press, act=Tour.go_on),
-    "escape": partial(press, act=Tour.leave),
-}
-for number in range(1, 5):
-    OWN[str(number)] = partial(press, act=partial(Tour.guess, answer=number))
-
-PAGE = Page(
-    "tour",
-    "T",
-    "Tour",
-    "a tour of eight scenes: each asks what will happen next, runs it, and explains it",
-    draw,
-    obey=obey,
-    pane=draw,
-    own=OWN,
-    look=look,
-    is_strip=True,
-    strip_keys=keys_of,
-    hint="T takes a tour of eight scenes",
-)
-
-
-# --- without a screen ---------------------------------------------------------------------------
-
-
-def run_plain_tour(session: Session) -> int:
-    """Run the tour in lines: each question, a guess from standard input, the explanation."""
-    tour = Tour(session)
-    told: TourText | None = None
-    while session.state.strip:
-        now = replace(session.state.strip, hint="")  # it changes with each token of a run
-        if now != told:
-            told = now
-            print("\n".join(in_lines(session.state.strip)), flush=True)
-        elif tour.waits:
-            answer(tour, sys.stdin.readline())
-        time.sleep(0.05)
-        session.look()
-        tour.look()
-    if session.state.view.stage == "failed":
-        print(f"nanobatch: {session.state.view.error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def in_lines(told: TourText) -> list[str]:
+def in_lines(told: TourRecord) -> list[str]:
     """What the tour says, for the plain log."""
     if told.answers and not told.asks:  # it runs
         return [f"  ({clean(told.hint)})"]
@@ -459,12 +458,17 @@ def in_lines(told: TourText) -> list[str]:
     return [clean(line) for line in lines]
 
 
-def answer(tour: Tour, line: str) -> None:
-    """Take a line of standard input: a number is a guess, q leaves, an empty line goes on."""
-    word = line.strip().lower()
-    if word in ("q", "quit", "/quit", "esc", "\x1b"):
-        tour.leave()
-    elif word.isdecimal() and tour.state.strip.asks:
-        tour.guess(int(word))
-    else:
-        tour.go_on()
+PAGE = Page(
+    "tour",
+    "T",
+    "Tour",
+    "a tour of eight scenes: each asks what will happen next, runs it, and explains it",
+    draw,
+    obey=obey,
+    pane=draw,
+    own=OWN,
+    poll=advance,
+    is_strip=True,
+    strip_keys=keys_of,
+    hint="T takes a tour of eight scenes",
+)

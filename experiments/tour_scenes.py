@@ -1,4 +1,4 @@
-"""The scenes of the tour: eight questions, answered by the running engine.
+"""The scenes of tour.py: eight questions, answered by the running engine.
 
 A scene is a story read from top to bottom: a generator of lines that a user could type, with waits
 between them, a `Question` in the middle and an `Explanation` at the end. All figures come from the
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from engine.snapshot import RequestView
-from experiments.fault_injection import FEWEST, FaultInjection
+from experiments.fault_injection import FEWEST, FaultInjectionRecord
 from experiments.latency_breakdown import breakdown_in, outcomes
 from experiments.long_prompt import Result
 from experiments.step_cost import scaled
@@ -507,7 +507,7 @@ def tell_broken(seen: Sight) -> Story:
         ),
     )
     names = {"step": "A step raised (✗)", "client": "A client hung up"}
-    done: dict[str, FaultInjection] = {}
+    done: dict[str, FaultInjectionRecord] = {}
     for what in names:
         yield f"/break {what}"
         yield from seen.until_idle()

@@ -297,8 +297,8 @@ class Screen(App):
         self.warn(news)
         has_news = self.session.look()
         for page in (self.page, self.strip) if self.screen_stack else ():
-            if page and page.look:
-                has_news |= page.look(self.session)
+            if page and page.poll:
+                has_news |= page.poll(self.session)
         self.note_offer()
         if not has_news:
             return

@@ -116,8 +116,8 @@ class Session:
         before = self.state.view
         self.state.absorb(self.client.look(before))
         for page in self.menu.pages.values():
-            if page.take:
-                page.take(self.state, before)
+            if page.on_view:
+                page.on_view(self.state, before)
         self._send_waiting()
         return True
 
@@ -239,9 +239,9 @@ class Session:
         self.client.fire([ask._replace(schema=SCHEMA)])
         return "JSON is asked for: s shows how, token by token"
 
-    def run_experiment(self, what: str, experiment: Experiment) -> None:
+    def run_experiment(self, experiment: Experiment) -> None:
         """Start an experiment, and end a pause; refused if other clients would suffer."""
-        self.check_alone(what)
+        self.check_alone(experiment.what)
         self.expect(paused=False)
         self.client.run_experiment(experiment)
 
@@ -531,7 +531,7 @@ class PlainLog:
     def _tell_pages(self) -> None:
         """Write pages once the engine has run their commands."""
         while self._asked and self.session.handled:
-            self.tell(self._asked.pop(0).told(self.session.state))
+            self.tell(self._asked.pop(0).in_log(self.session.state))
 
     def tell(self, lines: Iterable[str]) -> None:
         for line in lines:

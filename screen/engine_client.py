@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from nanobatch import Engine
     from server.app import APIServer
 
+OTHER_RUNS = "another experiment is running; X ends it"
 DRAIN_S = 20.0  # how long clients' requests may still run at the end
 
 
@@ -441,7 +442,7 @@ class LocalEngineClient(EngineClient):
         cancelled.
         """
         if self._experiment and not self._experiment.takes_in(experiment):
-            self.fault("another experiment is running; X ends it")
+            self.fault(OTHER_RUNS)
             return
         self.loop.resume()
         self._end_slow_once()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from engine.server_view import ServerView
@@ -48,6 +48,7 @@ class ExperimentRecord:
     name: ClassVar[str]  # of the experiment and of its page
     doing: ClassVar[str] = ""  # in the first line of the screen while it runs
     is_one_run: ClassVar[bool] = True  # False: each part is a busy period
+    stage: str = field(default="waits", kw_only=True)  # and at last "over"
 
     @property
     def so_far(self) -> str:

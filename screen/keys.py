@@ -373,7 +373,7 @@ class Menu:
             "this page",
             self.draw_help,
             footer=1,
-            tell=lambda state: [" ".join(f"/{name}" for name in sorted(self.commands))],
+            log_lines=lambda state: [" ".join(f"/{name}" for name in sorted(self.commands))],
             own={"space": "leaf(1)"},  # as in every pager
             is_early=True,
         )

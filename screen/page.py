@@ -17,6 +17,8 @@ from screen.state import State
 if TYPE_CHECKING:
     from screen.commands import Session
 
+NOTHING_RAN = "Nothing has run yet. b fires a burst."
+NOTHING_ENDED = "Nothing has ended yet. b fires a burst."
 LOG = (100, 40)  # the size of a page in a log
 
 
@@ -48,14 +50,14 @@ class Page(NamedTuple):
     # Parse the argument of a script's word; ValueError if it is wrong
     read: Callable[[str], object] | None = None
     # Lines for the log in place of the page
-    tell: Callable[[State], Sequence[str]] | None = None
+    log_lines: Callable[[State], Sequence[str]] | None = None
     # A part of the page as a pane of the main screen
     pane: Callable[[State, Canvas], None] | None = None
     # Keys while the page is open: each an action of the screen, or a function
     own: Mapping[str, str | Callable[[State], None]] = {}
-    take: Callable[[State, View], None] | None = None  # after each new view, with the view before
+    on_view: Callable[[State, View], None] | None = None  # with the view before
     # Ten times a second while the page is open. True: the picture has changed
-    look: Callable[[Session], bool] | None = None
+    poll: Callable[[Session], bool] | None = None
     leave: Callable[[Session], None] | None = None  # when the page is closed
     # On the open page its key runs the command again; otherwise the key closes the page
     repeats: bool = False
@@ -75,10 +77,10 @@ class Page(NamedTuple):
         action = f"page('{self.name}')"
         return Key(self.key, show, action, self.label, self.help, self.footer)
 
-    def told(self, state: State) -> Sequence[str]:
+    def in_log(self, state: State) -> Sequence[str]:
         """The page as lines of a log."""
-        if self.tell:
-            return self.tell(state)
+        if self.log_lines:
+            return self.log_lines(state)
         on = Canvas(DARK, *LOG)
         on.has_keys = False
         self.draw(state, on)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from screen.draw.canvas import Canvas, Figure, fitting
 from screen.draw.style import DARK, count, span
-from screen.page import Page
+from screen.page import NOTHING_RAN, Page
 from screen.state import State, price_in
 
 CLOCK = "On the engine's clock, first arrival to last token; makespan: without interruptions."
@@ -28,7 +28,7 @@ FIGURES = (
 def draw(state: State, on: Canvas) -> None:
     on.title("Totals: busy periods, the newest first")
     if not state.periods:
-        on.say("Nothing has run yet. b fires a burst.", on.muted)
+        on.say(NOTHING_RAN, on.muted)
         return
     draw_table(state, on, len(state.periods))
     on.lines.append([])

@@ -11,7 +11,7 @@ from screen.draw import style
 from screen.draw.answers import hue_of
 from screen.draw.canvas import Canvas
 from screen.draw.style import clean, count, number, span
-from screen.page import Page
+from screen.page import NOTHING_ENDED, Page
 from screen.state import State, client_of, prompt_of
 from text.tool_parser import split_output
 
@@ -24,7 +24,7 @@ def draw(state: State, on: Canvas) -> None:
     r = state.open
     if r is None:
         on.title("Requests")
-        on.say("Nothing has ended yet. b fires a burst.", on.muted)
+        on.say(NOTHING_ENDED, on.muted)
         return
     which = "open"
     place = place_of(r, state.ended[::-1])

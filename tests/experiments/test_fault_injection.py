@@ -1,4 +1,4 @@
-"""Breaking the engine on purpose: who ends, who goes on, whose bits change, and what is put
+"""FaultInjection the engine on purpose: who ends, who goes on, whose bits change, and what is put
 back."""
 
 from functools import cache
@@ -9,7 +9,7 @@ from screen_stage import Stage, drawn, like_golden, on_screen, plain, turned_by_
 from word_engine import WordRunner
 
 from experiments import step_cost
-from experiments.fault_injection import BREAKS, FaultInjection
+from experiments.fault_injection import BREAKS, FaultInjectionRecord
 from kernels.c_attention import COperation
 from nanobatch import Engine
 from runner import Runner
@@ -18,7 +18,7 @@ from screen.draw import step, style, timeline
 from tui import MENU
 
 
-def broken(stage: Stage, what: str) -> FaultInjection:
+def broken(stage: Stage, what: str) -> FaultInjectionRecord:
     stage.obey(f"/break {what}")
     stage.turns()
     stage.finish()

@@ -69,7 +69,7 @@ def test_a_run_with_a_changed_budget_is_not_replayed(stage):
     with pytest.raises(ValueError, match=words):
         stage.obey("/compare")
     stage.obey("/why p95")
-    assert stage.state.kept["why"][1] == words
+    assert stage.state.kept["why"].why_not == words
 
 
 def test_a_replay_uses_the_budget_of_its_run(stage):

@@ -10,6 +10,7 @@ import ask
 import tui
 from experiments import policy_runs as runs
 from experiments import race
+from experiments.experiment import WAITS
 from nanobatch import SamplingParams
 from policies import POLICIES
 from screen import state, step_prices, timeline_columns
@@ -385,9 +386,9 @@ async def test_a_waiting_race_names_its_policies(it):
     await it.turns(3)
     it.app.action_command("/race 3 serial fair")
     await it.turns(3)
-    assert "Race: serial and fair" in it.text() and race.RACE_WAITS in it.text()
+    assert "Race: serial and fair" in it.text() and WAITS in it.text()
     await it.press("X", turns=3)
-    assert "Race: serial and fair" in it.text() and race.NO_RACE.note in it.text()
+    assert "── Race ──" in it.text() and race.NO_RACE.note in it.text()
     it.app.action_command("/race 3")
     await it.turns(3)
     assert "static, running" in it.text()

@@ -17,7 +17,7 @@ from screen_stage import (
 import llama
 from benchmarks.answer_diff import Bits
 from experiments import same_answer
-from experiments.same_answer import SameAnswer
+from experiments.same_answer import SameAnswerRecord
 from nanobatch import Engine
 from screen import commands, workload
 from screen.draw import style
@@ -27,7 +27,7 @@ from tui import MENU
 SHORT = "Tell me a story about a fox."
 
 
-def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> SameAnswer:
+def gathered(stage: Stage, order: str = f"/same 30 {SHORT}") -> SameAnswerRecord:
     stage.obey(order)
     stage.turns()
     stage.finish()

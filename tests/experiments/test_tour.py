@@ -102,7 +102,7 @@ class TourStage(Stage):
         self.time.now += 0.05
         self.now += 0.004
         self.turns()
-        self.tour.look()
+        self.tour.advance()
 
     def until(self, phase: str) -> "TourStage":
         for _ in range(4000):
@@ -293,7 +293,7 @@ def test_an_engine_that_stands_still_is_not_waited_for():
             break
         stage.now += 0.5
         stage.session.look()
-        stage.tour.look()
+        stage.tour.advance()
     assert stage.now - began <= tour.LONGEST + 0.5
     assert "This scene failed" in stage.state.strip.text and "within 14 s" in stage.state.strip.text
     stage.tour.go_on()
@@ -338,11 +338,11 @@ def test_a_guess_counts_only_when_asked():
 def test_the_tour_is_refused_next_to_clients():
     def refusal(stage: Stage) -> str:
         with pytest.raises(ValueError) as error:
-            tour.refuse(stage.session)
+            tour.check_idle(stage.session)
         return str(error.value)
 
     stage = Stage().load()
-    tour.refuse(stage.session)
+    tour.check_idle(stage.session)
     stage.obey("/policy static")
     assert "the last keys have not reached the engine" in refusal(stage)
     stage.turns()
@@ -380,7 +380,7 @@ async def play(it, phase: str) -> None:
             return
         it.stage.time.now += 0.05
         it.stage.turns()
-        it.state.kept["tour"].look()
+        it.state.kept["tour"].advance()
     raise AssertionError(it.text())
 
 

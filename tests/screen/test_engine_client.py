@@ -193,6 +193,8 @@ class Seen(ExperimentRecord):
 class Tried(Experiment):
     """An experiment of the tests, from its steps."""
 
+    what = "experiment"
+
     def __init__(self, records):
         super().__init__(Seen(0))
         self.records = records
@@ -210,7 +212,7 @@ def test_an_experiment_advances_between_steps(stage):
             yield Seen(sum(handle.finish_reason is not None for handle in handles))
         yield Seen(len(handles))
 
-    stage.session.run_experiment("experiment", Tried(experiment))
+    stage.session.run_experiment(Tried(experiment))
     found = []
     for _ in range(300):
         stage.turns()
@@ -238,7 +240,7 @@ def test_an_experiment_that_is_cut_short_undoes_its_changes(stage, end, caplog):
         finally:
             client.engine.sched.budget = budget
 
-    stage.session.run_experiment("experiment", Tried(experiment))
+    stage.session.run_experiment(Tried(experiment))
     stage.turns(2)
     if end == "cancel":
         assert stage.engine.sched.budget == 1 and stage.state.view.experimenting
@@ -259,9 +261,9 @@ def test_an_experiment_is_refused_next_to_another_or_to_clients(stage):
         while True:
             yield Seen(0)
 
-    stage.session.run_experiment("experiment", Tried(experiment))
+    stage.session.run_experiment(Tried(experiment))
     stage.turns(2)
-    stage.session.run_experiment("experiment", Tried(experiment))
+    stage.session.run_experiment(Tried(experiment))
     stage.turns(2)
     assert "another experiment is running" in stage.state.faults[-1].message
     for view in (
@@ -270,7 +272,7 @@ def test_an_experiment_is_refused_next_to_another_or_to_clients(stage):
     ):
         stage.state.view = view
         with pytest.raises(ValueError, match="its clients would suffer"):
-            stage.session.run_experiment("experiment", Tried(experiment))
+            stage.session.run_experiment(Tried(experiment))
 
 
 def stage_asks(count: int) -> list[workload.Ask]:

@@ -223,7 +223,7 @@ def test_pages_in_a_log_name_no_keys(stage):
     stage.obey("/burst 3")
     stage.finish()
     for name in ("requests", "totals", "clients", "errors"):
-        said = "\n".join(MENU.pages[name].told(stage.state))
+        said = "\n".join(MENU.pages[name].in_log(stage.state))
         assert said.startswith("── ") and not re.search("Esc|scroll", said), said
     stage.state.view = stage.state.view._replace(server=ServerView("", False, 0, 0, (), (), 0, 0))
-    assert "hung up ╳ ──" in MENU.pages["clients"].told(stage.state)[0]
+    assert "hung up ╳ ──" in MENU.pages["clients"].in_log(stage.state)[0]
