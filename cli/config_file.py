@@ -6,6 +6,7 @@ too. The more special table wins over the others, and the command line over all 
 """
 
 import argparse
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,8 @@ def expand(
     file = known.config[0]
     try:
         options = options_of(read(file), program, known.model)
+        if unfit := [name for name in options if not re.fullmatch(r"[\w-]+", name)]:
+            raise ValueError(f"{program} has no option {shown(unfit[0])}")  # a quoted key
         words = [word for name, value in options.items() for word in words_of(parser, name, value)]
     except (OSError, ValueError) as error:
         parser.error(f"--config {shown(file)}: {getattr(error, 'strerror', None) or error}")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from long_forms import number_of
 from processes import run
 from servers import COMPLETIONS, Server
 
@@ -20,7 +21,7 @@ from base.atomic_write import check_writable, write_whole
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 OLD = "what was there before\n" * 100
-KILLS = int(os.environ.get("NANOBATCH_KILLS", 12))
+KILLS = number_of("KILLS", 12)
 
 
 def python(code: str, *arguments: object, **how) -> subprocess.CompletedProcess[str]:

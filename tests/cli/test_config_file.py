@@ -75,6 +75,9 @@ def test_command_line_wins(tmp_path):
     [
         ("slot_count = 3", "serve has no option 'slot-count'"),
         ("slot = 3", "serve has no option 'slot'"),
+        ('"api-key=x" = "y"', "serve has no option 'api-key=x'"),
+        ('"api-key x" = "y"', "serve has no option 'api-key x'"),
+        ('"" = "y"', "serve has no option ''"),
         ("[model.demo]\nslots = 3", "[model] is no table; use models, ask, serve, screen"),
         ("slots = 0", "--slots = '0', but it must be"),
         ("slots = 2026-01-01", "slots: give a text, a number"),

@@ -13,7 +13,7 @@ import random_batches as company
 from checkpoints import Reference, make_checkpoint
 from harness import Ask, exactly, random_asks, run_schedule
 from planted_bugs import BUGS, plant, poisoned
-from random_batches import ELSEWHERE, SCHEDULES
+from random_batches import SCHEDULES
 
 import kv
 import llama
@@ -29,12 +29,11 @@ def models(tmp_path_factory) -> list[tuple[Model, Tokenizer]]:
     return company.make_models(tmp_path_factory.mktemp("company"))
 
 
-@pytest.mark.parametrize("form", company.everywhere())
+@pytest.mark.parametrize("form", company.forms())
 def test_random_company_changes_no_bit(form):
     """Alone means: in an engine with other slots, other chunks and another budget. Answers are read
     as prompts, too. NANOBATCH_COMPANIES=1000 is the long form."""
-    schedules = SCHEDULES if form == company.everywhere()[0] else ELSEWHERE
-    found = company.run(form, schedules)
+    found = company.run(form, SCHEDULES)
     assert not found.differ
     assert all(found._replace(differ=True)), f"{found}: something was not tried"
 

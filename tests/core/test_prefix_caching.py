@@ -1,18 +1,17 @@
 """Prompts that begin alike share what has been computed, and nobody can tell but by the time it
 takes."""
 
-import os
-
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from harness import Tap, check, exactly
+from long_forms import number_of
 from planted_bugs import poisoned
 
 from kernels.device import mx
 from nanobatch import Engine, SamplingParams
 
-CONVERSATIONS = int(os.environ.get("NANOBATCH_CONVERSATIONS", 4))  # schedules of them
+CONVERSATIONS = number_of("CONVERSATIONS", 4)  # schedules of them
 SHORT = exactly(4)
 
 

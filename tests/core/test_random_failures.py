@@ -21,7 +21,7 @@ FEW = exactly(6)
 
 def test_soak(parts):
     """NANOBATCH_SOAK=10000 is the long form, in which memory is judged."""
-    requests = SOAK or 400
+    requests = SOAK or 250
     counts = soak(*parts, requests, seed=1)
     assert counts["refused"] > requests / 80 and counts["cancelled"] > requests / 7
     assert counts["compared"] > requests / 3 and counts["wrong"] == 0
@@ -151,7 +151,7 @@ def test_no_memory_for_a_new_slab(engine, monkeypatch):
 
 def test_exit_while_loading(tmp_path):
     """A process that left while MLX computed aborted or hung."""
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     large = make_checkpoint(tmp_path, **sizes)
     code = f"""
 import threading, time

@@ -5,7 +5,6 @@ course/from_zero.
 """
 
 import gc
-import os
 import random
 import sys
 from collections import Counter
@@ -14,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from long_forms import number_of
 from scheduler_story import BAD, Story, timeline
 
 from models.memory import usual_budget
@@ -21,7 +21,7 @@ from policies import POLICIES, policy_of
 from prefix import SEGMENT, Node, Prefixes, Trail
 from sched import Plan, QueueFull, Request, Scheduler
 
-SCHEDULES = int(os.environ.get("NANOBATCH_SCHEDULES", 1_000))  # 100,000 take six minutes
+SCHEDULES = number_of("SCHEDULES", 500)  # 100,000 take six minutes
 
 
 def test_serial_runs_one_request_at_a_time():

@@ -5,17 +5,17 @@ NANOBATCH_SCHEMAS=1000 is the long form.
 """
 
 import json
-import os
 from collections import Counter
 
 import jsonschema
 import pytest
 from checkpoints import make_checkpoint
+from long_forms import number_of
 from schemas import random_schema
 
 from nanobatch import Engine, SamplingParams
 
-SCHEMAS = int(os.environ.get("NANOBATCH_SCHEMAS", 12))
+SCHEMAS = number_of("SCHEMAS", 12)
 
 
 @pytest.mark.parametrize("model", ["demo", "random"])

@@ -1,7 +1,6 @@
 """Draft tokens change no bit: tokens, log probabilities, text, reasons and usage are the same with and
 without them, for every kind of request, in company. Right and wrong draft tokens are counted."""
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from harness import Ask, exactly, run_schedule
+from long_forms import number_of
 from planted_bugs import plant, poisoned
 
 import kv
@@ -19,7 +19,7 @@ from nanobatch import Engine, Handle, SamplingParams
 from prompt_lookup import Drafter, PromptLookup
 from sched import Decode, Plan, Request, Scheduler
 
-ROUNDS = int(os.environ.get("NANOBATCH_GUESSES", 1))  # 100 take ten minutes
+ROUNDS = number_of("GUESSES", 1)  # 100 take ten minutes
 DIGITS = {"regex": "[0-9]{3,20}"}
 LIST = {"json": {"type": "array", "items": {"enum": ["a long word", 17]}, "maxItems": 6}}
 KINDS = kinds.KINDS | {

@@ -3,7 +3,7 @@ is wrong with one.
 
 That our own chapters pass, the stages' files say by themselves: they are part of the suite. Here
 other code is put into our functions and taken out again, and the tests of a stage are called in this
-process. `NANOBATCH_ZERO=all` also takes each function out by itself.
+process. The long form also takes each function out by itself, and plants every mistake, not one a stage.
 """
 
 import ast
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 from books import SIMPLE, change, full_book, simple, with_mistake
+from long_forms import IS_LONG
 from processes import run
 
 from benchmarks.plan import read_rival
@@ -28,8 +29,6 @@ from course.from_zero.stages import STAGES, tasks
 ROOT = Path(__file__).parents[2]
 ZERO = ROOT / "course" / "from_zero"
 RUN = ROOT / "course" / "run.py"
-
-EVERYTHING = os.environ.get("NANOBATCH_ZERO") == "all"
 
 
 class Mistake(NamedTuple):
@@ -167,6 +166,10 @@ MISTAKES = [
 ]
 
 
+# By default one a stage: the last that is listed
+TRIED = MISTAKES if IS_LONG else [*{mistake.stage: mistake for mistake in MISTAKES}.values()]
+
+
 def stage_tests(stage: int) -> list[Callable[[], None]]:
     module = import_module(f"course.from_zero.{STAGES[stage - 1].tests.stem}")
     return [test for name, test in vars(module).items() if name.startswith("test_")]
@@ -264,12 +267,12 @@ def test_stage_passes_simple_and_fails_blank(stage, tmp_path):
             assert not verdict(stage)
     empty = tmp_path / "blank.py"
     empty.write_text("\n".join(start.blank_book().values()).replace("from __future__ import", "# "))
-    for names in [[name] for name in written] if EVERYTHING else [written]:
+    for names in [[name] for name in written] if IS_LONG else [written]:
         with overlay.swapped(names, empty):
             assert f"stage {stage}: " in verdict(stage), names
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: f"{m.stage}-{m.name}-{m.right}")
+@pytest.mark.parametrize("mistake", TRIED, ids=lambda m: f"{m.stage}-{m.name}-{m.right}")
 def test_mistake_is_named_by_its_stage(mistake, tmp_path, monkeypatch):
     """In CI pytest prints the whole difference of two values. Of two lists of 4,000 draws that took
     hours, and CI ended the run."""
@@ -319,10 +322,10 @@ def test_crash_and_endless_loop_are_one_line(tmp_path, monkeypatch, capsys):
         r"kv.py, line \d+, in read", said
     )
     change(folder, "sched.Scheduler._chunks", "left = max(left, self.chunk)", "while True: pass")
-    monkeypatch.setenv("PYTEST_TIMEOUT", "3")
+    monkeypatch.setenv("PYTEST_TIMEOUT", "1")
     assert not check.show_book(str(folder), [STAGES[6]], None)
     said = capsys.readouterr().out
-    assert "no end after 3 s: an endless loop?" in said and "Stack of" not in said
+    assert "no end after 1 s: an endless loop?" in said and "Stack of" not in said
     assert re.search(r"sched.py, line \d+, in _chunks", said)
 
 

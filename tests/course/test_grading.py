@@ -2,12 +2,12 @@
 
 import ast
 import json
-import os
 from pathlib import Path
 
 import jsonschema
 import pytest
 from books import change, fill, full_book
+from long_forms import long_form
 from processes import run
 
 from course import overlay
@@ -119,18 +119,16 @@ def test_cheat_has_no_points(cheat, tmp_path):
     with (folder / "sched.py").open("a") as file:
         file.write(f"\nScheduler._chunks = lambda *_: []\n{CHEATS[cheat]}\n")
     (part,) = (part for part in grade.parts(None, "hidden") if part.number == "7")
-    limits = {"seconds": 3, "gigabytes": 8}
+    limits = {"seconds": 2, "gigabytes": 8}
     without = grade.pass_without(folder, [part.tests], **limits) if cheat == "pytest" else set()
     lines, share = grade.tried(folder, part, without, **limits)
     said = "\n".join(lines)
     assert share == 0 and "✗" in said
     if cheat == "flood":
-        assert "3 s of processor time" in said and "in flood" in said
+        assert "2 s of processor time" in said and "in flood" in said
 
 
-@pytest.mark.skipif(
-    os.environ.get("NANOBATCH_ZERO") != "all", reason="a minute; NANOBATCH_ZERO=all"
-)
+@long_form
 def test_a_whole_book_of_simple_functions_has_full_points(tmp_path, monkeypatch):
     folder = tmp_path / "dora"
     start.main([str(folder)])

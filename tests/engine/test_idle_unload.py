@@ -2,7 +2,6 @@
 
 import gc
 import math
-import os
 import threading
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from harness import check, exactly
+from long_forms import number_of
 from word_engine import Clock
 
 from engine.idle_unload import Idle
@@ -21,7 +21,7 @@ from models.forward_cost import nbytes_of
 from models.memory import Sizes, slab_of
 from nanobatch import Engine, ModelError, SamplingParams
 
-EXCHANGES = int(os.environ.get("NANOBATCH_EXCHANGES", 6))
+EXCHANGES = number_of("EXCHANGES", 6)
 PROMPTS = [[60 + n, 3, 9, n, 200 - n] * (1 + n % 4) for n in range(12)]
 SIZES = {"slots": 2, "max_len": 128, "chunk": 32}
 GREEDY = exactly(6)

@@ -1,7 +1,6 @@
 """`engine.on_commit`: one function that is called when there is news, with nothing locked; and what
 it may do."""
 
-import os
 import random
 import sys
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 import harness
 import pytest
 from harness import exactly
+from long_forms import number_of
 from waiting import wait_for
 
 import runner
@@ -156,7 +156,7 @@ def test_hook_may_close_the_engine(parts):
 
 # --- a storm ------------------------------------------------------------------------------------
 
-STORM = int(os.environ.get("NANOBATCH_STORM", 400))  # requests
+STORM = number_of("STORM", 400)  # requests
 THREADS = 16
 BRIEF = exactly(2)
 

@@ -5,6 +5,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+from long_forms import number_of
 from screen_stage import (
     EndsAfter,
     Stage,
@@ -102,7 +103,7 @@ def outcomes(state: State, id: int) -> list[breakdown.Outcome]:
 def test_random_requests_are_replayed_to_their_whole_length():
     """Without what was drafted, each answer took a step for each token."""
     compared = Counter()
-    for seed in range(8):
+    for seed in range(number_of("REPLAYS", 4)):
         shares, cancels, drafts = (seed % 2 > 0, seed % 3 > 0, seed % 4 > 1)
         stage = random_run(seed, cancels, shares, drafts)
         for request in stage.state.requests.values():

@@ -3,13 +3,13 @@ and no memory leaks."""
 
 import ctypes
 import gc
-import os
 import threading
 
 import numpy as np
 import pytest
 from checkpoints import make_checkpoint
 from gguf_models import make_pair
+from long_forms import number_of
 from parity import CONFIGS, seed_of, whole
 from processes import python
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
     not device.is_batch_invariant(), reason="our own product does not run here"
 )
 
-TURNS = int(os.environ.get("NANOBATCH_LOADS", "12"))
+TURNS = number_of("LOADS", 12)
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 

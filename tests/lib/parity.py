@@ -1,13 +1,13 @@
 """Configurations of each family, and the comparison of an engine's answers with mlx-lm's, token by
 token."""
 
-import os
 import zlib
 from dataclasses import replace
 
 import numpy as np
 from checkpoints import Reference
 from harness import Tap, random_asks, run_schedule
+from long_forms import number_of
 
 from kernels import device
 from kernels.device import mx
@@ -18,7 +18,7 @@ from nanobatch import Engine, Model
 
 PROMPTS, TOKENS = 16, 20  # of each configuration
 # Prompts where a family differs little from a Llama
-FEWER = int(os.environ.get("NANOBATCH_PARITY_PROMPTS", 9))
+FEWER = number_of("PARITY_PROMPTS", 6)
 # Logits may differ by this much, and where the best two are nearer than this, either may win
 # The GPU of a virtual Mac, such as a CI runner's, is further off; nobody has measured how far
 IS_VIRTUAL = "Paravirtual" in device.named()

@@ -31,6 +31,7 @@ from kernels.device import mx
 import numpy as np
 from checkpoints import make_checkpoint
 from harness import Ask, Tap, random_asks, run_schedule
+from long_forms import IS_LONG, number_of
 from parity import GEMMA4, LFM2, QWEN3_5
 
 from kernels import library
@@ -126,9 +127,7 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them pa
 ]
 
 
-# A form that this machine can run, but does not take, gets fewer.
-SCHEDULES = int(os.environ.get("NANOBATCH_COMPANIES", 12))
-ELSEWHERE = SCHEDULES // 2
+SCHEDULES = number_of("COMPANIES", 12)
 
 
 class Count(NamedTuple):
@@ -338,9 +337,10 @@ def next_turn(handle: Handle, prompt: list[int], rng: np.random.Generator) -> li
     return kept[:150] + rng.integers(0, 256, int(rng.integers(1, 30))).tolist()
 
 
-def everywhere() -> list[str]:
-    """NANOBATCH_BLAS for each form of our product that this machine can run."""
-    return [f"rows:{form}" for form in library.forms_here()]
+def forms() -> list[str]:
+    """NANOBATCH_BLAS for the form of our product that this machine takes, and in the long form for each
+    that it can run. That all forms have the same bits, `tests/kernels/test_matmul.py` says."""
+    return [f"rows:{form}" for form in library.forms_here()][: None if IS_LONG else 1]
 
 
 def run(form: str, schedules: int) -> Count:

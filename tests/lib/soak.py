@@ -6,7 +6,6 @@ with their number (`serve_memory.py`). `run_rounds` and `growth` are used by the
 too (`tests/server/test_soak.py`).
 """
 
-import os
 import random
 import threading
 import time
@@ -14,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from harness import check
+from long_forms import IS_LONG, number_of
 from serve_memory import Weight, can_weigh, weigh
 
 from nanobatch import Engine, Handle, Model, QueueFull, SamplingParams, Tokenizer
 
-SOAK = int(os.environ.get("NANOBATCH_SOAK", 0))  # requests in the long form; 0: the short form
+SOAK = number_of("SOAK", 0) or 10_000 * IS_LONG  # requests in the long form; 0: the short form
 # With fewer requests the histories that are kept are not full, and memory still grows
 JUDGED = 8000
 IN_USE = 2.0  # MiB by which memory may grow from the first round to the last

@@ -1,6 +1,5 @@
 """GGUF files give the same bits as weights that the `gguf` package converts to float32."""
 
-import os
 import struct
 from collections import Counter
 from dataclasses import replace
@@ -10,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_models import FAMILIES, make_pair
+from long_forms import number_of
 from parity import whole
 
 from base.untrusted_files import ModelError
@@ -209,7 +209,7 @@ def filled(wanted: str, number: float):
 
 Q = "blk.0.attn_q.weight"
 T = "tokenizer.ggml."
-SPOILT = int(os.environ.get("NANOBATCH_SPOILT", "100"))
+SPOILT = number_of("SPOILT", 100)
 
 
 def test_a_spoilt_header_is_refused_or_read_and_never_anything_else(tmp_path, whole_file):

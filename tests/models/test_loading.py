@@ -12,6 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from checkpoints import V, make_checkpoint, make_config, make_tokenizer
+from long_forms import number_of
 from parity import MINISTRAL
 from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -664,10 +665,10 @@ def test_random_configs(folder):
         json.loads((folder / "config.json").read_text()),
         Counter(),
     )
-    for _ in range(300):
+    for _ in range(number_of("DAMAGE", 150)):
         (folder / "config.json").write_text(json.dumps(strange(rng, config)))
         count[tried(folder) == "loaded"] += 1
-    assert count[True] > 30 and count[False] > 150, count
+    assert count[True] > 15 and count[False] > 75, count
 
 
 @pytest.mark.parametrize(
@@ -754,10 +755,10 @@ def test_random_damage_to_weights(folder):
     """MLX itself checks little: it reads beyond the end, and aborts."""
     rng, path, count = random.Random(12), folder / "model.safetensors", Counter()
     data = path.read_bytes()
-    for _ in range(300):
+    for _ in range(number_of("DAMAGE", 150)):
         path.write_bytes(spoilt(rng, data))
         count[tried(folder) == "loaded"] += 1
-    assert count[True] > 20 and count[False] > 150, count
+    assert count[True] > 10 and count[False] > 75, count
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -1,13 +1,13 @@
 """`verify.py`, as a user runs it: what is compared, what a receipt says, and that a product which
-breaks the promise is found. NANOBATCH_VERIFY=1 tries every way, as the program does by itself."""
+breaks the promise is found. The long form tries every way, as the program does by itself."""
 
 import json
-import os
 import re
 import sys
 
 import another_blas
 import pytest
+from long_forms import IS_LONG, long_form
 from planted_bugs import BUGS, FAULTS, plant
 from processes import run
 
@@ -15,7 +15,6 @@ import nanobatch
 import verify
 from base import installation
 
-IS_LONG = "NANOBATCH_VERIFY" in os.environ
 WAYS = ",".join(verify.WAYS) if IS_LONG else "company,prefix_cache,draft tokens,prefill"
 COUNT, STORY, COPY, LONG, ALPHABET = verify.QUESTIONS
 # The program, with one question
@@ -119,7 +118,7 @@ def test_a_planted_bug_is_seen(monkeypatch, alone, bug):
     assert verify.compare_one(verify.parse_arguments([]), way, asked).differ
 
 
-@pytest.mark.skipif(not IS_LONG, reason="minutes; NANOBATCH_VERIFY=1 runs it")
+@long_form
 def test_every_planted_bug_is_seen(capsys):
     """By one of the ways, in the order in which the program tries them."""
     args = verify.parse_arguments([])

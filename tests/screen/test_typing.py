@@ -4,6 +4,7 @@ import os
 import random
 
 import pytest
+from long_forms import number_of
 from screen_stage import on_screen, show
 from textual import events
 
@@ -95,7 +96,7 @@ def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
 def test_random_keys_do_the_same_whenever_they_come():
     """While the model loaded, `i`, "Hellp", Backspace, "o there" and Enter fired "Hellpo ther".
     And with the model there, a letter overtook the key before it if they came at once."""
-    typists = int(os.environ.get("NANOBATCH_TYPISTS", 2))
+    typists = number_of("TYPISTS", 2)
     fired = posted = 0
     for seed in range(typists):
         keys = random_keys(random.Random(seed))

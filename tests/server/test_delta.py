@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from here import Here
+from long_forms import number_of
 from servers import CHAT
 from waiting import wait_for
 
@@ -57,7 +58,7 @@ def test_random_deltas_join_to_the_answer(demo):
         {"logprobs": 2},
     ]
     taken = 0
-    for seed in range(6):
+    for seed in range(number_of("DELTAS", 3)):
         handles = []
         for each in settings:
             prompt = f"Count from {dice.randrange(3, 9)} to {dice.randrange(20, 40)}."

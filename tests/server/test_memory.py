@@ -6,13 +6,13 @@ The collector is off in these tests. So what refers to itself stays, and is coun
 
 import gc
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
+from long_forms import number_of
 from parrot import FLAT, SCHEMAS, TOOLS, Taught, said
 from servers import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from waiting import wait_for
@@ -25,7 +25,7 @@ OURS = ("server.", "text.", "engine.", "base.", "cli.", "nanobatch", "sched", "s
 KEPT = ("RequestRecord", "Counter", "Metrics", "RequestView", "StepView")
 # The last text of each slot, for drafts in the same client's next answer
 KEPT += ("Pairs",)
-REQUESTS = int(os.environ.get("NANOBATCH_LEAKS", 4))
+REQUESTS = number_of("LEAKS", 4)
 MANY = 4  # at a time
 SAID = [said("x " * 300)]
 NUMBERS = count()

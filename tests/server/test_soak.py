@@ -367,7 +367,7 @@ LONG_FORM = {"clients": 16, "cases": 120, "rounds": 4}
 
 
 def test_soak(model):
-    requests = SOAK or 80
+    requests = SOAK or 48
     with Weighed("--slots", "8", "--model", str(model)) as server:
         report = soak(server, requests, **(LONG_FORM if SOAK else SHORT))
         assert server.stop() == 0
@@ -378,7 +378,7 @@ def test_soak(model):
 
 
 def test_soak_with_hostile_clients(model):
-    requests = SOAK or 40
+    requests = SOAK or 30
     sizes = {"clients": 8, "cases": 12, "rounds": 1, "hostile": 0.33}
     if SOAK:
         sizes = LONG_FORM | {"clients": 64, "hostile": 0.1}

@@ -1,7 +1,6 @@
 """Answers that have a form: response_format and vLLM's guided fields, with a real server process."""
 
 import json
-import os
 import re
 import threading
 from collections import Counter
@@ -9,6 +8,7 @@ from collections import Counter
 import pytest
 from hostile import HOSTILE, asked
 from jsonschema import validate
+from long_forms import IS_LONG
 from processes import resident
 from pydantic import BaseModel, Field
 from servers import CHAT, COMPLETIONS
@@ -99,9 +99,8 @@ def test_openai_client_parse(client):
     assert isinstance(dog, Dog) and 0 <= dog.age <= 20
 
 
-# NANOBATCH_HOSTILE=all is the long form
 SOME = ["a large divisor", "1,500 that may be left out", "many ways to read it", "nested repeats"]
-TRIED = sorted(HOSTILE) if os.environ.get("NANOBATCH_HOSTILE") else SOME
+TRIED = sorted(HOSTILE) if IS_LONG else SOME
 
 
 @pytest.mark.parametrize("name", TRIED)

@@ -2,11 +2,11 @@
 protocols themselves are in `test_conformance.py`."""
 
 import json
-import os
 
 import openai
 import pytest
 from jsonschema import validate
+from long_forms import number_of
 from parrot import CALL, CALLS, FLAT, PARIS, SCHEMAS, TOOLS, Taught, said
 from servers import CHAT, COUNT, MESSAGES, RESPONSES
 from streams import ask
@@ -300,7 +300,7 @@ def test_required_call_always_comes(template):
 
 HAS_MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 # A model of random weights never ends its reasoning: it may have to begin with one, but need not
-ASKS = int(os.environ.get("NANOBATCH_TOOLS", 9))
+ASKS = number_of("TOOLS", 5)
 
 
 @pytest.mark.parametrize("marks", [(), HAS_MARKS], ids=["letters", "added"])

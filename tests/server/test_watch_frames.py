@@ -134,10 +134,11 @@ def test_stalled_watcher_is_dropped(engine, monkeypatch):
     with Here(engine) as here:
         line = Line(here.host, here.port, receive=4096)
         line.send("GET /watch HTTP/1.1\nHost: localhost\n\n").until(b"event: hello")
+        large = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=100)  # large frames
         deadline = time.monotonic() + 60
         most = 0
         while time.monotonic() < deadline and not (most and here.api.look().watchers == 0):
             most = max(most, here.api.look().watchers)
-            engine.submit("x", SamplingParams(max_tokens=100, ignore_eos=True)).result()
+            engine.submit("x", large).result()
         assert most == 1 and here.api.look().watchers == 0
         line.hang_up()

@@ -2,7 +2,6 @@
 it is cut into pieces."""
 
 import json
-import os
 import random
 import re
 import time
@@ -10,6 +9,7 @@ from functools import cache
 
 import pytest
 from checkpoints import make_tokenizer
+from long_forms import number_of
 from tokenizers import AddedToken
 
 from text.detokenizer import StreamingDetokenizer
@@ -25,7 +25,7 @@ from text.tool_parser import (
     split_reasoning,
 )
 
-ANSWERS = int(os.environ.get("NANOBATCH_ANSWERS", 100))  # for each format
+ANSWERS = number_of("ANSWERS", 100)  # for each format
 # What may be an argument of a call in tags
 PROPERTIES = {
     "text": {"type": "string"},
