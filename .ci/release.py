@@ -11,7 +11,8 @@ the version, a date, and 40 lines at most. A tag must have the version, too, and
 "Unreleased". pip installs the wheel into a fresh environment, and uv the sdist where no C compiler is
 found, which downloads zig's; `tests/programs/test_wheel.py` tries both. The page's lab runs in Pyodide, by
 Node (`npm`). For a tag all tests with published models have to pass, and none may be skipped for want of a
-model: half an hour on two cores. And each planted mistake has to be caught (`tests/mutants.py`).
+model: half an hour on two cores. The long forms of all tests have to pass (`NANOBATCH_LONG`), and each planted
+mistake has to be caught (`tests/mutants.py`).
 """
 
 import json
@@ -140,6 +141,11 @@ def wrong_with_published_models() -> list[str]:
     return tested("-k", "published")
 
 
+def wrong_with_long_forms() -> list[str]:
+    """All tests with ten times as many random cases, every planted mistake, and soaks that judge memory."""
+    return tested(env=os.environ | {"NANOBATCH_LONG": "10"})
+
+
 def wrong_with_mutants() -> list[str]:
     """Mistakes that no test catches, or that cannot be planted any more."""
     command = [sys.executable, "tests/mutants.py"]
@@ -162,7 +168,9 @@ def wrong_with_the_page() -> list[str]:
 
 
 def tested(*chosen: str, **options) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", "-n", "0", *chosen]
+    """Some tests, or all of them in several processes."""
+    how = ["-n", "0", *chosen] if chosen else []
+    command = [sys.executable, "-m", "pytest", "-q", "-rfEs", *how]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)
     print(done.stdout, file=sys.stderr)
     return wrong_with_tests(done.returncode, done.stdout)
@@ -198,6 +206,7 @@ def main() -> int:
             found = found or wrong_when_tried(file, installer)
     found = found or wrong_with_the_page()
     if tag is not None:
+        found = found or wrong_with_long_forms()
         found = found or wrong_with_mutants()
         found = found or wrong_with_published_models()
     for line in found:

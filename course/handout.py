@@ -24,7 +24,18 @@ from course.overlay import CHAPTERS, ROOT, our_file
 
 FOLDERS = ("base", "cli", "demo/model", "distributed", "engine", "experiments", "kernels", "models")
 FOLDERS += ("screen", "server", "text", "web", "benchmarks", "course/from_zero")
-FILES = ("ask.py", "tui.py", "serve.py", "policies.py", "prefix.py", "prompt_lookup.py", "LICENSE")
+FILES = (
+    "ask.py",
+    "tui.py",
+    "serve.py",
+    "policies.py",
+    "prefix.py",
+    "prompt_lookup.py",
+    "sampling_params.py",
+    "state_places.py",
+    "step_output.py",
+    "LICENSE",
+)
 FILES += (
     "GLOSSARY.md",
     "pyproject.toml",

