@@ -156,7 +156,6 @@ def counts() -> str:
         "parity: prompts, in random concurrent schedules": prompts,
         "parity: of these, with the families least like a Llama": own,
         "batch invariance: random schedules, with the form of the product that the processor takes": exact.SCHEDULES,
-        "batch invariance: random schedules, with each other form that it can run": exact.ELSEWHERE,
         "batch invariance: shapes of models among them": len(company.SHAPES),
         "batch invariance: planted bugs, all caught": bugs,
         "matrix product: planted bugs, all caught": len(product.BUGS),
