@@ -31,7 +31,7 @@ def broken(stage: Stage, what: str) -> FaultInjectionRecord:
 @cache
 def demo_stage() -> Stage:
     stage = Stage()
-    stage.client._load = lambda report, clock: Engine.load("demo", slots=4, max_len=400, chunk=64)
+    stage.load_engine = lambda report, clock: Engine.load("demo", slots=4, max_len=400, chunk=64)
     return stage.load()
 
 

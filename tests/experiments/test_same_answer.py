@@ -108,7 +108,7 @@ def test_a_difference_says_where_and_by_how_much():
 def demo_stage(**options) -> Stage:
     stage = Stage()
     options |= {"slots": 8, "max_len": 400, "chunk": 64}
-    stage.client._load = lambda report, clock: Engine.load("demo", **options)
+    stage.load_engine = lambda report, clock: Engine.load("demo", **options)
     return stage.load()
 
 

@@ -163,7 +163,7 @@ def test_a_small_mac_is_not_filled(monkeypatch):
     whole = 5_726_633_984
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": whole})
     monkeypatch.setattr(mx, "get_active_memory", lambda: 1_800_000_000)  # its weights in 4 bits
-    heads = {"Hkv": 8, "Dh": 128, "row": lambda layer: (16, 128)}
+    heads = {"Hkv": 8, "Dh": 128, "row": lambda layer: (16, 128), "delta": None}
     shape = SimpleNamespace(layers=28, writing=28, max_positions=131_072, **heads)
     sizes = memory.fit(shape, 2, device.free_memory())
     assert sizes[:3] == (8, 1024, 512)

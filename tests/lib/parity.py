@@ -10,9 +10,11 @@ from harness import Tap, random_asks, run_schedule
 from long_forms import number_of
 
 from kernels import device
+from kernels.delta_net import Places
 from kernels.device import mx
 from kv import Slab, Window
 from llama import forward
+from models.delta_net import states_of
 from models.memory import rows_of_layers
 from nanobatch import Engine, Model
 
@@ -478,7 +480,8 @@ def whole(model: Model, tokens: list[int], dtype: mx.Dtype = mx.float32) -> np.n
     c = model.config
     slab = Slab(c.layers, 1, c.Hkv, 256, c.Dh, model.dtype, rows_of_layers(c))
     assert slab.arrays[0].dtype == dtype
-    window = Window(slab, [0], [0], len(tokens))
+    slab.states = states_of(model, Places(slots=1, checkpoints=0, log=1))
+    window = Window(slab, [0], [0], len(tokens), [(-1, 0, 0, len(tokens) - 1)])
     logits = model.head(forward(model, mx.array(tokens), [window], range(len(tokens))))
     assert logits.shape == (len(tokens), c.V)
     return np.array(logits.astype(mx.float32))

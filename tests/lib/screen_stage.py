@@ -31,14 +31,16 @@ class Stage:
 
     def __init__(self, prompts=workload.BURST, **options):
         self.time = Clock()
-        self.client = LocalEngineClient(lambda report, clock: self._load(report, clock, options))
+        self.client = LocalEngineClient(
+            lambda report, clock: self.load_engine(report, clock, **options)
+        )
         self.client.clock = Stopwatch(self.time)
         self.client.others = SimpleNamespace(look=lambda: 0.0, cores=2)  # this machine may be busy
         self.state = State("words", settings=Settings(burst=12), prompts=prompts)
         self.session = Session(self.client, self.state, MENU)
         self.earlier = None  # prompts of earlier days
 
-    def _load(self, report, clock, options):
+    def load_engine(self, report, clock, **options) -> Engine:
         for stage in ("starting", "reading 12 MiB of weights", "allocating the slab: 8 slots"):
             report(stage)
         return word_engine(clock, self.time, **options)

@@ -247,9 +247,9 @@ def test_random_requests_with_tools_are_kept(published, engine):
 
 def test_screen_keeps_the_lines_of_an_answer(published, results):
     stage = Stage()
-    stage.room.clock = Stopwatch()
+    stage.client.clock = Stopwatch()
     args = tui.parse_arguments(["--model", str(published), "--slots", "1", "--max-len", "512"])
-    stage._load = lambda report, clock, options: tui.load_engine(args, report, clock)
+    stage.load_engine = lambda report, clock: tui.load_engine(args, report, clock)
 
     async def scenario(it):
         stage.session.obey(f"/set max={TOKENS}")

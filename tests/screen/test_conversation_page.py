@@ -29,8 +29,8 @@ class Talking(Stage):
         super().__init__(**options)
         self.state.settings = Settings(max_tokens=24)
 
-    def _load(self, report, clock, options):
-        engine = super()._load(report, clock, options)
+    def load_engine(self, report, clock, **options):
+        engine = super().load_engine(report, clock, **options)
         engine.text.__class__ = TurnText
         engine.text.shown = self.shown = []  # each conversation, as the model saw it
         return engine

@@ -107,10 +107,10 @@ async def test_loading_shows_stages_and_library_output(it):
 
 def test_an_engine_that_does_not_start_says_why():
     stage = Stage()
-    stage.client._load = lambda report, clock: (report("finding x"), 1 / 0)
+    stage.load_engine = lambda report, clock: (report("finding x"), 1 / 0)
 
     async def scenario(it):
-        stage.client._load = lambda report, clock: exec(
+        stage.load_engine = lambda report, clock: exec(
             "raise ValueError('x is cut off; download it again \\x1b[31m')"
         )
         stage.client.load()

@@ -50,7 +50,7 @@ def test_the_view_has_the_candidates_of_each_token():
 
 
 class JsonStage(Stage):
-    def _load(self, report, clock, options):
+    def load_engine(self, report, clock):
         return Engine.load("demo", clock=clock, slots=8, max_len=400, chunk=64)
 
 

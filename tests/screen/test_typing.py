@@ -199,7 +199,7 @@ async def test_a_model_that_cannot_be_loaded_while_typing(it):
     """The prompt box had the keyboard, and nobody saw the box."""
 
     await it.pilot.press("i", *"hello")
-    it.stage.client._load = lambda report, clock: os.stat("/no/such/model")
+    it.stage.load_engine = lambda report, clock: os.stat("/no/such/model")
     it.stage.client.load()
     it.app.look()
     await it.pilot.pause()
