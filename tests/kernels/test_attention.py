@@ -1,4 +1,5 @@
-"""Fused attention has the bits of the formula in `llama.attention`."""
+"""Fused attention has the bits of the formula in `llama.attention`. That a token has the same bits in any chunk
+and batch, `tests/core/test_batch_invariance.py` asks an engine."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -79,22 +80,6 @@ def test_the_operation_has_the_bits_of_the_formula(seed):
     assert np.isfinite(fused).all() and np.array_equal(fused, formula)
     for slab in shape.slabs:
         slab.check()
-
-
-@pytest.mark.parametrize("seed", range(60, 80))
-def test_a_token_has_the_same_bits_in_any_chunk_and_alone(seed):
-    shape = Shape(seed)
-    count = int(shape.rng.integers(2, 120))
-    slot, start = int(shape.rng.integers(shape.slots)), int(shape.rng.integers(0, LENGTH - count))
-    numbers = shape.numbers(count)
-    whole = shape.attend(shape.windows(True, [([slot], [start], count)]), *numbers)
-    parts, at = [], 0
-    while at < count:
-        L = min(count - at, int(shape.rng.integers(1, 40)))
-        windows = shape.windows(True, [([slot], [start + at], L)])
-        parts.append(shape.attend(windows, *(x[at : at + L] for x in numbers)))
-        at += L
-    assert np.array_equal(np.concatenate(parts), whole)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])

@@ -15,6 +15,9 @@ from gguf import GGMLQuantizationType as Kind
 
 from kernels.device import mx
 from models.config import read_config
+from models.gguf_file import GgufTensor
+from models.gguf_weights import GgufWeights
+from models.weights import Tensor
 
 FAMILIES = {
     "llama": {},
@@ -116,6 +119,25 @@ def make_pair(
     writer.write_tensors_to_file()
     writer.close()
     return file, save(folder / "wide", config, weights)
+
+
+class Dequantized(GgufWeights):
+    """Each tensor as `gguf.dequantize` makes it."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.tensors = {
+            name: Tensor(path, tensor.name, mx.float32, self.file.tensors[tensor.name].shape)
+            for name, tensor in self.tensors.items()
+            if not name.endswith((".scales", ".biases"))
+        }
+
+    def _read(self, tensor: Tensor) -> mx.array:
+        stored: GgufTensor = self.file.tensors[tensor.name]
+        data = np.frombuffer(b"".join(stored.read_pieces(2**24)), np.uint8)
+        kind = Kind[stored.type.name]
+        wide = gguf.dequantize(data.view(np.float32) if kind == Kind.F32 else data, kind)
+        return mx.array(wide.reshape(stored.shape))
 
 
 def write_config(writer: gguf.GGUFWriter, config: dict, c) -> None:

@@ -475,6 +475,12 @@ def count() -> tuple[int, int]:
     )
 
 
+def same_bits(ours: Model, wide: Model, tokens: list[int]) -> bool:
+    """In one pass over a prompt, and for its first token alone."""
+    parts = (tokens, tokens[:1])
+    return all(np.array_equal(whole(ours, part), whole(wide, part)) for part in parts)
+
+
 def whole(model: Model, tokens: list[int], dtype: mx.Dtype = mx.float32) -> np.ndarray:
     """(len(tokens), V): one pass over everything, in a slab of its own."""
     c = model.config

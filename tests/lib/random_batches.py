@@ -1,11 +1,12 @@
 """Compare random requests in batches with the same requests alone: how many of their logits differ in
 a bit?
 
-Everything that might show is random: the model's shape, the number of slots, chunk, budget,
-policy, arrival times, shared prefixes, cancels, conversations that continue, and what the slots
-held before. In most schedules a neighbour with a prompt of up to 1,600 tokens decodes next to all
-others, since long sums differ most. The engine that runs a request alone has other slots, another
-chunk and another budget, and reads each answer once more as part of a prompt.
+The batches are those of `verify.py` (`benchmarks/random_batch.py`). Everything that might show is random:
+the model's shape, the number of slots, chunk, budget, policy, arrival times, shared prefixes, cancels,
+conversations that continue, and what the slots held before. In most schedules a neighbour with a prompt
+of up to 1,600 tokens decodes next to all others, since long sums differ most. The engine that runs a
+request alone has other slots, another chunk and another budget, and reads each answer once more as part
+of a prompt.
 
 The product is fixed per process. So each form of it has a process of its own: `python
 tests/lib/random_batches.py SCHEDULES` with NANOBATCH_BLAS.
@@ -19,6 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 if __name__ == "__main__":
@@ -30,10 +32,11 @@ from kernels.device import mx
 # isort: split
 import numpy as np
 from checkpoints import make_checkpoint
-from harness import Ask, Tap, random_asks, run_schedule
+from harness import Ask, Tap, check, random_asks
 from long_forms import IS_LONG, number_of
 from parity import GEMMA4, LFM2, QWEN3_5
 
+from benchmarks.random_batch import RandomBatch
 from kernels import library
 from models.load import read_model
 from nanobatch import Engine, Handle, Model, SamplingParams, Tokenizer
@@ -254,10 +257,7 @@ def play(
     rng: np.random.Generator,
 ) -> Count:
     """One schedule on one engine, and each of its requests alone on the other."""
-    asks = random_asks(rng, 4, longest=120, tokens=8, cancels=0.2, alike=0.6)
-    for ask in asks:
-        if rng.random() < 0.25:
-            ask.grammar = GRAMMARS[int(rng.integers(len(GRAMMARS)))]
+    asks = drawn(rng, 4)
     far = (
         engine.submit(long_prompt, SamplingParams(max_tokens=120, ignore_eos=True))
         if long_prompt
@@ -267,21 +267,53 @@ def play(
         engine.step()
         if far.finish_reason:
             raise RuntimeError(far.error)
-    handles = run_schedule(engine, asks, rng, lambda: None)
-    pairs = list(zip(handles, [ask.prompt for ask in asks], strict=True))
-    going_on = [
-        conversation for handle, prompt in pairs if (conversation := next_turn(handle, prompt, rng))
-    ]
-    turns = [Ask(prompt, 6) for prompt in going_on]
-    pairs += zip(
-        run_schedule(engine, turns, rng, lambda: far and far.cancel()), going_on, strict=True
-    )
+    pairs = ask_in_batch(engine, asks, rng)
+    going_on = [next_turn(handle, prompt, rng) for handle, prompt in pairs]
+    pairs += ask_in_batch(engine, [Ask(prompt, 6) for prompt in going_on if prompt], rng)
+    if far:
+        far.cancel()
+    while engine.step():
+        pass  # the last neighbours
     if far and rng.random() < 0.1:
         pairs.append((far, long_prompt))
     total = NONE
     for handle, prompt in pairs:
         total += compare(handle, prompt, other, taps, is_beside=far and handle is not far)
     return total
+
+
+def drawn(rng: np.random.Generator, count: int) -> list[Ask]:
+    """Requests, of which most begin alike and some have a grammar."""
+    asks = random_asks(rng, count, longest=120, tokens=8, alike=0.6)
+    for ask in asks:
+        if rng.random() < 0.25:
+            ask.grammar = GRAMMARS[int(rng.integers(len(GRAMMARS)))]
+    return asks
+
+
+def ask_in_batch(
+    engine: Engine, asks: list[Ask], rng: np.random.Generator
+) -> list[tuple[Handle, list[int]]]:
+    """Ask in the random batches of `verify.py`, among neighbours that arrive, finish and are cancelled.
+    Check every invariant after every step. Return the handles with their prompts."""
+    waiting, pairs = [*asks], []
+
+    def ask() -> Handle:
+        asked = waiting.pop()
+        pairs.append((engine.submit(asked.prompt, asked.sampling()), asked.prompt))
+        return pairs[-1][0]
+
+    def meet() -> Handle:
+        (neighbour,) = drawn(rng, 1)
+        return engine.submit(neighbour.prompt, neighbour.sampling())
+
+    batch = RandomBatch(engine, Random(int(rng.integers(2**32))), ask, meet)
+    while waiting or batch.open:
+        batch.arrive(len(waiting))
+        engine.step()
+        check(engine)
+        batch.leave()
+    return pairs
 
 
 def compare(
