@@ -8,7 +8,7 @@ import pytest
 from screen_stage import Stage, drawn, like_golden, on_screen, plain, turned_by_company
 from word_engine import WordRunner
 
-from experiments import step_cost
+from experiments import fault_injection, step_cost
 from experiments.fault_injection import BREAKS, FaultInjectionRecord
 from kernels.c_attention import COperation
 from nanobatch import Engine
@@ -36,7 +36,8 @@ def demo_stage() -> Stage:
 
 
 @pytest.fixture
-def demo() -> Stage:
+def demo(monkeypatch) -> Stage:
+    monkeypatch.setattr(fault_injection, "LONGEST", 12)  # shorter answers
     stage = demo_stage()
     stage.state.faults.clear()
     return stage

@@ -4,7 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from screen_stage import EndsAfter, Stage, disturb, like_golden, on_screen
+from screen_stage import Stage, disturb, like_golden, on_screen
 
 import ask
 import tui
@@ -76,8 +76,7 @@ def test_a_replay_drops_what_is_computed_behind_an_end():
     as useful, and its token as delivered."""
     stage = Stage(slots=4).load()
     for most in (5, 9, 14, 20, 26):
-        handle = stage.engine.submit([96 + most] * 5, SamplingParams(max_tokens=100))
-        handle._ends = EndsAfter(handle, most)
+        stage.engine.submit([96 + most] * 5, SamplingParams(max_tokens=100, stop=f"<{most}>"))
     stage.engine.submit([96] * 5, SamplingParams(max_tokens=31))
     stage.finish()
     stage.obey("/compare")

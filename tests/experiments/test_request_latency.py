@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 from long_forms import number_of
 from screen_stage import (
-    EndsAfter,
     Stage,
     draft_at_random,
     drawn,
@@ -48,17 +47,16 @@ def random_run(seed: int, cancels: bool, shares: bool = False, drafts: bool = Fa
                 prompt = [dice.randint(97, 122) for _ in range(dice.randint(1, 80))]
                 if shares:
                     prompt = EVENINGS[dice.randint(0, 2)][: dice.randint(0, 80)] + prompt
-                most = SamplingParams(max_tokens=dice.randint(1, 25))
-                handle = engine.submit(prompt, most, client=dice.choice(clients))
-                if dice.random() < 0.5:
-                    handle._ends = EndsAfter(handle, dice.randint(1, 25))
-                handles.append(handle)
+                stop = f"<{dice.randint(1, 12)}>" if dice.random() < 0.5 else ()
+                most = SamplingParams(max_tokens=dice.randint(1, 25), stop=stop)
+                handles.append(engine.submit(prompt, most, client=dice.choice(clients)))
             for _ in range(dice.randint(1, 12)):
                 stage.turns()
                 stage.time.now += 1e-4  # no prompt comes at the very moment of a plan
             engine.run_ahead = dice.random() < 0.8
-            if cancels and dice.random() < 0.5:
-                dice.choice(handles).cancel()
+            running = [handle for handle in handles if handle.tokens and not handle.finish_reason]
+            if cancels and running and dice.random() < 0.5:
+                dice.choice(running).cancel()
         stage.finish()
     return stage
 
@@ -185,8 +183,7 @@ def test_an_answer_that_fills_its_slot_is_replayed():
     """The replay planned one token more than the slot holds, and was refused."""
     stage = Stage(slots=1, max_len=40).load()
     for _ in range(2):
-        handle = stage.engine.submit([97] * 10, SamplingParams(max_tokens=30))
-        handle._ends = EndsAfter(handle, 30)
+        stage.engine.submit([97] * 10, SamplingParams(max_tokens=30, stop="<30>"))
     stage.finish()
     assert [r.reason for r in stage.state.ended] == ["stop", "stop"]
     found = {each.name: each.steps for each in outcomes(stage.state, 2)}

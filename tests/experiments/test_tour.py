@@ -83,11 +83,11 @@ class TourStage(Stage):
         self.now = 0.0
         self.tour = None
 
-    def _load(self, report, clock, options):
+    def load_engine(self, report, clock, **options):
         if self.number == JSON:
             options = {"slots": 4, "max_len": 400, "chunk": 64} | options
             return Engine.load("demo", clock=clock, **options)
-        engine = super()._load(report, clock, options)
+        engine = super().load_engine(report, clock, **options)
         words = count(24, 7)
         if self.stops:
             engine.text.stream = lambda stops: Ending(engine.text, next(words) % 40 + 20)

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 from word_engine import Clock, word_engine
 
-from engine.handle import Handle
 from engine.loop import Stopwatch
 from nanobatch import Engine
 from screen import state, workload
@@ -174,17 +173,6 @@ def like_golden(name: str, text: str) -> None:
         path.write_text(text + "\n")
     before = path.read_text() if path.exists() else "no picture yet"
     assert text + "\n" == before, f"{path.name} differs; NANOBATCH_GOLDEN=write if it is meant"
-
-
-class EndsAfter:
-    """The tokens that end an answer: whichever comes at this place."""
-
-    def __init__(self, handle: Handle, tokens: int):
-        self.handle = handle
-        self.tokens = tokens
-
-    def __contains__(self, token: int) -> bool:
-        return len(self.handle.tokens) >= self.tokens
 
 
 def draft_at_random(engine: Engine, dice: random.Random) -> None:

@@ -81,10 +81,28 @@ class WordText:
     def check_ids(self, ids: Sequence[int]) -> None:
         pass
 
-    def stream(self, stops: Sequence[str]) -> SimpleNamespace:
-        return SimpleNamespace(
-            push=lambda token: self.pieces[token - BEYOND], finish=lambda tokens: "", stop=None
-        )
+    def stream(self, stops: Sequence[str]) -> WordStream:
+        return WordStream(self.pieces, min((int(stop.strip("<>")) for stop in stops), default=None))
+
+
+class WordStream:
+    """Tokens as words. The stop string "<9>" ends an answer after nine of them."""
+
+    def __init__(self, pieces: Sequence[str], left: int | None):
+        self.pieces = pieces
+        self.left = left
+
+    def push(self, token: int) -> str:
+        if self.left is not None:
+            self.left -= 1
+        return self.pieces[token - BEYOND]
+
+    def finish(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    @property
+    def stop(self) -> str | None:
+        return "" if self.left is not None and self.left <= 0 else None
 
 
 @dataclass

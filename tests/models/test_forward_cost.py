@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 from checkpoints import make_checkpoint
-from screen_stage import EndsAfter
 
 import llama
 from engine import roofline
+from engine.handle import Handle
 from experiments.step_cost import asked_of, chosen_experts, parts_of
 from kernels import device
 from kernels.device import device_lock, device_stream, mx
@@ -119,6 +119,17 @@ class Meter:
         self.counts["attention"] += 4 * tokens * heads * size * rows
         self.counts["keys"] += k.nbytes + v.nbytes
         return self.attention(q, k, v, mask, kind)
+
+
+class EndsAfter:
+    """The tokens that end an answer: whichever comes at this place."""
+
+    def __init__(self, handle: Handle, tokens: int):
+        self.handle = handle
+        self.tokens = tokens
+
+    def __contains__(self, token: int) -> bool:
+        return len(self.handle.tokens) >= self.tokens
 
 
 @pytest.mark.parametrize(

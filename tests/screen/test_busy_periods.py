@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from screen_stage import Stage, like_golden, on_screen
 
-from engine.snapshot import percentile
+from engine.snapshot import RequestView, percentile
 from nanobatch import SamplingParams
 from screen import timeline_columns
 from screen.draw import status, step
@@ -111,6 +111,11 @@ def test_counts_go_on_beyond_what_is_remembered():
     assert "1 of 600 that have ended" in stage.lines(request_details.draw, 80, 20)[0]
 
 
+def absorb(stage: Stage, ended: RequestView) -> None:
+    engine = replace(stage.engine.snapshot(), ended=(ended,))
+    stage.state.absorb(stage.state.view._replace(engine=engine))
+
+
 def test_of_requests_with_long_texts_fewer_can_be_opened():
     """2,000 prompts of 100,000 characters were 200 MB."""
     stage = Stage(slots=2).load()
@@ -118,12 +123,10 @@ def test_of_requests_with_long_texts_fewer_can_be_opened():
     for number in range(30):
         view = stage.engine.submit([1], SamplingParams(max_tokens=1, ignore_eos=True)).view()
         view = replace(view, prompt=str(number % 10) * 10_000, ended=0.0)
-        stage.state._absorb_requests(replace(stage.engine.snapshot(), ended=(view,)), False)
+        absorb(stage, view)
     assert [view.prompt[0] for view in stage.state.ended] == list("23456789")
     assert {view.id for view in stage.state.ended} <= stage.state.requests.keys()
-    stage.state._absorb_requests(
-        replace(stage.engine.snapshot(), ended=(replace(view, prompt="x" * 10**6),)), False
-    )
+    absorb(stage, replace(view, prompt="x" * 10**6))
     assert [view.prompt[0] for view in stage.state.ended] == ["x"], "the newest can be opened"
 
 

@@ -106,13 +106,14 @@ async def test_loading_shows_stages_and_library_output(it):
 
 
 def test_an_engine_that_does_not_start_says_why():
+    def load(report, clock):
+        report("finding x")
+        raise ValueError("x is cut off; download it again \x1b[31m")
+
     stage = Stage()
-    stage.load_engine = lambda report, clock: (report("finding x"), 1 / 0)
+    stage.load_engine = load
 
     async def scenario(it):
-        stage.load_engine = lambda report, clock: exec(
-            "raise ValueError('x is cut off; download it again \\x1b[31m')"
-        )
         stage.client.load()
         it.app.look()
         await it.pilot.pause()
