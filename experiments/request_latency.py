@@ -135,7 +135,8 @@ def draw(state: State, on: Canvas) -> None:
     if on.width >= 100:
         keys = "←→ faster, slower  tab p50, p95, p99  Esc back"
     on.title(
-        f"Why did r{r.id} wait? {r.reason or 'open'}{', ' if r.policy else ''}{r.policy}", keys
+        f"Why did r{r.id} wait? {state.reason_of(r) or 'open'}{', ' if r.policy else ''}{r.policy}",
+        keys,
     )
     breakdown = breakdown_in(state, r)
     draw_slider(state, on, r)

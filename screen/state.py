@@ -27,7 +27,7 @@ from screen.workload import BURST, Ask, Settings, is_mute
 # The fields of the state that belong to one engine
 OF_AN_ENGINE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
 OF_AN_ENGINE += ("records", "kept", "candidates", "cursor", "opened", "selected", "woke", "hidden")
-OF_AN_ENGINE += ("refused", "gone", "_inspected")
+OF_AN_ENGINE += ("refused", "gone", "hung_up", "_inspected")
 
 
 @dataclass
@@ -47,6 +47,7 @@ class State:
     calls: list[RequestRecord] = field(default_factory=list)
     refused: int = 0  # number of refused HTTP requests
     gone: int = 0  # number that hung up
+    hung_up: set[int] = field(default_factory=set)  # the engine's requests of those
     faults: list[Fault] = field(default_factory=list)  # all faults so far
     # of failures in this process
     tracebacks: list[str] = field(default_factory=list)
@@ -168,7 +169,9 @@ class State:
     def _absorb_calls(self, ended: Sequence[RequestRecord]) -> None:
         self.calls = [*self.calls, *ended][-self.REMEMBERED :]
         self.refused += sum(call.is_refused for call in ended)
-        self.gone += sum(call.hung_up for call in ended)
+        hang_ups = [call for call in ended if call.hung_up]
+        self.gone += len(hang_ups)
+        self.hung_up.update(id for call in hang_ups for id in call.requests)
 
     def _absorb_requests(self, news: Snapshot, begins: bool) -> None:
         self.faults += [Fault(clean(fault)) for fault in news.faults]
@@ -192,6 +195,7 @@ class State:
         kept = min(self.REMEMBERED, max(1, bisect_right(taken, self.TEXTS)))
         for request in self.ended[:-kept]:
             self.requests.pop(request.id, None)
+            self.hung_up.discard(request.id)
         del self.ended[:-kept]
 
     def _tell_unseen(self, view: View) -> None:
@@ -446,6 +450,11 @@ class State:
         glass = self.candidates.get((request.id, said), ())
         request = replace(request, metrics=metrics, text=text, glass=glass)
         return replace(request, reason=None, error=None, ended=None)
+
+    def reason_of(self, request: RequestView) -> str:
+        """Why it ended; empty while it is open. The engine says "cancelled" of a client that hung up."""
+        is_gone = request.reason == "cancelled" and request.id in self.hung_up
+        return "hung up" if is_gone else request.reason or ""
 
     def owner(self, slot: int) -> RequestView | None:
         """The request in a slot, or the last one."""

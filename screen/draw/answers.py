@@ -29,7 +29,7 @@ def draw_stream(state: State, on: Canvas, slot: int) -> None:
         return
     hue = on.text if is_selected else on.muted
     pen.put(f"slot {slot} r{request.id}", hue, True, f"select({slot})")
-    pen.put(f" {request.reason}" if request.reason else "", on.muted)
+    pen.put(f" {state.reason_of(request)}" if request.reason else "", on.muted)
     pen.put(f" ← {client_of(request)}" if client_of(request) else "", on.muted)
     pen.put(f"  {shorten(prompt_of(request), on.width - pen.width - 3)}", on.muted)
     below = Canvas(on.p, on.width, on.height)

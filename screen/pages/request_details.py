@@ -52,7 +52,7 @@ def draw_request(state: State, on: Canvas) -> None:
 
 def draw_about(state: State, on: Canvas, r: RequestView, now: float) -> None:
     """Draw all that is known of a request at a time."""
-    on.entry("figures", figures_of(r, now))
+    on.entry("figures", figures_of(state, r, now))
     on.entry("steps", steps_of(state, r, now))
     on.entry("from", client_of(r), on.muted)
     on.entry("prompt", prompt_of(r), on.muted)
@@ -60,12 +60,12 @@ def draw_about(state: State, on: Canvas, r: RequestView, now: float) -> None:
     draw_parts(on, clean(r.text), r.is_thinking)
 
 
-def figures_of(r: RequestView, now: float) -> str:
+def figures_of(state: State, r: RequestView, now: float) -> str:
     m = r.metrics
     never = "in line" if r.reason is None else "never admitted"
     lasted = (now if r.ended is None else r.ended) - r.arrived
     figures = (
-        r.reason or "open",
+        state.reason_of(r) or "open",
         r.policy or never,
         f"{count(m.prompt_tokens, 'prompt token')}, {m.cached_tokens:,} of them reused{from_disk(m)}",
         count(m.output_tokens, "new token") + drafted_of(m),

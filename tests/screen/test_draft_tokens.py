@@ -63,7 +63,7 @@ def test_a_step_and_a_request_tell_of_draft_tokens_in_words():
     request = state.requests[1]
     m = request.metrics
     assert f"40 new tokens, drafted {m.draft_tokens}, {m.accepted_tokens} accepted" in figures_of(
-        request, 9.0
+        state, request, 9.0
     )
 
 

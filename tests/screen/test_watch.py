@@ -27,7 +27,7 @@ from engine.server_view import RequestRecord, ServerView
 from nanobatch import SamplingParams
 from screen.app import panes_of
 from screen.commands import Session
-from screen.draw import status, style
+from screen.draw import answers, status, style
 from screen.engine_client import LocalEngineClient
 from screen.engine_view import View
 from screen.pages import http_requests, request_details
@@ -146,7 +146,13 @@ def test_a_client_that_hangs_up_is_marked(watched):
     assert " open" in watched.drawn()
     line.hang_up()
     call = watched.sees(lambda state: state.calls and state.calls[-1].hung_up and state.calls[-1])
-    assert f"╳r{call.requests[0]}" in watched.drawn() and "1 hung up" in watched.drawn()
+    number = call.requests[0]
+    assert f"╳r{number}" in watched.drawn() and "1 hung up" in watched.drawn()
+    watched.sees(lambda state: number in state.requests and state.requests[number].reason)
+    watched.state.opened = number
+    for draw in (answers.draw_streams, request_details.draw):
+        text = " ".join("\n".join(plain(drawn(draw, watched.state, 100, 30))).split())
+        assert "hung up" in text and "cancelled" not in text, text
 
 
 def test_cancelling_all_ends_ones_own_requests_alone(watched):
@@ -259,9 +265,9 @@ def test_a_watched_server_answers_a_prompt(server):
 def test_a_prompt_is_settled_only_with_its_answer(server, monkeypatch):
     """The stream of a prompt could end before the frame that tells of it: a script then left
     without the answer."""
-    take = RemoteEngineClient._take
+    take = watch_frames.Receiver.take
     monkeypatch.setattr(
-        RemoteEngineClient, "_take", lambda self, frame: (time.sleep(0.5), take(self, frame))
+        watch_frames.Receiver, "take", lambda self, event: (time.sleep(0.5), take(self, event))[1]
     )
     with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
