@@ -56,8 +56,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_whole("--port", 0, 65535, says, default=8000)
     says = "requests that may wait; more are refused with 429 (default: 256)"
     parser.add_whole("--max-queue", 1, 10**6, says, default=256)
-    says = "longest answer to a request without a limit (default: to the end of the slot)"
-    parser.add_whole("--max-tokens", 1, 2**24, says)
+    parser.add_max_tokens()
     says = "seconds idle until the weights are unloaded"
     parser.add_whole("--unload-after", 1, 10**6, says, metavar="SECONDS")
     add("--embeddings", action="store_true", help="the model embeds, though no file says so")

@@ -113,6 +113,7 @@ def options() -> cli.CommandLine:
     )
     says = "let programs ask that speak OpenAI's protocol (default: 4 slots)"
     parser.add_read("--serve", address_of, says, metavar="[HOST:]PORT")
+    parser.add_max_tokens("with --serve: ")
     parser.add_keys()
     says = "watch a server, such as http://127.0.0.1:8000, instead of an engine in here"
     parser.add_read("--watch", base_of, says, metavar="URL")
@@ -129,10 +130,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = options()
     args = parser.parse_args(config_file.expand(parser, "screen", arguments))
     args.max_queue = 256
-    args.max_tokens = None  # of answers over HTTP: to the end of the slot
     try:
         if args.serve and args.watch:
             raise ValueError("--serve runs a server and --watch watches another one; choose one")
+        if args.max_tokens and not args.serve:
+            raise ValueError(
+                "--max-tokens limits answers over HTTP, so it needs --serve; "
+                f"/set max={args.max_tokens} limits those of prompts typed here"
+            )
         check_tour(args)
         args.size = tuple(read_whole("--size", side, 1, 1000) for side in args.size.split("x", 1))
         if len(args.size) != 2:

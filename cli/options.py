@@ -246,6 +246,12 @@ class CommandLine(argparse.ArgumentParser):
     def add_whole(self, name: str, least: int, most: float, says: str, **how: Any) -> None:
         self.add_read(name, lambda text: read_whole(name, text, least, most), says, **how)
 
+    def add_max_tokens(self, when: str = "") -> None:
+        says = (
+            f"{when}longest answer to a request without a limit (default: to the end of the slot)"
+        )
+        self.add_whole("--max-tokens", 1, 2**24, says)
+
     def add_model(self) -> None:
         says = "a model folder, a GGUF file, a hub id such as owner/name, or 'demo'"
         self.add_read("--model", read_model, says, default="demo")

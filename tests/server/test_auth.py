@@ -32,7 +32,18 @@ def test_options_reach_the_server(monkeypatch, capsys):
     names = (("llm.example",), ("gpt-4o",))
     assert server.options == Options("127.0.0.1", 0, "kéy", "eye", *names, proxies, 99)
     server.close()
+    screen = tui.parse_arguments(["--serve", "0", *given.split()])
+    server = serve.bind(screen, *screen.serve, "")
+    assert server.options == Options("127.0.0.1", 0, "kéy", "eye", *names, proxies, 99)
+    server.close()
     assert not capsys.readouterr().err
+
+
+def test_a_limit_of_answers_needs_a_server(capsys):
+    with pytest.raises(SystemExit):
+        tui.parse_arguments(["--max-tokens", "99"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--max-tokens" in line and "--serve" in line and "/set max=99" in line
 
 
 @pytest.mark.parametrize("value", ["", "key\n"])
