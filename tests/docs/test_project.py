@@ -14,14 +14,12 @@ import ask
 import bench
 import serve
 import tui
-from docs.make import page as page_program
 from docs.make import tables
 from models.config import Config
 from models.families import FAMILIES
 from models.memory import slab_nbytes
 from models.rope import Rope
 from nanobatch import Engine, SamplingParams
-from screen.workload import Settings
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -262,34 +260,12 @@ def test_slots_page_equals_the_engine():
             engine.submit([1] * 1000, SamplingParams(max_tokens=100))
 
 
-def test_burst_size_in_the_readme():
-    assert f"Press `b`: {Settings().burst} prompts" in README
-
-
 def test_ci_runs_the_printed_command():
     """Each line is whole: it sets up, and opens the screen or passes the tests."""
     screen, tests = re.findall(r"^(python3 -m venv .*)$", README, re.MULTILINE)
     assert screen.endswith(" && .venv/bin/python tui.py")
     assert tests.endswith(" && .venv/bin/python -m pytest")
     assert tests in CONTRIBUTING and tests in (ROOT / ".ci" / "run").read_text()
-
-
-def test_readme_links_the_live_page_first():
-    """Its first link showed 400 kB of HTML, wherever a repository is looked at on the web."""
-    (first,) = [each for each in README.split("\n\n") if each.startswith("Without installing")]
-    _, address = page_program.addresses()
-    leads = re.findall(r"\]\((.*?)\)", first)
-    assert address or "`docs/index.html`" in first
-    assert leads == ([address] if address else [])
-    assert README.index(first) < README.index("\n## ")
-
-
-def test_push_to_main_publishes_the_page():
-    workflow = (ROOT / ".github" / "workflows" / "page.yml").read_text()
-    for words in ("branches: [main]", "path: docs\n", "pages: write", "actions/deploy-pages@"):
-        assert words in workflow
-    assert workflow.index("docs/make/annotated.py") < workflow.index("upload-pages-artifact")
-    assert (ROOT / "docs" / "index.html").is_file() and (ROOT / "docs" / "card.png").is_file()
 
 
 def test_models_page_names_config_fields():

@@ -4,14 +4,12 @@
 After a change that is meant, run the tests with NANOBATCH_GOLDEN=write and look at the difference.
 """
 
-import re
 from collections import Counter
 from itertools import product
-from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
-from screen_stage import GOLDEN, Stage, drawn, like_golden, on_screen, plain, show
+from screen_stage import Stage, drawn, like_golden, on_screen, plain, show
 from textual import events
 from textual.geometry import Region
 
@@ -72,15 +70,6 @@ async def test_each_pane_of_a_small_screen_is_as_drawn(it, lower):
         await it.press("v", turns=0)
     await it.turns(0)
     like_golden(f"pane-{lower}-80x24", it.text())
-
-
-def test_each_golden_file_is_compared_by_a_test():
-    tests = "".join(path.read_text() for path in Path(__file__).parents[1].glob("*/test_*.py"))
-    names = re.findall(r'like_golden\(f?"(.+?)"', tests)
-    patterns = [re.sub(r"{.+?}", r"\\w+", name) for name in names]
-    files = [path.stem for path in GOLDEN.iterdir()]
-    assert files
-    assert not [name for name in files if not any(re.fullmatch(p, name) for p in patterns)]
 
 
 @on_screen(load=False)

@@ -40,14 +40,6 @@ def test_the_servers_page_has_the_data_that_it_reads():
     assert json.loads(data) == json.loads(json.dumps(shape))
 
 
-def test_the_key_is_sent_in_a_header():
-    """And what is said in the page stays in the tab."""
-    text = "".join((live_page.FOLDER / f"{name}.js").read_text() for name in live_page.MODULES)
-    assert text.count("Bearer ${key}") == 1 and 'ask("watch", { key' in text
-    for word in ("new EventSource", "localStorage", "indexedDB", "cookie"):
-        assert word not in text, word
-
-
 TAKES = """
 import { LiveLane, eventsOf } from "./live.js";
 import { fateInWords } from "./words.js";
