@@ -164,10 +164,10 @@ MUTANTS = [
         f"{SCHED}::test_longest_cached_prefix_is_found",
     ),
     Mutant(
-        "prefix.py",
-        "Prefixes.begin",
-        "rows if is_own else 0",
-        "rows",
+        "sched.py",
+        "Request.begin",
+        "min(chunk.start, max(own, saved))",
+        "chunk.start",
         f"{DOOR}::test_cached_tokens_reveal_no_other_clients_prompt",
     ),
     Mutant(
@@ -267,7 +267,7 @@ MUTANTS = [
         "key_of",
         'facts.append(f"{name} {value}")',
         "",
-        f"{SLOTS}::test_dtype_of_keys_is_part_of_the_model",
+        f"{SLOTS}::test_how_a_model_computes_is_part_of_it",
     ),
     Mutant(
         "engine/slot_files.py",

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -243,11 +244,11 @@ def test_file_of_another_model_is_ignored(parts, saved, tmp_path, caplog):
         assert ["another model" in record.message for record in caplog.records] == [True]
 
 
-def test_dtype_of_keys_is_part_of_the_model(parts, saved):
+@pytest.mark.parametrize("change", [{"kv_dtype": mx.float16}, {"arithmetic": "int8"}])
+def test_how_a_model_computes_is_part_of_it(parts, saved, change):
     folder, prompt = saved
     model, text = parts
-    narrow = model.__class__(**{**vars(model), "kv_dtype": mx.float16})
-    with engine((narrow, text), folder) as other:
+    with engine((replace(model, **change), text), folder) as other:
         assert other.submit(prompt, SHORT).result().metrics.cached_tokens == 0
 
 
