@@ -70,14 +70,23 @@ class Remembered(NamedTuple):
     slot: int
     tokens: Sequence[int]
     client: str
+    base: int = 0  # the tokens before its state's matrix
 
 
 # Of a prompt's first rows: another slot, disk, or the slot itself
 Source: TypeAlias = "int | RestoredRows | None"
 
 
-# Of a prompt, rows that a slot holds, and the slot that it goes into: how many of these can be used
-Reach = Callable[[Trail, int, "int | None"], int]
+class Served(NamedTuple):
+    """How many of a prompt's first rows can be used, and with which state."""
+
+    rows: int
+    place: int = -1  # of the state (`state_places.py`); -1: none is needed
+    base: int = 0  # the tokens before its matrix
+
+
+# Called with a prompt, rows of it that a slot holds, and the slot that it goes into
+Reach = Callable[[Trail, int, "int | None"], Served]
 
 
 class Prefixes:
@@ -86,7 +95,7 @@ class Prefixes:
     def __init__(self, slots: int, segment: int = SEGMENT):
         self.segment = segment
         # Rows are not all that some models need (`state_places.py`)
-        self.reach: Reach = lambda trail, rows, slot: rows
+        self.reach: Reach = lambda trail, rows, slot: Served(rows)
         self.rows = [0] * slots  # by slot: the rows of its last prompt and answer
         self.by_use = list(range(slots))  # the least recently used slot is first
         self.clients = [""] * slots  # by slot: whose prompt it holds
@@ -131,7 +140,7 @@ class Prefixes:
         Never the whole prompt, because the answer's first token follows from the prompt's last.
         """
         rows, slot = self._longest(trail, len(trail.tokens) - 1, slots)
-        rows = self.reach(trail, rows, into)
+        rows = self.reach(trail, rows, into).rows
         return rows, slot if rows else None
 
     def longest(self, trail: Trail) -> int:
@@ -275,10 +284,11 @@ class Prefixes:
         prefix caching."""
         found = []
         for slot in slots:
-            rows = self.rows[slot]
-            if rows >= least and self._nodes[slot]:
+            rows, place, base = self.reach(self._trails[slot], self.rows[slot], slot)
+            is_own = place in (-1, slot)
+            if rows >= least and self._nodes[slot] and is_own:
                 tokens = self._trails[slot].tokens[:rows]
-                found.append(Remembered(slot, tokens, self.clients[slot]))
+                found.append(Remembered(slot, tokens, self.clients[slot], base))
         return found
 
     def hold(self, slot: int, trail: Trail, rows: int) -> None:

@@ -403,6 +403,7 @@ class Runner:
             self._start(prefix)
         else:
             prefix = prefill.source.prefix(prefill.start)
+            self.slab.fill_state(prefill.slot, prefill.source.states())
         self.slab.fill(prefill.slot, prefix)
 
     def _start(self, results: Sequence[mx.array]) -> None:

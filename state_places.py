@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from prefix import Prefixes, Trail
+from prefix import Prefixes, Served, Trail
 from sched import Chunk, Decode, Request, Stateless
 
 
@@ -93,13 +93,14 @@ class StatePlaces(Stateless):
 
     # --- prefix caching
 
-    def reach(self, trail: Trail, rows: int, slot: int | None) -> int:
+    def reach(self, trail: Trail, rows: int, slot: int | None) -> Served:
         """How many of a prompt's first rows can be used: as many as a state serves."""
-        return self._deepest(trail, rows, slot)[0]
+        tokens, place = self._deepest(trail, rows, slot)
+        return Served(tokens, place.number, place.base) if place else Served(0, self.slots)
 
     def _deepest(self, trail: Trail, rows: int, slot: int | None) -> tuple[int, Place | None]:
         """The state that serves the most of a prompt's first rows, and how many."""
-        usable = [*self.checkpoints, *([] if slot is None else [self.own[slot]])]
+        usable = [*([] if slot is None else [self.own[slot]]), *self.checkpoints]
         best, found = 0, None
         for place in usable:
             tokens = place.serves(trail, rows, self.prefixes.segment)
@@ -146,7 +147,10 @@ class StatePlaces(Stateless):
         """Find the state that a prompt starts from."""
         fork = self.forks.pop(chunk.slot)
         place = None
-        if chunk.start:
+        if chunk.source is not None and not isinstance(chunk.source, int):
+            place = self.own[chunk.slot]  # the runner writes the state from disk there
+            place.hold(chunk.request.trail, chunk.source.base, chunk.start)
+        elif chunk.start:
             tokens, place = self._deepest(chunk.request.trail, chunk.start, chunk.slot)
             assert tokens == chunk.start, (tokens, chunk)
             self._use(place)
@@ -162,7 +166,7 @@ class StatePlaces(Stateless):
             return False  # it would not be recognized
         is_far = chunk.stop - running.left >= max(self.chunk, running.left // 2)
         is_wanted = is_far or chunk.stop in (running.fork, len(trail.tokens))
-        return is_wanted and self.reach(trail, chunk.stop, None) < chunk.stop
+        return is_wanted and self.reach(trail, chunk.stop, None).rows < chunk.stop
 
     def _free_checkpoint(self, busy: Collection[Place | None]) -> Place | None:
         """The checkpoint to give up: one whose rows are gone, or else the least recently used."""

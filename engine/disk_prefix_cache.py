@@ -60,6 +60,7 @@ class Found(NamedTuple):
 
     rows: int = 0  # that can be used
     own: int = 0  # rows of this prompt that its own client has saved
+    base: int = 0  # of the states that belong to them
     load: Future[list[Layer]] | None = None  # kept as long as its arrays are: others may need them
 
 
@@ -89,12 +90,23 @@ class RestoredRows:
     def _found(self) -> Found:
         return self._search.result() if self._search.done() else Found()
 
+    @property
+    def base(self) -> int:
+        """The tokens before the matrices of `states`."""
+        return self._found.base
+
     def prefix(self, rows: int) -> list[mx.array]:  # (1, heads, rows, Dh) each
         """As `Slab.prefix` has it."""
         found = []
         for numbers, dtype, shape in self._found.load.result():
-            found.append(numbers.view(dtype).reshape(1, *shape)[:, :, :rows])
+            if len(shape) > 1:
+                found.append(numbers.view(dtype).reshape(1, *shape)[:, :, :rows])
         return found
+
+    def states(self) -> list[mx.array]:  # (numbers,) each
+        """As `Slab.state` has them."""
+        layers = self._found.load.result()
+        return [numbers.view(dtype) for numbers, dtype, shape in layers if len(shape) == 1]
 
 
 class SlotCache:
@@ -114,6 +126,7 @@ class SlotCache:
         self._key = ""
         self._layers: list[tuple[int, int]] = []  # of each layer: heads, and their size
         self._dtype = ""
+        self._states: list[int] = []  # of each layer with states: the numbers of a place
         self._lock = threading.Lock()  # guards what follows
         self._saved: dict[str, Saved] = {}  # by name, as last listed
         self._unusable: set[str] = set()  # names
@@ -138,12 +151,10 @@ class SlotCache:
         """Save and find slots of this model from now on."""
         if self._folder is None:
             return
-        if model.config.delta:
-            name = model.config.model_type
-            raise ValueError(f"slot cache: the states of {name} are not saved; leave it out")
         self._key = key_of(model.for_slots_of(max_len))
         self._layers = [(array.shape[1], array.shape[3]) for array in slab.arrays]
         self._dtype = NAMES[slab.dtype]
+        self._states = [states.place_size(0) for states in slab.states]
         with self._lock:
             self._saved = {}
         self._start(self._folder.make_room, 0)
@@ -206,7 +217,7 @@ class SlotCache:
         fits = []
         for saved in known:
             rows = common_bytes(saved.tokens, prompt) // 4
-            if rows >= least and SHARE * rows >= saved.rows:
+            if rows >= max(least, saved.base) and SHARE * rows >= saved.rows:
                 fits.append((rows, saved.owner == owner, saved))
         if not fits:
             return Found()
@@ -219,7 +230,7 @@ class SlotCache:
                 load = self._reading[best.name] = Future()
         if is_first:
             load.set_result(self._read(best))
-        return Found(rows, own, load) if load.result() else Found()
+        return Found(rows, own, best.base, load) if load.result() else Found()
 
     def _read(self, saved: Saved) -> list[Layer]:
         """Read a file. No layers if it cannot be used.
@@ -237,6 +248,11 @@ class SlotCache:
                 if layer is None or layer[:2] != (self._dtype, (heads, saved.rows, Dh)):
                     raise Damaged(f"its layer {index} is not one of this model")
                 layers.append((mx.array(layer.data), DTYPES[layer.dtype], layer.shape))
+            for index, size in enumerate(self._states):
+                state = tensors.pop(f"states.{index}", None)
+                if state is None or state[:2] != ("F32", (size,)):
+                    raise Damaged(f"its state {index} is not one of this model")
+                layers.append((mx.array(state.data), mx.float32, state.shape))
             if tensors:
                 raise Damaged(f"it has {len(tensors)} layers more than this model")
             self._folder.use(saved.name)
@@ -326,17 +342,22 @@ class SlotCache:
         rows = len(remembered.tokens)
         part = rows / (slab.shape[0] * slab.shape[2])
         try:
-            check_room(int(part * sum(layer.nbytes for layer in slab.arrays)))
+            rows_nbytes = int(part * sum(layer.nbytes for layer in slab.arrays))
+            check_room(rows_nbytes + 4 * sum(self._states))
         except MemoryError as error:
             say(f"{rows:,} tokens of a slot are not saved: {error}")
             return
         numbers = mx.uint16 if slab.dtype.size == 2 else mx.uint32
         copies = [copy.view(numbers) for copy in slab.prefix(remembered.slot, rows)]
-        mx.eval(copies)
+        states = [state.view(mx.uint32) for state in slab.state(remembered.slot)]
+        mx.eval(copies, states)
         tensors = {}
         for index, copy in enumerate(copies):
             tensors[f"layers.{index}"] = Tensor(NAMES[slab.dtype], copy.shape[1:], memoryview(copy))
-        saved = Saved(name_of(self._key, owner, tokens), self._key, owner, tokens)
+        for index, state in enumerate(states):
+            tensors[f"states.{index}"] = Tensor("F32", state.shape, memoryview(state))
+        name = name_of(self._key, owner, tokens)
+        saved = Saved(name, self._key, owner, tokens, remembered.base)
         self._writing.append(self._start(self._write, saved, tensors, shorter))
 
     def _write(self, saved: Saved, tensors: dict[str, Tensor], shorter: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
     header      8 bytes: its length; then JSON: dtype, shape and place of each tensor, and metadata
     tokens      (rows,) int32
     layers.N    (2 Hkv, rows, Dh): the keys, then the values, of one layer
+    states.N    (numbers,): the place of a state, of one layer that has one; `base` in the metadata
     digest      (32,) uint8: BLAKE2b of all bytes before it
 
 A file is written under another name and then renamed, so it is whole or not there. Its name begins with
@@ -60,6 +61,7 @@ class Saved(NamedTuple):
     key: str  # of the model and its arithmetic
     owner: str  # the hash of the client whose prompt it was
     tokens: bytes  # int32
+    base: int = 0  # the fewest of these that a prompt must have in common: the base of the states
 
     @property
     def rows(self) -> int:
@@ -123,10 +125,10 @@ class SlotFolder:
         with open(self.path / name, "rb") as file:
             size = header_size(file.read(8))
             nbytes = os.fstat(file.fileno()).st_size - 8 - size
-            key, owner, tensors = parsed(file.read(size), nbytes)
+            key, owner, base, tensors = parsed(file.read(size), nbytes)
             tokens = file.read(tensors["tokens"].stop)
         self.answered = time.monotonic()
-        return Saved(name, key, owner, tokens)
+        return Saved(name, key, owner, tokens, base)
 
     def size(self, name: str) -> int:
         return (self.path / name).stat().st_size
@@ -135,14 +137,15 @@ class SlotFolder:
         """All tensors of a file, once its digest and its tokens have been checked."""
         data = self._bytes_of(saved.name)
         size = 8 + header_size(data)
-        key, owner, tensors = parsed(bytes(data[8:size]), len(data) - size)
+        key, owner, base, tensors = parsed(bytes(data[8:size]), len(data) - size)
         if blake2b(data[:-DIGEST], digest_size=DIGEST).digest() != data[-DIGEST:]:
             raise Damaged("its digest differs")
         found = {}
         for name, (dtype, shape, start, stop) in tensors.items():
             part = data[size + start : size + stop]
             found[name] = Tensor(dtype, shape, part.cast(FORMATS[dtype]))
-        if (key, owner, found["tokens"].data.tobytes()) != (saved.key, saved.owner, saved.tokens):
+        tokens = found["tokens"].data.tobytes()
+        if Saved(saved.name, key, owner, tokens, base) != saved:
             raise Damaged("it has changed since it was listed")
         return found
 
@@ -160,7 +163,8 @@ class SlotFolder:
         """Make room for a file, and write it atomically."""
         written = {"tokens": Tensor("I32", (saved.rows,), memoryview(saved.tokens)), **tensors}
         digest = Tensor("U8", (DIGEST,), memoryview(bytes(DIGEST)))  # its place
-        header = header_of({"key": saved.key, "owner": saved.owner}, {**written, "digest": digest})
+        metadata = {"key": saved.key, "owner": saved.owner, "base": str(saved.base)}
+        header = header_of(metadata, {**written, "digest": digest})
         nbytes = len(header) + DIGEST + sum(tensor.data.nbytes for tensor in written.values())
         if nbytes > self.limit:
             raise OSError(0, f"{nbytes:,} bytes exceed the limit of {self.limit:,}")
@@ -242,13 +246,13 @@ class Place(NamedTuple):
     stop: int  # the byte after the last one
 
 
-def parsed(header: bytes, nbytes: int) -> tuple[str, str, dict[str, Place]]:
-    """The key, the owner, and the place of each tensor among `nbytes` of data. Only the digest tells
+def parsed(header: bytes, nbytes: int) -> tuple[str, str, int, dict[str, Place]]:
+    """The key, the owner, the base, and the place of each tensor among `nbytes` of data. Only the digest tells
     whether a number has changed, but all that is computed with them afterwards must be possible."""
     try:
         entries = json.loads(header)
         metadata = entries.pop("__metadata__")
-        key, owner = metadata["key"], metadata["owner"]
+        key, owner, base = metadata["key"], metadata["owner"], int(metadata.get("base", 0))
         places = {name: place_of(entry, nbytes) for name, entry in entries.items()}
         rows, digest = places["tokens"].stop // 4, places["digest"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -259,7 +263,7 @@ def parsed(header: bytes, nbytes: int) -> tuple[str, str, dict[str, Place]]:
         raise Damaged("its tokens are in another place")
     if digest != Place("U8", (DIGEST,), nbytes - DIGEST, nbytes):
         raise Damaged("its digest is in another place, or it is cut off")
-    return key, owner, places
+    return key, owner, base, places
 
 
 def place_of(entry: Mapping[str, Any], nbytes: int) -> Place:

@@ -76,6 +76,18 @@ class States:
             size = write_label(memory, (ctypes.c_int * len(sizes))(*sizes), at)
             assert size == places.size(heads), (size, places, heads)
 
+    def place_size(self, place: int) -> int:
+        return self.heads.place_size(self.places.at(self.heads, place)[1])
+
+    def read(self, place: int) -> mx.array:
+        """A copy of the numbers of a place."""
+        begin, _ = self.places.at(self.heads, place)
+        return mx.contiguous(self.memory[begin : begin + self.place_size(place)])
+
+    def write(self, place: int, numbers: mx.array) -> None:
+        begin, _ = self.places.at(self.heads, place)
+        self.memory[begin : begin + self.place_size(place)] = numbers
+
     def change(self, x: mx.array, moves: mx.array) -> mx.array:
         """Run tokens: (N, inputs + 2 Hv), (N, 5) -> (N, Hv * Dv).
 

@@ -103,6 +103,20 @@ def test_a_cancelled_request_leaves_states(folder, steps):
             assert found[2] > 0 or steps < 3
 
 
+@pytest.mark.parametrize("common", [0, 40, 60, 86])
+def test_states_on_disk_are_restored(folder, tmp_path, common):
+    """With the rows of a conversation. A prompt that shares less than their base reads all of it."""
+    prompt = drawn(14, 70)
+    cache = {"slot_cache": f"{tmp_path / 'cache'}:1G", "slots": 1, "speculate": 0}
+    with load(folder, **cache) as engine:
+        text = [*prompt, *run(engine, prompt, 20)[0]]
+    again = text + drawn(15, 40) if common == 86 else text[:common] + drawn(15, 60)
+    with load(folder, **cache) as engine:
+        found = run(engine, again)
+        assert found[2] == (89 if common == 86 else 0)
+    assert_same(found, folder, again)
+
+
 def test_without_prefix_caching_no_state_is_kept(folder):
     prompt = drawn(6, 60)
     with load(folder) as engine:
