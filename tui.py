@@ -238,7 +238,7 @@ def failed(state: State) -> int:
 
 def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
     """The last run as a recording, and a description of its contents."""
-    session.look()
+    session.refresh()
     engine = session.client.engine if isinstance(session.client, LocalEngineClient) else None
     about = {
         "command": command_of(args),

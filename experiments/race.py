@@ -97,7 +97,7 @@ def obey_race(session: Session, rest: str) -> None:
     # The same seeds in each leg, so that all legs sample alike
     seed = state.settings.seed or 0
     # Tokenize here and not in the thread that steps, because a chat template may take long
-    asks = [session.client.read(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
+    asks = [session.client.tokenize(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
     shown_in(state).film = None
     session.run_experiment(Race(asks, policies))
 

@@ -337,7 +337,7 @@ def run_plain_tour(session: Session) -> int:
         elif tour.waits:
             obey_line(tour, sys.stdin.readline())
         time.sleep(0.05)
-        session.look()
+        session.refresh()
         tour.advance()
     if session.state.view.stage == "failed":
         print(f"nanobatch: {session.state.view.error}", file=sys.stderr)

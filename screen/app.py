@@ -148,7 +148,7 @@ class Screen(App):
         Binding("ctrl+c", "quit", show=False, priority=True),
     )
     AUTO_FOCUS = None  # letters are keys until the user wants to type
-    LOOKS = 0.1  # seconds between two looks at the engine client
+    POLL_S = 0.1  # seconds between two looks at the engine client
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Screen(App):
         self._screenshot = screenshot
         self._places: dict[str, Region] = {}  # of the visible panes
         self.picture = ""
-        self._looks = 0
+        self._polls = 0
         self._faults = 0  # number shown
         self._untold: list[str] = []  # warnings that wait for room
         self._shown_until: list[float] = []  # of those on the screen: when each disappears
@@ -215,7 +215,7 @@ class Screen(App):
         self.watch_theme()
         self.watch(self.screen, "focused", self.note_focus)
         self.prompt.put(self.state.prompts[0][0])  # an example to fire
-        self.set_interval(self.LOOKS, thrifty(self.look))
+        self.set_interval(self.POLL_S, thrifty(self.poll))
         # After Ctrl-Z and fg
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         if threading.current_thread() is threading.main_thread():
@@ -289,13 +289,13 @@ class Screen(App):
                 pane.styles.width, pane.styles.height = region.size
         self.call_after_refresh(self.paint)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Paint if there is news; charts and the step less often than the rest."""
         before = self.state.view
         news = self._tracebacks.news
         self._tracebacks.news = []
         self.warn(news)
-        has_news = self.session.look()
+        has_news = self.session.refresh()
         for page in (self.page, self.strip) if self.screen_stack else ():
             if page and page.poll:
                 has_news |= page.poll(self.session)
@@ -303,7 +303,7 @@ class Screen(App):
         if not has_news:
             return
         view = self.state.view
-        self._looks += 1
+        self._polls += 1
         if before.stage != view.stage and self.state.leads:
             self.state.chatting = self.state.typing or bool(self.state.chats.open.turns)
         if view.stage == "failed":  # the main screen shows the reason, and q quits
@@ -316,7 +316,7 @@ class Screen(App):
         for fault in faults:
             if fault.prompt and not self.prompt.value:
                 self.prompt.put(fault.prompt)
-        self.paint(but=SLOW if self.state.hurries and self._looks % 3 else ())
+        self.paint(but=SLOW if self.state.hurries and self._polls % 3 else ())
 
     def note_offer(self) -> None:
         """Once the offer was taken or declined, or anything was fired, remember not to repeat it."""
@@ -414,18 +414,18 @@ class Screen(App):
         if not self.page and self.is_text(event):
             await self.run_action("prompt")
             if self.focused:  # else the page with the strip has the engine
-                self.prompt.take(event.character)
+                self.prompt.insert_text(event.character)
         elif await self._check_bindings(key, priority=True):
             return
         elif self.focused and event.is_printable:
-            self.prompt.take(event.character)
+            self.prompt.insert_text(event.character)
         else:
             await self._check_bindings(key)
 
     async def paste(self, event: events.Paste) -> None:
         """Insert all lines of a paste; the box itself would take only the first."""
         if self.focused:
-            self.prompt.take("\n".join(event.text.splitlines()))
+            self.prompt.insert_text("\n".join(event.text.splitlines()))
 
     async def action_own(self, key: str) -> bool:
         """Run a key of the open page. False: it has no such key."""
@@ -454,7 +454,7 @@ class Screen(App):
         engine."""
         action = str(arguments[0]).removeprefix("app.")
         name = action.partition("(")[0]
-        is_taken = name in OF_A_USER or (name == "page" and not self.menu.only_looks(action))
+        is_taken = name in OF_A_USER or (name == "page" and not self.menu.is_harmless(action))
         if self.strip and is_taken:
             self.say(f"the {self.strip.name} has the engine; esc leaves it")
             return True
@@ -490,7 +490,7 @@ class Screen(App):
         if self.state.view.paused or not (self.state.chatting and self.session.stop()):
             self.action_leave()
         else:
-            self.prompt.put(self.prompt.value or self.state.chats.open.take())
+            self.prompt.put(self.prompt.value or self.state.chats.open.take_back())
 
     def action_back(self) -> None:
         """Go to the newest step; from there, to the panes. Decline what is offered."""
@@ -671,7 +671,7 @@ class Screen(App):
         runs = view.stage == "ready" and not (view.paused or view.watches)
         if runs:
             client.pause(True)
-            await self.until(lambda: client.look(view).paused)
+            await self.until(lambda: client.view_since(view).paused)
         super().action_suspend_process()
         if runs:
             client.pause(False)
@@ -793,7 +793,7 @@ class Screen(App):
         self.screen.set_focus(None)
         self.clear_notifications()
         self.state.said = ""
-        self.look()
+        self.poll()
         if self.page:  # a film is shown at the end
             await self.action_own("end")
         await asyncio.sleep(0.3)  # for the last paint

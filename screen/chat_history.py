@@ -45,7 +45,7 @@ class Chat:
         """The turn whose answer runs."""
         return self.turns[-1] if self.turns and self.turns[-1].runs else None
 
-    def take(self) -> str:
+    def take_back(self) -> str:
         """Take the waiting question back."""
         waiting = self.waiting
         self.waiting = self.why = ""
@@ -79,10 +79,10 @@ class ChatHistory:
     def running(self) -> Iterator[Turn]:
         return (chat.runs for chat in self.all if chat.runs)
 
-    def begin(self) -> None:
+    def begin_chat(self) -> None:
         """Begin a conversation with the same system message, unless the open one is empty."""
         if self.open.turns:
-            self.all.append(Chat(self.open.system, waiting=self.open.take()))
+            self.all.append(Chat(self.open.system, waiting=self.open.take_back()))
             self.at = len(self.all) - 1
 
     def add(self, chat: Chat) -> int:

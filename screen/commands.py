@@ -107,14 +107,14 @@ class Session:
         """Note the changes that the next command will make."""
         self._coming = changes if self.handled else self._coming | changes
 
-    def look(self) -> bool:
+    def refresh(self) -> bool:
         """Take in what is new; False if nothing is."""
         news = self.client.news
         if news == self._seen:
             return False
         self._seen = news
         before = self.state.view
-        self.state.absorb(self.client.look(before))
+        self.state.absorb(self.client.view_since(before))
         for page in self.menu.pages.values():
             if page.on_view:
                 page.on_view(self.state, before)
@@ -156,7 +156,7 @@ class Session:
             self.client.fire([self.state.settings.ask(prompt)])
             return ""
         if not self.state.chatting:
-            chats.begin()
+            chats.begin_chat()
         if chats.open.waiting:
             raise ValueError(chats.open.why or "a question waits already: Esc stops the answer")
         chats.open.waiting = prompt
@@ -173,7 +173,7 @@ class Session:
 
     def new_chat(self, rest: str) -> str:
         """Begin a conversation. A question that did not fit in the open one comes along."""
-        self.state.chats.begin()
+        self.state.chats.begin_chat()
         self._send_waiting()
         return "a new conversation"
 
@@ -450,10 +450,10 @@ class PlainLog:
         self._epoch = 0
         self._asked: list[Page] = []  # pages to be written
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         state = self.session.state
         before = state.view
-        if not self.session.look():
+        if not self.session.refresh():
             return
         view = state.view
         for stage in view.done[len(before.done) :]:
@@ -463,7 +463,7 @@ class PlainLog:
             self.write(" ".join(f"{call.client} {call.route} → {end}".split()))
         if view.engine is None:
             return
-        self._note(view.engine)
+        self._collect_events(view.engine)
         for period in state.periods:
             if period.over and period.ended > self._told_to:
                 said = f"in all ({', '.join(period.policies)}): {', '.join(words(period))}"
@@ -477,7 +477,7 @@ class PlainLog:
             self.flush()
         if before.experimenting and not view.experimenting and view.record:
             self._asked.append(self.session.menu.pages[view.record.name])
-        self._tell_pages()
+        self._write_pages()
 
     def flush(self, until: float = math.inf) -> None:
         """Write all events up to a time, in order."""
@@ -486,7 +486,7 @@ class PlainLog:
             moment, line = self._late.pop(0)
             self.write(f"{moment:8.3f} s  {line}")
 
-    def _note(self, engine: Snapshot) -> None:
+    def _collect_events(self, engine: Snapshot) -> None:
         """Collect the events of an engine: requests, policies, faults."""
         state = self.session.state
         if state.view.epoch != self._epoch:  # events before that are old
@@ -526,14 +526,14 @@ class PlainLog:
             self.write(answer)
         elif page and not page.disturbs:  # an experiment's page is written at its end
             self._asked.append(page)
-            self._tell_pages()
+            self._write_pages()
 
-    def _tell_pages(self) -> None:
+    def _write_pages(self) -> None:
         """Write pages once the engine has run their commands."""
         while self._asked and self.session.handled:
-            self.tell(self._asked.pop(0).in_log(self.session.state))
+            self.write_lines(self._asked.pop(0).in_log(self.session.state))
 
-    def tell(self, lines: Iterable[str]) -> None:
+    def write_lines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
@@ -576,7 +576,7 @@ def run_plain(
     try:
         while True:
             time.sleep(0.05)
-            log.look()
+            log.refresh()
             if state.view.stage == "failed":
                 print(f"nanobatch: {state.view.error}", file=sys.stderr)
                 return 2
@@ -591,7 +591,7 @@ def run_plain(
                 continue
             # A line of a script waits until all before it has ended
             while lines and (session.settled or not script):
-                log.look()
+                log.refresh()
                 line = lines.popleft()
                 if line.split()[0] in ("/quit", "/exit"):
                     return 0
@@ -600,7 +600,7 @@ def run_plain(
                 return 0
     finally:
         session.client.drain()
-        log.look()
+        log.refresh()
         log.flush()
 
 

@@ -49,7 +49,7 @@ class Outgrown(ValueError):
 class EngineClient:
     """An engine as the screen sees it: in this process, or a server's, by `/watch`.
 
-    `look` returns the view with all news since an earlier one, `start`, `drain` and `stop` are for
+    `view_since` returns the view with all news since an earlier one, `start`, `drain` and `stop` are for
     the program, and `fire` and `cancel` for requests. Only an engine in this process obeys the
     other commands. Here is the part of the view that a client itself changes, from any thread.
     """
@@ -58,7 +58,7 @@ class EngineClient:
 
     def __init__(self) -> None:
         self.posted = 0  # number of commands so far
-        self._known = View()  # before `look` adds the engine's snapshot
+        self._known = View()  # before `view_since` adds the engine's snapshot
         self._news = 1
         self._lock = threading.RLock()  # held while the view changes
 
@@ -67,14 +67,14 @@ class EngineClient:
         """Changes whenever there is something new to see."""
         return self._news
 
-    def note(self, **changes) -> None:
+    def update_view(self, **changes) -> None:
         with self._lock:
             self._known = self._known._replace(**changes)
             self._news += 1
 
     def fault(self, message: str, *more) -> None:
         with self._lock:
-            self.note(faults=(*self._known.faults, Fault(clean(message), *more)))
+            self.update_view(faults=(*self._known.faults, Fault(clean(message), *more)))
 
     def refuse(self, ask: Ask, error: BaseException | str) -> None:
         """Report that this prompt was not fired."""
@@ -86,7 +86,7 @@ class EngineClient:
     def note_answer(self, ask: Ask, *answer) -> None:
         if ask.question:
             with self._lock:
-                self.note(answers={**self._known.answers, ask.question: Answer(*answer)})
+                self.update_view(answers={**self._known.answers, ask.question: Answer(*answer)})
 
 
 def between_steps(method: Callable) -> Callable:
@@ -99,7 +99,7 @@ def between_steps(method: Callable) -> Callable:
             try:
                 method(self, *arguments, **options)
             finally:  # a failed command counts as well, or a script would wait forever
-                self.note(handled=self._known.handled + 1)
+                self.update_view(handled=self._known.handled + 1)
 
         with self._posting:
             self.posted += 1
@@ -109,7 +109,7 @@ def between_steps(method: Callable) -> Callable:
 
 
 class LocalEngineClient(EngineClient):
-    """Own the engine and its loop. Other threads use the commands and `look`.
+    """Own the engine and its loop. Other threads use the commands and `view_since`.
 
     `load`: called with `report`, for the stages of loading, and with `clock`.
     `server`: accepts requests over HTTP once the model is loaded, under the model's `name`.
@@ -129,7 +129,7 @@ class LocalEngineClient(EngineClient):
         self._stopping = False
         self._load = load
         self._advice: dict[str, float] = {}  # the model's defaults for settings, once it is loaded
-        self._loader = threading.Thread(target=self._begin, name="loader", daemon=True)
+        self._loader = threading.Thread(target=self._load_and_start, name="loader", daemon=True)
         # The engine drops a handle when its request has ended, and so does this
         self.own: Mapping[int, Handle] = WeakValueDictionary()
         self.others = Others()
@@ -144,7 +144,7 @@ class LocalEngineClient(EngineClient):
     def start(self) -> None:
         self._loader.start()
 
-    def _begin(self) -> None:
+    def _load_and_start(self) -> None:
         self.load()
         if self.loop and not self._stopping:
             self.loop.start()
@@ -158,7 +158,7 @@ class LocalEngineClient(EngineClient):
             if not isinstance(error, (SystemExit, ValueError, OSError, RuntimeError)):
                 show_fault("loading failed", error)
             said = "" if isinstance(error, SystemExit) else str(error) or type(error).__name__
-            self.note(stage="failed", error=clean(said))
+            self.update_view(stage="failed", error=clean(said))
             return
         gc.collect()
         # Objects from loading are never garbage: keep the collector from scanning them in mid-step
@@ -173,7 +173,9 @@ class LocalEngineClient(EngineClient):
         self._advice = advised(text.folder)
         usual = self._advice["temperature"]
         foreign = provenance.named()
-        self.note(stage="ready", has_chat=text.has_template, temperature=usual, foreign=foreign)
+        self.update_view(
+            stage="ready", has_chat=text.has_template, temperature=usual, foreign=foreign
+        )
 
     def drain(self) -> None:
         """Accept no more requests over HTTP, and let the open ones finish for `DRAIN_S`. A second
@@ -203,14 +205,14 @@ class LocalEngineClient(EngineClient):
     def _report(self, stage: str) -> None:
         if self._stopping:
             raise SystemExit
-        self.note(done=(*self._known.done, clean(stage)))
+        self.update_view(done=(*self._known.done, clean(stage)))
 
     @property
     def news(self) -> int:
         # Refused requests never reach the engine
         return self._news + (self.server.changes if self.server else 0)
 
-    def look(self, since: View | None = None) -> View:
+    def view_since(self, since: View | None = None) -> View:
         known = self._known
         loop = self.loop
         if self.server:
@@ -239,7 +241,7 @@ class LocalEngineClient(EngineClient):
 
     # --- firing and cancelling
 
-    def read(self, ask: Ask) -> Ask:
+    def tokenize(self, ask: Ask) -> Ask:
         """Tokenize a prompt in the caller's thread, because a chat template may take long. Before
         the model is loaded, do nothing."""
         if self.engine is None or ask.read:
@@ -249,12 +251,12 @@ class LocalEngineClient(EngineClient):
         ids = text.encode_chat(ask.messages) if chat else text.ask(ask.prompt)
         return ask._replace(read=text.read(ids)._replace(shown=ask.prompt))
 
-    def _read(self, asks: Sequence[Ask]) -> list[Ask]:
+    def _tokenize_all(self, asks: Sequence[Ask]) -> list[Ask]:
         """Tokenize prompts, up to the first that cannot be."""
         found = []
         for ask in asks:
             try:
-                found.append(self.read(ask))
+                found.append(self.tokenize(ask))
             except ValueError as error:
                 self.refuse(ask, error)
                 break
@@ -273,7 +275,7 @@ class LocalEngineClient(EngineClient):
     def _submit(self, ask: Ask, prefix_cache: bool = True) -> Handle:
         """Submit with `max_tokens`, or with as many as the slot has left."""
         engine = self.engine
-        prompt = self.read(ask).read
+        prompt = self.tokenize(ask).read
         tokens = len(prompt.ids)
         left = engine.sched.max_len - tokens
         if left < LEAST and len(ask.messages) > 2 and engine.text.has_template:
@@ -310,7 +312,7 @@ class LocalEngineClient(EngineClient):
     _post_fire = between_steps(_fire)
 
     def fire(self, asks: Sequence[Ask]) -> None:
-        self._post_fire(self._read(asks))
+        self._post_fire(self._tokenize_all(asks))
 
     @between_steps
     def cancel(self, request: int | None) -> None:
@@ -322,11 +324,11 @@ class LocalEngineClient(EngineClient):
                 handle.cancel()
 
     def set_load(self, rate: float, asks: Sequence[Ask] = ()) -> None:
-        self._post_load(rate, self._read(asks))
+        self._post_load(rate, self._tokenize_all(asks))
 
     @between_steps
     def _post_load(self, rate: float, prompts: Sequence[Ask]) -> None:
-        self.note(load=rate)
+        self.update_view(load=rate)
         self._load_prompts = prompts
         if rate:
             self._next_arrival = self.clock() + self._dice.expovariate(rate)
@@ -338,7 +340,7 @@ class LocalEngineClient(EngineClient):
         sched = self.engine.sched
         while rate and not self._experiment and self.clock() >= self._next_arrival:
             if len(sched.waiting) >= sched.max_queue:  # else each arrival would be a fault
-                self.note(load=0.0)
+                self.update_view(load=0.0)
                 self.fault(f"the steady load is off: the queue is full ({sched.max_queue:,})")
                 return
             self._fire([self._dice.choice(self._load_prompts)])
@@ -385,7 +387,7 @@ class LocalEngineClient(EngineClient):
         self.engine.set_budget(limits.budget, limits.chunk)
         first = self.engine.sched.steps + 1
         kept = [turn for turn in turns if turn[0] < first or turn is turns[0]]
-        self.note(turns=(*kept, (first, limits)))
+        self.update_view(turns=(*kept, (first, limits)))
 
     def _end_slow_once(self) -> None:
         if self._slow_once:
@@ -420,7 +422,7 @@ class LocalEngineClient(EngineClient):
 
     @between_steps
     def inspect(
-        self, page: str, look: Callable[[Engine], object], off_the_clock: bool = False
+        self, page: str, measure: Callable[[Engine], object], off_the_clock: bool = False
     ) -> None:
         """Look at the engine for a page, which finds the answer in the view under its name.
 
@@ -430,7 +432,7 @@ class LocalEngineClient(EngineClient):
         if off_the_clock:
             self.engine.step(plan=False)
             self.clock.stop()
-        self.note(inspected={**self._known.inspected, page: look(self.engine)})
+        self.update_view(inspected={**self._known.inspected, page: measure(self.engine)})
 
     @between_steps
     def run_experiment(self, experiment: Experiment) -> None:
@@ -449,7 +451,7 @@ class LocalEngineClient(EngineClient):
         if self._experiment is None:
             self._experiment = experiment
             self._records = experiment.start(self)
-            self.note(experimenting=True, record=None)
+            self.update_view(experimenting=True, record=None)
 
     @between_steps
     def end_experiment(self, name: str) -> None:
@@ -472,13 +474,13 @@ class LocalEngineClient(EngineClient):
             if record is None:
                 self._end_experiment()
             else:
-                self.note(record=record)
+                self.update_view(record=record)
 
     def _end_experiment(self) -> None:
         if self._experiment is None:
             return
         self._experiment = None
-        self.note(experimenting=False)
+        self.update_view(experimenting=False)
         # The load goes on without making up for missed arrivals
         self._next_arrival = max(self._next_arrival, self.clock())
         self._records.close()

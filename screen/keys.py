@@ -56,8 +56,8 @@ ARGUMENTS = {
     "set": ("temperature=", "max=", "seed=", "burst=", "rate=", "client="),
 }
 # The actions that leave the engine alone
-LOOKS = ("choose", "move", "leaf", "back", "nudge", "follow", "zoom", "view", "quit", "theme")
-LOOKS += ("suspend_process", "copy", "go")
+HARMLESS = ("choose", "move", "leaf", "back", "nudge", "follow", "zoom", "view", "quit", "theme")
+HARMLESS += ("suspend_process", "copy", "go")
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
 # In the footer meanwhile, by action: other words and ranks
 OUT_OF_A_PAUSE = {"pause": ("Go on", 1), "command('/step')": ("Step", 1), "view": ("View", 2)}
@@ -396,10 +396,10 @@ class Menu:
         """The page that an action opens, if any."""
         return next((page for page in self.pages.values() if page.shortcut.action == action), None)
 
-    def only_looks(self, action: str) -> bool:
+    def is_harmless(self, action: str) -> bool:
         """True if an action leaves the engine alone."""
         page = self.page_of(action)
-        return (not page.obey or page.has_request) if page else action.partition("(")[0] in LOOKS
+        return (not page.obey or page.has_request) if page else action.partition("(")[0] in HARMLESS
 
     def changes_engine(self, action: str) -> bool:
         """True if an action changes the engine, except by requests."""
@@ -434,7 +434,7 @@ class Menu:
         keys = [*TYPING, *self.keys[3:]] if state.typing else list(self.keys)
         ways = {}
         if state.strip:  # its own keys, and the harmless ones
-            harmless = (key for key in self.keys if self.only_looks(key.action))
+            harmless = (key for key in self.keys if self.is_harmless(key.action))
             keys = [*self.strip.strip_keys(state), *harmless]
         elif state.view.paused:
             ways = OUT_OF_A_PAUSE

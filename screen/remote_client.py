@@ -62,7 +62,7 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 class RemoteEngineClient(EngineClient):
-    """Watch `/watch`. It has one reader: `look` returns all news since the last call."""
+    """Watch `/watch`. It has one reader: `view_since` returns all news since the last call."""
 
     def __init__(self, url: str, key: str = "", ask_key: str = ""):
         """`key` is for watching, `ask_key` for firing prompts."""
@@ -83,7 +83,7 @@ class RemoteEngineClient(EngineClient):
         # The last requests that have ended
         self._over: deque[int] = deque(maxlen=2**12)
         self._came = threading.Condition(self._lock)  # notified of each frame
-        self.note(watches=True, done=(f"asking {self.url}",))
+        self.update_view(watches=True, done=(f"asking {self.url}",))
 
     def start(self) -> None:
         """Connect once in this thread, so that a wrong address or key is a ValueError at once."""
@@ -106,7 +106,7 @@ class RemoteEngineClient(EngineClient):
         self.cancel(None)
         return True
 
-    def look(self, since: View | None = None) -> View:
+    def view_since(self, since: View | None = None) -> View:
         with self._lock:
             frame = self._frame
             if frame is None:
@@ -123,7 +123,7 @@ class RemoteEngineClient(EngineClient):
                 for frame in events or self._connect():
                     if self._ending.is_set():
                         return
-                    self._take(frame)
+                    self._receive_frame(frame)
                 raise ConnectionError("it has ended")
             except Exception as error:  # this thread never ends
                 self._lose(why(error))
@@ -143,10 +143,10 @@ class RemoteEngineClient(EngineClient):
             raise ValueError(f"--watch {self.url}: no nanobatch server, or one of another version")
         with self._lock:
             self._is_fresh = True
-            self.note(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
+            self.update_view(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
             self._is_blind = not hello.get("texts")
             if isinstance(usual := hello.get("temperature"), (int, float)):
-                self.note(temperature=usual)
+                self.update_view(temperature=usual)
             if self._is_blind:
                 self.fault(
                     "only figures are shown, no texts: those need the server's --watch-key, as --key"
@@ -154,7 +154,7 @@ class RemoteEngineClient(EngineClient):
         receiver = watch_frames.Receiver()
         return (receiver.take(event) for event in events)
 
-    def _take(self, frame: watch_frames.Frame) -> None:
+    def _receive_frame(self, frame: watch_frames.Frame) -> None:
         with self._lock:
             if self._is_fresh:
                 self._is_fresh = False
@@ -164,19 +164,19 @@ class RemoteEngineClient(EngineClient):
             self._frame = watch_frames.joined(self._frame, frame)
             self._over += (request.id for request in frame.engine.ended)
             self._came.notify_all()
-            self.note(stage="ready")
+            self.update_view(stage="ready")
 
     def _lose(self, reason: str) -> None:
         """Called once a second, so that the screen can count the seconds."""
         with self._lock:
             if self._frame is None:
                 words = clean(reason.removeprefix(f"--watch {self.url}: "))
-                self.note(done=(f"asking {self.url}", words))
+                self.update_view(done=(f"asking {self.url}", words))
             elif self._lost_at is None:
                 self._lost_at = time.monotonic()
                 self.fault(f"{self.url} is gone: {reason}; trying again")
             else:
-                self.note()
+                self.update_view()
 
     def _ask_for(self, method: str, path: str, key: str, patience: float, body: str | None = None):
         address = urlsplit(self.url)
@@ -199,7 +199,7 @@ class RemoteEngineClient(EngineClient):
         """None can run here."""
 
     def inspect(
-        self, page: str, look: Callable[[Engine], object], off_the_clock: bool = False
+        self, page: str, measure: Callable[[Engine], object], off_the_clock: bool = False
     ) -> None:
         """Only the server can look at its engine."""
 
@@ -233,7 +233,7 @@ class RemoteEngineClient(EngineClient):
             except Exception as error:
                 self.refuse(ask, error if isinstance(error, Outgrown) else why(error))
             with self._lock:
-                self.note(handled=self._known.handled + 1)
+                self.update_view(handled=self._known.handled + 1)
 
     def _stream(self, ask: Ask, cancels: int) -> None:
         """Send a request and read its stream to the end. The screen takes the text from the
@@ -261,7 +261,7 @@ class RemoteEngineClient(EngineClient):
                 raise Outgrown(f"{words}; {REMEDY}")
             if "no chat template" not in words:
                 raise ValueError(words)
-            self.note(has_chat=False)
+            self.update_view(has_chat=False)
         number = int(answer.getheader("X-Request-Id").split("-")[1])
         self.own[number] = answer.line
         self.note_answer(ask, number)

@@ -122,7 +122,7 @@ class State:
             self.chats.absorb(view.answers, self.requests)
             self.select_chat()
             self._select_inspected()
-            self._tell_unseen(view)
+            self._report_unseen(view)
             self._absorb_steps(news, view.busy)
             self._shorten_history()
 
@@ -198,7 +198,7 @@ class State:
             self.hung_up.discard(request.id)
         del self.ended[:-kept]
 
-    def _tell_unseen(self, view: View) -> None:
+    def _report_unseen(self, view: View) -> None:
         unseen = {
             "step went by": view.engine.missed,
             "request ended": view.engine.missed_ends,

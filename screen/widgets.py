@@ -173,7 +173,7 @@ class PromptBox(TextArea):
     def scroll_cursor_visible(self, center: bool = False, animate: bool = False) -> Offset:
         return super().scroll_cursor_visible(center, animate) if self.soft_wrap else Offset()
 
-    def take(self, text: str) -> None:
+    def insert_text(self, text: str) -> None:
         """Insert at the cursor, or in place of the selection."""
         self.replace(clean(text), *self.selection, maintain_selection_offset=False)
 
@@ -197,7 +197,7 @@ class PromptBox(TextArea):
         self.delete((0, 0), self.cursor_location, maintain_selection_offset=False)
 
     def action_newline(self) -> None:
-        self.take("\n")
+        self.insert_text("\n")
 
     def continues(self) -> bool:
         """Put a line break in the place of a backslash before the cursor, as shells do."""

@@ -53,7 +53,7 @@ export class LiveLane {
     this.skipped = null; // seconds of the engine's clock that the lane's leaves out
   }
 
-  take(packed) {
+  receiveFrame(packed) {
     const frame = named(this.shape.Frame, packed);
     const engine = named(this.shape.Snapshot, frame.engine);
     this.engine = engine;
@@ -166,7 +166,7 @@ export class Watcher {
         live.hello = data;
         this.greet(data);
       } else {
-        live.take(data);
+        live.receiveFrame(data);
         this.show(live);
       }
     }

@@ -32,12 +32,12 @@ class Page {
     };
     this.step = new StepView(this.player, this.choose);
     this.requests = new RequestsView(this.player, this.choose);
-    this.take(lanes);
+    this.setLanes(lanes);
     this.#wire();
   }
 
   // New lanes: a server's history was cut, or the server restarted.
-  take(lanes) {
+  setLanes(lanes) {
     this.player.change({ lanes, lane: lanes.at(-1) });
     this.views = lanes.map((lane) => new LaneView(lane, this.player, this.choose));
     $("race").replaceChildren(...this.views.map((view) => view.element));
@@ -148,7 +148,7 @@ function show({ lane, engine, hello }) {
     document.body.classList.add("lives-on");
   }
   const { player } = window.nanobatch;
-  if (player.lane !== lane) window.nanobatch.take([lane]);
+  if (player.lane !== lane) window.nanobatch.setLanes([lane]);
   if (engine.submitted < Math.max(player.chosen, ...player.mine)) {
     // The server restarted and reuses these numbers
     player.mine.clear();
@@ -193,7 +193,7 @@ function watch(shape) {
   watcher.run();
 }
 
-function begin() {
+function start() {
   readInks();
   leadToRepository();
   const recording = dataOf("recording");
@@ -201,4 +201,4 @@ function begin() {
   else watch(dataOf("shape"));
 }
 
-begin();
+start();

@@ -63,7 +63,7 @@ def drawn(text: str, width: int, p: Palette, hue: str) -> list[Line]:
     """A block as Rich draws it in our colours."""
     console = Console(width=width - 2, theme=theme_of(p, hue), _environ={})
     block = Markdown("", hyperlinks=False, code_theme=Colours(p))
-    block.parsed = read(text)
+    block.parsed = parse(text)
     if max((token.level for token in block.parsed), default=0) > DEEPEST:
         return [[Segment(f" {line}", Style(color=hue))] for line in wrap(text, width - 2)]
     lines = console.render_lines(block, style=Style(color=hue), pad=False)
@@ -73,7 +73,7 @@ def drawn(text: str, width: int, p: Palette, hue: str) -> list[Line]:
     return [[Segment(" "), *line] for line in lines]
 
 
-def read(text: str) -> list[Token]:
+def parse(text: str) -> list[Token]:
     """Parse, keeping line breaks. An entity may hide a control character."""
     found = PARSER.parse(text)
     for token in found:

@@ -368,11 +368,11 @@ async def test_a_film_plays_although_the_engine_has_no_news(it):
     for _ in range(3):
         seen = it.text()
         race.shown_in(it.state).began -= 1.0
-        it.app.look()
+        it.app.poll()
         await it.pilot.pause()
         assert it.text() != seen
     race.shown_in(it.state).began -= 60.0
-    it.app.look()
+    it.app.poll()
     await it.pilot.pause()
     assert "continuous takes" in it.text()
 

@@ -284,7 +284,7 @@ def test_the_log_has_only_the_result():
     log.obey(f"/same 9 {SHORT}")
     while not stage.session.settled:
         stage.client.loop.turn()
-        log.look()
+        log.refresh()
     told = [line for line in lines if " s  " not in line]
     assert (
         told[0].startswith("── The same answer among neighbours") and told[1] == " 9 runs, 1 answer"

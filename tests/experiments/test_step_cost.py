@@ -304,6 +304,6 @@ def test_the_log_has_the_cost_once_the_roofline_is_known():
     log.obey("/cost")
     assert not any("roof" in line for line in lines), "it waits for the measurement"
     stage.client.loop.turn()
-    log.look()
+    log.refresh()
     assert " roofline     memory 10.0 GB/s, arithmetic 100 GFLOP/s" in lines
     assert orders_of("burst3 cost", MENU, logged=True) == [("burst", "3"), ("cost", "")]

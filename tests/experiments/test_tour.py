@@ -292,7 +292,7 @@ def test_an_engine_that_stands_still_is_not_waited_for():
         if phase_of(stage.tour) != "run":
             break
         stage.now += 0.5
-        stage.session.look()
+        stage.session.refresh()
         stage.tour.advance()
     assert stage.now - began <= tour.LONGEST + 0.5
     assert "This scene failed" in stage.state.strip.text and "within 14 s" in stage.state.strip.text

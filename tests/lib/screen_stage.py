@@ -50,20 +50,20 @@ class Stage:
 
     def load(self) -> "Stage":
         self.client.load()
-        self.session.look()
+        self.session.refresh()
         return self
 
     def turns(self, count: int = 1) -> "Stage":
         for _ in range(count):
             self.client.loop.turn()
-            self.session.look()
+            self.session.refresh()
         return self
 
     def finish(self) -> "Stage":
         """Step until nothing is left to do."""
         for _ in range(5000):
             time.sleep(self.client.loop.turn() or 0)
-            self.session.look()
+            self.session.refresh()
             if self.session.settled:
                 return self
         raise AssertionError("this never ends")
@@ -93,9 +93,9 @@ class Show:
         """Run turns. The screen looks once, after the last of them."""
         for _ in range(count):
             self.stage.client.loop.turn()
-            self.stage.session.look()
-        self.stage.client.note()
-        self.app.look()
+            self.stage.session.refresh()
+        self.stage.client.update_view()
+        self.app.poll()
         self.app.paint()
         await self.pilot.pause()
 
@@ -126,12 +126,12 @@ def show(
 
     async def main() -> None:
         app = Screen(stage.session, earlier=stage.earlier)
-        app.LOOKS = 3600  # the test looks
+        app.POLL_S = 3600  # the test looks
         async with app.run_test(size=size, notifications=True) as pilot:
             it = Show(pilot, stage)
             if load:
                 stage.client.load()
-                app.look()
+                app.poll()
             await pilot.pause()
             await scenario(it)
 

@@ -100,7 +100,7 @@ async def test_only_the_first_burst_of_the_demo_runs_slowly(it):
     assert "0 Full speed" in it.text().splitlines()[-1]
     while not it.stage.session.settled:
         it.stage.time.now += it.stage.client.loop.turn() or 0
-        it.stage.session.look()
+        it.stage.session.refresh()
     assert it.state.view.slow == 0
     await it.press("b", turns=3)
     assert it.state.view.slow == 0 and "running" in it.text()
@@ -345,7 +345,7 @@ def test_watchers_see_the_prompt_as_typed(stage):
 def test_a_watched_engine_obeys_or_refuses_each_command():
     """A command without a method of its own was an attribute error, and /json was refused."""
     session = Session(RemoteEngineClient("http://127.0.0.1:1"), State(), MENU)
-    session.look()
+    session.refresh()
     session.stays = True
     refused = set()
     for name, rest in MENU.commands.items():

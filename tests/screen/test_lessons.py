@@ -168,7 +168,7 @@ def test_no_step_is_missed_at_full_speed():
         loop = stage.client.loop.start()
         stage.obey("/set max=300")
         stage.obey("/burst 90")
-        it.app.set_interval(0.1, it.app.look)
+        it.app.set_interval(0.1, it.app.poll)
         await it.app.until(lambda: stage.state.ended and stage.session.settled)
         assert loop.stop(10)
 

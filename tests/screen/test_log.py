@@ -137,7 +137,7 @@ def test_a_plain_log_has_no_control_characters():
     log.obey(f"/{HOSTILE.strip()}")
     for _ in range(60):
         stage.client.loop.turn()
-        log.look()
+        log.refresh()
     told = [line for line in lines if "GET /" in line]
     assert len(told) == 1 and "<U+202E>" in told[0]
     assert len(lines) > 3 and all(map(is_plain, lines)), lines
@@ -147,18 +147,18 @@ def test_a_plain_log_has_a_line_for_each_event():
     stage = Stage(slots=2, policy="static")
     lines: list[str] = []
     log = commands.PlainLog(stage.session, lines.append)
-    log.look()
+    log.refresh()
     stage.client.load()
-    log.look()
+    log.refresh()
     for order in ('"hello"', "third", "/nonsense", "second"):
         log.obey(order)
     for _ in range(400):
         stage.client.loop.turn()
-        log.look()
+        log.refresh()
     log.obey("/race 6")
     while not stage.session.settled:
         stage.client.loop.turn()
-        log.look()
+        log.refresh()
     text = "\n".join(lines)
     for part in (
         "loading: starting",
@@ -193,7 +193,7 @@ def test_an_interrupted_log_is_complete(stage):
     stage.obey("/burst 2")
     for _ in range(3):
         stage.client.loop.turn()
-        log.look()
+        log.refresh()
     before = len(lines)
     log.flush()
     assert len(lines) > before > 0 and any(
@@ -212,7 +212,7 @@ def test_the_log_times_a_policy_switch_by_its_first_step():
     stage.obey("/policy static")
     for _ in range(900):
         stage.client.loop.turn()  # and nobody looks
-    log.look()
+    log.refresh()
     first = next(column for column in stage.state.history if column.view.policy == "static")
     assert first.step > 1 and f"{first.view.began:8.3f} s  policy static" in lines
     assert lines.index(f"{first.view.began:8.3f} s  policy static") < len(lines) - 4

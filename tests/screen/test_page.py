@@ -93,9 +93,9 @@ def test_every_page_can_be_read_in_a_log(stage):
         if not page.disturbs:
             said = []
             log = PlainLog(stage.session, said.append)
-            log.look()
+            log.refresh()
             before = len(said)
             log.obey(f"/{page.name}")
             stage.client.loop.turn()
-            log.look()
+            log.refresh()
             assert len(said) > before, page.name

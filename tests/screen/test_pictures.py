@@ -76,7 +76,7 @@ async def test_each_pane_of_a_small_screen_is_as_drawn(it, lower):
 async def test_loading_shows_stages_and_library_output(it):
     assert "starting" in it.text()
     it.stage.client._report("finding owner/name")
-    it.app.look()
+    it.app.poll()
     it.app.post_message(
         events.Print("\rmodel: 41%|████ | 12.3M/30.1M [00:04<00:06, 2.9MB/s]", True)
     )
@@ -88,7 +88,7 @@ async def test_loading_shows_stages_and_library_output(it):
     )
     assert "Slots" not in it.text()
     it.stage.client.load()
-    it.app.look()
+    it.app.poll()
     await it.pilot.pause()
     assert "Slots" in it.text() and "finding" not in it.text()
     assert it.app.query_one(app.PromptBox).value == workload.BURST[0][0]
@@ -104,7 +104,7 @@ def test_an_engine_that_does_not_start_says_why():
 
     async def scenario(it):
         stage.client.load()
-        it.app.look()
+        it.app.poll()
         await it.pilot.pause()
         assert "x is cut off; download it again ␛[31m" in it.text()
         await it.pilot.press("b", "p", "c", "enter", "x", "q")

@@ -71,7 +71,7 @@ def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
         await it.pilot.pause()
         if not loaded:
             it.stage.client.load()
-        it.app.look()
+        it.app.poll()
         await it.turns()
         view, sched = it.state.view, it.stage.engine.sched
         state = it.state
@@ -123,7 +123,7 @@ async def test_text_typed_while_loading_is_in_the_box(it):
     assert "12 prompts fired" in it.text() and "max=7" not in it.text()
     await it.pilot.press("i", *"a draft")
     it.stage.client.load()
-    it.app.look()
+    it.app.poll()
     await it.turns(3)
     first, second, third = [it.state.requests[i].origin for i in (1, 2, 3)]
     assert (first.prompt, first.max_tokens) == ("Hello there", 320)
@@ -143,7 +143,7 @@ def test_toggle_keys_faster_than_the_engine():
             await it.pilot.press(*keys)
             if load:
                 it.stage.client.load()
-                it.app.look()
+                it.app.poll()
             await it.turns(2)
             view, sched = it.state.view, it.stage.engine.sched
             found.append((view.paused, view.load, view.slow, sched.policy.name, sched.chunk))
@@ -161,7 +161,7 @@ async def test_a_budget_set_while_loading_may_be_refused(it):
     await it.pilot.press("slash", *"budget 5", "enter")
     assert it.app.prompt.value == ""
     it.stage.client.load()
-    it.app.look()
+    it.app.poll()
     await it.turns()
     await it.sees("but here it is")
     assert it.app.prompt.value == "/budget 5" and it.stage.engine.sched.budget == 32
@@ -173,7 +173,7 @@ async def test_a_tour_requested_while_loading(it):
     assert "the tour has the engine" in it.text() and it.app.focused is None
     await it.pilot.press("escape", "T")
     it.stage.client.load()
-    it.app.look()
+    it.app.poll()
     await it.turns(3)
     assert it.state.strip and "Tour 1 of" in it.text() and it.stage.engine.sched.submitted == 0
 
@@ -186,7 +186,7 @@ def test_a_page_opened_while_loading(page):
         assert "✗ sheet" not in it.text()
         assert "starting" in it.text() or page == "question_mark"
         it.stage.client.load()
-        it.app.look()
+        it.app.poll()
         await it.turns(2)
         assert it.app.page and "starting" not in it.text()
 
@@ -201,7 +201,7 @@ async def test_a_model_that_cannot_be_loaded_while_typing(it):
     await it.pilot.press("i", *"hello")
     it.stage.load_engine = lambda report, clock: os.stat("/no/such/model")
     it.stage.client.load()
-    it.app.look()
+    it.app.poll()
     await it.pilot.pause()
     assert "No such file" in it.text() and "❯" not in it.text()
     await it.pilot.press("q")

@@ -58,7 +58,7 @@ class Watched(Server):
         while not (found := what(self.state)):
             assert time.monotonic() < deadline, (self.state.view, self.state.calls)
             time.sleep(0.02)
-            self.session.look()
+            self.session.refresh()
         return found
 
     def answer(self, prompt: str) -> str:
@@ -200,7 +200,7 @@ def test_loading_says_that_clients_get_503():
     try:
         client = LocalEngineClient(lambda report, clock: None, api)
         state = State()
-        state.absorb(client.look())
+        state.absorb(client.view_since())
         text = "\n".join(plain(drawn(status.draw_loading, state, 100, 30)))
         assert f"{api.address}/v1 is open, and answers 503 until then" in text
         it = Watched(client, api.address)

@@ -47,7 +47,7 @@ const live = new LiveLane(asked.shape, asked.bounds);
 const texts = [];
 const waiting = [];
 for (const frame of asked.frames) {
-  live.take(frame);
+  live.receiveFrame(frame);
   const all = [...live.lane.requests.values()];
   waiting.push(live.lane.waitingAt(live.lane.end).length);
   texts.push(all.map((r) => [r.id, live.lane.textAt(r, live.lane.end)]));
@@ -175,7 +175,7 @@ import { LiveLane } from "./live.js";
 import { prefillInWords } from "./words.js";
 const live = new LiveLane(asked.shape, {});
 const said = asked.frames.map((frame) => {
-  live.take(frame);
+  live.receiveFrame(frame);
   return [...live.lane.prefills].map(([request, prefill]) => [request, prefillInWords(prefill)]);
 });
 tell(said);
