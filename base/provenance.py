@@ -2,6 +2,7 @@
 about ours."""
 
 import sys
+from functools import cache
 from pathlib import Path
 
 from base.installation import IS_INSTALLED, ROOT
@@ -13,12 +14,20 @@ def foreign() -> dict[str, Path]:
     """The modules that run in place of ours so far, and their files. (A package holds no code.)"""
     found = {}
     for name, module in sorted(sys.modules.items()):
-        ours = Path(ROOT, f"{name.removeprefix(PACKAGE).replace('.', '/')}.py")
-        if name.startswith(PACKAGE) and ours.is_file() and not hasattr(module, "__path__"):
-            file = Path(getattr(module, "__file__", None) or ours).resolve()
+        ours = file_of_ours(name)
+        file = getattr(module, "__file__", None)
+        if ours and file and file != str(ours) and not hasattr(module, "__path__"):
+            file = Path(file).resolve()
             if file != ours:
                 found[name] = file
     return found
+
+
+@cache  # a program asks of a thousand modules, several times
+def file_of_ours(module: str) -> Path | None:
+    """Our file for a module of this name, if there is one."""
+    file = Path(ROOT, f"{module.removeprefix(PACKAGE).replace('.', '/')}.py")
+    return file if module.startswith(PACKAGE) and file.is_file() else None
 
 
 def named() -> str:
@@ -30,4 +39,5 @@ def named() -> str:
 
 def labelled(device: str) -> str:
     """What a program says of its device, and whose modules run."""
-    return f"{device}, with {named()}" if named() else device
+    modules = named()
+    return f"{device}, with {modules}" if modules else device
