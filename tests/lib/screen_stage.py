@@ -62,7 +62,8 @@ class Stage:
     def finish(self) -> "Stage":
         """Step until nothing is left to do."""
         for _ in range(5000):
-            time.sleep(self.client.loop.turn() or 0)
+            if wait := self.client.loop.turn():
+                time.sleep(wait)
             self.session.refresh()
             if self.session.settled:
                 return self

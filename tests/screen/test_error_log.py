@@ -39,7 +39,7 @@ async def test_ten_thousand_faults_are_a_few_warnings(it):
     it.state.faults += [engine_view.Fault(f"r{i} failed") for i in range(10_000)]
     await it.turns()
     await it.sees("other faults)")
-    assert 1 <= len(it.app._notifications) <= app.WARNINGS
+    assert 1 <= len(it.app.screen.query("Toast")) <= app.WARNINGS
     await it.press("question_mark")
     assert it.app.page.name == "help"
 
