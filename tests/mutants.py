@@ -48,6 +48,7 @@ SLOTS = "tests/engine/test_disk_prefix_cache.py"
 FAULTS = "tests/core/test_failures.py"
 ENGINE = "tests/core/test_engine.py"
 SAMPLING = "tests/core/test_sampling.py"
+STATES = "tests/core/test_states.py"
 SPECULATIVE = "tests/core/test_speculative.py"
 OPS = "tests/models/test_ops.py"
 DOOR = "tests/server/test_app.py"
@@ -127,6 +128,62 @@ MUTANTS = [
         "max(request.came, request.turn)",
         "request.came",
         f"{SCHED}::test_fair_breaks_ties_by_last_service",
+    ),
+    Mutant(
+        "state_places.py",
+        "StatePlaces._free_checkpoint",
+        "place not in busy",
+        "True",
+        f"{STATES}::test_moves_in_random_schedules",
+    ),
+    Mutant(
+        "state_places.py",
+        "StatePlaces.plan",
+        "{running.place for running in self.running.values()}",
+        "set()",
+        f"{STATES}::test_moves_in_random_schedules",
+    ),
+    Mutant(
+        "state_places.py",
+        "StatePlaces.plan",
+        "busy.add(target)",
+        "",
+        f"{STATES}::test_moves_in_random_schedules",
+    ),
+    Mutant(
+        "state_places.py",
+        "StatePlaces.plan",
+        "keep = decode.position",
+        "keep = stop - 1",
+        f"{STATES}::test_moves_in_random_schedules",
+    ),
+    Mutant(
+        "state_places.py",
+        "Place.serves",
+        "tokens < self.base",
+        "False",
+        f"{STATES}::test_a_state_serves_from_its_base_to_its_log_end",
+    ),
+    Mutant(
+        "state_places.py",
+        "StatePlaces.leave",
+        "place.newest = min(place.newest, request.proven)",
+        "",
+        f"{STATES}::test_a_rejected_draft_token_serves_nobody",
+    ),
+    Mutant(
+        "state_places.py",
+        "StatePlaces.end_of_chunk",
+        "start < fork < stop",
+        "False",
+        f"{STATES}::test_users_of_a_system_prompt",
+    ),
+    Mutant(
+        "kernels/delta_net.py",
+        "States.change",
+        "self.memory = mx.depends(self.memory, y)",
+        "",
+        "tests/kernels/test_delta_net.py::test_formula_at_any_cut",
     ),
     Mutant(
         "prefix.py",

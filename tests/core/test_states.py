@@ -8,12 +8,15 @@ from harness import Tap, exactly
 from parity import CONFIGS, QWEN3_5, seed_of
 from qwen3_5_float64 import Float64
 
+from kernels.device import mx
 from models.config import read_config
 from models.load import read_model
 from models.memory import fit, nbytes_with, state_nbytes
 from models.sharding import Shard
 from nanobatch import Engine
+from policies import DEFAULT, POLICIES
 from prefix import Prefixes
+from sched import Chunk, Decode, Plan, Request, Scheduler
 from state_places import Move, Place, StatePlaces, check_apart
 
 CHUNK = 32
@@ -152,6 +155,30 @@ def test_formula_gives_the_same_answers(folder):
         assert np.abs(ours[1] - plain[1]).max() < 1e-3
 
 
+@pytest.mark.parametrize("where", ["rows", "states"])
+@pytest.mark.parametrize("steps", [2, 7])
+def test_not_finite(folder, where, steps):
+    """A request whose rows or states are not finite ends with an error, in its prompt or its answer, and
+    leaves no state that another prompt starts from."""
+    prompt = drawn(16, 120)
+    with load(folder, speculate=0) as engine:
+        handle = engine.submit(prompt, exactly(30))
+        for _ in range(steps):
+            engine.step()
+        slab = engine.runner.slab
+        if where == "rows":
+            slab.arrays[0][handle.request.slot, :, 8] = mx.nan
+        else:
+            for states in slab.states:
+                count = states.places.size(states.heads)
+                states.memory[:count] = mx.full(count, mx.nan)
+        assert handle.result().finish_reason == "error"
+        if where == "states":  # what the checkpoints held is lost
+            engine.sched.start_over()
+        for again in (prompt, drawn(17, 60), [*prompt[:100], *drawn(18, 9)]):
+            assert_same(run(engine, again), folder, again)
+
+
 # --- places -------------------------------------------------------------------------------------
 
 
@@ -186,6 +213,97 @@ def test_a_state_serves_from_its_base_to_its_log_end(most, served):
     place = Place(0)
     place.hold(prefixes.trail(drawn(1, 40), True), 30, 35)
     assert place.serves(prefixes.trail([*drawn(1, 40), 1], True), most, prefixes.segment) == served
+
+
+class Shadow:
+    """What each place holds, as the moves say: the tokens of its text, and the base."""
+
+    def __init__(self, sched: Scheduler):
+        self.sched = sched
+        self.places: dict[int, tuple[int, list[int]]] = {}
+        self.forks = 0
+
+    def follow(self, plan: Plan) -> None:
+        written = {}
+        for member in (*plan.chunks, *plan.decodes):
+            request, move = member.request, plan.moves[member.slot]
+            text = [*request.prompt, *request.answer]
+            start = member.start if isinstance(member, Chunk) else member.position
+            if move.source >= 0:
+                base, held = self.places[move.source]
+                assert base == move.base <= start <= len(held) and held[:start] == text[:start]
+                self.forks += move.source >= self.sched.slots
+            stop = member.stop if isinstance(member, Chunk) else start + 1 + len(member.draft)
+            new = text[: start + 1] + list(member.draft) if isinstance(member, Decode) else text
+            written[move.target] = move.keep, new[:stop]
+        assert len(written) == len(plan.moves)
+        self.places |= written
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_moves_in_random_schedules(seed):
+    """Without a model: each sequence continues from a state of its own text, whatever was cancelled,
+    drafted, rejected, dropped or forked before."""
+    rng = np.random.default_rng(seed)
+    slots, stems = int(rng.integers(1, 6)), [drawn(100 + i, 150) for i in range(3)]
+
+    def draft(decoding: list[Request], left: int) -> dict[int, tuple[int, ...]]:
+        return {
+            r.id: (1,) * min(3, left, r.max_tokens - r.planned - 1) for r in decoding if left > 3
+        }
+
+    def answers(member: Chunk | Decode) -> list[int]:
+        """The same text has the same answer."""
+        found: list[int] = []
+        for _ in range(1 + len(member.draft)):
+            text = [*member.request.prompt, *member.request.answer, *found]
+            found.append(sum(text) // 3 % 2)
+        return found
+
+    sched = Scheduler(slots, 256, POLICIES[DEFAULT], draft=draft)
+    sched.states = StatePlaces(slots, int(rng.integers(0, 2 * slots + 1)), CHUNK, log=16)
+    sched.resize(slots, 256, CHUNK, 80)
+    shadow, open_requests = Shadow(sched), []
+    for step in range(400):
+        if rng.random() < 0.3:
+            ended = [[*r.prompt, *r.answer] for r in open_requests if r.finish_reason]
+            texts = stems if rng.random() < 0.5 else [*stems, *ended[-6:]]
+            text = texts[int(rng.integers(len(texts)))]
+            stop = len(text) if rng.random() < 0.5 else int(rng.integers(1, len(text)))
+            prompt = text[:stop][:200] + drawn(step, int(rng.integers(3)))
+            request = Request(step, tuple(prompt), int(rng.integers(1, 20)), arrived=step)
+            sched.submit(request)
+            open_requests.append(request)
+        if open_requests and rng.random() < 0.05:
+            sched.finish(open_requests[int(rng.integers(len(open_requests)))], "cancelled", step)
+        plan = sched.plan(step)
+        if plan:
+            shadow.follow(plan)
+            tokens = {m.slot: answers(m) for m in plan.emitters}
+            sched.prove(plan, [chunk.slot for chunk in plan.chunks])
+            sched.commit(plan, tokens, lambda request, token: None, step)
+        sched.check()
+    assert shadow.forks > 20 or not sched.states.count
+
+
+def test_a_rejected_draft_token_serves_nobody():
+    """Another slot may hold one row more of the same text. The log has a rejected token there."""
+    sched = Scheduler(
+        2, 256, POLICIES[DEFAULT], draft=lambda decoding, left: {0: (9, 9)} if decoding else {}
+    )
+    sched.states = StatePlaces(2, 2, CHUNK, log=16)
+    sched.resize(2, 256, CHUNK, 80)
+    request = Request(0, tuple(drawn(1, 30)), 20, arrived=0)
+    sched.submit(request)
+    for step in range(4):
+        plan = sched.plan(step)
+        tokens = {m.slot: [1] * (1 + len(m.draft)) for m in plan.emitters}
+        sched.commit(plan, tokens, lambda request, token: None, step)
+    sched.finish(request, "cancelled", 4)
+    text = sched.prefixes.trail([*request.prompt, *request.answer, 5], True)
+    assert request.draft_tokens and not request.accepted_tokens
+    assert sched.states.reach(text, request.proven, request.slot).rows == request.proven
+    assert sched.states.reach(text, request.proven + 1, request.slot).rows == request.proven
 
 
 # --- memory -------------------------------------------------------------------------------------
