@@ -233,7 +233,7 @@ def test_orders_survive_the_wire(parts, budget):
     assert sum(bool(order.scrubs) for order in orders) > 0
     assert sum(len(order.prefills) > 1 for order in orders) > 0
     assert any(prefill.source is not None for order in orders for prefill in order.prefills)
-    assert any(len(ids) > 1 for order in orders for *_, ids in order.decodes)
+    assert any(len(each.ids) > 1 for order in orders for each in order.decodes)
     follower = Runner.__new__(Runner)
     follower.ranks = wire
     follower.run = lambda order, rows: heard.append(order) or SimpleNamespace(read=list)
