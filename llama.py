@@ -46,6 +46,7 @@ from kv import AttentionGroup, Window
 from models.layers import Layer, Model
 from models.ops import capped, softmax
 from models.rope import AttentionType, turning
+from models.sinks import with_sinks
 
 
 def forward(
@@ -154,6 +155,8 @@ class Formula:
             groups = cut(window_q, [group.B * window.L for group in window.groups])
             for group, group_q, mask in zip(window.groups, groups, masks, strict=True):
                 keys, values = window.read(layer, group)  # (B, Hkv, T, Dh) each
+                if layer in self.kind.sinks:
+                    mask, keys, values = with_sinks(self.kind.sinks[layer], mask, keys, values)
                 sums.append(self.of_group(group_q, keys, values, mask))
         return mx.concatenate(sums)
 

@@ -44,11 +44,15 @@ class COperation:
     def __init__(self, kind: AttentionType, H: int, windows: Sequence[Window]):
         self.slab = windows[0].slab
         self.visible = visible_rows(windows, kind.span, kind.cap)
+        self.sinks = kind.sinks
 
     def run(self, layer: int, q: mx.array) -> mx.array:  # (N, H, Dh) -> (N, H * Dh)
-        x = mx.concatenate([q.flatten(1), self.visible], axis=1)
-        K = x.shape[1]
-        N = K - self.visible.shape[1]
+        parts = [q.flatten(1), self.visible]
+        if layer in self.sinks:
+            sinks = self.sinks[layer]
+            parts.append(mx.broadcast_to(sinks, (len(q), len(sinks))))
+        x = mx.concatenate(parts, axis=1)
+        N, K = parts[0].shape[1], x.shape[1]
         memory = self.slab.arrays[layer].flatten().view(mx.float32)
         at_label = memory.size - LINE // 4
         return x @ mx.as_strided(memory, (K, N), (1, K), at_label)

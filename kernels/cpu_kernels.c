@@ -1258,7 +1258,7 @@ static NOINLINE void cap(const float *x, float *y, long count, float most) {
    and hardly anything is computed for rows that a token does not see.
 
    A row of x is one token: its queries, H heads of Dh numbers, and then four numbers (`SLOT` ...), which say what it
-   sees. In place of a matrix there is a layer's slab, as `kv.py` draws it. The address that we are given is that of its
+   sees. There may follow a sink for each head, a logit that joins the softmax and takes no value. In place of a matrix there is a layer's slab, as `kv.py` draws it. The address that we are given is that of its
    label, a `Slab`, which is the last 64 bytes of its memory.
 
    Consecutive tokens of a sequence form a tile: up to QUERIES queries of one key head, which read its rows together. A
@@ -1451,7 +1451,8 @@ static NOINLINE void attend(const Product *p, long unit) {
   const long m0 = p->tiles[unit % p->tile_count], m1 = p->tiles[unit % p->tile_count + 1], count = (m1 - m0) * group;
   const long slot = number_of(p, m0, SLOT), end = number_of(p, m1 - 1, LAST) + 1;
   const long from = number_of(p, m0, FIRST) / ALIGNED * ALIGNED; /* so that each sum of a softmax has the same numbers */
-  const long T = end - from, wide = (T + LINE - 1) / LINE * LINE;
+  const long before = p->K > p->N + NUMBERS_OF_A_TOKEN ? LINE : 0; /* places for a sink; so rows stay in their partial sums */
+  const long T = end - from, wide = before + (T + LINE - 1) / LINE * LINE;
   if (slot < 0 || slot >= s->slots || from < 0 || T <= 0 || end > s->rows) {
     fprintf(stderr, "nanobatch: attention over rows %ld..%ld of slot %ld\n", from, end, slot);
     abort();
@@ -1459,7 +1460,8 @@ static NOINLINE void attend(const Product *p, long unit) {
   const long row = Dh * nbytes_of(s->numbers), block = (WIDE / Dh + COLS) / COLS * COLS;
   const char *keys = (const char *)s + LINE_NBYTES - slab_nbytes(s) + ((slot * 2 * s->heads + head) * s->rows + from) * row;
   const char *values = keys + s->heads * s->rows * row;
-  float *scores = scratch(count * (wide + 2 * Dh) + block * Dh), *q = scores + count * wide, *y = q + count * Dh;
+  float *memory = scratch(count * (wide + 2 * Dh) + block * Dh), *scores = memory + before;
+  float *q = memory + count * wide, *y = q + count * Dh;
   float *wider = y + count * Dh;
   const int widens = s->numbers == FLOAT16 && count > FEW_STRIPS * ROWS; /* once, instead of in each strip */
   const int form = widens ? FLOAT32 : s->numbers;
@@ -1478,14 +1480,15 @@ static NOINLINE void attend(const Product *p, long unit) {
 
   for (long i = 0; i < count; i++) {
     const long m = m0 + i / group, first = number_of(p, m, FIRST) - from, stop = number_of(p, m, LAST) + 1 - from;
-    const float most = p->x[m * p->ldx + p->N + SCORE_CAP];
+    const float *numbers = p->x + m * p->ldx + p->N, most = numbers[SCORE_CAP], scale = most != 0 ? 1 : s->scale;
     float *own = scores + i * wide;
+    for (long j = 0; j < before; j++) own[j - before] = j ? -__builtin_inff() : numbers[NUMBERS_OF_A_TOKEN + head * group + i % group] / scale;
     if (most != 0) {
       for (long j = 0; j < stop; j++) own[j] *= s->scale;
       cap(own, own, stop, most);
     }
     for (long j = 0; j < first; j++) own[j] = -__builtin_inff();
-    softmax(own, own, stop, most != 0 ? 1 : s->scale);
+    softmax(own - before, own - before, stop + before, scale);
     for (long j = stop; j < T; j++) own[j] = 0;
   }
 
@@ -1839,7 +1842,10 @@ void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, l
 static int is_as_said(const Packed *a, const Product *p) {
   if (a->form == SOFTMAX || a->form == CAP) return p->N == p->K && is_plain(p);
   if (a->form == NORM) return p->N == p->K && p->N == a->N && is_plain(p);
-  if (is_attention(a)) return p->N + NUMBERS_OF_A_TOKEN == p->K && p->N % (slab_of(p)->heads * slab_of(p)->Dh) == 0 && is_plain(p);
+  if (is_attention(a)) {
+    const long sinks = p->K - p->N - NUMBERS_OF_A_TOKEN; /* none, or one for each head */
+    return p->N % (slab_of(p)->heads * slab_of(p)->Dh) == 0 && (sinks == 0 || sinks == p->N / slab_of(p)->Dh) && is_plain(p);
+  }
   if (is_delta(a))
     return p->N == (long)states_of(p)->Hv * states_of(p)->Dv &&
            p->K == inputs_of(states_of(p)) + 2 * states_of(p)->Hv + NUMBERS_OF_A_MOVE && is_plain(p);

@@ -87,7 +87,7 @@ class Matrix(NamedTuple):
     """
 
     weight: mx.array  # (..., out, in); packed (..., out, in * bits / 32), uint32
-    bias: mx.array | None = None  # (out,)
+    bias: mx.array | None = None  # (..., out)
     scales: mx.array | None = None  # (..., out, in / group); None: W is not packed
     offsets: mx.array | None = None  # the same
     bits: int = 0
@@ -106,7 +106,9 @@ class Matrix(NamedTuple):
         else:
             turned = self.claim.array if self.claim else self.weight.swapaxes(-1, -2)
             y = x @ turned if chosen is None else mx.gather_mm(x, turned, rhs_indices=chosen)
-        return y if self.bias is None else y + self.bias
+        if self.bias is None:
+            return y
+        return y + (self.bias if chosen is None else self.bias[chosen][..., None, :])
 
     def _unpacked_by_mlx(self, x: mx.array, chosen: mx.array | None) -> mx.array:
         arrays = (self.weight, self.scales, self.offsets)
@@ -352,3 +354,12 @@ def as_bytes(words: mx.array, bits: int, rounds: bool) -> mx.array:  # (..., wor
         upper = unit[..., lower:] >> shifts & {5: 0x01010101, 6: 0x03030303}[bits]
         numbers = numbers | upper << 4
     return numbers.flatten(-2)
+
+
+def words(numbers: mx.array, bits: int) -> mx.array:  # (..., n), uint8 -> (..., n bits / 32)
+    """Pack numbers as MLX does: eight of them in as many bytes as one has bits."""
+    if bits < 8:
+        eight = mx.unflatten(numbers, -1, (-1, 8)).astype(mx.uint64)
+        eight = (eight << mx.arange(0, 8 * bits, bits, dtype=mx.uint64)).sum(axis=-1)
+        numbers = mx.unflatten(eight.view(mx.uint8), -1, (-1, 8))[..., :bits].flatten(-2)
+    return mx.contiguous(numbers).view(mx.uint32)

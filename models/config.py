@@ -120,6 +120,8 @@ class Config:
     experts: int = 0  # per layer; 0 means one MLP for all tokens
     taken: int = 1  # experts per token
     whole_shares: bool = False  # the shares of a token's experts are normalized to 1
+    limit: float | None = None  # of gate and up, in experts whose SwiGLU is clamped
+    sinks: bool = False  # each query head has a logit that joins its softmax
     # Factors of modules' outputs, which are folded into their weights
     multipliers: dict[str, float] = field(default_factory=dict)
 
@@ -163,13 +165,15 @@ class Config:
                     shape = (2 * shape[0], shape[1])
                 shapes[f"{layer}{module}.weight"] = shape
                 if self.has_bias(module):
-                    shapes[f"{layer}{module}.bias"] = shape[:1]
+                    shapes[f"{layer}{module}.bias"] = shape[:-1]
             for name in self.norms.values():
                 shapes[f"{layer}{name}.weight"] = (D,)
             if self.embeddings:
                 shapes[f"{layer}post_per_layer_input_norm.weight"] = (D,)
             if self.scalars:
                 shapes[f"{layer}layer_scalar"] = (1,)
+            if self.sinks:
+                shapes[f"{layer}self_attn.sinks"] = (H,)
             if i in self.convolved:
                 shapes[f"{layer}conv.conv.weight"] = (D, self.taps, 1)
             elif i in self.deltas:
@@ -189,7 +193,7 @@ class Config:
         if "linear_attn" in module:
             return False
         if "mlp" in module:
-            return self.mlp_bias and not self.experts
+            return self.mlp_bias
         return self.o_bias if "o_proj" in module else self.qkv_bias
 
     def factor(self, name: str) -> float:
@@ -346,13 +350,12 @@ def _refuse(fields: Fields, family: Family) -> None:
         if not isinstance(get(key) or {}, dict):
             raise fields.refuse(key, get(key), ("an object, as MLX writes it",))
     method = (get("quantization_config") or {}).get("quant_method")
-    if method is not None and not get("quantization"):
-        raise fields.refuse(
-            "quant_method", method, ("MLX affine quantization", "float16", "bfloat16", "float32")
-        )
+    if method not in (None, "mxfp4") and not get("quantization"):
+        known = ("MLX affine quantization", "mxfp4", "float16", "bfloat16", "float32")
+        raise fields.refuse("quant_method", method, known)
     mode = (get("quantization") or {}).get("mode", "affine")
-    if mode != "affine":
-        raise fields.refuse("quantization mode", mode, ("affine",))
+    if mode not in ("affine", "mxfp4"):
+        raise fields.refuse("quantization mode", mode, ("affine", "mxfp4"))
 
 
 def _window(fields: Fields, family: Family) -> tuple[int | None, Collection[int]]:
@@ -434,8 +437,6 @@ def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
 
 def _yarn(inner: Fields, rope: Rope) -> Rope:
     """The default gain grows with the logarithm of the factor, or is a quotient of two such terms."""
-    if not inner.get("truncate", True):
-        raise inner.refuse("truncate", False, ("true",))
     if rope.theta == 1:
         raise inner.refuse("rope_theta", rope.theta, ("with yarn, more than 1",))
     growth = math.log(max(rope.factor, 1))
@@ -446,6 +447,7 @@ def _yarn(inner: Fields, rope: Rope) -> Rope:
         usual = (1 + 0.1 * over * growth) / (1 + 0.1 * under * growth)
     return replace(
         rope,
+        rounds=bool(inner.get("truncate", True)),
         low_freq_factor=inner.real("beta_slow", 1),
         high_freq_factor=inner.real("beta_fast", 32),
         gain=inner.real("attention_factor", usual),

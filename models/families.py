@@ -318,6 +318,14 @@ def _qwen3_5(fields: Fields, *_) -> dict[str, Any]:
     return own | {"qk_norm": "head", "norms_add": True, "gated": True}
 
 
+def _gpt_oss(fields: Fields, *_) -> dict[str, Any]:
+    """gpt-oss: a sink for each query head, biases everywhere, and experts with a clamped SwiGLU."""
+    bias = bool(fields.get("attention_bias", True))
+    own = _experts(fields) | {"qk_norm": "", "whole_shares": True, "mlp_bias": True}
+    limit = fields.real("swiglu_limit", 7.0)
+    return own | {"qkv_bias": bias, "o_bias": bias, "limit": limit, "sinks": True}
+
+
 def _smollm3(fields: Fields, *_) -> dict[str, Any]:
     """SmolLM3 has layers without positions: those with a 0 in a list, or every nth layer."""
     layers = fields.number("num_hidden_layers")
@@ -350,6 +358,15 @@ GEMMA4_ROPE = {
         "partial_rotary_factor": 0.25,
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 FAMILIES = {
@@ -437,6 +454,19 @@ FAMILIES = {
         two_ropes=True,
         refused=("enable_moe_block", "rope_traditional", "attention_bias"),
         own=_gemma4,
+    ),
+    "gpt_oss": Family(
+        unsaid={
+            "rms_norm_eps": 1e-5,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "rope_theta": 150_000.0,
+            "rope_parameters": GPT_OSS_ROPE,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        whole=_every_second,
+        own=_gpt_oss,
     ),
     "qwen3_moe": Family(
         unsaid={"moe_intermediate_size": 768},

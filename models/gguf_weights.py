@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from base.untrusted_files import ModelError
 from kernels.device import mx
-from kernels.packed import SPAN, widened
+from kernels.packed import SPAN, widened, words
 from models.config import Config
 from models.gguf_config import FREQUENCIES, names, renamed
 from models.gguf_file import GgufTensor, read_gguf
@@ -138,15 +138,6 @@ FORMS = {
     "Q5_K": Form(q5_k, 5, 32, mx.uint8),
     "Q6_K": Form(q6_k, 6, 16, mx.uint8, center=-32),
 }
-
-
-def words(numbers: mx.array, bits: int) -> mx.array:  # (..., n), uint8 -> (..., n bits / 32)
-    """Pack numbers as MLX does: eight of them in as many bytes as one has bits."""
-    if bits < 8:
-        eight = mx.unflatten(numbers, -1, (-1, 8)).astype(mx.uint64)
-        eight = (eight << mx.arange(0, 8 * bits, bits, dtype=mx.uint64)).sum(axis=-1)
-        numbers = mx.unflatten(eight.view(mx.uint8), -1, (-1, 8))[..., :bits].flatten(-2)
-    return mx.contiguous(numbers).view(mx.uint32)
 
 
 # --- the tensors of a file ------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from kernels.device import mx, tree_flatten
 from kernels.packed import Matrix
 from models.config import AttentionHeads, Config
 from models.forward_cost import ModelCost
-from models.ops import geglu, rms_norm, siglu, softmax, swiglu
+from models.ops import clamped_swiglu, geglu, rms_norm, siglu, softmax, swiglu
 from models.rope import AttentionType
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Experts(NamedTuple):
     k: int
     whole_shares: bool
     choices: Choices
+    limit: float | None = None  # of gate and up, in gpt-oss
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
         shares = softmax(self.router(x))  # (..., experts)
@@ -81,7 +82,8 @@ class Experts(NamedTuple):
             shares = shares / shares.sum(axis=-1, keepdims=True)
         x = x[..., None, None, :]  # (..., 1, 1, D): a product for each token and expert
         gate_up = mx.concatenate([self.gate(x, chosen), self.up(x, chosen)], axis=-1)
-        y = self.down(swiglu(gate_up), chosen)  # (..., k, 1, D)
+        inner = swiglu(gate_up) if self.limit is None else clamped_swiglu(gate_up, self.limit)
+        y = self.down(inner, chosen)  # (..., k, 1, D)
         return (y[..., 0, :] * shares[..., None]).sum(axis=-2)
 
 
@@ -233,7 +235,7 @@ class Model:
     def for_slots_of(self, length: int) -> Model:
         """The same model with the rope for sequences of up to this length."""
         kinds = [
-            AttentionType.for_rope(*kind[:3], kind.Dh, length, kind.growth) for kind in self.kinds
+            AttentionType.for_rope(*kind[:3], kind.Dh, length, *kind[5:]) for kind in self.kinds
         ]
         return replace(self, kinds=tuple(kinds))
 

@@ -126,6 +126,7 @@ class ModelReader:
         self.rounds = activations != 32 and self.can_round
         self.share = Shard.for_rank(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
+        self.sinks: dict[int, dict[int, mx.array]] = {}  # by attention type and layer
         self.choices = Choices(config.layers) if config.experts else None
         has_head = not ranks.rank
         self.nbytes = self.weights.nbytes(self.config, self.form, has_head, self.rounds)
@@ -173,6 +174,7 @@ class ModelReader:
         if (
             device.has_gpu()
             and not c.cap
+            and not c.sinks
             and all(fused_attention_check.is_right(*heads, dtype) for heads in shapes)
         ):
             return "kernel"
@@ -200,7 +202,8 @@ class ModelReader:
         cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
         growth = Growth.for_config(*c.growth, c.H) if c.growth else None
         kinds = tuple(
-            AttentionType.for_rope(rope, span, c.cap, Dh, growth=growth) for rope, span, Dh in kinds
+            AttentionType.for_rope(*kind[:2], c.cap, kind[2], 0, growth, self.sinks.get(number, {}))
+            for number, kind in enumerate(kinds)
         )
         inputs = self.layer_inputs() if c.embeddings else None
         mx.eval(norm, table, head, kinds, arrays(inputs))
@@ -269,6 +272,9 @@ class ModelReader:
             mlp=chain(self.mlp(f"{name}mlp."), summed, norms.get("mlp_after")),
             after=self.after(index) if c.scalars else None,
         )
+        if c.sinks:
+            sinks = self.tensor(f"{name}self_attn.sinks").astype(mx.float32)
+            self.sinks.setdefault(kind, {})[layer.index] = sinks
         mx.eval(arrays(layer))
         return layer
 
@@ -347,6 +353,7 @@ class ModelReader:
                 k=self.config.taken,
                 whole_shares=self.config.whole_shares,
                 choices=self.choices,
+                limit=self.config.limit,
             )
         gate_up = self.linear(f"{name}gate_proj", f"{name}up_proj")
         return Mlp(gate_up, self.linear(f"{name}down_proj"), self.config.gelu)

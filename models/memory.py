@@ -169,7 +169,7 @@ def described(model: Model, sizes: Sizes) -> str:
         said.append(f"of that {checkpoints} for {sizes.checkpoints} checkpoints of states")
         if model.attention != "c":
             said.append("states are computed by the formula, slowly")
-    if device.has_gpu() and not c.cap and model.attention == "formula":
+    if device.has_gpu() and not c.cap and not c.sinks and model.attention == "formula":
         said.append("MLX's fused attention is wrong here, so the formula runs")
     free = device.free_memory()
     if free is not None and model.ranks.size == 1:

@@ -37,6 +37,14 @@ def swiglu(gate_up: mx.array) -> mx.array:  # (..., 2 * hidden), side by side ->
     return one_kernel(gate, up)
 
 
+def clamped_swiglu(gate_up: mx.array, limit: float) -> mx.array:
+    """g / (1 + e^-(1.702 g)) * (u + 1), with g = min(gate, limit), and u = up between -limit and limit"""
+    gate, up = mx.split(gate_up, 2, axis=-1)
+    gate = 1.702 * mx.minimum(gate, limit)
+    up = (mx.clip(up, -limit, limit) + 1) * (1 / 1.702)
+    return swiglu(mx.concatenate([gate, up], axis=-1))
+
+
 def one_kernel(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
 

@@ -9,7 +9,7 @@ Next: `layers.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -34,6 +34,7 @@ class Rope:
     gain: float = 1.0  # turned vectors are multiplied by this
     turned: int | None = None  # how many numbers of a head turn, from the first; None means all
     interleaved: bool = False  # adjacent numbers are a plane, instead of number i and i + Dh/2
+    rounds: bool = True  # yarn: the planes at its bounds are whole numbers
     part: float = 1.0  # of the planes, those that turn fastest; the others do not turn
 
     def is_too_short(self, length: int) -> bool:
@@ -111,6 +112,8 @@ class AttentionType(NamedTuple):
     frequencies: mx.array | None  # (Dh/2,)
     periods: mx.array | None  # 1 / frequencies, for a GPU
     growth: Growth | None = None  # of far queries
+    # (H,), by the index of a layer: logits that join the softmax of each head (`models/sinks.py`)
+    sinks: Mapping[int, mx.array] = {}
 
     @property
     def Dh(self) -> int:
@@ -125,17 +128,18 @@ class AttentionType(NamedTuple):
         Dh: int,
         length: int = 0,
         growth: Growth | None = None,
+        sinks: Mapping[int, mx.array] = {},
     ) -> AttentionType:
         """`length`: the maximum length of a sequence."""
         if rope is None:
-            return AttentionType(None, span, cap, None, None)
+            return AttentionType(None, span, cap, None, None, sinks=sinks)
         frequencies = rope_frequencies(rope, Dh, length)
         periods = None
         if (
             device.has_gpu() and rope.gain == 1 and not growth
         ):  # as `mx.fast.rope` wants them; no plane stands still
             periods = 1 / mx.maximum(frequencies, 1e-30)
-        return AttentionType(rope, span, cap, frequencies, periods, growth)
+        return AttentionType(rope, span, cap, frequencies, periods, growth, sinks)
 
 
 def turning(
@@ -253,8 +257,8 @@ def kept_of_planes(rope: Rope, turns: mx.array) -> mx.array:  # (R/2,) -> the sa
     """The share of each plane's frequency that is kept: 0 means slowed by the whole factor, 1 not at all.
 
     With fewer turns than low_freq_factor it is 0, with more than high_freq_factor 1. In between `llama3`
-    interpolates by the number of turns, `yarn` by the number of the plane, between the bounds rounded
-    outwards.
+    interpolates by the number of turns, `yarn` by the number of the plane, between the bounds, which may
+    be rounded outwards.
     """
     low = rope.low_freq_factor
     high = rope.high_freq_factor
@@ -267,6 +271,8 @@ def kept_of_planes(rope: Rope, turns: mx.array) -> mx.array:  # (R/2,) -> the sa
         positions = rope.original_length / (2 * math.pi * turns)  # for one radian
         return R * math.log(positions) / (2 * math.log(rope.theta))
 
-    first = max(math.floor(plane_with(high)), 0)
-    last = min(math.ceil(plane_with(low)), R - 1)
+    first, last = plane_with(high), plane_with(low)
+    if rope.rounds:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, R - 1)
     return 1 - mx.clip((planes - first) / max(last - first, 0.001), 0, 1)

@@ -20,7 +20,9 @@ from base.validation import one_line, shown
 from kernels import device
 from kernels.device import mx
 from kernels.packed import LEAST, MLX_GROUPS, SPAN, form_of, row_nbytes, rows_of
+from models import mxfp4
 from models.config import Config
+from models.mxfp4 import Mxfp4
 
 # As phi3 stores them, and Granite 4 its MLP
 FUSED = {
@@ -42,6 +44,12 @@ GRANITE_NAMES = {
     "shared_mlp.input_linear": "mlp.gate_up_proj",
     "shared_mlp.output_linear": "mlp.down_proj",
 }
+GPT_OSS_NAMES = {"mlp.router": "mlp.gate"}
+# Gate and up of gpt-oss's experts are alternate rows of one tensor
+ALTERNATE = {
+    "gate_up_proj": (("gate_proj", slice(0, None, 2)), ("up_proj", slice(1, None, 2))),
+    "down_proj": (("down_proj", slice(None)),),
+}
 # Of models that also see or hear, or draft
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "audio_tower.")
 OTHER_PARTS += ("embed_vision.", "embed_audio.", "vision_embedder.", "visual.")
@@ -50,6 +58,7 @@ OTHER_PARTS += ("mtp.", "language_model.mtp.")  # drafts of Qwen 3.5
 CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
+DTYPES["U8"] = mx.uint8  # of MXFP4
 
 
 def usual_form() -> str:
@@ -80,6 +89,9 @@ class Tensor(NamedTuple):
     bits: int = 0
     group: int = 0
     center: float = 0.0  # if not 0, an offset is its scale times this, and there are none
+    mxfp4: Mxfp4 | None = None  # if it is stored so; dtype and shape are those that it is read with
+    every: slice = slice(None)  # of the rows of each expert
+    is_last: bool = True  # nothing else reads the same tensor afterwards
 
 
 class MissingError(ModelError):
@@ -211,7 +223,46 @@ class Weights:
         # Models without a head are saved without this prefix
         if "embed_tokens.weight" in self.tensors:
             self.tensors = {f"model.{name}": tensor for name, tensor in self.tensors.items()}
+        self._name_mxfp4()
         self._arrays: dict[Path, dict[str, mx.array]] = {}  # not taken yet
+
+    def _name_mxfp4(self) -> None:
+        """Give tensors in MXFP4 the names and shapes of a quantization with five bits. mlx-lm has a
+        matrix and bytes as scales; gpt-oss's own files have experts with other names."""
+        for name, tensor in list(self.tensors.items()):
+            match = re.fullmatch(
+                r"(.+\.experts\.)(gate_up_proj|down_proj)_(blocks|scales|bias)", name
+            )
+            if match and len(tensor.shape) > 1:
+                place, fused, kind = match.groups()
+                for part, every in ALTERNATE[fused]:
+                    count = len(range(tensor.shape[1])[every])
+                    shape = (tensor.shape[0], count, *tensor.shape[2:])
+                    own = tensor._replace(shape=shape, every=every, is_last=part != "gate_proj")
+                    kinds = {"blocks": "weight", "scales": "scales", "bias": "bias"}
+                    self.tensors[f"{place}{part}.{kinds[kind]}"] = own
+                del self.tensors[name]
+        for name, scales in list(self.tensors.items()):
+            module = name.removesuffix(".scales")
+            weight = self.tensors.get(f"{module}.weight")
+            if module == name or scales.dtype != mx.uint8 or weight is None:
+                continue
+            if f"{module}.biases" in self.tensors or len(scales.shape) < 2:
+                continue  # refused later
+            *rows, groups = scales.shape
+            nbytes = math.prod(weight.shape[len(rows) :]) * weight.dtype.size
+            if weight.shape[: len(rows)] != (*rows,) or nbytes != groups * mxfp4.GROUP // 2:
+                raise ModelError(
+                    f"{scales.path}: {module} has shapes {weight.shape} and {scales.shape}, which MXFP4 "
+                    "has not; download it again."
+                )
+            shapes = mxfp4.shapes((*rows,), groups * mxfp4.GROUP)
+            for part, dtype, shape in zip(
+                ("weight", "scales"), (mx.uint32, mx.bfloat16), shapes, strict=True
+            ):
+                self.tensors[f"{module}.{part}"] = self.tensors[f"{module}.{part}"]._replace(
+                    dtype=dtype, shape=shape, mxfp4=Mxfp4(part == "scales")
+                )
 
     def quantization(self, config: Config) -> str:
         """The format of most of the numbers in the files."""
@@ -222,6 +273,8 @@ class Weights:
 
     def _stored_as(self, name: str) -> str:
         tensor = self.tensors[name]
+        if tensor.mxfp4:
+            return "MXFP4"
         return f"{tensor.bits}-bit" if tensor.bits else str(tensor.dtype).removeprefix("mlx.core.")
 
     @property
@@ -357,7 +410,7 @@ class Weights:
                     f"{tensor.path}: {name} has the shape {tensor.shape}, but {self.described_by} implies {shape}; "
                     "the two do not belong together; download both again."
                 )
-            elif tensor.dtype == mx.uint32:
+            elif tensor.dtype in (mx.uint32, mx.uint8):
                 raise ModelError(
                     f"{tensor.path}: {name} is packed, but lacks {module}.scales; download it again."
                 )
@@ -385,6 +438,14 @@ class Weights:
         """
         # The caller has found weight and scales
         path = self.tensors[f"{module}.scales"].path
+        if self.tensors[f"{module}.scales"].mxfp4:
+            found = [self.tensors[f"{module}.{part}"].shape for part in ("weight", "scales")]
+            if found == [*mxfp4.shapes(shape[:-1], shape[-1])]:
+                return mxfp4.BITS, mxfp4.GROUP, mxfp4.CENTER
+            raise ModelError(
+                f"{path}: {module} has other shapes in MXFP4 than {self.described_by} implies, {shape}; "
+                "the two do not belong together; download both again."
+            )
         if f"{module}.biases" not in self.tensors:
             raise ModelError(f"{path}: {module} is quantized, but {module}.biases is missing.")
         parts = [self.tensors[f"{module}.{part}"] for part in ("weight", "scales", "biases")]
@@ -428,9 +489,13 @@ class Weights:
         array = arrays[tensor.name]
         rows = tensor.rows
         # Parts are taken in order, so the last one frees the tensor
-        if rows.stop in (None, len(array)):
+        if rows.stop in (None, len(array)) and tensor.is_last:
             del arrays[tensor.name]
         array = array[rows]
+        if tensor.every != slice(None):
+            array = mx.contiguous(array[:, tensor.every])
+        if tensor.mxfp4:
+            array = tensor.mxfp4(array)
         self._check_numbers(tensor, array)
         return array
 
@@ -440,7 +505,7 @@ class Weights:
         Without their signs, the bits of floats are ordered like the numbers, with infinity and NaN above
         all others. They are compared as integers, because MLX is 40 times as slow with float16.
         """
-        if array.dtype == mx.uint32:
+        if array.dtype in (mx.uint32, mx.uint8):
             return
         kind = mx.uint16 if array.dtype.size == 2 else mx.uint32
         infinite = (mx.array(math.inf, array.dtype).view(kind) << 1).item()
@@ -455,7 +520,7 @@ def text_name(name: str) -> str:
     """A tensor's name without what marks the part that reads and writes text, and with Llama's name for
     a module."""
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
-    for theirs, ours in (LFM2_NAMES | GRANITE_NAMES).items():
+    for theirs, ours in (LFM2_NAMES | GRANITE_NAMES | GPT_OSS_NAMES).items():
         name = name.replace(f".{theirs}.", f".{ours}.")
     return name
 

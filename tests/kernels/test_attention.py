@@ -36,7 +36,10 @@ class Shape:
             slab.arrays[0][:, :, :LENGTH] = left
         cap = float(rng.choice([2.0, 30.0])) if rng.random() < 0.3 else None
         span = int(rng.integers(1, 200)) if rng.random() < 0.4 else None
-        self.kind = AttentionType(None, span, cap, None, None)
+        sinks = {}
+        if rng.random() < 0.3 and not cap:
+            sinks[0] = mx.array(rng.normal(0, 5, self.H).astype(np.float32))
+        self.kind = AttentionType(None, span, cap, None, None, sinks=sinks)
 
     def windows(
         self, fused: bool, asked: Sequence[tuple[list[int], list[int], int]]
@@ -80,6 +83,24 @@ def test_the_operation_has_the_bits_of_the_formula(seed):
     assert np.isfinite(fused).all() and np.array_equal(fused, formula)
     for slab in shape.slabs:
         slab.check()
+
+
+def test_a_sink_joins_the_softmax_and_takes_no_value():
+    """Against the definition, in float64."""
+    slab = Slab(1, 1, 2, 64, 8, mx.float32)
+    sinks = np.array([-3.0, 0.5, 2.0, 20.0], np.float32)
+    kind = AttentionType(None, 30, None, None, None, sinks={0: mx.array(sinks)})
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.normal(0, 1, (50, n, 8)).astype(np.float32) for n in (4, 2, 2))
+    attention = llama.ATTENTION["c"](kind, 4, [window := Window(slab, [0], [0], 50)])
+    ours = llama.attend(SimpleNamespace(index=0), *map(mx.array, (q, k, v)), [window], attention)
+    for token in (0, 29, 49):
+        seen = slice(max(0, token - 29), token + 1)
+        for head in range(4):
+            scores = k[seen, head // 2] @ q[token, head].astype(np.float64) / np.sqrt(8)
+            powers = np.exp(np.append(scores, sinks[head]))
+            right = powers[:-1] / powers.sum() @ v[seen, head // 2]
+            assert np.abs(np.array(ours)[token].reshape(4, 8)[head] - right).max() < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])

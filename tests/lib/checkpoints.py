@@ -68,6 +68,8 @@ def random_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
             weights[name] = (not config.norms_add or "linear_attn" in name) + 0.2 * noise
         elif name.endswith(".bias"):
             weights[name] = 0.3 * noise
+        elif name.endswith("sinks"):
+            weights[name] = 2 * noise
         elif name.endswith("layer_scalar"):
             weights[name] = 1 + 0.2 * noise
         elif "embed_tokens.weight" in name:
@@ -141,6 +143,27 @@ def apart(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     return whole
 
 
+def as_blocks(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Rows of gate and up alternate, and blocks of 32 numbers are 16 bytes."""
+    found = {}
+    for name, array in arrays.items():
+        place, is_expert, rest = name.partition(".experts.")
+        module, _, kind = rest.partition(".")
+        if not is_expert or module == "up_proj":
+            found |= {} if is_expert else {name: array}
+            continue
+        if module == "gate_proj":
+            module = "gate_up_proj"
+            both = [array, arrays[name.replace("gate_proj", "up_proj")]]
+            array = mx.stack(both, axis=2).flatten(1, 2)
+        if kind == "weight":
+            array = mx.contiguous(array).view(mx.uint8)
+            array = array.reshape(*array.shape[:-1], -1, 16)
+        ending = {"weight": "blocks", "scales": "scales", "bias": "bias"}[kind]
+        found[f"{place}.experts.{module}_{ending}"] = array
+    return found
+
+
 def make_checkpoint(
     folder: Path,
     seed: int = 0,
@@ -148,11 +171,13 @@ def make_checkpoint(
     quantize=None,
     shards: int = 1,
     experts_apart=False,
+    blocks=False,
     **changes,
 ) -> Path:
     """A random checkpoint. `quantize(module)` returns (bits, group) for the modules to quantize, else
     None.
 
+    `blocks`: experts in MXFP4 as gpt-oss's own files have them.
     A layer's experts are one stack, as mlx-lm writes them, or separate, as Hugging Face has them.
     """
     config = make_config(**changes)
@@ -173,7 +198,9 @@ def make_checkpoint(
         arrays = qwen3_5(arrays, is_converted=bool(quantize))
     elif read.fused and config["model_type"] == "phi3":
         arrays = fuse(arrays, FUSED)
-    if read.experts:
+    if config["model_type"] == "gpt_oss":
+        arrays = {n.replace("mlp.gate.", "mlp.router."): a for n, a in arrays.items()}
+    elif read.experts:
         arrays = (
             apart(arrays)
             if experts_apart
@@ -182,17 +209,27 @@ def make_checkpoint(
     packed = {}
     for name, array in arrays.items():
         module = name.removesuffix(".weight")
-        settings = quantize(module) if quantize and array.ndim > 1 else None
+        is_matrix = array.ndim > 1 and not name.endswith(".bias")
+        settings = quantize(module) if quantize and is_matrix else None
         if settings is None:
             packed[name] = array.astype(dtype)
             continue
         bits, group = settings
+        if bits == "mxfp4":
+            parts = mx.quantize(array, group_size=group, bits=4, mode="mxfp4")
+            packed |= dict(zip((name, f"{module}.scales"), parts, strict=True))
+            config.setdefault("quantization", {"group_size": 32, "bits": 4, "mode": "mxfp4"})
+            continue
         parts = mx.quantize(array.astype(dtype), group_size=group, bits=bits)
         packed |= dict(zip((name, f"{module}.scales", f"{module}.biases"), parts, strict=True))
         config.setdefault("quantization", {"bits": bits, "group_size": group})[module] = {
             "bits": bits,
             "group_size": group,
         }
+    if blocks:
+        packed = as_blocks(packed)
+        config.pop("quantization")
+        config["quantization_config"] = {"quant_method": "mxfp4"}
     return save(folder, config, packed, shards)
 
 

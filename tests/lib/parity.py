@@ -107,6 +107,23 @@ GEMMA = {
     "sliding_window_pattern": 3,
     "sliding_window": 30,
 }
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 32,
+    "sliding_window": 30,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 64,
+    },
+}
 GEMMA4 = {
     "head_dim": 16,
     "global_head_dim": 24,
@@ -279,6 +296,19 @@ CONFIGS = {
         "sliding_window_pattern": 2,
         "sliding_window": 16,
         "num_hidden_layers": 4,
+    },
+    "gpt_oss": GPT_OSS,
+    "gpt_oss, experts in MXFP4, 8 bits": {
+        **GPT_OSS,
+        "num_experts_per_tok": 3,
+        "quantize": lambda module: ("mxfp4", 32) if ".experts." in module else (8, 32),
+    },
+    "gpt_oss, as published": {
+        **GPT_OSS,
+        "blocks": True,
+        "intermediate_size": 64,
+        "sliding_window": 12,
+        "quantize": lambda module: ("mxfp4", 32) if ".experts." in module else None,
     },
     "gemma4_text": {"model_type": "gemma4_text", "tie_word_embeddings": True, **GEMMA4},
     "gemma4_text, keys are values, 4 bits": {

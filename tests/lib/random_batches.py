@@ -34,7 +34,7 @@ import numpy as np
 from checkpoints import make_checkpoint
 from harness import Ask, Tap, check, random_asks
 from long_forms import IS_LONG, number_of
-from parity import GEMMA4, LFM2, QWEN3_5
+from parity import GEMMA4, GPT_OSS, LFM2, QWEN3_5
 
 from benchmarks.random_batch import RandomBatch
 from kernels import library
@@ -118,6 +118,11 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them pa
         "hidden_size_per_layer_input": 32,
     },
     QWEN3_5 | {"quantize": lambda name: None if "conv1d" in name else (4, 32)},
+    {
+        **GPT_OSS,
+        "quantize": lambda name: ("mxfp4", 32) if ".experts." in name else None,
+        "dtype": mx.bfloat16,
+    },
     {"model_type": "olmo2", "num_key_value_heads": 2, "head_dim": 20},
     {
         "model_type": "smollm3",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from checkpoints import V, make_checkpoint, make_config, make_tokenizer
 from long_forms import number_of
-from parity import MINISTRAL
+from parity import GPT_OSS, MINISTRAL
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from base.untrusted_files import LARGEST, LARGEST_OTHER, ModelError
@@ -306,7 +306,6 @@ def test_bad_quantized_tensors(tmp_path, part, change, word):
             {"rope_scaling": {"type": "longrope", "short_factor": [0] * 8, "long_factor": [2] * 8}},
             ["short_factor"],
         ),
-        ({"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, ["truncate"]),
         ({"rope_scaling": {"type": "yarn", "factor": 2}, "rope_theta": 1}, ["rope_theta", "yarn"]),
         (
             {"model_type": "phi3", "partial_rotary_factor": 0.2},
@@ -329,7 +328,7 @@ def test_bad_quantized_tensors(tmp_path, part, change, word):
         ({"model_type": "smollm3", "use_sliding_window": True}, ["use_sliding_window"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "affine"]),
-        ({"quantization": {"mode": "mxfp4", "bits": 4, "group_size": 32}}, ["mxfp4", "affine"]),
+        ({"quantization": {"mode": "nvfp4", "bits": 4, "group_size": 16}}, ["nvfp4", "affine"]),
         ({"hidden_size": ...}, ["hidden_size"]),
         ({"num_hidden_layers": "two"}, ["num_hidden_layers", "two"]),
         ({"num_key_value_heads": 3}, ["4 attention heads", "3"]),
@@ -343,6 +342,36 @@ def test_bad_quantized_tensors(tmp_path, part, change, word):
 def test_unsupported_configs(folder, changes, words):
     change_config(folder, **changes)
     refused(folder, "config.json", *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "word"),
+    [
+        ("scales", lambda array: mx.full(array.shape, 255, mx.uint8), "NaN or infinity"),
+        ("scales", lambda array: array[..., :-1], "MXFP4 has not"),
+        ("weight", lambda array: array[:, :-1], "MXFP4 has not"),
+        ("weight", lambda array: mx.concatenate([array, array], axis=1), "MXFP4 has not"),
+        ("both", lambda array: array[:-1], "other shapes in MXFP4"),
+        ("weight", None, "lacks the tensor"),
+        ("scales", None, "has the shape"),
+    ],
+)
+def test_bad_mxfp4(tmp_path, name, change, word):
+    folder = make_checkpoint(
+        tmp_path,
+        **{**GPT_OSS, "num_hidden_layers": 1},
+        quantize=lambda module: ("mxfp4", 32) if ".experts." in module else None,
+    )
+
+    def spoil(weights):
+        for part in ("weight", "scales") if name == "both" else (name,):
+            whole = f"model.layers.0.mlp.experts.up_proj.{part}"
+            array = weights.pop(whole)
+            if change:
+                weights[whole] = change(array)
+
+    change_weights(folder, spoil)
+    refused(folder, word)
 
 
 def test_a_tokenizer_larger_than_the_embedding(folder):
@@ -431,7 +460,7 @@ def test_config_defaults_equal_transformers(tmp_path):
 
 
 OTHERS = """
-    gemma gemma3n_text qwen2_moe mixtral gpt_oss gpt2 phi cohere2 starcoder2 olmo glm4 exaone4 granitemoe
+    gemma gemma3n_text qwen2_moe mixtral gpt2 phi cohere2 starcoder2 olmo glm4 exaone4 granitemoe
     deepseek_v3 mamba2 falcon_h1 bitnet ernie4_5 apertus qwen2_5_vl llama4_text
 """
 

@@ -306,4 +306,21 @@ def test_fused_projection_head_order():
         assert np.array_equal(np.array(ours), wanted)
 
 
+@pytest.mark.parametrize("rounds", [True, False])
+def test_bounds_of_yarn_may_be_whole_planes(rounds):
+    """As transformers' `_compute_yarn_parameters` has it, with gpt-oss's numbers."""
+    R, theta, factor, original = 64, 150_000.0, 32.0, 4096
+    rope = Rope("yarn", theta, factor, 1.0, 32.0, original, rounds=rounds)
+    planes = np.arange(R // 2)
+    plain = theta ** (-2 * planes / R)
+    low, high = (
+        R * np.log(original / (turns * 2 * np.pi)) / (2 * np.log(theta)) for turns in (32, 1)
+    )
+    if rounds:
+        low, high = np.floor(low), np.ceil(high)
+    slowed = np.clip((planes - low) / (high - low), 0, 1)
+    right = plain / factor * slowed + plain * (1 - slowed)
+    assert np.allclose(np.array(rope_frequencies(rope, R)), right, rtol=2e-6)
+
+
 # --- products -----------------------------------------------------------------------------------

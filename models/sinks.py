@@ -1,0 +1,27 @@
+"""The attention sinks of gpt-oss: each query head has a logit that joins the softmax and takes no value."""
+
+from __future__ import annotations
+
+from kernels.device import mx
+from kernels.library import ORDER
+
+
+def with_sinks(
+    sinks: mx.array,  # (H,)
+    mask: mx.array,  # (B, 1, L, T)
+    k: mx.array,  # (B, Hkv, T, Dh)
+    v: mx.array,  # (B, Hkv, T, Dh)
+) -> tuple[mx.array, mx.array, mx.array]:  # (B, H, L, ORDER + T), (B, Hkv, ORDER + T, Dh) twice
+    """What `llama.attention` gets for a softmax with sinks: keys and values of zeros precede the others,
+    and the mask adds the sink to the first one's score.
+
+    subtle: there are as many as the softmax has partial sums, so that each row stays in its own.
+    """
+    B, _, L, T = mask.shape
+    Dh = k.shape[-1]
+    first = mx.full((len(sinks), 1, ORDER), -mx.inf)
+    first[:, 0, 0] = sinks / Dh**-0.5  # the sum is multiplied by the scale
+    first = mx.broadcast_to(first, (B, len(sinks), L, ORDER))
+    mask = mx.concatenate([first, mx.broadcast_to(mask, (B, len(sinks), L, T))], axis=-1)
+    k, v = (mx.pad(each, [(0, 0), (0, 0), (ORDER, 0), (0, 0)]) for each in (k, v))
+    return mask, k, v
