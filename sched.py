@@ -90,6 +90,7 @@ class Request:
     trail: Trail = field(default_factory=Trail)  # its prompt's path in the prefix tree
     cached: int = 0  # prompt tokens found in the prefix cache, in memory or on disk
     cached_from: str = ""  # "slot" (its own) | "other_slot" | "disk"
+    reread: int = 0  # prompt tokens whose rows were there, but no state that serves so many
     own: int = 0  # of these, the tokens whose rows the same client wrote
     restored: RestoredRows | None = None  # found on disk when it was admitted
     # Progress, planned and committed
@@ -169,7 +170,7 @@ class Request:
         self.slot = self.admitted = None
         self.policy = ""
         self.cached_from = ""
-        self.cached = self.prefilled = self.proven = self.planned = 0
+        self.cached = self.reread = self.prefilled = self.proven = self.planned = 0
 
     def check(self) -> None:
         """Assert the invariants of a request in a slot."""

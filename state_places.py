@@ -80,7 +80,6 @@ class StatePlaces(Stateless):
         self.chunk = chunk
         self.log = log
         self.count = checkpoints
-        self.reread = 0  # tokens whose rows were there, but no state
         self.clear(Prefixes(slots))
 
     def clear(self, prefixes: Prefixes) -> None:
@@ -154,7 +153,7 @@ class StatePlaces(Stateless):
             tokens, place = self._deepest(chunk.request.trail, chunk.start, chunk.slot)
             assert tokens == chunk.start, (tokens, chunk)
             self._use(place)
-        self.reread += max(0, fork - chunk.start)
+        chunk.request.reread = max(0, fork - chunk.start)
         self.running[chunk.slot] = Running(place, fork, chunk.start)
 
     def _is_worth(self, chunk: Chunk) -> bool:

@@ -188,6 +188,7 @@ class Handle:
             draft_tokens=r.draft_tokens,
             accepted_tokens=r.accepted_tokens,
             cached_from=r.cached_from,
+            reread_tokens=r.reread,
         )
 
     @property

@@ -43,6 +43,7 @@ class Metrics:
     draft_tokens: int = 0  # proposed
     accepted_tokens: int = 0  # of these
     cached_from: str = ""  # "slot" (the request's own) | "other_slot" | "disk"
+    reread_tokens: int = 0  # prompt tokens whose rows were there, but no state
 
 
 WIDEST = 8  # the widest chunk that can be set, as a multiple of the engine's own

@@ -67,7 +67,7 @@ def figures_of(state: State, r: RequestView, now: float) -> str:
     figures = (
         state.reason_of(r) or "open",
         r.policy or never,
-        f"{count(m.prompt_tokens, 'prompt token')}, {m.cached_tokens:,} of them reused{from_disk(m)}",
+        f"{count(m.prompt_tokens, 'prompt token')}, {m.cached_tokens:,} of them reused{from_disk(m)}{reread_of(m)}",
         count(m.output_tokens, "new token") + drafted_of(m),
         f"waited {span(m.queued_s)}",
         f"TTFT {span(m.ttft_s)}",
@@ -79,6 +79,13 @@ def figures_of(state: State, r: RequestView, now: float) -> str:
 
 def from_disk(metrics: Metrics) -> str:
     return " from disk" if metrics.cached_from == "disk" else ""
+
+
+def reread_of(metrics: Metrics) -> str:
+    """Of a model with states (docs/slots.md)."""
+    if not metrics.reread_tokens:
+        return ""
+    return f", {metrics.reread_tokens:,} read again for want of a checkpoint"
 
 
 def drafted_of(metrics: Metrics) -> str:

@@ -71,6 +71,18 @@ def test_users_of_a_system_prompt(folder):
     assert cached[0] == 0 and 0 < cached[1] < 100 and cached[2:] == [100, 100]
 
 
+def test_tokens_read_again_are_counted(folder):
+    with load(folder) as engine:
+        reread = []
+        for user in range(3):
+            handle = engine.submit(drawn(1, 100) + drawn(10 + user, 20), exactly(1))
+            metrics = handle.result().metrics
+            reread.append(
+                (metrics.cached_tokens + metrics.reread_tokens, metrics.reread_tokens > 0)
+            )
+    assert reread == [(0, False), (100, True), (100, False)]
+
+
 @pytest.mark.parametrize("speculate", [0, 15])
 def test_a_conversation_goes_on_from_its_end(folder, speculate):
     """Also after drafts, of which the last was rejected in part."""
