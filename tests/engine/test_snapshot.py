@@ -249,7 +249,7 @@ def test_snapshot_from_another_thread(engine):
     def watch():
         nonlocal looks
         look = engine.snapshot()
-        while not done.is_set():
+        while not done.wait(0.0005):
             look = engine.snapshot(look)
             looks += 1
             busy = [slot.request for slot in look.slots if slot.request is not None]

@@ -18,9 +18,9 @@ from models.delta_net import states_of
 from models.memory import rows_of_layers
 from nanobatch import Engine, Model
 
-PROMPTS, TOKENS = 16, 20  # of each configuration
-# Prompts where a family differs little from a Llama
-FEWER = number_of("PARITY_PROMPTS", 6)
+TOKENS = 20  # of each answer
+PROMPTS = number_of("PARITY_PROMPTS", 11)  # of a family that differs much from a Llama
+FEWER = number_of("PARITY_PROMPTS", 6)  # of all others
 # Logits may differ by this much, and where the best two are nearer than this, either may win
 # The GPU of a virtual Mac, such as a CI runner's, is further off; nobody has measured how far
 IS_VIRTUAL = "Paravirtual" in device.named()
