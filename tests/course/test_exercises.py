@@ -111,12 +111,12 @@ def test_solutions_keep_the_architecture(tmp_path):
     tree = copy_of_the_tree(tmp_path, kinds)
     for path in (*ROOT.glob("*.md"), ROOT / ".gitignore"):
         shutil.copy(path, tree)
-    for name in ("docs", "web", ".ci", ".github"):
+    for name in ("docs", "web", "build_backend", ".ci", ".github"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     checks = ["tests/docs/test_architecture.py", "tests/docs/test_project.py"]
     examples = "not python_of and not slots_page"  # they run the engine, which others have tried
     options = ["-q", "-p", "no:cacheprovider", "-k", examples]
-    done = run("-m", "pytest", *checks, *options, cwd=tree)
+    done = run("-m", "pytest", *checks, *options, cwd=tree, NANOBATCH_LONG="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
 
 

@@ -40,6 +40,20 @@ def test_the_servers_page_has_the_data_that_it_reads():
     assert json.loads(data) == json.loads(json.dumps(shape))
 
 
+SENDS = """
+import { ask } from "./live.js";
+let sent;
+globalThis.fetch = async (path, how) => (sent = { path, ...how }, { ok: true });
+await ask("watch", { key: asked });
+tell([sent.path, sent.headers.authorization, sent.credentials]);
+"""
+
+
+@needs_node
+def test_the_key_is_sent_in_a_header():
+    assert in_node(SENDS, "secret") == ["watch", "Bearer secret", "omit"]
+
+
 TAKES = """
 import { LiveLane, eventsOf } from "./live.js";
 import { fateInWords } from "./words.js";
