@@ -34,16 +34,16 @@ def all_of_the_slot(visible_rows: Callable) -> Callable:
 
 
 def shared_offset(init: Callable) -> Callable:
-    def planted(self, slab, slots, starts, L):
-        init(self, slab, slots, starts, L)
+    def planted(self, slab, slots, starts, L, *rest):
+        init(self, slab, slots, starts, L, *rest)
         self.positions = mx.broadcast_to(self.positions[:1], self.positions.shape)
 
     return planted
 
 
 def off_by_one(init: Callable) -> Callable:
-    def planted(self, slab, slots, starts, L):
-        init(self, slab, slots, starts, L)
+    def planted(self, slab, slots, starts, L, *rest):
+        init(self, slab, slots, starts, L, *rest)
         self.positions = self.positions + (L == 1)
 
     return planted
