@@ -47,6 +47,12 @@ EXPERTS = {  # instead of one MLP: a router, and three matrices for each expert
     "mlp.experts.up_proj": ("experts", "hidden", "width"),
     "mlp.experts.down_proj": ("experts", "width", "hidden"),
 }
+SHARED_EXPERT = {  # which all tokens take
+    "mlp.shared_expert.gate_proj": ("shared", "width"),
+    "mlp.shared_expert.up_proj": ("shared", "width"),
+    "mlp.shared_expert.down_proj": ("width", "shared"),
+    "mlp.shared_expert_gate": ("one", "width"),
+}
 # Of each layer's own input from a table: "embeddings" are its numbers of a layer
 LAYER_INPUT = {
     "per_layer_input_gate": ("embeddings", "width"),
@@ -102,6 +108,7 @@ class Config:
     taps: int = 0  # of it
     delta: Heads | None = None  # of the layers with a gated delta net in place of attention,
     deltas: Collection[int] = ()  # which are these
+    shared_expert: int = 0  # the width inside an expert that all tokens take; 0: there is none
     gated: bool = False  # attention has an output gate, whose rows are in q_proj
     # Hkv and Dh of the layers with full attention, if layers with a window have others
     far: tuple[int, int] | None = None
@@ -132,6 +139,8 @@ class Config:
             "width": D,
             "three widths": 3 * D,
             "experts": self.experts,
+            "shared": self.shared_expert,
+            "one": 1,
             "embeddings": self.embeddings,
         }
         shapes: dict[str, tuple[int, ...]] = {
@@ -157,6 +166,7 @@ class Config:
             mixer = DELTA_NET if i in self.deltas else mixer
             modules = mixer | (EXPERTS if self.experts else MLP)
             modules |= LAYER_INPUT if self.embeddings else {}
+            modules |= SHARED_EXPERT if self.shared_expert else {}
             for module, sides in modules.items():
                 if self.is_unused(f"{layer}{module}"):
                     continue

@@ -326,6 +326,12 @@ def _gpt_oss(fields: Fields, *_) -> dict[str, Any]:
     return own | {"qkv_bias": bias, "o_bias": bias, "limit": limit, "sinks": True}
 
 
+def _qwen3_5_moe(fields: Fields, *sizes) -> dict[str, Any]:
+    """The same with experts, of which all tokens share one."""
+    own = _experts(fields) | _qwen3_5(fields, *sizes)
+    return own | {"shared_expert": fields.number("shared_expert_intermediate_size")}
+
+
 def _smollm3(fields: Fields, *_) -> dict[str, Any]:
     """SmolLM3 has layers without positions: those with a 0 in a list, or every nth layer."""
     layers = fields.number("num_hidden_layers")
@@ -488,6 +494,27 @@ FAMILIES = {
         whole=lambda fields, layers: range(layers),
         turns_a_part=True,
         own=_qwen3_5,
+    ),
+    "qwen3_5_moe_text": Family(
+        unsaid={
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+        },
+        width="moe_intermediate_size",
+        refused=("mlp_only_layers",),
+        layer_types={"full_attention": "full_attention", "linear_attention": "full_attention"},
+        whole=lambda fields, layers: range(layers),
+        turns_a_part=True,
+        own=_qwen3_5_moe,
     ),
     "gemma3_text": Family(
         unsaid={"head_dim": 256, "rope_theta": 1_000_000.0},

@@ -87,6 +87,18 @@ class Experts(NamedTuple):
         return (y[..., 0, :] * shares[..., None]).sum(axis=-2)
 
 
+class SharedExpert(NamedTuple):
+    """experts(x) + sigmoid(gate x) shared(x)"""
+
+    experts: Experts
+    shared: Mlp
+    gate: mx.array  # (D,)
+
+    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
+        share = mx.sigmoid((x * self.gate).sum(axis=-1, keepdims=True))
+        return self.experts(x) + share * self.shared(x)
+
+
 class SideBySide(NamedTuple):
     """Projections of one input that cannot be joined, because they are packed differently."""
 

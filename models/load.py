@@ -49,6 +49,7 @@ from models.layers import (
     Norm,
     OutputGate,
     QKNorm,
+    SharedExpert,
     SideBySide,
     ValueNorm,
     chain,
@@ -344,10 +345,10 @@ class ModelReader:
     def norm(self, module: str) -> Norm:
         return Norm.from_weight(self.tensor(f"{module}.weight"), self.config.norm_eps)
 
-    def mlp(self, name: str) -> Mlp | Experts:
+    def mlp(self, name: str) -> Mlp | Experts | SharedExpert:
         if self.config.experts:
             stacks = [self.linear(f"{name}experts.{part}_proj") for part in ("gate", "up", "down")]
-            return Experts(
+            experts = Experts(
                 self.linear(f"{name}gate"),
                 *stacks,
                 k=self.config.taken,
@@ -355,6 +356,12 @@ class ModelReader:
                 choices=self.choices,
                 limit=self.config.limit,
             )
+            if not self.config.shared_expert:
+                return experts
+            shared = f"{name}shared_expert"
+            gate_up = self.linear(f"{shared}.gate_proj", f"{shared}.up_proj")
+            gate = self.part(f"{shared}_gate").embed(mx.array([0]))[0]
+            return SharedExpert(experts, Mlp(gate_up, self.linear(f"{shared}.down_proj")), gate)
         gate_up = self.linear(f"{name}gate_proj", f"{name}up_proj")
         return Mlp(gate_up, self.linear(f"{name}down_proj"), self.config.gelu)
 

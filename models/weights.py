@@ -369,6 +369,18 @@ class Weights:
             if match:
                 own = apart.setdefault(match[1] + match[3], {})
                 own[int(match[2])] = self.tensors.pop(name)
+            elif name.endswith("mlp.experts.gate_up_proj"):  # of Qwen 3.5
+                tensor = self.tensors.pop(name)
+                count, height, width = (*tensor.shape, 0, 0, 0)[:3]
+                for part, every in (
+                    ("gate", slice(height // 2)),
+                    ("up", slice(height // 2, height)),
+                ):
+                    self.tensors[name.replace("gate_up", part) + ".weight"] = tensor._replace(
+                        shape=(count, height // 2, width), every=every, is_last=part == "up"
+                    )
+            elif name.endswith("mlp.experts.down_proj"):
+                self.tensors[f"{name}.weight"] = self.tensors.pop(name)
             elif "switch_mlp" in name:
                 self.tensors[name.replace("switch_mlp", "experts")] = self.tensors.pop(name)
         for name, found in apart.items():

@@ -123,6 +123,13 @@ def qwen3_5(arrays: dict[str, mx.array], is_converted: bool) -> dict[str, mx.arr
             array = array.swapaxes(1, 2)
         if is_converted and name.endswith("norm.weight") and "linear_attn" not in name:
             array = 1 + array
+        if not is_converted and ".experts." in name:  # stacks, of which one is gate and up
+            name = name.removesuffix(".weight")
+            if name.endswith("up_proj"):
+                continue
+            if name.endswith("gate_proj"):
+                up = arrays[name.replace("gate_proj", "up_proj.weight")]
+                name, array = name.replace("gate", "gate_up"), mx.concatenate([array, up], axis=1)
         whole = "language_model.model." if is_converted else "model.language_model."
         named[name.replace("model.", whole, 1)] = array
     more = "language_model.mtp.fc.weight" if is_converted else "mtp.fc.weight"
@@ -200,7 +207,7 @@ def make_checkpoint(
         arrays = fuse(arrays, FUSED)
     if config["model_type"] == "gpt_oss":
         arrays = {n.replace("mlp.gate.", "mlp.router."): a for n, a in arrays.items()}
-    elif read.experts:
+    elif read.experts and (quantize or not read.delta):
         arrays = (
             apart(arrays)
             if experts_apart

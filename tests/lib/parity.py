@@ -90,6 +90,16 @@ QWEN3_5 = {
         "mrope_section": [2, 1, 1],
     },
 }
+QWEN3_5_MOE = {
+    **QWEN3_5,
+    "model_type": "qwen3_5_moe_text",
+    "reference": {"model_type": "qwen3_5_moe"},
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
 EXPERTS = {
     "model_type": "qwen3_moe",
     "head_dim": 16,
@@ -403,6 +413,13 @@ CONFIGS = {
         **QWEN3_5,
         "tie_word_embeddings": True,
         "reference": {"model_type": "qwen3_5"},
+    },
+    "qwen3_5, experts": {**QWEN3_5_MOE, "num_hidden_layers": 2, "full_attention_interval": 2},
+    "qwen3_5, experts, as converted, 8 bits": {
+        **QWEN3_5_MOE,
+        "num_hidden_layers": 2,
+        "full_attention_interval": 2,
+        "quantize": lambda module: None if "conv1d" in module else (8, 32),
     },
     "qwen3_5, as converted, 4 bits": {
         **QWEN3_5,

@@ -36,6 +36,11 @@ def norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
+def mlp(at: Callable[[str], np.ndarray], place: str, x: np.ndarray) -> np.ndarray:
+    gate, up = (x @ at(f"{place}.{part}_proj").T for part in ("gate", "up"))
+    return (gate * sigmoid(gate) * up) @ at(f"{place}.down_proj").T
+
+
 class Float64:
     def __init__(self, model):
         self.args = model.language_model.args
@@ -50,8 +55,7 @@ class Float64:
             is_delta = (i + 1) % c.full_attention_interval
             x = x + (self.delta_net if is_delta else self.attention)(at, h)
             h = norm(x, at("post_attention_layernorm"), c.rms_norm_eps)
-            gate, up = h @ at("mlp.gate_proj").T, h @ at("mlp.up_proj").T
-            x = x + (gate * sigmoid(gate) * up) @ at("mlp.down_proj").T
+            x = x + (self.experts(at, h) if c.num_experts else mlp(at, "mlp", h))
         x = norm(x, w["model.norm.weight"], c.rms_norm_eps)
         return x @ w["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"].T
 
@@ -63,6 +67,20 @@ class Float64:
             raise KeyError(name)
 
         return at
+
+    def experts(self, at: Callable[[str], np.ndarray], x: np.ndarray) -> np.ndarray:
+        c = self.args
+        shares = np.exp(x @ at("mlp.gate").T)
+        shares = shares / shares.sum(axis=1, keepdims=True)
+        chosen = np.argsort(-shares, axis=1)[:, : c.num_experts_per_tok]
+        best = np.take_along_axis(shares, chosen, axis=1)
+        if c.norm_topk_prob:
+            best = best / best.sum(axis=1, keepdims=True)
+        y = sigmoid(x @ at("mlp.shared_expert_gate").T) * mlp(at, "mlp.shared_expert", x)
+        for i in range(c.num_experts):
+            share = np.where(chosen == i, best, 0).sum(axis=1, keepdims=True)
+            y = y + share * mlp(lambda name, i=i: at(name)[i], "mlp.switch_mlp", x)
+        return y
 
     def attention(self, at: Callable[[str], np.ndarray], x: np.ndarray) -> np.ndarray:
         c = self.args
