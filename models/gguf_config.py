@@ -23,7 +23,12 @@ ARCHITECTURES = {
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
     "gemma3": "gemma3_text",
+    "granite": "granite",
+    "mistral3": "ministral3",
+    "olmo2": "olmo2",  # and OLMo 3
+    "lfm2": "lfm2",
 }
+INTERLEAVED = ("llama", "granite", "mistral3")  # the two numbers of a plane of q and k are adjacent
 FIELDS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -64,6 +69,15 @@ OF_A_LAYER = {
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
+OLMO_LAYER = OF_A_LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+LFM2_LAYER = OF_A_LAYER | {
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
 GEMMA_LAYER = OF_A_LAYER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -84,8 +98,11 @@ def architecture(file: Gguf) -> str:
 
 def names(file: Gguf) -> dict[str, str]:
     """GGUF's names of modules -> ours; {} is the number of a layer."""
-    layer = GEMMA_LAYER if architecture(file) == "gemma3" else OF_A_LAYER
-    return MODULES | {
+    arch = architecture(file)
+    own = {"gemma3": GEMMA_LAYER, "olmo2": OLMO_LAYER, "lfm2": LFM2_LAYER}
+    layer = own.get(arch, OF_A_LAYER)
+    modules = MODULES | ({"token_embd_norm": "model.norm"} if arch == "lfm2" else {})
+    return modules | {
         f"blk.{{}}.{theirs}": f"model.layers.{{}}.{ours}" for theirs, ours in layer.items()
     }
 
@@ -120,8 +137,10 @@ def described(file: Gguf) -> dict[str, Any]:
     _refuse(fields, arch)
     raw["rope_scaling"] = _scaling(file, fields)
     raw["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if arch == "llama":  # the two numbers of each plane are adjacent in its queries and keys
+    if arch in INTERLEAVED:
         raw["rope_traditional"] = True
+    if arch in OF_A_FAMILY:
+        raw |= OF_A_FAMILY[arch](fields, raw)
     if arch == "qwen3moe":
         raw["norm_topk_prob"] = True
     if arch == "gemma3":
@@ -133,9 +152,65 @@ def described(file: Gguf) -> dict[str, Any]:
     return raw
 
 
+def _granite(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
+    per_head = fields.number("embedding_length") / fields.number("attention.head_count")
+    own = {
+        "embedding_multiplier": fields.real("embedding_scale", 1.0),
+        "residual_multiplier": fields.real("residual_scale", 1.0),
+        "attention_multiplier": fields.real("attention.scale", per_head**-0.5),
+        "logits_scaling": fields.real("logit_scale", 1.0),
+    }
+    if fields.get("rope.scaling.finetuned") is False:  # Granite 4 says so that it has no positions
+        own |= {"model_type": "granitemoehybrid", "position_embedding_type": "nope"}
+    return own
+
+
+def _mistral3(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
+    """Ministral 3, or Mistral Small 3, which has plain positions."""
+    rope = raw["rope_scaling"] or {"rope_type": "default"}
+    if rope["rope_type"] == "yarn":
+        rope |= {"mscale": 1.0, "mscale_all_dim": fields.get("rope.scaling.yarn_log_multiplier")}
+        rope["llama_4_scaling_beta"] = fields.get("attention.temperature_scale")
+    return {"rope_scaling": None, "rope_parameters": rope}
+
+
+def _olmo(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
+    """OLMo 3 is OLMo 2 with windows."""
+    if not fields.get("attention.sliding_window"):
+        return {}
+    own: dict[str, Any] = {"model_type": "olmo3"}
+    slides = fields.get("attention.sliding_window_pattern")
+    if isinstance(slides, list):
+        kinds = ("full_attention", "sliding_attention")
+        own["layer_types"] = [kinds[bool(each)] for each in slides]
+    return own
+
+
+def _lfm2(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
+    heads = fields.get("attention.head_count_kv")
+    if not isinstance(heads, list) or len(heads) != fields.number("block_count"):
+        raise fields.refuse("lfm2.attention.head_count_kv", heads, ("a number for each layer",))
+    found = {each for each in heads if each}
+    if len(found) != 1:
+        raise fields.refuse("lfm2.attention.head_count_kv", heads, ("0, or the same number",))
+    return {
+        "num_key_value_heads": found.pop(),
+        "layer_types": ["full_attention" if each else "conv" for each in heads],
+        "norm_eps": raw["rms_norm_eps"],
+        "block_ff_dim": raw["intermediate_size"],
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": fields.number("shortconv.l_cache"),
+    }
+
+
+OF_A_FAMILY = {"granite": _granite, "mistral3": _mistral3, "olmo2": _olmo, "lfm2": _lfm2}
+
+
 def _refuse(fields: Fields, arch: str) -> None:
     """Refuse settings that would change the computation."""
     for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        if arch == "lfm2" and name.endswith("kv"):
+            continue  # 0 in layers with a convolution
         if isinstance(fields.get(name), list):
             raise fields.refuse(f"{arch}.{name}", fields.get(name), ("one number for all layers",))
     if fields.get("expert_count") and arch != "qwen3moe":
@@ -165,4 +240,7 @@ def _scaling(file: Gguf, fields: Fields) -> dict[str, Any] | None:
     if kind == "none" or (kind == "linear" and not factor):
         return None
     original = fields.number("rope.scaling.original_context_length", length)
-    return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    found = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    for end in ("fast", "slow"):
+        found[f"beta_{end}"] = fields.get(f"rope.scaling.yarn_beta_{end}")
+    return found

@@ -415,8 +415,11 @@ class Weights:
             if f"{module}.scales" in self.tensors:
                 bits, group, center = self._packing(module, shape)
                 self.tensors[name] = tensor._replace(bits=bits, group=group, center=center)
-            elif name.endswith(CONVOLUTIONS) and tensor.shape == (shape[0], 1, shape[1]):
-                pass  # as torch has it; a tap is a number either way
+            elif name.endswith(CONVOLUTIONS) and tensor.shape in (
+                (shape[0], 1, shape[1]),
+                shape[:2],
+            ):
+                pass  # as torch and GGUF have it; a tap is a number either way
             elif tensor.shape != shape:
                 raise ModelError(
                     f"{tensor.path}: {name} has the shape {tensor.shape}, but {self.described_by} implies {shape}; "

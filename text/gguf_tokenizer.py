@@ -55,6 +55,12 @@ def pattern(number: str) -> str:
     )
 
 
+# Of Mistral: capitals, then small letters
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA = Words(pattern(r"\p{N}{1,3}"), whole=True, bos=True)
 WORDS = {
     "gpt-2": Words(),
@@ -64,6 +70,11 @@ WORDS = {
     "llama-bpe": LLAMA,
     "llama3": LLAMA,
     "llama-v3": LLAMA,
+    "lfm2": LLAMA,
+    "tekken": Words(TEKKEN, whole=True, bos=True),
+    "dbrx": Words(pattern(r"\p{N}{1,3}")),  # OLMo 2 and 3, Granite 4
+    "refact": Words(digits=True),  # Granite
+    "starcoder": Words(digits=True),
 }
 
 

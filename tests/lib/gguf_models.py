@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 from checkpoints import make_config, make_tokenizer, random_weights, save
 from gguf import GGMLQuantizationType as Kind
+from parity import GRANITE, LFM2, MINISTRAL
 
 from kernels.device import mx
 from models.config import read_config
@@ -40,6 +41,21 @@ FAMILIES = {
         "tie_word_embeddings": True,
         "rope_theta": 1e6,
     },
+    "granite": {"model_type": "granite", **GRANITE},
+    "mistral3": {
+        "model_type": "ministral3",
+        "head_dim": 64,
+        "rope_theta": None,
+        "rope_parameters": MINISTRAL
+        | {"rope_theta": 10000.0, "original_max_position_embeddings": 16},
+    },
+    "olmo2": {
+        "model_type": "olmo3",
+        "num_hidden_layers": 4,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "lfm2": {"model_type": "lfm2", **LFM2, "block_ff_dim": 256},
 }
 SMALL = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of K-quants
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block has float16 numbers
@@ -92,11 +108,16 @@ def make_pair(
     name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.layers)
     weights = {}
     for name, weight in random_weights(c, seed).items():
+        if name.endswith("conv.conv.weight"):
+            weight = weight[..., 0]
         theirs = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
-        own = Kind[kind] if weight.ndim > 1 and ".mlp.gate." not in name else Kind.F32
-        heads = (
-            {"q_proj": c.H, "k_proj": c.Hkv}.get(name.split(".")[-2]) if arch == "llama" else None
-        )
+        if arch == "lfm2" and name == "model.norm.weight":
+            theirs = "token_embd_norm.weight"
+        is_plain = weight.ndim == 1 or ".mlp.gate." in name or "conv.conv" in name
+        own = Kind.F32 if is_plain else Kind[kind]
+        heads = {"q_proj": c.H, "k_proj": c.Hkv}.get(name.split(".")[-2])
+        if arch not in ("llama", "granite", "mistral3"):
+            heads = None
         if heads:
             weight = weight.reshape(heads, 2, c.Dh // 2, -1).swapaxes(1, 2).reshape(weight.shape)
         stored = weight + 1 if c.norms_add and name.endswith("norm.weight") else weight
@@ -140,6 +161,42 @@ class Dequantized(GgufWeights):
         return mx.array(wide.reshape(stored.shape))
 
 
+def write_granite(writer: gguf.GGUFWriter, config: dict) -> None:
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+
+
+def write_mistral3(writer: gguf.GGUFWriter, config: dict) -> None:
+    rope = config["rope_parameters"]
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+def write_olmo3(writer: gguf.GGUFWriter, config: dict) -> None:
+    writer.add_sliding_window_pattern([kind[0] == "s" for kind in config["layer_types"]])
+
+
+def write_lfm2(writer: gguf.GGUFWriter, config: dict) -> None:
+    heads = config["num_key_value_heads"]
+    writer.kv_data[0].pop("lfm2.attention.head_count_kv")
+    writer.add_head_count_kv([heads * (kind != "conv") for kind in config["layer_types"]])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_vocab_size(config["vocab_size"])
+
+
+OWN_FIELDS = {
+    "granite": write_granite,
+    "ministral3": write_mistral3,
+    "olmo3": write_olmo3,
+    "lfm2": write_lfm2,
+}
+
+
 def write_config(writer: gguf.GGUFWriter, config: dict, c) -> None:
     writer.add_context_length(c.max_positions)
     writer.add_block_count(c.layers)
@@ -153,6 +210,8 @@ def write_config(writer: gguf.GGUFWriter, config: dict, c) -> None:
     writer.add_rope_freq_base(c.rope.theta)
     if c.window:
         writer.add_sliding_window(c.window)
+    if arch := OWN_FIELDS.get(config["model_type"]):
+        arch(writer, config)
     if c.experts:
         writer.add_expert_count(c.experts)
         writer.add_expert_used_count(c.taken)

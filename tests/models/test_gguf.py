@@ -57,8 +57,8 @@ def test_names_of_files_are_those_of_the_gguf_package():
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_each_family_gives_the_bits_of_the_dequantized_weights(arch, tmp_path):
-    """Gemma multiplies its embedding, which rounds packed numbers in another place."""
-    assert alike(*make_pair(tmp_path, "F32" if arch == "gemma3" else "Q4_K", arch))
+    """Gemma and Granite multiply weights, which rounds packed numbers in another place."""
+    assert alike(*make_pair(tmp_path, "F32" if arch in ("gemma3", "granite") else "Q4_K", arch))
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
@@ -253,7 +253,7 @@ UNFIT = {
         "'two'",
     ),
     "another tokenizer": ({f"{T}model": "bert"}, None, "'bert'", "gpt2, llama"),
-    "an unknown pre-tokenizer": ({f"{T}pre": "tekken"}, None, "'tekken'", "qwen2"),
+    "an unknown pre-tokenizer": ({f"{T}pre": "viking"}, None, "'viking'", "qwen2"),
     "no tokens": ({f"{T}tokens": None}, None, f"{T}tokens"),
     "too many tokens": ({f"{T}tokens": list("abcd"), f"{T}token_type": [1]}, None, "token_type"),
     "no scores": ({f"{T}model": "llama"}, None, f"{T}scores"),
@@ -273,6 +273,20 @@ def test_a_file_that_does_not_fit_together_is_refused_in_one_line(name, tmp_path
     how = {"change": change} if change else {}
     file, _ = make_pair(tmp_path, fields=fields, num_hidden_layers=1, **how)
     refused(file, *words)
+
+
+@pytest.mark.parametrize("heads", [[1, 2, 0, 0], [0, 0, 0, 0], [0, 2], 2])
+def test_heads_that_differ_between_layers_are_refused(heads, tmp_path):
+    """Without any in layers with a convolution, and the same number in all others."""
+    fields = {"lfm2.attention.head_count_kv": heads}
+    refused(make_pair(tmp_path, "F32", "lfm2", fields=fields)[0], "head_count_kv")
+
+
+def test_granite_without_positions(tmp_path):
+    """Granite 4 says so by a field that is named for something else."""
+    fields = {"granite.rope.scaling.finetuned": False}
+    file, _ = make_pair(tmp_path, "F32", "granite", fields=fields)
+    assert all(kind.rope is None for kind in read_model(file).kinds)
 
 
 def test_more_tokens_than_rows_are_refused(tmp_path):
