@@ -162,10 +162,12 @@ class Engine:
 
     def _drafter(self) -> Drafter:
         asked = self._speculate
+        most = asked.most if isinstance(asked, Drafter) else asked
+        if self.model.config.delta and (most or 0) >= LOG:
+            limit = f"the log of a state has room for {LOG - 1} draft tokens"
+            raise ValueError(f"speculate = {most}, but {limit} with this model; choose fewer")
         if isinstance(asked, Drafter):
             return asked
-        if asked and self.model.config.delta:
-            asked = min(asked, LOG - 1)
         return Drafter(0 if asked is None and not self.is_batch_invariant else asked)
 
     def _state_places(self, sizes: Sizes) -> Stateless:

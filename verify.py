@@ -258,7 +258,9 @@ def compare_one(args: argparse.Namespace, way: str, asked: Sequence[Case]) -> Ta
                 tally = tally.add(ask, ask.alone, Bits.from_handle(handle), handle.error)
         if way == "prefix_cache":  # conversations go on, too, from rows that were decoded
             tally = compare_prefill(engine, tally, asked)
-            tally = tally._replace(note=f"{sum(m.cached_tokens for m in metrics):,} tokens reused")
+            reused = f"{sum(m.cached_tokens for m in metrics):,} tokens reused"
+            is_from_states = bool(engine.model.config.delta)
+            tally = tally._replace(note=reused + ", from checkpoints of states" * is_from_states)
         if way == "draft tokens":
             accepted = sum(m.accepted_tokens for m in metrics)
             drafted = sum(m.draft_tokens for m in metrics)

@@ -12,10 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.peers import LlamaCpp, obstacle
+from kernels.delta_net import Places
 from kernels.device import device_lock, device_stream, mx
 from kv import Slab, Window
 from llama import forward
 from models.config import read_config
+from models.delta_net import states_of
 from models.load import ModelReader, read_model
 from models.memory import rows_of_layers, slab_shape
 from text.tokenizer import Tokenizer
@@ -45,7 +47,10 @@ def ours(folder: Path, ids: np.ndarray, **how) -> Iterator[Quality]:
         for at in range(0, len(ids) - CHUNK, CHUNK):
             if at % SPAN == 0:
                 slab = Slab(*shape, model.kv_dtype, rows_of_layers(model.config))
-            window = Window(slab, [0], [at % SPAN], CHUNK)
+                slab.states = states_of(model, Places(slots=1, checkpoints=0, log=1))
+            start = at % SPAN
+            move = (0, start - 1, 0, start + CHUNK - 1) if start else (-1, 0, 0, CHUNK - 1)
+            window = Window(slab, [0], [start], CHUNK, [move])
             state = forward(model, mx.array(ids[at : at + CHUNK]), [window], range(CHUNK))
             yield Quality.from_logits(np.array(model.head(state)), ids[at + 1 : at + CHUNK + 1])
 

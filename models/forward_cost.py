@@ -38,6 +38,7 @@ class ModelCost(NamedTuple):
 
     form: str = ""  # of the weights: "float32", or "4 bits" where they are packed
     layers: int = 0
+    without_rows: int = 0  # layers that keep a state in place of rows, which is not counted
     body_nbytes: int = 0
     body_products: int = 0
     tail_nbytes: int = 0
@@ -125,9 +126,9 @@ def pass_cost(model: ModelCost, work: Work, experts: Sequence[int] = ()) -> Step
     return StepCost(
         tokens=tokens,
         weights=weights,
-        keys=work.rows * layers * model.row_nbytes,
+        keys=work.rows * (layers - model.without_rows) * model.row_nbytes,
         products=2 * products,
-        attention=4 * work.looks * layers * model.width,
+        attention=4 * work.looks * (layers - model.without_rows) * model.width,
     )
 
 
@@ -207,6 +208,7 @@ def counted(model: Model) -> ModelCost:
     return ModelCost(
         form=form_of(matrices([body, tail])),
         layers=c.layers,
+        without_rows=len(c.deltas),
         body_nbytes=nbytes(body),
         body_products=products(body),
         tail_nbytes=nbytes(tail),
