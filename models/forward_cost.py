@@ -14,6 +14,7 @@ All but the count of a loaded model is plain Python: a screen draws costs before
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -38,14 +39,16 @@ class ModelCost(NamedTuple):
 
     form: str = ""  # of the weights: "float32", or "4 bits" where they are packed
     layers: int = 0
-    without_rows: int = 0  # layers that keep a state in place of rows, which is not counted
     body_nbytes: int = 0
     body_products: int = 0
     tail_nbytes: int = 0
     tail_products: int = 0
     token_nbytes: int = 0  # of a token's embedding
-    row_nbytes: int = 0  # of a row of one layer: its key and its value
-    width: int = 0  # of all query heads of a layer: H * Dh
+    row_nbytes: int = 0  # of a row in all layers with attention: the keys and values that it reads
+    last_row_nbytes: int = 0  # in the last layer
+    width: int = 0  # of all query heads of all layers with attention: the sum of H * Dh
+    last_width: int = 0  # of the last layer
+    convolution_nbytes: int = 0  # of the rows that the convolutions of a token read
     window: int | None = None  # rows that are seen in layers with sliding attention
     windowed: int = 0  # layers with that window
     experts: int = 0  # in each layer; 0: there are none
@@ -118,17 +121,18 @@ def pass_cost(model: ModelCost, work: Work, experts: Sequence[int] = ()) -> Step
     distinct = experts or [expected(model, each) for each in inside]
     weights = model.body_nbytes + tokens * model.token_nbytes + sum(distinct) * model.expert_nbytes
     products = tokens * model.body_products + sum(inside) * model.taken * model.expert_products
-    layers = model.layers - 1
+    row_nbytes = model.row_nbytes - model.last_row_nbytes
+    width = model.width - model.last_width
     if work.asked:
         weights += model.tail_nbytes
         products += work.asked * model.tail_products
-        layers = model.layers
+        row_nbytes, width = model.row_nbytes, model.width
     return StepCost(
         tokens=tokens,
         weights=weights,
-        keys=work.rows * (layers - model.without_rows) * model.row_nbytes,
+        keys=work.rows * row_nbytes + tokens * model.convolution_nbytes,
         products=2 * products,
-        attention=4 * work.looks * (layers - model.without_rows) * model.width,
+        attention=4 * work.looks * width,
     )
 
 
@@ -194,28 +198,42 @@ def counted(model: Model) -> ModelCost:
     """Count this rank's shard of the model."""
     c = model.config
     *before, last = model.layers
+    inputs = model.layer_inputs
     body = [last.attn_norm, last.qkv, last.qk_norm, last.gate, last.mixer, before]
+    body += [inputs.projection, inputs.norm] if inputs else []
     tail = [
         last.out,
         last.mlp_norm,
         last.mlp,
+        last.after,
         model.norm,
         model.head,
     ]
     experts = max(1, c.experts)
     spans = [model.kinds[layer.kind].span for layer in model.layers]
-    windows = [span for span in spans if span]
+    attending = [layer for layer in range(c.layers) if layer not in (*c.convolved, *c.deltas)]
+    windows = [spans[layer] for layer in attending if spans[layer]]
+    # Of each array of the slab. A delta net has a state in place of rows, which is not counted
+    rows = [row for layer in range(c.layers) if (row := c.row(layer))[0]]
+    row_nbytes = {
+        layer: math.prod(rows[model.layers[layer].index]) * model.kv_dtype.size
+        for layer in attending
+    }
+    widths = {layer: c.H * c.heads(layer).Dh for layer in attending}
     return ModelCost(
         form=form_of(matrices([body, tail])),
         layers=c.layers,
-        without_rows=len(c.deltas),
         body_nbytes=nbytes(body),
         body_products=products(body),
         tail_nbytes=nbytes(tail),
         tail_products=products(tail),
-        token_nbytes=nbytes(model.table) // c.V,
-        row_nbytes=2 * c.Hkv * c.Dh * model.kv_dtype.size,
-        width=c.H * c.Dh,
+        token_nbytes=nbytes(model.table) // c.V
+        + (nbytes(inputs.table) // c.embeddings_V if inputs else 0),
+        row_nbytes=sum(row_nbytes.values()),
+        last_row_nbytes=row_nbytes.get(c.layers - 1, 0),
+        width=sum(widths.values()),
+        last_width=widths.get(c.layers - 1, 0),
+        convolution_nbytes=len(c.convolved) * c.taps * c.D * model.kv_dtype.size,
         window=min(windows, default=None),
         windowed=len(windows),
         experts=c.experts,
@@ -261,7 +279,7 @@ def nbytes(part: object) -> int:
 
 def nbytes_of(model: Model) -> int:
     """The memory of a model's weights. A tied head is the table, and counted once."""
-    held = arrays((model.layers, model.norm, model.table, model.head))
+    held = arrays((model.layers, model.norm, model.table, model.head, model.layer_inputs))
     return sum({id(array): array.nbytes for array in held}.values())
 
 

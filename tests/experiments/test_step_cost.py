@@ -25,8 +25,10 @@ MODEL = ModelCost(
     tail_nbytes=400,
     tail_products=100,
     token_nbytes=8,
-    row_nbytes=16,
-    width=4,
+    row_nbytes=48,
+    last_row_nbytes=16,
+    width=12,
+    last_width=4,
 )
 EXPERTS = MODEL._replace(experts=8, taken=2, expert_nbytes=60, expert_products=15)
 

@@ -185,8 +185,10 @@ VIEW = ModelCost(
     tail_nbytes=4_000_000,
     tail_products=1_000_000,
     token_nbytes=1024,
-    row_nbytes=2048,
-    width=256,
+    row_nbytes=8192,
+    last_row_nbytes=2048,
+    width=1024,
+    last_width=256,
 )
 
 
@@ -194,7 +196,7 @@ def word_engine(
     clock: Clock, time: Clock, slots: int = 8, max_len: int = 512, policy: str = "continuous"
 ) -> Engine:
     text = WordText()
-    nothing = {"layers": (), "norm": None, "table": None, "head": None}
+    nothing = {"layers": (), "norm": None, "table": None, "head": None, "layer_inputs": None}
     dtypes = {"dtype": mx.float32, "kv_dtype": mx.float32, "has_narrow_kv": False}
     model = SimpleNamespace(
         config=CONFIG,

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 from checkpoints import make_checkpoint
+from parity import GEMMA4, LFM2
 
 import llama
 from engine import roofline
@@ -40,8 +41,8 @@ def test_a_small_llama_is_counted_as_by_hand(tmp_path):
     assert view.body_nbytes == 4 * (view.body_products + norms[0])
     assert view.tail_nbytes == 4 * (view.tail_products + norms[1])
     assert view.token_nbytes == 4 * 64
-    assert view.row_nbytes == 4 * 2 * 2 * 16
-    assert (view.form, view.layers, view.width) == ("float32", 2, 64)
+    assert view.row_nbytes == 2 * view.last_row_nbytes == 2 * 4 * 2 * 2 * 16
+    assert (view.form, view.layers, view.width, view.last_width) == ("float32", 2, 128, 64)
     assert (view.experts, view.taken, view.expert_nbytes, view.window) == (0, 0, 0, None)
 
 
@@ -66,9 +67,8 @@ def test_packed_bytes(tmp_path):
     )
     if device.is_batch_invariant():  # packed as well, but for norms and the slab
         kept = read_model(folder).cost
-        assert kept._replace(row_nbytes=0, body_nbytes=0, tail_nbytes=0) == view._replace(
-            row_nbytes=0, body_nbytes=0, tail_nbytes=0
-        )
+        others = {"row_nbytes": 0, "last_row_nbytes": 0, "body_nbytes": 0, "tail_nbytes": 0}
+        assert kept._replace(**others) == view._replace(**others)
         assert kept.body_nbytes == view.body_nbytes + 2 * 3 * 128
         assert kept.row_nbytes == whole.row_nbytes
 
@@ -134,8 +134,15 @@ class EndsAfter:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"tie_word_embeddings": True}, EXPERTS, {"quantize": lambda module: (4, 32)}],
-    ids=["llama", "tied", "experts", "packed"],
+    [
+        {},
+        {"tie_word_embeddings": True},
+        EXPERTS,
+        {"quantize": lambda module: (4, 32)},
+        {"model_type": "gemma4_text", **GEMMA4},
+        {"model_type": "lfm2", **LFM2},
+    ],
+    ids=["llama", "tied", "experts", "packed", "keys that layers share", "convolutions"],
 )
 @pytest.mark.parametrize("slots", [1, 3])
 def test_cost_of_each_step(tmp_path, monkeypatch, changes, slots):
@@ -175,11 +182,16 @@ def compare(model: Model, step, metered: Counter, exact: bool) -> None:
     bill = pass_cost(model.cost, Work.from_members(parts_of(step), asked))
     assert bill.products == metered["products"]
     # The last layer's attention is in the graph, and not computed if no token is asked
-    layers = model.cost.layers
-    looked = {name: metered[name] * (1 if asked else (layers - 1) / layers) for name in metered}
+    cost = model.cost
+    looked = dict(metered)
+    if not asked:
+        looked["keys"] *= 1 - cost.last_row_nbytes / cost.row_nbytes
+        looked["attention"] *= 1 - cost.last_width / cost.width
+    looked["keys"] += bill.tokens * cost.convolution_nbytes
     assert 0 < bill.keys <= looked["keys"] and 0 < bill.attention <= looked["attention"]
     if exact:
-        assert (bill.keys, bill.attention) == (looked["keys"], looked["attention"])
+        assert bill.keys == pytest.approx(looked["keys"])
+        assert bill.attention == pytest.approx(looked["attention"])
 
 
 def test_experts_of_the_newest_step(tmp_path):
