@@ -19,13 +19,21 @@ from engine.snapshot import Limits, RequestView, StepView, percentile
 from experiments.simulator import Guest, Replay, drafts_in
 from policies import POLICIES
 from sched import Plan, Request
+from screen.draw.canvas import Figure
 from screen.draw.style import number, span
 from screen.state import State
 from screen.state import prices as prices_in
 from screen.step_prices import Prices, on_clock
 from screen.timeline_columns import Cell, Column, column, last_in, merge, said_in, useful_of
 
-FIGURES = ("steps", "makespan", "TTFT mean", "TTFT p95", "slots used", "tok/s")
+FIGURES = (
+    Figure("steps", 6),
+    Figure("makespan", 10),
+    Figure("TTFT mean", 11),
+    Figure("TTFT p95", 10, 2),
+    Figure("slots used", 12),
+    Figure("tok/s", 8, 1),
+)
 
 
 class Run(NamedTuple):
@@ -48,12 +56,17 @@ class Run(NamedTuple):
         return sum(self.ttfts) / len(self.ttfts) if self.ttfts else None
 
     @property
-    def figures(self) -> tuple[str, ...]:
-        """The figures as text, in the order of `FIGURES`."""
-        p95 = percentile(self.ttfts, 0.95)
+    def figures(self) -> dict[str, str]:
+        """As texts, by the titles of `FIGURES`."""
         rate = sum(c.tokens for c in self.columns) / self.makespan if self.makespan else 0.0
-        times = map(span, (self.makespan, self.ttft_mean, p95))
-        return (f"{len(self.columns):,}", *times, f"{useful_of(self.columns):.0f} %", number(rate))
+        return {
+            "steps": f"{len(self.columns):,}",
+            "makespan": span(self.makespan),
+            "TTFT mean": span(self.ttft_mean),
+            "TTFT p95": span(percentile(self.ttfts, 0.95)),
+            "slots used": f"{useful_of(self.columns):.0f} %",
+            "tok/s": number(rate),
+        }
 
     @property
     def on_the_engines(self) -> str:

@@ -27,8 +27,8 @@ from experiments.policy_runs import (
 )
 from policies import POLICIES, policy_of
 from screen.draw import style
-from screen.draw.canvas import Canvas
-from screen.draw.slots import aligned, fit_slots
+from screen.draw.canvas import Canvas, fitting, in_columns
+from screen.draw.slots import fit_slots
 from screen.draw.style import clean, count, span, wrap
 from screen.draw.timeline import draw_cells
 from screen.engine_view import ExperimentRecord, Part, View
@@ -136,7 +136,8 @@ def compare(state: State, rival: str = "") -> Contest:
     )
     note = (
         f"Simulated on the times of undisturbed steps: {', '.join(said)}. What really ran ({real.policy}) took "
-        f"{real.figures[0]} steps, {span(real.makespan)} on that clock; on the engine's clock {real.on_the_engines}."
+        f"{real.figures['steps']} steps, {real.figures['makespan']} on that clock; on the engine's clock "
+        f"{real.on_the_engines}."
     )
     left = state.view.engine.submitted - state.view.engine.finished
     if left:
@@ -225,8 +226,8 @@ def verdict(runs: Sequence[Run]) -> str:
 # --- drawing --------------------------------------------------------------------------------------
 
 FILM = (4.0, 10.0)  # seconds that the animation of both legs takes, at least and at most
-WIDE = (22, 7, 11, 11, 11, 12, 8)  # a run's name, then the figures
-NARROW = (12, 7, 11, 11, 0, 12, 0)
+NAME = 23  # characters of a policy and of how it ran
+SHORT_NAME = 12  # of the policy alone, on a narrow screen
 TALLEST = 3  # lines of a slot
 RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
 NEXT = "runs next"
@@ -285,10 +286,14 @@ def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None 
     # On a tall screen more than one line for a slot, as long as the answers below have one each
     tall = max(1, min(TALLEST, (on.height - 8 - len(below.lines) - many) // (2 * many)))
     part = f"slots {slots[0]}–{slots[-1]}" if len(slots) < many else ""
-    widths = WIDE if on.width >= 80 else NARROW
-    on.axis((1, part), (widths[0], aligned(FIGURES, widths[1:])))
+    name = NAME if on.width >= 80 else SHORT_NAME
+    figures = fitting(FIGURES, on.width - name)
+    on.axis((1, part), (name, in_columns(figures, {each.title: each.title for each in figures})))
     for run in contest.runs:
-        draw_run(run, on, slots, longest, widths, tall)
+        words = f"{run.policy}, {run.how}" if name == NAME else run.policy
+        pen = on.pen().put(f" {words}", bold=True)
+        pen.to(name).put(in_columns(figures, run.figures))
+        draw_run(run, on, slots, longest, tall)
         if room > many:
             on.lines.append([])
     half, whole = f"{longest / 2:.2f} s", f"{longest:.2f} s"
@@ -298,12 +303,8 @@ def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None 
     draw_answers(state, on, contest.runs)
 
 
-def draw_run(
-    run: Run, on: Canvas, slots: Sequence[int], longest: float, widths: Sequence[int], tall: int
-) -> None:
-    """Draw one run: figures, then a timeline on which `longest` seconds fill the width."""
-    name = f" {run.policy}, {run.how}" if widths is WIDE else f" {run.policy}"
-    on.pen().put(name, bold=True).to(widths[0]).put(aligned(run.figures, widths[1:]))
+def draw_run(run: Run, on: Canvas, slots: Sequence[int], longest: float, tall: int) -> None:
+    """Draw the timeline of a run. `longest` seconds fill the width."""
     columns = in_time(run, on.width - 5, longest)
     for slot in slots:
         for line in range(tall):

@@ -27,8 +27,7 @@ from experiments.latency_breakdown import (
     steps_of,
 )
 from experiments.policy_runs import terms_of
-from screen.draw.canvas import Canvas
-from screen.draw.slots import aligned
+from screen.draw.canvas import Canvas, Figure, in_columns
 from screen.draw.style import Palette, listed, shorten, span, style
 from screen.page import NOTHING_ENDED, Page
 from screen.pages.request_details import beside, place_of
@@ -116,7 +115,7 @@ class RequestLatencyRecord:
 
 NAMES = 16  # characters of a part's name
 FIGURES = (14, 8)  # characters of the milliseconds, and of the percent
-TABLE = (10, 10, 16)  # widths of TTFT, total and steps
+TABLE = (Figure("TTFT", 10), Figure("total", 10), Figure("steps in all", 16))
 LINE = "░"
 KNOB = "●"
 TELLS = "▸ ran. Steps: in line + to its first token + to its last."
@@ -252,15 +251,20 @@ def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
     if record.why_not:
         on.pen().put(f" {shorten(record.why_not, on.width - 2)}", on.muted)
         return
-    on.axis((NAMES, aligned(("TTFT", "total", "steps in all"), TABLE)))
-    room = on.width - NAMES - sum(TABLE) - 4
+    titles = in_columns(TABLE, {each.title: each.title for each in TABLE})
+    on.axis((NAMES, titles))
+    room = on.width - NAMES - len(titles) - 4
     longest = max(each.total for each in record.outcomes) or 1.0
     for each in record.outcomes:
         ran = each.name == r.policy
         line, reading, answering = each.steps
-        figures = (span(each.ttft), span(each.total), f"{line:,}+{reading:,}+{answering:,}")
+        figures = {
+            "TTFT": span(each.ttft),
+            "total": span(each.total),
+            "steps in all": f"{line:,}+{reading:,}+{answering:,}",
+        }
         pen = on.pen().put(f"{'▸' if ran else ' '}{each.name:<{NAMES - 1}}", bold=ran)
-        pen.put(f"{aligned(figures, TABLE)}  ", bold=ran)
+        pen.put(f"{in_columns(TABLE, figures)}  ", bold=ran)
         stops = [round(stop / longest * room) for stop in (each.line, each.ttft, each.total)]
         hue = on.p.fill(r.id)
         pen.put(LINE * stops[0], on.bad)

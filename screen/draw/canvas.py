@@ -42,6 +42,11 @@ def fitting(figures: Iterable[Figure], width: int) -> list[Figure]:
     return shown
 
 
+def in_columns(figures: Iterable[Figure], texts: Mapping[str, str]) -> str:
+    """Texts by title, each in its column."""
+    return "".join(figure.cell(texts[figure.title]) for figure in figures)
+
+
 class Canvas:
     """Lines of one width, in the colours of a theme."""
 
@@ -148,4 +153,4 @@ class Canvas:
         pen = self.pen()
         if shown and shown[0].is_text:
             pen.put(mark, self.accent)
-        return pen.put("".join(each.cell(texts[each.title]) for each in shown), hue, bold)
+        return pen.put(in_columns(shown, texts), hue, bold)

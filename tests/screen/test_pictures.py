@@ -179,7 +179,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
         seen["requests"] += 1  # with many slots it has no room of its own
         stage.obey("/compare")
         for width, height in ((60, 20), (80, 24), (120, 40), (200, 50)):
-            lines = drawn(race.draw, stage.state, width, height)
+            lines = drawn(race.draw_comparison, stage.state, width, height)
             check_lines("contest", lines, Region(0, 0, width, height))
     assert seen.keys() == panes.keys() - {"loading", "small", "strip"} and min(seen.values()) >= 3
 

@@ -274,7 +274,7 @@ def test_the_player_says_of_a_run_what_the_screen_says():
     lanes = in_node(PLAYS, json.loads(record.as_text(run)))
     texts = [r.text for r in stage.state.requests.values()][:12]
     for lane, measured in zip(lanes, race.shown_in(stage.state).last.runs, strict=True):
-        steps, _, _, _, useful, _ = measured.figures
+        steps, useful = (measured.figures[name] for name in ("steps", "slots used"))
         assert f"{lane['figures']['steps']:,}" == steps
         assert f"{100 * lane['figures']['useful']:.0f} %" == useful
         assert lane["figures"]["answered"] == 12 and 0 < lane["half"]["answered"] < 12
