@@ -27,7 +27,7 @@ from engine.snapshot import StepView, percentile
 from experiments.experiment import Experiment, disturbed
 from experiments.latency_breakdown import work_ends
 from sched import Request
-from screen.draw.canvas import Canvas, Figure
+from screen.draw.canvas import BEYOND, Canvas, Figure
 from screen.draw.charts import nice
 from screen.draw.slots import fit_slots
 from screen.draw.style import GLYPHS, PREFILL, count, shorten, span
@@ -379,7 +379,6 @@ def counted(
 LEFT = 10  # characters before a trace: slot and request
 RIGHT = 10  # and after it: the newest gap
 TALLEST = 6  # lines of a trace
-BEYOND = 1.01  # of the scale: longer gaps get an arrow
 NOISY = 3  # times the median: such a gap has a cause outside the engine
 FIGURES = (
     Figure("prompt", 9, 8),
@@ -556,24 +555,14 @@ def draw_trace(
     on: Canvas, slot: int, chat: int | None, trace: Sequence[Gap | None], top: float, tall: int
 ) -> None:
     """Draw one chat's gaps as columns, in another colour while the long prompt is read."""
+    bars = [
+        (gap.seconds / top, on.bad if gap.tokens else on.p.fill(chat)) if gap else (None, "")
+        for gap in trace
+    ]
     newest = next((gap for gap in reversed(trace) if gap), None)
     figure = span(newest.seconds) if newest else ""
-    for row in reversed(range(tall)):
-        pen = on.pen()
-        if row == 0:
-            pen.put(f"{slot:>3} {'' if chat is None else f'r{chat}'}")
-        pen.to(LEFT)
-        for gap in trace:
-            if gap is None:
-                pen.put(" ")
-                continue
-            part = gap.seconds / top
-            hue = on.bad if gap.tokens else on.p.fill(chat)
-            if row == tall - 1 and part > BEYOND:
-                pen.put("↑")
-            else:
-                pen.bar(part * tall, row, hue)
-        pen.put("" if row else f"{figure:>{RIGHT - 1}}")
+    pen = on.bars(bars, tall, LEFT, f"{slot:>3} {'' if chat is None else f'r{chat}'}")
+    pen.put(f"{figure:>{RIGHT - 1}}")
 
 
 def draw_chunks(

@@ -357,10 +357,8 @@ def draw_strip(state: State, on: Canvas, record: SameAnswerRecord) -> None:
     on.heading("Each run: how many ran next to it", legend=legend)
     for first in range(0, len(record.runs), across):
         runs = record.runs[first : first + across]
-        for row in reversed(range(tall)):
-            pen = on.pen().put("" if row else f" {first + 1:,}", on.muted).to(left)
-            for run in runs:
-                pen.bar(run.beside / most * tall, row, on.p.fill(1))
+        bars = [(run.beside / most, on.p.fill(1)) for run in runs]
+        on.bars(bars, tall, left, f" {first + 1:,}", on.muted)
         marks = "".join(" ✗"[run.digest != record.alone.digest] for run in runs)
         if marks.strip():
             on.pen().to(left).put(marks, on.bad)

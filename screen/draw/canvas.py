@@ -14,6 +14,7 @@ from screen.draw import style
 from screen.draw.style import GLYPHS, NAMES, Line, Palette, Pen, count, shorten, wrap
 
 BACK = "close"  # the action of a click on a page's note
+BEYOND = 1.01  # of its room: a higher bar ends in an arrow
 Legend = Iterable[tuple[str, str, str]]  # (glyph, ink, meaning)
 
 
@@ -122,6 +123,25 @@ class Canvas:
         pen = self.pen()
         for column, label in labels:
             pen.to(column).put(label, self.muted)
+
+    def bars(
+        self,
+        bars: Sequence[tuple[float | None, str]],
+        tall: int,
+        left: int,
+        label: str,
+        hue: str = "",
+    ) -> Pen:
+        """Draw vertical bars next to each other, each a height (1: `tall` lines) and a colour. An arrow
+        ends one that is too high. Return the pen of the last line, which begins with the label."""
+        for row in reversed(range(tall)):
+            pen = self.pen().put("" if row else label, hue).to(left)
+            for height, color in bars:
+                if row == tall - 1 and height is not None and height > BEYOND:
+                    pen.put("↑")
+                else:
+                    pen.bar(None if height is None else height * tall, row, color)
+        return pen
 
     def cut(self, note: str, do: str) -> None:
         """Replace lines that do not fit by one that says how many; a click on it does `do`."""
