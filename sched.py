@@ -60,7 +60,7 @@ from prefix import SEGMENT, Prefixes, Remembered, Source, Trail
 if TYPE_CHECKING:
     from engine.disk_prefix_cache import RestoredRows
     from prompt_lookup import PromptLookup
-    from state_places import Move
+    from state_places import Move, Place
 
 
 class QueueFull(RuntimeError):
@@ -335,6 +335,8 @@ def check_positive(**limits: int) -> None:
 class Stateless:
     """What a scheduler asks of a model's states, if it has none: all layers keep rows. Otherwise
     `state_places.py` answers."""
+
+    checkpoints: Sequence[Place] = ()  # states that any prompt may start from
 
     def clear(self, prefixes: Prefixes) -> None:
         """Forget all states."""

@@ -138,6 +138,7 @@ class SlotView:
     reused: int = 0  # rows of an earlier prompt and its answer
     # Rows in a free slot: of its last prompt and answer
     remembered: int = 0
+    checkpoints: tuple[int, ...] = ()  # rows at which a state of this text is kept
     prefill: PrefillProgress = UNREAD  # how far the prompt has been read, and how fast
 
     @staticmethod
@@ -150,7 +151,8 @@ class SlotView:
     ) -> SlotView:
         if owner is None:
             phase = "blocked" if blocked else "free"
-            return SlotView(slot, phase, remembered=sched.prefixes.rows[slot])
+            held = sched.prefixes.rows[slot]
+            return SlotView(slot, phase, remembered=held, checkpoints=checkpoints(sched, slot))
         return SlotView(
             slot=slot,
             phase=owner.phase,
@@ -161,7 +163,18 @@ class SlotView:
             output_tokens=owner.committed,
             reused=owner.cached,
             prefill=prefill,
+            checkpoints=checkpoints(sched, slot),
         )
+
+
+def checkpoints(sched: Scheduler, slot: int) -> tuple[int, ...]:
+    """The rows of a slot at which there is a checkpoint of its text."""
+    text, rows = sched.prefixes.text_of(slot), sched.prefixes.rows[slot]
+    segment = sched.prefixes.segment
+    found = {
+        place.serves(text, min(rows, place.newest), segment) for place in sched.states.checkpoints
+    }
+    return tuple(sorted(found - {0}))
 
 
 @dataclass(frozen=True)

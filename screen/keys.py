@@ -97,6 +97,10 @@ WORDS = (
         "remembered ░",
         "rows of its last request, prompt and answer, that a free slot holds until it is used again.",
     ),
+    (
+        "checkpoint ┃",
+        "where a state is kept that other prompts may start from, in models with states (docs/slots.md).",
+    ),
     ("blocked ╳", "the slot is free and requests wait, but the policy keeps it shut."),
     ("held ┈", "in a slot, but the step's budget was spent, or what it shares is being written."),
     ("ghost ▚", "computed for nothing: the end of its request is seen one step late."),

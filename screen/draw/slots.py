@@ -16,6 +16,7 @@ from screen.state import State
 
 TOTALS = "page('totals')"  # opens the table of busy periods
 PROMPT_END = "┊"  # in a slot's bar, while a long prompt is read
+CHECKPOINT = "┃"  # where a state is kept (docs/slots.md)
 
 
 def aligned(values: Iterable[str], widths: Sequence[int]) -> str:
@@ -146,11 +147,14 @@ def draw_rows(pen: Pen, p: Palette, slot: SlotView, max_len: int, width: int) ->
         (slot.used, style.DECODE),
         (slot.remembered, style.REMEMBERED),
     )
+    marks = {min(width - 1, row * width // max_len) for row in slot.checkpoints}
     start = drawn = 0
     for stop, kind in kinds:
         if stop > start:
             end = min(width, max(round(stop * width / max_len), drawn + 1))
-            pen.put(style.GLYPHS[kind] * (end - drawn), p.cell(kind, slot.request))
+            cells = range(drawn, end)
+            bar = "".join(CHECKPOINT if i in marks else style.GLYPHS[kind] for i in cells)
+            pen.put(bar, p.cell(kind, slot.request))
             start = stop
             drawn = end
     if slot.prefill.is_long:  # a mark where the prompt will end

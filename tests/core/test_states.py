@@ -85,6 +85,14 @@ def test_tokens_read_again_are_counted(folder):
     assert reread == [(0, False), (100, True), (100, False)]
 
 
+def test_checkpoints_are_seen(folder):
+    """As marks on the slot's bar: at the end of the prompt, and within it."""
+    with load(folder, slots=1) as engine:
+        run(engine, drawn(21, 80))
+        (slot,) = engine.snapshot().slots
+    assert slot.remembered == 85 and slot.checkpoints[-1] == 80 and len(slot.checkpoints) == 2
+
+
 @pytest.mark.parametrize("speculate", [0, 15])
 def test_a_conversation_goes_on_from_its_end(folder, speculate):
     """Also after drafts, of which the last was rejected in part."""
