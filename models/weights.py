@@ -398,14 +398,14 @@ class Weights:
     def check_against(self, config: Config) -> None:
         """Refuse weights unless they hold exactly the tensors that the config implies, in their
         shapes."""
-        if config.fused:
-            self.split(config)
-        if config.experts:
-            self.join(config)
         last = f"model.layers.{config.layers - 1}.post_attention_layernorm.weight"
         # Checked first, so that a config with a million layers is refused quickly
         if last not in self.tensors:
             raise self._lacks(last)
+        if config.fused:
+            self.split(config)
+        if config.experts:
+            self.join(config)
         expected = config.tensors()
         for name, shape in expected.items():
             tensor = self.tensors.get(name)

@@ -157,6 +157,13 @@ def test_wrong_number_of_layers(folder):
     refused(folder, "model.layers.1", "no place")
 
 
+def test_a_billion_layers_of_fused_tensors_are_refused(tmp_path):
+    """The shapes of all layers were computed first, to take fused tensors apart: until memory was full."""
+    folder = make_checkpoint(tmp_path, model_type="phi3")
+    change_config(folder, num_hidden_layers=10**9)
+    refused(folder, "lacks", "model.layers.999999999")
+
+
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_missing_file(folder, file):
     (folder / file).unlink()
