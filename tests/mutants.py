@@ -601,7 +601,7 @@ MUTANTS = [
     ),
     Mutant(
         "screen/remote_client.py",
-        "RemoteEngineClient._take",
+        "RemoteEngineClient._receive_frame",
         "self._epoch += 1",
         "",
         "tests/screen/test_watch.py::test_a_lost_server_is_shown_and_reconnected",
