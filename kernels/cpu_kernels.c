@@ -61,6 +61,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -272,7 +273,7 @@ static long at_most(long number, long limit) { return number < limit ? number : 
 
 enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, /* of numbers; */
        ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, /* for activations in 8 bits: numbers of so many bits; */
-       SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU }; /* of operations */
+       SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY }; /* of operations */
 
 typedef struct {
   uint64_t key[2];
@@ -331,6 +332,11 @@ INLINE vec widen(const void *from, long i, const int form) {
    for each SPAN weights, by which their bytes are multiplied. Such a row has whole SPANs, and its weights have six bits at
    most: so a scale times a weight is exact. */
 enum { SPAN = 256 };
+INLINE long factor_nbytes(const Packed *a) { return a->form_of_scales == EIGHT_BITS ? 1 : a->form_of_scales == FLOAT32 ? 4 : 2; }
+INLINE long factors_nbytes(const Packed *a) { /* of a row */
+  return a->groups * factor_nbytes(a) + (a->form_of_scales == EIGHT_BITS ? 2 * (a->K / SPAN) : 0);
+}
+
 static NOINLINE void widen_bytes(const Packed *a, const char *from, long first, long count, float *to) {
   const long groups = a->groups, shares = groups * a->group / SPAN, shift = __builtin_ctz(SPAN) - a->shift;
   const long row = first / groups, g = first % groups;
@@ -1017,8 +1023,8 @@ INLINE void rounded_tile(const Product *p, long m, long panel, long g0, long g1,
   const float *step = p->steps + 2 * (m * a->groups + g0 * rows);
 
   const int scales = a->form_of_scales;
-  const long width = scales == EIGHT_BITS ? 1 : scales == FLOAT32 ? 4 : 2, sizes = a->groups * ORDER; /* of 8 bits: behind them */
-  const long factors = panel * (a->groups * width + (scales == EIGHT_BITS ? 2 * (a->K / SPAN) : 0)) * ORDER;
+  const long width = factor_nbytes(a), sizes = a->groups * ORDER; /* of 8 bits: behind them */
+  const long factors = panel * ORDER * factors_nbytes(a);
   const char *const scales_at = line(a, a->scales) + factors, *const offsets_at = line(a, a->offsets) + factors;
 
   vec own[ROUNDED_ROWS][PARTS];
@@ -1705,7 +1711,23 @@ static NOINLINE void run_in_strips(Product p) {
   free(p.steps);
 }
 
+/* Memory that nobody has written to, for weights: as the result of a product, since MLX frees it then. In pages of 2 MiB the
+   processor looks up few addresses, and reads up to a third faster; whether there are such pages is up to the system. */
+static void give_memory(const Product *p) {
+#ifdef MADV_HUGEPAGE
+  enum { LARGE = 1 << 21 };
+  const uintptr_t begin = ((uintptr_t)p->y + LARGE - 1) / LARGE * LARGE, end = (uintptr_t)(p->y + p->N) / LARGE * LARGE;
+  if (begin >= end) return;
+  madvise((void *)begin, end - begin, MADV_DONTNEED); /* small pages that are here already */
+  madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+#endif
+}
+
 static NOINLINE void run(const Product *p) {
+  if (p->packed && p->packed->form == MEMORY) {
+    give_memory(p);
+    return;
+  }
   if (is_attention(p->packed) || is_delta(p->packed)) {
     run_heads(*p);
     return;
@@ -1727,6 +1749,205 @@ static NOINLINE void run(const Product *p) {
   long shares = at_most(at_most(each * threads, units), (long)(work / (p->packed ? PACKED_SHARE : SHARE)));
   share_out(p, (int)shares, by_rows);
   pthread_mutex_unlock(&pool.owner);
+}
+
+/* --- laying down weights: from a file to what the products above read -----------------------------------------------------
+
+   A row of a file comes as MLX has it: numbers of some bits side by side, with scales and offsets by themselves; or in the
+   blocks of a GGUF file, each of which begins or ends with its own scales (`models/gguf_weights.py` has the formulas):
+
+       Q4_0   32 weights   d, 16 bytes: the lower halves are the first 16 weights             Q4_1   d, m, the same
+       Q5_0   32           d, 32 fifth bits, 16 bytes                                         Q5_1   d, m, the same
+       Q8_0   32           d, 32 signed bytes
+       Q4_K   256          d, dmin, 12 bytes of scales and minima, 128 bytes: of 32 bytes the lower halves, then the upper
+       Q5_K   256          d, dmin, the same 12, 32 bytes of fifth bits, 128 bytes
+       Q6_K   256          128 bytes of lower halves, 64 of upper two bits, 16 signed scales, d
+
+   SPAN weights of a row at a time become bytes, and then go where the matrix wants them. */
+
+enum { OF_GGUF = 100, Q4_0 = OF_GGUF, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
+
+typedef union {
+  uint8_t bytes[SPAN];
+  uint32_t words[SPAN / 4]; /* of four weights each */
+} Numbers;
+
+/* Numbers of `bits` bits side by side: 8 of them are so many bytes. */
+INLINE void spread(const uint8_t *from, uint8_t *to, long count, const int bits) {
+  for (long i = 0; i < count; i += 8, from += bits) {
+    uint64_t eight = 0;
+    memcpy(&eight, from, bits);
+    for (int n = 0; n < 8; n++) to[i + n] = eight >> n * bits & ((1 << bits) - 1);
+  }
+}
+
+/* The lower halves of `count` bytes, and then the upper ones. */
+INLINE void split(const uint8_t *from, uint8_t *to, const long count) {
+  for (long i = 0; i < count; i++) {
+    to[i] = from[i] & 15;
+    to[count + i] = from[i] >> 4;
+  }
+}
+
+/* Blocks of 32 weights: so many bytes before the numbers, and how many of these are fifth bits. */
+INLINE void split_blocks(const uint8_t *from, uint8_t *to, long count, const int before, const int fifth) {
+  for (long k = 0; k < count; k += 32, from += before + 16) {
+    split(from + before, to + k, 16);
+    for (int i = 0; fifth && i < 32; i++) to[k + i] |= (from[before - 4 + i / 8] >> i % 8 & 1) << 4;
+  }
+}
+
+static long block_nbytes(int source) { return (long[]){18, 20, 22, 24, 34, 144, 176, 210}[source - OF_GGUF]; }
+static long block_size(int source) { return source < Q4_K ? 32 : SPAN; }
+
+/* Up to SPAN numbers of a row, from number k on. */
+static void read_numbers(const uint8_t *row, long k, long count, int source, Numbers *to) {
+  uint8_t *numbers = to->bytes;
+  const uint8_t *at = source < OF_GGUF ? row + k * source / 8 : row + k / block_size(source) * block_nbytes(source);
+  switch (source) {
+    case 2: spread(at, numbers, count, 2); break;
+    case 3: spread(at, numbers, count, 3); break;
+    case 4:
+      for (long i = 0; i < count / 2; i++) numbers[2 * i] = at[i] & 15, numbers[2 * i + 1] = at[i] >> 4;
+      break;
+    case 5: spread(at, numbers, count, 5); break;
+    case 6: spread(at, numbers, count, 6); break;
+    case 8: memcpy(numbers, at, count); break;
+    case Q4_0: split_blocks(at, numbers, count, 2, 0); break;
+    case Q4_1: split_blocks(at, numbers, count, 4, 0); break;
+    case Q5_0: split_blocks(at, numbers, count, 6, 1); break;
+    case Q5_1: split_blocks(at, numbers, count, 8, 1); break;
+    case Q8_0:
+      for (long b = 0; b < count; b += 32)
+        for (int i = 0; i < 32; i++) numbers[b + i] = at[b / 32 * 34 + 2 + i] ^ 128;
+      break;
+    case Q4_K:
+      for (int c = 0; c < 4; c++) split(at + 16 + 32 * c, numbers + 64 * c, 32);
+      break;
+    case Q5_K:
+      for (int c = 0; c < 4; c++) split(at + 48 + 32 * c, numbers + 64 * c, 32);
+      for (int g = 0; g < 8; g++)
+        for (int i = 0; i < 32; i++) numbers[32 * g + i] |= (at[16 + i] >> g & 1) << 4;
+      break;
+    case Q6_K:
+      for (int half = 0; half < 2; half++) split(at + 64 * half, numbers + 128 * half, 64);
+      for (int g = 0; g < 8; g++)
+        for (int i = 0; i < 32; i++) numbers[32 * g + i] |= (at[128 + g / 4 * 32 + i] >> 2 * (g % 4) & 3) << 4;
+  }
+}
+
+/* Write numbers of row j, from k on, as the matrix keeps them. */
+INLINE void write_numbers(const Numbers *numbers, long count, const Packed *a, long j, long k, const int form) {
+  uint8_t *weights = (uint8_t *)line(a, 1);
+  if (form == EIGHT_BITS) memcpy(weights + j * a->K + k, numbers->bytes, count);
+  if (form == FOUR_BITS)
+    for (long block = 0; block < count; block += BLOCK) {
+      const uint8_t *from = numbers->bytes + block;
+      uint8_t *to = weights + j * row_nbytes(a->K, form) + (k + block) / 2;
+      for (long i = 0; i < ORDER; i++)
+        for (long byte = 0; byte < 4; byte++)
+          to[4 * i + byte] = from[2 * byte * ORDER + i] | from[(2 * byte + 1) * ORDER + i] << 4;
+    }
+  if (!is_rounded(form)) return;
+  const long unit = unit_of(form), lines = unit * bits_of(form) / 32;
+  uint8_t *word = weights + ((j / ORDER * a->K + k) / unit * lines * ORDER + j % ORDER) * 4;
+  for (long i = 0; i < count / 4; i += unit / 4, word += lines * LINE_NBYTES) {
+    const uint32_t halves = 0x0f0f0f0f, *four = numbers->words + i;
+    uint32_t upper = 0, low;
+    for (long n = 0; form == ROUNDED_8 && n < 2; n++) memcpy(word + n * LINE_NBYTES, four + n, 4);
+    for (long n = 0; form != ROUNDED_8 && n < unit / 4; n += 2) {
+      low = (four[n] & halves) | (four[n + 1] & halves) << 4;
+      memcpy(word + n / 2 * LINE_NBYTES, &low, 4);
+    }
+    for (long n = 0; form == ROUNDED_5 && n < 8; n++) upper |= (four[n] >> 4 & 0x01010101) << n;
+    for (long n = 0; form == ROUNDED_6 && n < 4; n++) upper |= (four[n] >> 4 & 0x03030303) << 2 * n;
+    if (form == ROUNDED_5 || form == ROUNDED_6) memcpy(word + unit / 8 * LINE_NBYTES, &upper, 4);
+  }
+}
+
+/* Where scale or offset g of row j lies, and of 8 bits the number for its SPAN. */
+INLINE char *factor_at(const Packed *a, int lines, long j, long g) {
+  const long nbytes = factor_nbytes(a), row = factors_nbytes(a);
+  char *at = (char *)line(a, lines);
+  return is_rounded(a->form) ? at + j / ORDER * ORDER * row + (g * ORDER + j % ORDER) * nbytes : at + j * row + g * nbytes;
+}
+INLINE char *size_at(const Packed *a, int lines, long j, long span) {
+  const long row = factors_nbytes(a);
+  char *at = (char *)line(a, lines);
+  if (!is_rounded(a->form)) return at + j * row + a->groups + 2 * span;
+  return at + (j / ORDER * row + a->groups) * ORDER + 2 * (span * ORDER + j % ORDER);
+}
+
+/* The scales or offsets of row j, which lie side by side in a file of MLX. */
+static void copy_factors(const Packed *a, int lines, long j, const char *from) {
+  const long nbytes = factor_nbytes(a), spans = a->form_of_scales == EIGHT_BITS ? a->K / SPAN : 0;
+  for (long g = 0; g < a->groups; g++, from += nbytes) memcpy(factor_at(a, lines, j, g), from, nbytes);
+  for (long span = 0; span < spans; span++, from += 2) memcpy(size_at(a, lines, j, span), from, 2);
+}
+
+/* Those of the weights k..k + count of row j, from the blocks of a GGUF file. */
+static void block_factors(const Packed *a, long j, long k, long count, const uint8_t *row, int source) {
+  const uint8_t *at = row + k / block_size(source) * block_nbytes(source);
+  const int has_offsets = a->setting == 0;
+  for (long g = k / 32; source < Q4_K && g < (k + count) / 32; g++, at += block_nbytes(source)) {
+    memcpy(factor_at(a, a->scales, j, g), at, 2);
+    if (has_offsets) memcpy(factor_at(a, a->offsets, j, g), at + 2, 2);
+  }
+  if (source < Q4_K) return;
+  memcpy(size_at(a, a->scales, j, k / SPAN), source == Q6_K ? at + 208 : at, 2);
+  for (int g = 0; source == Q6_K && g < 16; g++) *factor_at(a, a->scales, j, k / 16 + g) = at[192 + g] ^ 128;
+  if (source == Q6_K) return;
+  const uint8_t minus[] = {at[2], at[3] ^ 128}; /* -dmin */
+  memcpy(size_at(a, a->offsets, j, k / SPAN), minus, 2);
+  for (int g = 0; g < 8; g++) { /* six bits each; the upper two of the last four are stored with the first */
+    const uint8_t *low = at + 4 + g % 4, last = at[12 + g % 4];
+    *factor_at(a, a->scales, j, k / 32 + g) = 128 + (g < 4 ? low[0] & 63 : (last & 15) | low[0] >> 6 << 4);
+    *factor_at(a, a->offsets, j, k / 32 + g) = 128 + (g < 4 ? low[4] & 63 : last >> 4 | low[4] >> 6 << 4);
+  }
+}
+
+/* How many bytes a row of K weights takes as it is kept. */
+long rows_width(int form, long K) { return row_nbytes(K, form); }
+
+/* Write a `Packed`. Its weights lie in the next line of the cache; `scales` and `offsets` are counted in lines, too. With a
+   `center`, each offset is its scale times that, and none is stored. */
+void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets, float center) {
+  int shift = form >= FOUR_BITS ? __builtin_ctz(group) : 30; /* a row of 16 bits is one group */
+  Packed a = {{key[0], key[1]}, form, form_of_scales, N, K, group, K / group, shift, scales, offsets, center};
+  memcpy(at, &a, sizeof a);
+  if (!is_rounded(form) || N % ORDER == 0) return; /* rows that fill the last panel are zeros */
+  const long panel = N / ORDER * ORDER, row = row_nbytes(K, form);
+  memset((char *)line(at, 1) + panel * row, 0, ORDER * row);
+  memset(factor_at(at, scales, panel, 0), 0, ORDER * factors_nbytes(at));
+  if (center == 0) memset(factor_at(at, offsets, panel, 0), 0, ORDER * factors_nbytes(at));
+}
+
+/* Fill `count` rows of a matrix, from row `first` on, with those of a file. `source`: the bits of a weight, or a type of GGUF,
+   whose blocks hold scales and offsets, too. */
+void rows_lay(void *matrix, long first, long count, int source, const uint8_t *from, const char *scales, const char *offsets) {
+  const Packed *a = matrix;
+  const long row = source < OF_GGUF ? a->K * source / 8 : a->K / block_size(source) * block_nbytes(source);
+  for (long j0 = first, j1; j0 < first + count; j0 = j1) { /* a panel, so that its lines stay in the L1 cache */
+    j1 = at_most(j0 / ORDER * ORDER + ORDER, first + count);
+    for (long k = 0; source != 16 && k < a->K; k += SPAN)
+      for (long j = j0; j < j1; j++) {
+        const long some = at_most(SPAN, a->K - k);
+        Numbers numbers = {{0}};
+        read_numbers(from + (j - first) * row, k, some, source, &numbers);
+        if (a->form == FOUR_BITS) write_numbers(&numbers, some, a, j, k, FOUR_BITS);
+        if (a->form == EIGHT_BITS) write_numbers(&numbers, some, a, j, k, EIGHT_BITS);
+        if (a->form == ROUNDED_4) write_numbers(&numbers, some, a, j, k, ROUNDED_4);
+        if (a->form == ROUNDED_5) write_numbers(&numbers, some, a, j, k, ROUNDED_5);
+        if (a->form == ROUNDED_6) write_numbers(&numbers, some, a, j, k, ROUNDED_6);
+        if (a->form == ROUNDED_8) write_numbers(&numbers, some, a, j, k, ROUNDED_8);
+        if (source >= OF_GGUF) block_factors(a, j, k, some, from + (j - first) * row, source);
+      }
+    for (long j = j0; j < j1; j++) {
+      if (source == 16) memcpy((char *)line(a, 1) + j * row, from + (j - first) * row, row);
+      if (source < OF_GGUF) copy_factors(a, a->scales, j, scales + (j - first) * factors_nbytes(a));
+      if (source < OF_GGUF && offsets) copy_factors(a, a->offsets, j, offsets + (j - first) * factors_nbytes(a));
+    }
+  }
 }
 
 /* --- what others call ------------------------------------------------------------------------------------------------ */
@@ -1767,14 +1988,6 @@ int rows_start(int wanted) {
   return threads;
 }
 
-/* Write a `Packed`. Its weights lie in the next line of the cache; `scales` and `offsets` are counted in lines, too. With a
-   `center`, each offset is its scale times that, and none is stored. */
-void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets, float center) {
-  int shift = form >= FOUR_BITS ? __builtin_ctz(group) : 30; /* a row of 16 bits is one group */
-  Packed packed = {{key[0], key[1]}, form, form_of_scales, N, K, group, K / group, shift, scales, offsets, center};
-  memcpy(at, &packed, sizeof packed);
-}
-
 /* Write a `Packed` that is an operation. The weights of a norm, `width` of them, lie in the next line. */
 void rows_operation(void *at, int form, int width, float setting) {
   Packed packed = {.key = {key[0], key[1]}, .form = form, .N = width, .setting = setting};
@@ -1788,56 +2001,6 @@ void rows_slab(char *memory, int numbers, int slots, int heads, int rows, int Dh
   memcpy(memory + slab_nbytes(&slab) - LINE_NBYTES, &slab, sizeof slab);
 }
 
-/* How many bytes a row of K weights takes as it is kept. */
-long rows_width(int form, long K) { return row_nbytes(K, form); }
-
-/* Up to BLOCK numbers of `bits` bits each, side by side as MLX has them, one in a byte: 8 of them are so many bytes. */
-INLINE void spread(const uint8_t *from, uint8_t *to, long count, const int bits) {
-  for (long i = 0; i < count; i += 8, from += bits) {
-    uint64_t eight = 0;
-    memcpy(&eight, from, bits);
-    for (int n = 0; n < 8; n++) to[i + n] = eight >> n * bits & ((1 << bits) - 1);
-  }
-}
-
-/* Rows of K weights of `bits` bits, as a file has them, are laid down as `form`, in blocks, bytes, or panels: the same
-   numbers. */
-void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, long K) {
-  uint8_t *const panels = to;
-  for (long j = 0; j < rows; j++, from += K * bits / 8, to += row_nbytes(K, form))
-    for (long k = 0; k < K; k += BLOCK) {
-      union { uint8_t bytes[BLOCK + 8]; uint32_t words[BLOCK / 4]; } numbers = {{0}}; /* `words`: of four */
-      const long count = at_most(BLOCK, K - k);
-      const uint8_t *at = from + k * bits / 8;
-      if (bits == 2) spread(at, numbers.bytes, count, 2);
-      if (bits == 3) spread(at, numbers.bytes, count, 3);
-      if (bits == 4) spread(at, numbers.bytes, count, 4);
-      if (bits == 5) spread(at, numbers.bytes, count, 5);
-      if (bits == 6) spread(at, numbers.bytes, count, 6);
-      if (bits == 8) memcpy(numbers.bytes, at, count);
-      if (is_rounded(form)) {
-        const long unit = unit_of(form), lines = unit * bits_of(form) / 32;
-        uint8_t *word = panels + ((j / ORDER * K + k) / unit * lines * ORDER + j % ORDER) * 4;
-        for (long i = 0; i < count / 4; i += unit / 4, word += lines * LINE_NBYTES) {
-          const uint32_t halves = 0x0f0f0f0f, *four = numbers.words + i;
-          uint32_t upper = 0, low;
-          for (long n = 0; form == ROUNDED_8 && n < 2; n++) memcpy(word + n * LINE_NBYTES, four + n, 4);
-          for (long n = 0; form != ROUNDED_8 && n < unit / 4; n += 2) {
-            low = (four[n] & halves) | (four[n + 1] & halves) << 4;
-            memcpy(word + n / 2 * LINE_NBYTES, &low, 4);
-          }
-          for (long n = 0; form == ROUNDED_5 && n < 8; n++) upper |= (four[n] >> 4 & 0x01010101) << n;
-          for (long n = 0; form == ROUNDED_6 && n < 4; n++) upper |= (four[n] >> 4 & 0x03030303) << 2 * n;
-          if (form == ROUNDED_5 || form == ROUNDED_6) memcpy(word + unit / 8 * LINE_NBYTES, &upper, 4);
-        }
-      }
-      if (form == EIGHT_BITS) memcpy(to + k, numbers.bytes, count);
-      for (long i = 0; form == FOUR_BITS && i < ORDER; i++)
-        for (long byte = 0; byte < 4; byte++)
-          to[k / 2 + 4 * i + byte] = numbers.bytes[2 * byte * ORDER + i] | numbers.bytes[(2 * byte + 1) * ORDER + i] << 4;
-    }
-}
-
 /* A packed matrix that is not what MLX takes it for would be read beyond its end. */
 static int is_as_said(const Packed *a, const Product *p) {
   if (a->form == SOFTMAX || a->form == CAP) return p->N == p->K && is_plain(p);
@@ -1849,6 +2012,7 @@ static int is_as_said(const Packed *a, const Product *p) {
   if (is_delta(a))
     return p->N == (long)states_of(p)->Hv * states_of(p)->Dv &&
            p->K == inputs_of(states_of(p)) + 2 * states_of(p)->Hv + NUMBERS_OF_A_MOVE && is_plain(p);
+  if (a->form == MEMORY) return p->M == 1 && p->K == 1;
   if (is_operation(a)) return p->N * 2 == p->K && is_plain(p);
   if (is_rounded(a->form) && !is_plain(p)) return 0;
   return p->N == a->N && p->K == a->K && p->ldw == p->K && !p->is_turned;

@@ -36,6 +36,7 @@ import struct
 import sys
 from array import array
 from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from base.installation import IS_INSTALLED, install
@@ -46,15 +47,17 @@ from kernels.build import FORMS, SOURCE, library, source_hash
 MOST_THREADS = 16  # by default; memory bandwidth is the limit before that, and more are untested
 # The hash of what every library computes in the check, on any processor. It changes with the order of
 # a sum: the line that refuses the library names the new one.
-BITS = "1b1fe905d421a19e1c1073875023b972"
+BITS = "fa346f5b852cf3566d75f1455a402226"
 PLAIN_BITS = (
-    "db16df916739dbdd2b4fb00cc89cbe6f"  # without fused multiply-adds; nothing else has these
+    "bd8c9dfb5391d1295b4f0d095cc1a648"  # without fused multiply-adds; nothing else has these
 )
 
 # Numbers and operations on rows, in the order of the `enum` in `cpu_kernels.c`
 FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS = range(5)
 ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8 = range(5, 9)  # for activations in 8 bits
-SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU = range(9, 17)
+SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY = range(9, 18)
+OF_GGUF = 100  # types of a file, from which weights are laid down; smaller: the bits of a weight
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = range(OF_GGUF, OF_GGUF + 8)
 LINE = 64  # bytes of the header of a packed matrix; a cache line
 ORDER = 16  # the number of partial sums of a product
 WIDE = 144  # columns of a turned matrix: more vectors of any form than a tile takes, and a rest
@@ -395,29 +398,20 @@ def packed(
 ) -> array:
     """The memory of a packed matrix of random numbers."""
     rows = -(-N // ORDER) * ORDER if form >= ROUNDED_4 else N  # panels are whole
-    if bits == 16:
-        weights = written(drawn(draw, N * K), form)
-    else:
-        weights = ctypes.create_string_buffer(rows * library.rows_width(form, ctypes.c_long(K)))
-        in_a_file = draw.randbytes(N * K * bits // 8)
-        library.rows_lay(in_a_file, bits, weights, form, ctypes.c_long(N), ctypes.c_long(K))
-    memory = bytes(LINE)
-    places = []  # of weights, scales and offsets, in lines
-    for part in (
-        weights,
-        *(
-            written(drawn(draw, rows * K // group), form_of_scales)
-            for _ in range(1 if center else 2)
-        ),
-    ):
-        places.append(len(memory) // LINE)
-        memory += bytes(part) + bytes(-len(part) % LINE)
-    matrix = array("B", memory + bytes(LINE))
+    weights = drawn(draw, N * K) if bits == 16 else draw.randbytes(N * K * bits // 8)
+    weights = written(weights, form) if bits == 16 else weights
+    factors = [written(drawn(draw, N * K // group), form_of_scales) for _ in range(2)]
+    sizes = [rows * library.rows_width(form, ctypes.c_long(K))]
+    sizes += [len(factors[0]) // N * rows] * (1 if center else 2)
+    # The first line of weights, scales and offsets; last, the end
+    places = [*accumulate((-(-size // LINE) for size in sizes), initial=1)]
+    matrix = array("B", bytes((places[-1] + 1) * LINE))
     at = ctypes.c_void_p(matrix.buffer_info()[0])
-    scales, offsets = places[1], places[-1]
-    library.rows_pack(
-        at, form, form_of_scales, N, K, group, scales, offsets, ctypes.c_float(center)
-    )
+    kind = (form, form_of_scales, N, K, group, places[1], places[-2])
+    library.rows_pack(at, *kind, ctypes.c_float(center))
+    rows_laid = ctypes.c_long(0), ctypes.c_long(N)
+    offsets = None if center or bits == 16 else factors[1]
+    library.rows_lay(at, *rows_laid, bits, weights, factors[0], offsets)
     return matrix
 
 

@@ -27,6 +27,8 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -67,6 +69,9 @@ BITS = {
     library.ROUNDED_8: 8,
 }
 MLX_GROUPS = (32, 64, 128)  # group sizes that MLX's own products support
+PARTS = ("weight", "scales", "offsets")
+LEAST_SHARE = 2**18  # bytes of a file that a thread lays down at a time
+MOST_AT_ONCE = 2**30  # bytes of an allocation: MLX counts the numbers of an array in 32 bits
 LEAST = 16  # numbers in a row of a packed matrix; a header takes as much memory
 
 
@@ -75,6 +80,15 @@ class Claim:
 
     def __init__(self, array: mx.array):
         self.array = array  # (in, out), or (experts, in, out)
+
+
+class Blocks(NamedTuple):
+    """A type of GGUF: rows are blocks, which hold weights, scales and offsets."""
+
+    source: int  # as `cpu_kernels.c` calls it
+    size: int  # the weights of a block,
+    nbytes: int  # and its bytes
+    factors: mx.Dtype  # of scales and offsets in memory
 
 
 class Matrix(NamedTuple):
@@ -95,6 +109,7 @@ class Matrix(NamedTuple):
     claim: Claim | None = None  # if it is packed for our own product; None: MLX multiplies
     rounds: bool = False  # activations are rounded to 8 bits
     center: float = 0.0
+    blocks: Blocks | None = None  # `weight` holds blocks of a file (`packed`), as uint16 numbers
 
     def __call__(self, x: mx.array, chosen: mx.array | None = None) -> mx.array:
         """(..., in) -> (..., out)
@@ -152,20 +167,23 @@ class Matrix(NamedTuple):
     @property
     def width(self) -> int:
         """The numbers in a row of a packed matrix."""
+        if self.blocks:
+            return self.weight.shape[-1] * 2 // self.blocks.nbytes * self.blocks.size
         return groups_of(self.scales, self.group) * self.group
 
     @property
     def packing(self) -> tuple:
         """What must be equal in matrices that are joined."""
-        if self.scales is None:
+        if self.scales is None and not self.blocks:
             return ()
-        return self.bits, self.group, self.center, self.weight.dtype, self.scales.dtype
+        scales = None if self.blocks else self.scales.dtype
+        return self.bits, self.group, self.center, self.weight.dtype, scales, self.blocks
 
 
 def joined(parts: Sequence[Matrix]) -> Matrix:
-    """Join matrices of the same input that are packed alike. The outputs are concatenated.
+    """Join matrices of the same input that are stored alike. The outputs are concatenated.
 
-    So the input is read once, and one product runs instead of three.
+    So the input is read once, and one product runs instead of three. `packed` joins, too.
     """
     if len(parts) == 1:
         return parts[0]
@@ -188,60 +206,126 @@ def joined_biases(parts: Sequence[Matrix]) -> mx.array | None:
     )
 
 
-def packed(matrix: Matrix, rounds: bool = False) -> Matrix:
-    """Copy a matrix into memory as our product reads it. `rounds`: round activations to 8 bits, unless
-    weights have 16."""
-    group = matrix.group
-    rounds = rounds and matrix.bits < 16
-    K = matrix.width
-    form = form_of(matrix.bits, rounds) or FORMS[matrix.weight.dtype]
-    *many, N, _ = matrix.weight.shape
-    weight, *factors = matrix.arrays.values()
-    rows = rows_of(N, rounds)
-    if rounds:
-        factors = [in_panels(array, group) for array in factors]
-    arrays = [mx.contiguous(array) for array in (weight, *factors)]
+def packed(*parts: Matrix, rounds: bool = False, memory: Memory | None = None) -> Matrix:
+    """Lay matrices of the same input, which are stored alike, into memory as our product reads them: as one
+    matrix. `rounds`: round activations to 8 bits, unless weights have 16."""
+    first = parts[0]
+    rounds = rounds and first.bits < 16
+    K, group = first.width, first.group
+    form = form_of(first.bits, rounds) or FORMS[first.weight.dtype]
+    *many, _, _ = first.weight.shape
+    N = sum(part.weight.shape[-2] for part in parts)
     count = math.prod(many)  # one matrix, or one for each expert
-    row = row_nbytes(K, form)
-    sizes = [rows * row, *(array.nbytes // count for array in arrays[1:])]
+    dtype = first.blocks.factors if first.blocks else first.scales.dtype
+    has_offsets = first.bits < 16 and not first.center
+    rows = rows_of(N, rounds)
+    # Bytes of a row
+    widths = [row_nbytes(K, form)] + [factors_nbytes(K, group, dtype)] * (1 + has_offsets)
     # The first line of weights, scales and offsets in a matrix; last, its end
-    places = [*accumulate((-(-nbytes // LINE) for nbytes in sizes), initial=1)]
-    lines = places[-1]
-    # One line more for the alignment, and one at the end, because whole vectors are read
-    memory = mx.zeros((count * lines + 2) * LINE // 4, mx.uint32)
-    begin = address(memory)
-    start = -begin % LINE
-
-    def view(dtype: mx.Dtype, line: int, shape: Sequence[int], strides: Sequence[int]) -> mx.array:
-        """A view of what begins in this line of each matrix."""
-        to_next = lines * LINE // dtype.size
-        first = (start + line * LINE) // dtype.size
-        strides = [to_next] * len(many) + [*strides]
-        return mx.as_strided(memory.view(dtype), (*many, *shape), strides, first)
-
-    scales, offsets = places[1], places[-2]
-    kind = (form, FORMS[matrix.scales.dtype], N, K, group)
-    said = (*kind, scales, offsets, ctypes.c_float(matrix.center))
-    sources = [address(array) for array in arrays]
+    places = [*accumulate((-(-rows * width // LINE) for width in widths), initial=1)]
+    to_next = places[-1] * LINE
+    array, start = (memory or Memory()).take(count * to_next)
+    at = address(array) + start
+    kind = (form, FORMS[dtype], N, K, group, places[1], places[-2])
     for index in range(count):
-        at = begin + start + index * lines * LINE
-        device.blas.library.rows_pack(ctypes.c_void_p(at), *said)
-        for n, array in enumerate(arrays):
-            nbytes = array.nbytes // count
-            source = sources[n] + index * nbytes
-            target = at + places[n] * LINE
-            if n or matrix.bits == 16:
-                ctypes.memmove(target, source, nbytes)
-            else:
-                lay(source, matrix.bits, target, form, N, K)
-    kept = {}
-    widths = [row // matrix.weight.dtype.size, *(array.shape[-1] for array in arrays[1:])]
-    for name, array, place, width in zip(matrix.arrays, arrays, places, widths, strict=False):
-        kept[name] = view(array.dtype, place, (rows, width), (width, 1))
-    claimed = view(mx.float32, 0, (K, N), (1, K))
+        place = ctypes.c_void_p(at + index * to_next)
+        device.blas.library.rows_pack(place, *kind, ctypes.c_float(first.center))
+    lay(parts, at, to_next)
+
+    def view(dtype: mx.Dtype, line: int, *shape: int, strides: Sequence[int]) -> mx.array:
+        """A view of what begins in this line of each matrix."""
+        begin = (start + line * LINE) // dtype.size
+        strides = [to_next // dtype.size] * len(many) + [*strides]
+        return mx.as_strided(array.view(dtype), (*many, *shape), strides, begin)
+
+    kept = {"offsets": None}
+    dtypes = [first.weight.dtype if first.bits == 16 else mx.uint32, dtype, dtype]
+    for name, each, place, nbytes in zip(PARTS, dtypes, places, widths, strict=False):
+        width = nbytes // each.size
+        kept[name] = view(each, place, rows, width, strides=(width, 1))
+    claimed = view(mx.float32, 0, K, N, strides=(1, K))
     mx.eval(kept, claimed)
-    bits = BITS.get(form, 16)
-    return matrix._replace(**kept, bits=bits, claim=Claim(claimed), rounds=rounds)
+    return Matrix(
+        **kept,
+        bias=joined_biases(parts),
+        bits=BITS.get(form, 16),
+        group=group,
+        claim=Claim(claimed),
+        rounds=rounds,
+        center=first.center,
+    )
+
+
+def lay(parts: Sequence[Matrix], at: int, to_next: int) -> None:
+    """Fill the rows of a matrix with those of its parts, or of several matrices that are `to_next` bytes
+    apart. Threads share the rows."""
+    jobs = []
+    first = 0
+    held = []  # arrays, until their rows are there
+    for part in parts:
+        *many, N, _ = part.weight.shape
+        arrays = [mx.contiguous(array) for array in part.arrays.values()]
+        held.append(arrays)
+        sources = [(address(array), array.nbytes // math.prod((*many, N))) for array in arrays]
+        source = part.blocks.source if part.blocks else part.bits
+        share = -(-max(LEAST_SHARE // sources[0][1], 1) // ORDER) * ORDER  # whole panels
+        for index in range(math.prod(many)):
+            for row in range(0, N, share):
+                rows = ctypes.c_long(first + row), ctypes.c_long(min(share, N - row))
+                places = [begin + (index * N + row) * width for begin, width in sources]
+                places += [0] * (3 - len(places))
+                pointers = (ctypes.c_void_p(place) for place in places)
+                jobs.append((ctypes.c_void_p(at + index * to_next), *rows, source, *pointers))
+        first += N
+    lay_rows = device.blas.library.rows_lay
+    threads = min(library.threads(), len(jobs))
+    if threads < 2:
+        for job in jobs:
+            lay_rows(*job)
+        return
+    with ThreadPoolExecutor(threads) as pool:  # ctypes lets go of the interpreter meanwhile
+        for future in [pool.submit(lay_rows, *job) for job in jobs]:
+            future.result()
+
+
+class Memory:
+    """Memory for packed matrices: an allocation in large pages, from which each takes a part."""
+
+    def __init__(self, expected: int = 0):
+        """`expected`: the bytes that all matrices will take."""
+        self.expected = expected
+        self.array: mx.array | None = None
+        self.begin = self.end = 0  # what is left of it, in bytes
+
+    def take(self, nbytes: int) -> tuple[mx.array, int]:
+        """Memory of so many bytes: an array of uint32, and where in it a line of the cache begins."""
+        if self.begin + nbytes > self.end:
+            size = max(nbytes, min(self.expected, MOST_AT_ONCE))
+            self.expected -= size
+            # A line more for the alignment, and one at the end, because whole vectors are read
+            self.array = unwritten(size + 2 * LINE)
+            self.begin = -address(self.array) % LINE
+            self.end = self.begin + size
+        self.begin += nbytes
+        return self.array, self.begin - nbytes
+
+
+def unwritten(nbytes: int) -> mx.array:
+    """An array of uint32 that nobody has written to, in large pages where the system has them. MLX makes no
+    such array itself, but it leaves the result of a product to whoever multiplies."""
+    count = -(-nbytes // 4)
+    claim = mx.as_strided(memory_header(), (1, count), (count, 1))
+    array = (mx.ones((1, 1)) @ claim).flatten().view(mx.uint32)
+    mx.eval(array)
+    return array
+
+
+@cache
+def memory_header() -> mx.array:
+    header = mx.zeros(LINE // 4)
+    at = ctypes.c_void_p(address(header))
+    device.blas.library.rows_operation(at, library.MEMORY, 0, ctypes.c_float(0))
+    return header
 
 
 def form_of(bits: int, rounds: bool) -> int | None:
@@ -252,19 +336,6 @@ def form_of(bits: int, rounds: bool) -> int | None:
 def rows_of(N: int, rounds: bool) -> int:
     """The number of rows in memory: panels are whole."""
     return -(-N // ORDER) * ORDER if rounds else N
-
-
-def in_panels(factors: mx.array, group: int) -> mx.array:  # (..., N, width) -> (..., rows, width)
-    """Arrange scales or offsets in panels: those of 16 rows together, group by group. The last panel is
-    padded with zeros."""
-    *many, N, width = factors.shape
-    factors = mx.pad(factors, [(0, 0)] * len(many) + [(0, -N % ORDER), (0, 0)])
-    parts = [
-        part.reshape(*many, -1, ORDER, part.shape[-1]).swapaxes(-1, -2).flatten(-2)
-        for part in parts_of(factors, group)
-    ]
-    parts = [mx.contiguous(part).view(factors.dtype) for part in parts]
-    return mx.concatenate(parts, axis=-1).reshape(*many, -1, width)
 
 
 def from_panels(array: mx.array, ids: mx.array, group: int) -> mx.array:  # -> (..., width)
@@ -286,6 +357,11 @@ def parts_of(factors: mx.array, group: int) -> list[mx.array]:
         return [factors]
     groups = groups_of(factors, group)
     return [factors[..., :groups], mx.contiguous(factors[..., groups:]).view(mx.float16)]
+
+
+def factors_nbytes(K: int, group: int, dtype: mx.Dtype) -> int:
+    """The memory of a row's scales, or of its offsets."""
+    return K // group * dtype.size + (K // SPAN * 2 if dtype == mx.uint8 else 0)
 
 
 def groups_of(factors: mx.array, group: int) -> int:
@@ -317,12 +393,6 @@ def dequantized(
     numbers = mx.dequantize(weight, ones, mx.zeros_like(ones), least, bits)
     numbers = mx.unflatten(numbers, -1, (-1, group))
     return (numbers * scales[..., None] + offsets[..., None]).flatten(-2)
-
-
-def lay(source: int, bits: int, target: int, form: int, N: int, K: int) -> None:
-    """Write weights that have this number of bits in a file as our product reads them."""
-    places = ctypes.c_void_p(source), bits, ctypes.c_void_p(target), form
-    device.blas.library.rows_lay(*places, ctypes.c_long(N), ctypes.c_long(K))
 
 
 def row_nbytes(K: int, form: int) -> int:

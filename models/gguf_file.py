@@ -6,11 +6,13 @@ Every claim of a file is checked against its size first. The `gguf` package read
 9 s for the 300,000 strings of a vocabulary; this takes 0.3 s.
 """
 
+import ctypes
 import math
 import os
 import re
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -76,21 +78,38 @@ class GgufTensor(NamedTuple):
     begin: int  # in the file
     nbytes: int
 
-    def read_pieces(self, most: int) -> Iterator[bytes]:
-        """Its bytes, at most `most` at a time."""
+    def read_into(self, buffer: ctypes.Array[ctypes.c_char]) -> None:
+        """Read all its bytes."""
+        view = memoryview(buffer).cast("B")
+        with self.opened() as file:
+            start = 0
+            while start < self.nbytes:
+                count = file.readinto(view[start:])
+                if not count:
+                    raise ValueError("it has become shorter")
+                start += count
+
+    @contextmanager
+    def opened(self) -> Iterator[BinaryIO]:
+        """The file at its first byte."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.begin)
-                for start in range(0, self.nbytes, most):
-                    count = min(most, self.nbytes - start)
-                    data = file.read(count)
-                    if len(data) < count:
-                        raise ValueError("it has become shorter")
-                    yield data
+                yield file
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"{self.path} cannot be read ({one_line(error)}); download it again."
             ) from None
+
+    def read_pieces(self, most: int) -> Iterator[bytes]:
+        """Its bytes, at most `most` at a time."""
+        with self.opened() as file:
+            for start in range(0, self.nbytes, most):
+                count = min(most, self.nbytes - start)
+                data = file.read(count)
+                if len(data) < count:
+                    raise ValueError("it has become shorter")
+                yield data
 
 
 @dataclass(frozen=True)

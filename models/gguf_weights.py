@@ -17,14 +17,16 @@ are kept in this form (`widened` in `kernels/packed.py`).
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from base.untrusted_files import ModelError
+from kernels import library
 from kernels.device import mx
-from kernels.packed import SPAN, widened, words
+from kernels.packed import SPAN, Blocks, address, unwritten, widened, words
 from models.config import Config
 from models.gguf_config import FREQUENCIES, names, renamed
 from models.gguf_file import GgufTensor, read_gguf
@@ -126,17 +128,18 @@ class Form(NamedTuple):
     group: int
     factors: mx.Dtype = mx.float16  # of scales and offsets
     center: float = 0.0  # if not 0, an offset is its scale times this
+    halves: tuple[int, ...] = (0,)  # where a block has float16 numbers, in bytes
 
 
 FORMS = {
     "Q4_0": Form(q4_0, 4, 32, center=-8),
-    "Q4_1": Form(q4_1, 4, 32),
+    "Q4_1": Form(q4_1, 4, 32, halves=(0, 2)),
     "Q5_0": Form(q5_0, 5, 32, center=-16),
-    "Q5_1": Form(q5_1, 5, 32),
+    "Q5_1": Form(q5_1, 5, 32, halves=(0, 2)),
     "Q8_0": Form(q8_0, 8, 32, center=-128),
-    "Q4_K": Form(q4_k, 4, 32, mx.uint8),
-    "Q5_K": Form(q5_k, 5, 32, mx.uint8),
-    "Q6_K": Form(q6_k, 6, 16, mx.uint8, center=-32),
+    "Q4_K": Form(q4_k, 4, 32, mx.uint8, halves=(0, 2)),
+    "Q5_K": Form(q5_k, 5, 32, mx.uint8, halves=(0, 2)),
+    "Q6_K": Form(q6_k, 6, 16, mx.uint8, -32, (208,)),
 }
 
 
@@ -181,6 +184,24 @@ class GgufWeights(Weights):
             )
         form = FORMS[stored.type.name]
         return form.bits, form.group, form.center
+
+    def blocks_of(self, name: str) -> Blocks | None:
+        kind = self.file.tensors[self.tensors[name].name].type
+        if kind.name not in FORMS:
+            return None
+        source = getattr(library, kind.name)
+        return Blocks(source, kind.block, kind.nbytes, FORMS[kind.name].factors)
+
+    def read_blocks(self, name: str) -> mx.array:
+        tensor = self.tensors[name]
+        stored = self.file.tensors[tensor.name]
+        array = unwritten(stored.nbytes)
+        stored.read_into((ctypes.c_char * stored.nbytes).from_address(address(array)))
+        numbers = array.view(mx.uint16)[: stored.nbytes // 2]
+        blocks = numbers.reshape(-1, stored.type.nbytes // 2)
+        for at in FORMS[stored.type.name].halves:
+            self._check_numbers(tensor, mx.contiguous(blocks[:, at // 2]).view(mx.float16))
+        return numbers.reshape(*stored.shape[:-1], -1)
 
     def _read(self, tensor: Tensor) -> mx.array:
         name = re.sub(r"\.(scales|biases)$", ".weight", tensor.name)

@@ -21,10 +21,12 @@ from base.validation import shown
 from distributed.group import ALONE, Ranks
 from kernels import device, fused_attention_check
 from kernels.device import mx, readable
+from kernels.library import LINE
 from kernels.packed import (
     LEAST,
     MLX_GROUPS,
     Matrix,
+    Memory,
     dequantized,
     groups_of,
     joined,
@@ -130,6 +132,7 @@ class ModelReader:
         self.sinks: dict[int, dict[int, mx.array]] = {}  # by attention type and layer
         self.choices = Choices(config.layers) if config.experts else None
         has_head = not ranks.rank
+        self.memory = Memory()  # of packed matrices
         self.nbytes = self.weights.nbytes(self.config, self.form, has_head, self.rounds)
         free = device.free_memory()
         self.free = None if free is None else free + held
@@ -190,6 +193,8 @@ class ModelReader:
 
     def read_model(self) -> Model:
         self.check_room()
+        # Headers and whole lines of the cache are not in the estimate
+        self.memory = Memory(self.nbytes + 4 * LINE * len(self.weights.tensors))
         c = self.config
         # Evaluate layer by layer: else the files' arrays and ours would all be in memory together
         positions = [(*c.positions(i), c.heads(i).Dh) for i in range(c.layers)]
@@ -224,6 +229,7 @@ class ModelReader:
             quantization=self.weights.quantization(self.config),
             arithmetic="int8" if self.rounds else "float",
         )
+        del self.memory  # held by the matrices
         cost = counted(model)
         if self.form == "float32" and self.weights.are_narrow:
             cost = cost._replace(form=f"{cost.form}, widened")
@@ -360,7 +366,7 @@ class ModelReader:
                 return experts
             shared = f"{name}shared_expert"
             gate_up = self.linear(f"{shared}.gate_proj", f"{shared}.up_proj")
-            gate = self.part(f"{shared}_gate").embed(mx.array([0]))[0]
+            gate = self.kept(self.part(f"{shared}_gate")).embed(mx.array([0]))[0]
             return SharedExpert(experts, Mlp(gate_up, self.linear(f"{shared}.down_proj")), gate)
         gate_up = self.linear(f"{name}gate_proj", f"{name}up_proj")
         return Mlp(gate_up, self.linear(f"{name}down_proj"), self.config.gelu)
@@ -381,7 +387,9 @@ class ModelReader:
 
     def load_tensor(self, name: str) -> mx.array:
         """A tensor as the files have it; queries and keys with each head in the order of `Rope.order`."""
-        array = self.weights.read_tensor(name)
+        return self.in_order(self.weights.read_tensor(name), name)
+
+    def in_order(self, array: mx.array, name: str) -> mx.array:
         Dh = self.config.Dh
         order = self.config.rope.order(Dh)
         turns = name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
@@ -399,10 +407,12 @@ class ModelReader:
         """Projections of the same input, as one if they are stored alike."""
         if len({part.packing for part in parts}) > 1:
             return SideBySide(tuple(self.kept(part) for part in parts))
-        return self.kept(joined(parts))
+        return self.kept(*parts)
 
-    def kept(self, matrix: Matrix) -> Matrix:
-        return packed(matrix, self.rounds) if self.form == "packed" and matrix.bits else matrix
+    def kept(self, *parts: Matrix) -> Matrix:
+        if self.form == "packed" and parts[0].bits:
+            return packed(*parts, rounds=self.rounds, memory=self.memory)
+        return joined(parts)
 
     def part(self, module: str) -> Matrix:
         """The matrix of a module, or this rank's shard of it."""
@@ -415,10 +425,9 @@ class ModelReader:
         # If ranks have some columns each, their outputs are summed, so only rank 0 adds the bias
         if f"{module}.bias" in has and not (self.ranks.rank and columns.stop):
             bias = self.tensor(f"{module}.bias")[rows]
-        weight = self.load_tensor(name)
         if f"{module}.scales" in has:
-            return self.quantized(module, weight, bias, rows, columns)
-        weight = cut_out(weight, rows, columns)
+            return self.quantized(module, bias, rows, columns)
+        weight = cut_out(self.load_tensor(name), rows, columns)
         if self.form == "packed" and weight.dtype != mx.float32 and weight.shape[-1] >= LEAST:
             # The factor becomes a scale: multiplied in advance, the weight would need more bits
             scales = mx.full((*weight.shape[:-1], 1), self.config.factor(name), mx.float32)
@@ -428,7 +437,6 @@ class ModelReader:
     def quantized(
         self,
         module: str,
-        weight: mx.array,
         bias: mx.array | None,
         rows: slice,
         columns: slice,
@@ -438,6 +446,12 @@ class ModelReader:
         bits = self.weights.tensors[name].bits
         group = self.weights.tensors[name].group
         center = self.weights.tensors[name].center
+        K = self.weights.tensors[name].shape[-1] * 32 // bits
+        is_whole = columns.indices(K) == (0, K, 1) and self.config.factor(name) == 1
+        if self.form == "packed" and is_whole and (blocks := self.weights.blocks_of(name)):
+            weight = self.in_order(self.weights.read_blocks(name), name)[..., rows, :]
+            return Matrix(weight, bias, bits=bits, group=group, center=center, blocks=blocks)
+        weight = self.load_tensor(name)
         scales = self.load_tensor(f"{module}.scales")
         offsets = None if center else self.load_tensor(f"{module}.biases")
         width = groups_of(scales, group) * group

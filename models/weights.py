@@ -19,7 +19,7 @@ from base.untrusted_files import LARGEST_HEADER, ModelError, check_plain, read_j
 from base.validation import one_line, shown
 from kernels import device
 from kernels.device import mx
-from kernels.packed import LEAST, MLX_GROUPS, SPAN, form_of, row_nbytes, rows_of
+from kernels.packed import LEAST, MLX_GROUPS, Blocks, factors_nbytes, form_of, row_nbytes, rows_of
 from models import mxfp4
 from models.config import Config
 from models.mxfp4 import Mxfp4
@@ -328,7 +328,9 @@ class Weights:
             return 2 * count
         if width % tensor.group:
             return (4 if form == "packed" else size) * count
-        factors = size * (width // tensor.group) + 2 * (width // SPAN) * (size == 1)  # of a row
+        factors = factors_nbytes(
+            width, tensor.group, {1: mx.uint8, 2: mx.float16, 4: mx.float32}[size]
+        )
         if form != "packed":
             return tensor.bits * count // 8 + 2 * factors * (count // width)
         *many, N, _ = shape
@@ -513,6 +515,14 @@ class Weights:
             array = tensor.mxfp4(array)
         self._check_numbers(tensor, array)
         return array
+
+    def blocks_of(self, name: str) -> Blocks | None:
+        """The type of a tensor that `packed` can take as it is in a GGUF file."""
+        return None
+
+    def read_blocks(self, name: str) -> mx.array:
+        """Read and check one tensor in its blocks."""
+        raise NotImplementedError
 
     def _check_numbers(self, tensor: Tensor, array: mx.array) -> None:
         """Refuse NaN and infinity.

@@ -24,7 +24,7 @@ void cblas_sgemm(int, int, int, int, int, int, float, const float *, int, const 
 int rows_start(int wanted);
 void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets, float center);
 long rows_width(int form, long K);
-void rows_lay(const uint8_t *from, int bits, uint8_t *to, int form, long rows, long K);
+void rows_lay(void *matrix, long first, long count, int source, const uint8_t *from, const char *scales, const char *offsets);
 void rows_operation(void *at, int form, int width, float setting);
 
 static atomic_long compared, differ, wrong, packed, unlike, operations, off, rounded, uneven;
@@ -163,16 +163,20 @@ static void examine_packed(unsigned *state, int M, int N, int K, int form, int g
   void *offsets = random_form(state, form_of_scales, groups, offset);
   long at_scales = 1 + lines(N * rows_width(form, K)), at_offsets = at_scales + lines(groups * nbytes);
   char *w = malloc(64 * (has_offsets ? at_offsets : at_scales) + groups * nbytes + 64); /* one vector, and not a byte more */
+  rows_pack(w, form, form_of_scales, N, K, group, at_scales, has_offsets ? at_offsets : 0, 0);
   if (bits == 16) {
     void *numbers = random_form(state, form, count, wide);
-    memcpy(w + 64, numbers, 2 * count);
+    rows_lay(w, 0, N, 16, numbers, scales, NULL);
     for (long i = 0; i < count; i++) wide[i] *= scale[i / group];
     free(numbers);
   } else {
     int narrow = bits == 4 ? between(state, 0, 1) ? 4 : 2 : (int[]){3, 5, 6, 8}[between(state, 0, 3)];
     uint8_t *from = malloc(count * narrow / 8);
     for (long i = 0; i < count * narrow / 8; i++) from[i] = draw(state);
-    rows_lay(from, narrow, (uint8_t *)w + 64, form, N, K);
+    const int some = between(state, 0, N); /* in two parts, of which the second may begin anywhere */
+    rows_lay(w, some, N - some, narrow, from + (long)some * K * narrow / 8, (char *)scales + (long)some * K / group * nbytes,
+             (char *)offsets + (long)some * K / group * nbytes);
+    rows_lay(w, 0, some, narrow, from, scales, offsets);
     for (long i = 0; i < count; i++) {
       int number = 0;
       for (int bit = 0; bit < narrow; bit++) {
@@ -184,9 +188,6 @@ static void examine_packed(unsigned *state, int M, int N, int K, int form, int g
     }
     free(from);
   }
-  memcpy(w + 64 * at_scales, scales, groups * nbytes);
-  if (has_offsets) memcpy(w + 64 * at_offsets, offsets, groups * nbytes);
-  rows_pack(w, form, form_of_scales, N, K, group, at_scales, has_offsets ? at_offsets : 0, 0);
 
   int is_plain = between(state, 0, 3) > 0;
   float alpha = is_plain ? 1 : 0.7f, beta = is_plain ? 0 : 0.3f;
@@ -220,25 +221,24 @@ static void draw_and_examine_packed(unsigned *state, int M, int most_N, int most
 static void examine_rounded(unsigned *state, int form, int M, int N, int groups) {
   const int bits = (int[]){4, 5, 6, 8}[form - ROUNDED_4], group = form == ROUNDED_6 ? 16 << between(state, 0, 1) : 32 << between(state, 0, 2);
   const int K = groups * group, rows = (N + 15) / 16 * 16, has_offsets = between(state, 0, 1);
-  const long count = (long)rows * K, factors = (long)rows * groups;
-  const int at_scales = 1 + lines(rows * rows_width(form, K)), at_offsets = at_scales + lines(4 * factors);
+  const long count = (long)rows * K, factors = (long)N * groups;
+  const int at_scales = 1 + lines(rows * rows_width(form, K)), at_offsets = at_scales + lines(4L * rows * groups);
   const float center = has_offsets ? 0 : -(1 << (bits - 1));
-  uint8_t *from = calloc(count + 1, 1), *w = aligned_alloc(64, 64L * (at_offsets + lines(4 * factors) + 1));
+  uint8_t *from = calloc(count + 1, 1), *w = aligned_alloc(64, 64L * (at_offsets + lines(4L * rows * groups) + 1));
   float *x = random_numbers(state, (long)M * K, 1), *y = malloc(sizeof(float) * M * N), *own = malloc(sizeof(float) * N);
   for (long i = 0; i < (long)N * K * bits / 8; i++) from[i] = draw(state);
-  memset(w, 0, 64L * (at_offsets + lines(4 * factors) + 1));
-  rows_lay(from, bits, w + 64, form, N, K);
-  rows_pack(w, form, FLOAT32, N, K, group, at_scales, has_offsets ? at_offsets : at_scales, center);
-  float *scales = (float *)(w + 64L * at_scales), *offsets = (float *)(w + 64L * at_offsets);
+  float *scales = malloc(4 * factors), *offsets = malloc(4 * factors);
   for (long i = 0; i < factors; i++) scales[i] = (draw(state) % 1000 - 500.0f) / 500;
   for (long i = 0; i < factors; i++) offsets[i] = has_offsets ? (draw(state) % 1000 - 500.0f) / 50 : 0;
+  rows_pack(w, form, FLOAT32, N, K, group, at_scales, has_offsets ? at_offsets : at_scales, center);
+  rows_lay(w, 0, N, bits, from, (char *)scales, has_offsets ? (char *)offsets : NULL);
   for (long i = 0; i < (long)M * K; i++) x[i] = i % group ? between(state, -127, 127) : 127;
   cblas_sgemm(101, 111, 112, M, N, K, 1, x, K, (float *)w, K, 0, y, N);
   for (int m = 0; m < M; m++) {
     for (int n = 0; n < N; n++) {
       double sum = 0, size = 0;
       for (int k = 0; k < K; k++) {
-        long bit = ((long)n * K + k) * bits, factor = ((long)n / 16 * groups + k / group) * 16 + n % 16;
+        long bit = ((long)n * K + k) * bits, factor = (long)n * groups + k / group;
         int number = (from[bit / 8] | from[bit / 8 + 1] << 8) >> bit % 8 & ((1 << bits) - 1);
         double weight = number * scales[factor] + (has_offsets ? offsets[factor] : scales[factor] * center);
         sum += x[(long)m * K + k] * weight;
@@ -255,8 +255,8 @@ static void examine_rounded(unsigned *state, int form, int M, int N, int groups)
     }
   }
   atomic_fetch_add(&rounded, 1);
-  void *all[] = {from, w, x, y, own};
-  for (int i = 0; i < 5; i++) free(all[i]);
+  void *all[] = {from, w, x, y, own, scales, offsets};
+  for (int i = 0; i < 7; i++) free(all[i]);
 }
 
 /* --- operations on rows -------------------------------------------------------------------------------------------- */

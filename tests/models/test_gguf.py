@@ -235,7 +235,7 @@ UNFIT = {
     "a tensor is missing": ({}, without(Q), f"lacks the tensor {Q}"),
     "a wrong shape": ({}, cut(Q), Q, "(128, 256)", "(256, 256)"),
     "a norm's wrong shape": ({}, cut("output_norm.weight"), "(128,)", "(256,)"),
-    "NaN": ({}, filled(Q, np.nan), "blk.0.attn_q.scales holds NaN"),
+    "NaN": ({}, filled(Q, np.nan), "blk.0.attn_q.weight holds NaN"),
     "another architecture": ({"general.architecture": "mamba"}, None, "'mamba'", "llama, qwen2"),
     "a list of pre-tokenizers": ({f"{T}pre": ["qwen2"]}, None, "qwen2"),
     "parts in words": ({"split.count": "two"}, None, "-00001-of-"),
