@@ -145,7 +145,7 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
     cached(home, "a/four", quantize=lambda module: (4, 32), **wide)
     cached(home, "b/other")
     for name, changes in (
-        ("c/unknown", {"model_type": "gpt_oss"}),
+        ("c/unknown", {"model_type": "mamba2"}),
         ("d/mrope", {"rope_scaling": {"rope_type": "mrope"}}),
         ("e/strange", {"model_type": ["x" * 5000], "quantization": {"bits": "\x1b[2J"}}),
     ):
@@ -173,7 +173,7 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
         ("demo", " 3M ", "yes"),
         ("a/four", " 4-bit ", "yes"),
         ("b/other", " float32 ", "yes"),
-        ("c/unknown", " gpt_oss ", "gpt_oss is not served"),
+        ("c/unknown", " mamba2 ", "mamba2 is not served"),
         ("d/mrope", "", "rope type 'mrope' not supported"),
         ("e/strange", "", "is not served"),
         ("f/half", "", "not all of it downloaded"),
