@@ -29,8 +29,8 @@ exception: attention multiplies rows that it must not see by zero, but 0 x NaN i
 may hold a number that is not finite are zeroed first. A NaN in another slot does no harm, because a
 sequence reads its own slot and no other.
 
-This file knows slots, rows and lengths, never requests. Where next: `sched.py`, which assigns the
-slots; which of the free ones a prompt gets is decided in `prefix.py`.
+This file knows slots, rows and lengths, never requests. Where next: `request.py` and
+`sched.py`, which assigns the slots; which of the free ones a prompt gets is decided in `prefix.py`.
 """
 
 from collections.abc import Sequence

@@ -51,10 +51,11 @@ from models.layers import Model
 from models.memory import Sizes
 from policies import DEFAULT, POLICIES, policy_of
 from prompt_lookup import Drafter, PromptLookup
-from runner import ForwardBatch, InFlightStep, Runner, sampling_rows
+from request import Chunk, Decode, Plan, QueueFull, Request, Stateless
+from runner import ForwardBatch, Runner, RunningStep, sampling_rows
 from sampling import SamplingRow
 from sampling_params import SamplingParams
-from sched import Chunk, Decode, Plan, QueueFull, Request, Scheduler, Stateless
+from sched import Scheduler
 from state_places import StatePlaces
 from text.grammar import Grammar
 from text.tokenizer import Tokenizer
@@ -127,7 +128,7 @@ class Engine:
         self.on_commit: Callable[[list[Handle]], None] | None = None
         self.registry = RequestRegistry(model.cost)
         self._unstarted: Plan | None = None  # planned, but not yet started
-        self._in_flight: deque[tuple[Plan, InFlightStep]] = deque()  # not committed, oldest first
+        self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # not committed, oldest first
         self._source: Source | None = None  # where the model was read, if `load` has read it
         self._is_reloading = False
         self._serve(model, text, sizes, runner)
@@ -239,7 +240,7 @@ class Engine:
             id = self.sched.submitted + 1
             request = Request(id, ids, max_tokens, self.clock(), prefix_cache, client)
             if speculate and self.drafter.most != 0:
-                request.draft_source = PromptLookup(grammar)
+                request.drafting.source = PromptLookup(grammar)
             handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking, ends)
             self.sched.submit(request)  # raises if the request does not fit, or the queue is full
             self.registry.open[request.id] = handle
@@ -305,14 +306,14 @@ class Engine:
         """
         if plan.overwritten:
             self.slot_cache.save(self.runner.slab, plan.overwritten)
-        launched = self.runner.begin(ForwardBatch.of(plan))
+        step = self.runner.begin(ForwardBatch.from_plan(plan))
         emitters = plan.emitters
         handles = [self.registry.open.get(member.request.id) for member in emitters]
         if any(handle and handle.looks_back for handle in handles):
             while self._in_flight:
                 self._commit()
         rows = {member.slot: self._sampling_rows(member) for member in emitters}
-        self._in_flight.append((plan, self.runner.finish(launched, rows)))
+        self._in_flight.append((plan, self.runner.finish(step, rows)))
         self._unstarted = None
 
     def _sampling_rows(self, member: Chunk | Decode) -> list[SamplingRow]:
@@ -347,7 +348,7 @@ class Engine:
         """Read the tokens of the oldest step in flight, and hand them to their requests."""
         plan, step = self._in_flight[0]
         began = self.clock()
-        tokens, outputs = step.read()
+        tokens, outputs = step.read_back()
         read = self.clock()
         accept = partial(self.registry.deliver, outputs, self.clock)
         with self.changed:

@@ -1,4 +1,4 @@
-"""Chapter 3, second part: admission policies. How many requests are admitted, and which is next?
+"""Chapter 3, third part: admission policies. How many requests are admitted, and which is next?
 
 The problem. Requests wait in the queue, and some slots are free. An early first token for one, or a
 full batch for all? First come, first served, or the short ones first? No choice is right for every
@@ -18,7 +18,8 @@ Where next: `prefix.py`, which chooses the slot of a request.
 from collections import Counter
 from collections.abc import Iterator
 
-from sched import Policy, Request, Scheduler
+from request import Policy, Request
+from sched import Scheduler
 
 DEFAULT = "continuous"
 
@@ -38,7 +39,7 @@ def by_turns(scheduler: Scheduler) -> Iterator[Request]:
     """The client with the fewest slots is next; among equals, the least recently served one.
 
     A client's wait counts from the arrival of its oldest waiting request, or from the last step
-    that admitted a request of this client (`Request.turn`), whichever is later.
+    that admitted a request of this client (`Queued.turn`), whichever is later.
     """
     now = scheduler.steps + 1
     held = Counter(request.client for request in scheduler.running.values())
@@ -46,7 +47,7 @@ def by_turns(scheduler: Scheduler) -> Iterator[Request]:
     line = []
     for request in scheduler.waiting.values():
         queue = queues.setdefault(request.client, [])
-        since = now if queue else max(request.came, request.turn)
+        since = now if queue else max(request.queued.came, request.queued.turn)
         # The slots of its client once those before it have been admitted
         slots = held[request.client] + len(queue)
         line.append((slots, since, request.id, request))
@@ -54,14 +55,14 @@ def by_turns(scheduler: Scheduler) -> Iterator[Request]:
     for _, since, _, request in sorted(line):
         if since < now:  # the first of its client in this step
             for other in queues[request.client]:
-                other.turn = now
+                other.queued.turn = now
         yield request
 
 
 def by_length(scheduler: Scheduler) -> Iterator[Request]:
     """The shortest prompt is next, with aging: each step in the queue counts as one token less."""
     line = scheduler.waiting.values()
-    return iter(sorted(line, key=lambda request: len(request.prompt) + request.came))
+    return iter(sorted(line, key=lambda request: len(request.prompt) + request.queued.came))
 
 
 TABLE = (

@@ -1,4 +1,4 @@
-"""Chapter 3, third part: prefix caching. Which prompts share a prefix, which slots hold its rows?
+"""Chapter 3, fourth part: prefix caching. Which prompts share a prefix, which slots hold its rows?
 
 The problem. Chats begin with the same system prompt, and a conversation that goes on begins with
 everything that was said before. Their keys and values are the same rows, so they should be computed
@@ -32,15 +32,11 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-if TYPE_CHECKING:
-    from engine.disk_prefix_cache import RestoredRows
-
 SEGMENT = 16  # tokens: longer segments find less, shorter ones take more memory
-NEVER = 2**63  # more rows than there are
 AGING = 4  # 1 forgets an unused slot soon, and rereads more when many conversations take turns
 COPIED = 64  # to copy this many rows counts as much as to lose one
 
@@ -71,10 +67,6 @@ class Remembered(NamedTuple):
     tokens: Sequence[int]
     client: str
     base: int = 0  # the tokens before its state's matrix
-
-
-# Of a prompt's first rows: another slot, disk, or the slot itself
-Source: TypeAlias = "int | RestoredRows | None"
 
 
 class Served(NamedTuple):
@@ -174,11 +166,7 @@ class Prefixes:
 
     def _common(self, tokens: Sequence[int], slot: int, rows: int, limit: int) -> int:
         """The number of rows that a text and a slot have in common: at least `rows`, up to `limit`."""
-        held = self._trails[slot].tokens
-        limit = min(limit, self.rows[slot])
-        while rows < limit and tokens[rows] == held[rows]:
-            rows += 1
-        return rows
+        return common(tokens, self._trails[slot].tokens, rows, min(limit, self.rows[slot]))
 
     def choose_slot(
         self, trail: Trail, free: Sequence[int], running: Sequence[int] = ()
@@ -230,24 +218,40 @@ class Prefixes:
         return held - max(common, copied)
 
     def best_source(
-        self, trail: Trail, slot: int, written: Collection[int] = ()
+        self, trail: Trail, slot: int, written: Mapping[int, tuple[Trail, int]]
     ) -> tuple[int, int | None]:
         """The number of cached rows to start this prompt with, and the slot to copy them from.
 
         None: the slot itself holds them. Another slot is used only if it holds at least a segment
-        more: copying fewer rows takes about as long as computing them. Slots that are `written` in
-        this very step must hold two segments more, because to copy from them takes a forward pass
-        of its own.
+        more: copying fewer rows takes about as long as computing them. `written`: what slots will
+        hold that are written in this very step. They must hold two segments more, because to copy
+        from them takes a forward pass of its own.
         """
         rows, _ = self.match(trail, (slot,), slot)
         source = None
         others = [other for other in range(len(self.rows)) if other not in written]
-        for slots, least in ((others, self.segment), ([*written], 2 * self.segment)):
-            most, other = self.match(trail, slots, slot)
-            if most >= rows + least:
-                rows = most
-                source = other
+        most, other = self.match(trail, others, slot)
+        if most >= rows + self.segment:
+            rows, source = most, other
+        if written:
+            shared = {
+                other: self.reach(trail, self._shared(trail, *text), slot).rows
+                for other, text in written.items()
+            }
+            other = max(shared, key=shared.__getitem__)
+            if shared[other] >= rows + 2 * self.segment:
+                rows, source = shared[other], other
         return rows, source
+
+    def _shared(self, trail: Trail, other: Trail, rows: int) -> int:
+        """How many of the first rows of another text a prompt can use; 0 if it is less than a
+        segment."""
+        limit = min(rows, len(trail.tokens) - 1)
+        usable = min(len(trail.nodes), len(other.nodes), limit // self.segment)
+        # Texts with a common node have all before it in common, so bisection finds the last one
+        differs = lambda i: trail.nodes[i] is not other.nodes[i]  # noqa: E731
+        count = bisect_left(range(usable), True, key=differs)
+        return common(trail.tokens, other.tokens, count * self.segment, limit) if count else 0
 
     def begin_alike(self, one: Trail, others: Iterable[Trail], rows: int) -> bool:
         """True if a prompt shares its first `rows` rows with one of the others. Compared in whole
@@ -258,22 +262,16 @@ class Prefixes:
         node = one.nodes[n - 1]
         return any(node in other.nodes[n - 1 : n] for other in others)
 
-    def begin(
-        self, slot: int, source: Source, rows: int = 0, client: str = "", worth: int = NEVER
-    ) -> None:
-        """Assign a new prompt to the slot.
+    def assign(self, slot: int, client: str, kept: int, worth: int) -> None:
+        """Give the slot to a new prompt, which keeps its first `kept` rows.
 
-        `source`: where its first rows are copied from.
-        `worth`: a slot that forgets at least as many rows is worth saving (`take_overwritten`).
+        `worth`: a slot that forgets at least as many rows is worth saving (`pop_overwritten`).
         """
-        kept = rows if source is None else 0
         self._overwritten += self.remembered([slot], kept + worth)
         self.clients[slot] = client
         self.forget(slot)
-        if isinstance(source, int):
-            self.use(source)
 
-    def take_overwritten(self) -> tuple[Remembered, ...]:
+    def pop_overwritten(self) -> tuple[Remembered, ...]:
         """What slots have forgotten since the last call."""
         overwritten = tuple(self._overwritten)
         self._overwritten.clear()
@@ -339,3 +337,10 @@ class Prefixes:
         self.by_use.sort()
         self._age = 0.0
         self._used_at = [0.0] * len(self.rows)
+
+
+def common(tokens: Sequence[int], others: Sequence[int], rows: int, limit: int) -> int:
+    """The length of the common prefix of two texts: at least `rows`, up to `limit`."""
+    while rows < limit and tokens[rows] == others[rows]:
+        rows += 1
+    return rows

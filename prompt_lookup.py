@@ -33,7 +33,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
-from sched import Plan, Request
+from request import Plan, Request
 
 if TYPE_CHECKING:
     from text.grammar import Grammar
@@ -65,7 +65,7 @@ class Pairs:
 
 
 class PromptLookup:
-    """The draft source of one answer (`Request.draft_source`).
+    """The draft source of one answer (`Drafting.source`).
 
     `grammar`: where the answer is in its grammar, if it has one.
     """
@@ -150,7 +150,7 @@ class PromptLookup:
 
 
 class Drafter:
-    """Proposes the draft tokens of an engine's steps. The scheduler calls it (`sched.ProposeDrafts`).
+    """Proposes the draft tokens of an engine's steps. The scheduler calls it (`request.ProposeDrafts`).
 
     `most`: up to this many tokens per answer, whatever they cost. None: where they pay off.
     """
@@ -207,7 +207,7 @@ class Drafter:
 
     def _all_gain(self, requests: Iterable[Request]) -> bool:
         known = [
-            request.draft_source for request in requests
+            request.drafting.source for request in requests
         ]  # another thread may end one meanwhile
         return all(lookup is not None and lookup.gains for lookup in known)
 
@@ -252,7 +252,7 @@ class Drafter:
 
     def _follow(self, request: Request) -> PromptLookup | None:
         """The draft source of a request, up to date with its answer."""
-        lookup = request.draft_source  # another thread may end the request meanwhile
+        lookup = request.drafting.source  # another thread may end the request meanwhile
         if lookup is None or request.slot is None:
             return None
         if lookup.text is None:

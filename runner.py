@@ -3,12 +3,12 @@
 The problem. A plan names requests, and a request has a handle, text and a client. A forward pass
 needs none of that, and the other ranks of a model have none of it.
 
-The solution. `ForwardBatch.of` turns a plan into plain numbers: slots, token ids, rows. The runner
+The solution. `ForwardBatch.from_plan` turns a plan into plain numbers: slots, token ids, rows. The runner
 turns it into a lazy MLX graph and starts it, in two halves. `begin` starts the forward passes.
 `finish` adds the sampling, which may have to wait until the previous step has been read back.
 
-    ForwardBatch -> begin: forward over the slab -> LaunchedStep
-                    finish: sample               -> InFlightStep -> read: tokens
+    ForwardBatch -> begin: forward over the slab
+                    finish: sample               -> RunningStep -> read_back: tokens
 
 The invariant: the same batches and sampling rows, in the same sequence, give the same bits. Only the
 times of a step depend on the clock.
@@ -21,9 +21,10 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kernels import device
 from kernels.delta_net import LOG, Places
@@ -33,12 +34,13 @@ from llama import forward
 from models.delta_net import states_of
 from models.layers import Model
 from models.memory import Sizes, rows_of_layers, slab_shape
-from prefix import Source
+from request import Chunk, Decode, Move, Plan
 from sampling import PENALTY_CONTEXT, Logprobs, SamplingRow, SlotState, sample
 from sampling_params import SamplingParams
-from sched import Chunk, Decode, Plan
-from state_places import Move
 from step_output import StepOutput
+
+if TYPE_CHECKING:
+    from engine.disk_prefix_cache import RestoredRows
 
 PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
 
@@ -52,8 +54,10 @@ class Prefill(NamedTuple):
     slot: int
     ids: tuple[int, ...]
     start: int  # the row of its first token
-    source: Source  # rows [0:start] are copied from this slot first, or from disk
     asked: bool  # the chunk ends its prompt: a token is sampled from its last row
+    # Where the rows [0:start] come from first, if they are not in the slot
+    copied_from: int | None = None  # another slot
+    restored: RestoredRows | None = None  # disk
     move: Move | None = None  # of its state, in a model with states
 
 
@@ -78,17 +82,17 @@ class ForwardBatch(NamedTuple):
     decodes: Sequence[Decoding]
 
     @staticmethod
-    def of(plan: Plan) -> ForwardBatch:
+    def from_plan(plan: Plan) -> ForwardBatch:
         prefills = []
         for chunk in plan.chunks:
             ids = chunk.request.prompt[chunk.start : chunk.stop]
-            where = (chunk.slot, ids, chunk.start, chunk.source)
-            prefills.append(Prefill(*where, chunk.emits, plan.moves.get(chunk.slot)))
+            move = plan.moves.get(chunk.slot)
+            whence = (chunk.copied_from, chunk.restored, move)
+            prefills.append(Prefill(chunk.slot, ids, chunk.start, chunk.emits, *whence))
         decodes = []
         for decode in plan.decodes:
             request = decode.request
-            is_known = first_of(decode) == len(request.answer)  # none of its tokens is in flight
-            ids = (request.answer[-1], *decode.draft) if is_known else ()
+            ids = (request.answer[-1], *decode.draft) if decode.is_known else ()
             move = plan.moves.get(decode.slot)
             decodes.append(Decoding(decode.slot, decode.position, ids, move))
         decodes.sort()  # neighbouring slots are one view of the slab
@@ -103,18 +107,13 @@ class ForwardBatch(NamedTuple):
         passes: list[list[Prefill]] = [[]]
         written: set[int] = set()  # the slots that the newest pass writes
         for prefill in self.prefills:
-            if prefill.source in written:
+            if prefill.copied_from in written:
                 passes.append([])
                 written.clear()
             passes[-1].append(prefill)
             written.add(prefill.slot)
         *before, last = passes
         return [*((prefills, ()) for prefills in before), (last, self.decodes)]
-
-
-def first_of(member: Chunk | Decode) -> int:
-    """The index, in its answer, of the first token that this part of a plan yields."""
-    return member.request.planned - 1 - len(member.draft)
 
 
 SamplingRows = Mapping[int, Sequence[SamplingRow]]  # by slot: the sampling of each of its rows
@@ -135,86 +134,53 @@ def sampling_rows(
     for i in range(1 + len(member.draft)):
         seen = before and (*before, *member.draft[:i])
         mask = masks[min(i, len(masks) - 1)] if masks else None
-        rows.append(SamplingRow(member.slot, sampling, seed, first_of(member) + i, seen, mask))
+        rows.append(SamplingRow(member.slot, sampling, seed, member.index + i, seen, mask))
     return rows
 
 
 # --- a step on the device -----------------------------------------------------------------------
 
 
-class Pass:
-    """The input of a forward pass: the tokens of all its windows, one window after the other."""
-
-    def __init__(self) -> None:
-        self.ids: list[mx.array] = []
-        self.windows: list[Window] = []
-        self.asked: list[int] = []  # indices of the tokens whose next token is sampled
-        self.slots: list[int] = []  # the slots of these, each once
-        self.size = 0
-
-    def add(self, ids: mx.array, window: Window, asked: Iterable[int]) -> None:
-        """Append a window. `asked`: indices among its own tokens."""
-        asked = [self.size + i for i in asked]
-        if asked:
-            self.asked += asked
-            self.slots += window.slots
-        self.ids.append(ids)
-        self.windows.append(window)
-        self.size += ids.size
-
-
-class PassOutput(NamedTuple):
-    """What a forward pass yields for its n rows that are sampled."""
-
-    slots: list[int]  # whose rows follow each other; a slot with draft tokens has several
-    states: mx.array  # (n, D)
-    logits: mx.array  # (n, V)
-
-
-class LaunchedStep(NamedTuple):
-    """A step whose forward passes have been started, and whose tokens have yet to be sampled."""
+@dataclass(slots=True)
+class RunningStep:
+    """A step on the device. `Runner.begin` makes it, `Runner.finish` adds what is sampled, and the
+    engine reads it back."""
 
     batch: ForwardBatch
-    outputs: list[PassOutput]  # of the passes with a row to sample
-    proofs: dict[int, mx.array]  # (), by slot: of each chunk without a token to sample
     began: float
-    took: float
-
-    @property
-    def slots(self) -> list[int]:
-        return [slot for output in self.outputs for slot in output.slots]
-
-
-class InFlightStep(NamedTuple):
-    """A step that has been started, and whose tokens have not been read yet."""
-
+    # Of the n rows that are sampled. A slot with draft tokens has several, and is named once
+    slots: list[int] = field(default_factory=list)
+    states: list[mx.array] = field(default_factory=list)  # (n, D), in one part for each pass
+    logits: list[mx.array] = field(default_factory=list)  # (n, V), alike
+    # (), by slot: 0 if the rows of a chunk without a token to sample are finite
+    proofs: Mapping[int, mx.array] = field(default_factory=dict)
     # (slots, 1 + draft tokens): the token of each row. -1 where no token is sampled, or where the
     # logits were not finite
-    tokens: mx.array
-    logprobs: list[Logprobs]
-    states: dict[int, mx.array]  # (D,), by slot: the last hidden states of prompts to embed
-    began: float
-    build_s: float  # while Python built the graph
-    device_s: float  # while MLX took the graph into its queue (`Runner._enqueue`)
-    wait_s: float  # while Python waited for the previous pass (`Runner._start`)
-    proofs: Mapping[int, mx.array] = {}  # (), by slot: 0 if the rows of a chunk are finite
+    tokens: mx.array | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+    vectors: Mapping[int, mx.array] = field(
+        default_factory=dict
+    )  # (D,), by slot, to embed a prompt
+    build_s: float = 0.0  # while Python built the graph
+    device_s: float = 0.0  # while MLX took the graph into its queue (`Runner._enqueue`)
+    wait_s: float = 0.0  # while Python waited for the previous pass (`Runner._start`)
 
     @property
     def finite(self) -> list[int]:
-        """The slots of finite chunks without a sampled token. Only valid after `read`."""
+        """The slots of finite chunks without a sampled token. Only valid after `read_back`."""
         return [slot for slot, proof in self.proofs.items() if proof.item() == 0]
 
-    def read(self) -> tuple[list[list[int]], dict[tuple[int, int], StepOutput]]:
+    def read_back(self) -> tuple[list[list[int]], dict[tuple[int, int], StepOutput]]:
         """Wait for the step. Returns the tokens by slot and, by slot and index in the answer, the
         outputs that are more than a token."""
         # Python blocks here, in `_start` and in `_enqueue`
-        mx.eval(self.tokens, self.logprobs, self.states, self.proofs)
+        mx.eval(self.tokens, self.logprobs, self.vectors, self.proofs)
         outputs = {}
         for part in self.logprobs:
             for row, output in part.read():
                 outputs[row.slot, row.index] = output
         tokens = self.tokens.tolist()
-        for slot, state in self.states.items():
+        for slot, state in self.vectors.items():
             vector = array("f", bytes(memoryview(state)))
             outputs[slot, 0] = StepOutput(tokens[slot][0], state=vector)
         return tokens, outputs
@@ -266,82 +232,92 @@ class Runner:
         with device_lock, device_stream():
             rows = {0: [SamplingRow(0, SamplingParams(), 0, 0)]}
             moves = [Move(-1, 0, 0, 0), Move(0, 0, 0, 1)]
-            prompt = Prefill(0, ids=(0,), start=0, source=None, asked=True, move=moves[0])
-            self.run(ForwardBatch((), (prompt,), ()), rows).read()
-            self.run(ForwardBatch((), (), [Decoding(0, 1, (), moves[1])]), rows).read()
+            prompt = Prefill(0, ids=(0,), start=0, asked=True, move=moves[0])
+            self.run(ForwardBatch((), (prompt,), ()), rows).read_back()
+            self.run(ForwardBatch((), (), [Decoding(0, 1, (), moves[1])]), rows).read_back()
             self.reset()
 
-    def run(self, batch: ForwardBatch, rows: SamplingRows) -> InFlightStep:
+    def run(self, batch: ForwardBatch, rows: SamplingRows) -> RunningStep:
         """Both halves of a step, one after the other."""
         return self.finish(self.begin(batch), rows)
 
-    def begin(self, batch: ForwardBatch) -> LaunchedStep:
+    def begin(self, batch: ForwardBatch) -> RunningStep:
         """The first half of a step: start each forward pass as soon as it is built."""
-        began = self.clock()
+        step = RunningStep(batch, began=self.clock())
         self._device_s = 0.0
         self._wait_s = 0.0
         if self.ranks.leads:
             self.ranks.broadcast(list(batch))
         for slot, start, stop in batch.scrubs:
             self.slab.scrub(slot, start, stop)
-        outputs = self._forward(batch)
-        proofs = self._prove(batch.prefills)
-        return LaunchedStep(batch, outputs, proofs, began, took=self.clock() - began)
+        self._forward(step)
+        step.proofs = self._prove(batch.prefills)
+        step.build_s = self.clock() - step.began
+        return step
 
-    def finish(self, launched: LaunchedStep, rows: SamplingRows) -> InFlightStep:
+    def finish(self, step: RunningStep, rows: SamplingRows) -> RunningStep:
         """The second half: sample a token for each row, and start that, too."""
         resumed = self.clock()
-        tokens, logprobs, states = self._sample(launched, rows)
+        tokens, step.logprobs, step.vectors = self._sample(step, rows)
+        step.states = step.logits = []  # they are large, and belong to the graph from here on
         if self.ranks.size > 1:
             tokens = self.ranks.first(tokens)  # those of rank 0, on every rank
         # With draft tokens, only `commit` finds the newest token; the next batch then contains it
         first = tokens[:, 0]
         self._newest = mx.where(first >= 0, first, self._newest)
-        self._enqueue(tokens, self._newest, logprobs, states)
-        took = launched.took + self.clock() - resumed
-        return InFlightStep(
-            tokens=tokens,
-            logprobs=logprobs,
-            states=states,
-            began=launched.began,
-            build_s=took - self._device_s - self._wait_s,
-            device_s=self._device_s,
-            wait_s=self._wait_s,
-            proofs=launched.proofs,
-        )
+        self._enqueue(tokens, self._newest, step.logprobs, step.vectors)
+        step.tokens = tokens
+        step.device_s = self._device_s
+        step.wait_s = self._wait_s
+        step.build_s += self.clock() - resumed - step.device_s - step.wait_s
+        return step
 
-    def _forward(self, batch: ForwardBatch) -> list[PassOutput]:
-        """Build and start the passes of a step. Returns those in which a row is sampled."""
-        outputs = []
-        for prefills, decodes in batch.passes():
-            tokens = self._gather(prefills, decodes)
-            states = forward(
-                self.model, mx.concatenate(tokens.ids), tokens.windows, tokens.asked
-            )  # (n, D)
-            if tokens.asked:
+    def _forward(self, step: RunningStep) -> None:
+        """Build and start the passes of a step."""
+        for prefills, decodes in step.batch.passes():
+            ids, windows, asked, slots = self._gather(prefills, decodes)
+            states = forward(self.model, ids, windows, asked)  # (n, D)
+            if asked:
                 logits = self.model.head(states)  # (n, V)
                 self._start([logits])
-                outputs.append(PassOutput(tokens.slots, states, logits))
+                step.slots += slots
+                step.states.append(states)
+                step.logits.append(logits)
             else:  # the states are never computed: start what has been written
                 self._start(self.slab.written())
-        return outputs
 
-    def _gather(self, prefills: Sequence[Prefill], decodes: Sequence[Decoding]) -> Pass:
-        """The tokens and windows of one pass: the chunks, then the decoding sequences."""
-        tokens = Pass()
+    def _gather(
+        self, prefills: Sequence[Prefill], decodes: Sequence[Decoding]
+    ) -> tuple[mx.array, list[Window], list[int], list[int]]:
+        """The input of one pass: the chunks, then the decoding sequences.
+
+        Returns the tokens of all windows, one window after the other; the windows; the indices of
+        the tokens whose next token is sampled; and the slots of these, each once.
+        """
+        ids: list[mx.array] = []
+        windows: list[Window] = []
+        asked: list[int] = []
+        slots: list[int] = []
+        count = 0  # tokens so far
         for prefill in prefills:
             self._copy_prefix(prefill)
             padded = self._padded(prefill)
             where = ([prefill.slot], [prefill.start], len(padded), [prefill.move])
-            window = Window(self.slab, *where)
-            asked = [len(prefill.ids) - 1] if prefill.asked else []
-            tokens.add(mx.array(padded), window, asked)
-        for slots, rows, known, moves in by_known_tokens(decodes):
+            windows.append(Window(self.slab, *where))
+            ids.append(mx.array(padded))
+            if prefill.asked:
+                asked.append(count + len(prefill.ids) - 1)
+                slots.append(prefill.slot)
+            count += len(padded)
+        for these, rows, known, moves in by_known_tokens(decodes):
             # Ids that are not known here are still on the device
-            ids = mx.array(known) if known else self._newest[mx.array(slots)]
-            window = Window(self.slab, slots, rows, ids.size // len(slots), moves)
-            tokens.add(ids, window, range(ids.size))
-        return tokens
+            newest = mx.array(known) if known else self._newest[mx.array(these)]
+            windows.append(Window(self.slab, these, rows, newest.size // len(these), moves))
+            ids.append(newest)
+            asked += range(count, count + newest.size)
+            slots += these
+            count += newest.size
+        return mx.concatenate(ids), windows, asked, slots
 
     def _prove(self, prefills: Sequence[Prefill]) -> dict[int, mx.array]:
         """Are the rows of each chunk finite? A chunk with a sampled token needs no proof."""
@@ -369,41 +345,39 @@ class Runner:
         return [*prefill.ids, *[0] * (width - len(prefill.ids))]
 
     def _sample(
-        self, launched: LaunchedStep, rows: SamplingRows
+        self, step: RunningStep, rows: SamplingRows
     ) -> tuple[mx.array, list[Logprobs], dict[int, mx.array]]:
         """Sample a token for each row that is asked for one, -1 for the others: (slots, 1 + draft
-        tokens). Also returns the log probabilities and the states that are wanted. On a rank that
+        tokens). Also returns the log probabilities and the vectors that are wanted. On a rank that
         follows, all tokens are -1."""
-        most = max([1, *(len(decode.ids) for decode in launched.batch.decodes)])
+        most = max([1, *(len(decode.ids) for decode in step.batch.decodes)])
         sampled = mx.full((self.slab.slots, most), -1, mx.int32)
-        outputs = launched.outputs
-        if not outputs or self.ranks.rank:
+        if not step.slots or self.ranks.rank:
             return sampled, [], {}
         all_rows: list[SamplingRow] = []
         columns: list[int] = []  # of each row, among those of its slot
-        for slot in launched.slots:
+        for slot in step.slots:
             all_rows += rows[slot]
             columns += range(len(rows[slot]))
-        logits = mx.concatenate([output.logits for output in outputs])
-        tokens, logprobs = sample(logits, all_rows, self._slot_state)
+        tokens, logprobs = sample(mx.concatenate(step.logits), all_rows, self._slot_state)
         sampled[mx.array([row.slot for row in all_rows]), mx.array(columns)] = tokens
-        last_states = mx.concatenate([output.states for output in outputs])
-        states = {}
+        last_states = mx.concatenate(step.states)
+        vectors = {}
         for i, row in enumerate(all_rows):
             if row.sampling.embeds:
-                states[row.slot] = last_states[i].astype(mx.float32)
-        return sampled, logprobs, states
+                vectors[row.slot] = last_states[i].astype(mx.float32)
+        return sampled, logprobs, vectors
 
     def _copy_prefix(self, prefill: Prefill) -> None:
         """Copy another slot's first rows, or rows from disk, if this chunk continues from there."""
-        if prefill.source is None:
-            return
-        if isinstance(prefill.source, int):
-            prefix = self.slab.prefix(prefill.source, prefill.start)
+        if prefill.restored:
+            prefix = prefill.restored.prefix(prefill.start)
+            self.slab.fill_state(prefill.slot, prefill.restored.states())
+        elif prefill.copied_from is not None:
+            prefix = self.slab.prefix(prefill.copied_from, prefill.start)
             self._start(prefix)
         else:
-            prefix = prefill.source.prefix(prefill.start)
-            self.slab.fill_state(prefill.slot, prefill.source.states())
+            return
         self.slab.fill(prefill.slot, prefix)
 
     def _start(self, results: Sequence[mx.array]) -> None:
@@ -446,4 +420,4 @@ class Runner:
                 scrubs, prefills, decodes = message
                 prefills = [Prefill(*each) for each in prefills]
                 decodes = [Decoding(*each) for each in decodes]
-                self.run(ForwardBatch(scrubs, prefills, decodes), rows={}).read()
+                self.run(ForwardBatch(scrubs, prefills, decodes), rows={}).read_back()

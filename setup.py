@@ -26,7 +26,14 @@ MODULES = {path.stem for path in ROOT.glob("*.py")} - {"setup"}
 PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"course"}
 OTHERS = "README.md CONTRIBUTING.md docs/*.md docs/bench-15m.json docs/make/page.py demo/model/*"
 # Python for a browser, where modules have their short names (docs/make/page.py)
-PAGE = ("sched.py", "policies.py", "prefix.py", "experiments/simulator.py", "web/simulate.py")
+PAGE = [
+    "request",
+    "sched",
+    "policies",
+    "prefix",
+    "experiments/simulator",
+    "web/simulate",
+]  # in the page
 INIT = '''\
 """The LLM serving engine you can read in an afternoon and watch while it runs."""
 
@@ -86,7 +93,7 @@ def tree() -> dict[str, bytes]:
     paths = {path.relative_to(ROOT).as_posix(): path for path in found}
     paths["_engine.py"] = paths.pop("nanobatch.py")
     files = {name: content_of(path) for name, path in paths.items()}
-    return files | {f"web/python/{name}": (ROOT / name).read_bytes() for name in PAGE}
+    return files | {f"web/python/{name}.py": (ROOT / f"{name}.py").read_bytes() for name in PAGE}
 
 
 def content_of(path: Path) -> bytes:

@@ -23,16 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from prefix import Prefixes, Served, Trail
-from sched import Chunk, Decode, Request, Stateless
-
-
-class Move(NamedTuple):
-    """What a step does with the state of a sequence."""
-
-    source: int  # the place to continue from; -1 at the beginning of a text
-    base: int  # its matrix is that after this many tokens
-    target: int  # the place where the state goes
-    keep: int  # whose matrix will be that after this many tokens
+from request import Chunk, Decode, Move, Request, Stateless
 
 
 class Place:
@@ -112,7 +103,7 @@ class StatePlaces(Stateless):
         if request.slot in self.running:
             fork = self.running[request.slot].fork
         else:
-            fork = self.forks[request.slot] = self.prefixes.longest(request.trail)
+            fork = self.forks[request.slot] = self.prefixes.longest(request.prefix.trail)
         return fork if start < fork < stop else stop
 
     # --- a step
@@ -146,21 +137,21 @@ class StatePlaces(Stateless):
         """Find the state that a prompt starts from."""
         fork = self.forks.pop(chunk.slot)
         place = None
-        if chunk.source is not None and not isinstance(chunk.source, int):
+        if chunk.restored is not None:
             place = self.own[chunk.slot]  # the runner writes the state from disk there
-            place.hold(chunk.request.trail, chunk.source.base, chunk.start)
+            place.hold(chunk.request.prefix.trail, chunk.restored.base, chunk.start)
         elif chunk.start:
-            tokens, place = self._deepest(chunk.request.trail, chunk.start, chunk.slot)
+            tokens, place = self._deepest(chunk.request.prefix.trail, chunk.start, chunk.slot)
             assert tokens == chunk.start, (tokens, chunk)
             self._use(place)
-        chunk.request.reread = max(0, fork - chunk.start)
+        chunk.request.prefix.reread = max(0, fork - chunk.start)
         self.running[chunk.slot] = Running(place, fork, chunk.start)
 
     def _is_worth(self, chunk: Chunk) -> bool:
         """True if a checkpoint at the end of this chunk is worth a place. Those within a prompt are as far
         apart as half of what is before them: so a long prompt does not drop those of all others."""
         running = self.running[chunk.slot]
-        trail = chunk.request.trail
+        trail = chunk.request.prefix.trail
         if not trail.nodes or chunk.stop < self.prefixes.segment:
             return False  # it would not be recognized
         is_far = chunk.stop - running.left >= max(self.chunk, running.left // 2)
@@ -187,7 +178,7 @@ class StatePlaces(Stateless):
         place, fork, left = self.running[request.slot]
         assert (start == 0) if place is None else place.base <= start <= place.newest, request
         number, base = (-1, 0) if place is None else (place.number, place.base)
-        target.hold(request.trail, keep, stop)
+        target.hold(request.prefix.trail, keep, stop)
         self._use(target)
         if target.number >= self.slots:
             left = stop
@@ -199,11 +190,11 @@ class StatePlaces(Stateless):
         own = self.own[request.slot]
         running = self.running.pop(request.slot, None)
         for place in (own, *self.checkpoints):
-            if place.trail is request.trail:
+            if place.trail is request.prefix.trail:
                 place.newest = min(place.newest, request.proven)
                 if place.newest < place.base:
                     place.forget()
-        if running and own.trail is request.trail:
+        if running and own.trail is request.prefix.trail:
             own.trail = self.prefixes.text_of(request.slot)  # with its answer
 
     def check(self) -> None:

@@ -37,6 +37,7 @@ CHAPTERS = (
     "models.rope",
     "kv",
     "sampling",
+    "request",
     "sched",
     "policies",
     "prefix",

@@ -40,7 +40,8 @@ from models.forward_cost import arrays
 from models.layers import Model
 from models.memory import sources
 from prefix import Remembered
-from sched import Request, Scheduler
+from request import Request
+from sched import Scheduler
 
 if TYPE_CHECKING:
     from kv import Slab

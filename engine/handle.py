@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from base.error_reports import describe, show_fault
 from engine.prefill_progress import PrefillClock, PrefillProgress
 from engine.snapshot import Metrics, RequestView, percentile
+from request import Request
 from sampling_params import SamplingParams
-from sched import Request
 from step_output import StepOutput, TokenLogprob, TokenLogprobs, unit_vector
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Handle:
         times = self.times
         gaps = self._gaps
         return Metrics(
-            queued_s=None if r.admitted is None else r.admitted - r.arrived,
+            queued_s=r.admission.at - r.arrived if r.admission else None,
             ttft_s=times[0] - r.arrived if times else None,
             tokens_per_s=len(gaps) / (times[-1] - times[0])
             if gaps and times[-1] > times[0]
@@ -183,12 +183,12 @@ class Handle:
             itl_p95_s=percentile(gaps, 0.95),
             itl_max_s=gaps[-1] if gaps else None,
             prompt_tokens=len(r.prompt),
-            cached_tokens=r.cached,
+            cached_tokens=r.prefix.cached,
             output_tokens=len(self.tokens),
-            draft_tokens=r.draft_tokens,
-            accepted_tokens=r.accepted_tokens,
-            cached_from=r.cached_from,
-            reread_tokens=r.reread,
+            draft_tokens=r.drafting.proposed,
+            accepted_tokens=r.drafting.accepted,
+            cached_from=r.prefix.cached_from,
+            reread_tokens=r.prefix.reread,
         )
 
     @property
@@ -200,8 +200,8 @@ class Handle:
 
     def prefill_at(self, now: float, far: int) -> PrefillProgress:
         r = self.request
-        admitted = now if r.admitted is None else r.admitted
-        told = self.prefill_clock.look(len(r.prompt), r.cached, far, admitted, now)
+        admitted = r.admission.at if r.admission else now
+        told = self.prefill_clock.look(len(r.prompt), r.prefix.cached, far, admitted, now)
         # The first token is handed out a moment before its step is recorded
         return told._replace(done=told.total, left_s=0.0) if r.committed else told
 
@@ -213,11 +213,11 @@ class Handle:
             prompt=self.prompt,
             client=r.client,
             origin=self.origin,
-            policy=r.policy,
+            policy=r.admission.policy if r.admission else "",
             slot=r.slot,
             arrived=r.arrived,
             metrics=self.metrics,
-            ended=r.ended,
+            ended=r.end.at if r.end else None,
             text=self.text,
             lengths=tuple(self.lengths),
             reason=r.finish_reason,

@@ -25,11 +25,12 @@ from engine.snapshot import (
     StepView,
 )
 from models.forward_cost import ModelCost, Roof
-from sched import Committed, Plan, Request, Scheduler
+from request import Committed, Plan, Request
+from sched import Scheduler
 from step_output import StepOutput
 
 if TYPE_CHECKING:
-    from runner import InFlightStep
+    from runner import RunningStep
 
 
 T = TypeVar("T")
@@ -116,7 +117,7 @@ class RequestRegistry:
                 show_fault(f"request {request.id} failed when its token became text", error)
             return "error"
 
-    def record(self, plan: Plan, run: InFlightStep, done: Committed, times: StepTimes) -> None:
+    def record(self, plan: Plan, run: RunningStep, done: Committed, times: StepTimes) -> None:
         """Record a step that has been committed, and retire the requests that it has ended."""
         for request in done.ended:
             self.retire(request.id)
@@ -139,8 +140,8 @@ class RequestRegistry:
             self.ended.add(handle.view())
             self._news[id] = handle
             handle.grammar = None  # it takes megabytes, and its owner may keep the handle
-            handle.request.draft_source = None  # as many
-            handle.request.restored = None
+            handle.request.drafting.source = None  # as many
+            handle.request.prefix.restored = None
 
     def notify(
         self, on_commit: Callable[[list[Handle]], None] | None, lock: AbstractContextManager

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kv import Slab
-    from runner import ForwardBatch, InFlightStep, LaunchedStep, SamplingRows
+    from runner import ForwardBatch, RunningStep, SamplingRows
 
 
 class RunnerProtocol(Protocol):
     slab: Slab | None  # None for a runner without one
 
-    def begin(self, batch: ForwardBatch) -> LaunchedStep: ...
+    def begin(self, batch: ForwardBatch) -> RunningStep: ...
 
-    def finish(self, launched: LaunchedStep, rows: SamplingRows) -> InFlightStep: ...
+    def finish(self, step: RunningStep, rows: SamplingRows) -> RunningStep: ...
 
     def reset(self) -> None: ...
 

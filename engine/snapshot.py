@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.prefill_progress import UNREAD, PrefillProgress
 from models.forward_cost import ModelCost, Roof
-from sched import NARROWEST, Committed, Plan, Request, Scheduler
+from request import Committed, Plan, Request
+from sched import NARROWEST, Scheduler
 
 if TYPE_CHECKING:
-    from runner import InFlightStep
+    from runner import RunningStep
 
 
 def percentile(values: Iterable[float], part: float) -> float | None:
@@ -161,7 +162,7 @@ class SlotView:
             used=owner.prefilled + max(0, owner.committed - 1),
             prompt_tokens=len(owner.prompt),
             output_tokens=owner.committed,
-            reused=owner.cached,
+            reused=owner.prefix.cached,
             prefill=prefill,
             checkpoints=checkpoints(sched, slot),
         )
@@ -262,7 +263,7 @@ class StepView:
         return StepView(
             plan.step,
             admitted=tuple((r.slot, r.id) for r in plan.admitted),
-            why=tuple(r.why for r in plan.admitted),
+            why=tuple(r.admission.why for r in plan.admitted),
             prefill=tuple((c.slot, c.request.id, c.start, c.stop) for c in plan.chunks),
             decode=tuple((d.slot, d.request.id) for d in plan.decodes),
             held=tuple((r.slot, r.id) for r in plan.held),
@@ -276,7 +277,7 @@ class StepView:
 
     @staticmethod
     def committed(
-        plan: Plan, run: InFlightStep, done: Committed, tokens: int, times: StepTimes
+        plan: Plan, run: RunningStep, done: Committed, tokens: int, times: StepTimes
     ) -> StepView:
         """A step of the engine. `tokens`: the number that was delivered."""
         return StepView.of(

@@ -33,7 +33,7 @@ from screen.workload import BURST, Ask
 
 if TYPE_CHECKING:
     from nanobatch import Engine
-    from runner import ForwardBatch, LaunchedStep, Runner
+    from runner import ForwardBatch, Runner, RunningStep
     from screen.commands import Session
 
 # --- question -------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class Saboteur:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ours, name)
 
-    def begin(self, order: ForwardBatch) -> LaunchedStep:
+    def begin(self, order: ForwardBatch) -> RunningStep:
         if self.did:
             return self._ours.begin(order)
         self.did = self._harm(order)

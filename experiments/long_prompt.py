@@ -26,7 +26,7 @@ from engine.handle import Handle
 from engine.snapshot import StepView, percentile
 from experiments.experiment import Experiment, disturbed
 from experiments.latency_breakdown import work_ends
-from sched import Request
+from request import Request
 from screen.draw.canvas import BEYOND, Canvas, Figure
 from screen.draw.charts import nice
 from screen.draw.slots import fit_slots
@@ -364,7 +364,7 @@ def counted(
     }
     if not short.tokens or not last[short]:
         return None
-    came = short.request.came
+    came = short.request.queued.came
     return ShortPrompt(
         short.id,
         tokens=len(short.request.prompt),

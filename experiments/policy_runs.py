@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from engine.snapshot import Limits, RequestView, StepView, percentile
 from experiments.simulator import Guest, Replay, drafts_in
 from policies import POLICIES
-from sched import Plan, Request
+from request import Plan, Request
 from screen.draw.canvas import Figure
 from screen.draw.style import number, span
 from screen.state import State

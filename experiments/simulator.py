@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sched import Plan, Policy, Request, Scheduler, Tokens
+from request import Plan, Policy, Request, Tokens
+from sched import Scheduler
 
 SAID = 2**40  # the only token of all answers: no prompt has it
 WRONG = SAID + 1  # a draft token that is rejected

@@ -35,6 +35,7 @@ CORE = [
     "policies",
     "prefix",
     "prompt_lookup",
+    "request",
     "runner",
     "sampling",
     "sampling_params",

@@ -27,8 +27,8 @@ from engine.cpu_contention import Others
 from engine.handle import Handle
 from engine.loop import Loop, Stopwatch
 from policies import POLICIES
+from request import QueueFull
 from sampling_params import SamplingParams, advised
-from sched import QueueFull
 from screen.draw.style import clean
 from screen.engine_view import Answer, ExperimentRecord, Fault, View
 from screen.workload import CANDIDATES, Ask

@@ -31,8 +31,8 @@ from base.job_process import BusyError
 from base.strings import json_or_none
 from base.validation import GrammarError
 from engine.prefill_progress import UNREAD, PrefillProgress
+from request import QueueFull
 from sampling_params import SamplingParams
-from sched import QueueFull
 from server.body_reader import APIError, invalid, without_folders
 from server.choice import Choice, Words
 from server.http import HTTPRequest, Reply
@@ -279,7 +279,9 @@ class Answer:
         return Usage(
             prompt=sum(m.prompt_tokens for m in prompts),
             # Only rows of the same client: others' would confirm a guess at their prompts
-            cached=sum(choice.handle.request.own for choice in self.choices[:: self.parsed.n]),
+            cached=sum(
+                choice.handle.request.prefix.own for choice in self.choices[:: self.parsed.n]
+            ),
             output=sum(m.output_tokens for m in metrics),
             reasoning=sum(choice.reasoning_tokens for choice in self.choices),
         )
@@ -294,9 +296,9 @@ class Answer:
         prefill = handle.prefill
         done = prefill.done
         if done < prefill.total:
-            done -= prefill.cached - request.own
+            done -= prefill.cached - request.prefix.own
         return Progress(
-            prefill=prefill._replace(done=done, cached=request.own),
+            prefill=prefill._replace(done=done, cached=request.prefix.own),
             before=sum(id < request.id for id in waiting),
             seconds=time.perf_counter() - self._came,
         )
@@ -373,7 +375,7 @@ class Answer:
             server_metrics.times(first_tokens[-1], choice.handle.times)
         for choice in self.choices[:: self.parsed.n]:
             asked = choice.handle.request
-            server_metrics.prompt(len(asked.prompt), asked.own, asked.cached_from)
+            server_metrics.prompt(len(asked.prompt), asked.prefix.own, asked.prefix.cached_from)
         reasons = filter(None, [choice.handle.finish_reason for choice in self.choices])
         first = metrics[0]
         reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import policies
 from experiments.simulator import Guest, Ran, Replay, Stuck, drafts_in
 from policies import POLICIES
-from sched import Plan, Policy, Request
+from request import Plan, Policy, Request
 
 # The policy that a reader of the page may write
 OWN = """
@@ -93,7 +93,7 @@ def step_of(ran: Ran) -> dict[str, Any]:
     return {
         "step": plan.step,
         "admitted": [(r.slot, r.id) for r in plan.admitted],
-        "why": [r.why for r in plan.admitted],
+        "why": [r.admission.why for r in plan.admitted],
         "prefill": [(c.slot, c.request.id, c.start, c.stop) for c in plan.chunks],
         "decode": [(d.slot, d.request.id) for d in plan.decodes],
         "held": [(r.slot, r.id) for r in plan.held],

@@ -19,7 +19,7 @@ from models.load import read_model
 from models.memory import slab_shape
 from models.model_finder import DEMO
 from nanobatch import Engine, Handle, SamplingParams
-from sched import Request
+from request import Request
 from text.tokenizer import Tokenizer
 
 SEED = os.environ.get("NANOBATCH_SEED", "")  # a student's name: other shapes, numbers and prompts

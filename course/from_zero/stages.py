@@ -339,9 +339,10 @@ and back from places to ids""",
             Task(
                 "sched.Scheduler._admit",
                 """Take requests out of the line, in the order of `self.policy.next(self)`, as many as
-                `self._room()` says. Each one gets a slot (`self.prefixes.choose_slot(request.trail,
-                free)` chooses among the free ones, and says why), the moment, the policy's name, and
-                stands in `self.running` from now on. Return them.""",
+                `self._room()` says. Each one gets a slot (`self.prefixes.choose_slot(request.prefix.trail,
+                free)` chooses among the free ones, and says why), which goes into its `Admission`
+                with the moment and the policy's name, and stands in `self.running` from now on.
+                Return them.""",
                 (
                     "`self.waiting` and `self.running` are by id. `self.free` is made anew each time "
                     "that you ask.",
@@ -349,41 +350,40 @@ and back from places to ids""",
                     "`list(islice(self.policy.next(self), room))`.",
                     """for request in admitted:
     del self.waiting[request.id]
-    request.slot, request.why = self.prefixes.choose_slot(request.trail, free)
-    request.admitted, request.policy = now, ...
+    slot, why = self.prefixes.choose_slot(request.prefix.trail, free)
+    request.admission = Admission(now, ..., slot, why)
     self.running[...] = request; free.remove(...)""",
                 ),
             ),
             Task(
                 "runner.Runner._forward",
-                """One forward pass for the whole batch: first each of `batch.prefills`, with a window
-                of its own; then all of `batch.decodes`, a slot and a row each, in one window. The newest
+                """One forward pass for the whole batch, `step.batch`: first each of its prefills, with a
+                window of its own; then all of its decodes, a slot and a row each, in one window. The newest
                 token of each slot is on the device, in `self._newest` (slots,). Asked are the last token
                 of each prefill that is `asked`, and each token that decodes. `self.model.head` makes
                 logits of their states. Start the pass: `self._start([logits])`; if nothing is asked,
-                `self._start(self.slab.written())`. Return a list with one `PassOutput`: the slots that
-                are asked, and their states and logits in the same order. If nothing is asked, the list is
-                empty. (Leave `batch.passes`, `_gather` and `_padded` aside: they are for what is switched
-                off.)""",
+                `self._start(self.slab.written())`. Append what is asked: its slots to `step.slots`, and
+                its states and logits, in the same order, to `step.states` and `step.logits`. (Leave
+                `batch.passes`, `_gather` and `_padded` aside: they are for what is switched off.)""",
                 (
                     "Count the tokens as you go: `asked` are places among all tokens of the pass.",
                     "`Window(self.slab, [slot], [start], len(ids))` for a prefill; one window with the "
                     "slots and rows of all decodes, L=1, for these. No decodes, no window.",
-                    """for prefill in batch.prefills:
+                    """for prefill in step.batch.prefills:
     ids.append(mx.array(prefill.ids)); windows.append(...); count += len(prefill.ids)
     if prefill.asked: asked.append(count - 1); slots.append(prefill.slot)
-if batch.decodes:
-    decoding = [each.slot for each in batch.decodes]; rows = ...
+if step.batch.decodes:
+    decoding = [each.slot for each in step.batch.decodes]; rows = ...
     ids.append(self._newest[mx.array(decoding)]); windows.append(...)
     asked += range(count, count + len(decoding)); slots += decoding
 states = forward(self.model, mx.concatenate(ids), windows, asked)
 logits = self.model.head(states)
-start it; return [PassOutput(slots, states, logits)]     (or [])""",
+start it; step.slots += slots; step.states.append(states); step.logits.append(logits)""",
                 ),
             ),
             Task(
                 "runner.Runner._sample",
-                """`launched.outputs` holds the logits, a row for each of `launched.slots`; `rows` says, by
+                """`step.logits` holds the logits, a row for each of `step.slots`; `rows` says, by
                 slot, how its token is sampled: a list of one `SamplingRow`. Return an array (slots, 1): the
                 token of each slot that was asked, and -1 for the others; the log probabilities, as
                 `sample` returns them; and an empty dict. If nothing was asked: all -1, and the others
@@ -393,9 +393,9 @@ start it; return [PassOutput(slots, states, logits)]     (or [])""",
                     "probabilities. It wants the sampling rows in the order of the logits.",
                     "`mx.full((slots, 1), -1, mx.int32)`, and then `sampled[mx.array(slots), 0] = tokens`.",
                     """sampled = mx.full((self.slab.slots, 1), -1, mx.int32)
-if not launched.outputs: return sampled, [], {}
-ordered = [rows[slot][0] for slot in launched.slots]
-tokens, logprobs = sample(launched.outputs[0].logits, ..., self._slot_state)
+if not step.slots: return sampled, [], {}
+ordered = [rows[slot][0] for slot in step.slots]
+tokens, logprobs = sample(step.logits[0], ..., self._slot_state)
 sampled[...] = tokens; return sampled, logprobs, {}""",
                 ),
             ),
@@ -408,7 +408,7 @@ sampled[...] = tokens; return sampled, logprobs, {}""",
         "a slot that is free is taken at once: the timeline at the top of sched.py comes out",
         (
             Task(
-                "sched.Request.next_row",
+                "request.Request.next_row",
                 """The newest token that is planned has no row yet: it gets one when it goes in. Which
                 one? The prompt has rows 0 to len - 1.""",
                 (
@@ -421,9 +421,9 @@ sampled[...] = tokens; return sampled, logprobs, {}""",
                 "sched.Scheduler.plan",
                 """Admit; then all requests decode whose prompt is read (`phase`) and whose
                 answer may still have a token that is not planned; those in prefill get chunks:
-                `self._chunks(self.reading(), what is left of the budget)`. If nothing is to be done, return None. Else
-                count the step, and return a `Plan`. Whatever yields a token, a chunk that emits or a decode,
-                has a token more planned from now on. Rows that
+                `self._chunks(those that read, what is left of the budget)` (`is_reading`). If nothing is to
+                be done, return None. Else count the step, and return a `Plan`. Whatever yields a token, a
+                chunk that emits or a decode, has a token more planned from now on. Rows that
                 `self._to_scrub` names (slot -> start, stop) are scrubbed as soon as a running request
                 has the slot. `held` are in prefill and have no chunk. `blocked` are the slots that
                 are free after admission, if requests wait. (No draft tokens.)""",
@@ -437,7 +437,7 @@ sampled[...] = tokens; return sampled, logprobs, {}""",
 blocked = tuple(self.free) if self.waiting else ()
 running = list(self.running.values())
 decoding = [r for r in running if r.phase == "decode" and r.planned < ...]
-chunks = self._chunks(self.reading(), self.budget - len(decoding))
+chunks = self._chunks([r for r in running if r.is_reading], self.budget - len(decoding))
 decodes = [Decode(r, r.slot, r.next_row) for r in decoding]
 if not (chunks or decodes): return None
 self.steps += 1
@@ -456,12 +456,12 @@ return plan""",
                 request that had ended before is a ghost: it gets nothing, and `accept` is not told. Return
                 `Committed`: those that ended now, the slots of ghosts, and no draft tokens.""",
                 (
-                    "`request.finish_reason` is None until the request has ended.",
+                    "`request.end` is None until the request has ended.",
                     "First append, then ask `accept`, then count: the reason that accept gives comes "
                     'before "length".',
                     """for member in plan.emitters:
     request, token = member.request, tokens[member.slot][0]
-    if request.finish_reason is not None: ghosts.append(member.slot); continue
+    if request.end: ghosts.append(member.slot); continue
     if token >= 0: request.answer.append(token)
     reason = accept(request, token)
     if reason is None and ...: reason = "length"
@@ -471,14 +471,14 @@ return Committed(ended, tuple(ghosts), tried=())""",
             ),
             Task(
                 "sched.Scheduler.finish",
-                """End a request in any phase: note reason and moment, and take it out of the line, or
+                """End a request in any phase: record the reason and the moment (`End`), and take it out of the line, or
                 out of those that run. One that ran leaves its slot (`_leave_slot`), and a drain may be over
                 (`_end_drain`). To end it a second time changes nothing.""",
                 (
                     "A request waits or runs, or has ended. `dict.pop(id, None)` takes out what may be "
                     "there.",
-                    "If `finish_reason` is there already, return.",
-                    """request.finish_reason, request.ended = reason, now
+                    "If `request.end` is there already, return.",
+                    """request.end = End(reason, now)
 self.waiting.pop(request.id, None)
 if self.running.pop(...): self._leave_slot(request); self._end_drain()""",
                 ),
@@ -511,38 +511,36 @@ if request.prefilled:
         (
             Task(
                 "sched.Scheduler._cut",
-                """Cut the next chunk from a prompt: from `request.prefilled` on, to the prompt's end at most.
+                """`want` is the rest of a prompt as one chunk. Shorten it to what the budget allows.
                 A token takes `price_of(start, self.far, self.chunk)` of the budget, and the chunk may
                 cost no more than `left` and than `self.chunk`; its cost is rounded up. If not even one
-                token fits, the chunk is empty: `start` is `stop`. `source` is None.""",
+                token fits, the chunk is empty: `start` is `stop`.""",
                 (
                     "The number of tokens that fit: the smaller of left and chunk, divided by the price, rounded "
                     "down.",
-                    "The chunk ends where the prompt does, if that comes first.",
-                    """start = request.prefilled
-price = price_of(start, self.far, self.chunk)
-stop = min(start + int(min(left, self.chunk) / price), ...)
-return Chunk(request, request.slot, start, stop, math.ceil(... * price), source=None)""",
+                    "The chunk ends where `want` does, if that comes first.",
+                    """price = price_of(want.start, self.far, self.chunk)
+stop = min(want.start + int(min(left, self.chunk) / price), ...)
+return want._replace(stop=stop, cost=math.ceil(... * price))""",
                 ),
             ),
             Task(
-                "sched.Scheduler._chunks",
-                """Share what is left of the budget among prompts; the first in `requests` is the oldest.
-                However little is left (`left` may be below 0), there is an allowance of `self.chunk` for
-                all of them together. The prompt with the fewest tokens left (`self._rest`) has its
-                chunk first. But those before the oldest leave half of the allowance for it, rounded
-                up, or as much as the oldest can use, if that is less. Tell `self._note(chunk)` of each
-                chunk: it moves `prefilled`. A prompt for which nothing is left has no chunk.
-                (Leave waiting for a common prefix aside.)""",
+                "sched.Scheduler._allot",
+                """Share what is left of the budget among prompts. Each of `wanted` is the rest of one, and the
+                first is the oldest. However little is left (`left` may be below 0), there is an allowance
+                of `self.chunk` for all of them together. The prompt with the fewest tokens left has its
+                chunk first. But those before the oldest leave half of the allowance for it, rounded up, or
+                as much as the oldest can use, if that is less. Return the chunks. A prompt for which
+                nothing is left has none. (Leave waiting for a common prefix aside.)""",
                 (
                     "Begin with `left = max(left, self.chunk)`, and take each chunk's cost off.",
                     "What the oldest can use of half is the cost of a chunk of it, cut with half of "
                     "`left`. When it is the oldest's turn, nothing is kept any more.",
                     """kept = self._cut(oldest, left - left // 2).cost
-for request in sorted(requests, key=self._rest):
-    if request is oldest: kept = 0
-    chunk = self._cut(request, left - kept)
-    if it has tokens: left -= chunk.cost; self._note(chunk); chunks.append(chunk)""",
+for want in sorted(wanted, key=the tokens that are left):
+    if want is oldest: kept = 0
+    chunk = self._cut(want, left - kept)
+    if it has tokens: left -= chunk.cost; chunks.append(chunk)""",
                 ),
             ),
         ),
@@ -557,21 +555,21 @@ for request in sorted(requests, key=self._rest):
                 "runner.Runner.finish",
                 """Sample the tokens (`_sample`), and remember on the device, in `self._newest`, the token
                 of each slot that has one, else -1. Start all of it without waiting, with
-                `self._enqueue(...)`: the tokens, the newest ones and the log probabilities. Return an
-                `InFlightStep`, with `launched.proofs`. Its `build_s` is what this half and
-                `launched.took` took together, without `self._device_s` and `self._wait_s`. (Leave ranks
-                aside.)""",
+                `self._enqueue(...)`: the tokens, the newest ones and the log probabilities. Put
+                tokens, log probabilities and vectors into the step, with `device_s` and `wait_s`
+                (`self._device_s`, `self._wait_s`), and return it. Its `build_s` is so far what the first
+                half took; add this half, without the other two. (Leave ranks aside.)""",
                 (
                     "To ask an array for its numbers (`tolist`, `item`, `mx.eval`) would wait: nothing "
                     "here may.",
                     "With `first = tokens[:, 0]`: `mx.where(first >= 0, first, self._newest)`",
                     """resumed = self.clock()
-tokens, logprobs, states = self._sample(launched, rows)
+step.tokens, step.logprobs, step.vectors = self._sample(step, rows)
 self._newest = mx.where(...)
-self._enqueue(tokens, self._newest, logprobs)
-took = launched.took + self.clock() - resumed
-took -= ... + ...
-return InFlightStep(tokens, logprobs, states, launched.began, took, self._device_s, self._wait_s, launched.proofs)""",
+self._enqueue(step.tokens, self._newest, step.logprobs)
+step.device_s, step.wait_s = ...
+step.build_s += self.clock() - resumed - ...
+return step""",
                 ),
             ),
             Task(

@@ -55,19 +55,17 @@ def attend(layer, q, k, v, windows, formula):
 
 
 class Scheduler:
-    def _cut(self, request, left):
-        start = request.prefilled
-        stop = min(start + left, start + self.chunk, len(request.prompt))
-        return Chunk(request, request.slot, start, stop, stop - start, None)
+    def _cut(self, want, left):
+        stop = min(want.start + left, want.start + self.chunk, want.stop)
+        return want._replace(stop=stop, cost=stop - want.start)
 
-    def _chunks(self, requests, left):
+    def _allot(self, wanted, left):
         """First come, first served."""
         chunks = []
-        for request in requests:
-            chunk = self._cut(request, max(left, self.chunk) - sum(each.cost for each in chunks))
+        for want in wanted:
+            chunk = self._cut(want, max(left, self.chunk) - sum(each.cost for each in chunks))
             if chunk.cost:
                 chunks.append(chunk)
-                self._note(chunk)
         return chunks
 
 
@@ -75,13 +73,13 @@ class Scheduler:
 
 
 class Runner:
-    def finish(self, launched, rows):
-        tokens, logprobs, states = self._sample(launched, rows)
+    def finish(self, step, rows):
+        step.tokens, step.logprobs, step.vectors = self._sample(step, rows)
         newest = self._newest.tolist()
-        for slot, (token, *_) in enumerate(tokens.tolist()):
+        for slot, (token, *_) in enumerate(step.tokens.tolist()):
             newest[slot] = token if token >= 0 else newest[slot]
         self._newest = mx.array(newest)
-        return InFlightStep(tokens, logprobs, states, launched.began, 0.0, 0.0, 0.0)
+        return step
 
 
 class Engine:

@@ -43,8 +43,8 @@ def test_admission():
     first, second = tale.sched._admit(now=5.0)
     assert [name(first), name(second)] == ["A", "B"]
     assert [first.slot, second.slot] == [0, 1]
-    assert [first.admitted, second.admitted] == [5.0, 5.0]
-    assert [first.policy, second.policy] == ["static", "static"]
+    assert [first.admission.at, second.admission.at] == [5.0, 5.0]
+    assert [first.admission.policy, second.admission.policy] == ["static", "static"]
     assert [*tale.sched.running] == [first.id, second.id]
     assert [*tale.sched.waiting] == [2]
 
@@ -66,7 +66,7 @@ def run(runner: Runner, prefills: Sequence[Prefill], *decodes: tuple[int, int], 
     picks = {
         slot: [SamplingRow(slot, SamplingParams(**settings), seed=0, index=0)] for slot in slots
     }
-    tokens, outputs = runner.run(order, picks).read()
+    tokens, outputs = runner.run(order, picks).read_back()
     assert [len(each) for each in tokens] == [1, 1, 1], "a token of each slot, or -1"
     if settings.get("logprobs"):
         return {key: output.logprob for key, output in outputs.items()}
@@ -93,7 +93,7 @@ def test_prompts_of_different_lengths():
     one = ids_of(SUM)
     two = ids_of(COUNT)
     wanted = [{0: b, 2: a} for a, b in zip(parts(SUM), parts(COUNT), strict=False)]
-    prompts = [Prefill(2, one, 0, None, asked=True), Prefill(0, two, 0, None, asked=True)]
+    prompts = [Prefill(2, one, 0, asked=True), Prefill(0, two, 0, asked=True)]
     assert run(runner, prompts) == wanted[0]
     assert run(runner, [], (0, len(two)), (2, len(one))) == wanted[1]
     assert run(runner, [], (0, len(two) + 1), (2, len(one) + 1)) == wanted[2]
@@ -105,10 +105,10 @@ def test_chunks():
     runner = new_runner()
     one = ids_of(SUM)
     two = ids_of(COUNT)
-    assert run(runner, [Prefill(1, one[:4], 0, None, asked=False)]) == {}
-    both = [Prefill(0, two, 0, None, asked=True), Prefill(1, one[4:7], 4, None, asked=False)]
+    assert run(runner, [Prefill(1, one[:4], 0, asked=False)]) == {}
+    both = [Prefill(0, two, 0, asked=True), Prefill(1, one[4:7], 4, asked=False)]
     assert run(runner, both) == {0: parts(COUNT)[0]}
-    rest = [Prefill(1, one[7:], 7, None, asked=True)]
+    rest = [Prefill(1, one[7:], 7, asked=True)]
     assert run(runner, rest, (0, len(two))) == {0: parts(COUNT)[1], 1: parts(SUM)[0]}
 
 
@@ -119,16 +119,16 @@ def test_every_pass_is_started():
     start = runner._start
     started: list[tuple] = []
     runner._start = lambda *results: (started.append(results), start(*results))
-    run(runner, [Prefill(1, ids_of()[:4], 0, None, asked=False)])
+    run(runner, [Prefill(1, ids_of()[:4], 0, asked=False)])
     assert len(started) == 1
-    run(runner, [Prefill(1, ids_of()[4:], 4, None, asked=True)])
+    run(runner, [Prefill(1, ids_of()[4:], 4, asked=True)])
     assert len(started) == 2
 
 
 @pytest.mark.about("_sample")
 def test_logprobs():
     """Who asks for log probabilities gets them."""
-    logprobs = run(new_runner(), [Prefill(2, ids_of(), 0, None, asked=True)], logprobs=2)
+    logprobs = run(new_runner(), [Prefill(2, ids_of(), 0, asked=True)], logprobs=2)
     assert [*logprobs] == [(2, 0)], "by slot and index"
     likeliest, value = logprobs[2, 0].top[0]
     assert text_of([likeliest]) == parts(SUM)[0]

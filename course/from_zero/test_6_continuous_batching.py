@@ -1,20 +1,20 @@
-"""Stage 6: slots, and continuous batching. You write `next_row`, `plan`, `commit`, `finish` and
-`_leave_slot` in sched.py."""
+"""Stage 6: slots, and continuous batching. You write `next_row` in request.py, and `plan`, `commit`,
+`finish` and `_leave_slot` in sched.py."""
 
 import random
 
 import pytest
 from scheduler_story import Story, name
 
-import sched
 from course.from_zero.shared_by_tests import ANSWERS, SEED, Tale, new_engine, steps_for
 from policies import POLICIES
+from request import Request
 
 
 @pytest.mark.about("next_row")
 def test_next_row():
     """The newest token goes into the row after all before it."""
-    request = sched.Request(1, (5, 6, 7), 10, 0.0)
+    request = Request(1, (5, 6, 7), 10, 0.0)
     rows = []
     for request.planned in (1, 2, 9):
         rows.append(request.next_row)
@@ -50,7 +50,7 @@ def test_ends():
     assert stops.finish_reason == "stop"
     # The last token that C may say is an end, too
     assert [request.finish_reason for request in full] == ["length", "stop", "length"]
-    assert None not in [request.ended for request in (stops, *full)]
+    assert None not in [request.end for request in (stops, *full)]
 
 
 @pytest.mark.about("plan")
@@ -104,7 +104,7 @@ def test_commit():
     done = tale.sched.commit(plan, tale.run(plan), tale.accept, now=7.0)
     assert ([*done.ended], [*done.ghosts]) == ([first], [])
     assert [len(first.answer), len(second.answer)] == [1, 1]
-    assert first.ended == 7.0
+    assert first.end.at == 7.0
     assert tale.sched.free == [2, 0], "the slot that was left last is the last to be taken"
     plan = tale.sched.plan(8.0)
     tale.sched.finish(second, "cancelled", 9.0)
@@ -122,8 +122,8 @@ def test_cancel():
     tale.sched.finish(second, "cancelled", 1.0)
     tale.sched.finish(second, "error", 2.0)  # changes nothing
     tale.sched.finish(first, "cancelled", 2.0)
-    assert (second.finish_reason, second.ended) == ("cancelled", 1.0)
-    assert (first.finish_reason, first.ended) == ("cancelled", 2.0)
+    assert second.end == ("cancelled", 1.0)
+    assert first.end == ("cancelled", 2.0)
     assert [*tale.sched.waiting] == [third.id]
     tale.should_be("""
          1 | A:p

@@ -1,4 +1,4 @@
-"""Stage 7: chunks under a budget. You write `_cut` and `_chunks` in sched.py.
+"""Stage 7: chunks under a budget. You write `_cut` and `_allot` in sched.py.
 
 In the drawings, A[0:4] means rows 0 to 3 of A's prompt, and d a decode.
 """
@@ -20,7 +20,7 @@ def cuts(tale: Tale) -> list[str]:
     return lines
 
 
-@pytest.mark.about("_cut", "_chunks")
+@pytest.mark.about("_cut", "_allot")
 def test_chunks():
     """A prompt is cut into chunks, and the others decode next to it."""
     tale = Tale(slots=2, chunk=4, budget=8)
@@ -34,7 +34,7 @@ def test_chunks():
     """)
 
 
-@pytest.mark.about("_cut", "_chunks")
+@pytest.mark.about("_cut", "_allot")
 def test_budget():
     """The last chunk is cut where the budget ends."""
     tale = Tale(slots=3, chunk=4, budget=6)
@@ -51,7 +51,7 @@ def test_budget():
     assert held == [["C"], ["C"], [], [], [], []]
 
 
-@pytest.mark.about("_chunks")
+@pytest.mark.about("_allot")
 def test_short_first():
     """A short prompt does not wait for a long one, and leaves half to the oldest."""
     tale = Tale(slots=2, chunk=8, budget=8)
@@ -73,7 +73,7 @@ def test_short_first():
     """)
 
 
-@pytest.mark.about("_chunks")
+@pytest.mark.about("_allot")
 def test_nothing_is_kept_in_vain():
     """What the oldest cannot use is not kept for it."""
     tale = Tale(slots=3, chunk=8, budget=8)
@@ -92,7 +92,7 @@ def test_nothing_is_kept_in_vain():
     """)
 
 
-@pytest.mark.about("_cut", "_chunks")
+@pytest.mark.about("_cut", "_allot")
 def test_allowance():
     """One whole chunk is let in, however many decode."""
     tale = Tale(slots=4, chunk=3, budget=2)
@@ -107,7 +107,7 @@ def test_allowance():
     """)
 
 
-@pytest.mark.about("_cut", "_chunks")
+@pytest.mark.about("_cut", "_allot")
 def test_price():
     """A token takes its price of the budget: with far=64, a token at row 64 costs 2."""
     tale = Tale(slots=2, chunk=32, budget=40, far=64)
@@ -123,7 +123,7 @@ def test_price():
     assert costs == [[32, 8], [32, 8], [21, 19], [31], [24]]
 
 
-@pytest.mark.about("_cut", "_chunks")
+@pytest.mark.about("_cut", "_allot")
 def test_a_long_prompt():
     """A long prompt in chunks says what it says as a whole."""
     story = "Once there was a fox. The fox was kind, and went to the lake with a lantern. " * 8

@@ -20,7 +20,7 @@ from course.from_zero.shared_by_tests import (
 from kernels.device import device_lock, mx
 from models.memory import Sizes
 from nanobatch import SamplingParams
-from runner import ForwardBatch, InFlightStep, Prefill, Runner
+from runner import ForwardBatch, Prefill, Runner, RunningStep
 from sampling import SamplingRow
 
 
@@ -32,20 +32,22 @@ def starts_and_reads(run_ahead: bool, eager_first_token: bool, later: bool = Fal
     def note(what: str) -> None:
         lines.append(f"{what} {1 + sum(line.startswith(what) for line in lines)}")
 
-    class Noted(InFlightStep):
-        def read(self) -> tuple:
-            note("read")
-            return super().read()
+    read_back = RunningStep.read_back
 
-    with new_engine(slots=2, run_ahead=run_ahead) as engine:
+    def noted(step: RunningStep) -> tuple:
+        note("read")
+        return read_back(step)
+
+    with pytest.MonkeyPatch.context() as patch, new_engine(slots=2, run_ahead=run_ahead) as engine:
         finish = engine.runner.finish
 
-        def finish_too(*rest) -> Noted:
-            flight = Noted(*finish(*rest))
+        def finish_too(*rest) -> RunningStep:
+            step = finish(*rest)
             note("start")
-            return flight
+            return step
 
         engine.runner.finish = finish_too
+        patch.setattr(RunningStep, "read_back", noted)
         engine.eager_first_token = eager_first_token
         handle = ask(engine, max_tokens=4)
         if later:
@@ -87,24 +89,24 @@ def test_flight():
     enqueue = runner._enqueue
     started: list[object] = []
     runner._enqueue = lambda *results: (started.extend(results), enqueue(*results))
-    order = ForwardBatch((), [Prefill(1, ids_of(), 0, None, asked=True)], [])
-    launched = runner.begin(order)
+    order = ForwardBatch((), [Prefill(1, ids_of(), 0, asked=True)], [])
+    step = runner.begin(order)
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((mx, "eval"), (mx.array, "item"), (mx.array, "tolist")):
             patch.setattr(owner, name, lambda *_: pytest.fail("`finish` waits for the device"))
-        flight = runner.finish(launched, {1: [SamplingRow(1, SamplingParams(), seed=0, index=0)]})
+        flight = runner.finish(step, {1: [SamplingRow(1, SamplingParams(), seed=0, index=0)]})
     assert any(each is flight.tokens for each in started), (
         "the tokens were never handed to self._enqueue: the device would start too late"
     )
-    tokens, _ = flight.read()
+    tokens, _ = flight.read_back()
     assert [tokens[0], tokens[2]] == [[-1], [-1]]
     assert runner._newest.tolist() == [0, *tokens[1], 0], "the newest token of each slot"
     times = (flight.build_s, flight.device_s, flight.wait_s)
     assert all(isinstance(each, float) and each >= 0 for each in times), times
-    chunk = ForwardBatch((), [Prefill(0, ids_of()[:4], 0, None, asked=False)], [])
+    chunk = ForwardBatch((), [Prefill(0, ids_of()[:4], 0, asked=False)], [])
     flight = runner.run(chunk, {})
-    flight.read()
-    assert flight.finite == [0], "`launched.proofs` say that the rows of a chunk are finite"
+    flight.read_back()
+    assert flight.finite == [0], "`step.proofs` say that the rows of a chunk are finite"
 
 
 def test_ghosts():

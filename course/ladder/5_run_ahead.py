@@ -35,7 +35,8 @@ from kv import Slab, Window
 from llama import forward
 from models.memory import slab_shape
 from policies import POLICIES
-from sched import Plan, Request, Scheduler
+from request import Plan, Request
+from sched import Scheduler
 
 SENTENCE = "The fox was kind, and every day it went to the lake with a small lantern. "
 STORY = ("Once there was a fox. " + SENTENCE) * 24

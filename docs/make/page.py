@@ -42,6 +42,7 @@ MOST = 1_000_000  # bytes of a page, for slow connections
 EMBEDDED = r'<script type="application/json" id="data-{}">(.*?)</script>'
 LETTER, RATE = 240, 60.0  # of the game: tokens of a long text, prompts a second
 SCHEDULER = (
+    "request.py",
     "sched.py",
     "policies.py",
     "prefix.py",

@@ -433,7 +433,7 @@ def count_copies(folder: Path) -> tuple[int, int]:
                 engine.step()
                 copies += mx.get_peak_memory() - before > engine.runner.slab.arrays[0].nbytes
     return copies, sum(
-        any(prefill.source is not None for prefill in order.prefills) for order in orders
+        any(prefill.copied_from is not None for prefill in order.prefills) for order in orders
     )
 
 

@@ -25,12 +25,12 @@ FEW = exactly(6)
 PARTS = {
     "plan": (Scheduler, "plan"),
     "a policy": (Scheduler, "_room"),
-    "order": (ForwardBatch, "of"),
+    "order": (ForwardBatch, "from_plan"),
     "forward": (runner, "forward"),
     "a sampler": (runner, "sample"),
     "runner": (Runner, "begin"),
     "choice": (Runner, "finish"),
-    "read": (runner.InFlightStep, "read"),
+    "read": (runner.RunningStep, "read_back"),
     "commit": (Scheduler, "commit"),
     "record": (StepView, "committed"),
 }
@@ -144,7 +144,7 @@ def test_two_failing_steps_are_both_shown(engine, monkeypatch, caplog):
     handle = engine.submit([1], LONG)
     engine.step(), engine.step()
     monkeypatch.setattr(runner, "forward", bug)
-    monkeypatch.setattr(runner.InFlightStep, "read", lambda self: 1 / 0)
+    monkeypatch.setattr(runner.RunningStep, "read_back", lambda self: 1 / 0)
     engine.step()
     assert handle.error == "Bug: the device is on fire"
     assert len(caplog.messages) == 2 and blocks(caplog.text) and "ZeroDivisionError" in caplog.text

@@ -140,7 +140,7 @@ def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
 
 def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
     """What happened in which order: ("begin", step), ("read", step), ("finish", step)."""
-    events, begin, finish, read = [], Runner.begin, Runner.finish, runner.InFlightStep.read
+    events, begin, finish, read = [], Runner.begin, Runner.finish, runner.RunningStep.read_back
     count = {"begin": 0, "finish": 0, "read": 0}
 
     def noted(name, function):
@@ -155,7 +155,7 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
         engine.eager_first_token = False  # as on a GPU: not even a first token is read at once
         monkeypatch.setattr(Runner, "begin", noted("begin", begin))
         monkeypatch.setattr(Runner, "finish", noted("finish", finish))
-        monkeypatch.setattr(runner.InFlightStep, "read", noted("read", read))
+        monkeypatch.setattr(runner.RunningStep, "read_back", noted("read", read))
         for handle in [engine.submit([1, 2, n], wish) for n, wish in enumerate(wishes)]:
             handle.result()
     monkeypatch.undo()

@@ -193,7 +193,7 @@ def conversations(
                 if handle.finish_reason and rng.random() < 0.5:
                     going.remove(talk)
                     done.append(handle)
-                    reused += max(0, handle.request.cached - before)
+                    reused += max(0, handle.request.prefix.cached - before)
                     said = [*handle.request.prompt, *handle.tokens]
                     if rng.random() < 0.2:  # it was written in other tokens, or changed
                         said = said[: int(rng.integers(1, len(said) + 1))]
@@ -208,7 +208,7 @@ def conversations(
         for handle, other in zip(done, alone, strict=True)
     )
     assert len(done) == 12
-    restored = sum(h.request.cached for h in done if h.request.cached_from == "disk")
+    restored = sum(h.request.prefix.cached for h in done if h.request.prefix.cached_from == "disk")
     return sum(len(handle.tokens) for handle in done), differ, reused, restored
 
 

@@ -35,7 +35,7 @@ class Recorded:
         return [picks for _, picks in self.steps]
 
     def play(self, order: ForwardBatch, picks: SamplingRows) -> None:
-        tokens, logprobs = self.runner.run(order, picks).read()
+        tokens, logprobs = self.runner.run(order, picks).read_back()
         self.tokens.append(tokens)
         self.logprobs.append(logprobs)
 
@@ -65,7 +65,7 @@ def record(parts) -> Recorded:
         def reading(begun, picks):
             recorded.steps.append((begun.batch, picks))
             flight = finish(begun, picks)
-            tokens, logprobs = flight.read()
+            tokens, logprobs = flight.read_back()
             recorded.tokens.append(tokens)
             recorded.logprobs.append(logprobs)
             return flight
@@ -94,7 +94,9 @@ def test_recorded_batches_are_complete(record):
         sum(len(order.prefills) > 1 for order in orders) > 5
         and sum(len(order.decodes) > 1 for order in orders) > 20
     )
-    assert sum(prefill.source is not None for order in orders for prefill in order.prefills) > 2
+    assert (
+        sum(prefill.copied_from is not None for order in orders for prefill in order.prefills) > 2
+    )
     asked = [[prefill.asked for prefill in order.prefills] for order in orders]
     assert sum(any(each) and not all(each) for each in asked) > 2, (
         "no pass in which only some chunks end their prompts"
@@ -165,17 +167,17 @@ def test_step_is_one_pass(record):
         for chunks, _ in passes:
             written = set()
             for prefill in chunks:
-                assert prefill.source not in written
+                assert prefill.copied_from not in written
                 written.add(prefill.slot)
-        copies += sum(prefill.source is not None for prefill in order.prefills)
+        copies += sum(prefill.copied_from is not None for prefill in order.prefills)
     idle = sum(len(order.prefills) + len(order.decodes) < SIZES.slots for order in record.orders)
     assert copies > 1 and idle > 10
 
 
 def test_chunk_waits_for_rows_it_copies():
     """A chunk that copies what this step writes goes into a pass of its own."""
-    first, other = Prefill(0, (1, 2, 3), 0, None, True), Prefill(1, (4, 5), 0, None, True)
-    copies, copies_old = Prefill(2, (9,), 2, 0, True), Prefill(3, (9,), 2, 7, True)
+    first, other = Prefill(0, (1, 2, 3), 0, True), Prefill(1, (4, 5), 0, True)
+    copies, copies_old = Prefill(2, (9,), 2, True, 0), Prefill(3, (9,), 2, True, 7)
     order = ForwardBatch((), (first, other, copies_old, copies), ((5, 8, ()),))
     assert order.passes() == [([first, other, copies_old], ()), ([copies], ((5, 8, ()),))]
 
@@ -201,12 +203,12 @@ def test_chunk_keeps_no_reference_to_the_slab(parts):
     sizes = Sizes(slots=4, max_len=16_384, chunk=32, budget=100)
     with device_lock, device_stream():
         runner = Runner(parts[0], sizes)
-        runner.run(ForwardBatch((), (Prefill(0, (7,) * 32, 0, None, False),), ()), {}).read()
+        runner.run(ForwardBatch((), (Prefill(0, (7,) * 32, 0, False),), ()), {}).read_back()
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         runner.run(
-            ForwardBatch(((1, 0, 64),), (Prefill(2, (7,) * 8, 32, 0, False),), ()), {}
-        ).read()
+            ForwardBatch(((1, 0, 64),), (Prefill(2, (7,) * 8, 32, False, 0),), ()), {}
+        ).read_back()
         mx.synchronize()
         assert mx.get_peak_memory() - before < runner.slab.arrays[0].nbytes

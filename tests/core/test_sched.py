@@ -19,7 +19,8 @@ from scheduler_story import BAD, Story, timeline
 from models.memory import usual_budget
 from policies import POLICIES, policy_of
 from prefix import SEGMENT, Node, Prefixes, Trail
-from sched import Plan, QueueFull, Request, Scheduler
+from request import Plan, QueueFull, Request
+from sched import Scheduler, check_invariants
 
 SCHEDULES = number_of("SCHEDULES", 500)  # 100,000 take six minutes
 
@@ -111,7 +112,7 @@ def test_each_admission_says_why_it_got_its_slot():
     def why(*prompts: tuple[int, ...]) -> list[tuple[int, str]]:
         requests = [story.submit(prompt, 1) for prompt in prompts]
         story.drawn()
-        return [(request.slot, request.why) for request in requests]
+        return [(request.slot, request.admission.why) for request in requests]
 
     chat, other, third = (tuple(range(n, n + 20)) for n in (0, 100, 200))
     assert why(chat, other) == [(0, "empty"), (1, "empty")]
@@ -255,7 +256,7 @@ def test_cancel_frees_the_slot_for_the_next_plan(lag, when):
     ended = a.finish_reason is not None
     story.sched.finish(a, "cancelled", story.now)
     story.sched.finish(a, "cancelled", story.now)
-    story.sched.check()
+    check_invariants(story.sched)
     assert a.finish_reason == ("length" if ended else "cancelled")
     story.step()
     assert b.slot == 0
@@ -401,7 +402,8 @@ def test_custom_policy_gets_only_free_slots(monkeypatch, lag):
         requests = [story.submit(5, 3) for _ in range(5)]
         story.drawn()
         assert all(
-            request.finish_reason == "length" and request.policy == policy for request in requests
+            request.finish_reason == "length" and request.admission.policy == policy
+            for request in requests
         )
         assert max(len(plan.admitted) for plan in story.plans) == (2 if policy == "greedy" else 1)
 
@@ -560,8 +562,8 @@ def test_next_turn_continues_in_its_slot(lag, said, taken):
     story.drawn()
     again = story.submit((*first.prompt, *story.tokens[first.id], 7, 7, 7, 7, 7), 3)
     story.drawn()
-    assert (again.slot, again.cached) == (first.slot, taken)
-    assert all(chunk.source is None for plan in story.plans for chunk in plan.chunks)
+    assert (again.slot, again.prefix.cached) == (first.slot, taken)
+    assert all(chunk.copied_from is None for plan in story.plans for chunk in plan.chunks)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -576,12 +578,12 @@ def test_next_turn_copies_from_a_taken_slot(lag):
     story.step()
     c = story.submit((*said[:17], 8, 8, 8), 1)
     story.drawn()
-    assert (b.slot, b.cached) == (0, 19) and (c.slot, c.cached) == (1, 17)
+    assert (b.slot, b.prefix.cached) == (0, 19) and (c.slot, c.prefix.cached) == (1, 17)
     copies = [
-        (chunk.source, chunk.start)
+        (chunk.copied_from, chunk.start)
         for plan in story.plans
         for chunk in plan.chunks
-        if chunk.source is not None
+        if chunk.copied_from is not None
     ]
     assert copies == [(0, 17)]
 
@@ -599,7 +601,7 @@ def test_slot_keeps_its_rows_after_a_cancel(lag, reason):
     assert story.sched.prefixes.rows == [9 + 5, 0]
     again = story.submit((*first.prompt, *story.tokens[first.id], 7), 1)
     story.drawn()
-    assert (again.slot, again.cached) == (0, 9 + 5)
+    assert (again.slot, again.prefix.cached) == (0, 9 + 5)
     scrubs = [scrub for plan in story.plans for scrub in plan.scrubs]
     last = 9 + first.planned + 4  # a chunk more than was written
     assert scrubs == [(0, 14, last)] * lag
@@ -616,7 +618,7 @@ def test_cancelled_prompt_keeps_its_finite_chunks():
     assert (first.prefilled, story.sched.prefixes.rows) == (12, [8])
     again = story.submit(24, 2)
     story.step()
-    assert again.cached == 8
+    assert again.prefix.cached == 8
     assert story.plans[-1].scrubs == ((0, 8, 12 + 4),)
     story.drawn()
 
@@ -636,15 +638,15 @@ def test_chunk_in_flight_at_a_cancel_is_kept():
         if late:
             again = story.submit(24, 2)
             story.step()
-            assert again.cached == 4
+            assert again.prefix.cached == 4
         story.launch(plan, tokens)
         if not late:
             again = story.submit(24, 2)
             story.read_all()
             assert story.sched.prefixes.rows == [12]
             story.step()
-            assert again.cached == 12
-        story.sched.check()
+            assert again.prefix.cached == 12
+        check_invariants(story.sched)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -659,7 +661,7 @@ def test_non_finite_chunks_are_not_cached(lag, at):
     assert story.sched.prefixes.rows == [at // 4 * 4]
     good = story.submit((*range(at), *range(200, 230)), 2)
     story.drawn()  # asserts that no such row is left
-    assert (good.cached, good.finish_reason) == (at // 4 * 4, "length")
+    assert (good.prefix.cached, good.finish_reason) == (at // 4 * 4, "length")
 
 
 def test_cancel_in_the_queue_keeps_the_cache():
@@ -686,7 +688,10 @@ def test_long_conversation_keeps_its_slot():
     story.drawn()
     again = story.submit((*a.prompt, *story.tokens[a.id], 7), 1)
     story.drawn()
-    assert (a.slot, b.slot, again.slot) == (0, 1, 0) and (b.cached, again.cached) == (8, 40)
+    assert (a.slot, b.slot, again.slot) == (0, 1, 0) and (b.prefix.cached, again.prefix.cached) == (
+        8,
+        40,
+    )
 
 
 def test_few_rows_are_copied_unless_this_step_writes_them():
@@ -697,11 +702,11 @@ def test_few_rows_are_copied_unless_this_step_writes_them():
     story.drawn()
     third = story.submit((*range(20), *[700] * 20), 1)
     story.drawn()
-    assert (first.cached, other.cached, third.cached) == (0, 0, 20)
+    assert (first.prefix.cached, other.prefix.cached, third.prefix.cached) == (0, 0, 20)
     assert len({first.slot, other.slot, third.slot}) == 3
     short = story.submit((*range(15), *[600] * 20), 1)  # less than a segment
     story.drawn()
-    assert short.cached == 0
+    assert short.prefix.cached == 0
 
 
 # --- at random ----------------------------------------------------------------------------------
@@ -751,7 +756,7 @@ class Fairness:
             held[request.client] += 1
 
     def _rank(self, request: Request) -> int:
-        return len(request.prompt) + request.came
+        return len(request.prompt) + request.queued.came
 
     def _is_fair(self, request: Request, line: list[Request], held: Counter) -> None:
         oldest = {other.client: other for other in reversed(line)}
@@ -835,11 +840,13 @@ def random_schedule(seed: int) -> int:
         else:
             assert said == request.committed == expected
             assert request.finish_reason == ("stop" if request.id in story.eos else "length")
-        assert request.ended is not None
+        assert request.end is not None
     assert story.sched.submitted == len(requests) and len(story.sched.free) == story.sched.slots
-    drafted["right"] += sum(request.accepted_tokens for request in requests)
-    drafted["wrong"] += sum(request.draft_tokens - request.accepted_tokens for request in requests)
-    reused[seed] = sum(token >= 1_000 for r in requests for token in r.prompt[: r.cached])
+    drafted["right"] += sum(request.drafting.accepted for request in requests)
+    drafted["wrong"] += sum(
+        request.drafting.proposed - request.drafting.accepted for request in requests
+    )
+    reused[seed] = sum(token >= 1_000 for r in requests for token in r.prompt[: r.prefix.cached])
     return story.sched.steps
 
 
@@ -876,11 +883,11 @@ def no_slots(scheduler: Scheduler) -> Iterator[Request]:
     """The client served longest ago, however many slots it has."""
     line = list(scheduler.waiting.values())
     while line:
-        request = min(line, key=lambda r: max(r.came, r.turn))
+        request = min(line, key=lambda r: max(r.queued.came, r.queued.turn))
         line.remove(request)
         for other in line:
             if other.client == request.client:
-                other.turn = scheduler.steps + 1
+                other.queued.turn = scheduler.steps + 1
         yield request
 
 
@@ -901,7 +908,7 @@ def two_owners(admit: Callable) -> Callable:
     def planted(self, now):
         admitted = admit(self, now)
         for request in admitted:
-            request.slot = 0
+            request.admission = request.admission._replace(slot=0)
         return admitted
 
     return planted

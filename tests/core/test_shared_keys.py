@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 def answer(engine: Engine, prompt: list[int]) -> tuple:
     tap = Tap(engine)
     handle = engine.submit(prompt, SamplingParams(max_tokens=6))
-    return handle.result().tokens, tap.of(handle), handle.request.cached
+    return handle.result().tokens, tap.of(handle), handle.request.prefix.cached
 
 
 @pytest.mark.parametrize(("slots", "common"), [(1, 33), (2, 40)])

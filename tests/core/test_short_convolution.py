@@ -25,7 +25,12 @@ def answer(engine: Engine, prompt: list[int], tokens: int = 6) -> tuple:
     tap = Tap(engine)
     handle = engine.submit(prompt, SamplingParams(max_tokens=tokens))
     result = handle.result()
-    return result.tokens, tap.of(handle), handle.request.cached, handle.request.cached_from
+    return (
+        result.tokens,
+        tap.of(handle),
+        handle.request.prefix.cached,
+        handle.request.prefix.cached_from,
+    )
 
 
 def alone(folder, prompt: list[int]) -> tuple:

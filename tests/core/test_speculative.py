@@ -17,7 +17,8 @@ import kv
 from benchmarks.answer_diff import Bits, difference
 from nanobatch import Engine, Handle, SamplingParams
 from prompt_lookup import Drafter, PromptLookup
-from sched import Decode, Plan, Request, Scheduler
+from request import Admission, Decode, Plan, Request
+from sched import Scheduler
 
 ROUNDS = number_of("GUESSES", 1)  # 100 take ten minutes
 DIGITS = {"regex": "[0-9]{3,20}"}
@@ -69,7 +70,7 @@ class Oracle(Drafter):
     def __call__(self, decoding: list[Request], left: int) -> dict[int, tuple[int, ...]]:
         drafts = {}
         for request in decoding:
-            if request.draft_source is None or request.planned != request.committed:
+            if request.drafting.source is None or request.planned != request.committed:
                 continue
             most = min(left, request.max_tokens - request.planned - 1, int(self.dice.integers(6)))
             known = self.answers.get(request.id, [])[request.committed :][: max(most, 0)]
@@ -162,7 +163,7 @@ def test_non_finite_draft_spoils_no_row(parts, monkeypatch, bug):
     if bug == "its rows are not scrubbed":
         monkeypatch.setattr(kv.Slab, "scrub", lambda self, *rows: None)
     elif bug:
-        monkeypatch.setattr(Scheduler, "_begin_again", lambda self, decode: None)
+        monkeypatch.setattr(Scheduler, "_retry_without_draft", lambda self, decode: None)
     sizes = {"slots": 3, "max_len": 160, "chunk": 32}
     never = exactly(60, logit_bias={99: -100.0})  # it is drafted, and never said
     asks = [Ask([n, 5, 6], 60, settings=never) for n in range(6)]
@@ -179,7 +180,7 @@ def test_non_finite_draft_spoils_no_row(parts, monkeypatch, bug):
         assert is_same == (not bug)
         if not bug:
             assert all(handle.metrics.draft_tokens for handle in found)
-            assert all(handle.request.draft_source is None for handle in found)
+            assert all(handle.request.drafting.source is None for handle in found)
 
 
 # --- what is drafted ----------------------------------------------------------------------------
@@ -233,8 +234,8 @@ def priced(row_s: float) -> Drafter:
 def copying(id: int, client: str = "") -> Request:
     """An answer that copies its prompt, and one token of which is to be planned."""
     request = Request(id, tuple(range(40)), 30, 0.0, client=client)
-    request.draft_source = PromptLookup()
-    request.slot = id
+    request.drafting.source = PromptLookup()
+    request.admission = Admission(0.0, "continuous", id, "")
     request.answer += range(8)
     request.planned = 8
     return request
@@ -261,7 +262,7 @@ def test_unforcing_grammar_is_asked_seldom():
     """Each step of free text under a grammar waited for its tokens, and asked in vain."""
     grammar = Silent()
     request = inventing(0)
-    request.draft_source = PromptLookup(grammar)
+    request.drafting.source = PromptLookup(grammar)
     speculate = priced(0.4)
     waited = 0
     for n in range(200):

@@ -18,8 +18,9 @@ from models.sharding import Shard
 from nanobatch import Engine
 from policies import DEFAULT, POLICIES
 from prefix import Prefixes
-from sched import Chunk, Decode, Plan, Request, Scheduler
-from state_places import Move, Place, StatePlaces, check_apart
+from request import Chunk, Decode, Move, Plan, Request
+from sched import Scheduler, check_invariants
+from state_places import Place, StatePlaces, check_apart
 
 CHUNK = 32
 
@@ -42,7 +43,7 @@ def run(
     tap = Tap(engine)
     handle = engine.submit(prompt, exactly(tokens), **options)
     result = handle.result()
-    return result.tokens, tap.of(handle), handle.request.cached
+    return result.tokens, tap.of(handle), handle.request.prefix.cached
 
 
 def alone(folder, prompt: list[int], tokens: int = 6) -> tuple[list[int], np.ndarray]:
@@ -304,7 +305,7 @@ def test_moves_in_random_schedules(seed):
             tokens = {m.slot: answers(m) for m in plan.emitters}
             sched.prove(plan, [chunk.slot for chunk in plan.chunks])
             sched.commit(plan, tokens, lambda request, token: None, step)
-        sched.check()
+        check_invariants(sched)
     assert shadow.forks > 20 or not sched.states.count
 
 
@@ -323,7 +324,7 @@ def test_a_rejected_draft_token_serves_nobody():
         sched.commit(plan, tokens, lambda request, token: None, step)
     sched.finish(request, "cancelled", 4)
     text = sched.prefixes.trail([*request.prompt, *request.answer, 5], True)
-    assert request.draft_tokens and not request.accepted_tokens
+    assert request.drafting.proposed and not request.drafting.accepted
     assert sched.states.reach(text, request.proven, request.slot).rows == request.proven
     assert sched.states.reach(text, request.proven + 1, request.slot).rows == request.proven
 

@@ -57,13 +57,11 @@ MISTAKES = [
     Mistake("sampling.inverse_cdf", "mx.minimum(place, last)", "place", "never on a weight of 0"),
     Mistake("runner.Runner._forward", "(count - 1)", "(0)", "side by side"),
     Mistake("sched.Scheduler._admit", "[:room]", "[: len(free)]", "when all of it has ended"),
-    Mistake("sched.Request.next_row", " - 1", "", "the row after all before it"),
+    Mistake("request.Request.next_row", " - 1", "", "the row after all before it"),
     Mistake("sched.Scheduler._leave_slot", "(0, self.max_len)", "(0, 0)", "rows of NaN are left"),
     Mistake("sched.Scheduler.commit", "== request.max", "> request.max", "timeline"),
-    Mistake("sched.Scheduler._chunks", "left -= chunk.cost", "pass", "costs"),
-    Mistake(
-        "sched.Scheduler._chunks", "max(left, self.chunk)", "left", "One whole chunk is let in"
-    ),
+    Mistake("sched.Scheduler._allot", "left -= chunk.cost", "pass", "costs"),
+    Mistake("sched.Scheduler._allot", "max(left, self.chunk)", "left", "One whole chunk is let in"),
     Mistake(
         "sched.Scheduler.commit",
         "if request.finish_reason:",
@@ -98,9 +96,9 @@ MISTAKES = [
         "True",
         "No token is planned after the last one",
     ),
-    Mistake("sched.Scheduler._chunks", "(left + 1) // 2", "0", "leaves half to the oldest"),
-    Mistake("sched.Scheduler._chunks", "(left + 1) // 2", "left", "does not wait for a long one"),
-    Mistake("sched.Scheduler._chunks", "kept = 0", "pass", "is cut into chunks"),
+    Mistake("sched.Scheduler._allot", "(left + 1) // 2", "0", "leaves half to the oldest"),
+    Mistake("sched.Scheduler._allot", "(left + 1) // 2", "left", "does not wait for a long one"),
+    Mistake("sched.Scheduler._allot", "kept = 0", "pass", "is cut into chunks"),
     Mistake(
         "llama.forward",
         "mx.concatenate([window.positions for window in windows])",
@@ -131,13 +129,15 @@ MISTAKES = [
     ),
     Mistake("pages.Pool.grow", "-(-rows // PAGE)", "rows // PAGE", "when its next row needs one"),
     Mistake(
-        "sched.Scheduler._chunks",
-        "self._cut(requests[0], (left + 1) // 2).cost",
+        "sched.Scheduler._allot",
+        "self._cut(wanted[0], (left + 1) // 2).cost",
         "(left + 1) // 2",
         "What the oldest cannot use",
     ),
     Mistake("nanobatch.Engine.step", "while len", "if len", "so are all steps before it"),
-    Mistake("runner.Runner.finish", "newest = ", "newest = mx.eval(tokens) or ", "`finish` waits"),
+    Mistake(
+        "runner.Runner.finish", "newest = ", "newest = mx.eval(step.tokens) or ", "`finish` waits"
+    ),
     Mistake("pages.Pool.leave", "self.free += ", "", "of 6 pages each"),
     Mistake("pages.Pool.place", "row % PAGE", "row", "row 37 is in page 2"),
     Mistake("pages.PagedWindow.write", "sequence, row)", "sequence, start)", "New rows land where"),
@@ -321,12 +321,12 @@ def test_crash_and_endless_loop_are_one_line(tmp_path, monkeypatch, capsys):
     assert "The process crashed (signal 11)" in said and re.search(
         r"kv.py, line \d+, in read", said
     )
-    change(folder, "sched.Scheduler._chunks", "left = max(left, self.chunk)", "while True: pass")
+    change(folder, "sched.Scheduler._allot", "left = max(left, self.chunk)", "while True: pass")
     monkeypatch.setenv("PYTEST_TIMEOUT", "1")
     assert not check.show_book(str(folder), [STAGES[6]], None)
     said = capsys.readouterr().out
     assert "no end after 1 s: an endless loop?" in said and "Stack of" not in said
-    assert re.search(r"sched.py, line \d+, in _chunks", said)
+    assert re.search(r"sched.py, line \d+, in _allot", said)
 
 
 def test_syntax_and_import_errors_say_where(tmp_path, capsys):
@@ -399,7 +399,7 @@ def test_endless_step_of_a_book_ends(tmp_path):
     folder.mkdir()
     (folder / "sched.py").write_text((ROOT / "sched.py").read_text() + start.STAND_IN)
     endless = "left = max(left, self.chunk)\n        while self.submitted == 1: pass"
-    change(folder, "sched.Scheduler._chunks", "left = max(left, self.chunk)", endless)
+    change(folder, "sched.Scheduler._allot", "left = max(left, self.chunk)", endless)
     code = """
 import sys
 from course import overlay

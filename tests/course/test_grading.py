@@ -17,7 +17,7 @@ from course.from_zero.stages import STAGES, tasks
 ROOT = Path(__file__).parents[2]
 ZERO = ROOT / "course" / "from_zero"
 HIDDEN = ZERO / "hidden_example"
-LEFT = "left = max(left, self.chunk)"  # the first line of Scheduler._chunks, stage 7
+LEFT = "left = max(left, self.chunk)"  # the first line of Scheduler._allot, stage 7
 
 # https://gradescope-autograders.readthedocs.io/en/latest/specs/, "Output format"
 SHOWN = {"enum": ["hidden", "after_due_date", "after_published", "visible"]}
@@ -83,7 +83,7 @@ def test_mistakes_lose_points(tmp_path, monkeypatch):
     tokens, where some are asked, are work in vain. A folder that is no Python has no points, and
     says why."""
     folder = full_book(tmp_path / "ben")
-    change(folder, "sched.Scheduler._chunks", LEFT, "pass")
+    change(folder, "sched.Scheduler._allot", LEFT, "pass")
     wrong = "self.model.head(mx.concatenate([states, states]))[: len(states)]"
     change(folder, "runner.Runner._forward", "self.model.head(states)", wrong)
     stand_in = overlay.functions(grade.STAND_INS.read_text())["rotate"]
@@ -109,7 +109,7 @@ def flood(*_):
         while print('7 passed' * 10**6) is None: pass
     while True: pass
 open(sys.argv[2], 'a').write('00 ["test_chunks", "passed"]')
-Scheduler._chunks = flood""",
+Scheduler._allot = flood""",
 }
 
 
@@ -117,7 +117,7 @@ Scheduler._chunks = flood""",
 def test_cheat_has_no_points(cheat, tmp_path):
     folder = full_book(tmp_path / "carl")
     with (folder / "sched.py").open("a") as file:
-        file.write(f"\nScheduler._chunks = lambda *_: []\n{CHEATS[cheat]}\n")
+        file.write(f"\nScheduler._allot = lambda *_: []\n{CHEATS[cheat]}\n")
     (part,) = (part for part in grade.parts(None, "hidden") if part.number == "7")
     limits = {"seconds": 2, "gigabytes": 8}
     without = grade.pass_without(folder, [part.tests], **limits) if cheat == "pytest" else set()

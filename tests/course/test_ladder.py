@@ -14,6 +14,7 @@ from processes import run, without_backend
 from source import places
 
 from nanobatch import Engine, Result, SamplingParams
+from sched import check_invariants
 
 ROOT = Path(__file__).parents[2]
 LEARN = ROOT / "course" / "ladder"
@@ -119,7 +120,7 @@ def test_run_ahead_in_a_long_conversation(engine, monkeypatch):
         last = rung["Engine"](64, runs_ahead)
         request = last.submit(talk)
         while last.turn():
-            last.sched.check()
+            check_invariants(last.sched)
         assert tuple(request.answer) == tuple(within.tokens)
 
 
@@ -131,7 +132,7 @@ def test_run_ahead_when_all_slots_end_at_once(monkeypatch):
     story = rung["TEXT"].ask("Tell me a story about a fox.")
     requests = [engine.submit(story) for _ in range(rung["SLOTS"] + 1)]
     while engine.turn():
-        engine.sched.check()
+        check_invariants(engine.sched)
     assert [request.committed for request in requests] == [64] * len(requests)
     assert len({tuple(request.answer) for request in requests}) == 1
 

@@ -232,11 +232,11 @@ def test_orders_survive_the_wire(parts, budget):
     assert len(orders) > 50
     assert sum(bool(order.scrubs) for order in orders) > 0
     assert sum(len(order.prefills) > 1 for order in orders) > 0
-    assert any(prefill.source is not None for order in orders for prefill in order.prefills)
+    assert any(prefill.copied_from is not None for order in orders for prefill in order.prefills)
     assert any(len(each.ids) > 1 for order in orders for each in order.decodes)
     follower = Runner.__new__(Runner)
     follower.ranks = wire
-    follower.run = lambda order, rows: heard.append(order) or SimpleNamespace(read=list)
+    follower.run = lambda order, rows: heard.append(order) or SimpleNamespace(read_back=list)
     follower.follow()
     assert all(isinstance(prefill, Prefill) for order in heard for prefill in order.prefills)
     for order, same in zip(orders, heard, strict=True):

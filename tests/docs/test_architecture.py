@@ -28,26 +28,27 @@ MAY_IMPORT = {
     "models/*": "distributed/* kernels/* base/*",
     "text/*": "models/gguf_file base/*",
     "prefix": "",
-    "sched": "prefix",
-    "state_places": "prefix sched",
-    "policies": "sched",
-    "prompt_lookup": "sched",
+    "request": "prefix",
+    "sched": "request prefix",
+    "state_places": "request prefix",
+    "policies": "request sched",
+    "prompt_lookup": "request",
     "kv": "kernels/*",
     "llama": "kv models/* kernels/*",
     "sampling_params": "base/*",
     "step_output": "base/*",
     "sampling": "sampling_params step_output kernels/*",
-    "runner": "llama kv sampling sampling_params step_output sched prefix state_places models/* kernels/*",
-    "engine/*": "sampling_params step_output sched prefix models/* distributed/* text/* kernels/* base/*",
-    "nanobatch": """runner sampling sampling_params sched state_places policies prompt_lookup engine/*
+    "runner": "llama kv sampling sampling_params step_output request models/* kernels/*",
+    "engine/*": "sampling_params step_output request sched prefix models/* distributed/* text/* kernels/* base/*",
+    "nanobatch": """runner sampling sampling_params request sched state_places policies prompt_lookup engine/*
         models/* text/* kernels/* base/*""",
     "cli/*": "engine/* models/* text/* distributed/environment kernels/* base/*",
     "benchmarks/*": """nanobatch kv llama sampling_params engine/* cli/* models/* text/* kernels/*
         distributed/* base/*""",
-    "server/*": "sampling_params step_output sched engine/* cli/* text/* base/*",
-    "screen/*": "sampling_params sched policies engine/* cli/* text/* base/*",
-    "experiments/*": "screen/* benchmarks/* sched policies engine/* models/* kernels/* base/*",
-    "web/*": "sched policies experiments/simulator",
+    "server/*": "sampling_params step_output request engine/* cli/* text/* base/*",
+    "screen/*": "sampling_params request policies engine/* cli/* text/* base/*",
+    "experiments/*": "screen/* benchmarks/* request sched policies engine/* models/* kernels/* base/*",
+    "web/*": "request policies experiments/simulator",
     "demo/*": "nanobatch",
     "course/*": "cli/*",
     "setup": "kernels/build",
@@ -57,11 +58,12 @@ MAY_IMPORT = {
     "bench": "benchmarks/* cli/* models/* distributed/environment policies base/*",
     "verify": "nanobatch benchmarks/* cli/* policies models/* distributed/environment kernels/* base/*",
 }
-WITHOUT_MLX = """sampling_params step_output sched policies prefix prompt_lookup state_places
+WITHOUT_MLX = """sampling_params step_output request sched policies prefix prompt_lookup state_places
     engine/* base/* cli/* text/* server/* screen/* serve tui
     models/forward_cost distributed/environment experiments/simulator"""
 NEEDS_MLX = "engine/reload engine/disk_prefix_cache engine/roofline cli/model_list"
 STANDARD_LIBRARY = {
+    "request": "",
     "sched": "",
     "policies": "",
     "prefix": "",

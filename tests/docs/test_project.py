@@ -82,7 +82,7 @@ def test_each_term_of_the_glossary_names_a_file_and_classes_that_exist():
 
 
 def test_answering_places_exist():
-    found = re.findall(r"`((?:Scheduler|Engine|Runner|InFlightStep|Window)\.\w+)`", LIFE + SLOTS)
+    found = re.findall(r"`((?:Scheduler|Engine|Runner|RunningStep|Window)\.\w+)`", LIFE + SLOTS)
     assert len(found) > 8
     for name in found:
         owner, method = name.split(".")

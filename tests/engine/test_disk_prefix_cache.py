@@ -64,7 +64,7 @@ def test_second_turn_after_a_restart_reads_only_what_is_new(parts, saved):
         ]
         assert read == [(103, 113)]
         assert (turn.metrics.cached_tokens, turn.metrics.cached_from) == (103, "disk")
-        assert turn.request.own == 103
+        assert turn.request.prefix.own == 103
         assert np.array_equal(taps[0].of(turn), taps[1].of(other))
     assert len(files(folder)) == 1, "the longer conversation has replaced the shorter one"
 
@@ -324,7 +324,7 @@ def test_another_clients_rows_are_not_reported(parts, saved):
     folder, prompt = saved
     with engine(parts, folder) as restarted:
         turn = restarted.submit(prompt, SHORT, client="another")
-        assert (turn.result().metrics.cached_tokens, turn.request.own) == (103, 0)
+        assert (turn.result().metrics.cached_tokens, turn.request.prefix.own) == (103, 0)
     assert b"another" not in b"".join(file.read_bytes() for file in files(folder))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.simulator import Guest, Replay, Stuck
 from policies import POLICIES
-from sched import Request
+from request import Request
 
 CONTINUOUS = POLICIES["continuous"]
 OLD = {"slots": 2, "max_len": 100, "chunk": 8, "budget": 10, "max_queue": 1}
@@ -54,7 +54,7 @@ def test_replay_drafts_the_same_tokens():
     guest = guest._replace(drafts=[(0, 0), (3, 2), (2, 0), (9, 2)])
     played = list(Replay.under(OLD, CONTINUOUS, [guest], lambda plan: 1.0))
     assert [step.drafts for step in played] == [(), (), ((0, 3, 2),), ((0, 2, 0),), ((0, 9, 2),)]
-    assert guest.request.committed == 9 and guest.request.accepted_tokens == 4
+    assert guest.request.committed == 9 and guest.request.drafting.accepted == 4
 
 
 def test_limits_of_an_old_recording():

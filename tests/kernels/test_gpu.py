@@ -359,14 +359,14 @@ def test_chunk_reads_no_further_than_itself(tmp_path):
 )
 def test_chunk_padding(tmp_path, start, count, width):
     """The padding's keys land in rows that the sequence has yet to reach. On a CPU there is none."""
-    prefill = Prefill(1, tuple(range(1, count + 1)), start, None, True)
+    prefill = Prefill(1, tuple(range(1, count + 1)), start, True)
     rows = {1: [SamplingRow(1, SamplingParams(), 0, 0)]}
     with Engine.load(make_checkpoint(tmp_path), slots=2, max_len=128, chunk=32) as engine:
         runner = engine.runner
         for is_gpu, wide in ((True, width), (False, count)):
             runner.reset()
             with mock.patch.object(device, "is_gpu", is_gpu), device_lock, device_stream():
-                runner.run(ForwardBatch((), (prefill,), ()), rows).read()
+                runner.run(ForwardBatch((), (prefill,), ()), rows).read_back()
             written = np.abs(np.array(runner.slab.arrays[0][1, :, :128])).sum((0, 2)).nonzero()[0]
             assert written.tolist() == list(range(start, start + wide))
 

@@ -10,6 +10,7 @@ import numpy as np
 
 import nanobatch
 import prefix
+import request
 import runner
 import sched
 from engine import deferred_interrupt, loop, snapshot
@@ -17,6 +18,7 @@ from engine import handle as handle_file
 from engine import registry as request_registry
 from nanobatch import Engine, Handle, SamplingParams
 from runner import ForwardBatch
+from sched import check_invariants
 
 
 def exactly(tokens: int | None, **more) -> SamplingParams:
@@ -113,7 +115,7 @@ def random_asks(
 
 def check(engine: Engine) -> None:
     """Assert the invariants of scheduler, slab and registry."""
-    engine.sched.check()
+    check_invariants(engine.sched)
     if engine.runner is not None and engine.runner.slab is not None:
         engine.runner.slab.check()
     assert engine.registry.open.keys() == engine.sched.running.keys() | engine.sched.waiting.keys()
@@ -152,6 +154,7 @@ def run_schedule(
 MODULES = (
     nanobatch,
     runner,
+    request,
     sched,
     prefix,
     handle_file,

@@ -85,12 +85,12 @@ def not_written(prefix: Callable) -> Callable:
 
 
 def a_step_old(finish: Callable) -> Callable:
-    def planted(self, launched, rows):
+    def planted(self, step, rows):
         newest = mx.array(self._newest)
-        flight = finish(self, launched, rows)
-        if launched.batch.decodes:
+        step = finish(self, step, rows)
+        if step.batch.decodes:
             self._newest = newest
-        return flight
+        return step
 
     return planted
 
@@ -221,11 +221,9 @@ def mask_of_a_neighbour(mask: Callable) -> Callable:
 
 
 def vector_of_a_neighbour(sampled: Callable) -> Callable:
-    def planted(self, launched, rows):
-        outputs = [
-            output._replace(states=mx.roll(output.states, 1, axis=0)) for output in launched.outputs
-        ]
-        return sampled(self, launched._replace(outputs=outputs), rows)
+    def planted(self, step, rows):
+        step.states = [mx.roll(states, 1, axis=0) for states in step.states]
+        return sampled(self, step, rows)
 
     return planted
 

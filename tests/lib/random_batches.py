@@ -42,7 +42,7 @@ from models.load import read_model
 from nanobatch import Engine, Handle, Model, SamplingParams, Tokenizer
 from policies import POLICIES
 from prompt_lookup import Drafter
-from sched import Plan, Request
+from request import Plan, Request
 
 # A neighbour whose prompt is long has the long factors, all others the short ones.
 LONGROPE = {

@@ -24,7 +24,7 @@ from harness import Tap, check, random_asks, run_schedule
 
 from models.load import ModelReader
 from nanobatch import POLICIES, Engine, SamplingParams
-from sched import Request
+from request import Request
 
 # In 8 bits, activations that differ in a last bit between one process and two may round to other numbers
 SIZES = {"slots": 3, "max_len": 192, "chunk": 32, "speculate": 2, "activations": 32}

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from experiments.simulator import Replay, Stuck
 from policies import POLICIES
-from sched import Plan, Request, Scheduler
+from request import Plan, Request
+from sched import Scheduler, check_invariants
 
 NAN = math.nan  # this object: a list contains it, though it equals nothing
 MOST_STEPS = 2_000  # a story that has not ended by then will not end
@@ -122,8 +123,8 @@ class Story(Replay):
         for chunk in plan.chunks:
             prompt = chunk.request.prompt
             rows = self.rows[chunk.slot]
-            if chunk.source is not None:
-                rows[: chunk.start] = self.rows[chunk.source][: chunk.start]
+            if chunk.copied_from is not None:
+                rows[: chunk.start] = self.rows[chunk.copied_from][: chunk.start]
             self.look_back(plan, chunk.request, chunk.slot, prompt[: chunk.start])
             new = prompt[chunk.start : chunk.stop]
             rows[chunk.start : chunk.stop] = self.kept(chunk.request, chunk.start, new)
@@ -195,7 +196,7 @@ class Story(Replay):
             read = list(self.turn())
         except Stuck as error:
             raise AssertionError("\n".join([f"{error}; so far:", *self.lines()[-6:]])) from None
-        self.sched.check()
+        check_invariants(self.sched)
         return len(self.plans) > planned or bool(read)
 
     def cuts(self) -> list[dict[str, tuple[int, int]]]:

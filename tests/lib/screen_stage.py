@@ -183,7 +183,7 @@ def draft_at_random(engine: Engine, dice: random.Random) -> None:
         found = {}
         for r in decoding:
             most = min(left, r.max_tokens - r.planned - 1, dice.randint(0, 4))
-            if most < 1 or r.planned != r.committed or r.draft_source is None:
+            if most < 1 or r.planned != r.committed or r.drafting.source is None:
                 continue
             tokens = [engine.runner.says(r.slot, r.planned + i) for i in range(most)]
             if dice.random() < 0.4:

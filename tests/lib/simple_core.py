@@ -170,12 +170,15 @@ def uniform(seed, index):
     return Random(f"{seed} {index}").random()
 
 
-# --- sched.py ---
+# --- request.py ---
 
 
 class Request:
     def next_row(self):
         return len(self.prompt) + self.planned - 1
+
+
+# --- sched.py ---
 
 
 class Scheduler:
@@ -221,36 +224,30 @@ class Scheduler:
         room = self._room()
         for request in list(self.policy.next(self))[:room]:
             self.waiting.pop(request.id)
-            slot, why = self.prefixes.choose_slot(request.trail, free)
+            slot, why = self.prefixes.choose_slot(request.prefix.trail, free)
             free.remove(slot)
-            request.slot = slot
-            request.why = why
-            request.admitted = now
-            request.policy = self.policy.name
+            request.admission = Admission(now, self.policy.name, slot, why)
             self.running[request.id] = request
             admitted.append(request)
         return admitted
 
-    def _cut(self, request, left):
-        start = request.prefilled
-        price = price_of(start, self.far, self.chunk)
+    def _cut(self, want, left):
+        price = price_of(want.start, self.far, self.chunk)
         tokens = int(min(left, self.chunk) // price)
-        stop = min(len(request.prompt), start + tokens)
-        cost = math.ceil((stop - start) * price)
-        return Chunk(request, request.slot, start, stop, cost, None)
+        stop = min(want.stop, want.start + tokens)
+        return want._replace(stop=stop, cost=math.ceil((stop - want.start) * price))
 
-    def _chunks(self, requests, left):
+    def _allot(self, wanted, left):
         left = max(left, self.chunk)
         chunks = []
-        kept = self._cut(requests[0], (left + 1) // 2).cost if requests else 0
-        for request in sorted(requests, key=self._rest):
-            if request is requests[0]:
+        kept = self._cut(wanted[0], (left + 1) // 2).cost
+        for want in sorted(wanted, key=lambda want: want.stop - want.start):
+            if want is wanted[0]:
                 kept = 0
-            chunk = self._cut(request, left - kept)
+            chunk = self._cut(want, left - kept)
             if chunk.stop == chunk.start:
                 continue
             left -= chunk.cost
-            self._note(chunk)
             chunks.append(chunk)
         return chunks
 
@@ -275,8 +272,7 @@ class Scheduler:
     def finish(self, request, reason, now):
         if request.finish_reason:
             return
-        request.finish_reason = reason
-        request.ended = now
+        request.end = End(reason, now)
         if request.id in self.waiting:
             del self.waiting[request.id]
         elif request.id in self.running:
@@ -294,25 +290,19 @@ class Scheduler:
 
 
 class Runner:
-    def finish(self, launched, rows):
+    def finish(self, step, rows):
         resumed = self.clock()
-        tokens, logprobs, states = self._sample(launched, rows)
-        newest = tokens[:, 0]
+        step.tokens, step.logprobs, step.vectors = self._sample(step, rows)
+        newest = step.tokens[:, 0]
         self._newest = mx.where(newest < 0, self._newest, newest)
-        self._enqueue(tokens, self._newest, logprobs)
-        took = launched.took + self.clock() - resumed
-        return InFlightStep(
-            tokens,
-            logprobs,
-            states,
-            launched.began,
-            took - self._device_s - self._wait_s,
-            self._device_s,
-            self._wait_s,
-            launched.proofs,
-        )
+        self._enqueue(step.tokens, self._newest, step.logprobs)
+        step.device_s = self._device_s
+        step.wait_s = self._wait_s
+        step.build_s += self.clock() - resumed - self._device_s - self._wait_s
+        return step
 
-    def _forward(self, batch):
+    def _forward(self, step):
+        batch = step.batch
         ids = []
         windows = []
         asked = []
@@ -336,16 +326,18 @@ class Runner:
         if asked:
             logits = self.model.head(states)
             self._start([logits])
-            return [PassOutput(slots, states, logits)]
-        self._start(self.slab.written())
-        return []
+            step.slots += slots
+            step.states.append(states)
+            step.logits.append(logits)
+        else:
+            self._start(self.slab.written())
 
-    def _sample(self, launched, rows):
+    def _sample(self, step, rows):
         sampled = mx.full((self.slab.slots, 1), -1, mx.int32)
-        slots = launched.slots
+        slots = step.slots
         if not slots:
             return sampled, [], {}
-        logits = launched.outputs[0].logits
+        logits = step.logits[0]
         tokens, logprobs = sample(logits, [rows[slot][0] for slot in slots], self._slot_state)
         sampled[mx.array(slots), 0] = tokens
         return sampled, logprobs, {}

@@ -118,7 +118,7 @@ class WordFlight:
     build_s: float = 0.001
     wait_s: float = 0.0
 
-    def read(self) -> tuple[list[list[int]], dict]:
+    def read_back(self) -> tuple[list[list[int]], dict]:
         if self.ended is None:
             self.runner.time.now += self.cost
             self.ended = self.runner.time.now
@@ -146,9 +146,9 @@ class WordRunner:
             raise error
         began = self.clock()
         if self.flight:
-            self.flight.read()
+            self.flight.read_back()
         for chunk in order.prefills:
-            held = self.prompts[chunk.slot if chunk.source is None else chunk.source]
+            held = self.prompts[chunk.slot if chunk.copied_from is None else chunk.copied_from]
             self.prompts[chunk.slot] = held[: chunk.start] + "".join(map(chr, chunk.ids))
         tokens = [[-1] for _ in range(self.slots)]
         cost = 0.01 * bool(order.decodes) + 0.005 * len(order.prefills)

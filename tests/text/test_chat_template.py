@@ -26,7 +26,8 @@ from experiments.simulator import Replay
 from nanobatch import Tokenizer
 from policies import POLICIES
 from prefix import SEGMENT
-from sched import Request, Scheduler
+from request import Request
+from sched import Scheduler
 from text import untrusted_model_files
 from text.tool_formats import PROBE, TOOLS
 
@@ -884,11 +885,11 @@ def test_rendering_is_stateless(published, name):
             request = talk.say(prompt, answer)
             same = [a == b for a, b in zip(prompt, held, strict=False)]
             common = [*same, False].index(False)
-            assert request.cached == (common if common >= SEGMENT else 0)
+            assert request.prefix.cached == (common if common >= SEGMENT else 0)
             held = prompt + answer[:-1]
             reply = {"role": "assistant", "content": "So."}
             messages.append(reply | ({"reasoning_content": "Easy."} if "think" in opens else {}))
             if turn in (1, 9):
-                read.append(len(prompt) - request.cached)
+                read.append(len(prompt) - request.prefix.cached)
     second, tenth, _, tenth_with_system = read
     assert (second, tenth, tenth_with_system) == expected

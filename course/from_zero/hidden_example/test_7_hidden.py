@@ -7,7 +7,7 @@ import pytest
 from course.from_zero.shared_by_tests import Tale
 
 
-@pytest.mark.about("_cut", "_chunks")
+@pytest.mark.about("_cut", "_allot")
 def test_nobody_starves():
     """A long prompt goes on in each step, though short ones keep coming."""
     for seed in range(10):
