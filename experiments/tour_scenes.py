@@ -538,7 +538,7 @@ def tell_broken(seen: Sight) -> Story:
 SCENES = (
     Scene("what a row more costs", ("runner.py", "Runner._forward"), tell_rows, STORIES),
     Scene("whose fault a slow first token is", ("sched.py", "Scheduler._admit"), tell_fault),
-    Scene("a long prompt among chats", ("sched.py", "Scheduler._chunks"), tell_long_prompt),
+    Scene("a long prompt among chats", ("sched.py", "Scheduler._allot"), tell_long_prompt),
     Scene("who starves", ("policies.py", "by_turns"), tell_starving),
     Scene("a step ahead of the tokens", ("nanobatch.py", "Engine._max_in_flight"), tell_ghosts),
     Scene("JSON that cannot break", ("nanobatch.py", "Engine._sampling_rows"), tell_json),

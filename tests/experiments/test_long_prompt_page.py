@@ -133,7 +133,7 @@ def like_a_cpu(stage: Stage) -> Stage:
         flight = begin(order)
         tokens = sum(len(prefill.ids) for prefill in order.prefills)
         flight.cost = 0.01 * bool(order.decodes) + 0.0001 * tokens
-        flight.read()
+        flight.read_back()
         flight.build_s = 0.0
         flight.device_s += flight.cost
         return flight
