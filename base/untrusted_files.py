@@ -27,7 +27,7 @@ class ModelError(ValueError):
     """
 
     def __init__(self, message: str, short: str = ""):
-        super().__init__(one_line(message))
+        super().__init__(one_line(message, 480))  # the list of families is long
         self.short = short
 
 
