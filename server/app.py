@@ -1,7 +1,7 @@
 """The HTTP server: a bound socket, the routes, and the thread that serves them.
 
-    POST -> guard -> read the body -> parse (openai.py) -> engine.submit -> deltas -> events, or one JSON
-            |__ server's thread, asyncio ___|____ worker threads _____|________ server's thread ________|
+    POST -> guard -> read the body -> parse.py -> submit.py -> stream.py: events, or one JSON
+            |_ server's thread, asyncio _|_ worker threads __|_ server's thread ____________|
 
 The engine's thread must not be disturbed by malformed, huge or slow requests, so HTTP is spoken in
 a thread of its own, and worker threads parse JSON and tokenize. After each commit the engine's
@@ -11,8 +11,8 @@ is loaded, clients get 503.
 The invariant: each request ends with an answer, or when the client hangs up. Afterwards it holds no
 slot.
 
-Next: `completion.py`, the way of one request; `body_reader.py`, how a body is read; `protocol_adapter.py`, what
-the protocols share; `access_log.py`, records of requests.
+Next: the way of one request, downwards: `APIServer._complete`, `parse.py`, `submit.py`, `stream.py`.
+Then `protocol_adapter.py`, what the protocols share; `access_log.py`, records of requests.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ from sampling_params import advised
 from server import anthropic, auth, embeddings, http, live_page, openai, responses
 from server.access_log import HangUps, RequestLog, hang_up_advice, prefill_line, request_line
 from server.body_reader import APIError, check_model, without_folders
-from server.completion import Answer, ServedModel, count
 from server.forwarded_for import seen_through
 from server.http import ClientGone, Connection, HTTPRequest, Options, Reply, refused, reply
 from server.metrics import ServerMetrics
+from server.parse import ServedModel, count_tokens
 from server.protocol_adapter import ProtocolAdapter, shutting_down
+from server.stream import AnswerWriter
+from server.submit import Submission
 from server.watch import MAX_WATCHERS, watch
 from text.grammar import SANDBOX_LIMITS
 
@@ -100,7 +102,8 @@ class APIServer:
         self._connections: set[Connection] = set()
         self._events = asyncio.new_event_loop()
         self._is_over = asyncio.Event()
-        self._open: dict[int, Answer] = {}  # by request id
+        self._submissions: set[Submission] = set()  # of requests that are not answered yet
+        self._writers: dict[int, AnswerWriter] = {}  # by request id
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._ended = threading.Event()
 
@@ -132,27 +135,21 @@ class APIServer:
         self.served = ServedModel(engine, names, defaults, self.options.max_tokens)
         engine.on_commit = self._on_commit
 
-    @property
-    def _answers(self) -> list[Answer]:
-        """Those that the engine works on."""
-        answers = [request.answer for request in list(self._requests)]
-        return [answer for answer in answers if answer]
-
     def _on_commit(self, handles: list[Handle]) -> None:
         """In the engine's thread: wake the server's thread, once for all requests with new output."""
         woken = []
         for handle in handles:
-            answer = self._open.get(handle.id)
+            writer = self._writers.get(handle.id)
             # A whole answer is sent at its end
-            if answer and (answer.parsed.stream or handle.request.finish_reason):
-                woken.append(answer)
+            if writer and (writer.is_stream or handle.request.finish_reason):
+                woken.append(writer)
         if woken:
             with suppress(RuntimeError):  # the server has ended
                 self._events.call_soon_threadsafe(self._wake, woken)
 
-    def _wake(self, answers: list[Answer]) -> None:
-        for answer in answers:
-            answer.has_output.set()
+    def _wake(self, writers: list[AnswerWriter]) -> None:
+        for writer in writers:
+            writer.has_output.set()
 
     @property
     def warning(self) -> str:
@@ -185,14 +182,14 @@ class APIServer:
             self.loop.slow = 0.0
             self.loop.resume()  # a paused engine would never end
         deadline = time.monotonic() + patience
-        while self._answers and time.monotonic() < deadline and not is_hurried():
+        while self._submissions and time.monotonic() < deadline and not is_hurried():
             time.sleep(0.02)
 
     def close(self) -> None:
         """End running requests with an error, and close the socket."""
         self.draining = True
-        for answer in self._answers:
-            answer.cancel()
+        for submission in list(self._submissions):
+            submission.cancel()
         if self._thread.ident:
             with suppress(RuntimeError):  # the thread has ended already
                 self._events.call_soon_threadsafe(self._is_over.set)
@@ -409,7 +406,9 @@ class APIServer:
         body = await http.read_body(request, self._requests)
         pool = self._slow_pool if len(body) > http.LONG_BODY_BYTES else self._pool
         parse_request = partial(anthropic.parse_request, is_count=True)
-        tokens = await self._events.run_in_executor(pool, count, self.served, parse_request, body)
+        tokens = await self._events.run_in_executor(
+            pool, count_tokens, self.served, parse_request, body
+        )
         return reply({"input_tokens": tokens})
 
     async def _complete(
@@ -421,36 +420,38 @@ class APIServer:
         body = await http.read_body(request, self._requests)
         if self.draining:  # meanwhile
             raise shutting_down()
-        answer = Answer(self.served, protocol, request.connection.client, self._open)
-        request.answer = answer
+        submission = Submission(self.served, protocol, request.connection.client)
+        self._submissions.add(submission)
         pool = self._slow_pool if len(body) > http.LONG_BODY_BYTES else self._pool
         try:
-            await self._events.run_in_executor(pool, answer.ask, body)
+            await self._events.run_in_executor(pool, submission.parse_and_submit, body)
             body = b""  # free a large body while the answer runs
             request.size = 0
-            if not answer.choices:
-                await self._events.run_in_executor(self._grammar_pool, answer.submit)
-            requests = tuple(choice.handle.id for choice in answer.choices)
-            request.note(id=answer.adapter.id, requests=requests, stream=answer.parsed.stream)
-            if answer.parsed.stream:
-                return await answer.stream(request)
-            return await answer.whole()
+            if not submission.choices:
+                await self._events.run_in_executor(self._grammar_pool, submission.submit)
+            writer = request.answer = AnswerWriter(submission, self._writers)
+            requests = tuple(choice.handle.id for choice in writer.choices)
+            request.note(id=writer.id, requests=requests, stream=writer.is_stream)
+            if writer.is_stream:
+                return await writer.stream(request)
+            return await writer.whole()
         except (ClientGone, asyncio.CancelledError):
             request.note_hang_up()  # before the answer is cancelled, which is another reason
-            self._advise_after_hang_up(request, answer)
+            self._advise_after_hang_up(request, submission)
             raise
         finally:
-            answer.cancel()
-            answer.forget()
-            if request.record.requests:
-                answer.account(request, self.metrics)
+            submission.cancel()
+            self._submissions.discard(submission)
+            if request.answer:
+                request.answer.end()
+                request.answer.account(request, self.metrics)
             request.answer = None
 
-    def _advise_after_hang_up(self, request: HTTPRequest, answer: Answer) -> None:
+    def _advise_after_hang_up(self, request: HTTPRequest, submission: Submission) -> None:
         """Advise the owner when a client hangs up on the same long prompt for the second time."""
-        if self.draining or not answer.choices:
+        if self.draining or not submission.choices:
             return
-        handle = answer.choices[0].handle
+        handle = submission.choices[0].handle
         prefill = handle.prefill
         if not prefill.is_long:
             return

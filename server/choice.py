@@ -89,8 +89,8 @@ class Choice:
         """All items of a kind, joined."""
         return "".join(item.text for item in self.items if item.kind == kind)
 
-    def read(self) -> None:
-        """Read a complete answer at once."""
+    def parse_whole(self) -> None:
+        """Parse a complete answer at once."""
         for piece in (self.handle.text, None):
             for change in self.grow(piece):
                 if change.words:

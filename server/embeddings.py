@@ -1,6 +1,6 @@
 """POST /v1/embeddings: OpenAI's protocol for embeddings.
 
-A text is a prompt without an answer, and its choice ends in the engine's own steps. `Answer.submit`
+A text is a prompt without an answer, and its choice ends in the engine's own steps. `Submission`
 submits a few texts at a time, so that chats need not wait for thousands of them.
 """
 

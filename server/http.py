@@ -1,8 +1,8 @@
 """HTTP/1.1 on asyncio: connections, requests, bodies, responses, limits.
 
 `h11` parses and writes the grammar of HTTP; sockets, timeouts and limits are here. Nothing here
-knows models or engines. Next: `auth.py`, which requests are refused; `completion.py`, from a body
-to its answer.
+knows models or engines. Next: `auth.py`, which requests are refused; `stream.py`, what is
+written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from server.body_reader import APIError
 from server.protocol_adapter import dump
 
 if TYPE_CHECKING:
-    from server.completion import Answer
+    from server.stream import AnswerWriter
 
 MAX_CONNECTIONS = 512  # connections with a request in work; one more gets a 429
 # Further connections; beyond, the one that has been idle longest is ended
@@ -121,7 +121,7 @@ class HTTPRequest:
         self.is_logged = False  # not so for /health
         self.size = 0  # bytes of the body, while it is in memory
         self.left = 0  # bytes of the response not written yet
-        self.answer: Answer | None = None  # while the engine works for this request
+        self.answer: AnswerWriter | None = None  # while the engine works for this request
         # CORS headers, for a page that may read the response
         self.shared: Mapping[str, str] = {}
         # The body of an error, in the protocol's form

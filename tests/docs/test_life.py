@@ -25,7 +25,9 @@ def test_places_in_the_drawing_exist():
             "nanobatch",
             "runner",
             "sched",
-            "server/completion",
+            "server/parse",
+            "server/submit",
+            "server/stream",
             "text/detokenizer",
             *(f"engine/{each}" for each in API),
         )

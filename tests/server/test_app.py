@@ -34,16 +34,18 @@ from engine.loop import Loop
 from engine.server_view import RequestRecord
 from nanobatch import Engine
 from sampling_params import SamplingParams
-from server import completion, http, openai, protocol_adapter
+from server import http, openai, parse, protocol_adapter
+from server import stream as answer_stream
 from server.access_log import AccessLog, request_line
 from server.anthropic import Message
 from server.app import APIServer
 from server.choice import Change, Choice, Item, Word, Words
-from server.completion import Answer, ServedModel
 from server.http import LONG_BODY_BYTES, Options
 from server.openai import ChatCompletion
 from server.protocol_adapter import ParsedRequest
 from server.responses import Response
+from server.stream import AnswerWriter
+from server.submit import Submission
 from text.grammar import Grammars
 from text.tool_formats import FORMATS, OutputFormat
 from text.tool_parser import OutputParser
@@ -217,7 +219,7 @@ def test_answer_ready_before_submit_returns_is_sent(here, engine):
 
 @pytest.mark.parametrize(
     "owner, name, times",
-    [(openai, "read_prompts", 1), (Answer, "_usage", 2)],  # usage is logged, too
+    [(openai, "read_prompts", 1), (AnswerWriter, "_usage", 2)],  # usage is logged, too
 )
 def test_internal_error_is_a_traceback_and_a_500(here, monkeypatch, caplog, owner, name, times):
     """A KeyError is not a missing field."""
@@ -304,7 +306,7 @@ def test_slowest_reader_is_ended_when_too_much_waits(here, monkeypatch):
         line.until(b"\r\n\r\n")
     narrow(here)
     here.loop.resume()
-    answers = list(here.api._answers)
+    answers = [request.answer for request in here.api._requests]
     wait_for(
         lambda: all(choice.handle.finish_reason for each in answers for choice in each.choices)
     )
@@ -440,7 +442,8 @@ def test_blocked_client_does_not_end_the_sweeper(here, monkeypatch):
     read = openai.read_prompts
     monkeypatch.setattr(openai, "read_prompts", lambda asked: goes_on.wait(20) and read(asked))
     line = here.line().post(COMPLETIONS, BODY)
-    (request,) = wait_for(lambda: {each for each in here.api._requests if each.answer})
+    wait_for(lambda: here.api._submissions)
+    (request,) = here.api._requests
     request.connection.pause_writing()
     http.sweep_once([request])
     request.connection.resume_writing()
@@ -932,7 +935,7 @@ def test_client_gone_before_its_turn_is_not_served(here, monkeypatch):
         assert goes_on.wait(20)
         raise openai.APIError(400, "made too late")
 
-    monkeypatch.setattr(Answer, "submit", slow)
+    monkeypatch.setattr(Submission, "submit", slow)
     body = {"prompt": "Hello", "guided_regex": "[a-z]+"}
     at_once = here.api._grammar_pool._max_workers
     lines = [here.line().post(COMPLETIONS, body) for _ in range(at_once)]
@@ -1002,20 +1005,20 @@ def test_too_many_messages_are_refused_before_the_template(engine, monkeypatch):
     monkeypatch.setattr(engine.text, "read", asked.append)
     body = json.dumps({"messages": [{"role": "user", "content": ""}] * 2049}).encode()
     with pytest.raises(protocol_adapter.APIError):
-        Answer(ServedModel(engine, "small", {}), openai.ChatCompletion, "", {}).ask(body)
+        parse.parse(parse.ServedModel(engine, "small", {}), openai.ChatCompletion, body)
     assert not asked
 
 
 def test_log_probabilities_shorten_the_answer(here):
     """128 choices of 1,000 tokens with 20 log probabilities each: 170 MB of JSON, and 18 s in which
     the server did nothing else."""
-    most = completion.MAX_LOGPROBS // 16
+    most = parse.MAX_LOGPROBS // 16
     for asked, expected in (({"logprobs": 20}, most // 21), ({"logprobs": 0}, most)):
         body = json.dumps({"prompt": "x", "n": 16, **asked}).encode()
         parsed = openai.parse_request(body, ("small",), False)
-        assert completion.most_tokens(parsed) == expected
+        assert parse.most_tokens(parsed) == expected
     plain = openai.parse_request(b'{"prompt": "x", "n": 16}', ("small",), False)
-    assert completion.most_tokens(plain) > 10**9
+    assert parse.most_tokens(plain) > 10**9
 
 
 def test_large_answer_is_serialized_in_another_thread(here, monkeypatch):
@@ -1026,7 +1029,7 @@ def test_large_answer_is_serialized_in_another_thread(here, monkeypatch):
         wrote.append(threading.current_thread().name)
         return write(body)
 
-    monkeypatch.setattr(completion, "dump_large", noted)
+    monkeypatch.setattr(answer_stream, "dump_large", noted)
     said = here.complete(logprobs=5).json["choices"][0]["logprobs"]
     assert said["tokens"] and wrote and wrote[0] not in ("server", "MainThread")
     assert protocol_adapter.dump({"a": ["é", 1.5]}) == write({"a": ["é", 1.5]})
@@ -1034,20 +1037,20 @@ def test_large_answer_is_serialized_in_another_thread(here, monkeypatch):
 
 def test_paused_reader_gets_log_probabilities_in_parts(here, monkeypatch):
     """All that had come meanwhile was one event, of megabytes."""
-    monkeypatch.setattr(completion, "PIECES", 10)
+    monkeypatch.setattr(answer_stream, "PIECES", 10)
     goes_on = threading.Event()
-    output = Answer._output
+    output = AnswerWriter._output
 
     async def held(answer):
         while not goes_on.is_set():
             await asyncio.sleep(0.01)
         await output(answer)
 
-    monkeypatch.setattr(Answer, "_output", held)
+    monkeypatch.setattr(AnswerWriter, "_output", held)
     body = BODY | {"max_tokens": 100, "logprobs": 2, "temperature": 1, "seed": 7, "stream": True}
     line = here.line().post(COMPLETIONS, body)
     line.until(b"\r\n\r\n")
-    (answer,) = here.api._answers
+    (answer,) = [request.answer for request in here.api._requests]
     wait_for(lambda: all(choice.handle.finish_reason for choice in answer.choices))
     words = sum(type(each) is Word for each in gc.get_objects())
     assert words == 0, "texts are made of tokens when they are written"

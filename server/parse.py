@@ -1,0 +1,194 @@
+"""Read the body of a request: check its fields, render and tokenize its prompts.
+
+Everything here runs in a worker thread, because tokenizing a long prompt takes a second. Nothing here
+touches the engine's queue.
+
+Next: `submit.py`, which hands the prompts to the engine.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from base.error_reports import describe
+from base.job_process import BusyError
+from base.strings import json_or_none
+from request import QueueFull
+from sampling_params import SamplingParams
+from server.body_reader import APIError, invalid, without_folders
+from server.protocol_adapter import ParsedRequest, ProtocolAdapter, shutting_down
+from text.tokenizer import Chat, Prompt, TooLongError
+from text.tool_formats import OutputFormat, tool_call_grammar
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
+
+MAX_LOGPROBS = 200_000  # log probabilities in one response, over all choices
+TOO_LONG = "context_length_exceeded"
+
+
+class ServedModel(NamedTuple):
+    """The engine and what clients may call its model."""
+
+    engine: Engine
+    names: tuple[str, ...]  # the model's names; the first is its own
+    defaults: dict[str, float]  # for settings that a request leaves out
+    max_tokens: int | None = None  # and for its own limit; None: to the end of the slot
+
+
+class Asked(NamedTuple):
+    """What a body asks for: made by `parse`, read by `Submission` and `AnswerWriter`."""
+
+    protocol: type[ProtocolAdapter]
+    request: ParsedRequest
+    choices: list[tuple[Prompt, SamplingParams]]  # `n` for each prompt
+
+    @property
+    def grammar(self) -> Mapping[str, Any] | None:
+        """All prompts of a request have the same."""
+        return self.choices[0][1].grammar
+
+    @property
+    def is_embedding(self) -> bool:
+        """Embeddings are wanted, perhaps of thousands of texts."""
+        return "embeds" in self.request.settings
+
+    def refusal_of(self, error: ValueError | RuntimeError) -> APIError:
+        return refusal_of(error, self.protocol, self.request.settings)
+
+
+def parse(served: ServedModel, protocol: type[ProtocolAdapter], body: bytes) -> Asked:
+    """Check a body and tokenize its prompts."""
+    engine, names, defaults, most = served
+    request = protocol.parse_request(body, names)
+    asked = Asked(protocol, request, [])
+    try:
+        for prompt in request.prompts:
+            tokens = read_prompt(engine, prompt, protocol.prompt)
+            room = min(engine.sched.max_len - len(tokens.ids), most_tokens(request))
+            settings = (
+                defaults
+                | request.settings
+                | {"max_tokens": min(request.max_tokens or most or room, room)}
+            )
+            if grammar := grammar_of(engine, request, tokens):
+                settings["grammar"] = grammar
+            for _ in range(request.n):
+                asked.choices.append((tokens, SamplingParams(**settings)))
+                # Otherwise the choices would be identical
+                if type(settings.get("seed")) is int:
+                    settings["seed"] += 1
+                    if settings["seed"] == 2**64:
+                        settings["seed"] = 0
+        wanted = len(asked.choices)
+        if wanted > engine.sched.max_queue and not asked.is_embedding:
+            raise ValueError(
+                f"n: {wanted} choices are wanted, but the queue holds {engine.sched.max_queue}"
+            )
+    except ValueError as error:
+        raise asked.refusal_of(error) from None
+    return asked
+
+
+def refusal_of(
+    error: ValueError | RuntimeError, protocol: type[ProtocolAdapter], settings: Mapping[str, Any]
+) -> APIError:
+    """An error of `SamplingParams` or the engine, with the body's field that it is about."""
+    if isinstance(error, QueueFull):
+        return APIError(429, str(error), "rate_limit_exceeded", Retry_After="1")
+    if isinstance(error, BusyError):
+        return APIError(503, f"the grammar: {error}", "busy", Retry_After="1")
+    if isinstance(error, RuntimeError):  # the engine has been closed
+        return shutting_down()
+    # A grammar that the body does not name is the one for tool calls
+    kind = next(iter(settings.get("grammar", ())), "calls")
+    grammars = {"calls": "tools", "json": protocol.form, "lark": "guided_grammar"}
+    params = {name: name for name in settings}
+    params["token"] = "logit_bias"
+    params["grammar"] = grammars.get(kind, f"guided_{kind}")
+    subject = re.match(r"\w*", str(error))[0]
+    return invalid(params.get(subject), str(error))
+
+
+def grammar_of(engine: Engine, parsed: ParsedRequest, prompt: Prompt) -> Mapping[str, Any] | None:
+    """The grammar of an answer: calls that must come; or the request's own grammar, with optional
+    calls, and reasoning before it."""
+    given = parsed.settings.get("grammar")
+    if not parsed.chat:
+        return given
+    output_format = engine.text.output_format
+    answer = None
+    if not parsed.must_call:
+        answer = given and given.get("json")
+        if isinstance(answer, str):
+            answer = json_or_none(answer)
+        if not isinstance(answer, dict) or not (parsed.chat.tools or output_format.reasoning):
+            return given
+    text = tool_call_grammar(
+        output_format,
+        parsed.must_call or parsed.chat.tools,
+        answer=answer,
+        is_single=parsed.is_single,
+        is_thinking=prompt.is_thinking,
+        marks=engine.text.marks,
+    )
+    return {"lark": text}
+
+
+def check_tools(output_format: OutputFormat, chat: Chat, param: str) -> None:
+    """Refuse tools, unless we know how this model calls them."""
+    called = any("tool_calls" in each or each["role"] == "tool" for each in chat.messages)
+    if (chat.tools or called) and not output_format.tools:
+        field = "tools" if chat.tools else param
+        raise invalid(field, output_format.why, "unsupported_parameter")
+
+
+def most_tokens(parsed: ParsedRequest) -> int:
+    """Maximum length of an answer: 20 log probabilities per token take kilobytes."""
+    top = parsed.settings.get("logprobs")
+    if top is None:
+        return sys.maxsize
+    return MAX_LOGPROBS // (parsed.n * len(parsed.prompts) * (1 + top))
+
+
+def read_prompt(engine: Engine, prompt: str | list | Chat, param: str) -> Prompt:
+    """Tokenize a prompt, if a slot has room for it and one more token. `param`: the body's field."""
+    text = engine.text
+    max_len = engine.sched.max_len
+    size = len(prompt)
+    if isinstance(prompt, Chat):
+        check_tools(text.output_format, prompt, param)
+        size = sum(len(message["content"]) for message in prompt.messages)
+        calls = [message["tool_calls"] for message in prompt.messages if "tool_calls" in message]
+        size += len(str([prompt.tools, calls]))
+    least = size if isinstance(prompt[0], int) else size // text.longest
+    try:
+        # A prompt that is certainly too long is not tokenized, which would take long
+        read = text.read(prompt, max_len) if least < max_len else None
+    except TooLongError as error:
+        read = None
+        least = error.tokens
+    except ValueError as error:
+        raise invalid(param, without_folders(str(error))) from None
+    except BaseException as error:  # a Rust panic is no Exception
+        words = without_folders(describe(error))
+        raise invalid(param, f"{param} cannot be read: {words}") from None
+    if read is None or len(read.ids) >= max_len:
+        tokens = f"at least {least:,}" if read is None else f"{len(read.ids):,}"
+        words = (
+            f"this model's maximum context length is {max_len:,} tokens, but {param} has {tokens}"
+        )
+        words += "; give less, or start the server with a larger --max-len"
+        raise invalid(param, words, TOO_LONG)
+    return read
+
+
+def count_tokens(
+    served: ServedModel, parse_request: Callable[[bytes, Sequence[str]], ParsedRequest], body: bytes
+) -> int:
+    """The number of tokens of a prompt."""
+    parsed = parse_request(body, served.names)
+    return len(read_prompt(served.engine, parsed.prompts[0], "messages").ids)

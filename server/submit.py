@@ -1,0 +1,126 @@
+"""Submit the prompts of one request to the engine.
+
+The engine's thread steps for everybody, so a worker thread does what takes time: it reads the body
+(`parse.py`), compiles a grammar, and submits.
+
+The invariant: after `Submission.cancel` no choice of the request holds a slot.
+
+Next: `stream.py`, which writes the answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from sampling_params import SamplingParams
+from server.choice import Choice, Words
+from server.parse import Asked, ServedModel, parse
+from server.protocol_adapter import ProtocolAdapter
+from text.tokenizer import Prompt
+from text.tool_formats import OutputFormat
+from text.tool_parser import OutputParser
+
+if TYPE_CHECKING:
+    from text.grammar import Grammar
+
+
+class Submission:
+    """One request on its way to the engine. Runs in a worker thread, except `cancel`, which any
+    thread may call."""
+
+    def __init__(self, served: ServedModel, protocol: type[ProtocolAdapter], client: str):
+        """`client`: who asks, for the policy `fair`."""
+        self.served = served
+        self.asked: Asked | None = None  # set by `parse_and_submit`
+        self.choices: list[Choice] = []  # those submitted; the list only grows
+        self.began = time.perf_counter()
+        self.read_s = 0.0  # seconds from the body to submission
+        self._protocol = protocol
+        self._client = client
+        # Parsed, not submitted yet
+        self._left: deque[tuple[Prompt, SamplingParams]] = deque()
+        self._grammar: Grammar | None = None
+        self._is_cancelled = False  # nobody waits for the answer any more
+
+    def parse_and_submit(self, body: bytes) -> None:
+        """After an exception, call `cancel`: some choices may be submitted already.
+
+        A grammar may take seconds to compile, and requests without one must not wait for it. So a
+        request with a grammar is only parsed here, and `submit` is called in another worker.
+        """
+        self.asked = parse(self.served, self._protocol, body)
+        self._left.extend(self.asked.choices)
+        if not self.asked.grammar:
+            self.submit()
+
+    def submit(self) -> None:
+        """Submit the parsed prompts. With a grammar this may take seconds."""
+        source = self.asked.grammar
+        try:
+            self._grammar = source and self.served.engine.text.grammar(source)
+        except (ValueError, RuntimeError) as error:
+            raise self.asked.refusal_of(error) from None
+        self._submit_prompts(is_first=True)
+        self.read_s = time.perf_counter() - self.began
+
+    @property
+    def has_more(self) -> bool:
+        """Prompts wait until others of the same request have ended."""
+        return bool(self._left)
+
+    @property
+    def running(self) -> int:
+        """The number of choices that have not ended."""
+        return sum(choice.handle.finish_reason is None for choice in self.choices)
+
+    def submit_more(self) -> None:
+        """Submit prompts in place of those that have ended."""
+        self._submit_prompts(is_first=False)
+
+    def _submit_prompts(self, is_first: bool) -> None:
+        """Of many texts only some at a time, so that others need not wait for all."""
+        running = self.running
+        at_once = 2 * self.served.engine.sched.slots if self.asked.is_embedding else math.inf
+        while self._left and running < at_once:
+            try:
+                self._submit_prompt(*self._left[0])
+            except (ValueError, RuntimeError) as error:
+                if running and not is_first:
+                    break  # until the next of its own has ended
+                raise self.asked.refusal_of(error) from None
+            self._left.popleft()
+            running += 1
+
+    def _submit_prompt(self, prompt: Prompt, sampling: SamplingParams) -> None:
+        engine = self.served.engine
+        grammar = self._grammar and self._grammar.copy()
+        # A second parser, in the engine's thread: it stops the answer after its one call
+        ends = self._parser(prompt).ends if self.asked.request.is_single else None
+        handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar, ends=ends)
+        words = None if sampling.logprobs is None else Words(engine.text, handle)
+        self.choices.append(Choice(handle, self._parser(prompt), words))
+        if self._is_cancelled:  # meanwhile
+            handle.cancel()
+
+    def _parser(self, prompt: Prompt) -> OutputParser:
+        chat = self.asked.request.chat
+        if not chat:
+            return OutputParser(OutputFormat())
+        functions = [tool["function"] for tool in chat.tools]
+        tools = {function["name"]: function["parameters"] for function in functions}
+        output_format = self.served.engine.text.output_format
+        is_strict = (
+            "grammar" in self.asked.request.settings
+        )  # the answer may be JSON that is no call
+        return OutputParser(
+            output_format, tools, prompt.is_thinking, self.asked.request.is_single, is_strict
+        )
+
+    def cancel(self) -> None:
+        """In any thread: end every choice that still runs."""
+        self._is_cancelled = True
+        for choice in list(self.choices):
+            choice.handle.cancel()
