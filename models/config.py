@@ -108,6 +108,9 @@ class Config:
     taps: int = 0  # of it
     delta: Heads | None = None  # of the layers with a gated delta net in place of attention,
     deltas: Collection[int] = ()  # which are these
+    values_tiled: bool = (
+        False  # the first value head of each key head, then the second of each (GGUF)
+    )
     shared_expert: int = 0  # the width inside an expert that all tokens take; 0: there is none
     gated: bool = False  # attention has an output gate, whose rows are in q_proj
     # Hkv and Dh of the layers with full attention, if layers with a window have others

@@ -39,6 +39,9 @@ class DeltaNet(NamedTuple):
     z: Matrix | SideBySide  # D -> Hv * Dv
     norm: Norm  # of a head's result
     is_formula: bool
+    order: mx.array | None = (
+        None  # (Hv,), of the value heads in z and in what follows, if it is another
+    )
 
     def __call__(
         self, x: mx.array, windows: Sequence[Window]
@@ -50,8 +53,11 @@ class DeltaNet(NamedTuple):
             moves = [window.moves for window in windows]
             moves = moves[0] if len(moves) == 1 else mx.concatenate(moves)
             y = states.change(self.project(x), moves)
-        y = self.norm(y.reshape(-1, self.heads.Hv, self.heads.Dv)).reshape(y.shape)
-        return swiglu(mx.concatenate([self.z(x), y.astype(x.dtype)], axis=1))
+        y = self.norm(y.reshape(-1, self.heads.Hv, self.heads.Dv))
+        if self.order is not None:
+            y = y[:, self.order]
+        y = y.flatten(1).astype(x.dtype)
+        return swiglu(mx.concatenate([self.z(x), y], axis=1))
 
 
 def states_of(model: Model, places: Places) -> list[States]:

@@ -314,7 +314,8 @@ def _qwen3_5(fields: Fields, *_) -> dict[str, Any]:
         raise fields.refuse("linear_num_value_heads", heads.Hv, (choice,))
     if heads.Dv % ORDER:
         raise fields.refuse("linear_value_head_dim", heads.Dv, (f"a multiple of {ORDER}",))
-    own = {"delta": heads, "deltas": frozenset(deltas)}
+    tiled = bool(fields.get("value_heads_tiled"))
+    own = {"delta": heads, "deltas": frozenset(deltas), "values_tiled": tiled}
     return own | {"qk_norm": "head", "norms_add": True, "gated": True}
 
 

@@ -27,7 +27,10 @@ ARCHITECTURES = {
     "mistral3": "ministral3",
     "olmo2": "olmo2",  # and OLMo 3
     "lfm2": "lfm2",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
 }
+QWEN35 = ("qwen35", "qwen35moe")
 INTERLEAVED = ("llama", "granite", "mistral3")  # the two numbers of a plane of q and k are adjacent
 FIELDS = {
     "hidden_size": "embedding_length",
@@ -78,6 +81,22 @@ LFM2_LAYER = OF_A_LAYER | {
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
 }
+QWEN35_LAYER = OF_A_LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",  # these two have no ending, or another
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 GEMMA_LAYER = OF_A_LAYER | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -100,6 +119,7 @@ def names(file: Gguf) -> dict[str, str]:
     """GGUF's names of modules -> ours; {} is the number of a layer."""
     arch = architecture(file)
     own = {"gemma3": GEMMA_LAYER, "olmo2": OLMO_LAYER, "lfm2": LFM2_LAYER}
+    own |= dict.fromkeys(QWEN35, QWEN35_LAYER)
     layer = own.get(arch, OF_A_LAYER)
     modules = MODULES | ({"token_embd_norm": "model.norm"} if arch == "lfm2" else {})
     return modules | {
@@ -107,13 +127,26 @@ def names(file: Gguf) -> dict[str, str]:
     }
 
 
+def is_drafting(name: str, file: Gguf) -> bool:
+    """True for the tensors of Qwen 3.5's last layers, which draft tokens and do not run here."""
+    arch = architecture(file)
+    count, drafting = (
+        file.fields.get(f"{arch}.{name}") for name in ("block_count", "nextn_predict_layers")
+    )
+    number = re.match(r"blk\.(\d{1,9})\.", name)
+    if arch not in QWEN35 or not number or not isinstance(drafting, int):
+        return False
+    return isinstance(count, int) and int(number[1]) >= count - drafting
+
+
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """Rename a tensor by such a table of modules."""
-    module, _, kind = name.rpartition(".")
-    number = re.search(r"\.(\d{1,9})\.", module)
+    """Rename a tensor by such a table of modules, or of whole names."""
+    number = re.search(r"\.(\d{1,9})\.", name)
     layer = number[1] if number else ""
-    form = module.replace(f".{layer}.", ".{}.", 1) if layer else module
-    return f"{names.get(form, form).replace('{}', layer, 1)}.{kind}"
+    form = name.replace(f".{layer}.", ".{}.", 1) if layer else name
+    module, _, kind = form.rpartition(".")
+    ours = names.get(form) or f"{names.get(module, module)}.{kind}"
+    return ours.replace("{}", layer, 1)
 
 
 def described(file: Gguf) -> dict[str, Any]:
@@ -125,7 +158,7 @@ def described(file: Gguf) -> dict[str, Any]:
         if name.startswith(f"{arch}.")
     }
     for field in FIELDS.values():
-        if field not in own:
+        if field not in own and (arch, field) != ("qwen35moe", "feed_forward_length"):
             raise ModelError(f"{file.path} lacks the field {arch}.{field}; download it again.")
     raw = {name: own.get(field) for name, field in (FIELDS | OPTIONAL).items()}
     if TABLE not in file.tensors:
@@ -203,7 +236,40 @@ def _lfm2(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen35(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
+    layers = fields.number("block_count")
+    drafting = fields.number("nextn_predict_layers", 0, 0)
+    heads, values = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
+    turned = fields.number("rope.dimension_count")
+    if values % heads:
+        choice = f"a multiple of {heads}, the number of value heads"
+        raise fields.refuse("ssm.inner_size", values, (choice,))
+    if drafting >= layers:
+        choice = f"fewer than the {layers} layers of block_count"
+        raise fields.refuse("nextn_predict_layers", drafting, (choice,))
+    own = {
+        "num_hidden_layers": layers - drafting,
+        "full_attention_interval": fields.number("full_attention_interval", 4),
+        "linear_conv_kernel_dim": fields.number("ssm.conv_kernel"),
+        "linear_num_key_heads": fields.number("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": fields.number("ssm.state_size"),
+        "linear_value_head_dim": values // heads,
+        "partial_rotary_factor": turned / fields.number("attention.key_length"),
+        "shared_expert_intermediate_size": fields.get("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+        "norms_hold_one": True,
+        "value_heads_tiled": True,
+    }
+    slow = fields.get("attention.recurrent_layers")
+    if isinstance(slow, list):
+        kinds = ("full_attention", "linear_attention")
+        own["layer_types"] = [kinds[bool(each)] for each in slow]
+    return own
+
+
 OF_A_FAMILY = {"granite": _granite, "mistral3": _mistral3, "olmo2": _olmo, "lfm2": _lfm2}
+OF_A_FAMILY |= dict.fromkeys(QWEN35, _qwen35)
 
 
 def _refuse(fields: Fields, arch: str) -> None:
@@ -213,12 +279,13 @@ def _refuse(fields: Fields, arch: str) -> None:
             continue  # 0 in layers with a convolution
         if isinstance(fields.get(name), list):
             raise fields.refuse(f"{arch}.{name}", fields.get(name), ("one number for all layers",))
-    if fields.get("expert_count") and arch != "qwen3moe":
+    if fields.get("expert_count") and arch not in ("qwen3moe", "qwen35moe"):
         raise fields.refuse(f"{arch}.expert_count", fields.get("expert_count"), ("0",))
     usual = fields.number("embedding_length") // fields.number("attention.head_count")
     head = fields.number("attention.key_length", usual)
     for name in ("attention.value_length", "rope.dimension_count"):
-        if fields.number(name, head) != head:
+        turns_a_part = arch in QWEN35 and name == "rope.dimension_count"
+        if fields.number(name, head) != head and not turns_a_part:
             raise fields.refuse(
                 f"{arch}.{name}", fields.get(name), (f"{head}, the size of a head",)
             )

@@ -28,7 +28,7 @@ from kernels import library
 from kernels.device import mx
 from kernels.packed import SPAN, Blocks, address, unwritten, widened, words
 from models.config import Config
-from models.gguf_config import FREQUENCIES, names, renamed
+from models.gguf_config import FREQUENCIES, is_drafting, names, renamed
 from models.gguf_file import GgufTensor, read_gguf
 from models.weights import Tensor, Weights
 
@@ -159,7 +159,7 @@ class GgufWeights(Weights):
         self._decoded: dict[str, mx.array] = {}
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in file.tensors.items():
-            if name != FREQUENCIES:  # the config has them
+            if name != FREQUENCIES and not is_drafting(name, file):  # the config has frequencies
                 self.tensors |= parts(tensor, renamed(name, self._names))
 
     def quantization(self, config: Config) -> str:
@@ -209,17 +209,34 @@ class GgufWeights(Weights):
         if tensor.name not in self._decoded:
             self._decoded |= decoded(stored)
         array = self._decoded.pop(tensor.name)
+        if stored.type.name in PLAIN:
+            array = array.reshape(tensor.shape)
+        if stored.name.endswith(".ssm_a"):
+            return self._log_of_minus(tensor, array)
         is_bytes = array.dtype == mx.uint8
         numbers = widened(array, FORMS[stored.type.name].group) if is_bytes else array
         self._check_numbers(tensor, numbers)
         return array
+
+    def _log_of_minus(self, tensor: Tensor, array: mx.array) -> mx.array:
+        """A_log of a delta net. The file holds -exp(A_log)."""
+        if not (array < 0).all():
+            raise ModelError(
+                f"{tensor.path}: {tensor.name} holds numbers that are not below 0; download it again."
+            )
+        found = mx.log(-array.astype(mx.float32))
+        self._check_numbers(tensor, found)
+        return found
 
 
 def parts(stored: GgufTensor, ours: str) -> dict[str, Tensor]:
     """The tensors that replace one of the file, by our names."""
     kind = stored.type.name
     if kind in PLAIN:
-        return {ours: Tensor(stored.path, stored.name, PLAIN[kind], stored.shape)}
+        shape = stored.shape
+        if ours.endswith("shared_expert_gate.weight") and len(shape) == 1:
+            shape = (1, *shape)
+        return {ours: Tensor(stored.path, stored.name, PLAIN[kind], shape)}
     form = FORMS[kind]
     *out, width = stored.shape
     module = ours.removesuffix(".weight")

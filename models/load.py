@@ -20,6 +20,7 @@ from base.untrusted_files import ModelError
 from base.validation import shown
 from distributed.group import ALONE, Ranks
 from kernels import device, fused_attention_check
+from kernels.delta_net import Heads
 from kernels.device import mx, readable
 from kernels.library import LINE
 from kernels.packed import (
@@ -309,14 +310,24 @@ class ModelReader:
         heads = self.config.delta
         taps = self.tensor(f"{name}conv1d.weight").reshape(heads.inputs, -1)
         vectors = [self.tensor(f"{name}{vector}") for vector in ("A_log", "dt_bias")]
+        parts = [self.part(f"{name}in_proj_{part}") for part in ("qkv", "a", "b")]
+        order = None
+        if self.config.values_tiled and heads.Hv > heads.Hk:
+            order = mx.arange(heads.Hv).reshape(heads.Hk, -1).T.flatten()
+            grouped = mx.argsort(order)
+            inputs = input_rows(heads, grouped)
+            taps, vectors = taps[inputs], [vector[grouped] for vector in vectors]
+            chosen = (inputs, grouped, grouped)
+            parts = [chosen_rows(*each) for each in zip(parts, chosen, strict=True)]
         weights = mx.concatenate([taps.T.flatten(), *vectors])
         return DeltaNet(
             index=sum(i < index for i in self.config.deltas),
             heads=heads,
-            project=self.linear(*(f"{name}in_proj_{part}" for part in ("qkv", "a", "b"))),
+            project=self.joined(parts),
             weights=weights.astype(mx.float32),
             z=self.linear(f"{name}in_proj_z"),
             norm=self.norm(f"{name}norm"),
+            order=order,
             is_formula=self.attention_form(weights.dtype) != "c",
         )
 
@@ -481,6 +492,13 @@ class ModelReader:
             group,
             center=center,
         )
+
+
+def input_rows(heads: Heads, order: mx.array) -> mx.array:
+    """The rows of a delta net's inputs, with the value heads in this order."""
+    keys = mx.arange(2 * heads.Hk * heads.Dk)
+    values = order[:, None] * heads.Dv + mx.arange(heads.Dv)
+    return mx.concatenate([keys, len(keys) + values.flatten()])
 
 
 def chosen_rows(matrix: Matrix, rows: mx.array) -> Matrix:

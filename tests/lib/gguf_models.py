@@ -12,14 +12,22 @@ import gguf
 import numpy as np
 from checkpoints import make_config, make_tokenizer, random_weights, save
 from gguf import GGMLQuantizationType as Kind
-from parity import GRANITE, LFM2, MINISTRAL
+from parity import GRANITE, LFM2, MINISTRAL, QWEN3_5, QWEN3_5_MOE
 
+from kernels.delta_net import Heads
 from kernels.device import mx
 from models.config import read_config
 from models.gguf_file import GgufTensor
 from models.gguf_weights import GgufWeights
 from models.weights import Tensor
 
+# llama.cpp has keys and values of the same size
+DELTA_HEADS = {
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 FAMILIES = {
     "llama": {},
     "qwen2": {"model_type": "qwen2"},
@@ -56,7 +64,15 @@ FAMILIES = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
     "lfm2": {"model_type": "lfm2", **LFM2, "block_ff_dim": 256},
+    "qwen35": {**QWEN3_5, **DELTA_HEADS},
+    "qwen35moe": {
+        **QWEN3_5_MOE,
+        **DELTA_HEADS,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+    },
 }
+PLAIN = (".mlp.gate.", "conv.conv", "conv1d", "shared_expert_gate")
 SMALL = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of K-quants
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block has float16 numbers
 
@@ -108,27 +124,38 @@ def make_pair(
     name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.layers)
     weights = {}
     for name, weight in random_weights(c, seed).items():
-        if name.endswith("conv.conv.weight"):
+        if name.endswith(("conv.conv.weight", "conv1d.weight")):
             weight = weight[..., 0]
-        theirs = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+        named = name.replace("dt_bias", "dt_proj.bias")
+        theirs = name_map.get_name(named, try_suffixes=(".weight", ".bias"))
         if arch == "lfm2" and name == "model.norm.weight":
             theirs = "token_embd_norm.weight"
-        is_plain = weight.ndim == 1 or ".mlp.gate." in name or "conv.conv" in name
+        is_plain = weight.ndim == 1 or any(part in name for part in PLAIN)
         own = Kind.F32 if is_plain else Kind[kind]
         heads = {"q_proj": c.H, "k_proj": c.Hkv}.get(name.split(".")[-2])
         if arch not in ("llama", "granite", "mistral3"):
             heads = None
         if heads:
             weight = weight.reshape(heads, 2, c.Dh // 2, -1).swapaxes(1, 2).reshape(weight.shape)
-        stored = weight + 1 if c.norms_add and name.endswith("norm.weight") else weight
+        is_added = c.norms_add and name.endswith("norm.weight") and "linear_attn" not in name
+        stored = weight + 1 if is_added else weight
+        if "linear_attn" in name:
+            stored = with_heads(stored, name, c.delta, value_heads(c.delta))
+        if name.endswith("A_log"):
+            stored = -np.exp(stored)
+        if name.endswith("shared_expert_gate.weight"):
+            stored = stored[0]
         data = packed(stored, own, rng)
         is_plain = own in (Kind.F32, Kind.F16)
         written = change(theirs, data.copy())
         if written is not None:
             writer.add_tensor(theirs, written, raw_dtype=None if is_plain else own)
         wide = gguf.dequantize(data, own).astype(np.float32)
-        if stored is not weight:
-            wide = weight
+        if name.endswith("A_log"):
+            wide = np.array(mx.log(mx.array(-wide)))
+        if "linear_attn" in name:
+            wide = with_heads(wide, name, c.delta, np.argsort(value_heads(c.delta)))
+        wide = weight if is_added else wide.reshape(weight.shape)
         if heads:
             wide = wide.reshape(heads, c.Dh // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
         name = name.replace(".experts.", ".switch_mlp.")
@@ -140,6 +167,24 @@ def make_pair(
     writer.write_tensors_to_file()
     writer.close()
     return file, save(folder / "wide", config, weights)
+
+
+def value_heads(heads: Heads) -> np.ndarray:
+    """llama.cpp's order: the first value head of each key head, then the second of each."""
+    return np.arange(heads.Hv).reshape(heads.Hk, -1).T.flatten()
+
+
+def with_heads(weight: np.ndarray, name: str, heads: Heads, order: np.ndarray) -> np.ndarray:
+    """A part of a delta net with its value heads in this order."""
+    values = (order[:, None] * heads.Dv + np.arange(heads.Dv)).flatten()
+    keys = 2 * heads.Hk * heads.Dk
+    if "qkv" in name or "conv1d" in name:
+        return weight[np.concatenate([np.arange(keys), keys + values])]
+    if "out_proj" in name:
+        return weight[:, values]
+    if "norm" in name:
+        return weight
+    return weight[values if "_z" in name else order]
 
 
 class Dequantized(GgufWeights):
@@ -181,6 +226,21 @@ def write_olmo3(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_sliding_window_pattern([kind[0] == "s" for kind in config["layer_types"]])
 
 
+def write_qwen35(writer: gguf.GGUFWriter, config: dict) -> None:
+    heads = config["linear_num_value_heads"]
+    turned = int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"])
+    writer.add_rope_dimension_count(turned)
+    writer.add_rope_dimension_sections([*config["rope_parameters"]["mrope_section"], 0])
+    writer.add_full_attention_interval(config.get("full_attention_interval", 4))
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_inner_size(heads * config["linear_value_head_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    if "shared_expert_intermediate_size" in config:
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
 def write_lfm2(writer: gguf.GGUFWriter, config: dict) -> None:
     heads = config["num_key_value_heads"]
     writer.kv_data[0].pop("lfm2.attention.head_count_kv")
@@ -194,6 +254,8 @@ OWN_FIELDS = {
     "ministral3": write_mistral3,
     "olmo3": write_olmo3,
     "lfm2": write_lfm2,
+    "qwen3_5_text": write_qwen35,
+    "qwen3_5_moe_text": write_qwen35,
 }
 
 

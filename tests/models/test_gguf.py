@@ -61,6 +61,21 @@ def test_each_family_gives_the_bits_of_the_dequantized_weights(arch, tmp_path):
     assert alike(*make_pair(tmp_path, "F32" if arch in ("gemma3", "granite") else "Q4_K", arch))
 
 
+@pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
+def test_value_heads_in_the_order_of_llama_cpp(arch, tmp_path):
+    """If key heads are fewer, value heads lie in another order, and so do the sums of the output."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
+    fields = {"qwen35moe.feed_forward_length": None}
+    file, wide = make_pair(
+        tmp_path, "Q4_K" if arch == "qwen35moe" else "Q8_0", arch, fields=fields, **heads
+    )
+    ours, right = (
+        whole(model, PROMPT)
+        for model in (read_model(file, activations=32), read_model(wide, "float32"))
+    )
+    assert np.abs(ours - right).max() < 1e-5 * np.abs(right).max()
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
 def test_mlxs_own_products_come_near(kind, tmp_path):
     """As on a GPU. Q6_K has groups of 16, which MLX does not multiply: it becomes float16."""
@@ -273,6 +288,50 @@ def test_a_file_that_does_not_fit_together_is_refused_in_one_line(name, tmp_path
     how = {"change": change} if change else {}
     file, _ = make_pair(tmp_path, fields=fields, num_hidden_layers=1, **how)
     refused(file, *words)
+
+
+def constant(wanted: str, number: float):
+    def change(name: str, data: np.ndarray) -> np.ndarray:
+        return np.full_like(data, number) if name == wanted else data
+
+    return change
+
+
+UNFIT_STATES = {
+    "A above 0": ({}, constant("blk.0.ssm_a", 0.5), "blk.0.ssm_a", "not below 0"),
+    "A of 0": ({}, constant("blk.0.ssm_a", 0), "blk.0.ssm_a", "not below 0"),
+    "A is NaN": ({}, constant("blk.0.ssm_a", np.nan), "blk.0.ssm_a"),
+    "no dt": ({}, without("blk.0.ssm_dt.bias"), "lacks the tensor blk.0.ssm_dt.bias"),
+    "no A": ({}, without("blk.0.ssm_a"), "lacks the tensor blk.0.ssm_a"),
+    "a short convolution": ({}, cut("blk.0.ssm_conv1d.weight"), "conv1d", "(384, 4)"),
+    "a broken width": ({"ssm.inner_size": 257}, None, "inner_size = 257", "multiple of 4"),
+    "no heads": ({"ssm.time_step_rank": 0}, None, "time_step_rank", "0"),
+    "no states": ({"ssm.state_size": None}, None, "ssm.state_size"),
+    "five taps": ({"ssm.conv_kernel": 5}, None, "linear_conv_kernel_dim = 5"),
+    "more than a head turns": ({"rope.dimension_count": 66}, None, "partial_rotary_factor"),
+    "heads of no size": ({"attention.key_length": 0}, None, "key_length", "0"),
+    "drafts alone": ({"nextn_predict_layers": 4}, None, "nextn_predict_layers = 4", "4 layers"),
+    "drafts in words": ({"nextn_predict_layers": "one"}, None, "nextn_predict_layers", "'one'"),
+    "states last": ({"attention.recurrent_layers": [True] * 4}, None, "last layer"),
+    "a dense file's experts": ({"expert_count": 8}, None, "qwen35.expert_count = 8"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT_STATES)
+def test_states_that_do_not_fit_together_are_refused_in_one_line(name, tmp_path):
+    fields, change, *words = UNFIT_STATES[name]
+    fields = {f"qwen35.{field}": value for field, value in fields.items()}
+    how = {"change": change} if change else {}
+    refused(make_pair(tmp_path, "F32", "qwen35", fields=fields, **how)[0], *words)
+
+
+def test_layers_that_draft_tokens_are_not_read(tmp_path):
+    """They follow the others, which are told apart by a list here."""
+    fields = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    fields["qwen35.attention.recurrent_layers"] = [True, True, True, False, False]
+    names = ("blk.4.attn_norm.weight", "blk.4.nextn.eh_proj.weight")
+    more = {name: np.ones(256, np.float32) for name in names}
+    assert alike(*make_pair(tmp_path, "F32", "qwen35", fields=fields, more=more))
 
 
 @pytest.mark.parametrize("heads", [[1, 2, 0, 0], [0, 0, 0, 0], [0, 2], 2])
