@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from base.atomic_write import write_whole
+from base.status_line import StatusLine
 from base.untrusted_files import read_some
 from base.validation import one_line, printable, shown
 from cli.options import say
-from cli.text_output import StatusLine, WordWrap, wait_for_text
+from cli.text_output import WordWrap, wait_for_text
 from text.tool_formats import OutputFormat
 from text.tool_parser import OutputParser, ParsedPart
 

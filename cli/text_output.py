@@ -1,13 +1,11 @@
-"""Text in a terminal: word wrap for an answer that arrives in pieces, and a status line while a long
+"""Text in a terminal: word wrap for an answer that arrives in pieces, and waiting for it while a long
 prompt is read. Output to a file or a pipe is not changed."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.handle import Handle
@@ -79,23 +77,6 @@ class WordWrap:
         self._blanks = self._word = ""
         self._cells = 0
         return out
-
-
-class StatusLine:
-    """One line of a terminal that is overwritten by the next one."""
-
-    def __init__(self, file: TextIO | None = None):
-        self._file = sys.stderr if file is None else file
-        self._is_shown = False
-
-    def show(self, words: str) -> None:
-        """Without words the line is cleared."""
-        if not self._file.isatty() or not (words or self._is_shown):
-            return
-        room = shutil.get_terminal_size().columns - 1
-        self._file.write(f"\r\x1b[K{words[:room]}")
-        self._file.flush()
-        self._is_shown = bool(words)
 
 
 def wait_for_text(handle: Handle, show: Callable[[str], None]) -> None:

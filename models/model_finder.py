@@ -3,20 +3,24 @@
 A complete local model is used without asking the network.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from base.untrusted_files import ModelError
 from base.validation import one_line, shown
+from models.download import download
 from models.gguf_file import is_gguf, parts_of
-from models.gguf_finder import OLLAMA, chosen, ollama_file
+from models.gguf_finder import OLLAMA, chosen, models_among, ollama_file
 from models.weights import MissingError, weight_files
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
 # The files that a download fetches; no other one is read
-FILES = ("*.json", "model*.safetensors", "*.jinja")
+FILES = ("*.json", "*.jinja")
+WEIGHTS = "model*.safetensors"
 GGUF_NAME = re.compile(r"[-._]gguf\b.*$", re.IGNORECASE)  # a suffix to the model's own name
+LEVELS = 6  # of folders that are searched: owner/name below the hub's cache has four
 LM_STUDIO = (Path("~/.lmstudio/models"), Path("~/.cache/lm-studio/models"))
 
 
@@ -85,13 +89,12 @@ def is_whole(folder: Path) -> bool:
 
 
 def _download(repo: str) -> Path:
-    """Download a repository from the hub, or use what is cached of it. huggingface_hub shows the
-    progress."""
+    """Download a repository from the hub, or use what is cached of it."""
     import huggingface_hub
     from huggingface_hub import errors
 
     try:
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=FILES))
+        return download(repo, FILES, WEIGHTS)
     except errors.GatedRepoError:
         why = "is gated: ask for access on its page, then log in with `hf auth login`"
     except errors.RepositoryNotFoundError:
@@ -99,9 +102,12 @@ def _download(repo: str) -> Path:
     except errors.HFValidationError:
         why = "is no folder here, and no valid hub id (owner/name)"
     except Exception as error:  # no network, a proxy, a full disk: something that the user can fix
+        patterns = [*FILES, WEIGHTS]
         try:  # without a network, part of an older download may be enough
             return Path(
-                huggingface_hub.snapshot_download(repo, allow_patterns=FILES, local_files_only=True)
+                huggingface_hub.snapshot_download(
+                    repo, allow_patterns=patterns, local_files_only=True
+                )
             )
         except Exception:
             why = "is no folder here, not in the cache, and could not be downloaded: check the network"
@@ -138,3 +144,43 @@ def below(folder: Path, pattern: str) -> list[Path]:
         return sorted(path for path in folder.glob(pattern) if path.is_dir())
     except OSError:  # not permitted
         return []
+
+
+def models_in(root: Path) -> Iterator[Path]:
+    """The GGUF files and model folders in a folder and below it, the nearest first. Links are
+    followed, but each folder is visited once. Hidden ones are left out."""
+    known = set()
+    level = [root]
+    for _ in range(LEVELS):
+        below = []
+        for folder in level:
+            try:
+                status = folder.stat()
+                if (status.st_dev, status.st_ino) in known:
+                    continue
+                known.add((status.st_dev, status.st_ino))
+                folders, files = _entries(folder)
+            except OSError:  # not permitted, or it has just gone
+                if folder is root:
+                    raise
+                continue
+            below += folders
+            names = {path.name for path in files}
+            if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+                yield folder
+            yield from models_among(path for path in files if path.suffix == ".gguf")
+        level = below
+
+
+def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Its folders, and those of its files that may belong to a model. It may hold a million."""
+    folders, files = [], []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir():
+                folders.append(folder / entry.name)
+            elif entry.name == "config.json" or entry.name.endswith((".gguf", ".safetensors")):
+                files.append(folder / entry.name)
+    return sorted(folders), sorted(files)

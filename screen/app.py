@@ -31,6 +31,7 @@ from textual.widget import Widget
 
 from base import error_reports as faults
 from base.atomic_write import write_whole
+from base.status_line import CLEARS
 from cli.options import BROWSER
 from cli.terminal_chat import History
 from engine.snapshot import RequestView
@@ -246,7 +247,8 @@ class Screen(App):
         faults.LOG.removeHandler(self._tracebacks)
 
     def on_print(self, event: events.Print) -> None:
-        if said := re.split(r"[\r\n]", clean(event.text.strip("\r\n")))[-1].strip():
+        text = event.text.replace(CLEARS, "").strip("\r\n")
+        if said := re.split(r"[\r\n]", clean(text))[-1].strip():
             self.state.printed = said
             self.paint()
 

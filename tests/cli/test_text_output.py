@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from rich.cells import cell_len
 
-from cli.text_output import StatusLine, WordWrap, wait_for_text
+from base.status_line import StatusLine
+from cli.text_output import WordWrap, wait_for_text
 from engine.prefill_progress import PrefillProgress
 
 
