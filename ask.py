@@ -15,15 +15,18 @@ Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import fields
+from pathlib import Path
 
+from base.status_line import StatusLine
 from base.untrusted_files import read_some
 from base.validation import one_line, printable
 from cli import config_file, model_list, terminal_chat
 from cli import options as cli
 from cli.options import say
-from cli.text_output import StatusLine, WordWrap, wait_for_text
+from cli.text_output import WordWrap, wait_for_text
 from distributed import environment
 from nanobatch import POLICIES, Engine, Handle, QueueFull, SamplingParams, Tokenizer
 from sampling_params import ADVICE, GRAMMAR, advised
@@ -37,9 +40,8 @@ def options() -> cli.CommandLine:
     reads = "'-': read standard input. Without one, talk in a terminal, else read standard input."
     reads += " Everything after '--' is a prompt."
     add("prompts", nargs="*", metavar="PROMPT", help=f"what to answer. {reads}")
-    add(
-        "--list", action="store_true", help="show the models that are here, and which can be served"
-    )
+    lists = "show the models that are here, or in a folder and below it, and which can be served"
+    add("--list", nargs="?", const="", metavar="DIR", help=lists)
     add("--chat", action="store_true", help="talk: each question goes on with what was said before")
     add("--prompt", action="append", default=[], help="the same as PROMPT; may be repeated")
     plain = "take prompts as plain text, even if the model has a chat template"
@@ -85,8 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     handles: list[Handle] = []
     try:
-        if args.list:
-            return show_models()
+        if args.list is not None:
+            return show_models(args.list)
         prompts = [*args.prompts, *args.prompt]
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         talks = args.chat or (is_terminal and not prompts and not args.raw)
@@ -129,15 +131,22 @@ def read_schema(path: str) -> str:
         raise ValueError(f"--json {path} cannot be read: {one_line(error)}") from None
 
 
-def show_models() -> int:
-    """Print a table of local models. The name is what `--model` takes."""
-    lines = [
-        ("model", "family", "parameters", "weights", "on disk", "in memory", "served"),
-        *model_list.listed(),
-    ]
+def show_models(folder: str) -> int:
+    """Print a table of local models, or of those in a folder. The name is what `--model` takes."""
+    missing = ""
+    if folder:
+        found, missing = model_list.listed_in(Path(os.path.expanduser(folder)))
+    else:
+        found = model_list.listed()
+    if not found:
+        say(f"{folder}: {missing or 'no GGUF file and no model folder'}")
+        return 0
+    lines = [("model", "family", "parameters", "weights", "on disk", "in memory", "served"), *found]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(map(str.ljust, line, widths)).rstrip())
+    if missing:
+        say(f"{folder}: {missing}")
     return 0
 
 

@@ -6,7 +6,6 @@ import shutil
 import sys
 from typing import TextIO
 
-
 CLEARS = "\x1b[K"  # the rest of a terminal's line
 
 

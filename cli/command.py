@@ -24,7 +24,7 @@ nanobatch chat               a conversation
 nanobatch serve              an HTTP server with OpenAI's and Anthropic's protocols
 nanobatch verify             are answers batch-invariant on this machine?
 nanobatch bench              how fast is it here?
-nanobatch models             the models on this machine, and which can be served
+nanobatch models [DIR]       the models on this machine or in a folder, and which can be served
 nanobatch page IN.json OUT   a recording as a web page
 nanobatch learn              where to find the course and the tests
 Each takes --help; `nanobatch --version` prints the version."""

@@ -1,23 +1,29 @@
-"""The table of local models: `python ask.py --list`.
+"""The table of local models: `python ask.py --list [DIR]`.
 
 It reads names, configs and headers, but no weights, and lists broken models, too.
 """
 
 import math
+import threading
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from base.untrusted_files import ModelError
-from base.validation import printable, shown
+from base.validation import one_line, printable, shown
 from kernels.device import readable
 from models.config import near_families, raw_config
 from models.families import FAMILIES
 from models.gguf_file import is_gguf, parts_of
 from models.gguf_finder import blob_of, files_in, ollama_models, type_of
 from models.load import ModelReader
-from models.model_finder import DEMO, found, is_whole
+from models.model_finder import DEMO, found, is_whole, models_in
 from text.gguf_tokenizer import GgufText
+
+PATIENCE_S = 20.0  # seconds without another model, until a folder is given up
+MOST = 1_000  # lines
+NAME = 200  # characters of a path
 
 
 class Listed(NamedTuple):
@@ -46,6 +52,38 @@ def listed() -> list[Listed]:
     return lines
 
 
+def listed_in(folder: Path) -> tuple[list[Listed], str]:
+    """The models in a folder and below it, and why there may be more; "" if these are all.
+
+    A folder of the network may be huge, or not answer at all. So it is searched in a thread, which
+    is left alone if it finds nothing more.
+    """
+    lines: list[Listed] = []
+    failed: list[Exception] = []
+
+    def search() -> None:
+        try:
+            for place in islice(models_in(folder), MOST):
+                lines.append(_listed(str(place), place))
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=search, name="list", daemon=True)
+    thread.start()
+    known = -1
+    while thread.is_alive() and len(lines) > known:
+        known = len(lines)
+        thread.join(PATIENCE_S)
+    if failed and isinstance(failed[0], OSError):
+        why = failed[0].strerror or one_line(failed[0])
+        raise ModelError(f"--list {folder}: {why}; name a folder that holds models")
+    if failed:
+        raise failed[0]
+    if thread.is_alive():
+        return lines, f"{PATIENCE_S:.0f} s brought no more; name a folder further down"
+    return lines, f"these are the first {MOST:,}" if len(lines) == MOST else ""
+
+
 def _listed(name: str, place: Path) -> Listed:
     """A model's line, with the reason if its reader refuses it."""
     family = parameters = quantization = memory = "-"
@@ -66,8 +104,9 @@ def _listed(name: str, place: Path) -> Listed:
             served = "tokenizer.json is missing"
     except (ModelError, OSError) as error:
         served = _in_five_words(place, family, getattr(error, "short", ""))
-    line = (name, family, parameters, quantization, readable(size), memory, served)
-    return Listed(*(printable(shown(text, 60)[1:-1]) for text in line))
+    line = (family, parameters, quantization, readable(size), memory, served)
+    texts = [shown(name, NAME), *(shown(text, 60) for text in line)]
+    return Listed(*(printable(text[1:-1]) for text in texts))
 
 
 def files_of(place: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from base.untrusted_files import ModelError, read_json
@@ -18,7 +18,11 @@ TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|B?F16|F32)(?=[.-])", re.IGNORECASE)  # i
 
 def files_in(folder: Path) -> list[Path]:
     """The models in a folder: the first part of a split one, and no image projectors."""
-    found = sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])
+    return models_among(sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]))
+
+
+def models_among(found: Iterable[Path]) -> list[Path]:
+    """Of GGUF files, those that `--model` takes."""
     parts = {path: SPLIT.search(path.name) for path in found if not path.name.startswith("mmproj")}
     return [path for path, part in parts.items() if part is None or int(part[1]) == 1]
 

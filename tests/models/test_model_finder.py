@@ -2,6 +2,8 @@
 supported."""
 
 import json
+import threading
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from huggingface_hub import constants
 
 import ask
 from base.untrusted_files import ModelError
+from cli import model_list
 from kernels import device
 from kernels.device import mx
 from models import model_finder as models
@@ -210,3 +213,44 @@ def test_list_survives_a_vanishing_file(home, monkeypatch, capsys):
     assert ask.main(["--list"]) == 0
     _, _, line = capsys.readouterr().out.splitlines()
     assert line.startswith("a/downloaded") and line.endswith("not all of it downloaded")
+
+
+def test_list_of_a_folder(home, capsys):
+    """GGUF files were found only where other programs keep them."""
+    make_checkpoint(home / "a" / "whole")
+    in_studio(home, "owner/Tiny-GGUF/Tiny-Q8_0.gguf")
+    in_studio(home, "owner/Tiny-GGUF/mmproj-Tiny-F16.gguf")  # of images
+    (home / "studio" / "owner" / "again").symlink_to(home)  # leads back
+    (home / "studio" / "broken.gguf").write_bytes(b"GGUF")
+    (home / "studio" / ".hidden.gguf").write_bytes(b"GGUF")
+    assert ask.main(["--list", str(home)]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    made = home / "made" / "owner" / "Tiny-GGUF"  # what the files were made of
+    lines = [line.split() for line in lines if str(made) not in line]
+    assert [(line[0], line[-1]) for line in lines] == [
+        (str(home / "studio" / "broken.gguf"), "how"),
+        (str(home / "a" / "whole"), "yes"),
+        (str(home / "studio" / "owner" / "Tiny-GGUF" / "Tiny-Q8_0.gguf"), "yes"),
+    ]
+    assert ask.main(["--list", str(home / "hub")]) == 2
+    assert "hub: No such file or directory; name a folder" in capsys.readouterr().err
+    (home / "hub").mkdir()
+    assert ask.main(["--list", str(home / "hub")]) == 0
+    assert capsys.readouterr() == ("", f"nanobatch: {home}/hub: no GGUF file and no model folder\n")
+
+
+def test_list_of_a_folder_that_does_not_answer(home, monkeypatch, capsys):
+    """As a network folder whose machine is off."""
+    hangs = threading.Event()
+
+    def search(root: Path) -> Iterator[Path]:
+        yield models.DEMO
+        hangs.wait(20)
+
+    monkeypatch.setattr(model_list, "models_in", search)
+    monkeypatch.setattr(model_list, "PATIENCE_S", 0.3)
+    assert ask.main(["--list", str(home)]) == 0
+    hangs.set()
+    said = capsys.readouterr()
+    assert said.out.splitlines()[1].startswith(str(models.DEMO))
+    assert "brought no more; name a folder further down" in said.err
