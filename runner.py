@@ -31,11 +31,12 @@ from kernels.delta_net import LOG, Places
 from kernels.device import device_lock, device_stream, mx
 from kv import Slab, Window
 from llama import forward
+from logprobs import Logprobs
 from models.delta_net import states_of
 from models.layers import Model
 from models.memory import Sizes, rows_of_layers, slab_shape
 from request import Chunk, Decode, Move, Plan
-from sampling import PENALTY_CONTEXT, Logprobs, SamplingRow, SlotState, sample
+from sampling import PENALTY_CONTEXT, SamplingRow, SlotState, sample
 from sampling_params import SamplingParams
 from step_output import StepOutput
 
@@ -177,7 +178,7 @@ class RunningStep:
         mx.eval(self.tokens, self.logprobs, self.vectors, self.proofs)
         outputs = {}
         for part in self.logprobs:
-            for row, output in part.read():
+            for row, output in part.by_row():
                 outputs[row.slot, row.index] = output
         tokens = self.tokens.tolist()
         for slot, state in self.vectors.items():

@@ -28,6 +28,7 @@ FILES = (
     "ask.py",
     "tui.py",
     "serve.py",
+    "logprobs.py",
     "policies.py",
     "prefix.py",
     "prompt_lookup.py",

@@ -37,6 +37,7 @@ CHAPTERS = (
     "models.rope",
     "kv",
     "sampling",
+    "token_choice",
     "request",
     "sched",
     "policies",

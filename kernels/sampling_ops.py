@@ -1,14 +1,14 @@
-"""Operations of the sampler on rows of logits, whose shapes are known in advance: nothing is sorted
-that is long, and no result is read back while a step is prepared.
+"""Array operations of the sampler. None sorts a long row, and none reads a result back while a step is
+prepared.
 
 Eight rows of a vocabulary of 152,000 are 1.2 million numbers, and sorting them takes ten times as long
 as the whole forward pass of a small model. `likeliest` finds the top k by block minima, and
-`keep_nearest` finds by bisection what a sort and `sampling.keep_first` would keep; a test holds the two
-equal.
+`keep_nearest` finds by bisection what a sort and `sampling.keep_first` would keep
+(`test_bisection_keeps_what_a_sort_would_keep` in tests/core/test_sampling.py).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kernels.device import mx
 
@@ -69,7 +69,7 @@ def keep_nearest(
         wanted = wanted.astype(mx.uint32)
 
     def quota(bound: mx.array) -> mx.array:  # (n, 1) -> (n, 1)
-        """How many tokens at this bound may be kept? 0 or less if the bound is too far."""
+        """The number of tokens at this bound that may be kept: 0 or less if it is too far."""
         # Tokens at the bound, and farther ones. A guess may be NaN: then none is beyond, so the
         # guess is too far.
         beyond = added(gap >= bound)
@@ -117,6 +117,15 @@ def fold(reduce: Callable, x: mx.array) -> mx.array:  # (n, V) -> (n, 1)
 
 def column(values: list[float]) -> mx.array:  # (n, 1)
     return mx.array(values)[:, None]
+
+
+def filled(rows: Sequence[tuple[int, ...]], width: int) -> mx.array:  # (n, width)
+    """Token ids as a matrix. A short row repeats its first token to the end."""
+    full = []
+    for row in rows:
+        first = row[:1] or (0,)
+        full.append(row + first * (width - len(row)))
+    return mx.array(full)
 
 
 def gather(x: mx.array, places: mx.array) -> mx.array:  # (n, m) and (n, k) -> (n, k)

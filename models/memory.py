@@ -31,6 +31,7 @@ from models.layers import Model
 CORE = [
     "kv",
     "llama",
+    "logprobs",
     "nanobatch",
     "policies",
     "prefix",
@@ -42,6 +43,7 @@ CORE = [
     "sched",
     "state_places",
     "step_output",
+    "token_choice",
 ]
 BELOW = (
     "base",

@@ -271,7 +271,7 @@ MUTANTS = [
         f"{SAMPLING}::test_bisection_keeps_what_a_sort_would_keep",
     ),
     Mutant(
-        "sampling.py",
+        "kernels/logit_bias.py",
         "SlotState.bias",
         "built_for is not wanted",
         "not built_for",

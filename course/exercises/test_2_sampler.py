@@ -19,7 +19,7 @@ probability is e^-gap / total, so the likeliest token has the probability 1 / to
 largest gap that `top_a` keeps? It depends on `total`.
 
 Where: a field of `SamplingParams` and its limits (0 to 1) in `LIMITS`, both in `sampling_params.py`;
-one more gap in `Filters.of` in `sampling.py`, next to that of `min_p`; in `ask.py` an option
+one more gap in `Filters.from_settings` in `sampling.py`, next to that of `min_p`; in `ask.py` an option
 `--top-a`; and its name in `PLAIN` of `server/openai.py`, so that clients over HTTP may ask for it.
 
 How to know: the command above, and `python -m pytest tests/core/test_sampling.py`.

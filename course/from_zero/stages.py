@@ -251,7 +251,7 @@ return mx.concatenate(sums)""",
         "answers with a temperature and a seed; the same seed says the same again",
         (
             Task(
-                "sampling.argmax",
+                "token_choice.argmax",
                 "For each row the largest number and its id, both (n, 1). Of equals, the lowest id.",
                 (
                     "`keepdims=True` keeps the axis of 1.",
@@ -260,7 +260,7 @@ return mx.concatenate(sums)""",
                 ),
             ),
             Task(
-                "sampling.uniform",
+                "token_choice.uniform",
                 """A number above 0 and below 1, which depends on `seed` and `index` and on nothing
                 else: no generator, no state. Other seeds and other indices give other numbers, as if
                 drawn at random.""",
@@ -275,7 +275,7 @@ return ((x >> 42) + 0.5) / 2**22       # 22 bits: below 1 as a float32, too""",
                 ),
             ),
             Task(
-                "sampling.inverse_cdf",
+                "token_choice.inverse_cdf",
                 """Where does a mark land that stands at u times the sum of the row's weights, if the
                 weights are laid end to end? Never on a weight of 0. (u may be 1: then on the last
                 place with a weight.)""",
@@ -307,7 +307,7 @@ if filters.mass is not None:
             Task(
                 "sampling.draw",
                 """Draw an id for each row: (n, 1). Each pick has settings of its own: a column of
-                numbers for each setting. `Filters.of(spread, settings)` makes columns of the filters.
+                numbers for each setting. `Filters.from_settings(settings, spread)` makes columns of the filters.
                 In the group "short list" the `SHORT_LIST` likeliest tokens are enough; in "long list"
                 all, sorted; in any other group nothing is filtered by count or mass. The filters look
                 at the weights at temperature 1, the draw at those of the pick's temperature. The

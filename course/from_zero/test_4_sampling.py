@@ -1,4 +1,6 @@
-"""Stage 4: sampling. You write `argmax`, `uniform`, `inverse_cdf`, `keep_first` and `draw` in sampling.py."""
+"""Stage 4: sampling. You write `argmax`, `uniform` and `inverse_cdf` in token_choice.py, and `keep_first` and
+`draw` in sampling.py.
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +9,7 @@ from itertools import chain, pairwise
 import pytest
 
 import sampling
+import token_choice
 from course.from_zero.shared_by_tests import assert_close, ids_of, logits, new_slab, text_of
 from course.from_zero.small_llama import V, answer
 from kernels.device import mx
@@ -24,7 +27,9 @@ def assert_same(found: Sequence[float], wanted: Sequence[float], when: str) -> N
 @pytest.mark.about("argmax")
 def test_argmax():
     """The best of a row is its largest number, and of equals the first."""
-    best, ids = sampling.argmax(mx.array([[1.0, 3.0, 2.0], [0.0, 9.0, 9.0], [-1.0, -2.0, -1.5]]))
+    best, ids = token_choice.argmax(
+        mx.array([[1.0, 3.0, 2.0], [0.0, 9.0, 9.0], [-1.0, -2.0, -1.5]])
+    )
     assert_close(best, mx.array([[3.0], [9.0], [-1.0]]), "the best")
     assert ids.tolist() == [[1], [1], [0]]
 
@@ -32,30 +37,30 @@ def test_argmax():
 @pytest.mark.about("argmax")
 def test_argmax_of_nan():
     """If a NaN is in a row, its best is no number: else the mistake would not show."""
-    best, _ = sampling.argmax(mx.array([[1.0, math.nan, 2.0]]))
+    best, _ = token_choice.argmax(mx.array([[1.0, math.nan, 2.0]]))
     assert not mx.isfinite(best).item()
 
 
 @pytest.mark.about("uniform")
 def test_noise_depends_on_seed_and_index():
     """Noise depends on seed and index alone, and lies above 0 and, as a float32, below 1."""
-    first = [sampling.uniform(seed, index) for seed in range(64) for index in range(64)]
-    again = [sampling.uniform(seed, index) for seed in range(64) for index in range(64)]
+    first = [token_choice.uniform(seed, index) for seed in range(64) for index in range(64)]
+    again = [token_choice.uniform(seed, index) for seed in range(64) for index in range(64)]
     assert_same(again, first, "asked again")
     values = mx.array(first)
     assert values.min().item() > 0 and values.max().item() < 1
     highest_bit = 2**63
-    assert sampling.uniform(5 + highest_bit, 9) != sampling.uniform(5, 9)
-    assert sampling.uniform(-1, 9) != sampling.uniform(1, 9)
-    assert sampling.uniform(1, 23) != sampling.uniform(12, 3)
-    assert len({sampling.uniform(5, index) for index in (9, 9 + 64, 9 + 2**16)}) == 3
+    assert token_choice.uniform(5 + highest_bit, 9) != token_choice.uniform(5, 9)
+    assert token_choice.uniform(-1, 9) != token_choice.uniform(1, 9)
+    assert token_choice.uniform(1, 23) != token_choice.uniform(12, 3)
+    assert len({token_choice.uniform(5, index) for index in (9, 9 + 64, 9 + 2**16)}) == 3
 
 
 @pytest.mark.about("uniform")
 def test_noise_is_even():
     """Eight equal parts of 0 to 1 get as much of it each, and so do the differences from one index
     to the next, and from one seed to the next."""
-    rows = [[sampling.uniform(seed, index) for index in range(64)] for seed in range(64)]
+    rows = [[token_choice.uniform(seed, index) for index in range(64)] for seed in range(64)]
     values = [*chain(*rows)]
     indices = [(b - a) % 1 for a, b in pairwise(values)]
     seeds = [(b[3] - a[3]) % 1 for a, b in pairwise(rows)]
@@ -71,11 +76,11 @@ def test_land():
     """A mark lands where the running sum passes it, and never on a weight of 0."""
     weights = mx.array([[0.0, 5.0, 0.0, 3.0, 2.0, *[0.0] * 59]])  # whole blocks, as they always are
     marks = {0.0: 1, 0.3: 1, 0.499: 1, 0.501: 3, 0.6: 3, 0.799: 3, 0.801: 4, 0.9999999: 4, 1.0: 4}
-    assert {u: sampling.inverse_cdf(weights, mx.array([[u]])).item() for u in marks} == marks
+    assert {u: token_choice.inverse_cdf(weights, mx.array([[u]])).item() for u in marks} == marks
     many = mx.zeros((2, 5120))
     many[0, 4321] = 1.0
     many[1, 17] = many[1, 4000] = 1.0
-    assert sampling.inverse_cdf(many, mx.array([[0.5], [0.75]])).tolist() == [[4321], [4000]]
+    assert token_choice.inverse_cdf(many, mx.array([[0.5], [0.75]])).tolist() == [[4321], [4000]]
 
 
 IDS = (42, 7, 250, 3, 199)  # the tokens that are likely
@@ -95,9 +100,11 @@ def test_keep_first():
 
     def kept(*settings: dict, ids: Sequence[int] = IDS) -> list[int]:
         """How many of these tokens, in each row."""
-        spread = sampling.Spread.of(logits_of(len(settings)))
+        spread = sampling.Spread.from_logits(logits_of(len(settings)))
         spread = spread.only(mx.broadcast_to(mx.array(ids), (len(settings), len(ids))))
-        filters = sampling.Filters.of(spread, [SamplingParams(**each) for each in settings])
+        filters = sampling.Filters.from_settings(
+            [SamplingParams(**each) for each in settings], spread
+        )
         keep = sampling.keep_first(spread, filters).tolist()
         assert all(row == sorted(row, reverse=True) for row in keep), "the likeliest are kept"
         return [sum(row) for row in keep]

@@ -17,11 +17,11 @@ from random_batches import SCHEDULES
 
 import kv
 import llama
-import sampling
 from kernels.device import mx
 from models import ops
 from models.layers import Norm
 from nanobatch import Engine, Model, Tokenizer
+from token_choice import argmax
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_argmax_ties_go_to_the_first():
     logits = mx.random.normal((7, 500))
     logits[3, 40] = logits[3, 90] = logits[3, 499] = 50.0
     logits[5, :] = 1.0
-    _, ids = sampling.argmax(logits)
+    _, ids = argmax(logits)
     assert (ids[3].item(), ids[5].item()) == (40, 0)
     assert mx.array_equal(ids, mx.argmax(logits, axis=-1, keepdims=True))
 

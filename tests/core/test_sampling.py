@@ -15,6 +15,7 @@ from kernels.device import mx
 from models.load import read_model
 from nanobatch import Engine, Model, SamplingParams, Tokenizer
 from sampling import SamplingRow, SlotState, apply_penalties, sample
+from token_choice import inverse_cdf
 
 DRAWS = 20_000
 V = 272
@@ -162,7 +163,7 @@ def picks_of(kinds: list[str], at: int = 0) -> list[SamplingRow]:
 def outcome(logits: np.ndarray, picks: list[SamplingRow], slots: int = 32) -> dict[int, tuple]:
     """By slot: the token, and the bits of its log probabilities, as far as it asked for them."""
     tokens, parts = sample(mx.array(logits), picks, SlotState(slots, logits.shape[-1]))
-    measured = {row.slot: output.logprob[:2] for part in parts for row, output in part.read()}
+    measured = {row.slot: output.logprob[:2] for part in parts for row, output in part.by_row()}
     found = {}
     for pick, token in zip(picks, tokens.tolist(), strict=True):
         own, top = measured.get(pick.slot, (None, ()))
@@ -223,8 +224,8 @@ def test_bisection_keeps_what_a_sort_would_keep():
             )
             for _ in x
         ]
-        spread = sampling.Spread.of(mx.array(x))
-        filters = sampling.Filters.of(spread, settings)
+        spread = sampling.Spread.from_logits(mx.array(x))
+        filters = sampling.Filters.from_settings(settings, spread)
         order = sampling.likeliest(spread.gap, 640)
         first = sampling.keep_first(spread.only(order), filters)
         wanted = np.zeros(x.shape, bool)
@@ -304,8 +305,7 @@ def test_small_weights_are_not_lost():
     weights = np.full((1, 152_000), 1e-8, np.float32)
     weights[0, 0] = 1
     draws = [
-        sampling.inverse_cdf(mx.array(weights), mx.array([[u]])).item()
-        for u in (0.5, 0.998, 0.999, 0.9999)
+        inverse_cdf(mx.array(weights), mx.array([[u]])).item() for u in (0.5, 0.998, 0.999, 0.9999)
     ]
     assert draws[:2] == [0, 0] and draws[2:] == pytest.approx([51_900, 141_985], rel=0.01)
 
@@ -320,7 +320,7 @@ def test_inverse_cdf_draw(size):
     u = rng.integers(0, 2**22, 40)
     u[:4] = [0, 1, 2**22 - 2, 2**22 - 1]
     u = ((u + 0.5) / 2**22).astype(np.float32)
-    places = np.array(sampling.inverse_cdf(mx.array(weights), mx.array(u)[:, None]))[:, 0]
+    places = np.array(inverse_cdf(mx.array(weights), mx.array(u)[:, None]))[:, 0]
     sums = weights.astype(np.float64).cumsum(axis=-1)
     found = sums[rows, places]
     share, before = found / sums[:, -1], (found - weights[rows, places]) / sums[:, -1]
@@ -345,13 +345,12 @@ def test_no_sampling_sorts_a_large_vocabulary(monkeypatch):
 
 def test_logit_bias_is_built_once():
     """100,000 entries took a second in each step."""
-    state, bias = SlotState(2, V), {5: 1.0}
-    first, same, other = (SamplingRow(0, SamplingParams(logit_bias=bias), 0, 0) for _ in range(3))
-    same = same._replace(sampling=first.sampling, index=7)
-    built = state.bias(first)
-    assert state.bias(same) is built and built.tolist()[:7] == [0, 0, 0, 0, 0, 1, 0]
-    assert state.bias(other) is not built
-    assert not state.bias(SamplingRow(0, SamplingParams(), 0, 0)).any()
+    state = SlotState(2, V)
+    first, other = [SamplingParams(logit_bias={5: 1.0}).logit_bias for _ in range(2)]
+    built = state.bias(0, first)
+    assert state.bias(0, first) is built and built.tolist()[:7] == [0, 0, 0, 0, 0, 1, 0]
+    assert state.bias(0, other) is not built
+    assert not state.bias(0, SamplingParams().logit_bias).any()
 
 
 def test_next_request_in_a_slot_has_its_own_bias(make_engine):

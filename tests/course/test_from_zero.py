@@ -54,7 +54,9 @@ MISTAKES = [
     ),
     Mistake("sampling.draw", "uniform(pick.seed", "uniform(pick.slot", "not on slot or neighbours"),
     Mistake("sampling.keep_first", " - shares", "", "top_k keeps"),
-    Mistake("sampling.inverse_cdf", "mx.minimum(place, last)", "place", "never on a weight of 0"),
+    Mistake(
+        "token_choice.inverse_cdf", "mx.minimum(place, last)", "place", "never on a weight of 0"
+    ),
     Mistake("runner.Runner._forward", "(count - 1)", "(0)", "side by side"),
     Mistake("sched.Scheduler._admit", "[:room]", "[: len(free)]", "when all of it has ended"),
     Mistake("request.Request.next_row", " - 1", "", "the row after all before it"),
@@ -112,7 +114,7 @@ MISTAKES = [
         "all write before the first one reads",
     ),
     Mistake(
-        "sampling.argmax",
+        "token_choice.argmax",
         "x.max(axis=-1, keepdims=True)",
         "gather(x, mx.argmax(mx.where(x == x, x, 0), axis=-1, keepdims=True))",
         "the mistake would not show",

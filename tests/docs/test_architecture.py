@@ -37,8 +37,10 @@ MAY_IMPORT = {
     "llama": "kv models/* kernels/*",
     "sampling_params": "base/*",
     "step_output": "base/*",
-    "sampling": "sampling_params step_output kernels/*",
-    "runner": "llama kv sampling sampling_params step_output request models/* kernels/*",
+    "logprobs": "step_output kernels/*",
+    "token_choice": "kernels/*",
+    "sampling": "logprobs token_choice sampling_params kernels/*",
+    "runner": "llama kv sampling logprobs sampling_params step_output request models/* kernels/*",
     "engine/*": "sampling_params step_output request sched prefix models/* distributed/* text/* kernels/* base/*",
     "nanobatch": """runner sampling sampling_params request sched state_places policies prompt_lookup engine/*
         models/* text/* kernels/* base/*""",

@@ -16,11 +16,11 @@ import sampling
 from engine.disk_prefix_cache import RestoredRows
 from kernels import c_attention
 from kernels.device import mx
+from kernels.logit_bias import SlotState
 from kernels.packed import Matrix
 from nanobatch import Model, SamplingParams
 from prefix import Prefixes
 from runner import Runner
-from sampling import SlotState
 from sched import Scheduler
 
 
@@ -207,11 +207,9 @@ def first_seed(draw: Callable) -> Callable:
 def old_bias(bias: Callable) -> Callable:
     """A slot's bias is made once, and not for each of its owners."""
 
-    def planted(self, row):
-        known, _ = self._biases[row.slot]
-        if known and row.sampling.logit_bias:
-            row = row._replace(sampling=copied(row.sampling, "logit_bias", known))
-        return bias(self, row)
+    def planted(self, slot, wanted):
+        known, _ = self._biases[slot]
+        return bias(self, slot, known if known and wanted else wanted)
 
     return planted
 

@@ -122,13 +122,9 @@ class Window:
 # --- sampling.py ---
 
 
-def argmax(x):
-    return x.max(axis=-1, keepdims=True), mx.argmax(x, axis=-1, keepdims=True)
-
-
 def draw(spread, picks, group):
     settings = [pick.sampling for pick in picks]
-    filters = Filters.of(spread, settings)
+    filters = Filters.from_settings(settings, spread)
     ids = None
     if group == "short list":
         ids = likeliest(spread.gap, SHORT_LIST)
@@ -154,6 +150,13 @@ def keep_first(spread, filters):
         before = mx.cumsum(shares, axis=-1) - shares
         keep = keep & (before < filters.mass)
     return keep
+
+
+# --- token_choice.py ---
+
+
+def argmax(x):
+    return x.max(axis=-1, keepdims=True), mx.argmax(x, axis=-1, keepdims=True)
 
 
 def inverse_cdf(weights, u):

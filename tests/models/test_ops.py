@@ -10,7 +10,6 @@ import pytest
 from checkpoints import make_checkpoint
 
 import llama
-import sampling
 from kernels import device, row_ops
 from kernels.device import mx
 from kv import Slab, Window
@@ -19,6 +18,7 @@ from models.config import AttentionHeads, read_config
 from models.layers import Norm
 from models.ops import capped, geglu, softmax, swiglu
 from models.rope import Rope, both_of_a_plane, rope_frequencies, rotate
+from token_choice import argmax
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -131,7 +131,7 @@ def test_argmax_takes_the_first(V, dtype):
     x[101] = 3.0
     for row, place in enumerate(random.integers(0, V, 50)):
         x[200 + row, place] = 7.0  # alone, at any place
-    best, place = (column[:, 0] for column in sampling.argmax(mx.array(x).astype(dtype)))
+    best, place = (column[:, 0] for column in argmax(mx.array(x).astype(dtype)))
     x = wide(mx.array(x).astype(dtype))
     assert place.tolist() == x.argmax(axis=-1).tolist()
     assert np.array_equal(wide(best), x.max(axis=-1))
@@ -142,7 +142,7 @@ def test_argmax_shows_nan(place):
     """Comparisons with NaN are false. A row that holds one must not yield a token."""
     x = normal(3, 256)
     x[1, place] = np.nan
-    best, _ = sampling.argmax(mx.array(x))
+    best, _ = argmax(mx.array(x))
     assert np.isfinite(wide(best))[:, 0].tolist() == [True, False, True]
 
 

@@ -121,7 +121,7 @@ class Tracer:
     """Counts how often execution crosses from one of our files into another, in all threads, the
     forward pass left out."""
 
-    FORWARD = ("llama.py", "kv.py", "sampling.py", "models/", "kernels/")
+    FORWARD = ("llama.py", "kv.py", "sampling.py", "token_choice.py", "models/", "kernels/")
 
     def __init__(self) -> None:
         self.changes = 0
