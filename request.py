@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from engine.disk_prefix_cache import RestoredRows
     from prompt_lookup import PromptLookup
     from sched import Scheduler
-    from state_places import Place
 
 
 @dataclass(slots=True)
@@ -347,11 +346,18 @@ Tokens = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]  # by slot: a tok
 Accept = Callable[[Request, int], str | None]  # delivers a token; returns why the answer ends
 
 
+class StateCounts(NamedTuple):
+    """What has happened to checkpoints, states that any prompt may start from (`state_places.py`)."""
+
+    made: int = 0
+    restored: int = 0  # a prompt has started from one
+    dropped: int = 0  # for a newer one, or because it was not proven to be finite
+    reread: int = 0  # prompt tokens whose rows the same client wrote, read again for want of one
+
+
 class Stateless:
     """What a scheduler asks of a model's states, if it has none: all layers keep rows. Otherwise
     `state_places.py` answers."""
-
-    checkpoints: Sequence[Place] = ()  # states that any prompt may start from
 
     def clear(self, prefixes: Prefixes) -> None:
         """Forget all states."""
@@ -367,5 +373,7 @@ class Stateless:
     def leave(self, request: Request) -> None:
         """A request leaves its slot."""
 
-    def check(self) -> None:
-        """Assert the invariants."""
+    def view(self) -> tuple[Mapping[int, tuple[int, ...]], StateCounts]:
+        """For observers: by slot the rows of its text at which there is a checkpoint, and what has
+        happened so far."""
+        return {}, StateCounts()

@@ -469,7 +469,6 @@ def check_invariants(scheduler: Scheduler) -> None:
     for r in running:
         assert r.prefilled in (0, scheduler.prefixes.rows[r.slot]), r
         r.check_invariants()
-    scheduler.states.check()
     for r in scheduler.waiting.values():
         assert r.slot is None and r.planned == 0, r
     assert list(scheduler.waiting) == sorted(scheduler.waiting), "the queue is out of order"

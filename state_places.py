@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from prefix import Prefixes, Served, Trail
-from request import Chunk, Decode, Move, Request, Stateless
+from request import Chunk, Decode, Move, Request, StateCounts, Stateless
 
 
 class Place:
@@ -54,11 +54,18 @@ class Place:
         return tokens if tuple(self.trail.tokens[rest]) == tuple(trail.tokens[rest]) else 0
 
 
+class Fork(NamedTuple):
+    """Where a prompt parts from the texts in the slots."""
+
+    rows: int = 0  # that it has in common with one of them
+    own: int = 0  # alike, but only with those of the same client
+
+
 class Running(NamedTuple):
     """A sequence that has begun."""
 
     place: Place | None  # where its state is; None before its first token
-    fork: int  # the tokens that it has in common with another text
+    fork: int  # the rows that it has in common with another text
     left: int  # the tokens before its newest checkpoint
 
 
@@ -71,6 +78,7 @@ class StatePlaces(Stateless):
         self.chunk = chunk
         self.log = log
         self.count = checkpoints
+        self.counts = StateCounts()
         self.clear(Prefixes(slots))
 
     def clear(self, prefixes: Prefixes) -> None:
@@ -79,7 +87,7 @@ class StatePlaces(Stateless):
         self.own = [Place(slot) for slot in range(self.slots)]
         self.checkpoints = [Place(self.slots + i) for i in range(self.count)]
         self.running: dict[int, Running] = {}  # by slot
-        self.forks: dict[int, int] = {}  # by slot: of a prompt that has not begun
+        self.forks: dict[int, Fork] = {}  # by slot: of a prompt that has not begun
 
     # --- prefix caching
 
@@ -103,7 +111,10 @@ class StatePlaces(Stateless):
         if request.slot in self.running:
             fork = self.running[request.slot].fork
         else:
-            fork = self.forks[request.slot] = self.prefixes.longest(request.prefix.trail)
+            trail = request.prefix.trail
+            own = self.prefixes.rows_of(request.client, trail)
+            self.forks[request.slot] = Fork(self.prefixes.longest(trail), own)
+            fork = self.forks[request.slot].rows
         return fork if start < fork < stop else stop
 
     # --- a step
@@ -131,6 +142,7 @@ class StatePlaces(Stateless):
             keep = decode.position
             moves[decode.slot] = self._move(decode.request, keep, stop, target, keep)
         check_apart(moves)
+        self._check()
         return moves
 
     def _begin(self, chunk: Chunk) -> None:
@@ -144,8 +156,10 @@ class StatePlaces(Stateless):
             tokens, place = self._deepest(chunk.request.prefix.trail, chunk.start, chunk.slot)
             assert tokens == chunk.start, (tokens, chunk)
             self._use(place)
-        chunk.request.prefix.reread = max(0, fork - chunk.start)
-        self.running[chunk.slot] = Running(place, fork, chunk.start)
+            self._count(restored=place.number >= self.slots)
+        chunk.request.prefix.reread = max(0, fork.rows - chunk.start)
+        self._count(reread=max(0, min(fork.own, fork.rows) - chunk.start))
+        self.running[chunk.slot] = Running(place, fork.rows, chunk.start)
 
     def _is_worth(self, chunk: Chunk) -> bool:
         """True if a checkpoint at the end of this chunk is worth a place. Those within a prompt are as far
@@ -168,6 +182,10 @@ class StatePlaces(Stateless):
         count = place.newest // self.prefixes.segment
         return bool(count and place.trail.nodes[count - 1].slots)
 
+    def _count(self, **more: int) -> None:
+        now = self.counts._asdict()
+        self.counts = self.counts._replace(**{name: now[name] + more[name] for name in more})
+
     def _use(self, place: Place) -> None:
         if place in self.checkpoints:
             self.checkpoints.remove(place)
@@ -178,10 +196,11 @@ class StatePlaces(Stateless):
         place, fork, left = self.running[request.slot]
         assert (start == 0) if place is None else place.base <= start <= place.newest, request
         number, base = (-1, 0) if place is None else (place.number, place.base)
+        if target.number >= self.slots:
+            self._count(made=1, dropped=target.newest > 0)
+            left = stop
         target.hold(request.prefix.trail, keep, stop)
         self._use(target)
-        if target.number >= self.slots:
-            left = stop
         self.running[request.slot] = Running(target, fork, left)
         return Move(number, base, target.number, keep)
 
@@ -193,12 +212,23 @@ class StatePlaces(Stateless):
             if place.trail is request.prefix.trail:
                 place.newest = min(place.newest, request.proven)
                 if place.newest < place.base:
+                    self._count(dropped=place is not own)
                     place.forget()
         if running and own.trail is request.prefix.trail:
             own.trail = self.prefixes.text_of(request.slot)  # with its answer
 
-    def check(self) -> None:
-        """Assert the invariants."""
+    def view(self) -> tuple[Mapping[int, tuple[int, ...]], StateCounts]:
+        marks = {}
+        for slot in range(self.slots):
+            text, rows = self.prefixes.text_of(slot), self.prefixes.rows[slot]
+            found = {
+                place.serves(text, min(rows, place.newest), self.prefixes.segment)
+                for place in self.checkpoints
+            }
+            marks[slot] = tuple(sorted(found - {0}))
+        return marks, self.counts
+
+    def _check(self) -> None:
         numbers = [place.number for place in (*self.own, *self.checkpoints)]
         assert sorted(numbers) == list(range(self.slots + self.count)), numbers
         places = [running.place for running in self.running.values() if running.place]

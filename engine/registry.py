@@ -177,10 +177,12 @@ class RequestRegistry:
         else:
             came = list(takewhile(lambda id: id > seen.request, reversed(sched.waiting)))
         slots = []
+        checkpoints, states = sched.states.view()
         for slot in range(sched.slots):
             owner = owners.get(slot)
             prefill = UNREAD if owner is None else self.open[owner.id].prefill_at(now, sched.far)
-            slots.append(SlotView.of(slot, owner, sched, slot in blocked, prefill))
+            marks = checkpoints.get(slot, ())
+            slots.append(SlotView.of(slot, owner, sched, slot in blocked, prefill, marks))
         steps = self.steps.since(seen.steps)
         ended = self.ended.since(seen.ended)
         newest = max(seen.request, next(reversed(sched.waiting), -1))
@@ -210,4 +212,5 @@ class RequestRegistry:
             ranks=ranks,
             model=self.model,
             roof=self.roof,
+            states=states,
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.prefill_progress import UNREAD, PrefillProgress
 from models.forward_cost import ModelCost, Roof
-from request import Committed, Plan, Request
+from request import Committed, Plan, Request, StateCounts
 from sched import NARROWEST, Scheduler
 
 if TYPE_CHECKING:
@@ -149,11 +149,12 @@ class SlotView:
         sched: Scheduler,
         blocked: bool,
         prefill: PrefillProgress = UNREAD,
+        checkpoints: tuple[int, ...] = (),
     ) -> SlotView:
         if owner is None:
             phase = "blocked" if blocked else "free"
             held = sched.prefixes.rows[slot]
-            return SlotView(slot, phase, remembered=held, checkpoints=checkpoints(sched, slot))
+            return SlotView(slot, phase, remembered=held, checkpoints=checkpoints)
         return SlotView(
             slot=slot,
             phase=owner.phase,
@@ -164,18 +165,8 @@ class SlotView:
             output_tokens=owner.committed,
             reused=owner.prefix.cached,
             prefill=prefill,
-            checkpoints=checkpoints(sched, slot),
+            checkpoints=checkpoints,
         )
-
-
-def checkpoints(sched: Scheduler, slot: int) -> tuple[int, ...]:
-    """The rows of a slot at which there is a checkpoint of its text."""
-    text, rows = sched.prefixes.text_of(slot), sched.prefixes.rows[slot]
-    segment = sched.prefixes.segment
-    found = {
-        place.serves(text, min(rows, place.newest), segment) for place in sched.states.checkpoints
-    }
-    return tuple(sorted(found - {0}))
 
 
 @dataclass(frozen=True)
@@ -256,6 +247,8 @@ class StepView:
     commit_s: float  # Python delivered the tokens
     # (slot, draft tokens, accepted)
     drafts: tuple[tuple[int, int, int], ...] = ()
+    # (slot, request, row): a chunk leaves a checkpoint at this row, in a model with states
+    checkpoints: tuple[tuple[int, int, int], ...] = ()
 
     @staticmethod
     def of(plan: Plan, **rest: Any) -> StepView:
@@ -272,6 +265,11 @@ class StepView:
             policy=plan.policy,
             cost=plan.cost,
             began=plan.at,
+            checkpoints=tuple(
+                (c.slot, c.request.id, c.stop)
+                for c in plan.chunks
+                if plan.moves and plan.moves[c.slot].target != c.slot
+            ),
             **rest,
         )
 
@@ -356,6 +354,7 @@ class Snapshot:
     ranks: RanksView
     model: ModelCost
     roof: Roof
+    states: StateCounts
 
     @property
     def prompt_tokens_per_s(self) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from base.validation import read_real, read_whole
-from engine.snapshot import RequestView
+from engine.snapshot import Metrics, RequestView
 from experiments.latency_breakdown import (
     LatencyBreakdown,
     Outcome,
@@ -28,7 +28,7 @@ from experiments.latency_breakdown import (
 )
 from experiments.policy_runs import terms_of
 from screen.draw.canvas import Canvas, Figure, in_columns
-from screen.draw.style import Palette, listed, shorten, span, style
+from screen.draw.style import Palette, count, listed, shorten, span, style
 from screen.page import NOTHING_ENDED, Page
 from screen.pages.request_details import beside, place_of
 from screen.state import State, client_of, prices, prompt_of
@@ -220,8 +220,23 @@ def draw_others(state: State, on: Canvas, r: RequestView, breakdown: LatencyBrea
         on.entry("overtaken", f"by {listed(names, most)}, which came later")
     if breakdown.chunks:
         on.entry("beside", f"chunks of {blamed(breakdown.chunks, most)}")
+    on.entry("read again", reread_in_words(r.metrics))
     if on.height >= 30:
         on.entry("prompt", shorten(prompt_of(r), on.width - NAMES - 1))
+
+
+def reread_in_words(m: Metrics) -> str:
+    """Why a model with states read known tokens again (docs/slots.md)."""
+    if not m.reread_tokens:
+        return ""
+    known = m.cached_tokens + m.reread_tokens
+    last = (
+        f"the last one before that is at {m.cached_tokens:,}" if m.cached_tokens else "nor before"
+    )
+    return (
+        f"{count(m.reread_tokens, 'token')}: a slot had its first {known:,} rows, but there was no "
+        f"checkpoint at {known:,}, {last}"
+    )
 
 
 def shares_of_clients(state: State, breakdown: LatencyBreakdown) -> str:

@@ -110,7 +110,7 @@ def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float
     def named(members: Sequence[tuple[int, ...]]) -> tuple:
         return tuple((slot, numbers.get(id, 0), *rest) for slot, id, *rest in members)
 
-    members = ("admitted", "prefill", "decode", "held")
+    members = ("admitted", "prefill", "decode", "held", "checkpoints")
     changes = {name: named(getattr(step, name)) for name in members}
     changes |= {"began": step.began - began, "ended": step.ended - began}
     return replace(step, step=step.step - first + 1, **changes)

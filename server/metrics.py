@@ -14,7 +14,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from engine.server_view import RequestRecord
 from engine.snapshot import Snapshot, percentile
@@ -94,11 +94,26 @@ class ServerMetrics:
                 "slot_tokens": engine.limits.max_len,
                 "prompt_tokens_per_second": engine.prompt_tokens_per_s,
             }
-            metrics.append(steps_of(engine))
+            metrics += [steps_of(engine), *states_of(engine)]
         for name, value in gauges.items():
             words = name.replace("_", " ").capitalize()
             metrics.append(GaugeMetricFamily(f"nanobatch_{name}", words, value))
         return generate_latest(SimpleNamespace(collect=lambda: metrics)).decode()
+
+
+def states_of(engine: Snapshot) -> list[Metric]:
+    """Counters of a model with states; 0 with others."""
+    texts = {
+        "checkpoints_made": "Checkpoints of states that chunks have left.",
+        "checkpoints_restored": "Prompts that have started from a checkpoint.",
+        "checkpoints_dropped": "Checkpoints given up for newer ones, or not proven to be finite.",
+        "reread_prompt_tokens": "Prompt tokens that were read again because no checkpoint was there, although "
+        "the same client's rows were.",
+    }
+    return [
+        CounterMetricFamily(f"nanobatch_{name}", text, value)
+        for (name, text), value in zip(texts.items(), engine.states, strict=True)
+    ]
 
 
 def steps_of(engine: Snapshot) -> Metric:

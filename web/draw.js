@@ -134,6 +134,11 @@ export function drawTimeline(canvas, lane, player) {
       const least = Math.max(xOf(ended) - x, 0.6);
       drawStretch(pen, lane, stretch, x, least, row);
     }
+    for (const { slot, request, at } of lane.checkpoints) {
+      if (at < start || at > until) continue;
+      pen.globalAlpha = alpha * (chosen && request !== chosen ? 0.22 : 1);
+      drawCheckpoint(pen, xOf(at), slot * row, row);
+    }
     pen.restore();
   };
   if (seen > now) paint(seen, 0.2);
@@ -141,6 +146,11 @@ export function drawTimeline(canvas, lane, player) {
   const x = xOf(Math.min(now, end, lane.end));
   fill(pen, inks.now, Math.round(x) - 0.75, 0, 1.5, height);
   return (place) => start + ((place - LEFT) / wide) * span;
+}
+
+// As `┃` on the screen: at the end of a chunk, through the whole height of the slot.
+function drawCheckpoint(pen, x, y, row) {
+  fill(pen, inks.ink, x - 1.5, y, 1.5, row);
 }
 
 // The number of the request, where the answer begins and wherever it fits.
@@ -178,6 +188,7 @@ export function drawMicroscope(canvas, lane, index, chosen) {
       const isAside = chosen && cell.request !== chosen;
       pen.globalAlpha = (isAhead ? 0.25 : 1) * (isAside ? 0.3 : 1);
       drawCell(pen, cell, x + 1, y + 1, column - 2, row - 2);
+      if (cell.leaves) drawCheckpoint(pen, x + column - 1, y, row);
       if (cell.kind !== DECODE && cell.kind !== PREFILL) return;
       pen.globalAlpha = Math.min(1, pen.globalAlpha * 2); // keep the number in a faint cell readable
       const ink = cell.kind === DECODE && !isAhead ? ON_HUE : inks.ink;

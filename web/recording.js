@@ -56,6 +56,7 @@ export class Lane {
     this.cells = []; // by step, then by slot: {kind, request, owner}; the owner is the slot's last request
     this.useful = []; // by step: cells up to and with it that did something for a request
     this.stretches = Array.from({ length: limits.slots }, () => []); // by slot
+    this.checkpoints = []; // where chunks left states that other prompts may start from
     this.requests = new Map(); // by number, in the order of arrival
     this.prefills = new Map(); // of a server, by number: how far each long prompt is now
   }
@@ -72,7 +73,7 @@ export class Lane {
   }
 
   add(told, began, ended) {
-    const step = { drafts: [], ...told }; // the earliest recordings know of no draft tokens
+    const step = { drafts: [], checkpoints: [], ...told }; // the earliest recordings know of neither
     const index = this.steps.length;
     const cells = this.stretches.map(() => ({ kind: EMPTY, request: 0 }));
     const put = (kind, pairs) => {
@@ -87,6 +88,10 @@ export class Lane {
     for (const [slot, drafted, accepted] of step.drafts) {
       cells[slot].tokens = 1 + accepted;
       useful -= (drafted - accepted) / (1 + drafted);
+    }
+    for (const [slot, request] of step.checkpoints) {
+      cells[slot].leaves = true; // a checkpoint
+      this.checkpoints.push({ slot, request, at: ended });
     }
     this.steps.push(step);
     this.began.push(began);

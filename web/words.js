@@ -91,6 +91,10 @@ export function planInWords(lane, index) {
     const chunks = step.prefill.map((chunk) => chunkInWords(lane, index, chunk));
     said.push(`Read of prompts: ${listed(chunks)}.`);
   }
+  if (step.checkpoints.length) {
+    const marks = step.checkpoints.map(([, request, row]) => `${r(request)} after ${count(row, "token")}`);
+    said.push(`Checkpoints, from which prompts that begin alike may start: ${listed(marks)}.`);
+  }
   if (decoding.length) {
     const many = count(decoding.length, "request");
     said.push(`One more token for ${many}: ${namesOf(decoding)}.`);
@@ -166,9 +170,10 @@ export function fateInWords(lane, request) {
 }
 
 // Its tokens, in and out.
-export function factsInWords({ prompt_tokens: prompt, cached_tokens: cached, output_tokens: output }) {
+export function factsInWords({ prompt_tokens: prompt, cached_tokens: cached, output_tokens: output, reread_tokens: again }) {
   const known = cached ? `, ${cached} of them known from another prompt` : "";
-  return `${count(prompt, "token")} of prompt${known}; ${count(output, "token")} of answer.`;
+  const reread = again ? `; read again: ${count(again, "token")}, for want of a checkpoint` : "";
+  return `${count(prompt, "token")} of prompt${known}${reread}; ${count(output, "token")} of answer.`;
 }
 
 // One sentence that compares two lanes.

@@ -85,7 +85,7 @@ def reread_of(metrics: Metrics) -> str:
     """Of a model with states (docs/slots.md)."""
     if not metrics.reread_tokens:
         return ""
-    return f", {metrics.reread_tokens:,} read again for want of a checkpoint"
+    return f", read again: {count(metrics.reread_tokens, 'token')}"
 
 
 def drafted_of(metrics: Metrics) -> str:

@@ -1,6 +1,8 @@
 """Models with states: an answer has the same bits after a fork, a rejected draft, a cancel or a
 continued conversation, and prompts start from the states of others."""
 
+import re
+
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
@@ -20,6 +22,7 @@ from policies import DEFAULT, POLICIES
 from prefix import Prefixes
 from request import Chunk, Decode, Move, Plan, Request
 from sched import Scheduler, check_invariants
+from server.metrics import ServerMetrics
 from state_places import Place, StatePlaces, check_apart
 
 CHUNK = 32
@@ -75,15 +78,25 @@ def test_users_of_a_system_prompt(folder):
 
 
 def test_tokens_read_again_are_counted(folder):
+    """`/metrics` has those alone whose rows the same client wrote; others would tell of its prompts."""
     with load(folder) as engine:
-        reread = []
-        for user in range(3):
-            handle = engine.submit(drawn(1, 100) + drawn(10 + user, 20), exactly(1))
+        reread, counted = [], []
+        for user in range(4):
+            prompt = drawn(1, 70 if user == 3 else 100) + drawn(10 + user, 20)
+            handle = engine.submit(prompt, exactly(1), client="b" if user == 3 else "a")
             metrics = handle.result().metrics
-            reread.append(
-                (metrics.cached_tokens + metrics.reread_tokens, metrics.reread_tokens > 0)
+            rows = metrics.cached_tokens + metrics.reread_tokens
+            reread.append((rows, metrics.reread_tokens > 0))
+            text = ServerMetrics().text(engine.snapshot(), {})
+            counted.append(
+                dict(re.findall(r"(?m)^nanobatch_(checkpoints_\w+|reread\w+)_total (.+)", text))
             )
-    assert reread == [(0, False), (100, True), (100, False)]
+    assert reread == [(0, False), (100, True), (100, False), (70, True)]
+    names = ("made", "restored", "dropped")
+    counts = [[float(each[f"checkpoints_{name}"]) for name in names] for each in counted]
+    assert counts[:3] == [[4, 0, 0], [6, 1, 2], [7, 2, 3]]
+    again = [float(each["reread_prompt_tokens"]) for each in counted]
+    assert 0 == again[0] < again[1] == again[2] == again[3]
 
 
 def test_checkpoints_are_seen(folder):

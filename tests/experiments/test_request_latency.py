@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -21,6 +22,7 @@ from nanobatch import SamplingParams
 from policies import POLICIES
 from screen.commands import orders_of
 from screen.draw import style
+from screen.pages import request_details
 from screen.state import State, prices
 from tui import MENU
 
@@ -204,6 +206,26 @@ def test_what_is_not_known_is_refused_in_a_line(stage):
         ("why", "7"),
         ("why", "p95"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("cached", "where"), [(77, "the last one before that is at 77"), (0, "nor before")]
+)
+def test_tokens_read_again_are_explained(cached, where):
+    """By the checkpoint that was not there, in a model with states."""
+    stage = Stage().load()
+    handle = stage.engine.submit([97] * 120, SamplingParams(max_tokens=2))
+    stage.finish()
+    state = stage.state
+    request = state.requests[handle.id]
+    again = replace(request.metrics, cached_tokens=cached, reread_tokens=100 - cached)
+    state.requests[handle.id] = replace(request, metrics=again)
+    state.opened = handle.id
+    said = " ".join(" ".join(plain(drawn(request_latency.draw, state, 160, 40))).split())
+    assert f"read again {100 - cached} tokens: a slot had its first 100 rows" in said
+    assert f"there was no checkpoint at 100, {where}" in said
+    details = " ".join(" ".join(plain(drawn(request_details.draw, state, 160, 40))).split())
+    assert f"read again: {100 - cached} tokens" in details
 
 
 @on_screen((120, 40), make=lambda: Stage(policy="short"))

@@ -283,6 +283,29 @@ def test_the_player_says_of_a_run_what_the_screen_says():
         assert min(lane["words"]) >= 1
 
 
+CHECKPOINTS = """
+import { Lane } from "./recording.js";
+import { factsInWords, planInWords } from "./words.js";
+const lane = new Lane("continuous", asked.limits);
+asked.steps.forEach((step, i) => lane.add(step, i, i + 1));
+const words = lane.steps.map((step, i) => planInWords(lane, i).join(" "));
+tell({ marks: lane.checkpoints, words, facts: factsInWords(asked.request) });
+"""
+
+
+@needs_node
+def test_checkpoints_and_tokens_read_again_are_told():
+    step = dict.fromkeys(("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked"), ())
+    step |= {"cost": 4, "waiting": 0}
+    leaves = step | {"prefill": [(1, 7, 0, 100)], "checkpoints": [(1, 7, 100)]}
+    request = {"prompt_tokens": 120, "cached_tokens": 77, "output_tokens": 1, "reread_tokens": 23}
+    limits = {"slots": 2, "budget": 200, "chunk": 100}
+    told = in_node(CHECKPOINTS, {"limits": limits, "steps": [step, leaves], "request": request})
+    assert told["marks"] == [{"slot": 1, "request": 7, "at": 2}]
+    assert "r7 after 100 tokens" in told["words"][1] and "heckpoint" not in told["words"][0]
+    assert "read again: 23 tokens" in told["facts"]
+
+
 LINES = """
 import { endOf, inOneLine, shorten } from "./words.js";
 const { signs, families } = asked;
