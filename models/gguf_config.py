@@ -29,8 +29,11 @@ ARCHITECTURES = {
     "lfm2": "lfm2",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
+    "gemma4": "gemma4_text",
+    "gpt-oss": "gpt_oss",
 }
 QWEN35 = ("qwen35", "qwen35moe")
+OF_EXPERTS = ("qwen3moe", "qwen35moe", "gpt-oss")
 INTERLEAVED = ("llama", "granite", "mistral3")  # the two numbers of a plane of q and k are adjacent
 FIELDS = {
     "hidden_size": "embedding_length",
@@ -52,6 +55,7 @@ OPTIONAL = {
     "final_logit_softcapping": "final_logit_softcapping",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
+MOST_LAYERS = 10_000
 TABLE = "token_embd.weight"
 FREQUENCIES = "rope_freqs.weight"  # the factor by which Llama 3.1 slows each plane
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -102,6 +106,29 @@ GEMMA_LAYER = OF_A_LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+GEMMA4_LAYER = GEMMA_LAYER | {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale.weight": "layer_scalar",
+}
+GEMMA4_MODULES = {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+GPT_OSS_LAYER = OF_A_LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks.weight": "self_attn.sinks",
+}
+LAYERS = {
+    "gemma3": GEMMA_LAYER,
+    "olmo2": OLMO_LAYER,
+    "lfm2": LFM2_LAYER,
+    "gemma4": GEMMA4_LAYER,
+    "gpt-oss": GPT_OSS_LAYER,
+} | dict.fromkeys(QWEN35, QWEN35_LAYER)
+MORE_MODULES = {"lfm2": {"token_embd_norm": "model.norm"}, "gemma4": GEMMA4_MODULES}
 
 
 def architecture(file: Gguf) -> str:
@@ -118,10 +145,8 @@ def architecture(file: Gguf) -> str:
 def names(file: Gguf) -> dict[str, str]:
     """GGUF's names of modules -> ours; {} is the number of a layer."""
     arch = architecture(file)
-    own = {"gemma3": GEMMA_LAYER, "olmo2": OLMO_LAYER, "lfm2": LFM2_LAYER}
-    own |= dict.fromkeys(QWEN35, QWEN35_LAYER)
-    layer = own.get(arch, OF_A_LAYER)
-    modules = MODULES | ({"token_embd_norm": "model.norm"} if arch == "lfm2" else {})
+    layer = LAYERS.get(arch, OF_A_LAYER)
+    modules = MODULES | MORE_MODULES.get(arch, {})
     return modules | {
         f"blk.{{}}.{theirs}": f"model.layers.{{}}.{ours}" for theirs, ours in layer.items()
     }
@@ -158,7 +183,7 @@ def described(file: Gguf) -> dict[str, Any]:
         if name.startswith(f"{arch}.")
     }
     for field in FIELDS.values():
-        if field not in own and (arch, field) != ("qwen35moe", "feed_forward_length"):
+        if field not in own and (field != "feed_forward_length" or arch not in OF_EXPERTS):
             raise ModelError(f"{file.path} lacks the field {arch}.{field}; download it again.")
     raw = {name: own.get(field) for name, field in (FIELDS | OPTIONAL).items()}
     if TABLE not in file.tensors:
@@ -168,12 +193,12 @@ def described(file: Gguf) -> dict[str, Any]:
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     fields = Fields(file.path, own)
     _refuse(fields, arch)
-    raw["rope_scaling"] = _scaling(file, fields)
+    raw["rope_scaling"] = None if arch == "gemma4" else _scaling(file, fields)
     raw["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if arch in INTERLEAVED:
         raw["rope_traditional"] = True
     if arch in OF_A_FAMILY:
-        raw |= OF_A_FAMILY[arch](fields, raw)
+        raw |= OF_A_FAMILY[arch](fields, raw, file)
     if arch == "qwen3moe":
         raw["norm_topk_prob"] = True
     if arch == "gemma3":
@@ -185,7 +210,7 @@ def described(file: Gguf) -> dict[str, Any]:
     return raw
 
 
-def _granite(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
+def _granite(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
     per_head = fields.number("embedding_length") / fields.number("attention.head_count")
     own = {
         "embedding_multiplier": fields.real("embedding_scale", 1.0),
@@ -198,7 +223,7 @@ def _granite(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _mistral3(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
+def _mistral3(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
     """Ministral 3, or Mistral Small 3, which has plain positions."""
     rope = raw["rope_scaling"] or {"rope_type": "default"}
     if rope["rope_type"] == "yarn":
@@ -207,7 +232,7 @@ def _mistral3(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": None, "rope_parameters": rope}
 
 
-def _olmo(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
+def _olmo(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
     """OLMo 3 is OLMo 2 with windows."""
     if not fields.get("attention.sliding_window"):
         return {}
@@ -219,7 +244,7 @@ def _olmo(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _lfm2(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
+def _lfm2(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
     heads = fields.get("attention.head_count_kv")
     if not isinstance(heads, list) or len(heads) != fields.number("block_count"):
         raise fields.refuse("lfm2.attention.head_count_kv", heads, ("a number for each layer",))
@@ -236,7 +261,7 @@ def _lfm2(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _qwen35(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
+def _qwen35(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
     layers = fields.number("block_count")
     drafting = fields.number("nextn_predict_layers", 0, 0)
     heads, values = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
@@ -268,18 +293,108 @@ def _qwen35(fields: Fields, raw: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-OF_A_FAMILY = {"granite": _granite, "mistral3": _mistral3, "olmo2": _olmo, "lfm2": _lfm2}
-OF_A_FAMILY |= dict.fromkeys(QWEN35, _qwen35)
+def _gemma4(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
+    """Key heads and the width of the MLP may be listed layer by layer."""
+    layers = fields.number("block_count")
+    slides = _listed(fields, "attention.sliding_window_pattern", layers)
+    if slides[-1]:
+        choice = "full attention in the last layer"
+        raise fields.refuse("attention.sliding_window_pattern", slides, (choice,))
+    Hkv = _listed(fields, "attention.head_count_kv", layers)
+    hidden = _listed(fields, "feed_forward_length", layers)
+    reusing = fields.number("attention.shared_kv_layers", 0, least=0)
+    writing = layers - reusing
+    is_doubled = hidden[-1] != hidden[0]
+    doubled = [hidden[0]] * writing + [(1 + is_doubled) * hidden[0]] * reusing
+    if hidden != doubled:
+        choice = "one number, or twice that in layers that read the keys of others"
+        raise fields.refuse("feed_forward_length", hidden, (choice,))
+    near = {Hkv[i] for i in range(layers) if slides[i]}
+    far = {Hkv[i] for i in range(layers) if not slides[i]}
+    if len(near) > 1 or len(far) > 1:
+        choice = "one number for all layers with a window, and one for the others"
+        raise fields.refuse("attention.head_count_kv", Hkv, (choice,))
+    head = fields.number("attention.key_length")
+    near_head = fields.number("attention.key_length_swa", head)
+    for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if fields.number(name, near_head) != near_head:
+            raise fields.refuse(name, fields.get(name), (f"{near_head}, the size of a head",))
+    full = [i for i in range(writing) if not slides[i]]
+    table = file.tensors.get("per_layer_token_embd.weight")
+    return {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
+        "num_key_value_heads": next(iter(near or far)),
+        "head_dim": near_head,
+        "per_layer_config": {"full": {"num_key_value_heads": far.pop(), "head_dim": head}},
+        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in file.tensors for i in full),
+        "num_kv_shared_layers": reusing,
+        "intermediate_size": hidden[0],
+        "use_double_wide_mlp": is_doubled,
+        "hidden_size_per_layer_input": fields.number(
+            "embedding_length_per_layer_input", 0, least=0
+        ),
+        "vocab_size_per_layer_input": table.shape[0] if table else None,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": fields.real("rope.freq_base", 1e6),
+                "partial_rotary_factor": _turning_part(file),
+            },
+            "sliding_attention": {"rope_theta": fields.real("rope.freq_base_swa", 1e4)},
+        },
+    }
+
+
+def _listed(fields: Fields, name: str, layers: int) -> list:
+    """A field that has a value for each layer, or one for all."""
+    value = fields.get(name)
+    values = value if isinstance(value, list) else [value] * min(layers, MOST_LAYERS)
+    if len(values) != layers or not all(type(each) in (bool, int) for each in values):
+        raise fields.refuse(name, value, (f"a number for each of {layers} layers",))
+    return values
+
+
+def _turning_part(file: Gguf) -> float:
+    """The part of the planes that turn: the first factors are 1, and the others so large that nothing
+    turns."""
+    factors = _factors(file)
+    turning = factors.count(1.0)
+    if not factors or any(each < 1e20 for each in factors[turning:]):
+        raise ModelError(f"{file.path}: {FREQUENCIES} must hold ones, and then 1e30.")
+    return turning / len(factors)
+
+
+def _gpt_oss(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
+    """YaRN's bounds are not rounded, although llama.cpp does so."""
+    raw["rope_scaling"] = raw["rope_scaling"] and raw["rope_scaling"] | {"truncate": False}
+    return {"intermediate_size": fields.number("expert_feed_forward_length")}
+
+
+OF_A_FAMILY = {
+    "granite": _granite,
+    "mistral3": _mistral3,
+    "olmo2": _olmo,
+    "lfm2": _lfm2,
+    "gemma4": _gemma4,
+    "gpt-oss": _gpt_oss,
+} | dict.fromkeys(QWEN35, _qwen35)
+
+
+# Fields that may differ from layer to layer
+OF_LAYERS = {
+    "lfm2": ("attention.head_count_kv",),
+    "gemma4": ("attention.head_count_kv", "feed_forward_length"),
+}
 
 
 def _refuse(fields: Fields, arch: str) -> None:
     """Refuse settings that would change the computation."""
     for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        if arch == "lfm2" and name.endswith("kv"):
-            continue  # 0 in layers with a convolution
+        if name in OF_LAYERS.get(arch, ()):
+            continue
         if isinstance(fields.get(name), list):
             raise fields.refuse(f"{arch}.{name}", fields.get(name), ("one number for all layers",))
-    if fields.get("expert_count") and arch not in ("qwen3moe", "qwen35moe"):
+    if fields.get("expert_count") and arch not in OF_EXPERTS:
         raise fields.refuse(f"{arch}.expert_count", fields.get("expert_count"), ("0",))
     usual = fields.number("embedding_length") // fields.number("attention.head_count")
     head = fields.number("attention.key_length", usual)
@@ -291,15 +406,22 @@ def _refuse(fields: Fields, arch: str) -> None:
             )
 
 
+def _factors(file: Gguf) -> list[float]:
+    """By how much each plane is slowed, if the file says so."""
+    tensor = file.tensors.get(FREQUENCIES)
+    if tensor is None:
+        return []
+    if tensor.type.name != "F32" or len(tensor.shape) > 1 or tensor.nbytes > 2**20:
+        raise ModelError(
+            f"{file.path}: {FREQUENCIES} is {tensor.type.name} of the shape {tensor.shape}. Supported: F32, "
+            "a number for each plane."
+        )
+    return [each for (each,) in struct.iter_unpack("<f", b"".join(tensor.read_pieces(2**20)))]
+
+
 def _scaling(file: Gguf, fields: Fields) -> dict[str, Any] | None:
     length = fields.number("context_length", 2048)
-    tensor = file.tensors.get(FREQUENCIES)
-    if tensor is not None:
-        if tensor.type.name != "F32":
-            raise ModelError(f"{file.path}: {FREQUENCIES} is {tensor.type.name}. Supported: F32.")
-        factors = [
-            each for (each,) in struct.iter_unpack("<f", b"".join(tensor.read_pieces(2**20)))
-        ]
+    if factors := _factors(file):
         slowed = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
         return slowed | {"rope_type": "longrope", "original_max_position_embeddings": length}
     kind = fields.get("rope.scaling.type") or "none"

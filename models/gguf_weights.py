@@ -10,6 +10,7 @@ offset is always the same multiple of the scale, the `center`, there are no offs
     Q4_1, Q5_1   d q + m                      4, 5  32     d        m
     Q4_K, Q5_K   (d s) q - (dmin m)           4, 5  32     d s      -dmin m
     Q6_K         (d s) (q - 32)               6     16     d s      center -32
+    MXFP4        d (q - 12)                   5     32     d        center -12; q stands for four bits
 
 A K-quant's d and dmin are float16 numbers for 256 weights, and s and m are bytes for each group. They
 are kept in this form (`widened` in `kernels/packed.py`).
@@ -27,6 +28,7 @@ from base.untrusted_files import ModelError
 from kernels import library
 from kernels.device import mx
 from kernels.packed import SPAN, Blocks, address, unwritten, widened, words
+from models import mxfp4
 from models.config import Config
 from models.gguf_config import FREQUENCIES, is_drafting, names, renamed
 from models.gguf_file import GgufTensor, read_gguf
@@ -48,6 +50,7 @@ FILE_TYPES = {
     17: "Q5_K_M",
     18: "Q6_K",
     32: "BF16",
+    38: "MXFP4_MOE",
 }
 CHUNK = 2**24  # numbers that are decoded at a time
 
@@ -122,13 +125,19 @@ def q6_k(blocks: mx.array) -> Decoded:
     return (low | high.flatten(2) << 4).flatten(1), scales, half(blocks, 208)
 
 
+def mxfp4_blocks(blocks: mx.array) -> Decoded:
+    numbers = mx.array(mxfp4.NUMBERS, mx.uint8)[nibbles(blocks[:, 1:])]
+    return numbers, mxfp4.powers(blocks[:, :1])
+
+
 class Form(NamedTuple):
     decode: Callable[[mx.array], Decoded]
     bits: int
     group: int
     factors: mx.Dtype = mx.float16  # of scales and offsets
     center: float = 0.0  # if not 0, an offset is its scale times this
-    halves: tuple[int, ...] = (0,)  # where a block has float16 numbers, in bytes
+    # Where a block has float16 numbers, in bytes; none: the C library does not read such blocks
+    halves: tuple[int, ...] = (0,)
 
 
 FORMS = {
@@ -140,6 +149,7 @@ FORMS = {
     "Q4_K": Form(q4_k, 4, 32, mx.uint8, halves=(0, 2)),
     "Q5_K": Form(q5_k, 5, 32, mx.uint8, halves=(0, 2)),
     "Q6_K": Form(q6_k, 6, 16, mx.uint8, -32, (208,)),
+    "MXFP4": Form(mxfp4_blocks, mxfp4.BITS, mxfp4.GROUP, mx.bfloat16, mxfp4.CENTER, ()),
 }
 
 
@@ -187,7 +197,7 @@ class GgufWeights(Weights):
 
     def blocks_of(self, name: str) -> Blocks | None:
         kind = self.file.tensors[self.tensors[name].name].type
-        if kind.name not in FORMS:
+        if kind.name not in FORMS or not FORMS[kind.name].halves:
             return None
         source = getattr(library, kind.name)
         return Blocks(source, kind.block, kind.nbytes, FORMS[kind.name].factors)

@@ -1,9 +1,9 @@
 """The tokenizer in a GGUF file's metadata, as one of the library `tokenizers`.
 
-There are two kinds. "gpt2" is byte-level BPE: the file has tokens and merges, and names the way in which
-a text is cut into words first. "llama" is SentencePiece's BPE: tokens have scores, and merges follow
-from them. The file comes from an untrusted author, so its tokenizer is checked in a child process
-(`untrusted_model_files.py`) before it is used.
+"gpt2" is byte-level BPE: the file has tokens and merges, and names the way in which a text is cut into
+words first. "llama" is SentencePiece's BPE: tokens have scores, and merges follow from them. "gemma4" is
+the same with merges in the file. The file comes from an untrusted author, so its tokenizer is checked in
+a child process (`untrusted_model_files.py`) before it is used.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from base.validation import shown
 from models.gguf_file import read_gguf
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, _, BYTE = range(1, 7)  # types of tokens
+MODELS = ("gpt2", "llama", "gemma4")
 PREFIX = "tokenizer.ggml."
 SPACE = "\u2581"  # SentencePiece's
 # Control tokens that end an answer, although no field names them
 END_OF_TURN = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>"}
-END_OF_TURN |= {"<|endoftext|>", "<|end_of_text|>"}
+END_OF_TURN |= {"<|endoftext|>", "<|end_of_text|>", "<turn|>", "<|return|>", "<|call|>"}
 END_OF_TURN |= {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}  # the end of a file, in code
 
 
@@ -46,21 +47,31 @@ class Words(NamedTuple):
     bos: bool = False  # a text begins with BOS, unless the file says otherwise
 
 
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+
+
 def pattern(number: str) -> str:
     """Contractions, letters, numbers, signs, line ends and spaces."""
     return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
         + number
         + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
-# Of Mistral: capitals, then small letters
-TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+def capitals(after: str, number: str) -> str:
+    """Words of capitals, then small letters; what follows a word; numbers, signs and the rest."""
+    before, big, small = (
+        r"[^\r\n\p{L}\p{N}]?",
+        r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}",
+        r"\p{Ll}\p{Lm}\p{Lo}\p{M}",
+    )
+    return (
+        rf"{before}[{big}]*[{small}]+{after}|{before}[{big}]+[{small}]*{after}|{number}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
 LLAMA = Words(pattern(r"\p{N}{1,3}"), whole=True, bos=True)
 WORDS = {
     "gpt-2": Words(),
@@ -71,7 +82,8 @@ WORDS = {
     "llama3": LLAMA,
     "llama-v3": LLAMA,
     "lfm2": LLAMA,
-    "tekken": Words(TEKKEN, whole=True, bos=True),
+    "tekken": Words(capitals("", r"\p{N}"), whole=True, bos=True),
+    "gpt-4o": Words(capitals(f"{CONTRACTIONS}?", r"\p{N}{1,3}"), whole=True),  # gpt-oss
     "dbrx": Words(pattern(r"\p{N}{1,3}")),  # OLMo 2 and 3, Granite 4
     "refact": Words(digits=True),  # Granite
     "starcoder": Words(digits=True),
@@ -86,9 +98,10 @@ class GgufText:
         self.file = read_gguf(path)
         self.fields = self.file.fields
         kind = self.fields.get(f"{PREFIX}model")
-        if kind not in ("gpt2", "llama"):
-            raise self._refuse("model", kind, ("gpt2", "llama"))
+        if kind not in MODELS:
+            raise self._refuse("model", kind, MODELS)
         self.is_bytewise = kind == "gpt2"
+        self.has_merges = kind != "llama"
         self.tokens = self._list("tokens", str)
         self.types = self._list("token_type", int)
         if self.is_bytewise:
@@ -96,7 +109,7 @@ class GgufText:
             if not isinstance(name, str) or name not in WORDS:
                 raise self._refuse("pre", name, WORDS)
             self.words = WORDS[name]
-        else:
+        if not self.has_merges:
             self.scores = self._list("scores", float)
 
     def _refuse(self, name: str, value: Any, known: Iterable[str]) -> ModelError:
@@ -122,6 +135,8 @@ class GgufText:
         made.add_special_tokens(special)
         # SentencePiece's are matched after spaces have been replaced by SPACE
         own = [text for text, kind in kinds if kind == USER_DEFINED]
+        if not self.is_bytewise and self.has_merges:  # which do not make several line ends
+            own += [text for text in self.tokens if text and not text.strip("\n")]
         made.add_tokens([AddedToken(text, normalized=SPACE in text) for text in own])
         is_usual = self.words.bos if self.is_bytewise else True
         bos = self._special("bos")
@@ -136,10 +151,15 @@ class GgufText:
     def _numbers(self) -> dict[str, int]:
         return {token: number for number, token in enumerate(self.tokens)}
 
+    @property
+    def _merges(self) -> list[tuple[str, ...]]:
+        if not self.has_merges:
+            return merges_of(self.tokens, self.types, self.scores)
+        return [tuple(merge.split(" ", 1)) for merge in self.fields.get(f"{PREFIX}merges") or ()]
+
     def _bytewise(self) -> Tokenizer:
         words = self.words
-        merges = [tuple(merge.split(" ", 1)) for merge in self.fields.get(f"{PREFIX}merges") or ()]
-        made = Tokenizer(models.BPE(self._numbers, merges, ignore_merges=words.whole))
+        made = Tokenizer(models.BPE(self._numbers, self._merges, ignore_merges=words.whole))
         if words.composed:
             made.normalizer = normalizers.NFC()
         steps = [pre_tokenizers.Digits(individual_digits=True)] * words.digits
@@ -155,7 +175,7 @@ class GgufText:
         made = Tokenizer(
             models.BPE(
                 self._numbers,
-                merges_of(self.tokens, types, self.scores),
+                self._merges,
                 unk_token=self.tokens[types.index(UNKNOWN)] if UNKNOWN in types else None,
                 fuse_unk=True,
                 byte_fallback=BYTE in types,
@@ -163,7 +183,7 @@ class GgufText:
         )
         before = [normalizers.Replace(" ", SPACE)]
         after = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        if self.fields.get(f"{PREFIX}add_space_prefix", True):
+        if self.fields.get(f"{PREFIX}add_space_prefix", not self.has_merges):
             before.insert(0, normalizers.Prepend(SPACE))
             after.append(decoders.Strip(" ", 1, 0))
         made.normalizer = normalizers.Sequence(before)
@@ -188,6 +208,8 @@ class GgufText:
             for number, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
             if kind == CONTROL and token in END_OF_TURN
         }
+        if {"<|return|>", "<|call|>"} <= {*self.tokens}:  # Harmony: there it ends a message
+            known -= {self._numbers.get("<|end|>")}
         return frozenset(named - {None} | known)
 
     @property

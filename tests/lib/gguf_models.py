@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 from checkpoints import make_config, make_tokenizer, random_weights, save
 from gguf import GGMLQuantizationType as Kind
-from parity import GRANITE, LFM2, MINISTRAL, QWEN3_5, QWEN3_5_MOE
+from parity import GEMMA4, GPT_OSS, GRANITE, LFM2, MINISTRAL, QWEN3_5, QWEN3_5_MOE
 
 from kernels.delta_net import Heads
 from kernels.device import mx
@@ -71,8 +71,31 @@ FAMILIES = {
         "moe_intermediate_size": 256,
         "shared_expert_intermediate_size": 256,
     },
+    "gemma4": {
+        "model_type": "gemma4_text",
+        **GEMMA4,
+        "head_dim": 64,
+        "global_head_dim": 128,
+        "hidden_size_per_layer_input": 256,
+        "tie_word_embeddings": True,
+    },
+    "gpt-oss": {
+        **GPT_OSS,
+        "num_hidden_layers": 2,
+        "num_local_experts": 3,
+        "head_dim": 64,
+        "intermediate_size": 256,
+        "rope_scaling": GPT_OSS["rope_scaling"] | {"truncate": False},
+    },
 }
-PLAIN = (".mlp.gate.", "conv.conv", "conv1d", "shared_expert_gate")
+PLAIN = (
+    ".mlp.gate.",
+    "conv.conv",
+    "conv1d",
+    "shared_expert_gate",
+    ".bias",
+)  # matrices that are not quantized
+MULTIPLIED = ("embed_tokens.", "model_projection")  # which rounds packed numbers in another place
 SMALL = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of K-quants
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block has float16 numbers
 
@@ -114,24 +137,30 @@ def make_pair(
     c = read_config(folder, True)
     file = folder / "model.gguf"
     writer = gguf.GGUFWriter(file, arch)
-    write_config(writer, config, c)
+    settings = write_config(writer, config, c)
     write_tokenizer(writer)
     for name, value in (fields or {}).items():
         writer.kv_data[0].pop(name, None)
         if value is not None:
             writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     rng = np.random.default_rng(seed)
-    name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c.layers)
+    names = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    name_map = gguf.get_tensor_name_map(names[arch], c.layers)
     weights = {}
     for name, weight in random_weights(c, seed).items():
         if name.endswith(("conv.conv.weight", "conv1d.weight")):
             weight = weight[..., 0]
         named = name.replace("dt_bias", "dt_proj.bias")
+        named += ".weight" * name.endswith(("layer_scalar", "sinks"))
         theirs = name_map.get_name(named, try_suffixes=(".weight", ".bias"))
         if arch == "lfm2" and name == "model.norm.weight":
             theirs = "token_embd_norm.weight"
         is_plain = weight.ndim == 1 or any(part in name for part in PLAIN)
         own = Kind.F32 if is_plain else Kind[kind]
+        if arch == "gpt-oss" and not is_plain and ".experts." in name:
+            own = Kind.MXFP4
+        if arch == "gemma4" and any(part in name for part in MULTIPLIED):
+            own = Kind.F32
         heads = {"q_proj": c.H, "k_proj": c.Hkv}.get(name.split(".")[-2])
         if arch not in ("llama", "granite", "mistral3"):
             heads = None
@@ -158,10 +187,13 @@ def make_pair(
         wide = weight if is_added else wide.reshape(weight.shape)
         if heads:
             wide = wide.reshape(heads, c.Dh // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
-        name = name.replace(".experts.", ".switch_mlp.")
+        if arch != "gpt-oss":
+            name = name.replace(".experts.", ".switch_mlp.")
         weights[name] = mx.array(np.ascontiguousarray(wide))
-    for name, data in (more or {}).items():
-        writer.add_tensor(name, data)
+    for name, data in (settings | (more or {})).items():
+        written = change(name, data)
+        if written is not None:
+            writer.add_tensor(name, written)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -249,7 +281,51 @@ def write_lfm2(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
+def write_gemma4(writer: gguf.GGUFWriter, config: dict) -> dict[str, np.ndarray]:
+    for name in ("head_count_kv", "key_length", "value_length"):
+        writer.kv_data[0].pop(f"gemma4.attention.{name}")
+    slides = [kind[0] == "s" for kind in config["layer_types"]]
+    reusing = config["num_kv_shared_layers"]
+    near, far = config["head_dim"], config["global_head_dim"]
+    heads = config["num_key_value_heads"]
+    far_heads = config.get("num_global_key_value_heads")
+    writer.add_head_count_kv(
+        [heads if each else far_heads for each in slides] if far_heads else heads
+    )
+    for add, size in (
+        (writer.add_key_length, far),
+        (writer.add_value_length, far),
+        (writer.add_rope_dimension_count, far),
+        (writer.add_key_length_swa, near),
+        (writer.add_value_length_swa, near),
+        (writer.add_rope_dimension_count_swa, near),
+    ):
+        add(size)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_shared_kv_layers(reusing)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_rope_freq_base_swa(10000.0)
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["use_double_wide_mlp"]:
+        hidden = config["intermediate_size"]
+        count = len(slides) - reusing
+        writer.kv_data[0].pop("gemma4.feed_forward_length")
+        writer.add_feed_forward_length([hidden] * count + [2 * hidden] * reusing)
+    turning = far // 8  # of the far // 2 planes
+    factors = [1.0] * turning + [1e30] * (far // 2 - turning)
+    return {"rope_freqs.weight": np.array(factors, np.float32)}
+
+
+def write_gpt_oss(writer: gguf.GGUFWriter, config: dict) -> None:
+    rope = config["rope_scaling"]
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
 OWN_FIELDS = {
+    "gemma4_text": write_gemma4,
+    "gpt_oss": write_gpt_oss,
     "granite": write_granite,
     "ministral3": write_mistral3,
     "olmo3": write_olmo3,
@@ -259,7 +335,9 @@ OWN_FIELDS = {
 }
 
 
-def write_config(writer: gguf.GGUFWriter, config: dict, c) -> None:
+def write_config(writer: gguf.GGUFWriter, config: dict, c) -> dict[str, np.ndarray]:
+    """Return tensors that hold settings."""
+    more = {}
     writer.add_context_length(c.max_positions)
     writer.add_block_count(c.layers)
     writer.add_embedding_length(c.D)
@@ -272,12 +350,13 @@ def write_config(writer: gguf.GGUFWriter, config: dict, c) -> None:
     writer.add_rope_freq_base(c.rope.theta)
     if c.window:
         writer.add_sliding_window(c.window)
-    if arch := OWN_FIELDS.get(config["model_type"]):
-        arch(writer, config)
+    if own := OWN_FIELDS.get(config["model_type"]):
+        more = own(writer, config) or {}
     if c.experts:
         writer.add_expert_count(c.experts)
         writer.add_expert_used_count(c.taken)
         writer.add_expert_feed_forward_length(c.hidden)
+    return more
 
 
 def write_tokenizer(writer: gguf.GGUFWriter) -> None:

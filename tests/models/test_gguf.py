@@ -34,7 +34,7 @@ def alike(file, folder, tokens=PROMPT) -> bool:
 
 # How much more memory than the file's tensors they take
 MOST = {"Q4_0": 1.15, "Q4_1": 1.15, "Q8_0": 1.15, "Q5_0": 1.7, "Q5_1": 1.7}
-MOST |= {"Q4_K": 1.05, "Q5_K": 1.6, "Q6_K": 1.42}
+MOST |= {"Q4_K": 1.05, "Q5_K": 1.6, "Q6_K": 1.42, "MXFP4": 1.35}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -339,6 +339,83 @@ def test_heads_that_differ_between_layers_are_refused(heads, tmp_path):
     """Without any in layers with a convolution, and the same number in all others."""
     fields = {"lfm2.attention.head_count_kv": heads}
     refused(make_pair(tmp_path, "F32", "lfm2", fields=fields)[0], "head_count_kv")
+
+
+G = "gemma4."
+WINDOWS = f"{G}attention.sliding_window_pattern"
+GEMMA4_UNFIT = {
+    "windows in words": ({WINDOWS: "often"}, None, "sliding_window_pattern", "6 layers"),
+    "a window in the last layer": ({WINDOWS: [True] * 6}, None, "full attention in the last"),
+    "windows of another model": ({WINDOWS: [True, False]}, None, "[True, False]", "6 layers"),
+    "heads that differ": (
+        {f"{G}attention.head_count_kv": [1, 2, 1, 1, 1, 1]},
+        None,
+        "head_count_kv",
+        "one number for all layers with a window",
+    ),
+    "widths that differ": ({f"{G}feed_forward_length": [256] * 5 + [300]}, None, "twice that"),
+    "too many layers": ({f"{G}block_count": 10**9}, None, "1000000000 layers"),
+    "all layers reuse": (
+        {f"{G}attention.shared_kv_layers": 6, f"{G}feed_forward_length": 256},
+        None,
+        "num_kv_shared_layers",
+    ),
+    "values of another size": ({f"{G}attention.value_length_swa": 32}, None, "value_length_swa"),
+    "a part of a head turns": ({f"{G}rope.dimension_count_swa": 32}, None, "dimension_count_swa"),
+    "experts": ({f"{G}expert_count": 8}, None, "gemma4.expert_count = 8"),
+    "no frequencies": ({}, without("rope_freqs.weight"), "rope_freqs.weight must hold ones"),
+    "slowed frequencies": (
+        {},
+        lambda name, data: data * 2 if name == "rope_freqs.weight" else data,
+        "rope_freqs.weight must hold ones",
+    ),
+    "no table for layers": ({}, without("per_layer_token_embd.weight"), "per_layer_token_embd"),
+    "no scalar": (
+        {},
+        without("blk.3.layer_output_scale.weight"),
+        "blk.3.layer_output_scale.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GEMMA4_UNFIT)
+def test_a_gemma_4_that_does_not_fit_together_is_refused(name, tmp_path):
+    fields, change, *words = GEMMA4_UNFIT[name]
+    how = {"change": change} if change else {}
+    refused(make_pair(tmp_path, "F32", "gemma4", fields=fields, **how)[0], *words)
+
+
+def nan_scale(name: str, data: np.ndarray) -> np.ndarray:
+    """255 stands for NaN."""
+    if name == "blk.1.ffn_up_exps.weight":
+        data.reshape(-1, 17)[-1, 0] = 255
+    return data
+
+
+@pytest.mark.parametrize(
+    ("fields", "change", "word"),
+    [
+        ({}, nan_scale, "blk.1.ffn_up_exps.scales holds NaN"),
+        ({}, without("blk.1.attn_sinks.weight"), "lacks the tensor blk.1.attn_sinks.weight"),
+        ({}, without("blk.1.ffn_down_exps.bias"), "lacks the tensor blk.1.ffn_down_exps.bias"),
+        ({"gpt-oss.expert_used_count": 4}, None, "num_experts_per_tok = 4"),
+        ({"gpt-oss.expert_feed_forward_length": 128}, None, "(3, 128, 256)"),
+    ],
+)
+def test_a_gpt_oss_that_does_not_fit_together_is_refused(fields, change, word, tmp_path):
+    how = {"change": change} if change else {}
+    refused(make_pair(tmp_path, "F32", "gpt-oss", fields=fields, **how)[0], word)
+
+
+def test_values_that_are_keys(tmp_path):
+    """Larger Gemma 4 models lack v in layers with full attention, and have fewer heads there."""
+    heads = {"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    own = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+    own |= {"hidden_size_per_layer_input": 0}
+    file, wide = make_pair(tmp_path, "Q4_K", "gemma4", **heads, **own)
+    assert "blk.2.attn_v.weight" not in read_gguf(file).tensors
+    assert read_model(file).config.heads(2) == (4, 1, 128)
+    assert alike(file, wide)
 
 
 def test_granite_without_positions(tmp_path):

@@ -91,6 +91,19 @@ CUTS = {  # as the tokenizer.json of each has them
         pre_tokenizers.Split(Regex(CONTRACTIONS + r"\p{N}" + REST), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
+    "gpt-4o": [
+        pre_tokenizers.Split(
+            Regex(
+                r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+                r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+                r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ),
+            "isolated",
+        ),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
     "llama-bpe": [
         pre_tokenizers.Split(Regex(CONTRACTIONS + r"\p{N}{1,3}" + REST), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -109,7 +122,7 @@ def test_byte_level_bpe_has_the_ids_of_the_library(name, tmp_path):
     reference.train_from_iterator(CORPUS, trainer)
     vocabulary = reference.get_vocab() | {UNREACHED: reference.get_vocab_size()}
     merges = [tuple(pair) for pair in json.loads(reference.to_str())["model"]["merges"]]
-    reference.model = models.BPE(vocabulary, merges, ignore_merges=name == "llama-bpe")
+    reference.model = models.BPE(vocabulary, merges, ignore_merges=name in ("llama-bpe", "gpt-4o"))
     reference.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     reference.add_tokens([AddedToken(text, normalized=False) for text in OWN])
     vocabulary = reference.get_vocab(with_added_tokens=True)
@@ -161,6 +174,37 @@ def test_sentencepieces_bpe_has_its_own_ids(prefix, tmp_path):
         assert own.decode(ids) == reference.decode(ids), text
 
 
+def test_gemma_4s_bpe_has_merges_in_the_file(tmp_path):
+    """Spaces are letters, other characters become bytes, and merges make no line ends."""
+    reference = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    reference.normalizer = normalizers.Replace(" ", "▁")
+    reference.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    named = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{n:02X}>" for n in range(256))]
+    named += ["\n" * n for n in range(1, 5)]
+    words = pre_tokenizers.Split(Regex("▁|\n+"), "merged_with_next")
+    reference.pre_tokenizer = words
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=named, show_progress=False)
+    reference.train_from_iterator(CORPUS, trainer)
+    made = json.loads(reference.to_str())["model"]
+    merges = [*map(tuple, made["merges"])]
+    vocabulary = made["vocab"]
+    reference.model = models.BPE(
+        vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    types = [3, 3, 3, 2, *[6] * 256, *[1] * (len(tokens) - 260)]
+    fields = {"merges": [" ".join(pair) for pair in merges], "bos_token_id": 2, "eos_token_id": 1}
+    text = GgufText(write(tmp_path / "a.gguf", "gemma4", tokens, types, **fields))
+    own = text.tokenizer()
+    assert text.end_tokens == {1}
+    for said in texts(3, ["\n\n\n", " "]):
+        ids = reference.encode(said).ids
+        assert own.encode(said).ids == [2, *ids], said
+        assert own.decode(ids) == reference.decode(ids, skip_special_tokens=False)
+
+
 def type_of(reference: sentencepiece.SentencePieceProcessor, n: int) -> int:
     if reference.is_byte(n):
         return 6
@@ -196,6 +240,14 @@ def test_answers_end_where_llama_cpp_ends_them(tmp_path):
     fields = {"pre": "gpt-2", "eos_token_id": 1, "eot_token_id": 0}
     file = write(tmp_path / "a.gguf", "gpt2", names, types, **fields)
     assert GgufText(file).end_tokens == {0, 1, 2, 3, 5}
+
+
+def test_the_end_of_a_message_is_no_end_in_harmony(tmp_path):
+    """gpt-oss ends its reasoning so, and goes on."""
+    names = ["a", "<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"]
+    fields = {"pre": "gpt-4o", "eos_token_id": 1}
+    file = write(tmp_path / "a.gguf", "gpt2", names, [1, 3, 3, 3, 3], **fields)
+    assert GgufText(file).end_tokens == {1, 3, 4}
 
 
 def test_the_files_chat_template_is_used_with_its_own_special_tokens(tmp_path):
