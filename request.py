@@ -66,6 +66,10 @@ class PrefixState:
     own: int = 0  # of these, the tokens whose rows the same client wrote
     restored: RestoredRows | None = None  # found on disk when it was admitted
 
+    @property
+    def rows_on_disk(self) -> int:
+        return self.restored.rows if self.restored else 0
+
 
 @dataclass(slots=True)
 class Drafting:
@@ -158,7 +162,7 @@ class Request:
         state.own = min(chunk.start, max(own, saved))
         state.restored = None
         # Rows copied from elsewhere may still be in flight themselves
-        self.proven = chunk.start if chunk.is_in_place else 0
+        self.proven = chunk.rows_in_place
 
     def append_token(self, token: int) -> None:
         """Append a token to the answer. Its finite logits prove that all rows before it are finite.
@@ -223,6 +227,11 @@ class Chunk(NamedTuple):
     @property
     def is_in_place(self) -> bool:
         return self.copied_from is None and self.restored is None
+
+    @property
+    def rows_in_place(self) -> int:
+        """Of the rows before it, those that its slot holds already."""
+        return self.start if self.is_in_place else 0
 
     @property
     def cached_from(self) -> str:

@@ -115,14 +115,14 @@ class Scheduler:
     def plan(self, now: float) -> Plan | None:
         """Decide the next step. None if there is nothing to do."""
         admitted = self._admit(now) if self.waiting else []
-        blocked = tuple(self.free) if self.waiting else ()
         running = list(self.running.values())
         decoding = [r for r in running if r.phase == "decode" and r.has_next]
         reading = [r for r in running if r.is_reading]
-        chunks = self._chunks(reading, self.budget - len(decoding))
+        left = self.budget - len(decoding)
+        chunks = self._chunks(reading, left)
         if not (chunks or decoding):
             return None
-        left = self.budget - len(decoding) - sum(chunk.cost for chunk in chunks)
+        left -= sum(chunk.cost for chunk in chunks)
         drafts = self.draft(decoding, left) if decoding else {}
         decodes = [Decode(r, r.slot, r.next_row, drafts.get(r.id, ())) for r in decoding]
         self.steps += 1
@@ -135,7 +135,7 @@ class Scheduler:
             chunks=tuple(chunks),
             decodes=tuple(decodes),
             held=tuple(r for r in running if r.phase == "prefill" and r.id not in chunked),
-            blocked=blocked,
+            blocked=tuple(self.free) if self.waiting else (),
             waiting=len(self.waiting),
             policy=self.policy.name,
             overwritten=self.prefixes.pop_overwritten() if chunks else (),
@@ -167,7 +167,7 @@ class Scheduler:
             elif draft and min(sampled) < 0:
                 self._retry_without_draft(member)
             else:
-                accepted, reason = append(request, sampled, draft, accept)
+                accepted, reason = extend_answer(request, sampled, draft, accept)
                 if reason:
                     self.finish(request, reason, now)
                     ended.append(request)
@@ -204,44 +204,22 @@ class Scheduler:
 
     def _room(self) -> int:
         """How many requests may be admitted now."""
-        if self.draining_to:
-            return 0
-        running = len(self.running)
-        free = self.slots - running
-        return max(0, min(free, self.policy.room(free, running)))
+        free = self.slots - len(self.running)
+        room = 0 if self.draining_to else self.policy.room(free, len(self.running))
+        return max(0, min(free, room))
 
     # --- chunks
 
     def _chunks(self, requests: Sequence[Request], left: int) -> list[Chunk]:
-        """Share the rest of the step's budget among prompts, given oldest first: list what each could
-        read, allot the budget, and only then apply it."""
-        if not requests:
-            return []
-        wanted = [self._want(request, []) for request in requests]
-        chunks = self._allot(wanted, left)
+        """Share the rest of the step's budget among prompts, given oldest first: decide, then apply
+        what was decided."""
+        chunks = self._allot(requests, left) if requests else []
         for chunk in chunks:
             self._apply(chunk)
         return chunks
 
-    def _want(self, request: Request, before: Sequence[Chunk]) -> Chunk:
-        """The rest of a prompt, from its first row that is not cached.
-
-        `before`: the chunks of this step so far. Rows that one of them writes can be copied, too.
-        """
-        start = request.prefilled
-        copied_from = restored = None
-        if start == 0:
-            written = {chunk.slot: (chunk.request.prefix.trail, chunk.stop) for chunk in before}
-            state = request.prefix
-            start, copied_from = self.prefixes.best_source(state.trail, request.slot, written)
-            # Reading rows from disk pays for a chunk of them or more
-            if state.restored and state.restored.rows >= start + self.chunk:
-                start, copied_from, restored = state.restored.rows, None, state.restored
-        stop = len(request.prompt)
-        return Chunk(request, request.slot, start, stop, 0, copied_from, restored)
-
-    def _allot(self, wanted: Sequence[Chunk], left: int) -> list[Chunk]:
-        """Share what is left of the budget.
+    def _allot(self, requests: Sequence[Request], left: int) -> list[Chunk]:
+        """Decide what each prompt reads in this step.
 
         The prompt with the fewest tokens left goes first, so a short prompt does not wait for a
         long one. But half is kept for the oldest, as far as the oldest can use it. So the oldest
@@ -261,24 +239,49 @@ class Scheduler:
         the other seven copy its rows.
         """
         left = max(left, self.chunk)
-        oldest = wanted[0]
-        kept = self._cut(oldest, left - left // 2).cost if len(wanted) > 1 else 0
+        oldest = requests[0]
+        unread = {request: self._tokens_left(request) for request in requests}
+        price = price_of(len(oldest.prompt) - unread[oldest], self.far, self.chunk)
+        kept = min(left - left // 2, self.chunk, math.ceil(unread[oldest] * price))
         chunks: list[Chunk] = []
-        for want in sorted(wanted, key=lambda want: want.stop - want.start):
-            request = want.request
-            if request is oldest.request:
+        trails = [oldest.prefix.trail]  # of prompts that are in prefill in this step
+        for request in sorted(requests, key=unread.__getitem__):
+            trail = request.prefix.trail
+            want = self._want(request, chunks)
+            rows = want.start + self.chunk
+            if request is oldest:
                 kept = 0
-            if request.prefilled == 0 and chunks:  # which may have changed what there is to copy
-                want = self._want(request, chunks)
-            if request.prefilled == 0 and request is not oldest.request:
-                others = [chunk.request.prefix.trail for chunk in (oldest, *chunks)]
-                if self.prefixes.begin_alike(request.prefix.trail, others, want.start + self.chunk):
-                    continue
+            elif request.prefilled == 0 and self.prefixes.begin_alike(trail, trails, rows):
+                continue
             chunk = self._cut(want, left - kept)
             if chunk.stop > chunk.start:
                 left -= chunk.cost
                 chunks.append(chunk)
+                trails.append(trail)
         return chunks
+
+    def _tokens_left(self, request: Request) -> int:
+        """The tokens of a prompt that are neither in the slab nor on disk."""
+        rows = request.prefilled
+        if rows == 0:
+            rows, _ = self.prefixes.match(request.prefix.trail, range(self.slots), request.slot)
+            rows = max(rows, request.prefix.rows_on_disk)
+        return len(request.prompt) - rows
+
+    def _want(self, request: Request, before: Sequence[Chunk]) -> Chunk:
+        """The rest of a prompt, from its first row that is not cached.
+
+        `before`: the chunks of this step so far. Rows that one of them writes can be copied, too.
+        """
+        start, copied_from, restored = request.prefilled, None, None
+        if start == 0:
+            written = {chunk.slot: (chunk.request.prefix.trail, chunk.stop) for chunk in before}
+            state = request.prefix
+            start, copied_from = self.prefixes.best_source(state.trail, request.slot, written)
+            # Reading rows from disk pays for a chunk of them or more
+            if state.rows_on_disk >= start + self.chunk:
+                start, copied_from, restored = state.rows_on_disk, None, state.restored
+        return Chunk(request, request.slot, start, len(request.prompt), 0, copied_from, restored)
 
     def _cut(self, want: Chunk, left: int) -> Chunk:
         """As much of it as `left` of the budget allows, perhaps nothing."""
@@ -293,8 +296,7 @@ class Scheduler:
         trail = request.prefix.trail
         if request.prefilled == 0:
             request.reuse_rows(chunk, self.prefixes.rows_of(request.client, trail))
-            kept = chunk.start if chunk.is_in_place else 0
-            self.prefixes.assign(slot, request.client, kept, worth=self.chunk)
+            self.prefixes.assign(slot, request.client, chunk.rows_in_place, worth=self.chunk)
             if chunk.copied_from is not None:
                 self.prefixes.use(chunk.copied_from)
         request.prefilled = chunk.stop
@@ -369,11 +371,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Its worst case must fit a slot, so nothing is ever evicted."""
-        prompt = len(request.prompt)
-        total = prompt + request.max_tokens
-        if total > self.max_len:
-            wanted = f"prompt {prompt:,} + max_tokens {request.max_tokens:,} = {total:,}"
-            raise ValueError(f"{wanted}, but a slot holds {self.max_len:,} (max_len)")
+        check_fits(request, self.max_len)
         # Requests that the next step admits do not count
         waiting = len(self.waiting) - self._room()
         if waiting >= self.max_queue:
@@ -425,7 +423,7 @@ class Scheduler:
         self._end_drain()
 
 
-def append(
+def extend_answer(
     request: Request, sampled: Sequence[int], draft: Sequence[int], accept: Accept
 ) -> tuple[int, str | None]:
     """Append sampled tokens to an answer, up to the first that differs from the draft token in its
@@ -452,6 +450,15 @@ def price_of(row: int, far: int, chunk: int) -> float:
     """
     price = 1 + row / far
     return min(price, max(1, chunk / NARROWEST))
+
+
+def check_fits(request: Request, max_len: int) -> None:
+    """Raise ValueError for a request whose worst case is longer than a slot."""
+    prompt = len(request.prompt)
+    total = prompt + request.max_tokens
+    if total > max_len:
+        wanted = f"prompt {prompt:,} + max_tokens {request.max_tokens:,} = {total:,}"
+        raise ValueError(f"{wanted}, but a slot holds {max_len:,} (max_len)")
 
 
 def check_positive(**limits: int) -> None:

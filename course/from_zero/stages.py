@@ -526,20 +526,21 @@ return want._replace(stop=stop, cost=math.ceil(... * price))""",
             ),
             Task(
                 "sched.Scheduler._allot",
-                """Share what is left of the budget among prompts. Each of `wanted` is the rest of one, and the
-                first is the oldest. However little is left (`left` may be below 0), there is an allowance
-                of `self.chunk` for all of them together. The prompt with the fewest tokens left has its
-                chunk first. But those before the oldest leave half of the allowance for it, rounded up, or
-                as much as the oldest can use, if that is less. Return the chunks. A prompt for which
-                nothing is left has none. (Leave waiting for a common prefix aside.)""",
+                """Share what is left of the budget among prompts, of which the first is the oldest. The rest of
+                one, as a chunk, is `self._want(request, chunks)`, with the chunks of this step so far. However
+                little is left (`left` may be below 0), there is an allowance of `self.chunk` for all of them
+                together. The prompt with the fewest tokens left (`self._tokens_left`) has its chunk first.
+                But those before the oldest leave half of the allowance for it, rounded up, or as much as a
+                chunk of the oldest can cost, if that is less. Return the chunks. A prompt for which nothing is
+                left has none. (Leave waiting for a common prefix aside.)""",
                 (
                     "Begin with `left = max(left, self.chunk)`, and take each chunk's cost off.",
-                    "What the oldest can use of half is the cost of a chunk of it, cut with half of "
-                    "`left`. When it is the oldest's turn, nothing is kept any more.",
-                    """kept = self._cut(oldest, left - left // 2).cost
-for want in sorted(wanted, key=the tokens that are left):
-    if want is oldest: kept = 0
-    chunk = self._cut(want, left - kept)
+                    "A chunk of the oldest costs at most `self.chunk`, and no more than the price of its tokens "
+                    "that are left. When it is the oldest's turn, nothing is kept any more.",
+                    """kept = min(left - left // 2, self.chunk, ...)
+for request in sorted(requests, key=self._tokens_left):
+    if request is oldest: kept = 0
+    chunk = self._cut(self._want(request, chunks), left - kept)
     if it has tokens: left -= chunk.cost; chunks.append(chunk)""",
                 ),
             ),

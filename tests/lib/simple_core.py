@@ -240,9 +240,10 @@ class Scheduler:
         stop = min(want.stop, want.start + tokens)
         return want._replace(stop=stop, cost=math.ceil((stop - want.start) * price))
 
-    def _allot(self, wanted, left):
+    def _allot(self, requests, left):
         left = max(left, self.chunk)
         chunks = []
+        wanted = [self._want(request, []) for request in requests]
         kept = self._cut(wanted[0], (left + 1) // 2).cost
         for want in sorted(wanted, key=lambda want: want.stop - want.start):
             if want is wanted[0]:
