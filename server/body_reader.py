@@ -373,6 +373,11 @@ def choose_tools(
     return tools, wanted
 
 
+def effort_hint(effort: Any) -> dict[str, str]:
+    """The variable of gpt-oss's template; other values mean its own."""
+    return {"reasoning_effort": effort} if effort in ("low", "medium", "high") else {}
+
+
 def call_of(id: str, function: BodyReader, field: str = "arguments") -> dict:
     """An assistant's earlier call as templates take it. The arguments may be an object or its JSON."""
     arguments = function.get(field)

@@ -23,6 +23,7 @@ from server.body_reader import (
     call_of,
     check_count,
     conversation,
+    effort_hint,
     invalid,
     read_body,
     read_form,
@@ -179,7 +180,8 @@ def read_top(values: Mapping[str, Any]) -> int | None:
 def read_chat(request: BodyReader, values: Mapping[str, Any]) -> ParsedRequest:
     """The messages, tools, and other variables of a template."""
     messages = [read_message(message) for message in conversation(request, "messages")]
-    hints = {"enable_thinking": False} if values["reasoning_effort"] == "none" else {}
+    effort = values["reasoning_effort"]
+    hints = {"enable_thinking": False} if effort == "none" else effort_hint(effort)
     tools, must_call = read_tools(request, "function")
     is_single = not values["parallel_tool_calls"] and bool(tools)
     chat = Chat(messages, tools, values["chat_template_kwargs"], hints)

@@ -25,6 +25,7 @@ from server.body_reader import (
     BodyReader,
     call_of,
     conversation,
+    effort_hint,
     read_body,
     read_form,
     read_tools,
@@ -60,7 +61,7 @@ def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
     tools, must_call = read_tools(request)
     # The effort is a hint, and so is the summary: reasoning is sent completely
     effort = request.inner("reasoning").get("effort")
-    hints = {} if effort is None else {"enable_thinking": effort != "none"}
+    hints = {} if effort is None else {"enable_thinking": effort != "none", **effort_hint(effort)}
     settings = request.some(PLAIN)
     if form := read_form(request.inner("text"), "format"):
         settings["grammar"] = form

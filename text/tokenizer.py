@@ -22,7 +22,15 @@ from models.gguf_file import is_gguf
 from text.detokenizer import StreamingDetokenizer, special_ids, without_panics
 from text.gguf_tokenizer import GgufText
 from text.grammar import Grammar, Grammars
-from text.tool_formats import MARKS, PROBE, TOOLS, OutputFormat
+from text.tool_formats import (
+    HARMONY_ENDS,
+    HARMONY_MARKS,
+    HARMONY_REASONING,
+    MARKS,
+    PROBE,
+    TOOLS,
+    OutputFormat,
+)
 from text.tool_parser import detect_format
 
 OURS = Path(__file__).resolve().parents[1] / "demo" / "model"
@@ -99,8 +107,12 @@ class Tokenizer:
             )
         self.vocabulary = vocabulary
         # Marks of tool calls and reasoning are shown, even if they are special tokens
-        self._silent = silent - {self.tokenizer.token_to_id(mark) for mark in MARKS}
+        id_of = self.tokenizer.token_to_id
+        self._silent = silent - {id_of(mark) for mark in MARKS}
         self.end_tokens = gguf.end_tokens if gguf else self._end_tokens()
+        if all(id_of(mark) is not None for mark in HARMONY_MARKS):
+            self._silent -= {id_of(mark) for mark in HARMONY_MARKS}
+            self.end_tokens |= {id_of(mark) for mark in HARMONY_ENDS} - {None}
         self._grammars = Grammars(self.tokenizer, vocabulary, self.end_tokens)
 
     def _end_tokens(self) -> frozenset[int]:
@@ -380,6 +392,10 @@ class Tokenizer:
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
+        if HARMONY_REASONING[0] in self._source:  # its name, which it takes from calls alone
+            for message in messages:
+                if "reasoning_content" in message and not message.get("content"):
+                    message["thinking"] = message["reasoning_content"]
         try:
             variables = {**hints, **options, **self._variables(messages, tools)}
             return self._template.render(variables)

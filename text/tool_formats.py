@@ -69,6 +69,12 @@ REASONING_MARKS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
 )
+# Of gpt-oss. An answer is messages: <|start|>, a header with a channel, <|message|>, a body, <|end|>. The prompt
+# ends with <|start|>assistant, and the last message with <|return|> or <|call|>, which end the answer
+HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
+HARMONY_ENDS = ("<|return|>", "<|call|>")
+HARMONY = ToolFormat("Harmony", "<|start|>assistant", "<|call|>", is_named=True)
+HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|>")
 # Some tokenizers have marks as special tokens, which are not shown as text elsewhere.
 MARKS = frozenset(
     [
@@ -93,6 +99,10 @@ class OutputFormat(NamedTuple):
     reasoning: tuple[str, str] | None = None  # the marks around it
     tools: ToolFormat | None = None
     why: str = ""  # if there is no tool format: why the model can be given no tools
+
+    @property
+    def is_harmony(self) -> bool:
+        return self.reasoning == HARMONY_REASONING
 
     def is_thinking(self, prompt: str) -> bool:
         """Whether the prompt ends with an open reasoning mark, as some templates leave it."""
@@ -173,6 +183,8 @@ def tool_call_grammar(
     spelled = partial(spell, marks)
     rules = {}
 
+    if output_format.is_harmony:
+        return harmony_grammar(tools, answer, is_thinking, marks)
     if answer is not None:
         rules["answer"] = as_json(answer)
     if tools:
@@ -203,6 +215,30 @@ def tool_call_grammar(
         rules["start"] = f"{'reasoning' if is_thinking else 'reasoning?'} SPACE ({ways})"
         rules["SPACE"] = r"/[ \n]{0,4}/"
         rules |= up_to("reasoning", "" if is_thinking else opens, closes, marks)
+    return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+
+
+def harmony_grammar(
+    tools: Sequence[Mapping[str, Any]],
+    answer: Mapping[str, Any] | None,
+    is_thinking: bool,
+    marks: Mapping[str, int],
+) -> str:
+    """Any number of messages of reasoning, and then one call, or the answer."""
+    ways = []
+    if answer is not None:
+        ways.append(f"{spell(marks, '<|channel|>final<|message|>')} {as_json(answer)}")
+    for tool in tools:
+        name = tool["function"]["name"]
+        parameters = {"$id": f"tool:{name}", "type": "object", **tool["function"]["parameters"]}
+        header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        ways.append(f"{spell(marks, header)} {as_json(parameters)}")
+    opens, closes = HARMONY_REASONING
+    closes += "<|start|>assistant"
+    rules = {"start": f"{'opened ' * is_thinking}reasoning* ({' | '.join(ways)})"}
+    rules |= up_to("reasoning", opens, closes, marks)
+    if is_thinking:
+        rules |= up_to("opened", "", closes, marks)
     return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
 

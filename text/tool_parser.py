@@ -35,6 +35,9 @@ from typing import Any, NamedTuple, TypeVar
 from base.strings import beginning, json_or_none
 from text.tool_formats import (
     FORMATS,
+    HARMONY,
+    HARMONY_ENDS,
+    HARMONY_REASONING,
     JSONS,
     PROBE,
     PYTHONS,
@@ -69,6 +72,8 @@ CALLING = re.compile("|".join(re.escape(format.opens) for format in FORMATS))
 def split_output(text: str, is_thinking: bool = False) -> list[ParsedPart]:
     """Reasoning, content and calls of an answer, marks included, for display without knowledge of
     the model. `is_thinking`: the prompt has opened the reasoning."""
+    if is_harmony(text):
+        return harmony_output(text)
     closing = CLOSING.search(text)
     is_open = is_thinking or text.lstrip().startswith(OPENINGS)
     reasoning = text if is_open else ""
@@ -90,12 +95,28 @@ def split_output(text: str, is_thinking: bool = False) -> list[ParsedPart]:
 def split_reasoning(text: str, is_thinking: bool = False) -> tuple[str, str]:
     """The reasoning of an answer without its marks, and the unchanged rest, which is part of the
     next prompt."""
+    if is_harmony(text):
+        parts = dict(harmony_output(text))
+        return parts.get("reasoning", ""), parts.get("content", "")
     reasoning = dict(split_output(text, is_thinking)).get("reasoning", "")
     answer = text[len(reasoning) :]
     answer = answer.lstrip("\n") if reasoning else answer
     for mark in chain(*REASONING_MARKS):
         reasoning = reasoning.replace(mark, "")
     return reasoning.strip(), answer
+
+
+def is_harmony(text: str) -> bool:
+    return text.lstrip().startswith("<|channel|>")
+
+
+def harmony_output(text: str) -> list[ParsedPart]:
+    """The parts of an answer in Harmony, without its marks, each kind in one."""
+    parser = OutputParser(OutputFormat(HARMONY_REASONING, HARMONY), {"": {}})
+    found = dict.fromkeys(("reasoning", "content", "tool_call"), "")
+    for kind, piece in parser.push(text) + parser.push(None):
+        found["tool_call" if kind == "arguments" else kind] += piece
+    return [ParsedPart(*part) for part in found.items() if part[1]]
 
 
 # --- the machine ----------------------------------------------------------------------------------
@@ -134,6 +155,12 @@ BODY_BEGINS = re.compile("".join(BODY) + r"(?=\{)")
 BODY_MAY_BEGIN = re.compile(begun(BODY) + r"\Z")
 BARE_BEGINS = re.compile(f"{LINE}(?:{''.join(FENCED)}|{LISTED[0]})(?P<body>{''.join(BARE)})")
 BARE_MAY_BEGIN = re.compile(f"{LINE}(?:{begun([*FENCED, *BARE])}|{begun([*LISTED, *BARE])})\\Z")
+# The words in the header of a message in Harmony. The recipient may precede or follow the channel
+HEADER_WORD = re.compile(
+    r"to=([\w.-]{1,140})|<\|channel\|>(\w+)|(?:<\|constrain\|>)?\w+|<\|constrain\|>"
+)
+HEADER_BEGINS = ("<|channel|>", "<|message|>", "to=")
+MESSAGE_ENDS = ("<|end|>", "<|start|>", *HARMONY_ENDS)
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 
@@ -221,6 +248,9 @@ class ParserState:
         self._text = self._marks[0] if is_thinking else ""
         self._length = 0  # of all text so far
         self._parts: list[ParsedPart] = []
+        self._is_harmony = output_format.is_harmony
+        self._last_message = ""  # the kind of the last message in Harmony
+        self._is_new = True  # nothing of the current message is emitted yet
 
     def add(self, piece: str | None, is_cut: bool) -> None:
         self.is_complete = piece is None
@@ -237,6 +267,9 @@ class ParserState:
     def read(self) -> Reading[None]:
         """The whole answer. Reasoning may come at the start and after a mark, and so may any form
         of a call, if the model's own format has no mark."""
+        if self._is_harmony:
+            yield from self._messages()
+            return
         is_start = True
         while self._text or not self.is_complete:
             if is_start and self._marks and (yield from self._skip(self._marks[0])):
@@ -251,6 +284,76 @@ class ParserState:
             if self.calls and self._is_single:
                 self.is_over = not self.is_complete  # at the end, the call may be cut off
                 return
+
+    def _messages(self) -> Reading[None]:
+        """An answer in Harmony. Reasoning is in the channel "analysis", calls have a recipient, and all
+        else is content."""
+        while self._text or not self.is_complete:
+            header = yield from self._wait(match_header)
+            self._is_new = True
+            if header:
+                self._text = self._text.removeprefix(header.text)
+                yield from self._skip_space()
+                yield from self._message(header)
+            else:
+                if self.is_cut and begins_header(self._text) is not False:
+                    self._text = ""
+                self._text = self._text.removeprefix(HARMONY.opens)
+                if self._text.startswith("<|start|>"):  # of another role
+                    self._text = self._text.removeprefix("<|start|>")
+                    self._say("content", "<|start|>")
+                yield from self._body(partial(self._say, "content"))
+            if self.calls and self._is_single:
+                self.is_over = not self.is_complete
+                return
+
+    def _message(self, header: Header) -> Reading[None]:
+        recipient = header.recipient
+        is_call = recipient.startswith("functions.") and self._format is not SILENT
+        if is_call and self._text.startswith("{"):
+            self._begin(recipient.removeprefix("functions."))
+            self._last_message = ""
+            yield from self._object(kind="arguments")
+            if not self._is_single:
+                yield from self._body(lambda text: None)
+            return
+        if is_call and self.is_cut and not self._text:
+            return
+        kind = "content" if is_call or header.channel != "analysis" else "reasoning"
+        if recipient and kind == "content":
+            self._say(kind, header.text)
+        yield from self._body(partial(self._say, kind))
+        if kind == "reasoning":
+            self.reasoning_length = self._length - len(self._text)
+
+    def _say(self, kind: str, text: str) -> None:
+        """Emit text of a message. A blank line separates it from one of the same kind."""
+        if text:
+            is_next = self._is_new and self._last_message == kind
+            self._is_new = False
+            self._last_message = kind
+            self._emit(kind, "\n\n" * is_next + text)
+
+    def _body(self, emit: Callable[[str], None]) -> Reading[None]:
+        """Emit the text up to the end of a message in Harmony, and take its mark."""
+        while True:
+            places = [(self._text.find(mark), mark) for mark in MESSAGE_ENDS if mark in self._text]
+            if places:
+                place, mark = min(places)
+                emit(strip_held_space(self._text[:place]))
+                self._text = self._text[place:]
+                if mark != "<|start|>":
+                    self._text = self._text.removeprefix(mark)
+                return
+            words = self._text
+            held = max((beginning(mark, words) for mark in MESSAGE_ENDS), key=len)
+            if not self.is_complete or (self.is_cut and held):
+                words = strip_held_space(words.removesuffix(held))
+            emit(words)
+            self._text = "" if self.is_complete else self._text[len(words) :]
+            if self.is_complete:
+                return
+            yield
 
     def _wait(self, look: Callable[[str], T | None]) -> Reading[T | None]:
         """What `look` returns for the next text. It returns None as long as more text may change
@@ -554,6 +657,39 @@ def begins(text: str, mark: str) -> bool | None:
     return None if mark.startswith(text) else False
 
 
+def begins_header(text: str) -> bool | None:
+    """Whether a text begins as the header of a message in Harmony. None if it may with more text."""
+    text = text.lstrip()
+    is_started = begins(text, HARMONY.opens)
+    rest = text.removeprefix(HARMONY.opens).lstrip()
+    found = {begins(rest, mark) for mark in HEADER_BEGINS}
+    return True if True in found else None if None in {is_started, *found} else False
+
+
+class Header(NamedTuple):
+    """Of a message in Harmony."""
+
+    text: str
+    recipient: str
+    channel: str
+
+
+def match_header(text: str) -> Header | bool | None:
+    """The header that a text begins with. False if there is none. None if more text must come first."""
+    is_begun = begins_header(text)
+    if not is_begun:
+        return is_begun
+    head, mark, _ = text.partition("<|message|>")
+    if not mark:
+        return None
+    words = head.lstrip().removeprefix(HARMONY.opens).replace("<|", " <|").split()
+    found = [HEADER_WORD.fullmatch(word) for word in words]
+    if not all(found):
+        return False
+    recipient, channel = (next((each[n] for each in found if each[n]), "") for n in (1, 2))
+    return Header(head + mark, recipient, channel)
+
+
 def after_space(found: re.Match) -> int:
     """Where the match begins, leading white space excluded."""
     return found.end() - len(found[0].lstrip())
@@ -614,6 +750,9 @@ def detect_format(source: str | None, render: Callable[[list, list], str]) -> Ou
     if source is None:
         return OutputFormat(why="this model has no chat template, so it can be given no tools")
     reasoning = next((marks for marks in REASONING_MARKS if marks[1] in source), None)
+    formats = FORMATS
+    if HARMONY_REASONING[0] in source:
+        reasoning, formats = HARMONY_REASONING, (HARMONY,)
     try:
         text = render(PROBE, TOOLS)
     except ValueError as error:
@@ -623,7 +762,7 @@ def detect_format(source: str | None, render: Callable[[list, list], str]) -> Ou
     if "is_called" not in text:
         return OutputFormat(reasoning, why="this model's chat template writes no calls of tools")
     place = text.index("is_called")
-    for format in FORMATS:
+    for format in formats:
         if written := as_written(format, text, place):
             return OutputFormat(reasoning, written)
     around = text[max(place - 40, 0) : place + 40]
@@ -641,8 +780,10 @@ def as_written(format: ToolFormat, text: str, place: int) -> ToolFormat | None:
         begin = text.rfind("{", 0, place)
     if begin < 0:
         return None
-    format = with_layout(format, text[begin:], place - begin)
-    parser = OutputParser(OutputFormat(tools=format), {"is_called": {}}, is_strict=True)
+    reasoning = HARMONY_REASONING if format is HARMONY else None
+    if not reasoning:
+        format = with_layout(format, text[begin:], place - begin)
+    parser = OutputParser(OutputFormat(reasoning, format), {"is_called": {}}, is_strict=True)
     first = dict(reversed(parser.push(text[begin:])))  # of each kind
     is_read = first.get("tool_call") == "is_called" and json_or_none(
         first.get("arguments", "")

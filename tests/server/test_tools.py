@@ -12,6 +12,8 @@ from servers import CHAT, COUNT, MESSAGES, RESPONSES
 from streams import ask
 from tooluse import PATHS, check, random_ask
 
+from text.tool_formats import HARMONY_ENDS, HARMONY_MARKS
+
 
 @pytest.fixture(scope="module")
 def taught():
@@ -103,6 +105,45 @@ def test_reasoning_can_be_enabled():
         for kind in ("enabled", "disabled", "adaptive"):
             is_thinking = thinks(MESSAGES, max_tokens=99, thinking={"type": kind})
             assert is_thinking == (kind == "enabled")
+
+
+GPT_OSS = """<|start|>assistant to=functions.{{ call.function.name }}<|channel|>commentary json<|message|>\
+{{ call.function.arguments | tojson }}<|call|>"""
+AS_GPT_OSS = with_calls(GPT_OSS).replace(
+    "{% for call", "{% if message.thinking %}[{{ message.thinking }}]{% endif %}{% for call"
+)
+AS_GPT_OSS += "{{ reasoning_effort }}{# <|channel|>analysis<|message|> #}"
+
+
+def test_messages_of_harmony():
+    """gpt-oss ends its answer with one of two tokens, and its messages with a third."""
+    marks = [*HARMONY_MARKS, *HARMONY_ENDS]
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    header = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    with Taught(template=AS_GPT_OSS, marks=marks) as server:
+        asked = said(f'{thought}{header}{{"city": "Paris"}}<|call|><|start|>')
+        choice = server.ask(CHAT, {"messages": [asked], "tools": TOOLS}).json["choices"][0]
+        message = choice["message"]
+        (call,) = message["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", None)
+        assert json.loads(call["function"]["arguments"]) == PARIS
+        asked = said(f"{thought}<|channel|>final<|message|>It is 8.<|return|>")
+        body = {"messages": [asked], "stream": True}
+        events = server.ask(CHAT, body).events[:-1]
+        deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+        for name, text in (("reasoning_content", "Hm."), ("content", "It is 8.")):
+            assert "".join(delta.get(name) or "" for delta in deltas) == text
+        # The template wants the thought before a call under another name
+        render = server.parrot.engine.text.render
+        calls = [{"function": {"name": "get_weather", "arguments": PARIS}}]
+        turn = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": calls}
+        assert "[Hm.]<|start|>assistant to=functions.get_weather" in render([said("x"), turn])
+        tokens = []
+        for effort in ("none", "high"):
+            body = {"messages": [said("x")], "reasoning_effort": effort}
+            tokens.append(server.ask(CHAT, body).json["usage"]["prompt_tokens"])
+        assert tokens[1] - tokens[0] == len("high")
 
 
 # --- what else may happen -------------------------------------------------------------------------

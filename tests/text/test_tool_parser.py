@@ -14,7 +14,17 @@ from tokenizers import AddedToken
 
 from text.detokenizer import StreamingDetokenizer
 from text.grammar import Grammars
-from text.tool_formats import FORMATS, MARKS, REASONING_MARKS, OutputFormat, tool_call_grammar
+from text.tool_formats import (
+    FORMATS,
+    HARMONY,
+    HARMONY_ENDS,
+    HARMONY_MARKS,
+    HARMONY_REASONING,
+    MARKS,
+    REASONING_MARKS,
+    OutputFormat,
+    tool_call_grammar,
+)
 from text.tool_formats import TOOLS as LISTED
 from text.tool_parser import (
     HEAD,
@@ -603,6 +613,145 @@ def test_endless_white_space_streams(before):
         parts += parser.push(None)
         assert joined(parts) == parse(text, SPEECH)
         assert joined(parts)[-1].text.endswith("x") and len(text) - len(joined(parts)[-1].text) < 20
+
+
+# --- Harmony, the format of gpt-oss ---------------------------------------------------------------
+
+GPT_OSS = OutputFormat(HARMONY_REASONING, HARMONY)
+THOUGHT = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+TO_ADD = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+THINKS = ("reasoning", "I add.")
+MESSAGES = {
+    f"{THOUGHT}{FINAL}It is 3.": [THINKS, ("content", "It is 3.")],
+    f"{FINAL}It is 3.<|return|>": [("content", "It is 3.")],
+    f'{THOUGHT}{TO_ADD}{{"a": 1}}': [THINKS, CALLED],
+    f'{THOUGHT}{TO_ADD}{{"a": 1}}<|call|>': [THINKS, CALLED],
+    # The recipient may precede the channel, and the type may be a word or missing
+    f'{THOUGHT} to=functions.add<|channel|>commentary json<|message|>{{"a": 1}}': [THINKS, CALLED],
+    ' to=functions.add<|channel|>commentary<|message|>{"a": 1}<|call|>': [CALLED],
+    '<|channel|>analysis to=functions.add<|message|>{"a": 1}': [CALLED],
+    f'{TO_ADD}{{"a": 1}}<|start|>assistant{TO_ADD}{{"a": 1}}': [CALLED, CALLED],
+    f'{TO_ADD}{{"a": 1}}<|call|><|start|>assistant{FINAL}Done.': [CALLED, ("content", "Done.")],
+    f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{TO_ADD}{{}}": [
+        ("content", "I look."),
+        ("tool_call", "add", {}),
+    ],
+    f"{THOUGHT}{THOUGHT}{FINAL}a <|channel|> b\n\n{{": [
+        ("reasoning", "I add.\n\nI add."),
+        ("content", "a <|channel|> b\n\n{"),
+    ],
+    f"{FINAL}One.<|end|><|start|>assistant{FINAL}Two.": [("content", "One.\n\nTwo.")],
+    "<|channel|>analysis to=python<|message|>print(1)<|call|>": [("reasoning", "print(1)")],
+    "No header at all.": [("content", "No header at all.")],
+    f"{THOUGHT}I forgot the header.": [THINKS, ("content", "I forgot the header.")],
+    f"{TO_ADD}no JSON": [("content", f"{TO_ADD}no JSON")],
+    "<|channel|>commentary to=browser.open<|message|>{}": [
+        ("content", "<|channel|>commentary to=browser.open<|message|>{}")
+    ],
+    "<|start|>user<|message|>Hi": [("content", "<|start|>user<|message|>Hi")],
+    "<|channel|>ana": [("content", "<|channel|>ana")],
+    "<|start|>assistant": [],
+    "<|end|>": [],
+    "": [],
+}
+
+
+@pytest.mark.parametrize("text", MESSAGES)
+def test_messages_of_harmony_are_parsed_however_cut(text):
+    expected = MESSAGES[text]
+    for cut in range(len(text) + 1):
+        assert told(parse([text[:cut], text[cut:]], GPT_OSS)) == expected, cut
+    assert told(parse(list(text), GPT_OSS)) == expected
+    if CALLED in expected:
+        single = expected[: expected.index(CALLED) + 1]
+        assert told(parse(text, GPT_OSS, is_single=True)) == single
+        parser = OutputParser(GPT_OSS, TOOLS, is_single=True)
+        places = [place for place, letter in enumerate(text) if parser.ends(letter)]
+        assert text[: places[0] + 1].endswith("}") and text[: places[0] + 1].count("{") == 1
+
+
+def test_messages_that_max_tokens_cuts_off():
+    """No half of a header reaches a client."""
+    text = f'{THOUGHT}{TO_ADD}{{"a": 1}}'
+    for end in range(len(text)):
+        parts = parse(text[:end], GPT_OSS, is_cut=True)
+        assert all("<|" not in part.text for part in parts), text[:end]
+        assert [part.kind for part in parts if part.kind == "content"] == []
+
+
+def test_random_messages_of_harmony_are_parsed_however_cut():
+    pieces = [
+        *MESSAGES,
+        *HARMONY_MARKS,
+        *HARMONY_ENDS,
+        THOUGHT,
+        FINAL,
+        TO_ADD,
+        *HOSTILE,
+        "so",
+        " \n",
+    ]
+    kinds = set()
+    for seed in range(ANSWERS):
+        dice = random.Random(seed)
+        text = "".join(dice.choice(pieces) for _ in range(dice.randrange(1, 5)))
+        text = damaged(text, dice) if dice.random() < 0.5 else spaced(text, dice)
+        text = text[: dice.choice([None, dice.randrange(len(text) + 1)])]
+        how = {"is_single": dice.random() < 0.3, "is_thinking": dice.random() < 0.1}
+        for is_cut in (False, True):
+            parts = parse_however_cut(text, GPT_OSS, seed, is_cut=is_cut, **how)
+            kinds |= {part.kind for part in parts}
+    assert kinds == {"content", "reasoning", "tool_call", "arguments"}
+
+
+def test_harmony_is_detected_from_the_template():
+    for rendered in (
+        '<|start|>assistant to=functions.is_called<|channel|>commentary json<|message|>{"n": 7}<|call|>',
+        f'<|start|>assistant{TO_ADD.replace("add", "is_called")}{{"n": 7}}<|call|>',
+    ):
+        found = detect_format(HARMONY_REASONING[0], lambda *_, said=rendered: "is_listed" + said)
+        assert found == GPT_OSS
+    assert GPT_OSS.is_thinking("<|start|>assistant<|channel|>analysis<|message|>")
+    found = detect_format(HARMONY_REASONING[0], lambda *_: "no tools")
+    assert found.reasoning == HARMONY_REASONING and "takes no tools" in found.why
+
+
+@pytest.mark.parametrize("kind", ["letters", "special"])
+def test_grammar_of_messages(kind):
+    """A required call, or JSON as the answer, after any reasoning."""
+    tokenizer = make_tokenizer()
+    if kind == "special":
+        tokens = [AddedToken(mark, special=True, normalized=False) for mark in HARMONY_MARKS]
+        tokenizer.add_tokens(tokens)
+    grammars = Grammars(tokenizer, 320, [257])
+    added = {each.content: id for id, each in tokenizer.get_added_tokens_decoder().items()}
+    special = grammars.special(added.values())
+    marks = {text: id for text, id in added.items() if id in special}
+
+    def can_be(text: str, **how) -> bool:
+        rules = tool_call_grammar(GPT_OSS, marks=marks, **how)
+        return allows(grammars, rules, tokenizer.encode(text, add_special_tokens=False).ids)
+
+    call = TO_ADD.replace("add", "is_listed") + '{"n": 7}'
+    for before in ("", THOUGHT, 2 * THOUGHT):
+        assert can_be(before + call, tools=LISTED)
+        assert can_be(f'{before}{FINAL}"yes"', tools=[], answer={"enum": ["yes"]})
+    assert not can_be(f"{THOUGHT}{FINAL}Yes.", tools=LISTED)
+    assert not can_be(f"{FINAL}Yes.", tools=[], answer={"enum": ["yes"]})
+    rest = THOUGHT.removeprefix(HARMONY_REASONING[0])
+    assert can_be(rest + call, tools=LISTED, is_thinking=True)
+    parts = OutputParser(GPT_OSS, {"is_listed": SCHEMA}).push(call)
+    assert told(joined(parts)) == [("tool_call", "is_listed", {"n": 7})]
+
+
+def test_harmony_without_the_model():
+    """For those who watch, and for the next prompt, which must hold no marks."""
+    text = f"{THOUGHT}{FINAL}It is 3."
+    assert split_output(text) == [("reasoning", "I add."), ("content", "It is 3.")]
+    assert split_reasoning(text) == ("I add.", "It is 3.")
+    parts = split_output(f'{THOUGHT}{TO_ADD}{{"a": 1}}')
+    assert parts == [THINKS, ("tool_call", 'add{"a": 1}')]
 
 
 # --- which format does a template speak? ----------------------------------------------------------
