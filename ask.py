@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
                 return engine.follow()
             sampling = SamplingParams(**advised(engine.text.folder) | asked)
             if talks:
-                return terminal_chat.begin(engine, sampling, prompts)
+                return terminal_chat.chat_in_terminal(engine, sampling, prompts)
             for prompt in prompts:
                 handles.append(engine.submit(engine.text.ask(prompt, args.raw), sampling))
             say(engine.summary)

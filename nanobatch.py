@@ -227,7 +227,7 @@ class Engine:
             check_embeds(text.folder, sampling.embeds, self.embeds)
         if sampling.stop_tokens or sampling.logit_bias:
             text.check_ids([*sampling.stop_tokens, *sampling.logit_bias])
-        ids, shown, is_thinking, _ = text.read(prompt)
+        ids, shown, is_thinking, _ = text.encode_prompt(prompt)
         if sampling.grammar and grammar is None:
             grammar = text.grammar(sampling.grammar)
         max_tokens = sampling.max_tokens or max(1, self.sched.max_len - len(ids))

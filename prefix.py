@@ -289,7 +289,7 @@ class Prefixes:
                 found.append(Remembered(slot, tokens, self.clients[slot], base))
         return found
 
-    def hold(self, slot: int, trail: Trail, rows: int) -> None:
+    def record_rows(self, slot: int, trail: Trail, rows: int) -> None:
         """Record that the slot holds the first `rows` rows of this text, and nothing else. (It may
         have held some of them before.)"""
         known = self._nodes[slot]
@@ -303,14 +303,14 @@ class Prefixes:
         self._trails[slot] = trail
         self.rows[slot] = rows
 
-    def hold_answer(self, slot: int, trail: Trail, answer: Sequence[int], rows: int) -> None:
+    def record_answer(self, slot: int, trail: Trail, answer: Sequence[int], rows: int) -> None:
         """Record that the slot holds the first `rows` rows of this prompt and its answer."""
         if answer:
             tokens = [*trail.tokens, *answer]
             rest = tokens[len(trail.nodes) * self.segment :]
             last = trail.nodes[-1] if trail.nodes else self._root
             trail = Trail(tokens, [*trail.nodes, *self._walk(rest, last)])
-        self.hold(slot, trail, rows)
+        self.record_rows(slot, trail, rows)
 
     def text_of(self, slot: int) -> Trail:
         """The text of a slot's rows, or more."""
@@ -328,7 +328,7 @@ class Prefixes:
 
     def forget(self, slot: int) -> None:
         """Forget what the slot holds."""
-        self.hold(slot, Trail(), 0)
+        self.record_rows(slot, Trail(), 0)
 
     def clear(self) -> None:
         """Forget what all slots hold, and in which order they were used."""

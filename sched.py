@@ -300,7 +300,7 @@ class Scheduler:
             if chunk.copied_from is not None:
                 self.prefixes.use(chunk.copied_from)
         request.prefilled = chunk.stop
-        self.prefixes.hold(slot, trail, chunk.stop)
+        self.prefixes.record_rows(slot, trail, chunk.stop)
 
     # --- the end of a request
 
@@ -331,7 +331,7 @@ class Scheduler:
             return  # nothing was written: the slot is as it was before
         self.prefixes.use(slot)
         if request.prefix_cache:
-            self.prefixes.hold_answer(slot, request.prefix.trail, request.answer, request.proven)
+            self.prefixes.record_answer(slot, request.prefix.trail, request.answer, request.proven)
         self.states.leave(request)
         if request.committed == 0 or request.next_row > request.proven:
             # A GPU pads a chunk: it writes less than a chunk of rows more

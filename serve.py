@@ -138,7 +138,7 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
     is_awaited = False
     overdue = math.inf
 
-    def note(number: int, _) -> None:
+    def on_signal(number: int, _) -> None:
         nonlocal overdue
         # A download, or a layer being read, cannot be interrupted, but the process can end. So it
         # can if the main thread does not come to the first signal, or hangs after it.
@@ -148,8 +148,8 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
         overdue = min(overdue, time.monotonic() + 2 * DRAIN_S)
         signals.put(number)
 
-    signal.signal(signal.SIGTERM, note)
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
     server.start()
     engine = None
     code = 0

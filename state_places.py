@@ -33,13 +33,13 @@ class Place:
         self.number = number
         self.forget()
 
-    def hold(self, trail: Trail, base: int, newest: int) -> None:
+    def record(self, trail: Trail, base: int, newest: int) -> None:
         self.trail = trail
         self.base = base
         self.newest = newest
 
     def forget(self) -> None:
-        self.hold(Trail(), 0, 0)
+        self.record(Trail(), 0, 0)
 
     def serves(self, trail: Trail, most: int, segment: int) -> int:
         """The most tokens of a prompt, up to `most`, after which this is its state; 0 if there are none.
@@ -151,7 +151,7 @@ class StatePlaces(Stateless):
         place = None
         if chunk.restored is not None:
             place = self.own[chunk.slot]  # the runner writes the state from disk there
-            place.hold(chunk.request.prefix.trail, chunk.restored.base, chunk.start)
+            place.record(chunk.request.prefix.trail, chunk.restored.base, chunk.start)
         elif chunk.start:
             tokens, place = self._deepest(chunk.request.prefix.trail, chunk.start, chunk.slot)
             assert tokens == chunk.start, (tokens, chunk)
@@ -199,7 +199,7 @@ class StatePlaces(Stateless):
         if target.number >= self.slots:
             self._count(made=1, dropped=target.newest > 0)
             left = stop
-        target.hold(request.prefix.trail, keep, stop)
+        target.record(request.prefix.trail, keep, stop)
         self._use(target)
         self.running[request.slot] = Running(target, fork, left)
         return Move(number, base, target.number, keep)

@@ -165,7 +165,9 @@ def lengthened(engine: Engine, question: str) -> Any:
 
     rows = ROWS.get(question, 0)
     numbers = range(2 * rows)
-    return prompt(bisect_left(numbers, rows, key=lambda n: len(engine.text.read(prompt(n))[0])))
+    return prompt(
+        bisect_left(numbers, rows, key=lambda n: len(engine.text.encode_prompt(prompt(n))[0]))
+    )
 
 
 def is_supported(engine: Engine, sampling: SamplingParams) -> bool:
@@ -273,7 +275,7 @@ def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tall
     for ask in asked:
         if ask.setting != "greedy":  # any other sampling depends on the position in the answer
             continue
-        ids = engine.text.read(ask.prompt)[0]
+        ids = engine.text.encode_prompt(ask.prompt)[0]
         for place in range(1, len(ask.alone.tokens), 7):
             prompt = [*ids, *ask.alone.tokens[:place]]
             sampling = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=LIKELIEST)

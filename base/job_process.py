@@ -227,7 +227,7 @@ def watch(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.soc
 def run(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.socket) -> NoReturn:
     """The job's process, from start to end."""
     try:
-        hold(limits)
+        limit_process(limits)
         thread = threading.Thread(target=attempt, args=(function, end))
         thread.start()
         thread.join()
@@ -235,7 +235,7 @@ def run(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.socke
         os._exit(0)
 
 
-def hold(limits: SandboxLimits) -> None:
+def limit_process(limits: SandboxLimits) -> None:
     """From here on the system ends this process when it exceeds a limit."""
     os.nice(NICE)
     threading.stack_size(STACK)

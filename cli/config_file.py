@@ -36,7 +36,7 @@ def expand(
         return given
     file = known.config[0]
     try:
-        options = options_of(read(file), program, known.model)
+        options = options_of(read_toml(file), program, known.model)
         if unfit := [name for name in options if not re.fullmatch(r"[\w-]+", name)]:
             raise ValueError(f"{program} has no option {shown(unfit[0])}")  # a quoted key
         words = [word for name, value in options.items() for word in words_of(parser, name, value)]
@@ -49,7 +49,7 @@ def expand(
     return [*words, *given]
 
 
-def read(file: str) -> dict[str, Any]:
+def read_toml(file: str) -> dict[str, Any]:
     text = read_some(file, LONGEST)
     try:
         return tomllib.loads(text)

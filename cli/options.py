@@ -291,12 +291,12 @@ class CommandLine(argparse.ArgumentParser):
         says += "multiplies, as in llama.cpp; 32 has mlx-lm's tokens (default: auto)"
         choices = {"auto": "auto", "8": 8, "32": 32}
 
-        def read(text: str) -> str | int:
+        def read_bits(text: str) -> str | int:
             if text not in choices:
                 raise ValueError(f"--activations {shown(text)}: choose auto, 8 or 32")
             return choices[text]
 
-        self.add_read("--activations", read, says, default="auto", metavar="auto|8|32")
+        self.add_read("--activations", read_bits, says, default="auto", metavar="auto|8|32")
 
     def add_keys(self) -> None:
         """The options of every program that runs a server."""

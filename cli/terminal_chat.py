@@ -74,14 +74,14 @@ class Conversation:
             reply["reasoning_content"] = thought
         self.turns += [{"role": "user", "content": question}, reply]
 
-    def drop_oldest(self) -> str:
+    def pop_oldest(self) -> str:
         """Forget the first question and its answer. Returns the question."""
         if not self.turns:
             raise ValueError("nothing was said yet, so there is nothing to forget")
         oldest, self.turns = self.turns[:2], self.turns[2:]
         return oldest[0]["content"]
 
-    def take_newest(self) -> str:
+    def pop_newest(self) -> str:
         """Forget the last question and its answer. Returns the question, to be asked again."""
         if not self.turns:
             raise ValueError("nothing was asked yet, so there is nothing to ask again")
@@ -144,7 +144,7 @@ class Dialogue:
         with self.engine.serving():
             while True:
                 try:
-                    self.take(first.pop(0) if first else self.next_line())
+                    self.handle_line(first.pop(0) if first else self.next_line())
                 except KeyboardInterrupt:
                     self.say("\n(Ctrl-D ends)")
                 except EOFError:
@@ -162,7 +162,7 @@ class Dialogue:
             lines.append(self.read("... "))
         return "\n".join(lines)[:-3].strip("\n")
 
-    def take(self, line: str) -> None:
+    def handle_line(self, line: str) -> None:
         command, _, rest = line.strip().partition(" ")
         if command.startswith("/"):
             self.obey(command, rest.strip())
@@ -184,7 +184,7 @@ class Dialogue:
         elif command == "/set":
             self.configure(rest)
         elif command == "/drop":
-            self.say(f"forgotten: {shown(self.talk.drop_oldest())}")
+            self.say(f"forgotten: {shown(self.talk.pop_oldest())}")
             if self.waiting:
                 self.ask(self.waiting)
         elif command in ("/save", "/load") and not rest:
@@ -217,7 +217,7 @@ class Dialogue:
     def retry(self) -> None:
         """Ask the last question again. If that fails, its first answer stays."""
         turns = list(self.talk.turns)
-        question = self.waiting or self.talk.take_newest()
+        question = self.waiting or self.talk.pop_newest()
         try:
             self.ask(question)
         except ValueError:
@@ -375,15 +375,15 @@ def keep(history: History) -> Callable[[str], str]:
         for question in history.questions:
             readline.add_history(question.replace("\n", NEWLINE))
 
-    def read(asked: str) -> str:
+    def read_line(asked: str) -> str:
         line = input(asked).replace(NEWLINE, "\n")
         history.add(line)
         return line
 
-    return read
+    return read_line
 
 
-def begin(engine: Engine, sampling: SamplingParams, questions: Sequence[str]) -> int:
+def chat_in_terminal(engine: Engine, sampling: SamplingParams, questions: Sequence[str]) -> int:
     """Talk with the person at this terminal."""
     if not engine.text.has_template:
         raise ValueError("this model has no chat template, so it knows no turns: give a PROMPT")

@@ -642,7 +642,7 @@ def ask(rng: random.Random, skill: str, exam: bool = False) -> Task:
 # --- conversations ------------------------------------------------------------------------------
 
 
-class Conversation(NamedTuple):
+class TrainingText(NamedTuple):
     """Messages as a chat template takes them, or, if `plain`, a text without any template."""
 
     messages: list[dict[str, str]]
@@ -669,11 +669,11 @@ def as_people_type(rng: random.Random, prompt: str) -> str:
     return prompt
 
 
-def conversation(rng: random.Random) -> Conversation:
+def conversation(rng: random.Random) -> TrainingText:
     """One to eight turns; sometimes a system message before them; sometimes no chat at all."""
     skills, weights = list(SKILLS), [weight for _, weight in SKILLS.values()]
     if rng.random() < 0.04:
-        return Conversation(
+        return TrainingText(
             [{"role": "assistant", "content": ask(rng, "story").answer}], plain=True
         )
     plain = rng.random() < 0.06
@@ -693,10 +693,10 @@ def conversation(rng: random.Random) -> Conversation:
         task = ask(rng, skill)
         messages.append({"role": "user", "content": as_people_type(rng, task.prompt)})
         messages.append({"role": "assistant", "content": task.answer})
-    return Conversation(messages, plain)
+    return TrainingText(messages, plain)
 
 
-def conversations(seed: str) -> Iterator[Conversation]:
+def conversations(seed: str) -> Iterator[TrainingText]:
     """Without end. The same seed gives the same text."""
     rng = random.Random(seed)
     while True:

@@ -1373,7 +1373,7 @@ def habit(rng: random.Random, noun: str, options: Sequence):
     )
 
 
-class Scene(dict):
+class StoryWords(dict):
     """The words of one story. What is asked for and not there yet is drawn from FIELDS, and
     kept."""
 
@@ -1407,7 +1407,7 @@ def names_for(noun: str) -> list[tuple[str, str]]:
 
 def cast(
     rng: random.Random, first: str, second: str, kinds: Mapping[str, str], name: str = ""
-) -> tuple[list, Scene]:
+) -> tuple[list, StoryWords]:
     """Who plays: the plots that suit the two nouns, and a scene with the names and pronouns in
     it."""
     things = [noun for noun in (first, second) if kinds.get(noun, "thing") == "thing"]
@@ -1419,7 +1419,7 @@ def cast(
     )
     friend = others[0] if others else ""
     they = GENDER.get(friend, "she" if he == "he" else "he")
-    scene = Scene(rng, first, second, hero=hero, friend=friend, name=name)
+    scene = StoryWords(rng, first, second, hero=hero, friend=friend, name=name)
     scene["pal"] = habit(
         rng, second, [n for n, pronoun in NAMES if pronoun == they and n[0] != name[0]]
     )

@@ -130,7 +130,7 @@ class Encoder:
         pieces = self.tokenizer.encode_batch(text.split(corpus.CUT), add_special_tokens=False)
         return [id for piece in pieces for id in piece.ids]
 
-    def encode(self, talk: corpus.Conversation) -> list[tuple[int, bool]]:
+    def encode(self, talk: corpus.TrainingText) -> list[tuple[int, bool]]:
         tokens = [(self.start, False)]
         # No template: the question, if there is one, then the answer on a line of its own
         if talk.plain:
@@ -257,7 +257,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
-class Log:
+class TrainingLog:
     """Lines for people on the screen, the same as JSON in a file."""
 
     def __init__(self, path: Path):
@@ -315,7 +315,7 @@ def main() -> None:
 
     keep_freed_memory()
     RUN.mkdir(exist_ok=True)
-    log = Log(RUN / "log.jsonl")
+    log = TrainingLog(RUN / "log.jsonl")
     torch.manual_seed(0)
     if args.start:
         model, tokenizer = start_from(args.start)

@@ -227,7 +227,7 @@ class FaultInjection(Experiment):
         request = handle.request
         sampling = replace(handle.sampling, max_tokens=request.max_tokens, seed=handle.seed)
         origin = handle.origin._replace(mute=True)
-        prompt = self.engine.text.read(list(request.prompt))._replace(shown=handle.prompt)
+        prompt = self.engine.text.encode_prompt(list(request.prompt))._replace(shown=handle.prompt)
         again = self.engine.submit(prompt, sampling, origin=origin, prefix_cache=False)
         return self.client.keep(again)
 

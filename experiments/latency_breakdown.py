@@ -132,7 +132,7 @@ def with_a_chunk(prices: Prices) -> Prices:
     if not is_noisy(prices):
         return prices
     estimated = copy(prices)
-    estimated.chunk = prices.of(1, 0) or LEAST
+    estimated.chunk = prices.seconds(1, 0) or LEAST
     return estimated
 
 
@@ -207,9 +207,9 @@ def _shares(
     read = {owner: stop - start for _, owner, start, stop in column.view.prefill}
     tokens = sum(read.values())
     own = read.pop(request.id, 0)
-    per_token = prices.of(0, len(column.view.prefill)) / max(1, tokens)
-    own_row = 0.0 if own else prices.of(1, 0) or LEAST
-    all_rows = max(own_row, prices.of(rows, 0))
+    per_token = prices.seconds(0, len(column.view.prefill)) / max(1, tokens)
+    own_row = 0.0 if own else prices.seconds(1, 0) or LEAST
+    all_rows = max(own_row, prices.seconds(rows, 0))
     whole = per_token * tokens + all_rows
     for owner, theirs in read.items():
         breakdown.chunks[owner] += seconds * per_token * theirs / whole

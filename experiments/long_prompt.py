@@ -258,7 +258,7 @@ class ShortPrompt(NamedTuple):
     long_steps: int  # to the long prompt's first token
 
 
-class Result(NamedTuple):
+class LongPromptResult(NamedTuple):
     """One long prompt and its effect on the chats. Seconds are the engine's."""
 
     request: int
@@ -286,7 +286,7 @@ class LongPromptRecord(ExperimentRecord):
     now: str = ""  # what happens now
     newest: int | None = None  # long prompt, also if it has not ended
     short: int | None = None  # the short prompt next to it
-    results: tuple[Result, ...] = ()
+    results: tuple[LongPromptResult, ...] = ()
 
     @property
     def so_far(self) -> str:
@@ -324,7 +324,9 @@ def gaps_of(steps: Sequence[StepView], long: int | None) -> Iterator[tuple[int, 
             newest[chat] = i
 
 
-def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) -> Result | None:
+def measured(
+    steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]
+) -> LongPromptResult | None:
     """Measure the effect of a long prompt. None if no chat decoded meanwhile."""
     reads = [step for step in steps if read_of(step, handle.id)]
     quiet: list[Gap] = []
@@ -339,7 +341,7 @@ def measured(steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]) 
     # Leave out a short last chunk: of two gaps it would be the median
     dearest = max(gap.cost for gap in disturbed)
     whole = [gap.seconds for gap in disturbed if 2 * gap.cost >= dearest]
-    return Result(
+    return LongPromptResult(
         request=handle.id,
         budgets=tuple(budgets),
         widest=max(read_of(step, handle.id) for step in reads),
@@ -424,7 +426,7 @@ def doing(state: State, record: LongPromptRecord, is_on: bool) -> str:
     return disturbed(state.view, words, budget)
 
 
-def sentence(results: Sequence[Result]) -> str:
+def sentence(results: Sequence[LongPromptResult]) -> str:
     """What the budget trades, with the newest budget and the one before."""
     newest = results[-1]
     result, which = calmest(results, newest.budgets)
@@ -443,7 +445,7 @@ def sentence(results: Sequence[Result]) -> str:
     )
 
 
-def company(result: Result) -> str:
+def company(result: LongPromptResult) -> str:
     """How long the short prompt waited for its first token."""
     short = result.short
     if short is None:
@@ -458,14 +460,16 @@ def company(result: Result) -> str:
     )
 
 
-def calmest(results: Sequence[Result], budgets: tuple[int, ...]) -> tuple[Result, str]:
+def calmest(
+    results: Sequence[LongPromptResult], budgets: tuple[int, ...]
+) -> tuple[LongPromptResult, str]:
     """The least disturbed result with these budgets: other programs only make gaps longer."""
     alike = [result for result in results if result.budgets == budgets]
     which = f", the calmest of {len(alike):,}" if len(alike) > 1 else ""
     return min(alike, key=lambda result: result.gap), which
 
 
-def truth(results: Sequence[Result]) -> str:
+def truth(results: Sequence[LongPromptResult]) -> str:
     """How far the figures can be trusted."""
     words = ""
     if results and results[-1].quiet_longest > NOISY * results[-1].quiet_gap:
@@ -575,7 +579,7 @@ def draw_chunks(
     pen.to(LEFT + cells).put(f"{name:>{RIGHT - 1}}")
 
 
-def draw_results(on: Canvas, results: Sequence[Result]) -> None:
+def draw_results(on: Canvas, results: Sequence[LongPromptResult]) -> None:
     """Draw a line for each long prompt, the newest last."""
     if not results:
         on.lines.append([])

@@ -153,7 +153,7 @@ def simulated(
     """The steps of a replay on the clock of the prices. Options are those of `Replay`."""
 
     def seconds(plan: Plan) -> float:
-        return prices.of(len(plan.decodes), len(plan.chunks))
+        return prices.seconds(len(plan.decodes), len(plan.chunks))
 
     before = None
     replay = Replay.under(limits._asdict(), POLICIES[policy], guests, seconds, **options)

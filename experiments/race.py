@@ -31,7 +31,7 @@ from screen.draw.canvas import Canvas, fitting, in_columns
 from screen.draw.slots import fit_slots
 from screen.draw.style import clean, count, span, wrap
 from screen.draw.timeline import draw_cells
-from screen.engine_view import ExperimentRecord, Part, View
+from screen.engine_view import ExperimentRecord, ExperimentRun, View
 from screen.page import NOTHING_RAN, Key, Page
 from screen.state import State, prices
 from screen.step_prices import LEAST, on_clock
@@ -70,7 +70,7 @@ class Race(Experiment):
                 engine.drain(policy)
                 first = engine.sched.steps + 1
                 handles = [*map(self.client.submit, self._asks)]
-                leg = Part(policy, first, None, tuple(handle.id for handle in handles))
+                leg = ExperimentRun(policy, first, None, tuple(handle.id for handle in handles))
                 before = self.record.legs
                 self.update(legs=(*before, leg), to_race=self.record.to_race[1:])
                 yield from self.until_idle()
@@ -126,7 +126,7 @@ def compare(state: State, rival: str = "") -> Contest:
     runs = [replay(limits, requests, policy, moment, costs, steps) for policy in (ran, rival)]
     real = measured(", then ".join(policies), columns, requests, costs)
     paid = (
-        (costs.of(1, 0), "with one row"),
+        (costs.seconds(1, 0), "with one row"),
         (costs.row, "more for each row"),
         (costs.chunk, "for a chunk"),
     )
@@ -162,11 +162,11 @@ class RaceRecord(ExperimentRecord):
     name = "race"
     doing = "⚑ racing"
     is_one_run = False
-    legs: tuple[Part, ...]  # the same burst under one policy each
+    legs: tuple[ExperimentRun, ...]  # the same burst under one policy each
     to_race: tuple[str, ...]  # policies of the remaining legs
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[ExperimentRun, ...]:
         return self.legs
 
 
@@ -174,7 +174,7 @@ def is_racing(view: View) -> bool:
     return isinstance(view.experiment, RaceRecord)
 
 
-def legs_in(view: View) -> tuple[Part, ...]:
+def legs_in(view: View) -> tuple[ExperimentRun, ...]:
     """The legs of the running race, or of the last experiment if that was one."""
     return view.record.legs if isinstance(view.record, RaceRecord) else ()
 

@@ -92,7 +92,7 @@ def chosen_experts(engine: Engine) -> ExpertsView:
 
     choices = engine.model.choices
     with device_lock, device_stream():
-        layers = choices.read() if choices else ()
+        layers = choices.counts() if choices else ()
     return ExpertsView(engine.sched.steps, tuple(tuple(each.most_common()) for each in layers))
 
 

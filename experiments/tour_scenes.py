@@ -16,7 +16,7 @@ from typing import NamedTuple
 from engine.snapshot import RequestView
 from experiments.fault_injection import FEWEST, FaultInjectionRecord
 from experiments.latency_breakdown import breakdown_in, outcomes
-from experiments.long_prompt import Result
+from experiments.long_prompt import LongPromptResult
 from experiments.step_cost import scaled
 from models.forward_cost import of_rows
 from screen.draw.style import FAILED, clean, count, span
@@ -248,7 +248,7 @@ def tell_fault(seen: Sight) -> Story:
 # --- a long prompt among others -----------------------------------------------------------------
 
 
-def results(seen: Sight) -> list[Result]:
+def results(seen: Sight) -> list[LongPromptResult]:
     """The long prompts of this scene."""
     return (
         [result for result in seen.found.results if result.request > seen.newest]
@@ -279,7 +279,7 @@ def tell_long_prompt(seen: Sight) -> Story:
     yield explained(found)
 
 
-def explained(found: list[Result]) -> Explanation:
+def explained(found: list[LongPromptResult]) -> Explanation:
     """Compare each long prompt with the gaps just before it."""
     widest = max(found, key=lambda result: result.widest)
     right = 2 if widest.gap > 1.1 * widest.quiet_gap else 3

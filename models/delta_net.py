@@ -79,7 +79,7 @@ class Tokens(NamedTuple):
     rate: mx.array  # the same
 
 
-class Change(NamedTuple):
+class StateUpdate(NamedTuple):
     """What a token does to the states: S <- g S + k d^T"""
 
     k: mx.array  # (Hv, Dk, 1)
@@ -95,7 +95,7 @@ def run_formula(states: States, x: mx.array, windows: Sequence[Window]) -> mx.ar
     results = []
     for move, row, own in sequences(x, windows):
         source, base, target, keep = move
-        place = Place(states, source) if source >= 0 else None
+        place = StateArrays(states, source) if source >= 0 else None
         S = mx.zeros((states.heads.Hv, states.heads.Dk, states.heads.Dv))
         if place:
             S = place.S
@@ -110,12 +110,12 @@ def run_formula(states: States, x: mx.array, windows: Sequence[Window]) -> mx.ar
             if row + i == keep:
                 kept = S
             d = rate * (v - g * (k.swapaxes(-1, -2) @ S))  # (Hv, 1, Dv)
-            change = Change(k, d, g)
+            change = StateUpdate(k, d, g)
             S = change.to(S)
             results.append((q @ S).flatten())
             log.append(change)
         since = keep - row
-        Place(states, target).write(kept, inputs[since:], log[since:], keep)
+        StateArrays(states, target).write(kept, inputs[since:], log[since:], keep)
     return mx.stack(results)
 
 
@@ -158,7 +158,7 @@ def normalized(x: mx.array) -> mx.array:
     return x * mx.rsqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
 
 
-class Place:
+class StateArrays:
     """A place in a layer's states, as `delta_net.c` has it."""
 
     def __init__(self, states: States, place: int):
@@ -174,28 +174,28 @@ class Place:
         first = self.begin + sum(sizes[:index])
         return slice(first, first + sizes[index])
 
-    def read(self, index: int) -> mx.array:
+    def array(self, index: int) -> mx.array:
         return self.states.memory[self.part(index)].reshape(self.shapes[index])
 
     @property
     def S(self) -> mx.array:
-        return self.read(0)
+        return self.array(0)
 
     def inputs(self, row: int) -> mx.array:  # (TAPS - 1, inputs)
         """The inputs of the tokens before this row, with zeros before the first token."""
         rows = range(row - TAPS + 1, row)
-        ring = self.read(1)
+        ring = self.array(1)
         return mx.stack(
             [ring[at % len(ring)] if at >= 0 else mx.zeros(ring.shape[1]) for at in rows]
         )
 
-    def change(self, row: int) -> Change:
-        _, keys, d, gates = (self.read(index)[row % self.log] for index in range(1, 5))
+    def change(self, row: int) -> StateUpdate:
+        _, keys, d, gates = (self.array(index)[row % self.log] for index in range(1, 5))
         heads = self.states.heads
         keys = mx.repeat(keys, heads.Hv // heads.Hk, axis=0)
-        return Change(keys[..., None], d[:, None], gates[:, None, None])
+        return StateUpdate(keys[..., None], d[:, None], gates[:, None, None])
 
-    def write(self, S: mx.array, inputs: mx.array, log: Sequence[Change], base: int) -> None:
+    def write(self, S: mx.array, inputs: mx.array, log: Sequence[StateUpdate], base: int) -> None:
         """`inputs`: of the TAPS - 1 tokens before `base` and of all after it, as the log."""
         group = self.states.heads.Hv // self.states.heads.Hk
         columns = [[each.k[::group, :, 0] for each in log], [each.d[:, 0] for each in log]]
@@ -203,6 +203,6 @@ class Place:
         self.states.memory[self.part(0)] = S.flatten()
         rings = [(inputs, base - TAPS + 1), *((mx.stack(each), base) for each in columns)]
         for index, (rows, first) in enumerate(rings, 1):
-            ring = self.read(index)
+            ring = self.array(index)
             ring[mx.array([(first + i) % len(ring) for i in range(len(rows))])] = rows
             self.states.memory[self.part(index)] = ring.flatten()

@@ -130,7 +130,7 @@ def mxfp4_blocks(blocks: mx.array) -> Decoded:
     return numbers, mxfp4.powers(blocks[:, :1])
 
 
-class Form(NamedTuple):
+class BlockFormat(NamedTuple):
     decode: Callable[[mx.array], Decoded]
     bits: int
     group: int
@@ -141,15 +141,15 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "Q4_0": Form(q4_0, 4, 32, center=-8),
-    "Q4_1": Form(q4_1, 4, 32, halves=(0, 2)),
-    "Q5_0": Form(q5_0, 5, 32, center=-16),
-    "Q5_1": Form(q5_1, 5, 32, halves=(0, 2)),
-    "Q8_0": Form(q8_0, 8, 32, center=-128),
-    "Q4_K": Form(q4_k, 4, 32, mx.uint8, halves=(0, 2)),
-    "Q5_K": Form(q5_k, 5, 32, mx.uint8, halves=(0, 2)),
-    "Q6_K": Form(q6_k, 6, 16, mx.uint8, -32, (208,)),
-    "MXFP4": Form(mxfp4_blocks, mxfp4.BITS, mxfp4.GROUP, mx.bfloat16, mxfp4.CENTER, ()),
+    "Q4_0": BlockFormat(q4_0, 4, 32, center=-8),
+    "Q4_1": BlockFormat(q4_1, 4, 32, halves=(0, 2)),
+    "Q5_0": BlockFormat(q5_0, 5, 32, center=-16),
+    "Q5_1": BlockFormat(q5_1, 5, 32, halves=(0, 2)),
+    "Q8_0": BlockFormat(q8_0, 8, 32, center=-128),
+    "Q4_K": BlockFormat(q4_k, 4, 32, mx.uint8, halves=(0, 2)),
+    "Q5_K": BlockFormat(q5_k, 5, 32, mx.uint8, halves=(0, 2)),
+    "Q6_K": BlockFormat(q6_k, 6, 16, mx.uint8, -32, (208,)),
+    "MXFP4": BlockFormat(mxfp4_blocks, mxfp4.BITS, mxfp4.GROUP, mx.bfloat16, mxfp4.CENTER, ()),
 }
 
 

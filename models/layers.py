@@ -36,9 +36,9 @@ class Mlp(NamedTuple):
         return self.down(geglu(gate_up) if self.gelu else swiglu(gate_up))
 
 
-class Choices:
+class ExpertChoices:
     """The experts that the tokens of the newest pass take, layer by layer. A pass computes them anyway:
-    keeping them adds no node to the graph, and only `read` waits for them.
+    keeping them adds no node to the graph, and only `counts` waits for them.
 
     subtle: those of earlier passes are dropped. If they were never computed, they would hold the slab,
     and the next write would copy it.
@@ -51,7 +51,7 @@ class Choices:
         # Without a token to sample, the last layer is not computed, and must not be read
         self._newest.append(chosen if chosen.size else None)
 
-    def read(self) -> list[Counter[int]]:
+    def counts(self) -> list[Counter[int]]:
         """For each layer, the number of tokens of each expert. Waits for the device."""
         chosen = list(self._newest)
         return [Counter() if each is None else Counter(each.flatten().tolist()) for each in chosen]
@@ -70,7 +70,7 @@ class Experts(NamedTuple):
     down: Matrix
     k: int
     whole_shares: bool
-    choices: Choices
+    choices: ExpertChoices
     limit: float | None = None  # of gate and up, in gpt-oss
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
@@ -215,7 +215,7 @@ class Model:
     head: Step  # (n, D) -> (n, V)
     kinds: tuple[AttentionType, ...]  # the attention types of the layers
     ranks: Ranks = ALONE  # that have the other shards; config and layers are those of this shard
-    choices: Choices | None = None  # of experts, if it has any
+    choices: ExpertChoices | None = None  # of experts, if it has any
     layer_inputs: LayerInputs | None = None  # of each layer, beside the sum of all layers before
     cost: ModelCost = field(default_factory=ModelCost)  # of a forward pass
     quantization: str = ""  # of the files: "Q4_K_M", "4-bit" or "bfloat16"

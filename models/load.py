@@ -43,7 +43,7 @@ from models.gguf_file import is_gguf
 from models.gguf_weights import GgufWeights
 from models.layer_inputs import AddInput, LayerInputs, Scaled
 from models.layers import (
-    Choices,
+    ExpertChoices,
     Experts,
     Layer,
     Mixer,
@@ -131,7 +131,7 @@ class ModelReader:
         self.share = Shard.for_rank(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
         self.sinks: dict[int, dict[int, mx.array]] = {}  # by attention type and layer
-        self.choices = Choices(config.layers) if config.experts else None
+        self.choices = ExpertChoices(config.layers) if config.experts else None
         has_head = not ranks.rank
         self.memory = Memory()  # of packed matrices
         self.nbytes = self.weights.nbytes(self.config, self.form, has_head, self.rounds)

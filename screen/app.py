@@ -357,7 +357,7 @@ class Screen(App):
                 pane.paint()
 
     def watch_theme(self) -> None:
-        self.palette = Palette.of(self.current_theme)
+        self.palette = Palette.from_theme(self.current_theme)
         self.call_after_refresh(self.paint)
 
     def note_focus(self, focused: Widget | None) -> None:

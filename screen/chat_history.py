@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from cli.terminal_chat import Conversation
 from engine.snapshot import RequestView
-from screen.engine_view import Answer
+from screen.engine_view import AnswerRef
 from text.tool_parser import split_reasoning
 
 
@@ -104,7 +104,7 @@ class ChatHistory:
                         chat.waiting = f"{turn.question}\n{chat.waiting}".strip()
                     return
 
-    def absorb(self, answers: Mapping[int, Answer], requests: Mapping[int, RequestView]) -> None:
+    def absorb(self, answers: Mapping[int, AnswerRef], requests: Mapping[int, RequestView]) -> None:
         """`answers`: by the number of a question. `requests`: by number."""
         for turn in self.running():
             answer = answers.get(turn.number)

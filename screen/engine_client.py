@@ -30,7 +30,7 @@ from policies import POLICIES
 from request import QueueFull
 from sampling_params import SamplingParams, advised
 from screen.draw.style import clean
-from screen.engine_view import Answer, ExperimentRecord, Fault, View
+from screen.engine_view import AnswerRef, ExperimentRecord, Fault, View
 from screen.workload import CANDIDATES, Ask
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class EngineClient:
     def note_answer(self, ask: Ask, *answer) -> None:
         if ask.question:
             with self._lock:
-                self.update_view(answers={**self._known.answers, ask.question: Answer(*answer)})
+                self.update_view(answers={**self._known.answers, ask.question: AnswerRef(*answer)})
 
 
 def between_steps(method: Callable) -> Callable:
@@ -249,7 +249,7 @@ class LocalEngineClient(EngineClient):
         text = self.engine.text
         chat = ask.messages and text.has_template
         ids = text.encode_chat(ask.messages) if chat else text.ask(ask.prompt)
-        return ask._replace(read=text.read(ids)._replace(shown=ask.prompt))
+        return ask._replace(read=text.encode_prompt(ids)._replace(shown=ask.prompt))
 
     def _tokenize_all(self, asks: Sequence[Ask]) -> list[Ask]:
         """Tokenize prompts, up to the first that cannot be."""

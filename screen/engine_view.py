@@ -11,7 +11,7 @@ from engine.server_view import ServerView
 from engine.snapshot import Limits, Snapshot
 
 
-class Part(NamedTuple):
+class ExperimentRun(NamedTuple):
     """A run of its own within an experiment: some requests under one policy."""
 
     policy: str
@@ -33,7 +33,7 @@ class Fault(NamedTuple):
     question: int = 0  # the refused question; it waits if there is no prompt
 
 
-class Answer(NamedTuple):
+class AnswerRef(NamedTuple):
     """The request that answers a question; with its text, if a watched server shows no texts."""
 
     request: int
@@ -56,7 +56,7 @@ class ExperimentRecord:
         return ""
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[ExperimentRun]:
         """Runs to be compared, each with requests of its own."""
         return ()
 
@@ -79,7 +79,7 @@ class View(NamedTuple):
     model: str = ""  # name of a watched model
     has_chat: bool = True  # the model has a chat template
     foreign: str = ""  # modules that run in place of ours (`base/provenance.py`)
-    answers: Mapping[int, Answer] = {}  # by number of the question
+    answers: Mapping[int, AnswerRef] = {}  # by number of the question
     temperature: float = 0.0  # the model's default
     epoch: int = 0  # changes when another process is watched, whose numbers begin again
     gone_s: float | None = None  # seconds since the server went away

@@ -543,13 +543,13 @@ def price_in(state: State) -> Callable[[Period], Price | None]:
     """The price function of a period, by the limits of its steps."""
     known: dict[Limits, Prices] = {}
 
-    def of(period: Period) -> Price | None:
+    def price(period: Period) -> Price | None:
         try:
             limits = state.limits_of(period.first_step, period.last_step)
         except ValueError:
             return None
         if limits not in known:
             known[limits] = prices(state, step=period.first_step)
-        return known[limits].of
+        return known[limits].seconds
 
-    return of
+    return price

@@ -56,10 +56,10 @@ class Prices:
         adds: list[float] = []
         for (count, chunks), times in classes.items():
             if chunks:
-                adds += [(time - self.of(count, 0)) / chunks for time in times]
+                adds += [(time - self.seconds(count, 0)) / chunks for time in times]
         self.chunk = max(undisturbed(adds, one_in) if adds else 0.0, LEAST)
 
-    def of(self, rows: int, chunks: int) -> float:
+    def seconds(self, rows: int, chunks: int) -> float:
         decoding = self.step + self.row * rows if rows else 0.0
         return decoding + self.chunk * chunks
 
@@ -73,7 +73,7 @@ def on_clock(
     for i, c in enumerate(columns):
         # Idle times stay the same
         began = now + (c.began - columns[i - 1].ended if i else 0.0)
-        now = began + prices.of(len(c.view.decode), len(c.view.prefill))
+        now = began + prices.seconds(len(c.view.decode), len(c.view.prefill))
         out.append(c._replace(began=began, ended=now))
 
     def moment(at: float) -> float:

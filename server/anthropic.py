@@ -32,7 +32,7 @@ from server.body_reader import (
 )
 from server.choice import Change, Choice, Item
 from server.protocol_adapter import ParsedRequest, ProtocolAdapter, Usage, named_event
-from text.tokenizer import Chat
+from text.tokenizer import ChatPrompt
 
 PLAIN = ("temperature", "top_p", "top_k")
 KEEP = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -83,7 +83,7 @@ def parse_request(body: bytes, names: Sequence[str], is_count: bool = False) -> 
         settings["grammar"] = form
     if not is_count and request.get("max_tokens") is None:
         raise request.bad("max_tokens", "the most tokens of an answer")
-    chat = Chat(read_messages(request), tools, hints=hints)
+    chat = ChatPrompt(read_messages(request), tools, hints=hints)
     parsed = ParsedRequest(
         [chat],
         chat,

@@ -32,7 +32,7 @@ from server.body_reader import (
 )
 from server.choice import Change, Choice, Item, Word
 from server.protocol_adapter import ParsedRequest, Progress, ProtocolAdapter, Usage, dump, event
-from text.tokenizer import Chat
+from text.tokenizer import ChatPrompt
 
 # Templates do not know "developer", the newer name of the system role.
 ROLES = {
@@ -184,7 +184,7 @@ def read_chat(request: BodyReader, values: Mapping[str, Any]) -> ParsedRequest:
     hints = {"enable_thinking": False} if effort == "none" else effort_hint(effort)
     tools, must_call = read_tools(request, "function")
     is_single = not values["parallel_tool_calls"] and bool(tools)
-    chat = Chat(messages, tools, values["chat_template_kwargs"], hints)
+    chat = ChatPrompt(messages, tools, values["chat_template_kwargs"], hints)
     return ParsedRequest([chat], chat, must_call=must_call, is_single=is_single)
 
 

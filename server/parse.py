@@ -20,7 +20,7 @@ from request import QueueFull
 from sampling_params import SamplingParams
 from server.body_reader import APIError, invalid, without_folders
 from server.protocol_adapter import ParsedRequest, ProtocolAdapter, shutting_down
-from text.tokenizer import Chat, Prompt, TooLongError
+from text.tokenizer import ChatPrompt, Prompt, TooLongError
 from text.tool_formats import OutputFormat, tool_call_grammar
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def grammar_of(engine: Engine, parsed: ParsedRequest, prompt: Prompt) -> Mapping
     return {"lark": text}
 
 
-def check_tools(output_format: OutputFormat, chat: Chat, param: str) -> None:
+def check_tools(output_format: OutputFormat, chat: ChatPrompt, param: str) -> None:
     """Refuse tools, unless we know how this model calls them."""
     called = any("tool_calls" in each or each["role"] == "tool" for each in chat.messages)
     if (chat.tools or called) and not output_format.tools:
@@ -154,12 +154,12 @@ def most_tokens(parsed: ParsedRequest) -> int:
     return MAX_LOGPROBS // (parsed.n * len(parsed.prompts) * (1 + top))
 
 
-def read_prompt(engine: Engine, prompt: str | list | Chat, param: str) -> Prompt:
+def read_prompt(engine: Engine, prompt: str | list | ChatPrompt, param: str) -> Prompt:
     """Tokenize a prompt, if a slot has room for it and one more token. `param`: the body's field."""
     text = engine.text
     max_len = engine.sched.max_len
     size = len(prompt)
-    if isinstance(prompt, Chat):
+    if isinstance(prompt, ChatPrompt):
         check_tools(text.output_format, prompt, param)
         size = sum(len(message["content"]) for message in prompt.messages)
         calls = [message["tool_calls"] for message in prompt.messages if "tool_calls" in message]
@@ -167,7 +167,7 @@ def read_prompt(engine: Engine, prompt: str | list | Chat, param: str) -> Prompt
     least = size if isinstance(prompt[0], int) else size // text.longest
     try:
         # A prompt that is certainly too long is not tokenized, which would take long
-        read = text.read(prompt, max_len) if least < max_len else None
+        read = text.encode_prompt(prompt, max_len) if least < max_len else None
     except TooLongError as error:
         read = None
         least = error.tokens

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from engine.prefill_progress import PrefillProgress
 from server.body_reader import APIError
 from server.choice import Choice
-from text.tokenizer import Chat
+from text.tokenizer import ChatPrompt
 
 
 def shutting_down() -> APIError:
@@ -42,7 +42,7 @@ class ParsedRequest(NamedTuple):
     """A validated body. Each prompt is a text, a `Chat` or token ids, and gets `n` choices."""
 
     prompts: list
-    chat: Chat | None = None  # the conversation, if that is what the prompt is
+    chat: ChatPrompt | None = None  # the conversation, if that is what the prompt is
     settings: Mapping[str, Any] = {}  # for `SamplingParams`
     max_tokens: int | None = None
     n: int = 1

@@ -32,7 +32,7 @@ from server.body_reader import (
 )
 from server.choice import Change, Choice, Item
 from server.protocol_adapter import ParsedRequest, ProtocolAdapter, Usage, named_event
-from text.tokenizer import Chat
+from text.tokenizer import ChatPrompt
 
 PLAIN = ("temperature", "top_p")
 NEUTRAL = {
@@ -65,7 +65,7 @@ def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
     settings = request.some(PLAIN)
     if form := read_form(request.inner("text"), "format"):
         settings["grammar"] = form
-    chat = Chat(read_input(request), tools, hints=hints)
+    chat = ChatPrompt(read_input(request), tools, hints=hints)
     parsed = ParsedRequest(
         [chat],
         chat,

@@ -215,7 +215,7 @@ MUTANTS = [
     ),
     Mutant(
         "prefix.py",
-        "Prefixes.hold",
+        "Prefixes.record_rows",
         "node.slots.discard(slot)",
         "",
         f"{SCHED}::test_longest_cached_prefix_is_found",

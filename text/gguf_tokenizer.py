@@ -37,7 +37,7 @@ END_OF_TURN |= {"<|endoftext|>", "<|end_of_text|>", "<turn|>", "<|return|>", "<|
 END_OF_TURN |= {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}  # the end of a file, in code
 
 
-class Words(NamedTuple):
+class WordSplit(NamedTuple):
     """How a text is cut into words before bytes are merged."""
 
     pattern: str = ""  # empty: GPT-2's own
@@ -72,21 +72,21 @@ def capitals(after: str, number: str) -> str:
     )
 
 
-LLAMA = Words(pattern(r"\p{N}{1,3}"), whole=True, bos=True)
+LLAMA = WordSplit(pattern(r"\p{N}{1,3}"), whole=True, bos=True)
 WORDS = {
-    "gpt-2": Words(),
-    "smollm": Words(digits=True),
-    "qwen2": Words(pattern(r"\p{N}"), composed=True),
-    "deepseek-r1-qwen": Words(pattern(r"\p{N}")),
+    "gpt-2": WordSplit(),
+    "smollm": WordSplit(digits=True),
+    "qwen2": WordSplit(pattern(r"\p{N}"), composed=True),
+    "deepseek-r1-qwen": WordSplit(pattern(r"\p{N}")),
     "llama-bpe": LLAMA,
     "llama3": LLAMA,
     "llama-v3": LLAMA,
     "lfm2": LLAMA,
-    "tekken": Words(capitals("", r"\p{N}"), whole=True, bos=True),
-    "gpt-4o": Words(capitals(f"{CONTRACTIONS}?", r"\p{N}{1,3}"), whole=True),  # gpt-oss
-    "dbrx": Words(pattern(r"\p{N}{1,3}")),  # OLMo 2 and 3, Granite 4
-    "refact": Words(digits=True),  # Granite
-    "starcoder": Words(digits=True),
+    "tekken": WordSplit(capitals("", r"\p{N}"), whole=True, bos=True),
+    "gpt-4o": WordSplit(capitals(f"{CONTRACTIONS}?", r"\p{N}{1,3}"), whole=True),  # gpt-oss
+    "dbrx": WordSplit(pattern(r"\p{N}{1,3}")),  # OLMo 2 and 3, Granite 4
+    "refact": WordSplit(digits=True),  # Granite
+    "starcoder": WordSplit(digits=True),
 }
 
 

@@ -56,7 +56,7 @@ class Prompt(NamedTuple):
     folder: Path | None = None  # of the model whose tokenizer read it
 
 
-class Chat(NamedTuple):
+class ChatPrompt(NamedTuple):
     """A conversation, and the other variables of a template."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -192,9 +192,9 @@ class Tokenizer:
                 raise TooLongError(int(tokens / 1.25))
             size *= 2
 
-    def read(
+    def encode_prompt(
         self,
-        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | Chat | Prompt,
+        prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | ChatPrompt | Prompt,
         room: float = math.inf,
     ) -> Prompt:
         """Read a text, chat messages or token ids. A `Prompt` is returned as it is, unless it has
@@ -209,10 +209,10 @@ class Tokenizer:
             self.check_ids((min(prompt.ids), max(prompt.ids)))
             return prompt
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            prompt = Chat(prompt)
+            prompt = ChatPrompt(prompt)
         ids = prompt
         shown = "token ids"
-        if isinstance(prompt, Chat):
+        if isinstance(prompt, ChatPrompt):
             text = self.render(*prompt)
             self._check_length(text, room)
             ids = self._ids(text, False)
@@ -373,8 +373,8 @@ class Tokenizer:
 
     def render(self, *given: Any) -> str:
         """Render a conversation, up to where the assistant's answer begins. `given`: the fields of
-        a `Chat`."""
-        messages, tools, options, hints = Chat(*given)
+        a `ChatPrompt`."""
+        messages, tools, options, hints = ChatPrompt(*given)
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(

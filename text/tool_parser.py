@@ -185,7 +185,7 @@ class OutputParser:
         self._reader = ParserState(output_format, tools, is_thinking, is_single, is_strict)
         # The generator refers to the state, and nothing there refers to the generator: a cycle
         # would keep an aborted answer in memory until the collector runs.
-        self._reading = self._reader.read()
+        self._reading = self._reader.parse()
 
     @property
     def reasoning_length(self) -> int:
@@ -207,7 +207,7 @@ class OutputParser:
         `max_tokens` cut the answer (`is_cut`), an incomplete call is dropped."""
         self._reader.add(piece, is_cut)
         next(self._reading, None)
-        return self._reader.take()
+        return self._reader.pop_parts()
 
     def ends(self, piece: str) -> bool:
         """Whether the answer is over with this piece."""
@@ -218,7 +218,7 @@ class OutputParser:
 class ParserState:
     """The state of a parser.
 
-    `read` reads the answer from start to end. It takes from `self._text` what it understands,
+    `parse` reads the answer from start to end. It takes from `self._text` what it understands,
     yields when it needs more text, and goes on when the next piece has come. So do the methods that
     it calls, each of which reads a part of the answer.
     """
@@ -258,13 +258,13 @@ class ParserState:
         self._text += piece or ""
         self._length += len(piece or "")
 
-    def take(self) -> list[ParsedPart]:
+    def pop_parts(self) -> list[ParsedPart]:
         """The parts since the last call."""
         parts = self._parts
         self._parts = []
         return parts
 
-    def read(self) -> Reading[None]:
+    def parse(self) -> Reading[None]:
         """The whole answer. Reasoning may come at the start and after a mark, and so may any form
         of a call, if the model's own format has no mark."""
         if self._is_harmony:
@@ -355,10 +355,10 @@ class ParserState:
                 return
             yield
 
-    def _wait(self, look: Callable[[str], T | None]) -> Reading[T | None]:
-        """What `look` returns for the next text. It returns None as long as more text may change
+    def _wait(self, recognize: Callable[[str], T | None]) -> Reading[T | None]:
+        """What `recognize` returns for the next text. It returns None as long as more text may change
         the result."""
-        while (found := look(self._text[:HEAD])) is None:
+        while (found := recognize(self._text[:HEAD])) is None:
             if len(self._text) >= HEAD or self.is_complete:
                 break
             yield
@@ -368,17 +368,17 @@ class ParserState:
         """Whether this mark comes next, perhaps after white space."""
         return (yield from self._wait(lambda text: begins(text.lstrip(), mark)))
 
-    def _take(self, mark: str, rest: str = "") -> Reading[re.Match | None]:
+    def _consume(self, mark: str, rest: str = "") -> Reading[re.Match | None]:
         """Take a mark, the white space before it, and a pattern that must follow. None if they do
         not come next, which is known when something else is in the mark's place, and for `rest`
         after `HEAD` characters at the latest."""
         mark = mark.strip()
         pattern = re.compile(rf"\s*{re.escape(mark)}{rest}")
 
-        def look(text: str) -> re.Match | bool | None:
+        def recognize(text: str) -> re.Match | bool | None:
             return False if begins(text.lstrip(), mark) is False else pattern.match(text)
 
-        found = yield from self._wait(look)
+        found = yield from self._wait(recognize)
         if not found:
             return None
         self._text = self._text[found.end() :]
@@ -386,7 +386,7 @@ class ParserState:
 
     def _skip(self, mark: str) -> Reading[bool]:
         """Take a mark with the white space around it, if it comes next."""
-        if not (yield from self._take(mark)):
+        if not (yield from self._consume(mark)):
             return False
         yield from self._skip_space()
         return True
@@ -488,7 +488,7 @@ class ParserState:
         """One call. Return None; if it is no call, return what has been taken, here nothing."""
         tags = self._format.tags
         rest = rf"({NAME})\s*{ending(tags.after_name)}"
-        found = yield from self._take(tags.before_name, rest)
+        found = yield from self._consume(tags.before_name, rest)
         if not found:
             return ""
         name = found[1]
@@ -502,7 +502,7 @@ class ParserState:
         and any other value when it is complete."""
         said = "{"
         rest = rf"({KEY})\s*{ending(tags.after_key)}"
-        while found := (yield from self._take(tags.before_key, rest)):
+        while found := (yield from self._consume(tags.before_key, rest)):
             key = found[1]
             kinds = kinds_of(schema, key)
             said += json.dumps(key, ensure_ascii=False) + ": "
@@ -533,7 +533,7 @@ class ParserState:
         mark = tags.after_value.strip()
         nexts = [tags.before_key.strip(), tags.end.strip(), self._format.closes]
         wrap, unwrap = self._format.wrap
-        if wrap and (yield from self._take(wrap)):
+        if wrap and (yield from self._consume(wrap)):
             mark = unwrap + mark
         if tags.after_key.endswith("\n"):
             while not self._text and not self.is_complete:
@@ -548,7 +548,7 @@ class ParserState:
 
     def _call_in_json(self) -> Reading[str | None]:
         """One call. Return None; if it is no call, return what has been taken."""
-        before = yield from self._take("", BEFORE)
+        before = yield from self._consume("", BEFORE)
         if not before:
             return ""
         name = before[1]

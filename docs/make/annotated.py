@@ -65,7 +65,7 @@ comments on the left, its code on the right. Words such as <a class="moment" hre
 to a step of <a href="../index.html">the recorded run</a> in which one occurs.</p>"""
 
 
-class Part(NamedTuple):
+class Section(NamedTuple):
     """Some lines of a file, and the prose about them."""
 
     name: str  # of the function or class that begins here, such as "Scheduler.plan"
@@ -81,19 +81,19 @@ def definitions(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
             yield from definitions(child, f"{name}.{child.name}".lstrip("."))
 
 
-def parts_of(text: str) -> list[Part]:
+def parts_of(text: str) -> list[Section]:
     """A file, cut before each function, class and comment. The first part is the essay."""
     lines = highlight(text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
-    begins: dict[int, Part] = {}
+    begins: dict[int, Section] = {}
     docstrings: set[int] = set()
     for name, node in definitions(ast.parse(text)):
         decorators = getattr(node, "decorator_list", [])
         line = min(getattr(each, "lineno", 1) for each in [node, *decorators])
         prose = ast.get_docstring(node)
-        begins[line] = Part(name, [prose] if prose else [], [])
+        begins[line] = Section(name, [prose] if prose else [], [])
         if prose:
             docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    parts: list[Part] = []
+    parts: list[Section] = []
     before = ""
     for number, line in enumerate(text.splitlines(), start=1):
         line = line.strip()
@@ -106,7 +106,7 @@ def parts_of(text: str) -> list[Part]:
         elif before.startswith("#"):
             parts[-1].prose.append(line.strip("# "))
         else:
-            parts.append(Part("", [line.strip("# ")], []))
+            parts.append(Section("", [line.strip("# ")], []))
         before = line
     return parts
 

@@ -63,7 +63,7 @@ SIZE = (100, 34)  # and of one that does
 # --- moving pictures ----------------------------------------------------------------------------
 
 
-class Frame(NamedTuple):
+class Picture(NamedTuple):
     svg: str
     seconds: float
 
@@ -115,7 +115,7 @@ def keyframes(name: str, begin: float, end: float) -> str:
     return f".{name}{{visibility:{rests};animation-name:{name}}}@keyframes {name}{{{moments}}}"
 
 
-def moving(frames: Sequence[Frame], size: tuple[int, int] = SIZE) -> str:
+def moving(frames: Sequence[Picture], size: tuple[int, int] = SIZE) -> str:
     """One picture of all frames. A line that stays for several frames is written once."""
     columns, rows = size
     whole = sum(frame.seconds for frame in frames)
@@ -217,14 +217,14 @@ def watch() -> dict[str, str]:
     return {f"docs/watch-{theme}.svg": moving(burst(theme)) for theme in ("dark", "light")}
 
 
-def burst(theme: str) -> list[Frame]:
+def burst(theme: str) -> list[Picture]:
     frames = []
 
     async def act(screen: Screen) -> None:
         await screen.play(f"{theme} pause burst24")
         for count in BURST_STEPS:
             await screen.play(f"step{count}")
-            frames.append(Frame(await screen.draw_picture(), SHOWN))
+            frames.append(Picture(await screen.draw_picture(), SHOWN))
 
     run_screen(act)
     return [*frames[:-1], frames[-1]._replace(seconds=LAST)]
@@ -250,7 +250,7 @@ def race() -> dict[str, str]:
             canvas.has_keys = False
             moment = None if is_over else longest * number / RACE_FRAMES
             race_page.draw_contest(state, canvas, contest, moment)
-            frames.append(Frame(exported(canvas.lines), LAST if is_over else SHOWN))
+            frames.append(Picture(exported(canvas.lines), LAST if is_over else SHOWN))
 
     run_screen(act)
     return {"docs/race.svg": moving(frames)}
@@ -337,7 +337,7 @@ HUES = {"$": DARK.accent, "✓": "#7fd08a", "✗": DARK.bad}
 def stage() -> dict[str, str]:
     """Blank, a mistake that is named, done: the commands run in a folder of their own."""
     with tempfile.TemporaryDirectory() as folder:
-        frames = [Frame(page_of(lines), seconds) for seconds, lines in scenes(Path(folder))]
+        frames = [Picture(page_of(lines), seconds) for seconds, lines in scenes(Path(folder))]
     return {f"{COURSE}/stage.svg": moving(frames, STAGE_SIZE)}
 
 

@@ -96,7 +96,7 @@ class Palette(NamedTuple):
     bar: str  # background of the status line and the footer
 
     @staticmethod
-    def of(theme: Theme) -> Palette:
+    def from_theme(theme: Theme) -> Palette:
         """A theme's colours, with those of words moved towards black or white for contrast."""
         variables = theme.to_color_system().generate()
         names = ("foreground", "background", "text-accent", "text-error")

@@ -11,7 +11,7 @@ from harness import exactly
 from processes import run
 from terminals import Terminal
 
-from cli.terminal_chat import Conversation, Dialogue, History, begin, history_file
+from cli.terminal_chat import Conversation, Dialogue, History, chat_in_terminal, history_file
 from nanobatch import Engine, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -147,11 +147,11 @@ def test_failed_retry_keeps_the_answer(engine, monkeypatch):
     typed = iter(["Count from 3 to 5.", "/retry"])
     dialogue = Dialogue(engine, SHORT, lambda asked: next(typed), lambda text: None)
     with engine.serving():
-        dialogue.take(next(typed))
+        dialogue.handle_line(next(typed))
         before = dialogue.talk.messages()
         monkeypatch.setattr(engine, "submit", lambda *_: (_ for _ in ()).throw(ValueError("no")))
         with pytest.raises(ValueError, match="no"):
-            dialogue.take("/retry")
+            dialogue.handle_line("/retry")
     assert dialogue.talk.messages() == before
 
 
@@ -233,7 +233,7 @@ def test_chat_needs_a_template(parts):
         Engine(*parts, slots=1, max_len=64) as engine,
         pytest.raises(ValueError, match="no chat template"),
     ):
-        begin(engine, SHORT, [])
+        chat_in_terminal(engine, SHORT, [])
 
 
 def test_conversation_over_a_pipe():

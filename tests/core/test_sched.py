@@ -500,12 +500,12 @@ def test_longest_cached_prefix_is_found(segment):
                 owners[slot], held[slot] = (prompt, trail), ()
             if rng.random() < 0.7 and owners[slot][0]:  # more of its owner's prompt
                 rows = rng.randint(len(held[slot]), len(owners[slot][0]))
-                prefixes.hold(slot, owners[slot][1], rows)
+                prefixes.record_rows(slot, owners[slot][1], rows)
                 held[slot] = owners[slot][0][:rows]
                 # And an answer, which ends its request
                 if rows == len(owners[slot][0]) and rng.random() < 0.5:
                     answer = tuple(rng.choices(range(2), k=rng.randint(0, 20)))
-                    prefixes.hold_answer(slot, owners[slot][1], answer, rows + len(answer))
+                    prefixes.record_answer(slot, owners[slot][1], answer, rows + len(answer))
                     held[slot] += answer
                     owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
             if rng.random() < 0.1:
@@ -522,8 +522,8 @@ def test_unshared_prompt_has_no_cached_rows():
     """Nor does it give any."""
     prefixes, prompt = Prefixes(2, segment=4), tuple(range(20))
     one, none = (prefixes.trail(prompt, shares) for shares in (True, False))
-    prefixes.hold(0, one, 20)
-    prefixes.hold(1, none, 20)
+    prefixes.record_rows(0, one, 20)
+    prefixes.record_rows(1, none, 20)
     assert [prefixes.match(each, (0, 1)) for each in (one, none)] == [(19, 0), (0, None)]
     assert prefixes.begin_alike(one, [prefixes.trail(prompt, True)], 8)
     assert not any(
@@ -957,7 +957,7 @@ def last_row_cached(is_ghosts: bool, leave: Callable) -> Callable:
         is_ghost = request.planned > request.committed
         if request.prefix_cache and request.answer and is_ghost == is_ghosts:
             whole = (*request.prompt, *request.answer)
-            self.prefixes.hold(request.slot, self.prefixes.trail(whole, True), len(whole))
+            self.prefixes.record_rows(request.slot, self.prefixes.trail(whole, True), len(whole))
 
     return planted
 

@@ -234,8 +234,8 @@ def test_first_dropped_are_those_whose_rows_are_gone():
     places.clear(prefixes)
     trails = [prefixes.trail(drawn(seed, 40), True) for seed in range(3)]
     for slot, (trail, place) in enumerate(zip(trails, places.checkpoints, strict=True)):
-        prefixes.hold(slot, trail, 40)
-        place.hold(trail, 31, 32)
+        prefixes.record_rows(slot, trail, 40)
+        place.record(trail, 31, 32)
     order = list(places.checkpoints)
     assert places._free_checkpoint(set()) is order[0]
     prefixes.forget(1)
@@ -247,7 +247,7 @@ def test_first_dropped_are_those_whose_rows_are_gone():
 def test_a_state_serves_from_its_base_to_its_log_end(most, served):
     prefixes = Prefixes(1)
     place = Place(0)
-    place.hold(prefixes.trail(drawn(1, 40), True), 30, 35)
+    place.record(prefixes.trail(drawn(1, 40), True), 30, 35)
     assert place.serves(prefixes.trail([*drawn(1, 40), 1], True), most, prefixes.segment) == served
 
 

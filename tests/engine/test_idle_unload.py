@@ -175,7 +175,7 @@ def test_reload_that_fails_while_it_unloads_refuses_nobody(engine, folders, alon
 
 def test_prompt_of_another_tokenizer_is_refused(engine, folders):
     """A prompt that was read before the model was exchanged is token ids of the old one."""
-    prompt = engine.text.read("Once upon a time")
+    prompt = engine.text.encode_prompt("Once upon a time")
     engine.reload(folders[1])
     with pytest.raises(ValueError, match=r"was read for .*, and this engine serves .*; read it"):
         engine.submit(prompt)
@@ -248,7 +248,7 @@ def test_failed_exchange_restores_the_model(engine, tmp_path, alone):
 
 def test_prompt_of_another_model_is_refused(engine, folders):
     """MLX checks no bounds: an id beyond the embedding would read other memory."""
-    prompt = engine.text.read([5, 250])
+    prompt = engine.text.encode_prompt([5, 250])
     engine.text.vocabulary = 200
     with pytest.raises(ValueError, match="250 is outside the vocabulary"):
         engine.submit(prompt, GREEDY)

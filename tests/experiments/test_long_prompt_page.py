@@ -159,24 +159,24 @@ def until_read(stage: Stage) -> None:
     stage.turns(2)
 
 
-def results(stage: Stage) -> tuple[long_prompt.Result, ...]:
+def results(stage: Stage) -> tuple[long_prompt.LongPromptResult, ...]:
     return stage.state.records[long_prompt.NAME].results
 
 
-def computed(stage: Stage, result: long_prompt.Result) -> int:
+def computed(stage: Stage, result: long_prompt.LongPromptResult) -> int:
     """Tokens of the prompt."""
     metrics = stage.state.requests[result.request].metrics
     return metrics.prompt_tokens - metrics.cached_tokens
 
 
-def widest_read(stage: Stage, result: long_prompt.Result) -> int:
+def widest_read(stage: Stage, result: long_prompt.LongPromptResult) -> int:
     """The most tokens of prompts in a step that reads the long prompt."""
     steps = [column.view for column in stage.state.history]
     reads = [step for step in steps if long_prompt.read_of(step, result.request)]
     return max(step.cost - len(step.decode) for step in reads)
 
 
-def chats(stage: Stage, result: long_prompt.Result) -> int:
+def chats(stage: Stage, result: long_prompt.LongPromptResult) -> int:
     """How many decoded when its first chunk was read."""
     steps = [column.view for column in stage.state.history]
     return len(next(step for step in steps if long_prompt.read_of(step, result.request)).decode)

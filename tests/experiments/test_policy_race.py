@@ -62,7 +62,7 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, is_hurried):
     stage.finish()
     limits = stage.state.view.engine.limits
     requests = sorted(stage.state.requests.values(), key=lambda r: r.id)
-    costs = SimpleNamespace(of=lambda rows, chunks: 0.01 * bool(rows) + 0.005 * chunks)
+    costs = SimpleNamespace(seconds=lambda rows, chunks: 0.01 * bool(rows) + 0.005 * chunks)
     run = runs.replay(limits, requests, policy, lambda at: at - requests[0].arrived, costs)
     assert [sorted(column.cells, key=str) for column in run.columns] == [
         sorted(column.cells, key=str) for column in stage.state.history
@@ -253,13 +253,13 @@ def test_unseen_steps_are_priced_by_extrapolation():
         (2, 2): 0.020,
         (0, 1): 0.005,
     }
-    assert {kind: prices.of(*kind) for kind in wanted} == pytest.approx(wanted)
-    assert step_prices.Prices([]).of(3, 1) > 0 and step_prices.Prices([step(0, 2, 0.01)]).of(
-        0, 2
-    ) == pytest.approx(0.01)
+    assert {kind: prices.seconds(*kind) for kind in wanted} == pytest.approx(wanted)
+    assert step_prices.Prices([]).seconds(3, 1) > 0 and step_prices.Prices(
+        [step(0, 2, 0.01)]
+    ).seconds(0, 2) == pytest.approx(0.01)
     # The more rows, the quicker: that was chance
     odd = step_prices.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])
-    assert odd.row == 0 and 0.01 < odd.of(8, 0) < 0.02
+    assert odd.row == 0 and 0.01 < odd.seconds(8, 0) < 0.02
 
 
 @on_screen((120, 40))

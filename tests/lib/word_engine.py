@@ -73,7 +73,7 @@ class WordText:
     def ask(self, text: str) -> list[int]:
         return list(map(ord, text))
 
-    def read(self, prompt: Prompt | Sequence[int]) -> Prompt:
+    def encode_prompt(self, prompt: Prompt | Sequence[int]) -> Prompt:
         if isinstance(prompt, Prompt):
             return prompt
         return Prompt(tuple(prompt), f"{len(prompt)} token ids")

@@ -24,7 +24,7 @@ def contrast(a: Color, b: Color) -> float:
 
 @pytest.mark.parametrize("name", sorted(BUILTIN_THEMES))
 def test_words_can_be_read_in_every_theme(name):
-    p = style.Palette.of(BUILTIN_THEMES[name])
+    p = style.Palette.from_theme(BUILTIN_THEMES[name])
     for words, back, least in (
         (p.text, p.back, 5),
         (p.text, p.bar, 5),

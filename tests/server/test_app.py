@@ -1002,7 +1002,7 @@ def test_busy_sandbox_is_503_with_retry_after(here, monkeypatch):
 def test_too_many_messages_are_refused_before_the_template(engine, monkeypatch):
     """By count, and not by time: each of 130,000 empty messages took a template 90 us."""
     asked = []
-    monkeypatch.setattr(engine.text, "read", asked.append)
+    monkeypatch.setattr(engine.text, "encode_prompt", asked.append)
     body = json.dumps({"messages": [{"role": "user", "content": ""}] * 2049}).encode()
     with pytest.raises(protocol_adapter.APIError):
         parse.parse(parse.ServedModel(engine, "small", {}), openai.ChatCompletion, body)

@@ -488,7 +488,7 @@ def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
     prompts = []
     for body in (first, second):
         chat = anthropic.parse_request(json.dumps(body).encode(), ("default",)).prompts[0]
-        prompts.append(text.read(chat, 4096).ids)
+        prompts.append(text.encode_prompt(chat, 4096).ids)
     alike = [one == other for one, other in zip(*prompts, strict=False)]
     common = alike.index(False)
     assert usage["cache_read_input_tokens"] == common

@@ -408,7 +408,7 @@ def test_reasoning_before_a_forced_answer():
     """Held to the grammar from its first token on, it would write JSON into its reasoning."""
     with Taught(template=THINKING, is_taught=False) as server:
         text = server.parrot.engine.text
-        assert text.output_format.reasoning and text.read([said("x")]).is_thinking
+        assert text.output_format.reasoning and text.encode_prompt([said("x")]).is_thinking
         ask = {"messages": [said("x")], "temperature": 0, "max_tokens": 30}
         # Its reasoning never ends, and is no JSON
         message = server.ask(CHAT, ask | {"response_format": FIVE}).json["choices"][0]["message"]
@@ -435,7 +435,7 @@ def test_invalid_form_in_other_protocols(taught):
 def test_oversized_tools_are_refused_before_the_template(taught, monkeypatch):
     """A template and a tokenizer took seconds for 4 MB of them."""
     asked = []
-    monkeypatch.setattr(taught.parrot.engine.text, "read", asked.append)
+    monkeypatch.setattr(taught.parrot.engine.text, "encode_prompt", asked.append)
     function = {"name": "f", "description": "x" * 1_000_000}
     body = {"messages": [said("x")], "tools": [{"type": "function", "function": function}]}
     assert taught.ask(CHAT, body).error["code"] == "context_length_exceeded" and not asked
