@@ -13,7 +13,7 @@ from typing import NamedTuple
 from base.untrusted_files import ModelError
 from base.validation import one_line, printable, shown
 from kernels.device import readable
-from models.config import near_families, raw_config
+from models.config import near_family, raw_config
 from models.families import FAMILIES
 from models.gguf_file import is_gguf, parts_of
 from models.gguf_finder import blob_of, files_in, ollama_models, type_of
@@ -120,7 +120,7 @@ def _in_five_words(place: Path, family: str, short: str) -> str:
     if is_gguf(place):
         return short or "broken: loading it says how"
     if family not in ("-", *FAMILIES):
-        near = near_families(family)
+        near = near_family(family)
         return f"{shown(family, 24)[1:-1]} is not served" + (f"; {near}" if near else "")
     return short or (
         "broken: loading it says how" if is_whole(place) else "not all of it downloaded"

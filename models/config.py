@@ -6,7 +6,6 @@ name. A setting that it cannot hold is refused with the field's name and the sup
 """
 
 import math
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from base.untrusted_files import ModelError, read_json
 from base.validation import shown
 from kernels.delta_net import TAPS, Heads
 from models.families import FAMILIES, NORMS, Family
-from models.fields import Fields
+from models.fields import Fields, nearest
 from models.gguf_config import described
 from models.gguf_file import is_gguf, read_gguf
 from models.rope import Rope
@@ -280,8 +279,8 @@ def read_config(folder: Path, has_head: bool) -> Config:
     raw = raw_config(folder)
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        near = f"; {near_families(name)}" if near_families(name) else ""
-        said = f"{path}: model_type = {shown(name)} is not supported{near}. "
+        near = f"; {near_family(name)}" if near_family(name) else ""
+        said = f"{path}: model_type {shown(name)} is not served{near}. "
         raise ModelError(f"{said}Supported: {', '.join(FAMILIES)}.", near.removeprefix("; "))
     family = FAMILIES[name]
     raw |= {key: usual for key, usual in family.unsaid.items() if raw.get(key) is None}
@@ -343,11 +342,9 @@ def raw_config(place: Path) -> dict[str, Any]:
     return {key: raw[key] for key in kept if key in raw} | text
 
 
-def near_families(name: object) -> str:
-    """The families of the same makers that are served, in words: "qwen2, qwen3 are"."""
-    stem = re.match(r"[a-z]+", name) if isinstance(name, str) else None
-    near = [each for each in FAMILIES if stem and each.startswith(stem[0])]
-    return f"{', '.join(near)} {'are' if len(near) > 1 else 'is'}" if near else ""
+def near_family(name: object) -> str:
+    """The nearest family that is served, in words: "qwen3_5 is"."""
+    return nearest(name, [family.removesuffix("_text") for family in FAMILIES])
 
 
 def _refuse(fields: Fields, family: Family) -> None:

@@ -4,7 +4,7 @@ A record yields plain data, the fields of a `Config`. Only `gguf_config.py` know
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kernels.delta_net import TAPS, Heads
@@ -56,6 +56,10 @@ class Family:
 
 def _none(fields: Fields, layers: int) -> Collection[int]:
     return ()
+
+
+def _all(fields: Fields, layers: int) -> Collection[int]:
+    return range(layers)
 
 
 def _first(fields: Fields, layers: int) -> Collection[int]:
@@ -130,11 +134,15 @@ def _gemma3(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
 
 def _near_rope(fields: Fields, theta: float) -> Rope:
     """The rope of layers with a window. Since transformers 5 its theta is in `rope_parameters`."""
-    ropes = fields.get("rope_parameters")
-    near = ropes.get("sliding_attention") if isinstance(ropes, dict) else None
+    near = _rope_parameters(fields).get("sliding_attention")
     if isinstance(near, dict):
         theta = Fields(fields.path, near).real("rope_theta", theta, 1)
     return Rope("default", theta)
+
+
+def _rope_parameters(fields: Fields) -> Fields:
+    given = fields.get("rope_parameters")
+    return Fields(fields.path, given if isinstance(given, dict) else {})
 
 
 def _far(fields: Fields, v_is_k: bool) -> tuple[int, int]:
@@ -233,8 +241,7 @@ def _granite4(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
 
 def _ministral3(fields: Fields, *_) -> dict[str, Any]:
     """Far queries grow, so that attention over more rows stays as sharp."""
-    given = fields.get("rope_parameters")
-    inner = Fields(fields.path, given if isinstance(given, dict) else {})
+    inner = _rope_parameters(fields)
     beta = inner.real("llama_4_scaling_beta", 0.0, 0)
     if not beta:
         return {}
@@ -243,8 +250,7 @@ def _ministral3(fields: Fields, *_) -> dict[str, Any]:
 
 def _olmo3(fields: Fields, *_) -> dict[str, Any]:
     """Layers with a window have the plain rope, the others the scaled one."""
-    given = fields.get("rope_parameters")
-    inner = Fields(fields.path, given if isinstance(given, dict) else {})
+    inner = _rope_parameters(fields)
     near = _near_rope(fields, inner.real("rope_theta", fields.real("rope_theta", 10000.0, 1), 1))
     return {"qk_norm": "width", "norms_at": "after", "near": near}
 
@@ -375,6 +381,21 @@ GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+QWEN3_5 = Family(
+    unsaid={
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    refused=("num_experts",),
+    layer_types={"full_attention": "full_attention", "linear_attention": "full_attention"},
+    whole=_all,
+    turns_a_part=True,
+    own=_qwen3_5,
+)
 GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
 FAMILIES = {
     "llama": Family(),
@@ -390,7 +411,7 @@ FAMILIES = {
         unsaid={"tie_word_embeddings": True},
         refused=("num_local_experts",),
         layer_types={"attention": "full_attention"},
-        whole=lambda fields, layers: range(layers),
+        whole=_all,
         own=_granite4,
     ),
     "ministral3": Family(
@@ -433,7 +454,7 @@ FAMILIES = {
         },
         refused=("conv_bias",),
         layer_types={"full_attention": "full_attention", "conv": "full_attention"},
-        whole=lambda fields, layers: range(layers),
+        whole=_all,
         own=_lfm2,
     ),
     "smollm3": Family(
@@ -481,29 +502,11 @@ FAMILIES = {
         refused=("use_sliding_window", "mlp_only_layers"),
         own=_experts,
     ),
-    "qwen3_5_text": Family(
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": replace(
+        QWEN3_5,
         unsaid={
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-        },
-        refused=("num_experts",),
-        layer_types={"full_attention": "full_attention", "linear_attention": "full_attention"},
-        whole=lambda fields, layers: range(layers),
-        turns_a_part=True,
-        own=_qwen3_5,
-    ),
-    "qwen3_5_moe_text": Family(
-        unsaid={
-            "head_dim": 256,
-            "partial_rotary_factor": 0.25,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
+            **QWEN3_5.unsaid,
             "num_experts": 256,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 512,
@@ -512,9 +515,6 @@ FAMILIES = {
         },
         width="moe_intermediate_size",
         refused=("mlp_only_layers",),
-        layer_types={"full_attention": "full_attention", "linear_attention": "full_attention"},
-        whole=lambda fields, layers: range(layers),
-        turns_a_part=True,
         own=_qwen3_5_moe,
     ),
     "gemma3_text": Family(

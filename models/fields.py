@@ -4,6 +4,9 @@ A field that is missing, has another type or is out of range raises a `ModelErro
 file, the field and its value.
 """
 
+import re
+from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 
 from base.untrusted_files import ModelError
@@ -36,3 +39,16 @@ class Fields:
     def refuse(self, key: str, value, supported) -> ModelError:
         said = f"{self.path}: {key} = {shown(value)} is not supported. Supported: {', '.join(supported)}."
         return ModelError(said, f"{key} {shown(value)} not supported")
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """The name that is nearest to an unknown one, in words: "qwen3_5 is". It begins with the same maker's,
+    and with most of the same letters; among several it is the newest. Empty if there is none."""
+    stem = re.match(r"[a-z]+", name) if isinstance(name, str) else None
+    near = [each for each in known if stem and each.startswith(stem[0])]
+
+    def nearness(each: str) -> tuple[int, list[str], int]:
+        alike = [*takewhile(lambda pair: pair[0] == pair[1], zip(each, name, strict=False))]
+        return len(alike), re.findall(r"\d+", each), -len(each)
+
+    return f"{max(near, key=nearness)} is" if near else ""

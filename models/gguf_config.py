@@ -13,7 +13,7 @@ from typing import Any
 
 from base.untrusted_files import ModelError
 from base.validation import shown
-from models.fields import Fields
+from models.fields import Fields, nearest
 from models.gguf_file import Gguf
 
 # GGUF's architecture -> model_type in config.json
@@ -134,10 +134,12 @@ MORE_MODULES = {"lfm2": {"token_embd_norm": "model.norm"}, "gemma4": GEMMA4_MODU
 def architecture(file: Gguf) -> str:
     name = file.fields.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
+        near = nearest(name, ARCHITECTURES)
+        said = f"not served as GGUF{near and f'; {near}'}"
         raise ModelError(
-            f"{file.path}: the architecture {shown(name)} is not supported as GGUF. "
+            f"{file.path}: the architecture {shown(name)} is {said}. "
             f"Supported: {', '.join(ARCHITECTURES)}.",
-            "this family is not supported as GGUF",
+            said,
         )
     return name
 

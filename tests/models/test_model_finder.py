@@ -149,6 +149,7 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
     cached(home, "b/other")
     for name, changes in (
         ("c/unknown", {"model_type": "mamba2"}),
+        ("c/near", {"model_type": "qwen3_next"}),
         ("d/mrope", {"rope_scaling": {"rope_type": "mrope"}}),
         ("e/strange", {"model_type": ["x" * 5000], "quantization": {"bits": "\x1b[2J"}}),
     ):
@@ -169,7 +170,7 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
     assert ask.main(["--list"]) == 0
     said = capsys.readouterr().out
     lines = {line.split()[0]: line for line in said.splitlines()}
-    assert list(lines)[:2] == ["model", "demo"] and len(lines) == 16
+    assert list(lines)[:2] == ["model", "demo"] and len(lines) == 17
     assert "\x1b" not in said
     for name, part, end in (
         ("demo", " float16 ", "yes"),
@@ -177,6 +178,7 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
         ("a/four", " 4-bit ", "yes"),
         ("b/other", " float32 ", "yes"),
         ("c/unknown", " mamba2 ", "mamba2 is not served"),
+        ("c/near", " qwen3_next ", "qwen3_next is not served; qwen3_5 is"),
         ("d/mrope", "", "rope type 'mrope' not supported"),
         ("e/strange", "", "is not served"),
         ("f/half", "", "not all of it downloaded"),
