@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         options |= {"slots": slots, "usual_len": 8192 if talks else 1024}
         with Engine.load(args.model, **options) as engine:
             if engine.ranks.rank:  # of several processes (distributed/group.py), one answers
-                return engine.follow()
+                return engine.lifecycle.follow()
             sampling = SamplingParams(**advised(engine.text.folder) | asked)
             if talks:
                 return terminal_chat.chat_in_terminal(engine, sampling, prompts)

@@ -19,7 +19,7 @@ not on its neighbours in the batch, not on its slot, and not on when it arrived.
 samples at random needs a seed for that.)
 
 Where next: `engine/`, which has what an engine needs around this: handles and snapshots, the thread
-that calls `step`, and reloading a model (`models/load.py` reads one from its folder).
+that calls `step`, and the model's life from load to unload (`engine/lifecycle.py`).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from functools import partial
 from pathlib import Path
 
 from base.error_reports import let_go, show_fault
-from base.provenance import labelled
+from base.untrusted_files import ModelError
 from engine.deferred_interrupt import defer_interrupt
 from engine.disk_prefix_cache import SlotCache
 from engine.handle import Handle, Result
+from engine.lifecycle import Lifecycle
 from engine.loop import Driver, Loop
+from engine.model_source import ModelSource, Report
 from engine.registry import RequestRegistry
-from engine.reload import ModelError, Report, Source, check_unused
 from engine.runner_protocol import RunnerProtocol
-from engine.snapshot import Limits, RanksView, Snapshot, StepTimes
+from engine.snapshot import Snapshot, StepTimes
 from kernels import device
-from kernels.delta_net import LOG
 from kernels.device import device_lock, device_stream
 from models import memory
 from models.embedding_support import check_embeds
@@ -51,20 +51,16 @@ from models.layers import Model
 from models.memory import Sizes
 from policies import DEFAULT, POLICIES, policy_of
 from prompt_lookup import Drafter, PromptLookup
-from request import Chunk, Decode, Plan, QueueFull, Request, Stateless
-from runner import ForwardBatch, Runner, RunningStep, sampling_rows
+from request import Chunk, Decode, Plan, QueueFull, Request
+from runner import ForwardBatch, RunningStep, sampling_rows
 from sampling import SamplingRow
 from sampling_params import SamplingParams
 from sched import Scheduler
-from state_places import StatePlaces
 from text.grammar import Grammar
 from text.tokenizer import Tokenizer
 
 __all__ = ["POLICIES", "Engine", "Handle", "Model", "ModelError", "QueueFull", "Result"]
 __all__ += ["SamplingParams", "Snapshot"]
-
-
-DISK_S = 0.1  # a step that waits for rows from disk returns at least as often
 
 
 class Engine:
@@ -82,11 +78,18 @@ class Engine:
     `slot_cache`: "DIR" or "DIR:SIZE". Slots are saved there, and found again after a restart.
     `state_memory`: bytes for checkpoints, in a model with states (Qwen 3.5). By default two a slot.
     `embeds`: treat the model as an embedding model, even if its files do not say so.
-    `is_batch_invariant`: whether the bits of a request's logits are independent of its neighbours.
     `on_commit` may be set by the caller. It receives the handles with new output, after each commit
     with tokens, and after a request ends outside a commit (cancel, close, a failed step). No lock
     is held then, so it may do anything, except wait for results in the thread of a `Loop`.
     """
+
+    # `Lifecycle` sets these
+    model: Model
+    text: Tokenizer
+    runner: RunnerProtocol | None  # None while the model is unloaded
+    drafter: Drafter
+    is_batch_invariant: bool  # the bits of a request's logits are independent of its neighbours
+    summary: str
 
     def __init__(
         self,
@@ -110,15 +113,12 @@ class Engine:
         runner: RunnerProtocol | None = None,  # a fake one, for tests
         sizes: Sizes | None = None,  # set by `load`, before it reads the weights
     ):
-        if sizes is None:
-            asked = (slots, max_len, chunk, budget, usual_len, None, state_memory)
-            sizes = memory.fit_beside(model, *asked)
-        sizes = memory.agreed(model, sizes)
+        asked = (slots, max_len, chunk, budget, usual_len, None, state_memory)
+        sizes = memory.agreed(model, sizes or memory.fit_beside(model, *asked))
         self.prefix_cache = prefix_cache
         self.run_ahead = run_ahead
-        self._speculate = speculate
         self.embeds = embeds
-        self.eager_first_token = not device.has_gpu()  # see `_max_in_flight`
+        self.eager_first_token = not device.has_gpu()  # see `_may_stay_in_flight`
         self.clock = clock
         self.ranks = model.ranks
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy_of(policy), max_queue=max_queue)
@@ -129,71 +129,10 @@ class Engine:
         self.registry = RequestRegistry(model.cost)
         self._unstarted: Plan | None = None  # planned, but not yet started
         self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # not committed, oldest first
-        self._source: Source | None = None  # where the model was read, if `load` has read it
-        self._is_reloading = False
-        self._serve(model, text, sizes, runner)
+        self.lifecycle = Lifecycle(self, speculate)
+        self.lifecycle.serve(model, text, sizes, runner)
         self.summary += self.ranks.settle(model.config, partial(self._end_all, "error"))
         device.close_at_exit(self)
-
-    def _serve(
-        self, model: Model, text: Tokenizer, sizes: Sizes, runner: RunnerProtocol | None = None
-    ) -> None:
-        """Serve this model from here on, with a slab of these sizes."""
-        summary = memory.described(model, sizes)
-        if text.folder.suffix == ".gguf":  # perhaps one of several files in a folder
-            summary = f"{text.folder.name}; {summary}"
-        with device_lock, device_stream():
-            runner = runner or Runner(model, sizes, self.clock)
-            self.slot_cache.open(model, sizes.max_len, runner.slab)
-        with self.changed:
-            self.runner: RunnerProtocol | None = runner
-            self._slab_is_lost = False  # True after a failed step
-            self.registry.model = model.cost
-            self.model = model
-            self.text = text
-            self.is_batch_invariant = memory.is_batch_invariant(model)
-            self.drafter = self._drafter()
-            self._sizes = sizes
-            self.sched.states = self._state_places(sizes)
-            self.sched.resize(*sizes[:4])
-            self.sched.far = memory.far_position(model.config)
-            self.sched.draft = self.drafter
-            self.sched.find_saved = self.slot_cache.find if self.slot_cache.is_on else None
-            self.summary = f"{summary}; {labelled(device.named())}"
-
-    def _drafter(self) -> Drafter:
-        asked = self._speculate
-        most = asked.most if isinstance(asked, Drafter) else asked
-        if self.model.config.delta and (most or 0) >= LOG:
-            limit = f"the log of a state has room for {LOG - 1} draft tokens"
-            raise ValueError(f"speculate = {most}, but {limit} with this model; choose fewer")
-        if isinstance(asked, Drafter):
-            return asked
-        return Drafter(0 if asked is None and not self.is_batch_invariant else asked)
-
-    def _state_places(self, sizes: Sizes) -> Stateless:
-        if not self.model.config.delta:
-            return Stateless()
-        return StatePlaces(sizes.slots, sizes.checkpoints, sizes.chunk, LOG)
-
-    @classmethod
-    def load(
-        cls,
-        model: str | Path = "demo",
-        *,
-        dtype: str = "auto",
-        kv: str = "auto",
-        attention: str = "auto",
-        activations: str | int = "auto",
-        report: Report = lambda stage: None,
-        **options,
-    ) -> Engine:
-        """An engine for a folder, a hub id, a GGUF file or "demo", with the options of `Engine`. `kv`,
-        `attention` and `activations`: as `ModelReader` takes them. `report` gets a line for each stage."""
-        checked = Source(str(model), dtype, kv, attention, activations, report, options).check()
-        engine = cls(checked.read(), checked.text, sizes=checked.sizes, **options)
-        engine._source = checked.source
-        return engine
 
     # --- submit -> plan -> run -> commit
 
@@ -234,11 +173,11 @@ class Engine:
         with defer_interrupt(), self.changed:
             if self.driver.is_closed:
                 raise RuntimeError("the engine is closed; load another")
-            if self._is_reloading or self.text is not text:  # the ids are of the old tokenizer
+            if self.lifecycle.is_reloading or self.text is not text:  # ids of the old tokenizer
                 raise RuntimeError("the engine reads another model; try again in a while")
-            prefix_cache = prefix_cache and self.prefix_cache
             id = self.sched.submitted + 1
-            request = Request(id, ids, max_tokens, self.clock(), prefix_cache, client)
+            shares = prefix_cache and self.prefix_cache
+            request = Request(id, ids, max_tokens, self.clock(), shares, client)
             if speculate and self.drafter.most != 0:
                 request.drafting.source = PromptLookup(grammar)
             handle = Handle(self, request, sampling, shown, origin, grammar, is_thinking, ends)
@@ -248,9 +187,8 @@ class Engine:
         return handle
 
     def step(self, plan: bool = True) -> bool:
-        """Plan, run and commit once. False if there was nothing to do.
-
-        `plan=False` plans nothing, and only reads back what is in flight.
+        """Plan, run and commit once. With `plan=False`, only read back what is in flight. False if there
+        was nothing to do.
 
         With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1
         on the device, and Python's work overlaps with the device's (on a CPU, only a little).
@@ -260,34 +198,29 @@ class Engine:
             Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
                                            ^ N's tokens are read here, and N+1 already runs
         """
+        if plan and self.lifecycle.needs_slab:
+            self.lifecycle.open_files()  # a folder may be slow: no lock is held
         with self._changing(), device_lock, device_stream():  # one thread at a time
             try:
                 planned = self._plan() if plan else None
                 if planned:
                     self._run(planned)
                 worked = bool(self._in_flight)
-                while self._in_flight and len(self._in_flight) > self._max_in_flight(planned):
+                while len(self._in_flight) > 1:
+                    self._commit()
+                if self._in_flight and not self._may_stay_in_flight(planned):
                     self._commit()
             except BaseException as error:
                 self._fail(error)  # ends requests, and not the engine
                 if not isinstance(error, Exception):  # such as SystemExit: for the whole program
                     raise
                 return True  # something was done, but it failed
-        return worked or (plan and self._wait_for_disk())
-
-    def _wait_for_disk(self) -> bool:
-        """If all running requests wait for rows from disk, sleep until something changes: rows are
-        there, or a request arrives. No other lock is held meanwhile. False if no request runs."""
-        with self.changed:
-            running = self.sched.running.values()
-            if running and all(request.waits_for_disk for request in running):
-                self.changed.wait(DISK_S)
-            return bool(running)
+        return worked or (plan and self.slot_cache.wait(self.sched.running.values()))
 
     def _plan(self) -> Plan | None:
         """Ask the scheduler for the next step."""
-        if self.has_work:
-            self._ensure_loaded()
+        if self.lifecycle.needs_slab and not self.lifecycle.restore():
+            return None
         with self.changed:
             plan = self.sched.plan(self.clock())
             self._unstarted = plan
@@ -316,34 +249,6 @@ class Engine:
         self._in_flight.append((plan, self.runner.finish(step, rows)))
         self._unstarted = None
 
-    def _sampling_rows(self, member: Chunk | Decode) -> list[SamplingRow]:
-        """How the tokens of a request are sampled. A failing grammar ends only its own request."""
-        handle = self.registry.open.get(member.request.id)
-        if handle is None:  # the request has ended, and the tokens of its rows will be dropped
-            return [SamplingRow(member.slot, SamplingParams(), 0, 0)] * (1 + len(member.draft))
-        masks: Sequence[bytes] = ()  # what the grammar allows after each token of a draft
-        try:
-            if handle.grammar is not None:
-                masks = handle.grammar.masks(member.draft)
-        except BaseException as error:  # a panic in a Rust library is no Exception
-            let_go(error)
-            with self.changed:
-                self._end(handle, "error", error)
-        return sampling_rows(member, handle.sampling, handle.seed, masks)
-
-    def _max_in_flight(self, plan: Plan | None) -> int:
-        """How many steps may stay in flight: one if the engine runs ahead.
-
-        On a CPU, a step that yields a first token is read at once (`eager_first_token`). MLX's
-        queue is short there: starting the next step takes nearly as long as running it, and the
-        token would be delivered only then. A step is also read at once if it has draft tokens, or
-        if the next one may have some.
-        """
-        if plan is None or not self.run_ahead:
-            return 0
-        is_due = plan.is_due(self.eager_first_token)
-        return 0 if is_due or self.drafter.may_follow(plan) else 1
-
     def _commit(self) -> None:
         """Read the tokens of the oldest step in flight, and hand them to their requests."""
         plan, step = self._in_flight[0]
@@ -360,33 +265,64 @@ class Engine:
             self.changed.notify_all()
         self._in_flight.popleft()
 
+    def _sampling_rows(self, member: Chunk | Decode) -> list[SamplingRow]:
+        """How the tokens of a request are sampled. A failing grammar ends only its own request."""
+        handle = self.registry.open.get(member.request.id)
+        if handle is None:  # the request has ended, and the tokens of its rows will be dropped
+            return [SamplingRow(member.slot, SamplingParams(), 0, 0)] * (1 + len(member.draft))
+        masks: Sequence[bytes] = ()  # what the grammar allows after each token of a draft
+        try:
+            if handle.grammar is not None:
+                masks = handle.grammar.masks(member.draft)
+        except BaseException as error:  # a panic in a Rust library is no Exception
+            let_go(error)
+            with self.changed:
+                self._end(handle, "error", error)
+        return sampling_rows(member, handle.sampling, handle.seed, masks)
+
+    def _may_stay_in_flight(self, plan: Plan | None) -> bool:
+        """True if the next step may start before the tokens of this one are read.
+
+        On a CPU, a step that yields a first token is read at once (`eager_first_token`). MLX's queue is
+        short there: starting the next step takes nearly as long as running it, and the token would be
+        delivered only then. A step is also read at once if it, or the next one, may have draft tokens.
+        """
+        if plan is None or not self.run_ahead or plan.is_due(self.eager_first_token):
+            return False
+        return not self.drafter.may_follow(plan)
+
     # --- around a step, and after a failure
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Around a change: Ctrl-C waits for its end, and `on_commit` is called after it, without a
-        lock."""
+        """Around a change: Ctrl-C waits for its end, then `on_commit` is called, without a lock."""
         try:
             with defer_interrupt():
                 yield
         finally:
             self.registry.notify(self.on_commit, self.changed)
 
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Around a change of the model: no step runs, and none is in flight."""
+        with self._changing(), device_lock, device_stream():
+            while self._in_flight:
+                self._commit()
+            yield
+
     def _fail(self, error: BaseException) -> None:
         """Show the traceback of a step that failed, and end as few requests as possible.
 
         - If the step could not be started, the step before it is committed first.
-        - Requests with a chunk in a failed step end: their rows are lost with the slab.
-        - Requests with a token planned end, too: they cannot begin again.
+        - Requests with a chunk in a failed step end, and those with a token planned (`lost_with`).
         - The others have yielded nothing. They go back to the queue, or stay in it.
-        - All end if no step was planned or in flight, because then the cause is unknown, and
-          if even a new slab could not be allocated. With tensor parallelism, the process ends.
+        - All end if no step was planned or in flight (the cause is unknown then), or if no new
+          slab could be allocated. With tensor parallelism, the process ends.
         """
         unstarted = self._unstarted
         self._unstarted = None
-        show_fault(
-            "a step failed" if unstarted is None else f"step {unstarted.step:,} failed", error
-        )
+        what = "a step" if unstarted is None else f"step {unstarted.step:,}"
+        show_fault(f"{what} failed", error)
         self.ranks.fail(error)
         if unstarted is not None:
             try:
@@ -396,14 +332,11 @@ class Engine:
                 show_fault("the step before failed, too", fault)
         plans = [plan for plan, _ in self._in_flight] + [unstarted] * (unstarted is not None)
         with self.changed:
-            failed = {chunk.request.id for plan in plans for chunk in plan.chunks}
-            all_end = self._slab_is_lost or not plans
-            for handle in list(self.registry.open.values()):
-                request = handle.request
-                if all_end or request.planned or request.finish_reason or request.id in failed:
-                    self._end(handle, "error", error)
+            all_end = self.lifecycle.needs_slab or not plans
+            for handle in self.registry.lost_with(plans, all_end):
+                self._end(handle, "error", error)
             self._in_flight.clear()
-            self._slab_is_lost = True
+            self.lifecycle.needs_slab = True
             self.sched.start_over()
 
     def _end(self, handle: Handle, reason: str, error: BaseException | str | None = None) -> None:
@@ -451,31 +384,14 @@ class Engine:
         """Inside `with engine.serving():` a thread steps the engine whenever there is work."""
         return Loop(self)
 
-    def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `ready()`: sleep if a `Loop` steps the engine, else step it here. False after
-        `timeout` seconds."""
-        return self.driver.wait(ready, timeout, self.step)
-
     @property
     def has_work(self) -> bool:
         return bool(self.sched.waiting or self.sched.running or self._in_flight)
 
-    @property
-    def is_released(self) -> bool:
-        """True while weights and slab are unloaded."""
-        return self.runner is None
-
-    @property
-    def steps(self) -> int:
-        """The number of steps that have been committed."""
-        return self.registry.steps.count
-
     def snapshot(self, since: Snapshot | None = None) -> Snapshot:
         """What the engine is doing now, and what has happened since an earlier snapshot."""
         with self.changed:
-            limits = Limits.of(self.sched, self.eager_first_token)
-            ranks = RanksView(self.ranks.backend, self.ranks.memory)
-            return self.registry.snapshot(self.sched, limits, ranks, self.clock(), since)
+            return self.registry.snapshot(self, since)
 
     def drain(self, to: str) -> None:
         """Change the policy once all running requests have ended, and clear the prefix cache."""
@@ -487,75 +403,48 @@ class Engine:
         with self.changed:
             self.sched.set_budget(budget, chunk)
 
-    def follow(self) -> int:
-        """Run a rank other than rank 0 until the end. Returns the program's exit code."""
-        return self.ranks.follow(self.runner.follow, self.summary)
+    # --- from load to close (`engine/lifecycle.py`)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path = "demo",
+        *,
+        dtype: str = "auto",
+        kv: str = "auto",
+        attention: str = "auto",
+        activations: str | int = "auto",
+        report: Report = lambda stage: None,
+        **options,
+    ) -> Engine:
+        """An engine for a folder, a hub id, a GGUF file or "demo", with the options of `Engine`. `kv`,
+        `attention` and `activations`: as `ModelReader` takes them. `report` gets a line for each stage."""
+        source = ModelSource(str(model), dtype, kv, attention, activations, report, options)
+        checked = source.check()
+        engine = cls(checked.read(), checked.text, sizes=checked.sizes, **options)
+        engine.lifecycle.source = checked.source
+        return engine
+
+    def release(self) -> None:
+        """Unload weights and slab. The next request's first step reads the weights again."""
+        self.lifecycle.unload()
+
+    def reload(self, model: str | Path | None = None, **sizes: int | None) -> None:
+        """Serve another model, or read this one again, with other sizes (slots, max_len, usual_len,
+        chunk, budget) if given. The other model is checked before this one is unloaded. If it cannot
+        be read all the same, this one is read again. Meanwhile no request is accepted."""
+        self.lifecycle.reload(model, sizes)
 
     def close(self) -> None:
         """End every open request as cancelled, and leave the device idle. May be called twice."""
         self._end_all("cancelled")
         self.driver.stop()
-        with defer_interrupt(), device_lock, device_stream():
+        with device_lock:  # no step runs
             self._in_flight.clear()
-            self.slot_cache.close(self.runner, self.sched)
-            device.synchronize()  # `leave` tells the other ranks to exit
-            self.ranks.leave()
+        self.lifecycle.close()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *exception) -> None:
         self.close()
-
-    # --- unloading and loading
-
-    def release(self) -> None:
-        """Unload weights and slab. The next request's first step reads the weights again."""
-        with self._changing(), device_lock, device_stream():
-            self._unload()
-
-    def reload(self, model: str | Path | None = None, **sizes: int | None) -> None:
-        """Serve another model, or read this one again, with other sizes (slots, max_len, usual_len,
-        chunk, budget) if given. The other model is checked before this one is unloaded. If it cannot
-        be read all the same, this one is read again. Meanwhile no request is accepted."""
-        with self.changed:
-            check_unused(self.driver.is_closed, self.ranks.size, self._source, self.registry.open)
-        held = 0 if self.is_released else memory.slab_of(self.model, self._sizes)
-        held += memory.nbytes_of(self.model)
-        checked = self._source.with_changes(model, sizes).check(held)
-        with self._changing(), device_lock, device_stream():
-            try:
-                self._unload(is_reloading=True)
-                self._serve(checked.read(), checked.text, checked.sizes)
-                self._source = checked.source
-            except BaseException:
-                if self._is_reloading:  # else it was refused, and the weights are still there
-                    self._load_again()
-                raise
-            finally:
-                self._is_reloading = False
-
-    def _unload(self, is_reloading: bool = False) -> None:
-        while self._in_flight:  # nothing but ghosts runs in them, or else the check fails
-            self._commit()
-        self.slot_cache.finish(self.runner, self.sched)
-        with self.changed:
-            check_unused(self.driver.is_closed, self.ranks.size, self._source, self.registry.open)
-            self._is_reloading = is_reloading
-            self.runner = None
-            self.model = self.model.without_weights()
-            self.sched.start_over()  # also clears the prefix cache
-        device.give_back()
-
-    def _ensure_loaded(self) -> None:
-        """Read weights that were unloaded, or replace a slab that was lost with a failed step."""
-        if self.is_released:
-            self._load_again()
-        elif self._slab_is_lost:
-            self.runner.reset()
-            self._slab_is_lost = False
-
-    def _load_again(self) -> None:
-        """Read the same model again, for a slab of the same sizes."""
-        checked = self._source._replace(asked=self._sizes._asdict()).check(text=self.text)
-        self._serve(checked.read(), checked.text, checked.sizes)

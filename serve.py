@@ -93,7 +93,8 @@ def say(words: str, is_last: bool = True) -> None:
 def follow(args: argparse.Namespace) -> int:
     """On every rank but the first (`distributed/group.py`): no server, but a shard of the model."""
     try:
-        return load(args).follow()
+        engine = load(args)
+        return engine.lifecycle.follow()
     except (ValueError, OSError, RuntimeError) as error:
         say(one_line(error))
         return 2

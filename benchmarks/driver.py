@@ -170,7 +170,7 @@ class Sample:
             peer = PEERS[spec.contestant]
             self.contestant = peer(spec.folder, spec.rows, self.longest, spec.kv)
         if environment.rank():  # with several ranks, rank 0 measures
-            self.contestant.engine.follow()
+            self.contestant.engine.lifecycle.follow()
             return
         drive(self.contestant, self.requests(spec.rows, output=min(spec.output, 16)))
         mx.reset_peak_memory()  # loading does not count

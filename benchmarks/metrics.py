@@ -94,12 +94,12 @@ def draft_figures(engine: Engine, handles: Sequence[Handle], until: Sequence[Han
     before = sum(handle.request.committed for handle in handles)
     began = time.perf_counter()
     spent = time.process_time()
-    steps = engine.steps
+    steps = engine.registry.steps.count
     while not all(handle.finish_reason for handle in until):
         engine.step()
     figures = {
         "tokens": sum(h.request.committed for h in handles) - before,
-        "steps": engine.steps - steps,
+        "steps": engine.registry.steps.count - steps,
         "drafted": sum(handle.metrics.draft_tokens for handle in handles),
         "accepted": sum(handle.metrics.accepted_tokens for handle in handles),
         "seconds": time.perf_counter() - began,

@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +35,7 @@ from engine.slot_files import (
     name_of,
 )
 from kernels import device
-from kernels.device import mx, readable
+from kernels.device import device_lock, device_stream, mx, readable
 from models.forward_cost import arrays
 from models.layers import Model
 from models.memory import sources
@@ -46,6 +46,7 @@ from sched import Scheduler
 if TYPE_CHECKING:
     from kv import Slab
 
+WAIT_S = 0.1  # a step that waits for rows returns at least as often
 PATIENCE_S = 10  # a folder that has done nothing for this long does not answer
 WRITES = 2  # copies of slots that wait to be written, at most
 SHARE = 8  # a file is read if at least 1/SHARE of its rows are of use
@@ -206,6 +207,14 @@ class SlotCache:
         search.add_done_callback(self._wake)
         return RestoredRows(self, search)
 
+    def wait(self, running: Collection[Request]) -> bool:
+        """If all running requests wait for rows, sleep until something changes: rows are there, or a
+        request arrives. No other lock may be held. False if no request runs."""
+        with self._changed:
+            if running and all(request.waits_for_disk for request in running):
+                self._changed.wait(WAIT_S)
+            return bool(running)
+
     def _wake(self, search: Future[Found]) -> None:
         with self._changed:
             self._changed.notify_all()
@@ -314,10 +323,14 @@ class SlotCache:
         """Save what all slots remember, one after the other, and return when it is written."""
         if self._folder is None or self._is_closed:
             return
-        for remembered in sched.prefixes.remembered(range(sched.slots), sched.chunk):
-            if not self._settle():
+        for slot in range(sched.slots):
+            if not self._settle():  # no lock is held: the folder may be slow
                 return
-            self._save(runner.slab, remembered)
+            with device_lock, device_stream():
+                with self._changed:
+                    found = sched.prefixes.remembered([slot], sched.chunk)
+                for remembered in found:
+                    self._save(runner.slab, remembered)
         self._settle()
 
     def close(self, runner: RunnerProtocol | None, sched: Scheduler) -> None:

@@ -123,9 +123,7 @@ class Handle:
         """The text as it comes, in pieces that never end within a character."""
         seen = 0
         while True:
-            self._engine.wait(
-                lambda seen=seen: len(self.pieces) > seen or self.finish_reason is not None
-            )
+            self._wait(lambda seen=seen: len(self.pieces) > seen or self.finish_reason is not None)
             if seen == len(self.pieces):
                 return
             yield self.pieces[seen]
@@ -133,13 +131,11 @@ class Handle:
 
     def wait_for_text(self, timeout: float | None = None) -> bool:
         """Wait for the first piece of text, or for the end. False if the time runs out."""
-        return self._engine.wait(
-            lambda: bool(self.pieces) or self.finish_reason is not None, timeout
-        )
+        return self._wait(lambda: bool(self.pieces) or self.finish_reason is not None, timeout)
 
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end. Raises TimeoutError if it does not come within `timeout` seconds."""
-        if not self._engine.wait(lambda: self.request.finish_reason is not None, timeout):
+        if not self._wait(lambda: self.request.finish_reason is not None, timeout):
             raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
         logprobs = None if self.sampling.logprobs is None else list(self.logprobs)
         return Result(
@@ -151,6 +147,9 @@ class Handle:
             error=self.error,
             vector=self.vector,
         )
+
+    def _wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
+        return self._engine.driver.wait(ready, self._engine.step, timeout)
 
     @property
     def pending(self) -> int:

@@ -1,5 +1,5 @@
 """Decide when an idle engine's weights are unloaded (`Engine.release` does it). The first step of the next
-request loads them again (`reload.py`), and a request that arrives meanwhile waits in the queue."""
+request loads them again (`lifecycle.py`), and a request that arrives meanwhile waits in the queue."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Idle:
     def __call__(self) -> float | None:
         """Return the seconds until the next look; None: when something happens."""
         engine = self._engine
-        if self._is_away and not engine.is_released:
+        if self._is_away and not engine.lifecycle.is_unloaded:
             self._is_away = False
             self._say("the weights are back")
         submitted = engine.sched.submitted
         if engine.has_work or submitted != self._submitted:
             self._submitted = submitted
             self._since = self._now()
-        if engine.is_released or engine.has_work:
+        if engine.lifecycle.is_unloaded or engine.has_work:
             return None
         left = self._since + self._seconds - self._now()
         if left > 0:

@@ -98,9 +98,10 @@ class Driver:
             self._changed.notify_all()
 
     def wait(
-        self, ready: Callable[[], bool], timeout: float | None, step: Callable[[], object]
+        self, ready: Callable[[], bool], step: Callable[[], object], timeout: float | None = None
     ) -> bool:
-        """Wait until `ready()`. False after `timeout` seconds."""
+        """Wait until `ready()`: sleep if a loop steps the engine, else step it here. False after
+        `timeout` seconds."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not ready():
             loop = self._loop

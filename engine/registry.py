@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -26,10 +26,10 @@ from engine.snapshot import (
 )
 from models.forward_cost import ModelCost, Roof
 from request import Committed, Plan, Request
-from sched import Scheduler
 from step_output import StepOutput
 
 if TYPE_CHECKING:
+    from nanobatch import Engine
     from runner import RunningStep
 
 
@@ -131,6 +131,17 @@ class RequestRegistry:
             if handle := self.open.get(id):  # else it has ended meanwhile
                 handle.prefill_clock.take(start, stop, step.began, step.ended)
 
+    def lost_with(self, plans: Sequence[Plan], all_end: bool) -> list[Handle]:
+        """The open requests that cannot go on after these steps have failed: those with a chunk in one,
+        and those with a token planned, because they cannot begin again."""
+        failed = {chunk.request.id for plan in plans for chunk in plan.chunks}
+        found = []
+        for handle in self.open.values():
+            request = handle.request
+            if all_end or request.planned or request.finish_reason or request.id in failed:
+                found.append(handle)
+        return found
+
     def retire(self, id: int) -> None:
         """Forget a request that has ended: its owner has the handle, and those who watch get a view
         of it."""
@@ -161,14 +172,10 @@ class RequestRegistry:
         except BaseException as error:
             self.note("on_commit failed", error)
 
-    def snapshot(
-        self,
-        sched: Scheduler,
-        limits: Limits,
-        ranks: RanksView,
-        now: float,
-        since: Snapshot | None,
-    ) -> Snapshot:
+    def snapshot(self, engine: Engine, since: Snapshot | None) -> Snapshot:
+        """As `Engine.snapshot` returns it."""
+        sched = engine.sched
+        now = engine.clock()
         seen = Seen() if since is None else since.seen
         owners = {request.slot: request for request in sched.running.values()}
         blocked = self.blocked if sched.waiting else ()
@@ -188,7 +195,7 @@ class RequestRegistry:
         newest = max(seen.request, next(reversed(sched.waiting), -1))
         return Snapshot(
             now=now,
-            limits=limits,
+            limits=Limits.from_scheduler(sched, engine.eager_first_token),
             policy=sched.policy.name,
             draining_to=sched.draining_to.name if sched.draining_to else None,
             slots=tuple(slots),
@@ -209,7 +216,7 @@ class RequestRegistry:
             prompt_tokens=self.prompt_tokens,
             steps_s=self.steps_s,
             seen=Seen(self.steps.count, self.ended.count, self.faults.count, newest),
-            ranks=ranks,
+            ranks=RanksView(engine.ranks.backend, engine.ranks.memory),
             model=self.model,
             roof=self.roof,
             states=states,

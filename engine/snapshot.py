@@ -64,7 +64,7 @@ class Limits(NamedTuple):
     )
 
     @staticmethod
-    def of(sched: Scheduler, eager_first_token: bool) -> Limits:
+    def from_scheduler(sched: Scheduler, eager_first_token: bool) -> Limits:
         return Limits(
             slots=sched.slots,
             max_len=sched.max_len,

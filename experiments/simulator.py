@@ -129,7 +129,9 @@ class Replay:
             raise Stuck(
                 f"{taken} slots are taken, {len(sched.waiting)} wait, and no step is planned"
             )
-        while len(self._in_flight) > self._max_in_flight(plan):
+        while len(self._in_flight) > 1:
+            yield self._commit()
+        if self._in_flight and not self._may_stay_in_flight(plan):
             yield self._commit()
 
     def _draft(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
@@ -162,11 +164,11 @@ class Replay:
         """Why an answer ends with this token; None if it goes on."""
         return "stop" if request.committed >= self._tokens[request.id] else None
 
-    def _max_in_flight(self, plan: Plan | None) -> int:
-        """How many steps may stay in flight, as `Engine._max_in_flight` says."""
-        may_stay = self.run_ahead and plan is not None
-        may_stay = may_stay and not plan.is_due(self.eager_first_token)
-        return int(may_stay and not self._may_draft(plan))
+    def _may_stay_in_flight(self, plan: Plan | None) -> bool:
+        """As in `Engine`."""
+        if plan is None or not self.run_ahead or plan.is_due(self.eager_first_token):
+            return False
+        return not self._may_draft(plan)
 
     def _commit(self) -> Ran:
         plan, tokens = self._in_flight.popleft()

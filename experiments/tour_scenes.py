@@ -540,7 +540,9 @@ SCENES = (
     Scene("whose fault a slow first token is", ("sched.py", "Scheduler._admit"), tell_fault),
     Scene("a long prompt among chats", ("sched.py", "Scheduler._allot"), tell_long_prompt),
     Scene("who starves", ("policies.py", "by_turns"), tell_starving),
-    Scene("a step ahead of the tokens", ("nanobatch.py", "Engine._max_in_flight"), tell_ghosts),
+    Scene(
+        "a step ahead of the tokens", ("nanobatch.py", "Engine._may_stay_in_flight"), tell_ghosts
+    ),
     Scene("JSON that cannot break", ("nanobatch.py", "Engine._sampling_rows"), tell_json),
     Scene("the same answer among neighbours", ("kernels/cpu_kernels.c", "multiply"), tell_same),
     Scene("a crash, and a hang-up", ("nanobatch.py", "Engine._fail"), tell_broken),

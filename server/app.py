@@ -350,7 +350,7 @@ class APIServer:
         if self.loop and not self.loop.is_alive:
             status = "stopped"
         code = 200 if status == "ok" else 503
-        if code == 200 and self.served.engine.is_released:
+        if code == 200 and self.served.engine.lifecycle.is_unloaded:
             status = "unloaded"  # the next request waits for the weights
         found = {"status": status}
         if self.served:

@@ -308,7 +308,7 @@ MUTANTS = [
     Mutant(
         "nanobatch.py",
         "Engine._fail",
-        "self._slab_is_lost = True",
+        "self.lifecycle.needs_slab = True",
         "",
         f"{FAULTS}::test_failed_step_frees_its_memory",
     ),

@@ -174,7 +174,7 @@ def steps_for(engine: Engine, prompts: Iterable[str]) -> int:
     run_all(engine)
     for prompt, handle in handles.items():
         assert handle.result().text == ANSWERS[prompt]
-    return engine.steps
+    return engine.registry.steps.count
 
 
 # --- a scheduler without a model ----------------------------------------------------------------

@@ -574,21 +574,22 @@ return step""",
                 ),
             ),
             Task(
-                "nanobatch.Engine._max_in_flight",
-                """How many steps may be left unread now? With run-ahead one, if a step was just
-                planned; else none. If `self.eager_first_token`, a step that yields a first token is read at once.
-                (No draft tokens.)""",
+                "nanobatch.Engine._may_stay_in_flight",
+                """May the step that was just planned stay unread while the next one starts? With run-ahead it
+                may; None (nothing was planned) may not. If `self.eager_first_token`, a step that yields a
+                first token is read at once. (No draft tokens.)""",
                 (
                     "Nothing was planned: then there is nothing to run ahead with.",
                     "`plan.is_due(self.eager_first_token)` says whether its tokens must be read first.",
-                    "0 if plan is None or not self.run_ahead; 0 if it eager_first_token and ...; else 1",
+                    "False if plan is None or not self.run_ahead; else whether the plan is not due",
                 ),
             ),
             Task(
                 "nanobatch.Engine.step",
                 """One turn: plan (`self._plan()`, unless `plan` is False), start what was planned
-                (`self._run(planned)`), then commit (`self._commit()` takes the oldest) until no more
-                than `self._max_in_flight(planned)` of `self._in_flight` are left. All of it within
+                (`self._run(planned)`), then commit (`self._commit()` takes the oldest) until at most one of
+                `self._in_flight` is left, and that one too, unless `self._may_stay_in_flight(planned)`.
+                All of it within
                 `with self._changing(), device_lock, device_stream():`. True if anything was planned, or was in flight.
                 An exception goes to `self._fail(error)`, and the engine goes on (True); what is no
                 `Exception`, such as SystemExit, is raised again after that.""",
@@ -599,8 +600,9 @@ return step""",
     try:
         planned = self._plan() if plan else None
         if planned: self._run(planned)
-        worked = bool(self._flights)
-        while ... > self._max_in_flight(planned): self._commit()
+        worked = bool(self._in_flight)
+        while len(self._in_flight) > 1: self._commit()
+        if ... and not self._may_stay_in_flight(planned): self._commit()
         return worked
     except BaseException as error:
         self._fail(error)

@@ -83,8 +83,8 @@ class Runner:
 
 
 class Engine:
-    def _max_in_flight(self, plan):
-        return 0
+    def _may_stay_in_flight(self, plan):
+        return False
 
     def step(self, plan=True):
         planned = self._plan()

@@ -1,4 +1,4 @@
-"""Stage 8: run-ahead. You write `Runner.finish` in runner.py, `Engine._max_in_flight` and
+"""Stage 8: run-ahead. You write `Runner.finish` in runner.py, `Engine._may_stay_in_flight` and
 `Engine.step` in nanobatch.py."""
 
 import random
@@ -59,21 +59,21 @@ def starts_and_reads(run_ahead: bool, eager_first_token: bool, later: bool = Fal
     return lines
 
 
-@pytest.mark.about("_max_in_flight", "step")
+@pytest.mark.about("_may_stay_in_flight", "step")
 def test_without_run_ahead():
     """Without run-ahead, a step is read before the next one starts."""
     in_turn = ["start 1", "read 1", "start 2", "read 2", "start 3", "read 3", "start 4", "read 4"]
     assert starts_and_reads(run_ahead=False, eager_first_token=False) == in_turn
 
 
-@pytest.mark.about("_max_in_flight", "step", "finish")
+@pytest.mark.about("_may_stay_in_flight", "step", "finish")
 def test_run_ahead():
     """With run-ahead, the next step starts before the last one is read."""
     ahead = ["start 1", "start 2", "read 1", "start 3", "read 2", "start 4", "read 3", "read 4"]
     assert starts_and_reads(run_ahead=True, eager_first_token=False) == ahead
 
 
-@pytest.mark.about("_max_in_flight", "step")
+@pytest.mark.about("_may_stay_in_flight", "step")
 def test_first_token():
     """With `eager_first_token`, a first token is read at once, and so are all steps before it."""
     first = ["start 1", "read 1", "start 2", "start 3", "read 2", "start 4", "read 3", "read 4"]

@@ -41,7 +41,7 @@ def test_grammar_holds_with_every_setting(parts, run_ahead):
     with Engine(*parts, slots=7, max_len=128, chunk=32, run_ahead=run_ahead) as engine:
         tap = Tap(engine)
         handles = [engine.submit(*ask) for ask in asks]
-        engine.wait(lambda: all(handle.finish_reason for handle in handles))
+        engine.driver.wait(lambda: all(handle.finish_reason for handle in handles), engine.step)
     with Engine(*parts, slots=1, max_len=128, chunk=64, prefix_cache=False) as engine:
         lonely = Tap(engine)
         for handle, ask in zip(handles, asks, strict=True):
@@ -236,7 +236,7 @@ def test_failing_grammar_ends_its_request_alone(
         return usual(self, *arguments)
 
     monkeypatch.setattr(Grammar, method, fail)
-    engine.wait(lambda: all(handle.finish_reason for handle in (*handles, bad)))
+    engine.driver.wait(lambda: all(handle.finish_reason for handle in (*handles, bad)), engine.step)
     check(engine)
     assert bad.finish_reason == "error" and "out of fuel" in bad.error
     assert [handle.tokens for handle in handles] == expected

@@ -175,7 +175,11 @@ def conversations(
 
         def say(prompt: list[int], turn: int, before: int) -> None:
             sampling = exactly(int(rng.integers(1, 50)))
-            cancel = engine.steps + int(rng.integers(1, 40)) if rng.random() < 0.2 else 10**9
+            cancel = (
+                engine.registry.steps.count + int(rng.integers(1, 40))
+                if rng.random() < 0.2
+                else 10**9
+            )
             going.append((engine.submit(prompt, sampling), cancel, turn, before))
 
         for _ in range(4):
@@ -188,7 +192,7 @@ def conversations(
         while going:
             for talk in list(going):
                 handle, cancel, turn, before = talk
-                if engine.steps >= cancel:
+                if engine.registry.steps.count >= cancel:
                     handle.cancel()
                 if handle.finish_reason and rng.random() < 0.5:
                     going.remove(talk)

@@ -378,7 +378,7 @@ def test_penalty_is_per_request(engine):
     ]
     alone = [fingerprint(engine.submit([1, 2], wish).result()) for wish in wishes]
     longer = engine.submit([1, 2], wishes[0])
-    engine.wait(lambda: len(longer.tokens) > 70)
+    engine.driver.wait(lambda: len(longer.tokens) > 70, engine.step)
     shorter = engine.submit([1, 2], wishes[1])
     assert [fingerprint(handle.result()) for handle in (longer, shorter)] == alone
 

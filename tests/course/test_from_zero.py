@@ -70,7 +70,12 @@ MISTAKES = [
         "if False:",
         "A commit hands out tokens",
     ),
-    Mistake("nanobatch.Engine._max_in_flight", "else 1", "else 0", "starts before the last one is"),
+    Mistake(
+        "nanobatch.Engine._may_stay_in_flight",
+        "return not plan.is_due(self.eager_first_token)",
+        "return False",
+        "starts before the last one is",
+    ),
     Mistake("runner.Runner.finish", "newest < 0", "newest < -1", "the newest token of each slot"),
     Mistake("nanobatch.Engine.step", "self._fail(error)", "raise", "came out of Engine.step"),
     Mistake(
@@ -136,7 +141,9 @@ MISTAKES = [
         "(left + 1) // 2",
         "What the oldest cannot use",
     ),
-    Mistake("nanobatch.Engine.step", "while len", "if len", "so are all steps before it"),
+    Mistake(
+        "nanobatch.Engine.step", "_in_flight) > 1", "_in_flight) > 2", "so are all steps before it"
+    ),
     Mistake(
         "runner.Runner.finish", "newest = ", "newest = mx.eval(step.tokens) or ", "`finish` waits"
     ),

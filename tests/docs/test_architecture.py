@@ -41,8 +41,9 @@ MAY_IMPORT = {
     "token_choice": "kernels/*",
     "sampling": "logprobs token_choice sampling_params kernels/*",
     "runner": "llama kv sampling logprobs sampling_params step_output request models/* kernels/*",
-    "engine/*": "sampling_params step_output request sched prefix models/* distributed/* text/* kernels/* base/*",
-    "nanobatch": """runner sampling sampling_params request sched state_places policies prompt_lookup engine/*
+    "engine/*": """runner sampling_params step_output request sched prefix state_places prompt_lookup models/*
+        distributed/* text/* kernels/* base/*""",
+    "nanobatch": """runner sampling sampling_params request sched policies prompt_lookup engine/*
         models/* text/* kernels/* base/*""",
     "cli/*": "engine/* models/* text/* distributed/environment kernels/* base/*",
     "benchmarks/*": """nanobatch kv llama sampling_params engine/* cli/* models/* text/* kernels/*
@@ -63,7 +64,9 @@ MAY_IMPORT = {
 WITHOUT_MLX = """sampling_params step_output request sched policies prefix prompt_lookup state_places
     engine/* base/* cli/* text/* server/* screen/* serve tui
     models/forward_cost distributed/environment experiments/simulator"""
-NEEDS_MLX = "engine/reload engine/disk_prefix_cache engine/roofline cli/model_list"
+NEEDS_MLX = (
+    "engine/lifecycle engine/model_source engine/disk_prefix_cache engine/roofline cli/model_list"
+)
 STANDARD_LIBRARY = {
     "request": "",
     "sched": "",

@@ -130,7 +130,7 @@ def test_ctrl_c_finishes_the_step(engine, monkeypatch):
 
     def pressed(*args):
         signal.raise_signal(signal.SIGINT)
-        steps.append(engine.steps)
+        steps.append(engine.registry.steps.count)
         return forward(*args)
 
     handle = engine.submit([4, 5], LONG)
@@ -138,7 +138,9 @@ def test_ctrl_c_finishes_the_step(engine, monkeypatch):
         patched.setattr(runner, "forward", pressed)
         with pytest.raises(KeyboardInterrupt):
             handle.result()
-    assert len(steps) == 1 and engine.steps == steps[0] + 1, "the step has been committed"
+    assert len(steps) == 1 and engine.registry.steps.count == steps[0] + 1, (
+        "the step has been committed"
+    )
     assert handle.result(timeout=60).tokens == alone and handle.error is None
 
 

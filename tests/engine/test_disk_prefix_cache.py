@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
@@ -14,6 +15,7 @@ import pytest
 from checkpoints import make_checkpoint
 from harness import Tap, exactly
 from processes import python
+from slow_folder import slow_folder
 from waiting import wait_for
 
 from engine import disk_prefix_cache
@@ -341,15 +343,22 @@ def hold(monkeypatch, name: str) -> threading.Event:
     return may_go
 
 
-@pytest.mark.parametrize("name", ["names", "look", "read"])
-def test_nobody_waits_for_another_requests_file(parts, saved, monkeypatch, name):
+@pytest.mark.parametrize("kind", ["list", "open"])
+def test_nobody_waits_for_a_slow_folder(parts, saved, kind):
     """A read from disk blocked newcomers, also after its request was cancelled, and a listing of the
     folder blocked all who submitted."""
     folder, prompt = saved
-    may_go = hold(monkeypatch, name)
-    with engine(parts, folder, slots=3) as restarted, restarted.serving():
+    with (
+        Engine(*parts, slots=2, max_len=128, chunk=32) as another,
+        engine(parts, folder, slots=3) as restarted,
+        slow_folder(folder, kind) as slow,
+        restarted.serving(),
+    ):
         neighbour = restarted.submit(tokens(20, seed=5), exactly(9))
         turn = restarted.submit(prompt, SHORT)
+        assert slow.is_asked.wait(60)
+        assert restarted.snapshot().submitted == 2
+        assert another.submit(tokens(20), SHORT).result(60).finish_reason == "length"
         assert neighbour.result(60).finish_reason == "length"
         assert restarted.submit(tokens(20, seed=6), SHORT).result(60).finish_reason == "length"
         cancelled = restarted.submit(prompt, SHORT)
@@ -357,8 +366,29 @@ def test_nobody_waits_for_another_requests_file(parts, saved, monkeypatch, name)
         cancelled.cancel()
         assert restarted.submit(tokens(20, seed=7), SHORT).result(60).finish_reason == "length"
         assert turn.request.slot is not None and turn.request.prefilled == 0
-        may_go.set()
+        slow.answer()
         assert turn.result(60).metrics.cached_tokens == 103
+
+
+def test_closing_engine_holds_no_lock_while_slots_are_written(parts, tmp_path):
+    """An engine that was closed, or unloaded, held the lock of the device until its slots were
+    written: no other engine of the program could step meanwhile."""
+    folder = tmp_path / "slots"
+    closing = engine(parts, folder)
+    assert closing.submit(tokens(100), SHORT).result().finish_reason == "length"
+    with (
+        Engine(*parts, slots=2, max_len=128, chunk=32) as another,
+        another.serving(),
+        slow_folder(folder, "open") as slow,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        closed = pool.submit(closing.close)
+        assert slow.is_asked.wait(60)
+        assert another.submit(tokens(20), SHORT).result(5).finish_reason == "length"
+        assert not closed.done()
+        slow.answer()
+        closed.result(60)
+    assert len(files(folder)) == 1
 
 
 @pytest.mark.parametrize("name", ["names", "read", "write", "make_room"])

@@ -12,6 +12,7 @@ import pytest
 from checkpoints import make_checkpoint
 from harness import check, exactly
 from long_forms import number_of
+from slow_folder import slow_folder
 from word_engine import Clock
 
 from engine.idle_unload import Idle
@@ -76,13 +77,13 @@ def test_unloaded_engine_reloads_on_request(engine, alone):
     held = mx.get_active_memory()
     ours = nbytes_of(engine.model) + slab_of(engine.model, Sizes(**SIZES, budget=0))
     engine.release()
-    assert engine.is_released and engine.model.config.layers == 2
+    assert engine.lifecycle.is_unloaded and engine.model.config.layers == 2
     released = mx.get_active_memory()
     assert held - released >= ours > 300_000
-    assert engine.step() is False and engine.is_released  # without work nothing is read
+    assert engine.step() is False and engine.lifecycle.is_unloaded  # without work nothing is read
     engine.release()  # once more changes nothing
     assert answers(engine) == alone[0]
-    assert not engine.is_released
+    assert not engine.lifecycle.is_unloaded
     assert mx.get_active_memory() - released == pytest.approx(ours, rel=0.1)
 
 
@@ -143,7 +144,7 @@ def test_failed_reload_ends_the_requests(tmp_path, alone):
         file.rename(tmp_path / "elsewhere")
         result = engine.generate([PROMPTS[0]], GREEDY)[0]
         assert result.finish_reason == "error" and "holds no weights" in result.error
-        assert engine.is_released and not engine.step() and not engine.snapshot().requests
+        assert engine.lifecycle.is_unloaded and not engine.step() and not engine.snapshot().requests
         (tmp_path / "elsewhere").rename(file)
         assert answers(engine) == alone[0]
 
@@ -157,11 +158,34 @@ def test_changed_weights_are_not_served(tmp_path, alone):
         make_checkpoint(folder, seed=2)
         result = engine.generate([PROMPTS[0]], GREEDY)[0]
         assert "has changed since the model was read; start anew" in result.error
-        assert engine.is_released
+        assert engine.lifecycle.is_unloaded
         engine.reload()  # asked for what is there now
         assert answers(engine) != alone[0]
         engine.release()
         answers(engine)
+
+
+@pytest.mark.parametrize("kind", ["list", "open"])
+def test_slow_folder_of_a_model_holds_no_lock(engine, folders, alone, kind):
+    """While the files of an unloaded model were listed and opened, no other engine of the program
+    could step."""
+    engine.release()
+    with (
+        Engine.load(folders[1], **SIZES) as another,
+        slow_folder(folders[0], kind) as slow,
+        engine.serving(),
+    ):
+        first = engine.submit(PROMPTS[0], GREEDY)
+        assert slow.is_asked.wait(60)
+        second = engine.submit(PROMPTS[1], GREEDY)
+        assert engine.snapshot().waiting == 2
+        second.cancel()
+        assert second.result(5).finish_reason == "cancelled"
+        with another.serving():
+            assert another.submit(PROMPTS[0], GREEDY).result(5).tokens == alone[1][0]
+        assert first.finish_reason is None
+        slow.answer()
+        assert first.result(60).tokens == alone[0][0]
 
 
 def test_reload_that_fails_while_it_unloads_refuses_nobody(engine, folders, alone, monkeypatch):
@@ -187,7 +211,7 @@ def test_ranks_keep_their_weights(engine, monkeypatch):
         for change in (engine.release, engine.reload):
             with pytest.raises(RuntimeError, match="several ranks share this model"):
                 change()
-    assert not engine.is_released
+    assert not engine.lifecycle.is_unloaded
 
 
 # --- another model ------------------------------------------------------------------------------
@@ -355,7 +379,7 @@ def test_idle_engine_is_unloaded(engine):
     clock.now += 9
     assert idle() == 10
     clock.now += 10
-    assert idle() is None and engine.is_released
+    assert idle() is None and engine.lifecycle.is_unloaded
     assert said == ["idle for 10 s: weights and slab are unloaded until the next request"]
     assert idle() is None and len(said) == 1
     engine.submit(PROMPTS[0], GREEDY).result()
@@ -377,5 +401,5 @@ def test_request_during_an_unload(engine, alone):
 
     engine.release = late
     clock.now += 11
-    assert idle() is None and not said and not engine.is_released
+    assert idle() is None and not said and not engine.lifecycle.is_unloaded
     assert handles[0].result().tokens == alone[0][0]

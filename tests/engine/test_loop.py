@@ -27,7 +27,7 @@ def test_paused_loop_takes_no_step(engine, loop):
     wait_for(lambda: loop.paused)
     handle = engine.submit([1], LONG)
     time.sleep(0.1)
-    assert engine.steps == 0 and handle.tokens == []
+    assert engine.registry.steps.count == 0 and handle.tokens == []
     loop.resume()
     assert handle.result(timeout=60).finish_reason == "length"
 
@@ -41,9 +41,11 @@ def test_single_steps_are_counted(make_engine, run_ahead):
     handle = engine.submit([1], LONG)
     for count, expected in ((1, 1), (1, 2), (3, 5)):
         loop.step(count)
-        wait_for(lambda expected=expected: engine.steps == expected and loop.stepping == 0)
+        wait_for(
+            lambda expected=expected: engine.registry.steps.count == expected and loop.stepping == 0
+        )
         time.sleep(0.05)
-        assert engine.steps == len(handle.tokens) == expected and loop.paused
+        assert engine.registry.steps.count == len(handle.tokens) == expected and loop.paused
     loop.resume()
     assert handle.result(timeout=60).finish_reason == "length"
     assert loop.stop(patience=60)
@@ -114,7 +116,7 @@ def test_between_is_called_as_often_as_it_asks(make_engine):
     """After each step."""
     engine = make_engine(speculate=0)
     steps = []
-    loop = Loop(engine, between=lambda: steps.append(engine.steps)).start()
+    loop = Loop(engine, between=lambda: steps.append(engine.registry.steps.count)).start()
     engine.submit([1], LONG).result(timeout=60)
     wait_for(lambda: steps[-1] == 60)
     assert set(range(1, 61)) <= set(steps)
@@ -125,7 +127,7 @@ def test_between_is_called_as_often_as_it_asks(make_engine):
     calls = []
     loop = Loop(engine, between=lambda: calls.append(1) or 0.02).start()
     wait_for(lambda: len(calls) > 5)
-    assert engine.steps == 60
+    assert engine.registry.steps.count == 60
     assert loop.stop(patience=60)
 
 
@@ -226,9 +228,12 @@ def test_slow_motion_rate(make_engine):
     loop = Loop(engine, watch=watch).start()
     loop.slow = 10.0
     loop.call(lambda: None)
-    began, told, before = time.monotonic(), watch(), engine.steps
+    began, told, before = time.monotonic(), watch(), engine.registry.steps.count
     handle = engine.submit([1], exactly(4))
-    assert handle.result(timeout=60).finish_reason == "length" and engine.steps - before == 4
+    assert (
+        handle.result(timeout=60).finish_reason == "length"
+        and engine.registry.steps.count - before == 4
+    )
     took = time.monotonic() - began
     counted = engine.snapshot().steps[-1].ended - told
     assert took > 0.28, "four steps begin a tenth of a second apart"
@@ -243,12 +248,12 @@ def test_slow_motion_can_be_left_at_once(make_engine):
     loop = Loop(engine, watch=watch).start()
     loop.slow = 0.01
     handle, heard = engine.submit([1], LONG), threading.Event()
-    wait_for(lambda: engine.steps == 1)
+    wait_for(lambda: engine.registry.steps.count == 1)
     loop.call(heard.set)
-    assert heard.wait(60) and engine.steps == 1
+    assert heard.wait(60) and engine.registry.steps.count == 1
     loop.step(1)  # a step by hand waits for its turn, too
     loop.call(lambda: setattr(loop, "slow", 0.0))
-    wait_for(lambda: engine.steps == 2)
+    wait_for(lambda: engine.registry.steps.count == 2)
     assert loop.paused
     loop.resume()
     assert handle.result(timeout=60).finish_reason == "length"
@@ -275,7 +280,7 @@ def test_step_without_a_plan(engine):
         engine.step()
         engine.step(plan=False)
         look = engine.snapshot()
-        assert look.planned == engine.steps == len(handle.tokens) == i
+        assert look.planned == engine.registry.steps.count == len(handle.tokens) == i
         assert not engine.step(plan=False)
     alone = handle.result().tokens
     assert engine.submit([1], LONG).result().tokens == alone

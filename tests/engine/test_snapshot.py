@@ -37,7 +37,7 @@ def test_rare_snapshots_count_missed_steps():
         assert [late.steps[0].step, late.steps[-1].step] == [late.missed + 1, 4_800]
         assert [step.step for step in engine.snapshot(look).steps] == list(range(3_901, 4_801))
         now = engine.snapshot(look)
-        assert now.missed == 0 and now.planned == engine.steps
+        assert now.missed == 0 and now.planned == engine.registry.steps.count
         again = engine.snapshot(now)
         assert (again.steps, again.ended, again.missed, again.seen) == ((), (), 0, now.seen)
 

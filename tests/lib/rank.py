@@ -97,7 +97,7 @@ def answer(rounds: int, folders: list[str]) -> None:
     for folder in folders:
         with Engine.load(folder, **SIZES) as engine:
             if engine.ranks.rank:
-                engine.follow()
+                engine.lifecycle.follow()
                 continue
             tokens = live(engine)
             engine.drain("continuous")
@@ -121,7 +121,7 @@ def fail(fault: str) -> None:
 
     engine.runner.begin = failing
     if engine.ranks.rank:
-        sys.exit(engine.follow())
+        sys.exit(engine.lifecycle.follow())
     results = []
 
     def wait(handle) -> None:

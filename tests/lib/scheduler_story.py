@@ -85,10 +85,10 @@ class Story(Replay):
                 left -= most
         return drafts
 
-    def _max_in_flight(self, plan: Plan | None) -> int:
+    def _may_stay_in_flight(self, plan: Plan | None) -> bool:
         if self.dice and self.dice.random() < 0.6:  # else nothing could be drafted with a lag
-            return 0
-        return super()._max_in_flight(plan)
+            return False
+        return super()._may_stay_in_flight(plan)
 
     def run(self, plan: Plan) -> dict[int, list[int]]:
         self.write(plan)

@@ -360,7 +360,9 @@ class Engine:
                 if planned is not None:
                     self._run(planned)
                 worked = len(self._in_flight) > 0
-                while len(self._in_flight) > self._max_in_flight(planned):
+                while len(self._in_flight) > 1:
+                    self._commit()
+                if self._in_flight and not self._may_stay_in_flight(planned):
                     self._commit()
                 return worked
             except BaseException as error:
@@ -369,7 +371,7 @@ class Engine:
                     return True
                 raise
 
-    def _max_in_flight(self, plan):
+    def _may_stay_in_flight(self, plan):
         if plan is None or not self.run_ahead:
-            return 0
-        return 0 if plan.is_due(self.eager_first_token) else 1
+            return False
+        return not plan.is_due(self.eager_first_token)

@@ -44,7 +44,11 @@ def test_panes_agree_while_paused_and_stepping(stage):
     stage.turns()
     seen = Counter()
     for _ in range(40):
-        assert stage.engine.steps == stage.state.view.engine.planned == stage.state.history[-1].step
+        assert (
+            stage.engine.registry.steps.count
+            == stage.state.view.engine.planned
+            == stage.state.history[-1].step
+        )
         step = stage.state.step
         did = {slot: "prefill" for slot, *_ in step.prefill} | {
             slot: "decode" for slot, _ in step.decode

@@ -139,7 +139,7 @@ def test_missed_steps_are_drawn_as_a_gap():
     stage.turns()
     history, missed = (
         stage.state.history,
-        stage.engine.steps - 4096 - stage.state.history[0].step - 8,
+        stage.engine.registry.steps.count - 4096 - stage.state.history[0].step - 8,
     )
     (at,) = [i for i, column in enumerate(history) if column.unseen]
     gap = history[at]
@@ -174,7 +174,7 @@ def test_no_step_is_missed_at_full_speed():
 
     show(scenario, stage, (120, 40))
     steps = [column.step for column in stage.state.history]
-    assert steps == list(range(1, stage.engine.steps + 1)) and len(steps) > 1000
+    assert steps == list(range(1, stage.engine.registry.steps.count + 1)) and len(steps) > 1000
     assert len(stage.state.ended) == 90 and not stage.state.faults
 
 

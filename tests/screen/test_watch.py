@@ -504,8 +504,11 @@ def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
             engine.submit([number], SamplingParams(max_tokens=4, ignore_eos=True)).result()
         seen = engine.snapshot(seen)
         handled = watch_frames.joined(handled, watch_frames.Frame(False, 0, 0.0, seen, server))
-    assert [step.step for step in handled.engine.steps][-1] == engine.steps
-    assert len(handled.engine.steps) == 20 and handled.engine.missed == engine.steps - 20
+    assert [step.step for step in handled.engine.steps][-1] == engine.registry.steps.count
+    assert (
+        len(handled.engine.steps) == 20
+        and handled.engine.missed == engine.registry.steps.count - 20
+    )
     assert [view.id for view in handled.engine.ended] == list(range(14, 19))
     assert handled.engine.missed_ends == 13 and len(handled.server.ended) == 5
     assert handled.server.missed == 6 * len(server.ended) - 5

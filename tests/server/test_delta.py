@@ -102,15 +102,15 @@ def test_one_wake_up_per_step(demo, monkeypatch, stream):
     wake = APIServer._wake
 
     def counted(api, answers) -> None:
-        wakes.append(demo.steps)
+        wakes.append(demo.registry.steps.count)
         wake(api, answers)
 
     monkeypatch.setattr(APIServer, "_wake", counted)
     asked = {"messages": QUESTION, "max_tokens": 30, "ignore_eos": True, "n": 3, "stream": stream}
     with Here(demo) as here:
-        before = demo.steps
+        before = demo.registry.steps.count
         assert here.ask(CHAT, asked).status == 200
-    steps = demo.steps - before
+    steps = demo.registry.steps.count - before
     if stream:
         assert 5 < len(wakes) <= steps + 1
     else:

@@ -1,13 +1,12 @@
 """Where an engine's model comes from, so that it can be unloaded and read again. Before a tensor is read,
 everything is checked: names and shapes, the tokenizer, and the memory.
 
-`Engine.release` and `Engine.reload` in `nanobatch.py` unload and read it; `idle_unload.py` decides when a
-server does.
+`lifecycle.py` unloads it and reads it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from text.tokenizer import Tokenizer
 Report = Callable[[str], None]  # receives a line for each stage
 
 
-class Source(NamedTuple):
+class ModelSource(NamedTuple):
     """A model's files, and the sizes that were asked for."""
 
     model: str  # a folder, a hub id, or "demo"
@@ -36,14 +35,16 @@ class Source(NamedTuple):
     asked: Mapping[str, Any]  # slots, max_len and so on, as `fit` takes them
     files: Mapping[Path, tuple[int, int]] = {}  # of the model that was read, as `files_of` has them
 
-    def with_changes(self, model: str | Path | None, sizes: Mapping[str, int | None]) -> Source:
+    def with_changes(
+        self, model: str | Path | None, sizes: Mapping[str, int | None]
+    ) -> ModelSource:
         """Another model, or the same with other sizes (`Engine.reload`)."""
         if unknown := sizes.keys() - {*Sizes._fields, "usual_len"}:
             raise ValueError(f"reload knows no size {min(unknown)!r}; see Engine")
         return self._replace(model=str(model or self.model), asked={**self.asked, **sizes})
 
     def check(self, held: int = 0, text: Tokenizer | None = None) -> Checked:
-        """Check everything before a tensor is read.
+        """Check everything before a tensor is read. No lock is needed: no array is touched.
 
         `held`: bytes that will be free by then.
         `text`: the tokenizer of a model that is read again from the same files.
@@ -52,30 +53,15 @@ class Source(NamedTuple):
         ranks = join()
         folder = models.find(self.model)  # it may have to be downloaded
         files = files_of(folder)
-        with device_lock, device_stream():
-            how = {"kv": self.kv, "attention": self.attention, "activations": self.activations}
-            reader = ModelReader(folder, self.dtype, ranks, held, **how)
-            if text and files != self.files:
-                changed = min(path for path, _ in files.items() ^ self.files.items())
-                why = "has changed since the model was read"
-                raise ModelError(f"{changed} {why}; start anew to serve it.")
-            text = text or Tokenizer(folder, reader.config.V)
-            sizes = reader.fit(**self.asked)
+        how = {"kv": self.kv, "attention": self.attention, "activations": self.activations}
+        reader = ModelReader(folder, self.dtype, ranks, held, **how)
+        if text and files != self.files:
+            changed = min(path for path, _ in files.items() ^ self.files.items())
+            why = "has changed since the model was read"
+            raise ModelError(f"{changed} {why}; start anew to serve it.")
+        text = text or Tokenizer(folder, reader.config.V)
+        sizes = reader.fit(**self.asked)
         return Checked(self._replace(files=files), reader, text, sizes)
-
-
-def check_unused(is_closed: bool, ranks: int, source: Source | None, requests: Sized) -> None:
-    """Raise an error if an engine's weights and slab have to stay."""
-    if is_closed:
-        raise RuntimeError("the engine is closed; load another")
-    if ranks > 1:
-        raise RuntimeError("several ranks share this model, so it stays to their end")
-    if source is None:
-        raise RuntimeError("this model came without its files; use an engine of Engine.load")
-    if requests:
-        raise RuntimeError(
-            f"requests that are open: {len(requests)}; wait for their end, or cancel"
-        )
 
 
 def files_of(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -88,7 +74,7 @@ def files_of(folder: Path) -> dict[Path, tuple[int, int]]:
 class Checked(NamedTuple):
     """A model that can be read, and the sizes that fit next to it."""
 
-    source: Source
+    source: ModelSource
     reader: ModelReader
     text: Tokenizer
     sizes: Sizes

@@ -1,0 +1,214 @@
+"""The life of the model that an engine serves: unloaded, read again, exchanged for another.
+
+`model_source.py` says where a model comes from; `idle_unload.py` decides when a server unloads it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from base.provenance import labelled
+from engine.deferred_interrupt import defer_interrupt
+from engine.model_source import Checked, ModelSource
+from engine.runner_protocol import RunnerProtocol
+from kernels import device
+from kernels.delta_net import LOG
+from kernels.device import device_lock, device_stream
+from models import memory
+from models.layers import Model
+from models.memory import Sizes
+from prompt_lookup import Drafter
+from request import Stateless
+from runner import Runner
+from state_places import StatePlaces
+from text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanobatch import Engine
+
+
+class Lifecycle:
+    """The model of an engine. Only this sets what depends on it: the engine's `model`, `text`, `runner`,
+    `drafter`, `is_batch_invariant` and `summary`, its scheduler's sizes, and the key of its slot cache.
+
+    `speculate`: as `Engine` takes it.
+
+    The invariant: no lock is held while folders are listed and files are checked, because a folder of
+    a network may not answer. Only the tensors are read under `device_lock`.
+    """
+
+    def __init__(self, engine: Engine, speculate: int | Drafter | None):
+        self.source: ModelSource | None = None  # None: the engine was given a model without files
+        self.is_reloading = False  # then no request is accepted
+        self.needs_slab = False  # True when the slab was unloaded, or lost with a failed step
+        # Weak, so that an engine that is dropped frees its slab at once
+        self._engine: Engine = weakref.proxy(engine)
+        self._speculate = speculate
+        self._sizes: Sizes | None = None
+        self._opened: Future[Checked] | None = None  # for `restore`
+
+    @property
+    def is_unloaded(self) -> bool:
+        return self._engine.runner is None
+
+    def serve(
+        self, model: Model, text: Tokenizer, sizes: Sizes, runner: RunnerProtocol | None = None
+    ) -> None:
+        """Serve this model from here on, with a slab of these sizes."""
+        engine = self._engine
+        summary = memory.described(model, sizes)
+        if text.folder.suffix == ".gguf":  # perhaps one of several files in a folder
+            summary = f"{text.folder.name}; {summary}"
+        with device_lock, device_stream():
+            runner = runner or Runner(model, sizes, engine.clock)
+            engine.slot_cache.open(model, sizes.max_len, runner.slab)
+        with engine.changed:
+            self._sizes = sizes
+            self.needs_slab = False
+            engine.runner = runner
+            engine.model = model
+            engine.text = text
+            engine.is_batch_invariant = memory.is_batch_invariant(model)
+            engine.drafter = self._drafter(model, engine.is_batch_invariant)
+            engine.summary = f"{summary}; {labelled(device.named())}"
+            engine.registry.model = model.cost
+            sched = engine.sched
+            sched.states = state_places(model, sizes)
+            sched.resize(*sizes[:4])
+            sched.far = memory.far_position(model.config)
+            sched.draft = engine.drafter
+            sched.find_saved = engine.slot_cache.find if engine.slot_cache.is_on else None
+
+    def _drafter(self, model: Model, is_batch_invariant: bool) -> Drafter:
+        asked = self._speculate
+        most = asked.most if isinstance(asked, Drafter) else asked
+        if model.config.delta and (most or 0) >= LOG:
+            limit = f"the log of a state has room for {LOG - 1} draft tokens"
+            raise ValueError(f"speculate = {most}, but {limit} with this model; choose fewer")
+        if isinstance(asked, Drafter):
+            return asked
+        return Drafter(0 if asked is None and not is_batch_invariant else asked)
+
+    # --- unload, and read again with the next request
+
+    def unload(self) -> None:
+        """Unload weights and slab, unless a request is open."""
+        self._save_slots()
+        with self._engine.between_steps():
+            self._unload()
+
+    def _unload(self, is_reloading: bool = False) -> None:
+        engine = self._engine
+        with engine.changed:
+            self._check_unused()
+            self.is_reloading = is_reloading
+            self.needs_slab = True
+            engine.runner = None
+            engine.model = engine.model.without_weights()
+            engine.sched.start_over()  # also clears the prefix cache
+        device.give_back()
+
+    def _save_slots(self) -> None:
+        with self._engine.changed:
+            self._check_unused()
+        self._engine.slot_cache.finish(self._engine.runner, self._engine.sched)
+
+    def open_files(self) -> None:
+        """Before a step and without a lock: if requests wait for a model that is unloaded, open its
+        files. `restore` reads them, or raises what is wrong with them."""
+        if not (self.is_unloaded and self._engine.has_work):
+            return
+        opened: Future[Checked] = Future()
+        try:
+            opened.set_result(self._check_again())
+        except Exception as error:
+            opened.set_exception(error)
+        self._opened = opened
+
+    def restore(self) -> bool:
+        """In a step: read weights that were unloaded, and replace a slab that is lost. False if there is
+        no need yet."""
+        if not self._engine.has_work:
+            return False
+        if not self.is_unloaded:
+            self._engine.runner.reset()
+            self.needs_slab = False
+            return True
+        opened = self._opened
+        self._opened = None
+        if opened is None:  # the first request has come since `open_files`
+            return False
+        self._serve(opened.result())
+        return True
+
+    def _serve(self, checked: Checked) -> None:
+        self.serve(checked.read(), checked.text, checked.sizes)
+
+    def _check_again(self) -> Checked:
+        """The files of the same model, for a slab of the same sizes."""
+        source = self.source._replace(asked=self._sizes._asdict())
+        return source.check(text=self._engine.text)
+
+    # --- another model
+
+    def reload(self, model: str | Path | None, sizes: Mapping[str, int | None]) -> None:
+        """Serve another model, or the same one with other sizes (`Engine.reload`)."""
+        engine = self._engine
+        with engine.changed:
+            self._check_unused()
+        held = 0 if self.is_unloaded else memory.slab_of(engine.model, self._sizes)
+        held += memory.nbytes_of(engine.model)
+        checked = self.source.with_changes(model, sizes).check(held)
+        self._save_slots()
+        try:
+            with engine.between_steps():
+                self._unload(is_reloading=True)
+                self._serve(checked)
+            self.source = checked.source
+        except BaseException:
+            if self.is_reloading:  # else it was refused, and the weights are still there
+                checked = self._check_again()
+                with engine.between_steps():
+                    self._serve(checked)
+            raise
+        finally:
+            self.is_reloading = False
+
+    def _check_unused(self) -> None:
+        """Raise an error if weights and slab have to stay."""
+        engine = self._engine
+        if engine.driver.is_closed:
+            raise RuntimeError("the engine is closed; load another")
+        if engine.ranks.size > 1:
+            raise RuntimeError("several ranks share this model, so it stays to their end")
+        if self.source is None:
+            raise RuntimeError("this model came without its files; use an engine of Engine.load")
+        if requests := len(engine.registry.open):
+            raise RuntimeError(f"requests that are open: {requests}; wait for their end, or cancel")
+
+    # --- the end
+
+    def follow(self) -> int:
+        """Run a rank other than rank 0 until the end. Returns the program's exit code."""
+        engine = self._engine
+        return engine.ranks.follow(engine.runner.follow, engine.summary)
+
+    def close(self) -> None:
+        """Save what the slots remember, and leave the device idle, once no step can run any more."""
+        engine = self._engine
+        with defer_interrupt():
+            engine.slot_cache.close(engine.runner, engine.sched)
+            with device_lock, device_stream():
+                device.synchronize()  # `leave` tells the other ranks to exit
+                engine.ranks.leave()
+
+
+def state_places(model: Model, sizes: Sizes) -> Stateless:
+    """Where a model's states are kept, if it has any."""
+    if not model.config.delta:
+        return Stateless()
+    return StatePlaces(sizes.slots, sizes.checkpoints, sizes.chunk, LOG)
