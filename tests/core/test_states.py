@@ -375,8 +375,10 @@ def test_more_drafts_than_the_log_has_room_for(folder):
 
 
 def test_cost_of_a_step(folder):
-    """One layer of four reads rows."""
+    """One layer of four reads rows, and the others read and write 4 matrices of 24 x 32."""
     cost = read_model(folder).cost
+    assert cost.state_nbytes == 2 * 4 * 3 * 4 * 24 * 32
+    assert of_rows(cost, 5, 100).states == 5 * cost.state_nbytes
     assert cost.layers == 4 and of_rows(cost, 1, 100).keys == 100 * cost.row_nbytes
 
 
