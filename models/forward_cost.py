@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 class ModelCost(NamedTuple):
-    """What a forward pass reads and multiplies, counted once when the model is loaded; with several
-    ranks, the shard of the first one.
+    """The bytes and operations of a forward pass, counted once when the model is loaded; with several
+    ranks, those of the first one's shard.
 
     A pass reads its weights once for all tokens in it. Only tokens whose next token is sampled go
     through the *tail*, everything after the last layer's attention. All other matrices are the
@@ -77,7 +77,7 @@ class Member(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """What a step reads (bytes) and computes (operations: a multiplication and an addition are two)."""
+    """The bytes that a step reads, and its operations (a multiplication and an addition are two)."""
 
     tokens: int
     weights: float
