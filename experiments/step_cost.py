@@ -230,7 +230,6 @@ def draw_entries(state: State, on: Canvas, record: StepCostRecord) -> None:
     entries = {
         "weights": f"{scaled(bill.weights, 'B')} of {record.model.form}, {shared}",
         "keys, values": f"{scaled(bill.keys, 'B')}, {whose}",
-        "states": f"{scaled(bill.states, 'B')}, read and written" if bill.states else "",
         "arithmetic": f"{products}, {scaled(bill.attention, 'FLOP')} in attention",
         "experts": experts_of(record, state.view.watches),
         "window": windows_of(record),
@@ -400,7 +399,7 @@ def what_is_shared(model: ModelCost, length: int) -> str:
     keys = scaled(one.keys, "B")
     words = f"The weights are read once: alone, a token pays for {shares[0]}, and one of eight for {shares[1]}."
     if model.experts:
-        words += " (As many experts as are to be expected, each once: a cache must keep it.)"
+        words += " (As many experts as are to be expected, each read once for all its tokens.)"
     return f"{words} Of keys and values each pays for its own {keys}."
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
-INCLUDED = (Path(__file__).with_name("delta_net.c"),)
+INCLUDED = tuple(map(SOURCE.with_name, ("delta_net.c", "experts.c")))
 # Not those of Python's own build, which differ between machines and may change bits
 OPTIONS = [
     "-O3",
@@ -92,7 +92,7 @@ def compiler() -> list[str]:
 
 
 def requirements() -> list[str]:
-    """Packages that the build needs."""
+    """What the build needs from the registry."""
     return ["ziglang"] if forms() and not compiler() else []
 
 

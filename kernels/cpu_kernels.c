@@ -45,7 +45,7 @@
    In place of a matrix there may also be the name of an operation on each row: a softmax, a gate or a norm. Each of them
    works on one row alone, in one order. Attention is an operation, too, with the keys and values of a layer in place of a
    matrix: it has the bits of the formula in `llama.py`, and takes about half the time. So is the gated delta rule, with the
-   states of a layer (`delta_net.c`).
+   states of a layer (`delta_net.c`), and a mixture of experts, with a stack of matrices (`experts.c`).
 
    How to read on: the vectors of each processor; packed weights; a tile, which is the part of the result that is held in registers;
    strips and panels, which stay in the caches; operations; threads; and `cblas_sgemm`, the name by which MLX calls
@@ -273,7 +273,7 @@ static long at_most(long number, long limit) { return number < limit ? number : 
 
 enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, /* of numbers; */
        ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, /* for activations in 8 bits: numbers of so many bits; */
-       SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY }; /* of operations */
+       SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY, EXPERTS }; /* of operations */
 
 typedef struct {
   uint64_t key[2];
@@ -307,7 +307,7 @@ INLINE int is_rounded(const int form) { return ROUNDED_4 <= form && form <= ROUN
 INLINE const char *line(const Packed *a, long count) { return (const char *)a + count * LINE_NBYTES; }
 INLINE long bits_of(const int form) {
   if (form == FOUR_BITS || form == ROUNDED_4) return 4;
-  return form == ROUNDED_5 ? 5 : form == ROUNDED_6 ? 6 : form == EIGHT_BITS || form == ROUNDED_8 ? 8 : 16;
+  return form == ROUNDED_5 ? 5 : form == ROUNDED_6 ? 6 : form == EIGHT_BITS || form == ROUNDED_8 ? 8 : form == FLOAT32 ? 32 : 16;
 }
 
 /* Bytes of a row. Of 4 bits it ends with a whole block. */
@@ -410,6 +410,7 @@ INLINE float one_unpacked(const Packed *a, long j, long k, const int form) {
 
 /* --- a tile: up to ROWS rows of the result and COLS vectors of each, all in registers -------------------------------- */
 
+typedef struct Runs Runs; /* `experts.c` */
 typedef struct { /* y = alpha x W + beta y */
   long M, N, K;  /* x is (M, K), the result (M, N) */
   const float *x, *w;
@@ -423,6 +424,7 @@ typedef struct { /* y = alpha x W + beta y */
   int makes_strips;     /* and whether they are made now */
   const long *tiles;     /* attention: the first row of each tile, */
   long tile_count;       /* and at last M */
+  const Runs *runs;      /* experts: which rows each of them multiplies */
 } Product;
 
 INLINE int form_of(const Product *p) { return p->packed ? p->packed->form : FLOAT32; }
@@ -988,6 +990,9 @@ static void round_rows(const Product *p, long m0, long m1) {
     }
 }
 
+/* The numbers of `steps` for a row. */
+INLINE long steps_of(const Packed *a) { return 2L * a->groups; }
+
 INLINE long unit_of(const int form) { return form == ROUNDED_5 ? 32 : form == ROUNDED_6 ? 16 : 8; }
 
 /* The n-th four weights of each row of a unit, which begins `at`; in two planes, the lower or the upper halves of them. */
@@ -1297,6 +1302,9 @@ static void *allocate(long nbytes) {
 }
 
 /* Memory of this thread, for `count` numbers. */
+static pthread_key_t scratch_key; /* frees it when the thread ends */
+static __attribute__((constructor)) void make_scratch_key(void) { pthread_key_create(&scratch_key, free); }
+
 static float *scratch(long count) {
   static __thread float *memory;
   static __thread long size;
@@ -1304,6 +1312,7 @@ static float *scratch(long count) {
     free(memory);
     size = count + count / 4;
     memory = allocate(size * sizeof *memory);
+    pthread_setspecific(scratch_key, memory);
   }
   return memory;
 }
@@ -1547,6 +1556,17 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
   multiply_few(p, m0, m1, j0, j1);
 }
 
+/* Whether x is copied into strips first: for many rows. */
+static int needs_strips(const Product *p) {
+  const int form = form_of(p);
+  if (p->is_turned || is_operation(p->packed)) return 0;
+  if (is_rounded(form)) return 1;
+  const long few = form == FLOAT32 ? FEW_OF_FLOATS : form == FOUR_BITS ? FEW_OF_FOUR_BITS : FEW;
+  return p->M > few && p->K >= ORDER && (p->packed || p->N > NARROW);
+}
+
+#include "experts.c"
+
 /* --- threads: a product is cut into shares, and whoever is free takes the next one -------------------------------------
 
    The calling thread computes, too. It never waits for a helper thread that has not started on a share: it takes shares
@@ -1591,6 +1611,11 @@ static long nanoseconds(void) {
 static void compute_share(const Product *p, long share, long shares, int by_rows) {
   if (is_attention(p->packed) || is_delta(p->packed)) {
     (is_delta(p->packed) ? change_state : attend)(p, share);
+    return;
+  }
+  if (is_stack(p->packed)) {
+    if (p->makes_strips) round_pairs(p, share, shares);
+    else multiply_run(p, share);
     return;
   }
   long unit = by_rows ? HEIGHT_OF_SHARE : WIDTH_OF_SHARE;
@@ -1669,6 +1694,15 @@ static void share_out(const Product *p, int shares, int by_rows) {
     while (sem_wait(&pool.done)) {}
 }
 
+static void run_units(const Product *p, long units, double work, double alone) {
+  if (threads == 1 || work < alone || pthread_mutex_trylock(&pool.owner)) {
+    for (long unit = 0; unit < units; unit++) compute_share(p, unit, units, 0);
+    return;
+  }
+  share_out(p, (int)units, 0);
+  pthread_mutex_unlock(&pool.owner);
+}
+
 /* Attention, and the gated delta rule: a unit of work is a head of a tile. */
 static NOINLINE void run_heads(Product p) {
   const int is_state = is_delta(p.packed);
@@ -1679,30 +1713,38 @@ static NOINLINE void run_heads(Product p) {
   for (long m = 0; m < p.M && !is_state; m++) work += 2. * p.N * (number_of(&p, m, LAST) - number_of(&p, m, FIRST) + 1);
   p.tiles = tiles;
   p.tile_count = count;
-  const long units = count * (is_state ? states_of(&p)->Hk : slab_of(&p)->heads);
-  if (threads == 1 || work < ALONE || pthread_mutex_trylock(&pool.owner)) {
-    for (long unit = 0; unit < units; unit++) compute_share(&p, unit, units, 0);
-  } else {
-    share_out(&p, (int)units, 0);
-    pthread_mutex_unlock(&pool.owner);
-  }
+  run_units(&p, count * (is_state ? states_of(&p)->Hk : slab_of(&p)->heads), work, ALONE);
   free(tiles);
 }
 
-/* Whether x is copied into strips first: for many rows. */
-static int needs_strips(const Product *p) {
-  const int form = form_of(p);
-  if (p->is_turned || is_operation(p->packed)) return 0;
-  if (is_rounded(form)) return 1;
-  const long few = form == FLOAT32 ? FEW_OF_FLOATS : form == FOUR_BITS ? FEW_OF_FOUR_BITS : FEW;
-  return p->M > few && p->K >= ORDER && (p->packed || p->N > NARROW);
+/* Experts: a unit of work is a chunk of a run's columns. Many small units, because runs have different lengths. */
+static NOINLINE void run_experts(Product p) {
+  enum { UNITS = 64 }; /* for each thread at least, if chunks are wide enough */
+  Runs runs;
+  find_runs(&p, &runs);
+  const Stack *s = stack_of(&p);
+  const Packed *a = matrix_of(s, 0);
+  const long pairs = runs.first[runs.count], most = (s->N + 4 * LINE - 1) / (4 * LINE);
+  const double work = (double)pairs * s->N * s->K;
+  runs.chunks = at_most((UNITS * threads + runs.count - 1) / runs.count, most);
+  if (is_rounded(a->form)) {
+    p.strips = allocate(pairs * s->K);
+    p.steps = allocate(pairs * steps_of(a) * sizeof *p.steps);
+    p.makes_strips = 1;
+    run_units(&p, (pairs + HEIGHT_OF_SHARE - 1) / HEIGHT_OF_SHARE, (double)pairs * s->K * OF_A_POWER, PACKED_ALONE);
+    p.makes_strips = 0;
+  }
+  run_units(&p, runs.count * runs.chunks, work, PACKED_ALONE);
+  free(p.strips);
+  free(p.steps);
+  free(runs.pairs);
 }
 
 static void run(const Product *p);
 static NOINLINE void run_in_strips(Product p) {
   const int is_8 = is_rounded(form_of(&p));
   p.strips = allocate(p.M * p.K * (is_8 ? sizeof(int8_t) : sizeof(float)));
-  p.steps = is_8 ? allocate(p.M * p.packed->groups * 2 * sizeof *p.steps) : NULL;
+  p.steps = is_8 ? allocate(p.M * steps_of(p.packed) * sizeof *p.steps) : NULL;
   p.makes_strips = 1;
   run(&p);
   p.makes_strips = 0;
@@ -1730,6 +1772,10 @@ static NOINLINE void run(const Product *p) {
   }
   if (is_attention(p->packed) || is_delta(p->packed)) {
     run_heads(*p);
+    return;
+  }
+  if (is_stack(p->packed)) {
+    run_experts(*p);
     return;
   }
   if (needs_strips(p) && !p->strips) {
@@ -1922,6 +1968,12 @@ void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, 
   if (center == 0) memset(factor_at(at, offsets, panel, 0), 0, ORDER * factors_nbytes(at));
 }
 
+/* Write a `Stack`, whose matrices follow. */
+void rows_stack(void *at, int experts, int N, int K, int lines, int bias) {
+  Stack stack = {{key[0], key[1]}, EXPERTS, experts, N, K, lines, bias};
+  memcpy(at, &stack, sizeof stack);
+}
+
 /* Fill `count` rows of a matrix, from row `first` on, with those of a file. `source`: the bits of a weight, or a type of GGUF,
    whose blocks hold scales and offsets, too. */
 void rows_lay(void *matrix, long first, long count, int source, const uint8_t *from, const char *scales, const char *offsets) {
@@ -1929,7 +1981,7 @@ void rows_lay(void *matrix, long first, long count, int source, const uint8_t *f
   const long row = source < OF_GGUF ? a->K * source / 8 : a->K / block_size(source) * block_nbytes(source);
   for (long j0 = first, j1; j0 < first + count; j0 = j1) { /* a panel, so that its lines stay in the L1 cache */
     j1 = at_most(j0 / ORDER * ORDER + ORDER, first + count);
-    for (long k = 0; source != 16 && k < a->K; k += SPAN)
+    for (long k = 0; a->form >= FOUR_BITS && k < a->K; k += SPAN)
       for (long j = j0; j < j1; j++) {
         const long some = at_most(SPAN, a->K - k);
         Numbers numbers = {{0}};
@@ -1943,8 +1995,8 @@ void rows_lay(void *matrix, long first, long count, int source, const uint8_t *f
         if (source >= OF_GGUF) block_factors(a, j, k, some, from + (j - first) * row, source);
       }
     for (long j = j0; j < j1; j++) {
-      if (source == 16) memcpy((char *)line(a, 1) + j * row, from + (j - first) * row, row);
-      if (source < OF_GGUF) copy_factors(a, a->scales, j, scales + (j - first) * factors_nbytes(a));
+      if (a->form < FOUR_BITS) memcpy((char *)line(a, 1) + j * row, from + (j - first) * row, row);
+      if (source < OF_GGUF && scales) copy_factors(a, a->scales, j, scales + (j - first) * factors_nbytes(a));
       if (source < OF_GGUF && offsets) copy_factors(a, a->offsets, j, offsets + (j - first) * factors_nbytes(a));
     }
   }
@@ -2013,6 +2065,11 @@ static int is_as_said(const Packed *a, const Product *p) {
     return p->N == (long)states_of(p)->Hv * states_of(p)->Dv &&
            p->K == inputs_of(states_of(p)) + 2 * states_of(p)->Hv + NUMBERS_OF_A_MOVE && is_plain(p);
   if (a->form == MEMORY) return p->M == 1 && p->K == 1;
+  if (is_stack(a)) {
+    const Stack *s = stack_of(p);
+    const long k = p->N / s->N;
+    return p->N % s->N == 0 && (p->K == s->K + k || p->K == k * s->K + k) && is_plain(p);
+  }
   if (is_operation(a)) return p->N * 2 == p->K && is_plain(p);
   if (is_rounded(a->form) && !is_plain(p)) return 0;
   return p->N == a->N && p->K == a->K && p->ldw == p->K && !p->is_turned;

@@ -1,23 +1,23 @@
 """Weight matrices: plain, quantized (packed into a few bits), or a stack of experts.
 
-The problem. A step with few rows takes as long as reading its weights. A checkpoint with 4-bit weights
-is a seventh of its size in float32. But on a CPU, MLX is fast with float32 matrices only.
+The problem. A step with few rows takes as long as reading its weights. A checkpoint with four bits a
+weight is a seventh of its size in float32. But on a CPU, MLX is fast with float32 matrices alone.
 
-The solution. MLX passes an address to our product (`cpu_kernels.c`), and never reads the memory there. So
-a packed matrix gets an array that *claims* to be float32, without memory of its own. Our product
+The solution. MLX passes our product (`cpu_kernels.c`) an address, and never reads what is there. So a
+packed matrix gets an array that *claims* to be float32, without memory of its own. Our product
 recognizes a packed matrix by its header, converts each weight to float32 in registers, and sums in
 the same order: no bit of a result changes.
 
     | header: form, N, K, group; 64 bytes | weights | scales | offsets |      each aligned to a cache line
       ^ the claim begins here
 
-Weights are not in the order of the file (`cpu_kernels.c` draws theirs); `as_bytes` restores it. For
-activations in 8 bits, weights and scales are in panels of 16 rows, and as large as in the file;
-`from_panels` reads a row of them.
+Weights are stored in another order than in a file (`cpu_kernels.c` draws it); `as_bytes` restores that.
+With activations in 8 bits, weights and scales are stored in panels of 16 rows; `from_panels` reads a
+row of them. There weights have the size that they have in a file.
 
-The invariant: only a `Claim` holds an array that claims more memory than it has, because any other
-operation would read beyond its end. The array keeps the matrix's memory alive, and so does each product
-that is not computed yet. So the header stays valid as long as it may be read.
+The invariant: only a `Claim` holds an array that claims more than there is, because anything else
+would read beyond its end. The array keeps the matrix's memory alive, and so does each product that
+has not been computed yet, so the header is valid as long as it may be read.
 
 Where next: `models/load.py`, which makes the matrices; `cpu_kernels.c`, which multiplies them.
 """
@@ -43,7 +43,7 @@ FORMS = {
 }
 FORMS |= {mx.uint8: library.EIGHT_BITS}  # of scales and offsets (`widened`)
 SPAN = 256  # weights whose scales of 8 bits are multiplied by one float16 number
-# Bits of a weight in a file -> its form for our product, in float arithmetic and for 8-bit activations
+# Bits of a weight in a file -> how our product reads it, in float arithmetic and for activations of 8 bits
 FLOAT_FORMS = {
     2: library.FOUR_BITS,
     3: library.FOUR_BITS,
@@ -70,16 +70,24 @@ BITS = {
 }
 MLX_GROUPS = (32, 64, 128)  # group sizes that MLX's own products support
 PARTS = ("weight", "scales", "offsets")
-LEAST_SHARE = 2**18  # bytes of a file that a thread copies at a time
+LEAST_SHARE = 2**18  # bytes of a file that a thread lays down at a time
 MOST_AT_ONCE = 2**30  # bytes of an allocation: MLX counts the numbers of an array in 32 bits
 LEAST = 16  # numbers in a row of a packed matrix; a header takes as much memory
 
 
 class Claim:
-    """An array that only MLX's products may get. To them it looks like float32 numbers."""
+    """Holds an array for MLX's products alone, to which it looks like float32 numbers."""
 
-    def __init__(self, array: mx.array):
-        self.array = array  # (in, out), or (experts, in, out)
+    def __init__(self, array: mx.array, N: int):
+        self.array = array  # (in, out); of a stack, its header
+        self.N = N  # outputs
+
+    def of_experts(self, x: mx.array, chosen: mx.array) -> mx.array:
+        """Multiply with matrices of a stack: (n, 1 or k, in), (n, k) -> (n, k, out)."""
+        k = chosen.shape[1]
+        x = mx.concatenate([x.flatten(1), chosen.astype(mx.float32)], axis=1)
+        K = x.shape[1]
+        return (x @ mx.as_strided(self.array, (K, k * self.N), (1, K))).reshape(-1, k, self.N)
 
 
 class Blocks(NamedTuple):
@@ -96,8 +104,8 @@ class Matrix(NamedTuple):
 
     W may be packed: `bits` bits a weight, and a scale and an offset for each `group` of weights.
     16-bit weights may have a float32 scale for each row, and no offset. Scales and offsets may be
-    bytes (`widened`). With a `center`, a power of two, each offset is that times the scale, and no
-    offsets are stored.
+    bytes (`widened`). With a `center`, a power of two, an offset is its scale times that, and none is
+    kept.
     """
 
     weight: mx.array  # (..., out, in); packed (..., out, in * bits / 32), uint32
@@ -111,26 +119,26 @@ class Matrix(NamedTuple):
     center: float = 0.0
     blocks: Blocks | None = None  # `weight` holds blocks of a file (`packed`), as uint16 numbers
 
-    def __call__(self, x: mx.array, chosen: mx.array | None = None) -> mx.array:
-        """(..., in) -> (..., out)
-
-        `chosen`: the experts of each row: (..., 1, in) -> (..., k, 1, out).
-        """
+    def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
         if self.scales is not None and not self.claim:
-            y = self._unpacked_by_mlx(x, chosen)
+            arrays = (self.weight, self.scales, self.offsets)
+            y = mx.quantized_matmul(x, *arrays, group_size=self.group, bits=self.bits)
         else:
-            turned = self.claim.array if self.claim else self.weight.swapaxes(-1, -2)
-            y = x @ turned if chosen is None else mx.gather_mm(x, turned, rhs_indices=chosen)
-        if self.bias is None:
-            return y
-        return y + (self.bias if chosen is None else self.bias[chosen][..., None, :])
+            y = x @ (self.claim.array if self.claim else self.weight.swapaxes(-1, -2))
+        return y if self.bias is None else y + self.bias
 
-    def _unpacked_by_mlx(self, x: mx.array, chosen: mx.array | None) -> mx.array:
-        arrays = (self.weight, self.scales, self.offsets)
-        how = {"group_size": self.group, "bits": self.bits}
-        if chosen is None:
-            return mx.quantized_matmul(x, *arrays, **how)
-        return mx.gather_qmm(x, *arrays, rhs_indices=chosen, **how)
+    def of_experts(self, x: mx.array, chosen: mx.array) -> mx.array:
+        """Multiply each row with the W of k experts: (n, 1 or k, in), (n, k) -> (n, k, out)."""
+        if self.claim:
+            return self.claim.of_experts(x, chosen)
+        x = x[..., None, :]
+        if self.scales is None:
+            y = mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=chosen)
+        else:
+            arrays = (self.weight, self.scales, self.offsets)
+            how = {"group_size": self.group, "bits": self.bits}
+            y = mx.gather_qmm(x, *arrays, rhs_indices=chosen, **how)
+        return y[..., 0, :] if self.bias is None else y[..., 0, :] + self.bias[chosen]
 
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         """Look up rows of the (V, D) matrix, so that a tied head and its table are one matrix."""
@@ -166,14 +174,16 @@ class Matrix(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The numbers in a row of a packed matrix."""
+        """The numbers in a row."""
+        if not self.bits:
+            return self.weight.shape[-1]
         if self.blocks:
             return self.weight.shape[-1] * 2 // self.blocks.nbytes * self.blocks.size
         return groups_of(self.scales, self.group) * self.group
 
     @property
     def packing(self) -> tuple:
-        """The properties in which matrices must agree to be joined."""
+        """What must be equal in matrices that are joined."""
         if self.scales is None and not self.blocks:
             return ()
         scales = None if self.blocks else self.scales.dtype
@@ -188,7 +198,8 @@ def joined(parts: Sequence[Matrix]) -> Matrix:
     if len(parts) == 1:
         return parts[0]
     arrays = {
-        name: mx.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays
+        name: mx.concatenate([part.arrays[name] for part in parts], axis=-2)
+        for name in parts[0].arrays
     }
     return parts[0]._replace(**arrays, bias=joined_biases(parts))
 
@@ -200,74 +211,96 @@ def joined_biases(parts: Sequence[Matrix]) -> mx.array | None:
         return None
     return mx.concatenate(
         [
-            mx.zeros(len(part.weight), dtypes[0]) if part.bias is None else part.bias
+            mx.zeros(part.weight.shape[:-1], dtypes[0]) if part.bias is None else part.bias
             for part in parts
-        ]
+        ],
+        axis=-1,
     )
 
 
 def packed(*parts: Matrix, rounds: bool = False, memory: Memory | None = None) -> Matrix:
-    """Copy matrices with the same input and format into one matrix in the layout that our product reads.
-    `rounds`: round activations to 8 bits, unless weights have 16."""
+    """Lay matrices of the same input, which are stored alike, into memory as our product reads them: as one
+    matrix. `rounds`: round activations to 8 bits, unless weights have 16 or more. A stack of experts may
+    also have float32 weights."""
     first = parts[0]
-    rounds = rounds and first.bits < 16
-    K, group = first.width, first.group
+    is_few_bits = 0 < first.bits < 16
+    rounds = rounds and is_few_bits
+    K = first.width
+    group = first.group or K
     form = form_of(first.bits, rounds) or FORMS[first.weight.dtype]
     *many, _, _ = first.weight.shape
     N = sum(part.weight.shape[-2] for part in parts)
     count = math.prod(many)  # one matrix, or one for each expert
-    dtype = first.blocks.factors if first.blocks else first.scales.dtype
-    has_offsets = first.bits < 16 and not first.center
+    dtype = mx.float32
+    if first.bits:
+        dtype = first.blocks.factors if first.blocks else first.scales.dtype
+    factors = (first.bits > 0) + (is_few_bits and not first.center)  # scales, and offsets
     rows = rows_of(N, rounds)
     # Bytes of a row
-    widths = [row_nbytes(K, form)] + [factors_nbytes(K, group, dtype)] * (1 + has_offsets)
-    # The cache lines where weights, scales and offsets of a matrix begin, and its end
+    widths = [row_nbytes(K, form)] + [factors_nbytes(K, group, dtype)] * factors
+    # The first line of weights, scales and offsets in a matrix; last, its end
     places = [*accumulate((-(-rows * width // LINE) for width in widths), initial=1)]
-    to_next = places[-1] * LINE
-    array, start = (memory or Memory()).take(count * to_next)
+    bias = joined_biases(parts)
+    at_bias = places[-1] if many and bias is not None else 0  # the product adds it
+    lines = places[-1] + (-(-N * 4 // LINE) if at_bias else 0)
+    to_next = lines * LINE
+    array, start = (memory or Memory()).take(LINE * bool(many) + count * to_next)
+    if many:
+        place = ctypes.c_void_p(address(array) + start)
+        device.blas.library.rows_stack(place, count, N, K, lines, at_bias)
+        start += LINE
     at = address(array) + start
-    kind = (form, FORMS[dtype], N, K, group, places[1], places[-2])
+    kind = (form, FORMS[dtype], N, K, group, places[1], places[factors])
     for index in range(count):
         place = ctypes.c_void_p(at + index * to_next)
         device.blas.library.rows_pack(place, *kind, ctypes.c_float(first.center))
     lay(parts, at, to_next)
 
     def view(dtype: mx.Dtype, line: int, *shape: int, strides: Sequence[int]) -> mx.array:
-        """A view of the part that begins at this cache line of each matrix."""
+        """A view of what begins in this line of each matrix."""
         begin = (start + line * LINE) // dtype.size
         strides = [to_next // dtype.size] * len(many) + [*strides]
         return mx.as_strided(array.view(dtype), (*many, *shape), strides, begin)
 
-    kept = {"offsets": None}
-    dtypes = [first.weight.dtype if first.bits == 16 else mx.uint32, dtype, dtype]
+    kept = {"scales": None, "offsets": None}
+    dtypes = [mx.uint32 if is_few_bits else first.weight.dtype, dtype, dtype]
     for name, each, place, nbytes in zip(PARTS, dtypes, places, widths, strict=False):
         width = nbytes // each.size
         kept[name] = view(each, place, rows, width, strides=(width, 1))
-    claimed = view(mx.float32, 0, K, N, strides=(1, K))
-    mx.eval(kept, claimed)
+    if at_bias:
+        each = mx.contiguous(bias.astype(mx.float32).reshape(count, N))
+        for index in range(count):
+            to = at + index * to_next + at_bias * LINE
+            ctypes.memmove(to, address(each) + index * N * 4, N * 4)
+        bias = view(mx.float32, at_bias, N, strides=(1,))
+    if many:
+        claimed = mx.as_strided(array.view(mx.float32), (LINE // 4,), (1,), (start - LINE) // 4)
+    else:
+        claimed = view(mx.float32, 0, K, N, strides=(1, K))
+    mx.eval(kept, claimed, bias)
     return Matrix(
         **kept,
-        bias=joined_biases(parts),
-        bits=BITS.get(form, 16),
-        group=group,
-        claim=Claim(claimed),
+        bias=bias,
+        bits=first.bits and BITS.get(form, 16),
+        group=first.group,
+        claim=Claim(claimed, N),
         rounds=rounds,
         center=first.center,
     )
 
 
 def lay(parts: Sequence[Matrix], at: int, to_next: int) -> None:
-    """Fill the rows of a matrix from its parts, or those of several matrices, `to_next` bytes apart. The
-    rows are shared among threads."""
+    """Fill the rows of a matrix with those of its parts, or of several matrices that are `to_next` bytes
+    apart. Threads share the rows."""
     jobs = []
     first = 0
-    held = []  # arrays that must live until their rows are copied
+    held = []  # arrays, until their rows are there
     for part in parts:
         *many, N, _ = part.weight.shape
         arrays = [mx.contiguous(array) for array in part.arrays.values()]
         held.append(arrays)
         sources = [(address(array), array.nbytes // math.prod((*many, N))) for array in arrays]
-        source = part.blocks.source if part.blocks else part.bits
+        source = part.blocks.source if part.blocks else part.bits or 32
         share = -(-max(LEAST_SHARE // sources[0][1], 1) // ORDER) * ORDER  # whole panels
         for index in range(math.prod(many)):
             for row in range(0, N, share):
@@ -283,22 +316,22 @@ def lay(parts: Sequence[Matrix], at: int, to_next: int) -> None:
         for job in jobs:
             lay_rows(*job)
         return
-    with ThreadPoolExecutor(threads) as pool:  # ctypes releases the GIL meanwhile
+    with ThreadPoolExecutor(threads) as pool:  # ctypes lets go of the interpreter meanwhile
         for future in [pool.submit(lay_rows, *job) for job in jobs]:
             future.result()
 
 
 class Memory:
-    """Allocate packed matrices from large blocks, in large pages."""
+    """Memory for packed matrices: an allocation in large pages, from which each takes a part."""
 
     def __init__(self, expected: int = 0):
-        """`expected`: the size of all matrices together, in bytes."""
+        """`expected`: the bytes that all matrices will take."""
         self.expected = expected
         self.array: mx.array | None = None
         self.begin = self.end = 0  # what is left of it, in bytes
 
     def take(self, nbytes: int) -> tuple[mx.array, int]:
-        """Allocate `nbytes`: returns an array of uint32, and the offset in it, aligned to a cache line."""
+        """Memory of so many bytes: an array of uint32, and where in it a line of the cache begins."""
         if self.begin + nbytes > self.end:
             size = max(nbytes, min(self.expected, MOST_AT_ONCE))
             self.expected -= size
@@ -311,8 +344,8 @@ class Memory:
 
 
 def unwritten(nbytes: int) -> mx.array:
-    """An array of uint32 that was never written to, in large pages where the system has them. MLX has no
-    such constructor, but it does not initialize the result of a product."""
+    """An array of uint32 that nobody has written to, in large pages where the system has them. MLX makes no
+    such array itself, but it leaves the result of a product to whoever multiplies."""
     count = -(-nbytes // 4)
     claim = mx.as_strided(memory_header(), (1, count), (count, 1))
     array = (mx.ones((1, 1)) @ claim).flatten().view(mx.uint32)
@@ -329,7 +362,7 @@ def memory_header() -> mx.array:
 
 
 def form_of(bits: int, rounds: bool) -> int | None:
-    """The form in which our product reads weights of this many bits; None for 16 bits."""
+    """How our product reads weights that have this number of bits in a file; None for 16 bits."""
     return (ROUNDED_FORMS if rounds else FLOAT_FORMS).get(bits)
 
 
@@ -407,7 +440,7 @@ def address(array: mx.array) -> int:
 
 
 def as_bytes(words: mx.array, bits: int, rounds: bool) -> mx.array:  # (..., words) -> (..., K / 4)
-    """Convert rows in memory to one byte a number. `cpu_kernels.c` draws both orders."""
+    """Rows as they are in memory, with a byte for each number. `cpu_kernels.c` draws both orders."""
     if bits == 8:
         return words
     places = mx.arange(0, 32, 4, dtype=mx.uint32)
@@ -427,7 +460,7 @@ def as_bytes(words: mx.array, bits: int, rounds: bool) -> mx.array:  # (..., wor
 
 
 def words(numbers: mx.array, bits: int) -> mx.array:  # (..., n), uint8 -> (..., n bits / 32)
-    """Pack numbers as MLX does: eight numbers of n bits take n bytes."""
+    """Pack numbers as MLX does: eight of them in as many bytes as one has bits."""
     if bits < 8:
         eight = mx.unflatten(numbers, -1, (-1, 8)).astype(mx.uint64)
         eight = (eight << mx.arange(0, 8 * bits, bits, dtype=mx.uint64)).sum(axis=-1)

@@ -37,7 +37,7 @@ class Mlp(NamedTuple):
 
 
 class ExpertChoices:
-    """The experts to which the newest pass routes its tokens, layer by layer. A pass computes them anyway:
+    """The experts that the tokens of the newest pass take, layer by layer. A pass computes them anyway:
     keeping them adds no node to the graph, and only `counts` waits for them.
 
     subtle: those of earlier passes are dropped. If they were never computed, they would hold the slab,
@@ -65,26 +65,24 @@ class Experts(NamedTuple):
     """
 
     router: Matrix  # D -> experts
-    gate: Matrix  # a stack of experts, like the next two
-    up: Matrix
-    down: Matrix
+    gate_up: Matrix | SideBySide  # a stack of experts: D -> 2 * hidden
+    down: Matrix  # another: hidden -> D
     k: int
     whole_shares: bool
     choices: ExpertChoices
     limit: float | None = None  # of gate and up, in gpt-oss
 
-    def __call__(self, x: mx.array) -> mx.array:  # (..., D) -> (..., D)
-        shares = softmax(self.router(x))  # (..., experts)
-        chosen = mx.argpartition(shares, -self.k, axis=-1)[..., -self.k :]  # (..., k)
+    def __call__(self, x: mx.array) -> mx.array:  # (N, D) -> (N, D)
+        shares = softmax(self.router(x))  # (N, experts)
+        chosen = mx.argpartition(shares, -self.k, axis=-1)[..., -self.k :]  # (N, k)
         self.choices.add(chosen)
         shares = mx.take_along_axis(shares, chosen, axis=-1)
         if self.whole_shares:
             shares = shares / shares.sum(axis=-1, keepdims=True)
-        x = x[..., None, None, :]  # (..., 1, 1, D): a product for each token and expert
-        gate_up = mx.concatenate([self.gate(x, chosen), self.up(x, chosen)], axis=-1)
+        gate_up = self.gate_up.of_experts(x[:, None], chosen)  # (N, k, 2 * hidden)
         inner = swiglu(gate_up) if self.limit is None else clamped_swiglu(gate_up, self.limit)
-        y = self.down(inner, chosen)  # (..., k, 1, D)
-        return (y[..., 0, :] * shares[..., None]).sum(axis=-2)
+        y = self.down.of_experts(inner, chosen)  # (N, k, D)
+        return (y * shares[..., None]).sum(axis=-2)
 
 
 class SharedExpert(NamedTuple):
@@ -106,6 +104,9 @@ class SideBySide(NamedTuple):
 
     def __call__(self, x: mx.array) -> mx.array:
         return mx.concatenate([part(x) for part in self.parts], axis=-1)
+
+    def of_experts(self, x: mx.array, chosen: mx.array) -> mx.array:
+        return mx.concatenate([part.of_experts(x, chosen) for part in self.parts], axis=-1)
 
 
 class Norm(NamedTuple):
@@ -234,7 +235,7 @@ class Model:
 
     @property
     def is_float32(self) -> bool:
-        """True if everything is computed in float32, to which our own product converts packed weights."""
+        """Is everything computed in float32? Our own product converts packed weights to it."""
         parts = (self.layers, self.norm, self.table, self.head, self.layer_inputs)
         parts = tree_flatten(parts, is_leaf=_is_claimed)
         return all(part.dtype == mx.float32 for _, part in parts if isinstance(part, mx.array))

@@ -167,8 +167,8 @@ class ModelReader:
         return mx.float16 if self.kv == "auto" and self.weights.are_narrow else mx.float32
 
     def attention_form(self, dtype: mx.Dtype) -> str:
-        """The implementation of attention (`llama.ATTENTION`). With a student's own core it is the
-        formula, so that a change of it shows."""
+        """What computes attention (`llama.ATTENTION`). With a student's own core it is the formula,
+        so that a change of it shows."""
         c = self.config
         if self.attention == "plain" or foreign():
             return "formula"
@@ -343,7 +343,7 @@ class ModelReader:
         return chosen_rows(both, queries), chosen_rows(both, gates)
 
     def after(self, index: int) -> AddInput | Scaled:
-        """The step after a layer that changes the sum of all layers so far."""
+        """What changes the sum of all layers so far."""
         name = f"model.layers.{index}."
         scalar = self.tensor(f"{name}layer_scalar")
         if not self.config.embeddings:
@@ -364,10 +364,11 @@ class ModelReader:
 
     def mlp(self, name: str) -> Mlp | Experts | SharedExpert:
         if self.config.experts:
-            stacks = [self.linear(f"{name}experts.{part}_proj") for part in ("gate", "up", "down")]
+            stacks = f"{name}experts."
             experts = Experts(
-                self.linear(f"{name}gate"),
-                *stacks,
+                router=self.linear(f"{name}gate"),
+                gate_up=self.linear(f"{stacks}gate_proj", f"{stacks}up_proj"),
+                down=self.linear(f"{stacks}down_proj"),
                 k=self.config.taken,
                 whole_shares=self.config.whole_shares,
                 choices=self.choices,
@@ -421,7 +422,8 @@ class ModelReader:
         return self.kept(*parts)
 
     def kept(self, *parts: Matrix) -> Matrix:
-        if self.form == "packed" and parts[0].bits:
+        is_stack = parts[0].weight.ndim > 2 and device.is_batch_invariant()
+        if (self.form == "packed" and parts[0].bits) or (self.form != "checkpoint" and is_stack):
             return packed(*parts, rounds=self.rounds, memory=self.memory)
         return joined(parts)
 

@@ -95,7 +95,7 @@ class Tensor(NamedTuple):
 
 
 class MissingError(ModelError):
-    """Some files of a model are missing."""
+    """Not all files of a model are here."""
 
 
 def read_header(path: Path) -> dict[str, Tensor]:

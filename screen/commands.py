@@ -90,12 +90,12 @@ class Session:
 
     @property
     def handled(self) -> bool:
-        """True if the view shows the effect of every command."""
+        """Whether the view shows the effect of every command."""
         return self.state.view.handled == self.client.posted
 
     @property
     def settled(self) -> bool:
-        """True if every command has run and nothing is left to do."""
+        """Whether every command has run and nothing is left to do."""
         return self.handled and not self.state.view.busy and not self.state.view.stepping
 
     @property

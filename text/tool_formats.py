@@ -19,7 +19,8 @@ from urllib.parse import quote
 
 
 class Tags(NamedTuple):
-    """The text around the name, the keys and the values of a call in tags, white space included."""
+    """What is written around the name, the keys and the values of a call in tags, white space
+    included."""
 
     before_name: str
     after_name: str
@@ -30,8 +31,8 @@ class Tags(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """A family's notation of calls: a JSON body, or tags. From `key` on, the fields are learned from the
-    model's chat template."""
+    """How a family of models writes a call: a JSON body, or tags. From `key` on, the fields are
+    learned from the model's chat template."""
 
     name: str
     opens: str  # the mark before a call
@@ -93,7 +94,7 @@ MARKS = frozenset(
 
 
 class OutputFormat(NamedTuple):
-    """One model's notation of reasoning and tool calls."""
+    """How one model writes reasoning and tool calls."""
 
     reasoning: tuple[str, str] | None = None  # the marks around it
     tools: ToolFormat | None = None
@@ -104,7 +105,7 @@ class OutputFormat(NamedTuple):
         return self.reasoning == HARMONY_REASONING
 
     def is_thinking(self, prompt: str) -> bool:
-        """True if the prompt ends with an open reasoning mark, as some templates leave it."""
+        """Whether the prompt ends with an open reasoning mark, as some templates leave it."""
         return bool(self.reasoning) and prompt.rstrip().endswith(self.reasoning[0])
 
 

@@ -26,8 +26,9 @@ void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, 
 long rows_width(int form, long K);
 void rows_lay(void *matrix, long first, long count, int source, const uint8_t *from, const char *scales, const char *offsets);
 void rows_operation(void *at, int form, int width, float setting);
+void rows_stack(void *at, int experts, int N, int K, int lines, int bias);
 
-static atomic_long compared, differ, wrong, packed, unlike, operations, off, rounded, uneven;
+static atomic_long compared, differ, wrong, packed, unlike, operations, off, rounded, uneven, stacks;
 static atomic_ulong rounded_bits; /* the same on every processor */
 int planted; /* the number of a bug, for a cpu_kernels.c that has several; 0: none */
 static int rounds = 60;
@@ -259,6 +260,44 @@ static void examine_rounded(unsigned *state, int form, int M, int N, int groups)
   for (int i = 0; i < 7; i++) free(all[i]);
 }
 
+/* M rows, each with k experts of a stack, beside the same products one by one. */
+static void examine_experts(unsigned *state, int form, int M, int N, int groups) {
+  enum { EXPERTS = 3, GROUP = 32 };
+  const int k = between(state, 1, 3), is_apart = between(state, 0, 1), has_bias = between(state, 0, 1), K = groups * GROUP;
+  const int rows = form == ROUNDED_4 ? (N + 15) / 16 * 16 : N, bits = form == FLOAT32 ? 32 : 4, group = bits == 4 ? GROUP : K;
+  const int own = is_apart ? k * K : K, ldx = own + k + between(state, 0, 3), ldy = k * N + between(state, 0, 3);
+  const long factors = bits == 4 ? lines(4L * rows * groups) : 0, at_scales = 1 + lines(rows * rows_width(form, K));
+  const long at_bias = at_scales + 2 * factors, next = at_bias + lines(4L * N);
+  char *stack = aligned_alloc(64, 64 * (2 + EXPERTS * next)), *first = stack + 64;
+  rows_stack(stack, EXPERTS, N, K, next, has_bias ? at_bias : 0);
+  for (int e = 0; e < EXPERTS; e++) {
+    char *w = first + 64 * e * next;
+    float *numbers = random_numbers(state, (long)N * K, 1), *scales = random_numbers(state, (long)N * groups, 1);
+    float *bias = random_numbers(state, N, 1);
+    rows_pack(w, form, FLOAT32, N, K, group, at_scales, at_scales + factors, 0);
+    rows_lay(w, 0, N, bits, (uint8_t *)numbers, bits == 4 ? (char *)scales : NULL, bits == 4 ? (char *)scales : NULL);
+    memcpy(w + 64 * at_bias, bias, 4L * N);
+    free(numbers), free(scales), free(bias);
+  }
+  float *x = random_numbers(state, (long)(M - 1) * ldx + own + k, 1), *y = random_numbers(state, (long)(M - 1) * ldy + k * N, 1);
+  float *alone = malloc(sizeof(float) * N);
+  for (int m = 0; m < M; m++)
+    for (int i = 0; i < k; i++) x[(long)m * ldx + own + i] = between(state, 0, EXPERTS - 1);
+  cblas_sgemm(101, 111, 112, M, k * N, own + k, 1, x, ldx, (float *)stack, own + k, 0, y, ldy);
+  for (int m = 0; m < M; m++)
+    for (int i = 0; i < k; i++) {
+      const char *w = first + 64 * (long)x[(long)m * ldx + own + i] * next;
+      const float *bias = (const float *)(w + 64 * at_bias);
+      cblas_sgemm(101, 111, 112, 1, N, K, 1, x + (long)m * ldx + is_apart * i * K, K, (float *)(form == FLOAT32 ? w + 64 : w), K, 0, alone, N);
+      for (int n = 0; n < N; n++) {
+        const float sum = has_bias ? alone[n] + bias[n] : alone[n];
+        if (memcmp(&sum, y + (long)m * ldy + i * N + n, sizeof sum)) atomic_fetch_add(&uneven, 1);
+      }
+    }
+  atomic_fetch_add(&stacks, 1);
+  free(stack), free(x), free(y), free(alone);
+}
+
 /* --- operations on rows -------------------------------------------------------------------------------------------- */
 
 /* What an operation makes of one row, in doubles, and how far off a float32 may be. */
@@ -359,6 +398,9 @@ static void *student(void *seed) {
       const int N = between(&own, 1, 60), groups = between(&own, 1, 6);
       examine_rounded(&own, form, M, N, groups);
     }
+  for (int form = FLOAT32; form <= ROUNDED_4 && !is_over(); form++)
+    for (int M = 1; M < 100 && (form == FLOAT32 || form == FOUR_BITS || form == ROUNDED_4); M += is_short ? 90 : 11)
+      examine_experts(&state, form, M, between(&state, 1, 200), between(&state, 1, 9));
   for (int M = 1; M <= 33 && !is_over(); M += is_short ? 32 : 8) examine(&state, M, 400, 288, 0);
   if (!is_over()) examine(&state, 130, 64, 70, 1); /* cut by rows */
   return NULL;
@@ -375,6 +417,7 @@ int main(int count, char **arguments) {
   printf("%ld rows compared, %ld differ, %ld numbers wrong\n", (long)compared, (long)differ, (long)wrong);
   printf("%ld packed products compared, %ld numbers differ\n", (long)packed, (long)unlike);
   printf("%ld products of 8 bits compared, %ld numbers differ; bits %lx\n", (long)rounded, (long)uneven, (unsigned long)rounded_bits);
+  printf("%ld products of experts compared\n", (long)stacks);
   printf("%ld operations looked at, %ld numbers wrong\n", (long)operations, (long)off);
-  return differ || wrong || unlike || off || uneven || rounded < 36 || compared < 16 * rounds || packed < 11 * rounds || operations < 100;
+  return differ || wrong || unlike || off || uneven || rounded < 36 || stacks < 18 || compared < 16 * rounds || packed < 11 * rounds || operations < 100;
 }

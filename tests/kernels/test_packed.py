@@ -138,14 +138,51 @@ def test_packed_product_has_the_widened_bits(make, how):
         assert mx.array_equal(matrix.embed(ids), wide[ids])
 
 
+def row_by_row(experts: list[Matrix], x: mx.array, chosen: mx.array) -> mx.array:
+    """Rows and their experts, one after the other."""
+    x = mx.broadcast_to(x, (*chosen.shape, x.shape[-1])).flatten(0, 1)
+    pairs = zip(x, chosen.flatten().tolist(), strict=True)
+    return mx.stack([experts[expert](row[None])[0] for row, expert in pairs])
+
+
 @EACH_KIND
 def test_packed_experts_have_the_widened_bits(make, how):
-    part = make(3, (5, 70, 512), *how)
-    x = normal(1, 9, 1, 1, 512)
-    chosen = mx.array(np.random.default_rng(0).integers(0, 5, (9, 3)))
-    stack = packed(part)
-    assert stack.weight.shape[:2] == (5, 70)
-    assert mx.array_equal(stack(x, chosen), Matrix(widened(part))(x, chosen))
+    """Few rows and many, with one input for all experts of a row or one for each. One expert is not
+    chosen, and one by most rows."""
+    parts = [make(3 + n, (5, 70, 512), *how) for n in (0, 9)]
+    parts = [part._replace(bias=normal(n, 5, 70)) for n, part in enumerate(parts)]
+    stack = packed(*parts)
+    assert stack.weight.shape[:2] == (5, 140)
+    wide = mx.concatenate([widened(part) for part in parts], axis=1)
+    bias = mx.concatenate([part.bias for part in parts], axis=1)
+    for stack in (packed(*parts), packed(Matrix(wide, bias))):
+        for count in (1, 9, 130):
+            chosen = mx.array(np.random.default_rng(0).integers(0, 9, (count, 3))) // 2
+            x = normal(1, count, 3 if count == 9 else 1, 512)
+            right = Matrix(wide, bias).of_experts(x, chosen)  # by MLX, row by row
+            assert mx.array_equal(stack.of_experts(x, chosen), right), count
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda seed: quantized(seed, (37, 1152), 4, 64), id="4 bits"),
+        pytest.param(lambda seed: of_bytes(seed, (37, 1280), 5, 32), id="Q5_K"),
+        pytest.param(lambda seed: of_bytes(seed, (37, 1280), 6, 16, -32.0), id="Q6_K"),
+        pytest.param(lambda seed: centered(seed, (37, 96), 8), id="Q8_0"),
+    ],
+)
+def test_experts_round_each_row_by_itself(make):
+    parts = [make(seed) for seed in range(4)]
+    experts = [packed(part, rounds=True) for part in parts]
+    arrays = {name: mx.stack([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+    stack = packed(parts[0]._replace(**arrays), rounds=True)
+    rng = np.random.default_rng(0)
+    for count in (1, 5, 60):
+        chosen = mx.array(rng.integers(0, 7, (count, 2)) // 2)
+        x = normal(count, count, 2 if count == 5 else 1, parts[0].width) ** 3
+        found = stack.of_experts(x, chosen).flatten(0, 1)
+        assert mx.array_equal(found, row_by_row(experts, x, chosen)), count
 
 
 def rounded_product(x: np.ndarray, part: Matrix) -> np.ndarray:
@@ -235,7 +272,7 @@ def test_every_family_has_the_widened_bits(name, tmp_path):
     folder = make_checkpoint(tmp_path, seed=seed, **lean(name, way))
     narrow, wide = read_model(folder, activations=32), read_model(folder, "float32")
     assert is_batch_invariant(narrow) and is_batch_invariant(wide)
-    assert any(part.claim for part in claimants(narrow)) and not claimants(wide)
+    assert claimants(narrow) and not any(part.bits for part in claimants(wide))
     tokens = np.random.default_rng(seed).integers(0, 250, 45).tolist()
     assert same_bits(narrow, wide, tokens) and same_bits(narrow, wide, tokens[:9]), way
     kept = [part for part in claimants(narrow) if part.bits < 16]

@@ -103,6 +103,7 @@ class Meter:
         self.counts: Counter[str] = Counter()
         self.attention = llama.attention
         monkeypatch.setattr(Matrix, "__call__", self.metered(Matrix.__call__))
+        monkeypatch.setattr(Matrix, "of_experts", self.metered(Matrix.of_experts))
         monkeypatch.setattr(llama, "attention", self.look)
 
     def metered(self, call):
