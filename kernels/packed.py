@@ -121,8 +121,7 @@ class Matrix(NamedTuple):
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
         if self.scales is not None and not self.claim:
-            arrays = (self.weight, self.scales, self.offsets)
-            y = mx.quantized_matmul(x, *arrays, group_size=self.group, bits=self.bits)
+            y = self._unpacked_by_mlx(x)
         else:
             y = x @ (self.claim.array if self.claim else self.weight.swapaxes(-1, -2))
         return y if self.bias is None else y + self.bias
@@ -135,10 +134,15 @@ class Matrix(NamedTuple):
         if self.scales is None:
             y = mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=chosen)
         else:
-            arrays = (self.weight, self.scales, self.offsets)
-            how = {"group_size": self.group, "bits": self.bits}
-            y = mx.gather_qmm(x, *arrays, rhs_indices=chosen, **how)
+            y = self._unpacked_by_mlx(x, chosen)
         return y[..., 0, :] if self.bias is None else y[..., 0, :] + self.bias[chosen]
+
+    def _unpacked_by_mlx(self, x: mx.array, chosen: mx.array | None = None) -> mx.array:
+        arrays = (self.weight, self.scales, self.offsets)
+        how = {"group_size": self.group, "bits": self.bits}
+        if chosen is None:
+            return mx.quantized_matmul(x, *arrays, **how)
+        return mx.gather_qmm(x, *arrays, rhs_indices=chosen, **how)
 
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
         """Look up rows of the (V, D) matrix, so that a tied head and its table are one matrix."""
