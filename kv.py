@@ -195,7 +195,7 @@ class Window:
         self._rows: dict[tuple[int, int], mx.array] = {}  # by the heads of a layer and their size
 
     def _decoding_rows(self, heads: int, Dh: int) -> mx.array:  # (B * L * heads, Dh)
-        """Where `put` puts the new rows of decoding sequences, in every layer alike.
+        """The indices at which `put` writes the new rows of decoding sequences, the same in every layer.
 
         Flattened to rows, a layer's array has all rows of a slot's first head, then those of its
         second, and so on. Each element of a row needs its own index.
@@ -260,7 +260,7 @@ class Window:
 
     @cached_property
     def groups(self) -> list[AttentionGroup]:
-        """Which sequences share a product in the formula for attention, and how far they read.
+        """The sequences that share a product in the formula for attention, and how far they read.
 
         Neighbours whose lengths fall into the same bucket share one, and read as far as the longest
         of them. If all sequences did, the short ones would wait for the longest. On a GPU all

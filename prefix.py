@@ -61,7 +61,7 @@ class Trail(NamedTuple):
 
 
 class Remembered(NamedTuple):
-    """What a slot remembers: the tokens of its rows, and whose prompt it was."""
+    """The content of a slot: the tokens of its rows, and whose prompt it was."""
 
     slot: int
     tokens: Sequence[int]
@@ -70,7 +70,7 @@ class Remembered(NamedTuple):
 
 
 class Served(NamedTuple):
-    """How many of a prompt's first rows can be used, and with which state."""
+    """The number of a prompt's first rows that can be used, and the state for them."""
 
     rows: int
     place: int = -1  # of the state (`state_places.py`); -1: none is needed
@@ -209,7 +209,7 @@ class Prefixes:
         return "nothing is lost" if self.rows[slot] else "empty"
 
     def _rows_lost(self, slot: int, common: int, slots: Iterable[int]) -> int:
-        """How many rows nobody holds any more if a prompt with `common` rows takes this slot."""
+        """The number of rows that no slot holds any more if a prompt with `common` rows takes this one."""
         held = self.rows[slot] if self._nodes[slot] else 0
         if held <= common:
             return 0
@@ -244,8 +244,7 @@ class Prefixes:
         return rows, source
 
     def _shared(self, trail: Trail, other: Trail, rows: int) -> int:
-        """How many of the first rows of another text a prompt can use; 0 if it is less than a
-        segment."""
+        """The number of first rows of another text that a prompt can use; 0 if less than a segment."""
         limit = min(rows, len(trail.tokens) - 1)
         usable = min(len(trail.nodes), len(other.nodes), limit // self.segment)
         # Texts with a common node have all before it in common, so bisection finds the last one
@@ -272,14 +271,14 @@ class Prefixes:
         self.forget(slot)
 
     def pop_overwritten(self) -> tuple[Remembered, ...]:
-        """What slots have forgotten since the last call."""
+        """The content that slots have lost since the last call."""
         overwritten = tuple(self._overwritten)
         self._overwritten.clear()
         return overwritten
 
     def remembered(self, slots: Iterable[int], least: int) -> list[Remembered]:
-        """What these slots remember, if it is at least as many rows. Nothing of a request without
-        prefix caching."""
+        """The content of those of these slots that hold at least `least` rows, without requests that have
+        no prefix caching."""
         found = []
         for slot in slots:
             rows, place, base = self.reach(self._trails[slot], self.rows[slot], slot)

@@ -247,7 +247,7 @@ class Drafter:
         return gain > SLOWDOWN * rows * self._seconds(rows)
 
     def _gain(self, lookup: PromptLookup, rows: int) -> float:
-        """What draft tokens may gain in a step with this many rows: tokens times seconds."""
+        """The expected gain of draft tokens in a step with this many rows: tokens times seconds."""
         if lookup.may_be_forced:
             return math.inf
         chance, matches = lookup.next_chance

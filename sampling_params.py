@@ -56,7 +56,7 @@ def advised(folder: Path) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of a request are sampled, and when its answer ends. The default is greedy."""
+    """The settings by which a request's tokens are sampled and its answer ends. The default is greedy."""
 
     max_tokens: int | None = 128  # None means to the end of the slot
     temperature: float = 0.0  # 0 is greedy

@@ -203,7 +203,7 @@ class Scheduler:
         return [slot for slot in self.prefixes.by_use if slot not in taken]
 
     def _room(self) -> int:
-        """How many requests may be admitted now."""
+        """The number of requests that may be admitted now."""
         free = self.slots - len(self.running)
         room = 0 if self.draining_to else self.policy.room(free, len(self.running))
         return max(0, min(free, room))
@@ -441,8 +441,8 @@ def extend_answer(
 
 
 def price_of(row: int, far: int, chunk: int) -> float:
-    """What each token of a chunk that starts at this row takes from the budget: 1 at the start of a
-    prompt, 2 at row `far`.
+    """The price of each token of a chunk that starts at this row: 1 at the start of a prompt, 2 at row
+    `far`.
 
     A token late in a prompt attends to all before it. At the price of an early one, the last chunks
     of a long prompt would make the decoding requests wait several times as long. But the price

@@ -86,7 +86,7 @@ def __getattr__(name: str) -> object:
 
 
 def tree() -> dict[str, bytes]:
-    """What a wheel has of the checkout, by the names of files in the package."""
+    """The files of the checkout that a wheel has, by their names in the package."""
     patterns = ["*.py", *(f"{name}/**/*" for name in PACKAGES), *OTHERS.split()]
     found = {path for each in patterns for path in ROOT.glob(each) if path.is_file()}
     found = {path for path in found if path.suffix not in (".pyc", ".so")} - {ROOT / "setup.py"}

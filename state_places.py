@@ -55,7 +55,7 @@ class Place:
 
 
 class Fork(NamedTuple):
-    """Where a prompt parts from the texts in the slots."""
+    """The point where a prompt parts from the texts in the slots."""
 
     rows: int = 0  # that it has in common with one of them
     own: int = 0  # alike, but only with those of the same client
@@ -92,7 +92,7 @@ class StatePlaces(Stateless):
     # --- prefix caching
 
     def reach(self, trail: Trail, rows: int, slot: int | None) -> Served:
-        """How many of a prompt's first rows can be used: as many as a state serves."""
+        """The number of a prompt's first rows that can be used: as many as a state serves."""
         tokens, place = self._deepest(trail, rows, slot)
         return Served(tokens, place.number, place.base) if place else Served(0, self.slots)
 

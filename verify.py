@@ -102,7 +102,10 @@ WAYS: dict[str, dict[str, Any]] = {  # what is compared with the answers alone: 
     "widened": {"dtype": "float32"},  # where they are packed
     "threads": {},  # other processes, with 1 thread and with 3
     "prefill": {},  # each answer is read as a prompt
+    "checkpoint": {"prefix_cache": True},  # while another answer to the same prompt is running
+    "fork": {"prefix_cache": True},  # while others that begin alike are running
 }
+OF_STATES = ("checkpoint", "fork")  # tried by default if the model keeps states
 
 
 class Case(NamedTuple):
@@ -193,6 +196,7 @@ def load(args: argparse.Namespace, **options: Any) -> Engine:
 def ask_alone(args: argparse.Namespace) -> list[Case]:
     with load(args, slots=1, prefix_cache=False, speculate=0) as engine:
         args.activations = 8 if engine.model.arithmetic == "int8" else 32  # what auto has chosen
+        args.has_states = bool(engine.model.config.delta)
         return [
             ask._replace(alone=ended(engine.submit(ask.prompt, ask.sampling)))
             for ask in asks(engine)
@@ -252,6 +256,8 @@ def compare_one(args: argparse.Namespace, way: str, asked: Sequence[Case]) -> Ta
             return compare_prefill(engine, Tally(way), asked)
         tally = Tally(way)
         dice = random.Random(way)
+        if way in OF_STATES:
+            return compare_beside(engine, tally, asked, dice)
         metrics = []
         for _ in range(args.rounds):
             handles = ask_in_company(engine, asked, dice)
@@ -282,6 +288,31 @@ def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tall
             read = ended(engine.submit(prompt, sampling))
             tally = tally.add(ask, ask.alone.only(place), read)
     return tally
+
+
+def compare_beside(
+    engine: Engine, tally: Tally, asked: Sequence[Case], dice: random.Random
+) -> Tally:
+    """A prompt starts from a state that another one has left on its way: at its end, or where the two
+    part. The other goes on meanwhile."""
+    running = SamplingParams(max_tokens=2 * TOKENS, ignore_eos=True)
+    for ask in asked:
+        ids = engine.text.encode_prompt(ask.prompt)[0]
+        cut = dice.randint(1, len(ids) - 1)
+        forks = [[*ids[:cut], *dice.choices(ids, k=9)] for _ in range(2)]
+        others = [
+            engine.submit(other, running)
+            for other in ([ids] if tally.way == "checkpoint" else forks)
+        ]
+        while not all(other.tokens for other in others):
+            engine.step()
+        tally = tally.add(ask, ask.alone, ended(engine.submit(ask.prompt, ask.sampling)))
+        for other in others:
+            other.cancel()
+    counts = engine.snapshot().states
+    return tally._replace(
+        note=f"{counts.restored:,} prompts from checkpoints, {counts.made:,} made"
+    )
 
 
 def compare_restored(
@@ -405,15 +436,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     parser.add_model()
     parser.add_activations()
-    add("--ways", default=",".join(WAYS), help="which to try (default: %(default)s)")
+    says = f"which to try (default: {','.join(WAYS)}; the last two with states)"
+    add("--ways", help=says)
     says = "how often each question is asked among others (default: 1)"
     parser.add_whole("--rounds", 1, 1000, says, default=1)
     parser.add_attention()
     add("--json", action="store_true", help="write the receipt as JSON")
     add("--answers", action="store_true", help=argparse.SUPPRESS)  # alone, for `compare_threads`
     args = parser.parse_args(arguments)
-    args.ways = args.ways.split(",")
-    for way in args.ways:
+    args.ways = args.ways and args.ways.split(",")
+    for way in args.ways or ():
         if way not in WAYS:
             parser.error(f"--ways: {way!r} is unknown; choose among {','.join(WAYS)}")
     if environment.backend():
@@ -424,6 +456,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def verify(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     began = time.perf_counter()
     asked = ask_alone(args)
+    args.ways = args.ways or [way for way in WAYS if args.has_states or way not in OF_STATES]
     rounded = "; activations of 8 bits" * (args.activations == 8)
     say(f"nanobatch: {args.model}; {labelled(device.named())}{rounded}")
     say(

@@ -1,4 +1,4 @@
-"""Whether nanobatch runs in a checkout or as an installed package, and what that changes: the version, what
+"""A checkout or an installed package, and what depends on it: the version, what
 to type, how to start one of our programs, how to install an extra."""
 
 import os
@@ -38,7 +38,7 @@ def version_number() -> str:
 
 
 def command(program: str, *arguments: str) -> str:
-    """What to type for one of our programs, such as serve.py: in a checkout, or where there is the
+    """The command line of one of our programs, such as serve.py: in a checkout, or where there is the
     command `nanobatch`."""
     word = os.path.basename(program).removesuffix(".py").replace("tui", "screen")
     start = ["nanobatch", word] if IS_INSTALLED or is_command else ["python", program]
@@ -46,7 +46,7 @@ def command(program: str, *arguments: str) -> str:
 
 
 def start(program: str) -> list[str]:
-    """How to start one of our programs in a process of its own, as this process was started."""
+    """The command that starts one of our programs as this process was started."""
     if not IS_INSTALLED:
         return [sys.executable, os.path.join(ROOT, program)]
     # -P: modules in the user's folder are not searched first

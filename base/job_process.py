@@ -167,7 +167,7 @@ class Sandbox:
             raise
 
     def _reason(self, code: int | str) -> Exception:
-        """Why a job was ended. `code`: the exit code of its process, or what it could still report."""
+        """The reason for which a job was ended. `code`: its exit code, or what it could still report."""
         limits = self.limits
         if code == -signal.SIGPROF:
             return LimitError(f"takes more than {limits.seconds:g} s")
@@ -225,7 +225,7 @@ def watch(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.soc
 
 
 def run(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.socket) -> NoReturn:
-    """The job's process, from start to end."""
+    """The main function of a job's process."""
     try:
         limit_process(limits)
         thread = threading.Thread(target=attempt, args=(function, end))
@@ -236,7 +236,7 @@ def run(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.socke
 
 
 def limit_process(limits: SandboxLimits) -> None:
-    """From here on the system ends this process when it exceeds a limit."""
+    """Make the system end this process when it exceeds a limit."""
     os.nice(NICE)
     threading.stack_size(STACK)
     signal.setitimer(signal.ITIMER_PROF, limits.seconds)
@@ -267,6 +267,6 @@ def attempt(function: Callable[[Any], Any], end: socket.socket) -> None:
 
 
 def send(end: socket.socket, answer: Any) -> None:
-    """On a line of its own, also after an answer that was cut off."""
+    """Send the answer on a line of its own, even after one that was cut off."""
     with suppress(OSError):  # the parent has gone
         end.sendall(b"\n" + json.dumps(answer).encode())

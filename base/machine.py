@@ -33,7 +33,7 @@ def my_cores() -> set[int]:
 
 
 def quota(root: Path = ROOT) -> float:
-    """How many cores' worth of time the control groups allow."""
+    """The processor time that the control groups allow, in cores."""
     return min(map(_quota, groups("cpu", root)), default=math.inf)
 
 
@@ -51,7 +51,7 @@ def cpuinfo() -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's name, and how many of its cores this process may use."""
+    """The processor's name, and the number of its cores that this process may use."""
     name = cpuinfo().get("model name") or platform.processor() or platform.machine()
     many = len(my_cores())
     return f"{name}, {many} core{'s' if many != 1 else ''}"

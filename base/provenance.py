@@ -31,13 +31,13 @@ def file_of_ours(module: str) -> Path | None:
 
 
 def named() -> str:
-    """For people; empty if all modules are ours."""
+    """A phrase that names them; empty if all modules are ours."""
     files = foreign().values()
     folders = ", ".join(sorted({file.parent.name for file in files}))
     return f"{len(files)} module{'s' * (len(files) > 1)} of {folders}" if files else ""
 
 
 def labelled(device: str) -> str:
-    """What a program says of its device, and whose modules run."""
+    """The device as a program names it, with the modules that are not ours."""
     modules = named()
     return f"{device}, with {modules}" if modules else device

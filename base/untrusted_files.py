@@ -92,7 +92,7 @@ def read_json_if_any(path: Path) -> dict:
 
 
 def what_is(head: bytes) -> str | None:
-    """What a file really is, by its first bytes, if it is one of those often found in place of weights."""
+    """Detect a file that is often found in place of weights, such as a web page, by its first bytes."""
     if head.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the file itself (run `git lfs pull`)"
     if head.lstrip().lower().startswith((b"<!doctype", b"<html")):

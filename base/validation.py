@@ -20,7 +20,7 @@ class GrammarError(ValueError):
 
 
 def whole(name: str, value: object, least: int, most: float = math.inf) -> int:
-    """`value`, if it is an int within the limits. A bool is no number."""
+    """`value`, if it is an int within the limits. A bool is not a number."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(_refusal(name, value, "a whole number", least, most))
     return int(value)

@@ -48,7 +48,7 @@ def start(word: str, arguments: list[str]) -> int:
 
 
 def answer(word: str) -> int:
-    """What takes no program. Return the exit code."""
+    """Handle a word that names no program, such as --help. Return the exit code."""
     if word in ("-h", "--help", "help"):
         print(USAGE)
     elif word == "--version":

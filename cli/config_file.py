@@ -58,7 +58,7 @@ def read_toml(file: str) -> dict[str, Any]:
 
 
 def options_of(table: dict[str, Any], program: str, model: str | None) -> dict[str, Any]:
-    """Of the file's tables, what is for this program and this model."""
+    """The options for this program and this model, from the file's tables."""
     models = table.pop("models", {})
     check_table("models", models)
     for name, value in models.items():
@@ -83,7 +83,7 @@ def flat(table: dict[str, Any], program: str) -> dict[str, Any]:
 
 
 def spelled(options: dict[str, Any]) -> dict[str, Any]:
-    """With hyphens, as on the command line."""
+    """Spell names with hyphens, as on the command line."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         option = name.replace("_", "-")

@@ -90,12 +90,12 @@ def is_folder(model: str) -> bool:
 
 
 def is_gguf_file(model: str) -> bool:
-    """Whatever is named as a model and is a file should be GGUF."""
+    """A model that is a file must be GGUF."""
     return os.path.isfile(os.path.expanduser(model))
 
 
 def read_model(model: str) -> str:
-    """What `--model` takes. A mistake is found here, and not by the hub after a while."""
+    """Parse `--model`. A mistake is found at once, and not by the hub after a while."""
     is_here = model == "demo" or is_folder(model) or is_gguf_file(model)
     is_name = model.startswith("ollama:") or (model.count("/") == 1 and model[0] not in "./~")
     if not is_here and not is_name:
@@ -149,7 +149,7 @@ def read_host(name: str) -> str:
 
 
 def read_network(text: str) -> Any:
-    """What `--trust-proxy` takes: an address, or a network such as 10.0.0.0/8."""
+    """Parse `--trust-proxy`: an address, or a network such as 10.0.0.0/8."""
     import ipaddress
 
     try:
@@ -161,7 +161,7 @@ def read_network(text: str) -> Any:
 
 
 def read_speculate(text: str) -> int | None:
-    """What `--speculate` takes. None: as many as pay."""
+    """Parse `--speculate`. None: as many draft tokens as pay."""
     try:
         return None if text == "auto" else read_whole("--speculate", text, 0, 64)
     except ValueError as error:
@@ -169,7 +169,7 @@ def read_speculate(text: str) -> int | None:
 
 
 def read_slot_cache(text: str) -> str:
-    """What `--slot-cache` takes. The folder is made and checked before anything is loaded."""
+    """Parse `--slot-cache`. The folder is made and checked before anything is loaded."""
     from engine.slot_files import SlotFolder
 
     if backend():
@@ -182,7 +182,7 @@ def read_slot_cache(text: str) -> str:
 
 
 def read_state_memory(text: str) -> int:
-    """What `--state-memory` takes, in bytes."""
+    """Parse `--state-memory`, in bytes."""
     from engine.slot_files import read_nbytes
 
     nbytes = read_nbytes(text)
@@ -192,7 +192,7 @@ def read_state_memory(text: str) -> int:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What `add_engine` has read, except for the model, as `Engine.load` takes it."""
+    """The options of `add_engine` as arguments of `Engine.load`, without the model."""
     names = ("slots", "max_len", "policy", "speculate", "kv", "attention", "activations")
     return {name: getattr(args, name) for name in (*names, "slot_cache", "state_memory")}
 

@@ -8,8 +8,8 @@
         [read 12 of 47 tokens; 35 were still in the slot; first token after 19 ms; 3 tokens, 41 tokens/s]
 
 Each question is sent with the whole conversation before it, so the conversation grows until no slot can
-hold it. It is never cut silently: the dialogue says how much room is left, and the user chooses what to
-forget. A stopped answer stays in the conversation as far as it came.
+hold it. It is never cut silently: the dialogue says how many tokens are left, and the user chooses what to
+forget. What has arrived of a stopped answer stays in the conversation.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ Ctrl-C          stops an answer; Ctrl-D ends"""
 SETTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
 REMEDY = "/drop forgets the oldest question and asks again, /new begins anew"
 LARGEST = 10_000_000  # characters of a conversation's file
-LEAST = 16  # tokens of an answer for which there must be room
-FEW = 0.25  # of a slot: with less room left, the dialogue says how much
+LEAST = 16  # tokens that must be left for an answer
+FEW = 0.25  # of a slot: the dialogue says how many tokens are left when it is less than this
 
 
 class Conversation:
-    """What was said, as messages in OpenAI's form."""
+    """The conversation so far, as messages in OpenAI's form."""
 
     def __init__(self) -> None:
         self.system = ""
@@ -97,7 +97,7 @@ class Conversation:
 
     @classmethod
     def load(cls, path: str) -> Conversation:
-        """Read a conversation from a file. A ValueError says why it is none."""
+        """Read a conversation from a file. ValueError if it holds none."""
         found = cls()
         try:
             messages = json.loads(read_some(path, LARGEST))["messages"]
@@ -136,10 +136,10 @@ class Dialogue:
         self.width = width
         self.status = StatusLine()
         self.talk = Conversation()
-        self.waiting = ""  # a question for which there was no room
+        self.waiting = ""  # a question that did not fit the slot
 
     def run(self, questions: Sequence[str] = ()) -> int:
-        """These questions first, and then until the end of input."""
+        """Answer these questions, then the user's, until the end of input."""
         first = list(questions)
         with self.engine.serving():
             while True:
@@ -322,7 +322,7 @@ NEWLINE = "␊"  # in a question of several lines, in place of a line's end
 
 
 def history_file() -> Path | None:
-    """The file of earlier questions. NANOBATCH_HISTORY=off: there is none."""
+    """The file of earlier questions. None with NANOBATCH_HISTORY=off."""
     if os.environ.get("NANOBATCH_HISTORY") == "off":
         return None
     return state_folder() / "history"
@@ -368,7 +368,7 @@ class History:
 
 
 def keep(history: History) -> Callable[[str], str]:
-    """Like `input`, with the history on the Up and Down keys. Each line is added to it."""
+    """Return a function like `input`, with the history on the Up and Down keys. It adds each line."""
     with suppress(ImportError):  # a Python without it: the terminal's own line
         import readline
 
@@ -394,5 +394,5 @@ def chat_in_terminal(engine: Engine, sampling: SamplingParams, questions: Sequen
 
 
 def columns() -> int | None:
-    """Of the terminal that shows the answers."""
+    """The width of the terminal that shows the answers; None if there is none."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

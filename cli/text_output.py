@@ -48,7 +48,7 @@ class WordWrap:
         return out
 
     def _grow(self, letters: str) -> str:
-        """Text without blanks. Chinese and Japanese may be broken between any two characters."""
+        """Yield the parts of a word. Chinese and Japanese may be broken between any two characters."""
         from rich.cells import cell_len
 
         if letters.isascii():

@@ -1457,7 +1457,7 @@ def sentences(text: str) -> list[str]:
 
 
 def fits(text: str, first: str, second: str, length: str) -> bool:
-    """Whether a draw is a story of this length about these two nouns."""
+    """True if a draw is a story of this length about these two nouns."""
     parts, (low, high), (least, most) = sentences(text), SENTENCES[length], WORDS[length]
     hits = [len(re.findall(rf"\b{re.escape(noun)}\b", text)) for noun in (first, second)]
     right_size = low <= len(parts) <= high and least <= len(text.split()) <= most

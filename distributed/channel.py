@@ -83,7 +83,7 @@ def accept(
 ) -> dict[str, socket.socket]:
     """Accept the connections of these names. TimeoutError when the clock says `until`.
 
-    Each caller has a thread of its own, so a silent one blocks nobody.
+    Each caller has a thread of its own, so a silent one does not block the others.
     """
     found: dict[str, socket.socket] = {}
     proven: queue.SimpleQueue[tuple[str, socket.socket]] = queue.SimpleQueue()

@@ -7,7 +7,7 @@ from base.validation import read_whole
 
 
 def backend() -> str:
-    """How this process reaches the other ranks (`group.py`); empty if it is alone."""
+    """The way in which ranks were started (`group.py`); empty if this process is alone."""
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         return "mpi"
     if "MLX_RANK" not in os.environ:

@@ -57,7 +57,7 @@ LOOPBACK = "127.0.0.1"
 
 @functools.cache
 def join() -> Ranks:
-    """The ranks that this process was started with. Wait for all of them, and print for whom."""
+    """Connect to the ranks that this process was started with. Prints the ones it waits for."""
     backend = environment.backend()
     nodes = read_hosts() if backend == "ring" else []
     if not backend or (backend == "ring" and not nodes):

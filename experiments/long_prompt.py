@@ -201,7 +201,7 @@ class LongPrompt(Experiment):
             yield self.update(now=decoding(len(sched.running)))
 
     def _has_room_beside(self, request: Request) -> bool:
-        """Whether half of the long prompt is read, and a slot is free for another."""
+        """True if half of the long prompt is read, and a slot is free for another."""
         sched = self.engine.sched
         is_half_read = 2 * request.prefilled >= len(request.prompt)
         has_slot = len(sched.free) > len(sched.waiting)

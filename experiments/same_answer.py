@@ -136,7 +136,7 @@ class SameAnswer(Experiment):
 
 
 def is_complete(handle: Handle) -> bool:
-    """Whether an answer is complete. A failure ends the experiment."""
+    """True if an answer is complete. A failure ends the experiment."""
     if handle.error:
         raise ValueError(f"a run failed: {handle.error}")
     return handle.finish_reason in ("stop", "length")

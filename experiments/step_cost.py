@@ -230,6 +230,7 @@ def draw_entries(state: State, on: Canvas, record: StepCostRecord) -> None:
     entries = {
         "weights": f"{scaled(bill.weights, 'B')} of {record.model.form}, {shared}",
         "keys, values": f"{scaled(bill.keys, 'B')}, {whose}",
+        "states": f"{scaled(bill.states, 'B')}, read and written" if bill.states else "",
         "arithmetic": f"{products}, {scaled(bill.attention, 'FLOP')} in attention",
         "experts": experts_of(record, state.view.watches),
         "window": windows_of(record),

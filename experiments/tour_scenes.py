@@ -96,7 +96,7 @@ class Sight:
         return [c for c in self.columns if len(c.view.decode) == rows and not c.view.prefill]
 
     def has_decoded(self, rows: int, steps: int) -> bool:
-        """Whether there were enough such steps, or too few answers are left."""
+        """True if there were enough such steps, or too few answers are left."""
         return self.open < rows or len(self.decodes(rows)) >= steps
 
     def usual(self, rows: int) -> float:

@@ -92,7 +92,7 @@ def compiler() -> list[str]:
 
 
 def requirements() -> list[str]:
-    """What the build needs from the registry."""
+    """Packages that the build needs."""
     return ["ziglang"] if forms() and not compiler() else []
 
 

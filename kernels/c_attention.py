@@ -61,7 +61,7 @@ class COperation:
 def visible_rows(
     windows: Sequence[Window], span: int | None, cap: float | None
 ) -> mx.array:  # (N, 4)
-    """What each token sees: its slot, the first and the last row; and the cap of its scores."""
+    """For each token its slot, the first and the last row that it sees, and the cap of its scores."""
     visible = []
     for window in windows:
         for slot, start in zip(window.slots, window.starts, strict=True):

@@ -51,7 +51,7 @@ class Places(NamedTuple):
         return self.slots * heads.place_size(self.log) + self.checkpoints * heads.place_size(1)
 
     def at(self, heads: Heads, place: int) -> tuple[int, int]:
-        """Where a place begins, and the tokens in its log."""
+        """The first number of a place, and the tokens in its log."""
         if place < self.slots:
             return place * heads.place_size(self.log), self.log
         begin = Places(self.slots, place - self.slots, self.log).size(heads)

@@ -71,8 +71,8 @@ def has_gpu() -> bool:
 
 
 def is_batch_invariant() -> bool:
-    """Are a row's bits the same in any batch? On a CPU they are with our own product (`cpu_kernels.c`), of
-    float32 and of packed matrices."""
+    """True if a row's bits are the same in any batch: on a CPU with our own product (`cpu_kernels.c`), for
+    float32 and packed matrices."""
     return blas.name == "rows" and not has_gpu()
 
 

@@ -1,23 +1,23 @@
 """Weight matrices: plain, quantized (packed into a few bits), or a stack of experts.
 
-The problem. A step with few rows takes as long as reading its weights. A checkpoint with four bits a
-weight is a seventh of its size in float32. But on a CPU, MLX is fast with float32 matrices alone.
+The problem. A step with few rows takes as long as reading its weights. A checkpoint with 4-bit weights
+is a seventh of its size in float32. But on a CPU, MLX is fast with float32 matrices only.
 
-The solution. MLX passes our product (`cpu_kernels.c`) an address, and never reads what is there. So a
-packed matrix gets an array that *claims* to be float32, without memory of its own. Our product
+The solution. MLX passes an address to our product (`cpu_kernels.c`), and never reads the memory there. So
+a packed matrix gets an array that *claims* to be float32, without memory of its own. Our product
 recognizes a packed matrix by its header, converts each weight to float32 in registers, and sums in
 the same order: no bit of a result changes.
 
     | header: form, N, K, group; 64 bytes | weights | scales | offsets |      each aligned to a cache line
       ^ the claim begins here
 
-Weights are stored in another order than in a file (`cpu_kernels.c` draws it); `as_bytes` restores that.
-With activations in 8 bits, weights and scales are stored in panels of 16 rows; `from_panels` reads a
-row of them. There weights have the size that they have in a file.
+Weights are not in the order of the file (`cpu_kernels.c` draws theirs); `as_bytes` restores it. For
+activations in 8 bits, weights and scales are in panels of 16 rows, and as large as in the file;
+`from_panels` reads a row of them.
 
-The invariant: only a `Claim` holds an array that claims more than there is, because anything else
-would read beyond its end. The array keeps the matrix's memory alive, and so does each product that
-has not been computed yet, so the header is valid as long as it may be read.
+The invariant: only a `Claim` holds an array that claims more memory than it has, because any other
+operation would read beyond its end. The array keeps the matrix's memory alive, and so does each product
+that is not computed yet. So the header stays valid as long as it may be read.
 
 Where next: `models/load.py`, which makes the matrices; `cpu_kernels.c`, which multiplies them.
 """
@@ -43,7 +43,7 @@ FORMS = {
 }
 FORMS |= {mx.uint8: library.EIGHT_BITS}  # of scales and offsets (`widened`)
 SPAN = 256  # weights whose scales of 8 bits are multiplied by one float16 number
-# Bits of a weight in a file -> how our product reads it, in float arithmetic and for activations of 8 bits
+# Bits of a weight in a file -> its form for our product, in float arithmetic and for 8-bit activations
 FLOAT_FORMS = {
     2: library.FOUR_BITS,
     3: library.FOUR_BITS,
@@ -70,13 +70,13 @@ BITS = {
 }
 MLX_GROUPS = (32, 64, 128)  # group sizes that MLX's own products support
 PARTS = ("weight", "scales", "offsets")
-LEAST_SHARE = 2**18  # bytes of a file that a thread lays down at a time
+LEAST_SHARE = 2**18  # bytes of a file that a thread copies at a time
 MOST_AT_ONCE = 2**30  # bytes of an allocation: MLX counts the numbers of an array in 32 bits
 LEAST = 16  # numbers in a row of a packed matrix; a header takes as much memory
 
 
 class Claim:
-    """Holds an array for MLX's products alone, to which it looks like float32 numbers."""
+    """An array that only MLX's products may get. To them it looks like float32 numbers."""
 
     def __init__(self, array: mx.array, N: int):
         self.array = array  # (in, out); of a stack, its header
@@ -104,8 +104,8 @@ class Matrix(NamedTuple):
 
     W may be packed: `bits` bits a weight, and a scale and an offset for each `group` of weights.
     16-bit weights may have a float32 scale for each row, and no offset. Scales and offsets may be
-    bytes (`widened`). With a `center`, a power of two, an offset is its scale times that, and none is
-    kept.
+    bytes (`widened`). With a `center`, a power of two, each offset is that times the scale, and no
+    offsets are stored.
     """
 
     weight: mx.array  # (..., out, in); packed (..., out, in * bits / 32), uint32
@@ -187,7 +187,7 @@ class Matrix(NamedTuple):
 
     @property
     def packing(self) -> tuple:
-        """What must be equal in matrices that are joined."""
+        """The properties in which matrices must agree to be joined."""
         if self.scales is None and not self.blocks:
             return ()
         scales = None if self.blocks else self.scales.dtype
@@ -223,9 +223,9 @@ def joined_biases(parts: Sequence[Matrix]) -> mx.array | None:
 
 
 def packed(*parts: Matrix, rounds: bool = False, memory: Memory | None = None) -> Matrix:
-    """Lay matrices of the same input, which are stored alike, into memory as our product reads them: as one
-    matrix. `rounds`: round activations to 8 bits, unless weights have 16 or more. A stack of experts may
-    also have float32 weights."""
+    """Copy matrices with the same input and format into one matrix in the layout that our product reads.
+    `rounds`: round activations to 8 bits, unless weights have 16 or more. A stack of experts may also have
+    float32 weights."""
     first = parts[0]
     is_few_bits = 0 < first.bits < 16
     rounds = rounds and is_few_bits
@@ -242,7 +242,7 @@ def packed(*parts: Matrix, rounds: bool = False, memory: Memory | None = None) -
     rows = rows_of(N, rounds)
     # Bytes of a row
     widths = [row_nbytes(K, form)] + [factors_nbytes(K, group, dtype)] * factors
-    # The first line of weights, scales and offsets in a matrix; last, its end
+    # The cache lines where weights, scales and offsets of a matrix begin, and its end
     places = [*accumulate((-(-rows * width // LINE) for width in widths), initial=1)]
     bias = joined_biases(parts)
     at_bias = places[-1] if many and bias is not None else 0  # the product adds it
@@ -261,7 +261,7 @@ def packed(*parts: Matrix, rounds: bool = False, memory: Memory | None = None) -
     lay(parts, at, to_next)
 
     def view(dtype: mx.Dtype, line: int, *shape: int, strides: Sequence[int]) -> mx.array:
-        """A view of what begins in this line of each matrix."""
+        """A view of the part that begins at this cache line of each matrix."""
         begin = (start + line * LINE) // dtype.size
         strides = [to_next // dtype.size] * len(many) + [*strides]
         return mx.as_strided(array.view(dtype), (*many, *shape), strides, begin)
@@ -294,11 +294,11 @@ def packed(*parts: Matrix, rounds: bool = False, memory: Memory | None = None) -
 
 
 def lay(parts: Sequence[Matrix], at: int, to_next: int) -> None:
-    """Fill the rows of a matrix with those of its parts, or of several matrices that are `to_next` bytes
-    apart. Threads share the rows."""
+    """Fill the rows of a matrix from its parts, or those of several matrices, `to_next` bytes apart. The
+    rows are shared among threads."""
     jobs = []
     first = 0
-    held = []  # arrays, until their rows are there
+    held = []  # arrays that must live until their rows are copied
     for part in parts:
         *many, N, _ = part.weight.shape
         arrays = [mx.contiguous(array) for array in part.arrays.values()]
@@ -320,22 +320,22 @@ def lay(parts: Sequence[Matrix], at: int, to_next: int) -> None:
         for job in jobs:
             lay_rows(*job)
         return
-    with ThreadPoolExecutor(threads) as pool:  # ctypes lets go of the interpreter meanwhile
+    with ThreadPoolExecutor(threads) as pool:  # ctypes releases the GIL meanwhile
         for future in [pool.submit(lay_rows, *job) for job in jobs]:
             future.result()
 
 
 class Memory:
-    """Memory for packed matrices: an allocation in large pages, from which each takes a part."""
+    """Allocate packed matrices from large blocks, in large pages."""
 
     def __init__(self, expected: int = 0):
-        """`expected`: the bytes that all matrices will take."""
+        """`expected`: the size of all matrices together, in bytes."""
         self.expected = expected
         self.array: mx.array | None = None
         self.begin = self.end = 0  # what is left of it, in bytes
 
     def take(self, nbytes: int) -> tuple[mx.array, int]:
-        """Memory of so many bytes: an array of uint32, and where in it a line of the cache begins."""
+        """Allocate `nbytes`: returns an array of uint32, and the offset in it, aligned to a cache line."""
         if self.begin + nbytes > self.end:
             size = max(nbytes, min(self.expected, MOST_AT_ONCE))
             self.expected -= size
@@ -348,8 +348,8 @@ class Memory:
 
 
 def unwritten(nbytes: int) -> mx.array:
-    """An array of uint32 that nobody has written to, in large pages where the system has them. MLX makes no
-    such array itself, but it leaves the result of a product to whoever multiplies."""
+    """An array of uint32 that was never written to, in large pages where the system has them. MLX has no
+    such constructor, but it does not initialize the result of a product."""
     count = -(-nbytes // 4)
     claim = mx.as_strided(memory_header(), (1, count), (count, 1))
     array = (mx.ones((1, 1)) @ claim).flatten().view(mx.uint32)
@@ -366,7 +366,7 @@ def memory_header() -> mx.array:
 
 
 def form_of(bits: int, rounds: bool) -> int | None:
-    """How our product reads weights that have this number of bits in a file; None for 16 bits."""
+    """The form in which our product reads weights of this many bits; None for 16 bits."""
     return (ROUNDED_FORMS if rounds else FLOAT_FORMS).get(bits)
 
 
@@ -444,7 +444,7 @@ def address(array: mx.array) -> int:
 
 
 def as_bytes(words: mx.array, bits: int, rounds: bool) -> mx.array:  # (..., words) -> (..., K / 4)
-    """Rows as they are in memory, with a byte for each number. `cpu_kernels.c` draws both orders."""
+    """Convert rows in memory to one byte a number. `cpu_kernels.c` draws both orders."""
     if bits == 8:
         return words
     places = mx.arange(0, 32, 4, dtype=mx.uint32)
@@ -464,7 +464,7 @@ def as_bytes(words: mx.array, bits: int, rounds: bool) -> mx.array:  # (..., wor
 
 
 def words(numbers: mx.array, bits: int) -> mx.array:  # (..., n), uint8 -> (..., n bits / 32)
-    """Pack numbers as MLX does: eight of them in as many bytes as one has bits."""
+    """Pack numbers as MLX does: eight numbers of n bits take n bytes."""
     if bits < 8:
         eight = mx.unflatten(numbers, -1, (-1, 8)).astype(mx.uint64)
         eight = (eight << mx.arange(0, 8 * bits, bits, dtype=mx.uint64)).sum(axis=-1)

@@ -253,8 +253,8 @@ class Config:
         return layer >= self.writing or (self.v_is_k and module == "v_proj" and is_far)
 
     def row(self, layer: int) -> tuple[int, int]:
-        """What a layer keeps of a token, as heads and their size: keys and values, or the input of a
-        convolution. A delta net keeps states instead, and a layer that reads another's rows nothing."""
+        """The row of a token in a layer, as heads and their size: keys and values, or the input of a
+        convolution. A delta net has states instead, and a layer that reads another's rows has none."""
         if layer in self.deltas:
             return 0, self.Dh
         if layer in self.convolved:

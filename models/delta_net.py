@@ -70,7 +70,7 @@ def states_of(model: Model, places: Places) -> list[States]:
 
 
 class Tokens(NamedTuple):
-    """What consecutive tokens of a sequence bring to each value head."""
+    """The queries, keys, values, gates and rates of consecutive tokens, for each value head."""
 
     q: mx.array  # (L, Hv, 1, Dk)
     k: mx.array  # (L, Hv, Dk, 1)
@@ -80,7 +80,7 @@ class Tokens(NamedTuple):
 
 
 class StateUpdate(NamedTuple):
-    """What a token does to the states: S <- g S + k d^T"""
+    """The update of the state by a token: S <- g S + k d^T"""
 
     k: mx.array  # (Hv, Dk, 1)
     d: mx.array  # (Hv, 1, Dv)
@@ -169,7 +169,7 @@ class StateArrays:
         self.shapes = [*shapes, (self.log, Hk, Dk), (self.log, Hv, Dv), (self.log, Hv)]
 
     def part(self, index: int) -> slice:
-        """Where S (0) lies in the memory, or the rings of inputs (1), keys (2), d (3) and gates (4)."""
+        """The part of the memory with S (0), or the rings of inputs (1), keys (2), d (3) and gates (4)."""
         sizes = [math.prod(shape) for shape in self.shapes]
         first = self.begin + sum(sizes[:index])
         return slice(first, first + sizes[index])

@@ -1,4 +1,4 @@
-"""Whether a model was made for embeddings: its files say how a vector is pooled.
+"""True if a model was made for embeddings: its files say how a vector is pooled.
 
     modules.json             Transformer, Pooling, Normalize
     1_Pooling/config.json    {"pooling_mode_lasttoken": true, ...}
@@ -18,7 +18,7 @@ OURS = "lasttoken"
 
 
 def why_not(folder: Path) -> str:
-    """Why a model is no embedding model; empty if it is one."""
+    """The reason why a model is not an embedding model; empty if it is one."""
     path = folder / "1_Pooling" / "config.json"
     if not path.exists():
         return "its folder has no 1_Pooling/config.json"

@@ -27,7 +27,7 @@ NORMS = {
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family differs from Llama. A record without arguments is Llama (docs/models.md)."""
+    """The differences of a family from Llama. A record without arguments is Llama (docs/models.md)."""
 
     # Defaults of fields, where they differ from Llama's.
     unsaid: Mapping[str, Any] = field(default_factory=dict)

@@ -4,10 +4,10 @@
 weights may be packed, shared with the embedding, or divided among ranks. Each array is counted once,
 where `forward` uses it. `pass_cost` computes from it what one step reads and multiplies.
 
-What the engine does is counted: with sliding attention, older rows are read, too, and masked. Four
+What the engine does is counted: with sliding attention, older rows are read, too, and masked. Five
 things are left out, so the cost is a lower bound: the second pass for a chunk that copies rows of its own
 pass, the rows beyond a sequence's length that neighbours make it read, experts that a GPU reads more
-than once, and activations.
+than once, the logs of states, and activations.
 
 All but the count of a loaded model is plain Python: a screen draws costs before MLX is loaded.
 """
@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 class ModelCost(NamedTuple):
-    """What a forward pass reads and multiplies, counted once when the model is loaded; with several
-    ranks, the shard of the first one.
+    """The bytes and operations of a forward pass, counted once when the model is loaded; with several
+    ranks, those of the first one's shard.
 
     A pass reads its weights once for all tokens in it. Only tokens whose next token is sampled go
     through the *tail*, everything after the last layer's attention. All other matrices are the
@@ -49,6 +49,8 @@ class ModelCost(NamedTuple):
     width: int = 0  # of all query heads of all layers with attention: the sum of H * Dh
     last_width: int = 0  # of the last layer
     convolution_nbytes: int = 0  # of the rows that the convolutions of a token read
+    state_nbytes: int = 0  # of a sequence: the matrices of its delta nets, read and written
+    state_products: int = 0  # of a token with these matrices
     window: int | None = None  # rows that are seen in layers with sliding attention
     windowed: int = 0  # layers with that window
     experts: int = 0  # in each layer; 0: there are none
@@ -75,17 +77,18 @@ class Member(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """What a step reads (bytes) and computes (operations: a multiplication and an addition are two)."""
+    """The bytes that a step reads, and its operations (a multiplication and an addition are two)."""
 
     tokens: int
     weights: float
     keys: int
     products: float
     attention: int
+    states: int = 0
 
     @property
     def nbytes(self) -> float:
-        return self.weights + self.keys
+        return self.weights + self.keys + self.states
 
     @property
     def operations(self) -> float:
@@ -99,6 +102,7 @@ class Work(NamedTuple):
     rows: int  # attended to
     looks: int  # tokens x rows: pairs of a query and a key
     asked: int  # tokens whose logits are computed
+    sequences: int = 0
 
     @staticmethod
     def from_members(parts: Sequence[Member], asked: int) -> Work:
@@ -107,6 +111,7 @@ class Work(NamedTuple):
             rows=sum(part.rows for part in parts),
             looks=sum(part.tokens * part.rows for part in parts),
             asked=asked,
+            sequences=len(parts),
         )
 
 
@@ -120,7 +125,8 @@ def pass_cost(model: ModelCost, work: Work, experts: Sequence[int] = ()) -> Step
     inside = [tokens] * (model.layers - 1) + [work.asked]  # tokens after each layer's attention
     distinct = experts or [expected(model, each) for each in inside]
     weights = model.body_nbytes + tokens * model.token_nbytes + sum(distinct) * model.expert_nbytes
-    products = tokens * model.body_products + sum(inside) * model.taken * model.expert_products
+    products = tokens * (model.body_products + model.state_products)
+    products += sum(inside) * model.taken * model.expert_products
     row_nbytes = model.row_nbytes - model.last_row_nbytes
     width = model.width - model.last_width
     if work.asked:
@@ -133,6 +139,7 @@ def pass_cost(model: ModelCost, work: Work, experts: Sequence[int] = ()) -> Step
         keys=work.rows * row_nbytes + tokens * model.convolution_nbytes,
         products=2 * products,
         attention=4 * work.looks * width,
+        states=work.sequences * model.state_nbytes,
     )
 
 
@@ -146,7 +153,7 @@ def expected(model: ModelCost, tokens: int) -> float:
 def of_rows(model: ModelCost, rows: int, length: int) -> StepCost:
     """A step in which this many sequences decode, each of this length."""
     looks = rows * length
-    return pass_cost(model, Work(rows, looks, looks, rows))
+    return pass_cost(model, Work(rows, looks, looks, rows, rows))
 
 
 # --- the roofline -------------------------------------------------------------------------------
@@ -213,12 +220,13 @@ def counted(model: Model) -> ModelCost:
     spans = [model.kinds[layer.kind].span for layer in model.layers]
     attending = [layer for layer in range(c.layers) if layer not in (*c.convolved, *c.deltas)]
     windows = [spans[layer] for layer in attending if spans[layer]]
-    # Of each array of the slab. A delta net has a state in place of rows, which is not counted
+    # Of each array of the slab. A delta net has a state in place of rows
     rows = [row for layer in range(c.layers) if (row := c.row(layer))[0]]
     row_nbytes = {
         layer: math.prod(rows[model.layers[layer].index]) * model.kv_dtype.size
         for layer in attending
     }
+    numbers = len(c.deltas) * c.delta.Hv * c.delta.Dk * c.delta.Dv if c.delta else 0
     widths = {layer: c.H * c.heads(layer).Dh for layer in attending}
     return ModelCost(
         form=form_of(matrices([body, tail])),
@@ -234,6 +242,8 @@ def counted(model: Model) -> ModelCost:
         width=sum(widths.values()),
         last_width=widths.get(c.layers - 1, 0),
         convolution_nbytes=len(c.convolved) * c.taps * c.D * model.kv_dtype.size,
+        state_nbytes=2 * 4 * numbers,
+        state_products=3 * numbers,  # with k and q, and k d^T
         window=min(windows, default=None),
         windowed=len(windows),
         experts=c.experts,

@@ -44,7 +44,7 @@ _in_use: WeakValueDictionary = WeakValueDictionary()
 
 
 class Type(NamedTuple):
-    """How numbers are stored: in blocks of some numbers, each of some bytes."""
+    """A format of numbers in a file: their number in a block, and its bytes."""
 
     name: str
     block: int
@@ -123,7 +123,7 @@ class Gguf:
 
 
 def is_gguf(path: Path) -> bool:
-    """Is it a GGUF file, by its name or by its first bytes? (Ollama's have no such name.)"""
+    """True for a GGUF file, by its name or by its first bytes. (Ollama's have no such name.)"""
     if path.suffix.lower() == ".gguf":
         return not path.is_dir()
     if not path.is_file():

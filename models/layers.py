@@ -37,7 +37,7 @@ class Mlp(NamedTuple):
 
 
 class ExpertChoices:
-    """The experts that the tokens of the newest pass take, layer by layer. A pass computes them anyway:
+    """The experts to which the newest pass routes its tokens, layer by layer. A pass computes them anyway:
     keeping them adds no node to the graph, and only `counts` waits for them.
 
     subtle: those of earlier passes are dropped. If they were never computed, they would hold the slab,
@@ -235,7 +235,7 @@ class Model:
 
     @property
     def is_float32(self) -> bool:
-        """Is everything computed in float32? Our own product converts packed weights to it."""
+        """True if everything is computed in float32, to which our own product converts packed weights."""
         parts = (self.layers, self.norm, self.table, self.head, self.layer_inputs)
         parts = tree_flatten(parts, is_leaf=_is_claimed)
         return all(part.dtype == mx.float32 for _, part in parts if isinstance(part, mx.array))

@@ -167,8 +167,8 @@ class ModelReader:
         return mx.float16 if self.kv == "auto" and self.weights.are_narrow else mx.float32
 
     def attention_form(self, dtype: mx.Dtype) -> str:
-        """What computes attention (`llama.ATTENTION`). With a student's own core it is the formula,
-        so that a change of it shows."""
+        """The implementation of attention (`llama.ATTENTION`). With a student's own core it is the
+        formula, so that a change of it shows."""
         c = self.config
         if self.attention == "plain" or foreign():
             return "formula"
@@ -343,7 +343,7 @@ class ModelReader:
         return chosen_rows(both, queries), chosen_rows(both, gates)
 
     def after(self, index: int) -> AddInput | Scaled:
-        """What changes the sum of all layers so far."""
+        """The step after a layer that changes the sum of all layers so far."""
         name = f"model.layers.{index}."
         scalar = self.tensor(f"{name}layer_scalar")
         if not self.config.embeddings:

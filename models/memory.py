@@ -245,7 +245,7 @@ def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, in
 
 
 def rows_of_layers(c: Config) -> list[tuple[int, int]]:
-    """What each layer with rows keeps of a token, as heads and their size."""
+    """The row of a token in each layer that has rows, as heads and their size."""
     return [row for layer in range(c.layers) if (row := c.row(layer))[0]]
 
 

@@ -75,7 +75,7 @@ def whole_or_gguf(folder: Path) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Is a model complete? An interrupted download leaves some of its files."""
+    """True if a model is complete. An interrupted download leaves some of its files."""
     if not all((folder / name).exists() for name in ("config.json", "tokenizer.json")):
         return False
     try:

@@ -20,7 +20,7 @@ from kernels.device import mx
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions become angles (`rope_frequencies`)."""
+    """The parameters that make angles of positions (`rope_frequencies`)."""
 
     type: str
     theta: float
@@ -104,7 +104,7 @@ class Growth(NamedTuple):
 
 
 class AttentionType(NamedTuple):
-    """How attention treats positions in some of the layers. Most models have one kind of layer."""
+    """The window and the rope of some of the layers. Most models have one kind of layer."""
 
     rope: Rope | None  # None: no positions (NoPE)
     span: int | None  # the sliding window, a token's own row included; None: full attention

@@ -12,8 +12,8 @@ def with_sinks(
     k: mx.array,  # (B, Hkv, T, Dh)
     v: mx.array,  # (B, Hkv, T, Dh)
 ) -> tuple[mx.array, mx.array, mx.array]:  # (B, H, L, ORDER + T), (B, Hkv, ORDER + T, Dh) twice
-    """What `llama.attention` gets for a softmax with sinks: keys and values of zeros precede the others,
-    and the mask adds the sink to the first one's score.
+    """Add attention sinks to the arguments of `llama.attention`: keys and values of zeros precede the
+    others, and the mask adds the sink to the first one's score.
 
     subtle: there are as many as the softmax has partial sums, so that each row stays in its own.
     """

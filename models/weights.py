@@ -95,7 +95,7 @@ class Tensor(NamedTuple):
 
 
 class MissingError(ModelError):
-    """Not all files of a model are here."""
+    """Some files of a model are missing."""
 
 
 def read_header(path: Path) -> dict[str, Tensor]:

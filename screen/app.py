@@ -442,7 +442,7 @@ class Screen(App):
         return do is not None
 
     def is_text(self, event: events.Key) -> bool:
-        """Whether a letter begins a prompt although the box has no focus: letters that are no
+        """True if a letter begins a prompt although the box has no focus: letters that are no
         keys."""
         if self.focused or self.state.view.stage == "failed":
             return False
@@ -774,7 +774,7 @@ class Screen(App):
         self.session.stays = not self.strip  # from now on a user is there, who leaves pages
 
     def is_done(self, word: str) -> bool:
-        """Whether a word of a script has had its effect, including the end of its experiment."""
+        """True if a word of a script has had its effect, including the end of its experiment."""
         view = self.state.view
         page = self.menu.pages.get(word)
         if not self.session.handled or view.stepping:

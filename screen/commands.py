@@ -90,12 +90,12 @@ class Session:
 
     @property
     def handled(self) -> bool:
-        """Whether the view shows the effect of every command."""
+        """True if the view shows the effect of every command."""
         return self.state.view.handled == self.client.posted
 
     @property
     def settled(self) -> bool:
-        """Whether every command has run and nothing is left to do."""
+        """True if every command has run and nothing is left to do."""
         return self.handled and not self.state.view.busy and not self.state.view.stepping
 
     @property

@@ -98,7 +98,7 @@ class View(NamedTuple):
 
     @property
     def works(self) -> bool:
-        """Whether any request waits or runs."""
+        """True if any request waits or runs."""
         engine = self.engine
         return bool(
             engine and (engine.waiting or any(slot.request is not None for slot in engine.slots))

@@ -291,7 +291,7 @@ class State:
 
     @property
     def leads(self) -> bool:
-        """Whether prompts open the conversation: with a chat model other than the demo."""
+        """True if prompts open the conversation: with a chat model other than the demo."""
         view = self.view
         return view.stage == "ready" and view.has_chat and not view.watches and self.model != "demo"
 
@@ -303,7 +303,7 @@ class State:
 
     @property
     def hurries(self) -> bool:
-        """Whether steps are too fast to follow, so that some panes are painted less often."""
+        """True if steps are too fast to follow, so that some panes are painted less often."""
         return self.view.busy and not (self.view.paused or self.view.slow)
 
     def tokens_per_s(self) -> float:

@@ -150,6 +150,21 @@ MUTANTS = [
         "",
         f"{STATES}::test_moves_in_random_schedules",
     ),
+    # Only the assertion that no place is read and written in one step finds these two
+    Mutant(
+        "state_places.py",
+        "StatePlaces.plan",
+        "self._free_checkpoint(busy)",
+        "self._free_checkpoint({running.place for running in self.running.values()})",
+        f"{STATES}::test_moves_in_random_schedules",
+    ),
+    Mutant(
+        "state_places.py",
+        "StatePlaces.plan",
+        "busy.add(target)",
+        "(busy := {running.place for running in self.running.values()} | {target})",
+        f"{STATES}::test_moves_in_random_schedules",
+    ),
     Mutant(
         "state_places.py",
         "StatePlaces.plan",

@@ -38,7 +38,7 @@ END_OF_TURN |= {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}  # the end of a 
 
 
 class WordSplit(NamedTuple):
-    """How a text is cut into words before bytes are merged."""
+    """The way a text is split into words before bytes are merged."""
 
     pattern: str = ""  # empty: GPT-2's own
     digits: bool = False  # each digit is a word

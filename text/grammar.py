@@ -76,7 +76,7 @@ class Grammar:
         return Grammar(self._matcher.deep_copy())
 
     def mask(self) -> bytes:
-        """Which tokens may come next: a bit for each, lowest first."""
+        """A bit for each token that may come next, lowest first."""
         self._left += A_TOKEN
         return self._charge(self._matcher.compute_bitmask)
 
@@ -113,7 +113,7 @@ class Grammar:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but the end of the answer can follow."""
+        """True if nothing but the end of the answer can follow."""
         return self._matcher.is_stopped()
 
     def _charge(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -143,7 +143,7 @@ class Grammars:
 
     @cached_property
     def _known(self) -> dict[str, Any]:
-        """What llguidance must know of the model's tokens."""
+        """The description of the model's tokens for llguidance."""
         ends = [id for id in sorted(self._end_tokens) if self._source.id_to_token(id) is not None]
         if not ends:
             raise ValueError("this model names no end token, and an answer could not end")
@@ -181,7 +181,7 @@ class Grammars:
             raise ValueError(f"grammar: {one_line(error, 300)}") from None
 
     def _judge(self, source: Mapping[str, Any]) -> str:
-        """What is wrong with a grammar (empty if nothing is). Each grammar is checked once."""
+        """The fault of a grammar (empty if it has none). Each grammar is checked once."""
         job = dict(source)
         key = hashlib.sha256(json.dumps(job).encode()).digest()
         fault = self._verdicts.get(key)
@@ -204,7 +204,7 @@ def prepare(known: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
 
 
 def fault_of(tokenizer: Any, ends: Collection[int], source: Mapping[str, Any]) -> str:
-    """Compile a grammar and follow it: what is wrong with it; empty if nothing is."""
+    """Compile a grammar and follow it. Returns its fault; empty if it has none."""
     try:
         made = make(tokenizer, source)
         # A random token, and the longest of eight: a token of blanks may have 80 bytes

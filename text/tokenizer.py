@@ -258,7 +258,7 @@ class Tokenizer:
         # a lone surrogate, from bytes that were not UTF-8
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"the prompt is no valid text at character {error.start}; give UTF-8"
+                f"the prompt is not valid text at character {error.start}; give UTF-8"
             ) from None
         try:
             # Not `encode`, which holds the GIL: 2 MB of text would stop all threads for 4 s.
@@ -361,11 +361,11 @@ class Tokenizer:
 
     @cached_property
     def output_format(self) -> OutputFormat:
-        """How the model marks its reasoning and its tool calls."""
+        """The marks of the model's reasoning and its tool calls."""
         return detect_format(self._source, self.render)
 
     def is_thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt ends with an open reasoning mark, as some templates leave it."""
+        """True if the prompt ends with an open reasoning mark, as some templates leave it."""
         if not self.output_format.reasoning:
             return False
         end = without_panics(self.tokenizer.decode, list(prompt[-16:]), skip_special_tokens=False)
@@ -406,7 +406,7 @@ class Tokenizer:
 
 
 def is_ours(data: str | bytes, name: str) -> bool:
-    """Whether this is the demo model's own file of this name, which came with the program."""
+    """True if this is the demo model's own file of this name, which came with the program."""
     data = data.encode(errors="replace") if isinstance(data, str) else data
     path = OURS / name
     return path.exists() and data == path.read_bytes()

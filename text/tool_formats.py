@@ -19,8 +19,7 @@ from urllib.parse import quote
 
 
 class Tags(NamedTuple):
-    """What is written around the name, the keys and the values of a call in tags, white space
-    included."""
+    """The text around the name, the keys and the values of a call in tags, white space included."""
 
     before_name: str
     after_name: str
@@ -31,8 +30,8 @@ class Tags(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """How a family of models writes a call: a JSON body, or tags. From `key` on, the fields are
-    learned from the model's chat template."""
+    """A family's notation of calls: a JSON body, or tags. From `key` on, the fields are learned from the
+    model's chat template."""
 
     name: str
     opens: str  # the mark before a call
@@ -94,7 +93,7 @@ MARKS = frozenset(
 
 
 class OutputFormat(NamedTuple):
-    """How one model writes reasoning and tool calls."""
+    """One model's notation of reasoning and tool calls."""
 
     reasoning: tuple[str, str] | None = None  # the marks around it
     tools: ToolFormat | None = None
@@ -105,7 +104,7 @@ class OutputFormat(NamedTuple):
         return self.reasoning == HARMONY_REASONING
 
     def is_thinking(self, prompt: str) -> bool:
-        """Whether the prompt ends with an open reasoning mark, as some templates leave it."""
+        """True if the prompt ends with an open reasoning mark, as some templates leave it."""
         return bool(self.reasoning) and prompt.rstrip().endswith(self.reasoning[0])
 
 

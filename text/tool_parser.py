@@ -13,7 +13,7 @@ Newer models write no JSON but put each argument between tags, as it is:
 
 The solution. One state machine reads characters, not tokens, because a mark's last character may
 share a token with what follows. It is a generator that reads like a description of an answer, from
-start to end, and pauses in the middle of any line of it until more text has come. The marks are
+start to end, and pauses in the middle of any line of it until more text arrives. The marks are
 data (`tool_formats.py`). The format of a model is not configured: its chat template is asked to
 write a call, and the format is the one that parses this call back. The tool's schema says whether
 an argument in tags is a string or a number.
@@ -194,12 +194,12 @@ class OutputParser:
 
     @property
     def is_over(self) -> bool:
-        """One call is wanted, and it has come. What follows is dropped."""
+        """True after the only call that was asked for. What follows is dropped."""
         return self._reader.is_over
 
     @property
     def is_in_call(self) -> bool:
-        """The arguments of the newest call have begun, and have not ended."""
+        """True inside the arguments of the newest call."""
         return self._reader.is_in_call
 
     def push(self, piece: str | None, is_cut: bool = False) -> list[ParsedPart]:
@@ -210,7 +210,7 @@ class OutputParser:
         return self._reader.pop_parts()
 
     def ends(self, piece: str) -> bool:
-        """Whether the answer is over with this piece."""
+        """True if the answer is over with this piece."""
         self.push(piece)
         return self.is_over
 
@@ -219,7 +219,7 @@ class ParserState:
     """The state of a parser.
 
     `parse` reads the answer from start to end. It takes from `self._text` what it understands,
-    yields when it needs more text, and goes on when the next piece has come. So do the methods that
+    yields when it needs more text, and goes on with the next piece. So do the methods that
     it calls, each of which reads a part of the answer.
     """
 
@@ -356,8 +356,8 @@ class ParserState:
             yield
 
     def _wait(self, recognize: Callable[[str], T | None]) -> Reading[T | None]:
-        """What `recognize` returns for the next text. It returns None as long as more text may change
-        the result."""
+        """Call `recognize` with the next text until it returns a result. It returns None as long as more
+        text may change the result."""
         while (found := recognize(self._text[:HEAD])) is None:
             if len(self._text) >= HEAD or self.is_complete:
                 break
@@ -365,7 +365,7 @@ class ParserState:
         return found
 
     def _begins_with(self, mark: str) -> Reading[bool | None]:
-        """Whether this mark comes next, perhaps after white space."""
+        """True if this mark comes next, perhaps after white space."""
         return (yield from self._wait(lambda text: begins(text.lstrip(), mark)))
 
     def _consume(self, mark: str, rest: str = "") -> Reading[re.Match | None]:
@@ -392,7 +392,7 @@ class ParserState:
         return True
 
     def _skip_space(self) -> Reading[None]:
-        """All of it after a mark, however long: it is dropped as it comes, so nothing is held back."""
+        """Skip the space after a mark, however long: it is dropped as it arrives, so nothing is held back."""
         self._text = self._text.lstrip()
         while not self._text and not self.is_complete:
             yield
@@ -453,7 +453,7 @@ class ParserState:
         return None if place < 0 else (place, place + len(mark))
 
     def _undecided(self) -> int:
-        """Where the end of the text begins that may become the start of a call."""
+        """The index from which the end of the text may become the start of a call."""
         mark = self._format.opens
         place = len(self._text) - len(beginning(mark, self._text))
         if self._reads_bare and not self._text.isspace():  # white space waits anyway
@@ -479,13 +479,13 @@ class ParserState:
         return self.calls > count
 
     def _is_begun(self, opening: str, rest: str) -> bool:
-        """Whether this is the start of a call in which the answer was cut off."""
+        """True if this is the start of a call in which the answer was cut off."""
         closes = self._format.closes
         is_closed = len(closes) > 1 and closes in rest
         return not is_closed and (bool(opening) or rest.lstrip(" \n,;[").startswith("{"))
 
     def _call_in_tags(self) -> Reading[str | None]:
-        """One call. Return None; if it is no call, return what has been taken, here nothing."""
+        """One call. Return None; if it is not a call, return the text taken so far, here none."""
         tags = self._format.tags
         rest = rf"({NAME})\s*{ending(tags.after_name)}"
         found = yield from self._consume(tags.before_name, rest)
@@ -547,7 +547,7 @@ class ParserState:
         return False
 
     def _call_in_json(self) -> Reading[str | None]:
-        """One call. Return None; if it is no call, return what has been taken."""
+        """One call. Return None; if it is not a call, return the text taken so far."""
         before = yield from self._consume("", BEFORE)
         if not before:
             return ""
@@ -651,14 +651,14 @@ class ParserState:
 
 
 def begins(text: str, mark: str) -> bool | None:
-    """Whether a text begins with this mark. None if it may with more text."""
+    """True if a text begins with this mark. None if it may with more text."""
     if text.startswith(mark):
         return True
     return None if mark.startswith(text) else False
 
 
 def begins_header(text: str) -> bool | None:
-    """Whether a text begins as the header of a message in Harmony. None if it may with more text."""
+    """True if a text begins as the header of a message in Harmony. None if it may with more text."""
     text = text.lstrip()
     is_started = begins(text, HARMONY.opens)
     rest = text.removeprefix(HARMONY.opens).lstrip()
@@ -691,7 +691,7 @@ def match_header(text: str) -> Header | bool | None:
 
 
 def after_space(found: re.Match) -> int:
-    """Where the match begins, leading white space excluded."""
+    """The index of the match, without leading white space."""
     return found.end() - len(found[0].lstrip())
 
 
@@ -707,7 +707,7 @@ def ending(mark: str) -> str:
 
 
 def follows(text: str, marks: Sequence[str], is_complete: bool) -> bool | None:
-    """Whether one of these marks comes next. None if more text must come first."""
+    """True if one of these marks comes next. None if more text must come first."""
     found = {begins(text.lstrip(), mark) for mark in marks if mark}
     if True in found:
         return True
@@ -745,7 +745,7 @@ def as_json_value(text: str, kinds: Collection[str]) -> str:
 
 
 def detect_format(source: str | None, render: Callable[[list, list], str]) -> OutputFormat:
-    """How a model with this chat template writes reasoning and calls. `render` makes a prompt of
+    """Detect how a model with this chat template writes reasoning and calls. `render` makes a prompt of
     messages and tools."""
     if source is None:
         return OutputFormat(why="this model has no chat template, so it can be given no tools")

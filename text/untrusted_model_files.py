@@ -58,8 +58,8 @@ class TemplateChecker:
         self._child.close()
 
     def template(self, source: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-        """What is wrong with a template, in words that follow "the chat template" (empty if nothing
-        is), and its renderings."""
+        """The fault of a template, in words that follow "the chat template" (empty if it has none),
+        and its renderings."""
         if len(source) > LONGEST:
             return f"is {len(source):,} characters long, more than {LONGEST:,}", []
         try:
@@ -71,8 +71,7 @@ class TemplateChecker:
         return fault, texts
 
     def tokenizer(self, path: Path, texts: Sequence[str]) -> str:
-        """What is wrong with a tokenizer, in words that follow "the tokenizer"; empty if nothing
-        is."""
+        """The fault of a tokenizer, in words that follow "the tokenizer"; empty if it has none."""
         own = head_of(path) if is_gguf(path) else path.read_bytes()
         whole = own + "\n".join(texts).encode(errors="replace")
         digest = hashlib.sha256(whole).digest()
@@ -97,7 +96,7 @@ def prepare(_: None) -> Callable[[list], Any]:
 
 
 def render_all(source: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """What is wrong with a template, and its renderings."""
+    """The fault of a template, and its renderings."""
     from text.chat_template import PATIENCE, PatienceError, Template
 
     texts: list[str] = []

@@ -75,7 +75,7 @@ def ends_of(began: float, last: float) -> tuple[str, str]:
 
 
 def only_reads(state: State) -> bool:
-    """Whether recent steps have only read prompts, for `LONG_S` seconds."""
+    """True if recent steps have only read prompts, for `LONG_S` seconds."""
     began, last = stretch(state)
     recent = last - LONG_S
     if recent < began:

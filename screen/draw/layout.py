@@ -129,12 +129,12 @@ def frame(width: int, height: int) -> dict[str, Region]:
 
 
 def is_small(width: int, height: int) -> bool:
-    """Whether the screen is too small for anything."""
+    """True if the screen is too small for anything."""
     return width < 60 or height < 20
 
 
 def is_wide(width: int, height: int) -> bool:
-    """Whether all panes fit at once."""
+    """True if all panes fit at once."""
     return width >= 110 and height >= 34
 
 

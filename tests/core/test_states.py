@@ -2,11 +2,13 @@
 continued conversation, and prompts start from the states of others."""
 
 import re
+from functools import cache
 
 import numpy as np
 import pytest
 from checkpoints import Reference, make_checkpoint
 from harness import Tap, exactly
+from long_forms import some
 from parity import CONFIGS, QWEN3_5, seed_of
 from qwen3_5_float64 import Float64
 
@@ -17,7 +19,7 @@ from models.forward_cost import of_rows
 from models.load import read_model
 from models.memory import fit, nbytes_with, state_nbytes
 from models.sharding import Shard
-from nanobatch import Engine
+from nanobatch import Engine, Model, Tokenizer
 from policies import DEFAULT, POLICIES
 from prefix import Prefixes
 from request import Chunk, Decode, Move, Plan, Request
@@ -33,10 +35,15 @@ def folder(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("qwen3_5"), seed=5, **QWEN3_5)
 
 
-def load(folder, **options) -> Engine:
-    return Engine.load(
-        folder, **{"slots": 2, "max_len": 320, "chunk": CHUNK, "kv": "float32"} | options
-    )
+@cache
+def model_of(folder, attention: str, activations: str | int) -> tuple[Model, Tokenizer]:
+    model = read_model(folder, kv="float32", attention=attention, activations=activations)
+    return model, Tokenizer(folder, model.config.V)
+
+
+def load(folder, attention: str = "auto", activations: str | int = "auto", **options) -> Engine:
+    sizes = {"slots": 2, "max_len": 320, "chunk": CHUNK}
+    return Engine(*model_of(folder, attention, activations), **sizes | options)
 
 
 def run(
@@ -49,9 +56,10 @@ def run(
     return result.tokens, tap.of(handle), handle.request.prefix.cached
 
 
-def alone(folder, prompt: list[int], tokens: int = 6) -> tuple[list[int], np.ndarray]:
+@cache
+def alone(folder, prompt: tuple[int, ...], tokens: int) -> tuple[list[int], np.ndarray]:
     with load(folder, slots=1, prefix_cache=False, speculate=0) as engine:
-        return run(engine, prompt, tokens)[:2]
+        return run(engine, list(prompt), tokens)[:2]
 
 
 def drawn(seed: int, count: int) -> list[int]:
@@ -59,44 +67,33 @@ def drawn(seed: int, count: int) -> list[int]:
 
 
 def assert_same(found: tuple, folder, prompt: list[int]) -> None:
-    tokens, logits = alone(folder, prompt, len(found[0]))
+    tokens, logits = alone(folder, tuple(prompt), len(found[0]))
     assert found[0] == tokens and np.array_equal(found[1], logits)
 
 
 def test_users_of_a_system_prompt(folder):
     """The second one reads some of it again and leaves a checkpoint where the prompts part. The third
-    reads his own tokens alone."""
-    system = drawn(1, 100)
-    cached = []
+    reads his own tokens alone. `/metrics` counts tokens read again if the same client wrote their rows;
+    others would tell of its prompts."""
+    cached, reread, counted = [], [], []
     with load(folder) as engine:
-        for user in range(4):
-            prompt = system + drawn(10 + user, 20)
-            found = run(engine, prompt)
-            assert_same(found, folder, prompt)
-            cached.append(found[2])
-    assert cached[0] == 0 and 0 < cached[1] < 100 and cached[2:] == [100, 100]
-
-
-def test_tokens_read_again_are_counted(folder):
-    """`/metrics` has those alone whose rows the same client wrote; others would tell of its prompts."""
-    with load(folder) as engine:
-        reread, counted = [], []
+        tap = Tap(engine)
         for user in range(4):
             prompt = drawn(1, 70 if user == 3 else 100) + drawn(10 + user, 20)
-            handle = engine.submit(prompt, exactly(1), client="b" if user == 3 else "a")
+            handle = engine.submit(prompt, exactly(6), client="b" if user == 3 else "a")
             metrics = handle.result().metrics
-            rows = metrics.cached_tokens + metrics.reread_tokens
-            reread.append((rows, metrics.reread_tokens > 0))
+            assert_same((handle.tokens, tap.of(handle)), folder, prompt)
+            cached.append(metrics.cached_tokens)
+            reread.append(metrics.reread_tokens)
             text = ServerMetrics().text(engine.snapshot(), {})
-            counted.append(
-                dict(re.findall(r"(?m)^nanobatch_(checkpoints_\w+|reread\w+)_total (.+)", text))
-            )
-    assert reread == [(0, False), (100, True), (100, False), (70, True)]
-    names = ("made", "restored", "dropped")
-    counts = [[float(each[f"checkpoints_{name}"]) for name in names] for each in counted]
-    assert counts[:3] == [[4, 0, 0], [6, 1, 2], [7, 2, 3]]
-    again = [float(each["reread_prompt_tokens"]) for each in counted]
-    assert 0 == again[0] < again[1] == again[2] == again[3]
+            found = re.findall(r"(?m)^nanobatch_(checkpoints_\w+|reread\w+)_total (.+)", text)
+            counted.append({name: float(value) for name, value in found})
+    assert cached[0] == 0 < cached[1] < cached[2] == 100
+    assert [*map(sum, zip(cached, reread, strict=True))] == [0, 100, 100, 70] and reread[3]
+    counts = [[*each.values()] for each in counted]
+    assert [each[:3] for each in counts[:3]] == [[4, 0, 0], [6, 1, 2], [7, 2, 3]]
+    again = [each["reread_prompt_tokens"] for each in counted]
+    assert again == [0, *[reread[1]] * 3]
 
 
 def test_checkpoints_are_seen(folder):
@@ -163,15 +160,15 @@ def test_without_prefix_caching_no_state_is_kept(folder):
         assert run(engine, prompt)[2] == 0
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("qwen3_5")])
+@pytest.mark.parametrize("name", some([name for name in CONFIGS if name.startswith("qwen3_5")], 2))
 def test_no_further_from_float64_than_mlx_lm(name, tmp_path):
     settings = dict(CONFIGS[name])
     reference = settings.pop("reference")
     make_checkpoint(tmp_path, seed=seed_of(name), **settings)
     mlx_lm = Reference(tmp_path, reference)
-    prompt = drawn(7, 150)
+    prompt = drawn(7, 70)
     with load(tmp_path, activations=32, speculate=0) as engine:
-        tokens, logits, _ = run(engine, prompt, tokens=40)
+        tokens, logits, _ = run(engine, prompt, tokens=20)
     text = [*prompt, *tokens[:-1]]
     right = Float64(mlx_lm.model).logits(text)[len(prompt) - 1 :]
     assert tokens == right.argmax(axis=1).tolist()
@@ -375,8 +372,10 @@ def test_more_drafts_than_the_log_has_room_for(folder):
 
 
 def test_cost_of_a_step(folder):
-    """One layer of four reads rows."""
+    """One layer of four reads rows, and the others read and write 4 matrices of 24 x 32."""
     cost = read_model(folder).cost
+    assert cost.state_nbytes == 2 * 4 * 3 * 4 * 24 * 32
+    assert of_rows(cost, 5, 100).states == 5 * cost.state_nbytes
     assert cost.layers == 4 and of_rows(cost, 1, 100).keys == 100 * cost.row_nbytes
 
 

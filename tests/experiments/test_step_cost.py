@@ -53,7 +53,7 @@ def page(stage: Stage, width: int = 120, height: int = 40) -> str:
 def test_a_step_is_added_up_as_by_hand():
     """Two sequences decode, with 10 and 20 rows, and a chunk of 5 tokens ends its prompt at 5."""
     work = Work.from_members([Member(1, 1, 10), Member(2, 1, 20), Member(3, 5, 5)], asked=3)
-    assert work == Work(tokens=7, rows=35, looks=55, asked=3)
+    assert work == Work(tokens=7, rows=35, looks=55, asked=3, sequences=3)
     found = pass_cost(MODEL, work)
     assert found.weights == 1_000 + 400 + 7 * 8
     assert found.keys == 35 * 3 * 16
@@ -65,6 +65,14 @@ def test_a_middle_chunk_reads_no_head():
     found = pass_cost(MODEL, Work.from_members([Member(1, 5, 5)], asked=0))
     assert (found.weights, found.keys) == (1_000 + 5 * 8, 5 * 2 * 16)
     assert (found.products, found.attention) == (2 * 5 * 250, 4 * 25 * 2 * 4)
+
+
+def test_states_are_read_and_written_once_for_each_sequence():
+    model = MODEL._replace(state_nbytes=100, state_products=7)
+    work = Work.from_members([Member(1, 4, 10), Member(2, 1, 20)], asked=2)
+    found, without = pass_cost(model, work), pass_cost(MODEL, work)
+    assert found.nbytes == without.nbytes + 2 * 100
+    assert found.operations == without.operations + 2 * 5 * 7
 
 
 def test_experts_are_counted_or_expected():

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from long_forms import some
 from processes import python
 
 from kernels import device
@@ -176,10 +177,11 @@ def test_gate_of_extreme_numbers(a):
     assert np.allclose(y[1], y[0] * math.exp(-softplus), rtol=1e-6, atol=1e-37)
 
 
+WRONG = ["(2, 0, 0, 3)", "(0, 4, 0, 3)", "(0, 0, 4, 3)", "(0, 0, 0, 4)", "(4, 3, 0, 3)"]
+
+
 @NEEDS_OPERATION
-@pytest.mark.parametrize(
-    "move", ["(2, 0, 0, 3)", "(0, 4, 0, 3)", "(0, 0, 4, 3)", "(0, 0, 0, 4)", "(4, 3, 0, 3)"]
-)
+@pytest.mark.parametrize("move", some(WRONG, 2))
 def test_a_wrong_move_ends_the_process(move):
     """The log does not reach so far, or there is no such place: with one line, before memory is misread."""
     code = (

@@ -34,7 +34,7 @@ import numpy as np
 from checkpoints import make_checkpoint
 from harness import Ask, Tap, check, random_asks
 from long_forms import IS_LONG, number_of
-from parity import GEMMA4, GPT_OSS, LFM2, QWEN3_5
+from parity import GEMMA4, GPT_OSS, LFM2, QWEN3_5, QWEN3_5_MOE
 
 from benchmarks.random_batch import RandomBatch
 from kernels import library
@@ -60,8 +60,10 @@ EXPERTS = {
     "norm_topk_prob": True,
     "quantize": lambda module: (4, 32) if "switch_mlp" in module else None,
 }
-SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them packed in some way
-    {"model_type": "qwen3_moe", "num_key_value_heads": 1, "head_dim": 24, **EXPERTS},
+# 1 to 8 query heads a key head, heads of 12 to 128; most of them packed in some way. The short form takes
+# the first ones, of which two have states
+SHAPES = [
+    QWEN3_5 | {"quantize": lambda name: None if "conv1d" in name else (4, 32)},
     {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "dtype": mx.bfloat16},
     {
         "model_type": "gemma2",
@@ -71,6 +73,8 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them pa
         "sliding_window": 50,
         "quantize": lambda module: (8, 32),
     },
+    QWEN3_5_MOE | {"quantize": lambda name: None if "conv1d" in name else (8, 32)},
+    {"model_type": "qwen3_moe", "num_key_value_heads": 1, "head_dim": 24, **EXPERTS},
     {
         "model_type": "phi3",
         "num_key_value_heads": 2,
@@ -117,7 +121,6 @@ SHAPES = [  # 1 to 8 query heads a key head, heads of 12 to 128; most of them pa
         **GEMMA4,
         "hidden_size_per_layer_input": 32,
     },
-    QWEN3_5 | {"quantize": lambda name: None if "conv1d" in name else (4, 32)},
     {
         **GPT_OSS,
         "quantize": lambda name: ("mxfp4", 32) if ".experts." in name else None,

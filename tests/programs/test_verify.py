@@ -7,7 +7,9 @@ import sys
 
 import another_blas
 import pytest
+from checkpoints import make_checkpoint
 from long_forms import IS_LONG, long_form
+from parity import QWEN3_5
 from planted_bugs import BUGS, FAULTS, plant
 from processes import run
 
@@ -70,6 +72,20 @@ def test_no_bit_differs(capsys, few):
     said = "\n".join(verify.shown(found))
     assert said.startswith("Not one bit differs: ") and found["model_sha256"][:16] in said
     assert all(f"  {way} " in progress for way in ways)  # what is compared, while it is
+
+
+def test_a_model_with_states(capsys, monkeypatch, tmp_path):
+    """Its prompts start from checkpoints, also while the others that left them go on."""
+    ask_only(monkeypatch, COPY)
+    monkeypatch.setattr(verify, "TOKENS", 48 if IS_LONG else 12)
+    folder = make_checkpoint(tmp_path, **QWEN3_5)
+    ways = WAYS if IS_LONG else "checkpoint,fork"
+    assert verify.main(["--model", str(folder), "--ways", ways]) == 0
+    out = capsys.readouterr().out
+    assert "Not one bit differs" in out
+    for way, least in (("checkpoint", 3), ("fork", 6)):
+        (restored,) = re.findall(rf"(?m)^  {way} .* (\d+) prompts from checkpoints", out)
+        assert int(restored) >= least
 
 
 def test_kv_and_attention_reach_each_engine(capsys, count_only, monkeypatch):
