@@ -37,7 +37,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 SEGMENT = 16  # tokens: longer segments find less, shorter ones take more memory
-AGING = 4  # 1 forgets an unused slot soon, and rereads more when many conversations take turns
+AGING = 8  # 1 forgets an unused slot soon, and rereads more when many conversations take turns
 COPIED = 64  # to copy this many rows counts as much as to lose one
 
 

@@ -173,14 +173,15 @@ class StatePlaces(Stateless):
         return is_wanted and self.reach(trail, chunk.stop, None).rows < chunk.stop
 
     def _free_checkpoint(self, busy: Collection[Place | None]) -> Place | None:
-        """The checkpoint to give up: one whose rows are gone, or else the least recently used."""
+        """The checkpoint to give up: one whose rows are gone, else one of a single conversation, which goes
+        on in its slot's place, and else a common prefix; among equals, the least recently used."""
         free = [place for place in self.checkpoints if place not in busy]
-        gone = [place for place in free if not self._has_rows(place)]
-        return next(iter([*gone, *free]), None)
+        return min(free, key=lambda place: min(2, self._sharers(place)), default=None)
 
-    def _has_rows(self, place: Place) -> bool:
+    def _sharers(self, place: Place) -> int:
+        """The number of slots with its rows."""
         count = place.newest // self.prefixes.segment
-        return bool(count and place.trail.nodes[count - 1].slots)
+        return len(place.trail.nodes[count - 1].slots) if count else 0
 
     def _count(self, **more: int) -> None:
         now = self.counts._asdict()

@@ -1,17 +1,19 @@
 """Which free slot a prompt is written into: the one that loses least. Without a model, since all that
-counts is which tokens are read."""
+counts is which tokens are read; with the states of a recurrent model, too."""
 
 import random
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
 
+from models.memory import CHECKPOINTS
 from policies import POLICIES
 from prefix import SEGMENT
 from request import Request
 from sched import Scheduler, check_invariants
+from state_places import StatePlaces
 
 
 class Turn(NamedTuple):
@@ -22,18 +24,35 @@ class Turn(NamedTuple):
     said: list[int]  # the prompt and its answer
 
 
+# Whose turn it is, of a number of turns
+ORDERS: dict[str, Callable[[random.Random, int, int], list[int]]] = {
+    "any": lambda dice, talks, count: [dice.randrange(talks) for _ in range(count)],
+    "bursts": lambda dice, talks, count: [
+        talk for _ in range(count // 3) for talk in [dice.randrange(talks)] * 3
+    ],
+    "favourites": lambda dice, talks, count: dice.choices(
+        range(talks), [1 / (talk + 1) for talk in range(talks)], k=count
+    ),
+}
+
+
 def turns(
-    dice: random.Random, talks: int, prefix: int, count: int, new: int, answer: int
+    dice: random.Random,
+    talks: int,
+    prefix: int,
+    count: int,
+    new: int,
+    answer: int,
+    order: str = "any",
 ) -> Iterator[Turn]:
-    """Turns in random order. All conversations begin with the same tokens, and each turn with
-    everything that was said before."""
+    """Turns of conversations that all begin with the same tokens, each with everything that was said
+    before. The tokens after that are all different."""
     texts = [list(range(prefix)) for _ in range(talks)]
     token = prefix
-    for _ in range(count):
-        talk = dice.randrange(talks)
+    for talk in ORDERS[order](dice, talks, count):
         end = token + dice.randint(SEGMENT, new)
         prompt = [*texts[talk], *range(token, end)]
-        token = end + dice.randint(1, answer)
+        token = end + dice.randint(2, answer)
         texts[talk] = [*prompt, *range(end, token)]
         yield Turn(talk, prompt, texts[talk])
 
@@ -41,9 +60,12 @@ def turns(
 class Reader:
     """A scheduler that runs one turn after the other, and the number of tokens that each reads."""
 
-    def __init__(self, slots: int, max_len: int, chunk: int = 64):
+    def __init__(self, slots: int, max_len: int, chunk: int = 64, *, has_states: bool = False):
         policy = POLICIES["continuous"]
         self.sched = Scheduler(slots, max_len, policy, chunk=chunk, budget=slots + chunk)
+        if has_states:
+            self.sched.states = StatePlaces(slots, CHECKPOINTS * slots, chunk, log=16)
+            self.sched.start_over()
         self.id = 0
 
     def read(self, turn: Turn) -> int:
@@ -64,23 +86,30 @@ class Reader:
 def common(one: list[int], other: list[int]) -> int:
     """The length of the longest common prefix."""
     shorter = range(min(len(one), len(other)))
-    return bisect_left(shorter, True, key=lambda n: one[: n + 1] != other[: n + 1])
+    return bisect_left(
+        shorter, True, key=lambda n: one[n] != other[n]
+    )  # once they part, they differ
 
 
+@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("talks", [2, 3, 4])
-def test_only_new_tokens_are_read_where_slots_suffice(talks):
+def test_only_new_tokens_are_read_where_slots_suffice(talks, has_states):
     """Three conversations with a common system prompt took turns in slot 0, and read what the
     others had overwritten, while three slots were empty. A prefix of less than a segment is
-    computed again: that takes no longer than copying it."""
+    computed again: that takes no longer than copying it.
+
+    With states the second conversation reads the common prefix once more, since there is no state at
+    its end; the others find the one that it leaves there. The ends of prompts had taken its place."""
     for seed in range(40):
         dice = random.Random(seed)
         prefix = dice.randint(0, 300)
-        reader = Reader(4, 2_000)
+        # A chunk for each prompt, or there are more states
+        reader = Reader(4, 2_000, chunk=2_000 if has_states else 64, has_states=has_states)
         written: list[list[int]] = []
         own = {}
         for turn in turns(dice, talks, prefix, 10, new=60, answer=20):
             known = max((common(text, turn.prompt) for text in written), default=0)
-            if turn.talk not in own and known < SEGMENT:
+            if turn.talk not in own and (known < SEGMENT or (has_states and len(own) == 1)):
                 known = 0
             assert reader.read(turn) == len(turn.prompt) - known, (seed, turn.talk)
             own[turn.talk] = turn.said
@@ -97,8 +126,8 @@ def test_conversation_that_has_ended_gives_up_its_slot():
         return reader.read(Turn(0, prompt, [*prompt, 0]))
 
     read(9, 3_000)
-    found = [read(turn % 2, 100) for turn in range(200)]
-    assert found[:100] == [100] * 100, "a long conversation is worth more than a short one"
+    found = [read(turn % 2, 100) for turn in range(400)]
+    assert found[:200] == [100] * 200, "a long conversation is worth more than a short one"
     assert found[-50:] == [1] * 50
 
 
@@ -123,23 +152,28 @@ def furthest(asked: list[Turn], slots: int) -> int:
     return read
 
 
+@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("slots", [4, 8])
-def test_more_conversations_than_slots(slots):
-    """Compared with the rule that knows the future: at most 1.3 times as many tokens are read."""
-    ours = best = 0
-    for talks in (3, 4, 6, 8, 12):
-        for seed in range(2):
-            dice = random.Random(100 * talks + seed)
-            count = 4 * talks
+def test_more_conversations_than_slots(slots, has_states):
+    """Compared with the rule that knows the future, at most 1.3 times as many tokens are read by up to
+    12 conversations of 10 turns, whose common prefix has up to 4,000 tokens. (With many more turns in
+    any order no rule can do that which does not know the future.)"""
+    found = []
+    for order in ORDERS:
+        ours = best = 0
+        for talks in (4, 6, 12) if slots == 4 else (8, 9, 12):
+            dice = random.Random(100 * talks)
             prefix = dice.choice([0, dice.randint(SEGMENT, 4_000)])
-            asked = [*turns(dice, talks, prefix, count, new=400, answer=4)]
-            reader = Reader(slots, 2**20, chunk=2**16)
+            asked = [*turns(dice, talks, prefix, 10 * talks, 400, 4, order)]
+            reader = Reader(slots, 2**20, chunk=2**16, has_states=has_states)
             read = sum(reader.read(turn) for turn in asked)
-            least = furthest(asked, slots)
+            # Without a state at its end the second conversation reads the prefix, too
+            least = furthest(asked, slots) + (prefix if has_states else 0)
             if talks <= slots:
                 assert read == least, "only what nobody has written yet"
             else:
                 ours += read
                 best += least
-    assert ours < 1.3 * best, ours / best
-    print(f"{slots} slots: {ours:,} tokens read, {ours / best:.2f} times as many as the best")
+        print(f"{slots} slots, {order}: {ours / best:.2f} times as many as the best")
+        found.append((order, ours / best))
+    assert max(ratio for _, ratio in found) < 1.3, found
