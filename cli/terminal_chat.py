@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -46,12 +47,15 @@ HELP = """/new            begin another conversation (the system message stays)
 /drop           forget the oldest question and its answer
 /set            show how answers are sampled; /set temperature=0.7 seed=1 changes it
 /save FILE      write the conversation; /load FILE goes on with one
+@FILE           in a question: a text file that goes with it
 \"\"\"             begins and ends a question of several lines
 Ctrl-C          stops an answer; Ctrl-D ends"""
 # What /set changes
 SETTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
 REMEDY = "/drop forgets the oldest question and asks again, /new begins anew"
 LARGEST = 10_000_000  # characters of a conversation's file
+LARGEST_FILE = 2_000_000  # characters of a file that goes with a question
+NAMED = re.compile(r"(?<!\S)@(\S+)")  # a file
 LEAST = 16  # tokens that must be left for an answer
 FEW = 0.25  # of a slot: the dialogue says how many tokens are left when it is less than this
 
@@ -167,7 +171,20 @@ class Dialogue:
         if command.startswith("/"):
             self.obey(command, rest.strip())
         elif line.strip():
-            self.ask(line)
+            self.ask(self.attach(line))
+
+    def attach(self, question: str) -> str:
+        """A question with the text files that it names as @FILE. Other words with an @ stay words."""
+        files = {}
+        for word in NAMED.findall(question):
+            path = os.path.expanduser(word)
+            if not os.path.isfile(path):
+                path = path.rstrip(".,;:!?)")  # the end of a sentence
+            if os.path.isfile(path):
+                files[path] = read_attachment(path)
+        for name, text in files.items():
+            self.say(f"with {name}, {len(self.engine.text.encode(text)):,} tokens")
+        return with_files(question, files)
 
     def obey(self, command: str, rest: str) -> None:
         if command == "/help":
@@ -259,6 +276,26 @@ class Dialogue:
         width = self.width()
         wrap = WordWrap(width) if width else None
         self.write(f"{wrap.push(line) + wrap.flush() if wrap else line}\n")
+
+
+def read_attachment(path: str) -> str:
+    try:
+        text = read_some(path, LARGEST_FILE)
+        if "\0" in text:
+            raise ValueError("it is no text")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"@{shown(path)[1:-1]} cannot be read ({one_line(error)})") from None
+    return text
+
+
+def with_files(question: str, files: Mapping[str, str]) -> str:
+    """A question as the model gets it: its files first, each in a fence that it does not contain. As in
+    web/talks.js."""
+    parts = []
+    for name, text in files.items():
+        fence = "`" * (1 + max([2, *map(len, re.findall("`{3,}", text))]))
+        parts.append(f"{name}:\n{fence}\n{text}\n{fence}")
+    return "\n\n".join([*parts, question])
 
 
 def number(text: str) -> int | float | str | None:

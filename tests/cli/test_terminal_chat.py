@@ -92,6 +92,20 @@ def test_several_lines_are_one_question(engine):
     assert said.count("... ") == 2 and len(dialogue.talk.turns) == 2
 
 
+def test_a_file_goes_with_a_question(engine, tmp_path, monkeypatch):
+    """Its text had to be pasted."""
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("a ``` b\n")
+    Path("other.bin").write_bytes(b"\xff\0")
+    question = "What is in @notes.txt? Ask @ada or @app.route."
+    dialogue, said = talk(engine, question)
+    asked = dialogue.talk.turns[0]["content"]
+    assert asked == f"notes.txt:\n````\na ``` b\n\n````\n\n{question}"
+    assert re.search(r"with notes.txt, \d+ tokens\n", said)
+    dialogue, said = talk(engine, "What is @other.bin")
+    assert "@other.bin cannot be read (" in said and not dialogue.talk.turns
+
+
 def test_a_conversation_that_was_saved_goes_on(engine, tmp_path):
     file = tmp_path / "talk.json"
     before, _ = talk(engine, "/system Be brief.", "Why batch?", f"/save {file}", "And then?")
