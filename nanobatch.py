@@ -388,6 +388,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.sched.waiting or self.sched.running or self._in_flight)
 
+    @property
+    def free_memory(self) -> int | None:
+        """The bytes of memory that are free now; None if that is not known."""
+        return device.free_memory()
+
     def snapshot(self, since: Snapshot | None = None) -> Snapshot:
         """What the engine is doing now, and what has happened since an earlier snapshot."""
         with self.changed:

@@ -47,3 +47,4 @@ class ServerView:
     ended: tuple[RequestRecord, ...]  # since, oldest first
     missed: int  # ended since, and dropped already
     seen: int  # number of all ended ones
+    free_memory: int | None = None  # bytes, now; None if that is not known

@@ -91,6 +91,7 @@ class APIServer:
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._born = int(time.time())
         self._requests: set[HTTPRequest] = set()
+        self._free: tuple[float, int | None] = (-math.inf, None)  # bytes, and when they were free
         self._scraped: Snapshot | None = None  # the engine at the last scrape of /metrics
         self._pool = ThreadPoolExecutor(4, "server")  # parses bodies
         # For long bodies, so that short ones need not wait
@@ -219,7 +220,16 @@ class APIServer:
             ended=ended,
             missed=count - since - len(ended),
             seen=count,
+            free_memory=self._free_memory(),
         )
+
+    def _free_memory(self) -> int | None:
+        """Measured once a second: the system writes it anew each time that it is read."""
+        looked, free = self._free
+        if self.served and time.monotonic() > looked + 1.0:
+            free = self.served.engine.free_memory
+            self._free = time.monotonic(), free
+        return free
 
     # --- in the server's thread
 

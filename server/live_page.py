@@ -19,11 +19,13 @@ from typing import Any
 
 from engine import watch_frames
 from engine.prefill_progress import PrefillProgress
+from engine.server_view import ServerView
 from engine.snapshot import Limits, Metrics, RequestView, SlotView, Snapshot, StepView
 
 # Fields of the views in a frame of `/watch`, by type: the page reads frames by names.
 VIEWS = (
     watch_frames.Frame,
+    ServerView,
     Snapshot,
     SlotView,
     PrefillProgress,
@@ -44,7 +46,10 @@ MODULES = (
     "lane_view",
     "details",
     "live",
+    "code",
     "markdown",
+    "talks",
+    "attachments",
     "chat",
     "lab",
     "game",

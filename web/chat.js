@@ -1,31 +1,38 @@
 // A chat with the served model, in the page that shows the server.
 //
 // The page is an ordinary client of `/v1/chat/completions`. The id of an answer contains the number of its
-// request, so the page knows which row is the reader's. Texts stay in this tab and survive a reload. Only the
-// reader drops turns from a conversation, and a question that was refused is put back into the box.
+// request, so the page knows which row is the reader's. Conversations stay in this browser (talks.js). Only the
+// reader drops turns from one, and a question that was refused is put back into the box.
 
 import { Markdown } from "./markdown.js";
 import { copy, make, write } from "./elements.js";
 import { Frames } from "./player.js";
 import { chip } from "./lane_view.js";
 import { ask, eventsOf } from "./live.js";
+import { TalkList, isTab, nameAnew, readMessages, withFiles } from "./talks.js";
+import { Attachments } from "./attachments.js";
 import { count, prefillInWords, span } from "./words.js";
 
 const TIGHT = 0.25; // of a slot: if less is left, the page says so
 const NEAR = 50; // pixels to the end of the log: if closer, scroll along with the answer
 const AT_ONCE = 0.005; // seconds: an answer this quick came in one piece, so it has no rate
-const KEEPS = 500_000; // characters kept for a reload, at most
-const PLACE = "nanobatch-conversation";
+const TAB = "nanobatch-tab"; // of this tab: its conversation, and the question that is not sent
 const TEXTS = ["content", "reasoning_content"]; // of an answer
-const OPTIONS = { model: "default", stream: true, stream_options: { include_usage: true }, return_progress: true };
+const OPTIONS = { stream: true, stream_options: { include_usage: true }, return_progress: true };
+const NOTHING = { text: "", files: [] }; // no question
 
 // The lane of the server, if it may be watched.
 const lane = () => window.nanobatch?.player.lane;
 
 // A turn as it is sent to the model, and restored after a reload.
-function messagesOf({ question, content, reasoning_content: thought }) {
+function messagesOf({ question, files, content, reasoning_content: thought }) {
   const answer = { role: "assistant", content: content.text, reasoning_content: thought.text };
-  return [{ role: "user", content: question }, answer];
+  return [{ role: "user", content: withFiles(question, files) }, answer];
+}
+
+// Two questions that were asked while an answer ran are one.
+function joined(one, other) {
+  return { text: [one.text, other.text].join("\n").trim(), files: [...one.files, ...other.files] };
 }
 
 // How far a prompt has been read, by its stream.
@@ -38,15 +45,25 @@ export class Chat {
     this.wantKey = wantKey;
     this.parts = {};
     for (const part of place.querySelectorAll("[data-chat-part]")) this.parts[part.dataset.chatPart] = part;
-    this.fields = [...place.querySelectorAll("textarea, input")]; // the box is the first
+    const { form, box, log, file, pick } = this.parts;
+    this.fields = [this.parts.system, this.parts.temperature, this.parts.length]; // of a conversation
+    this.model = "default";
     this.key = "";
     this.turns = [];
-    this.waiting = ""; // a question that waits for the answer above
+    this.talk = { id: nameAnew(), version: "" };
+    this.kept = ""; // the conversation as it is kept
+    this.waiting = NOTHING; // a question that waits for the answer above
     this.isAtEnd = true; // the newest line is in sight
     this.isTight = false; // little of the slot is left
     this.left = null; // ends the answer that runs
+    this.isLeft = false; // the page is being left
     this.edited = null; // the turn whose question is in the box, to be replaced
-    const { form, box, log } = this.parts;
+    this.list = new TalkList(this.parts, { open: (id) => this.#open(id), closed: (id) => this.#close(id) });
+    this.files = new Attachments(this.parts.files, {
+      counted: (files) => this.#count(files),
+      limit: () => this.#limit(),
+      say: (text) => write(this.parts.note, text),
+    });
     // A button is named after its method
     form.onclick = ({ target }) => this[target.dataset.chatPart]?.();
     box.onkeydown = (event) => {
@@ -54,6 +71,23 @@ export class Chat {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
       this.send();
+    };
+    box.onpaste = (event) => {
+      if (!event.clipboardData.files.length) return;
+      event.preventDefault();
+      this.files.add(event.clipboardData.files);
+    };
+    // Elsewhere the browser would leave the page for a file that was dropped
+    document.addEventListener("dragover", (event) => event.preventDefault());
+    document.addEventListener("drop", (event) => {
+      if (!event.dataTransfer.files.length) return;
+      event.preventDefault();
+      this.files.add(event.dataTransfer.files);
+    });
+    file.onchange = () => this.#openFile(file);
+    pick.onchange = () => {
+      this.files.add([...pick.files]);
+      pick.value = "";
     };
     log.onscroll = () => {
       this.isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR;
@@ -63,8 +97,14 @@ export class Chat {
     });
     this.sizes.observe(log);
     place.hidden = false;
-    this.#bringBack();
-    document.addEventListener("visibilitychange", () => this.#keep()); // a page that is left is hidden first
+    this.#bringBackTab();
+    document.addEventListener("visibilitychange", () => this.#keep()); // also of a page that is left
+    addEventListener("pagehide", () => {
+      this.isLeft = true; // its requests end as if the server were gone
+    });
+    addEventListener("pageshow", () => {
+      this.isLeft = false;
+    });
   }
 
   // A key was entered: send the question again that waits in the box.
@@ -78,16 +118,18 @@ export class Chat {
     return this.turns.filter(({ element }) => !element.matches(".dropped"));
   }
 
+  // The question that waits, and what is in the box.
   get unsent() {
-    return [this.waiting, this.parts.box.value].join("\n").trim();
+    return joined(this.waiting, { text: this.parts.box.value, files: this.files.files });
   }
 
   // --- actions
 
   // While an answer is running, a question waits; another one is added to it.
-  send() {
+  async send() {
+    if (this.files.waiting) await this.files.work;
     if (this.edited) this.#replace();
-    this.waiting = this.unsent;
+    this.waiting = joined(this.waiting, { text: this.parts.box.value, files: this.files.take() });
     this.parts.box.value = "";
     this.#ask();
   }
@@ -114,6 +156,15 @@ export class Chat {
     URL.revokeObjectURL(link.href);
   }
 
+  // Open a file of `save`, or of the terminal's `/save`.
+  open() {
+    this.parts.file.click();
+  }
+
+  attach() {
+    this.parts.pick.click();
+  }
+
   again() {
     this.#edit(null);
     this.waiting = this.#takeBack();
@@ -121,11 +172,8 @@ export class Chat {
   }
 
   anew() {
-    this.stop();
-    this.#edit(null);
-    this.turns = [];
-    this.parts.log.replaceChildren();
-    this.#show(false);
+    this.#leave();
+    this.#goOnWith({ id: nameAnew(), version: "" }, []);
   }
 
   // Ask a question again that did not fit.
@@ -142,7 +190,10 @@ export class Chat {
   // Put a question back into the box. When sent, it replaces this turn and all after it.
   #edit(turn) {
     const { box, note } = this.parts;
-    if (turn || this.edited) box.value = turn?.question ?? "";
+    if (turn || this.edited) {
+      box.value = turn?.question ?? "";
+      this.files.put(turn?.files ?? []);
+    }
     this.edited = turn;
     const index = this.turns.indexOf(turn);
     this.turns.forEach(({ element }, i) => element.classList.toggle("edited", turn && i >= index));
@@ -170,68 +221,172 @@ export class Chat {
   }
 
   #takeBack() {
-    const turn = this.turns.pop();
-    turn.element.remove();
-    return turn.question;
+    const { element, question, files } = this.turns.pop();
+    element.remove();
+    return { text: question, files };
   }
 
-  // --- restoring after a reload
-
-  #keep() {
-    const turns = this.turns.map((turn) => ({
-      said: messagesOf(turn),
-      facts: turn.reason ? turn.figures.textContent : "broken off: the page was left",
-      name: turn.element.className,
-    }));
-    let letters = 0;
-    const lost = turns.findLastIndex((turn) => (letters += JSON.stringify(turn).length) > KEEPS) + 1;
-    const [, ...fields] = this.fields.map((field) => field.value);
-    const kept = { fields: [this.unsent, ...fields], lost, turns: turns.slice(lost) };
-    try {
-      sessionStorage.setItem(PLACE, JSON.stringify(kept));
-    } catch {} // storage may be turned off
+  // Put a question into the box, before what is in it.
+  #putBack(question) {
+    const { text, files } = joined(question, this.unsent);
+    this.parts.box.value = text;
+    this.files.put(files);
+    this.waiting = NOTHING;
   }
 
-  #bringBack() {
-    let kept = null;
-    try {
-      kept = JSON.parse(sessionStorage.getItem(PLACE));
-    } catch {}
-    if (!kept) return;
-    this.fields.forEach((field, i) => {
-      field.value = kept.fields[i];
-    });
-    for (const { said, facts, name } of kept.turns) {
-      const turn = this.#begin(said[0].content);
+  // --- conversations
+
+  // The conversation is left for another one. What waits for its answer goes back into the box.
+  #leave() {
+    this.#edit(null);
+    this.#putBack(NOTHING);
+    this.#keep("stopped: another conversation was opened");
+    this.stop();
+  }
+
+  // Go on with a conversation: {id, version}, and its turns as they are kept.
+  #goOnWith(talk, turns) {
+    this.talk = talk;
+    this.kept = "";
+    this.turns = [];
+    this.parts.log.replaceChildren();
+    for (const kept of turns) {
+      const turn = this.#begin(kept);
       turn.reason = "kept";
-      turn.element.className = name;
-      for (const part of TEXTS) turn[part].push(said[1][part]);
-      write(turn.figures, facts);
+      turn.element.className = kept.name;
+      for (const part of TEXTS) turn[part].push(kept[part]);
+      write(turn.figures, kept.facts);
       this.#draw(turn);
     }
     const { log, note } = this.parts;
     log.scrollTop = log.scrollHeight;
-    const lost = `too long to keep, so the model no longer sees ${count(kept.lost, "older turn")}`;
-    write(note, kept.lost ? lost : "");
-    this.#show();
+    write(note, "");
+    this.#show(false);
+    this.list.current = talk.id;
+    this.list.draw();
+  }
+
+  #open(id) {
+    if (id === this.talk.id) return;
+    this.#leave();
+    this.#bringBack(id);
+  }
+
+  #bringBack(id) {
+    const kept = this.list.shelf.read(id);
+    if (!kept) return;
+    this.#goOnWith({ id, version: kept.version }, kept.turns);
+    this.#fill(kept.fields);
+    this.kept = JSON.stringify(this.#body());
+  }
+
+  #fill(values) {
+    this.fields.forEach((field, i) => {
+      field.value = values[i];
+    });
+  }
+
+  // A conversation was deleted.
+  #close(id) {
+    if (id !== this.talk.id) return;
+    this.stop();
+    this.#edit(null);
+    this.#goOnWith({ id: nameAnew(), version: "" }, []);
+  }
+
+  async #openFile(input) {
+    const [file] = input.files;
+    input.value = "";
+    let found;
+    try {
+      found = readMessages(await file.text());
+    } catch (error) {
+      return write(this.parts.note, `${file.name} holds no conversation: ${error.message}.`);
+    }
+    this.#leave();
+    this.#goOnWith({ id: nameAnew(), version: "" }, found.turns);
+    this.parts.system.value = found.system;
+    this.#keep();
+  }
+
+  // What is kept. `broken`: what is said of an answer that still runs.
+  #body(broken) {
+    const turns = this.turns.map((turn) => ({
+      question: turn.question,
+      files: turn.files,
+      content: turn.content.text,
+      reasoning_content: turn.reasoning_content.text,
+      facts: turn.reason ? turn.figures.textContent : broken,
+      name: turn.element.className,
+    }));
+    return { fields: this.fields.map((field) => field.value), turns };
+  }
+
+  // Keep the conversation in this browser, and in this tab which one it is.
+  #keep(broken = "broken off: the page was left") {
+    const body = this.#body(broken);
+    const text = JSON.stringify(body);
+    if (body.turns.length && text !== this.kept) {
+      const said = this.list.keep(this.talk, body);
+      if (said) write(this.parts.note, said);
+      else this.kept = text;
+    }
+    const { unsent } = this;
+    const tab = { id: this.talk.id, text: unsent.text, files: unsent.files, fields: body.fields };
+    try {
+      sessionStorage.setItem(TAB, JSON.stringify(tab));
+    } catch {} // storage may be turned off, or full
+  }
+
+  // After a reload: the conversation of this tab, and the question that was not sent.
+  #bringBackTab() {
+    let tab = null;
+    try {
+      tab = JSON.parse(sessionStorage.getItem(TAB));
+    } catch {}
+    this.list.draw();
+    if (!isTab(tab)) return;
+    this.#bringBack(tab.id);
+    this.#fill(tab.fields);
+    this.#putBack(tab);
+  }
+
+  // --- what the server knows
+
+  // The tokens of the prompt, if the next question brings these files.
+  async #count(files) {
+    const system = this.parts.system.value.trim();
+    const told = this.told.flatMap(messagesOf).map(({ role, content }) => ({ role, content }));
+    const messages = [...told, { role: "user", content: withFiles("", files) }];
+    const body = JSON.stringify({ model: this.model, system, messages });
+    const answer = await ask("v1/messages/count_tokens", { key: this.key, body });
+    return (await answer.json()).input_tokens;
+  }
+
+  // The tokens of a slot.
+  async #limit() {
+    const answer = await ask("v1/models", { key: this.key });
+    const { data } = await answer.json();
+    return (data.find(({ id }) => id === this.model) ?? data[0]).max_model_len;
   }
 
   // --- one question
 
   // Send the waiting question unless an answer is running.
   async #ask() {
-    const question = this.waiting;
-    write(this.parts.waiting, this.left && question && `waits for the answer above (Esc stops that): ${question}`);
-    if (!question || this.left) return;
-    this.waiting = "";
+    const { text, files } = this.waiting;
+    const waits = [...files.map(({ name }) => name), text].filter(Boolean).join(", ");
+    write(this.parts.waiting, this.left && waits ? `waits for the answer above (Esc stops that): ${waits}` : "");
+    if (!waits || this.left) return;
+    this.waiting = NOTHING;
     const system = this.parts.system.value.trim();
     const messages = system ? [{ role: "system", content: system }] : [];
-    messages.push(...this.told.flatMap(messagesOf), { role: "user", content: question });
+    messages.push(...this.told.flatMap(messagesOf), { role: "user", content: withFiles(text, files) });
     // NaN for an empty field, null in JSON
     const temperature = this.parts.temperature.valueAsNumber;
     const max_tokens = this.parts.length.valueAsNumber;
-    const body = JSON.stringify({ messages, temperature, max_tokens, ...OPTIONS });
-    const turn = this.#begin(question);
+    const body = JSON.stringify({ model: this.model, messages, temperature, max_tokens, ...OPTIONS });
+    const turn = this.#begin({ question: text, files });
     turn.element.scrollIntoView({ block: "nearest" });
     this.left = new AbortController();
     const { signal } = this.left;
@@ -240,27 +395,32 @@ export class Chat {
       const answer = await ask("v1/chat/completions", { key: this.key, signal, body });
       for await (const { data } of eventsOf(answer.body)) this.#hear(turn, data);
     } catch (error) {
+      if (this.isLeft) return; // the conversation is kept as it was
       turn.error = error;
       turn.reason = signal.aborted ? "stopped" : `broken off: ${error.message}`;
     }
     this.left = null;
     if (!this.turns.includes(turn)) this.#show(); // there is a new conversation
     else if (turn.error && !turn.tokens) this.#refuse(turn.error);
-    else this.#end(turn);
+    else {
+      this.#end(turn);
+      this.#keep();
+    }
     this.#ask();
   }
 
   // The fields of a turn have the protocol's names.
-  #begin(question) {
+  #begin({ question, files }) {
     const element = this.parts.turn.content.firstElementChild.cloneNode(true);
     const [owner, asked, edit, thoughts, thought, reply, figures, copies] = element.querySelectorAll("[data-of]");
-    const turn = { question, element, owner, thoughts, figures, copies, tokens: 0, about: "about ", asked: performance.now() };
+    const turn = { question, files, element, owner, thoughts, figures, copies, tokens: 0, about: "about ", asked: performance.now() };
     edit.onclick = () => this.#edit(turn);
     copies.onclick = () => copy(turn.content.text, (said) => write(copies, said), "select the answer");
     turn.frames = new Frames(() => this.#draw(turn));
     turn.content = new Markdown(reply);
     turn.reasoning_content = new Markdown(thought);
     write(asked, question);
+    asked.before(...files.map(({ name }) => make("span", "attached", name)));
     this.parts.log.append(element);
     this.sizes.observe(element);
     this.turns.push(turn);
@@ -325,9 +485,8 @@ export class Chat {
 
   // Put the question back into the box.
   #refuse({ name, message, code, status }) {
-    const { box, note } = this.parts;
-    box.value = `${this.#takeBack()}\n${this.unsent}`.trim();
-    this.waiting = "";
+    const { note } = this.parts;
+    this.#putBack(this.#takeBack());
     this.#show(code === "context_length_exceeded");
     let why = name === "TypeError" ? `The server does not answer: ${message}.` : message;
     if (name === "AbortError") why = "";

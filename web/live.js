@@ -50,6 +50,8 @@ export class LiveLane {
     this.kept = kept;
     this.lane = null;
     this.engine = null; // the newest snapshot
+    this.isPaused = false;
+    this.free = null; // bytes of memory, now
     this.skipped = null; // seconds of the engine's clock that the lane's leaves out
   }
 
@@ -57,6 +59,8 @@ export class LiveLane {
     const frame = named(this.shape.Frame, packed);
     const engine = named(this.shape.Snapshot, frame.engine);
     this.engine = engine;
+    this.isPaused = frame.paused;
+    this.free = named(this.shape.ServerView, frame.server).free_memory;
     this.lane ??= new Lane(engine.policy, named(this.shape.Limits, engine.limits));
     this.lane.policy = engine.policy;
     for (const request of [...engine.requests, ...engine.ended]) this.lane.know(this.#joined(request));
@@ -145,13 +149,14 @@ export class Watcher {
     const { signal } = this.left;
     try {
       await this.#watch(signal);
-      this.say("The server has ended. Reconnecting …");
+      this.say("The server has ended. Reconnecting …", "ended");
     } catch (error) {
       if (signal.aborted) return;
       if (error.status === 401) {
         return this.wantKey(this, this.key ? "The server does not take this key." : "The server wants a key.");
       }
-      this.say(`No news from the server: ${error.message}. Reconnecting …`);
+      const state = error.code === "loading" ? "loading" : "does not answer";
+      this.say(`No news from the server: ${error.message}. Reconnecting …`, state);
     }
     this.timer = setTimeout(() => this.run(), AGAIN);
   }

@@ -8,7 +8,7 @@ import { PACES, Player } from "./player.js";
 import { $, write } from "./elements.js";
 import { LaneView } from "./lane_view.js";
 import { RequestsView, StepView } from "./details.js";
-import { count, span, verdict } from "./words.js";
+import { bytes, count, span, verdict } from "./words.js";
 import { Game } from "./game.js";
 import { Lab } from "./lab.js";
 import { readInks } from "./draw.js";
@@ -140,7 +140,12 @@ function play(recording) {
 
 const WINDOW = 20; // seconds of a server's time that are in sight
 
-function show({ lane, engine, hello }) {
+// The engine's line at its start, with the memory that is free now.
+function summaryNow(summary, free) {
+  return free ? summary.replace(/[^;]+ of memory free at start/, ` ${bytes(free)} of memory free now`) : summary;
+}
+
+function show({ lane, engine, hello, isPaused, free }) {
   const rests = engine.submitted === engine.finished;
   Object.assign(lane, { rests, inLine: engine.waiting, hidesTexts: !hello.texts });
   if (!window.nanobatch) {
@@ -156,7 +161,11 @@ function show({ lane, engine, hello }) {
     for (const old of document.querySelectorAll(".log .chip")) old.remove();
   }
   player.change(player.playing ? { now: player.end } : {});
-  const said = [`${hello.model}: ${hello.summary}.`, `${count(engine.finished, "request")} ended so far.`];
+  write($("model"), hello.model);
+  write($("state"), isPaused ? "paused" : "ready");
+  document.title = `${hello.model}: nanobatch`;
+  write($("summary"), summaryNow(hello.summary, free));
+  const said = [`${count(engine.finished, "request")} ended so far.`];
   if (rests) said.push("Nothing runs now.");
   const rates = [...lane.prefills.values()].map((prefill) => prefill.tokens_per_s ?? 0);
   const rate = Math.round(rates.reduce((sum, each) => sum + each, 0));
@@ -168,7 +177,10 @@ function show({ lane, engine, hello }) {
 // Watching and chatting may need different keys. A typed key goes to whichever asked for it.
 function watch(shape) {
   const form = $("key-form");
-  const say = (text) => write($("status"), text);
+  const say = (text, state = "") => {
+    write($("status"), text);
+    write($("state"), state);
+  };
   const wantKey = (who, why) => {
     wants = who;
     say(why);

@@ -5,7 +5,8 @@
 // text. Links and images are shown as text with their address, bidirectional control characters are made
 // visible, and lists nest `DEEP` levels at most.
 
-import { make } from "./elements.js";
+import { buttonFor, copy, make, write } from "./elements.js";
+import { coloured, colouring } from "./code.js";
 import { inOneLine } from "./words.js";
 
 const DEEP = 6; // lists in lists; what is deeper goes on in the last one
@@ -13,7 +14,7 @@ const MANY = 40; // parts of an element; the browser lays a changed one out anew
 const LONG = 1000; // letters of a line that are drawn anew, at most
 // The beginning of a longer line: at most 500 characters, up to a blank.
 const PIECE = /^.{1,500}(?<= )|^.{500}/su;
-const FENCE = /^(`{3,}|~{3,})[^`]*$/;
+const FENCE = /^(`{3,}|~{3,}) *([^\s`]*)[^`]*$/;
 const RULE = /^([-*_])( *\1){2,} *$/;
 const HEADING = /^#{1,6} +/;
 const ITEM = /^(?:[-*+]|(\d{1,9})[.)]) +(.*)/;
@@ -45,7 +46,8 @@ export class Markdown {
     this.before = {}; // the fields below, as they were before it
     this.block = null; // the next line may go on with it
     this.lists = []; // the open ones: {list, indent}
-    this.fence = null; // of the open code: {mark, code, indent}
+    this.fence = null; // of the open code: {mark, code, indent, wanted, rows}
+    this.row = 0; // number of complete lines
     this.isCut = false; // the line goes on in the same block
   }
 
@@ -63,6 +65,7 @@ export class Markdown {
     for (const line of lines) {
       this.#draw(this.#cut(line));
       this.isCut = false;
+      this.row += 1;
     }
     this.line = this.#cut(newest);
     this.before = { block: this.block, lists: this.lists, fence: this.fence, isCut: this.isCut };
@@ -88,9 +91,9 @@ export class Markdown {
     if (this.fence) return this.#drawCode(line, text);
     const hasRoom = this.block?.childNodes.length < MANY;
     if (this.isCut && hasRoom) return this.block.appendChild(filled(make("span"), line));
-    const [, fence] = FENCE.exec(text) ?? [];
+    const [, fence, language] = FENCE.exec(text) ?? [];
     const item = ITEM.exec(text);
-    if (fence) return this.#beginCode(fence, indent);
+    if (fence) return this.#beginCode(fence, language, indent);
     if (RULE.test(text)) return this.#add(make("hr"), indent);
     if (HEADING.test(text)) return this.#add(filled(make("h4"), text.replace(HEADING, "")), indent);
     if (item) return this.#addItem(item, indent);
@@ -137,23 +140,36 @@ export class Markdown {
     return this.#add(make("div", "cells", ...spans), indent);
   }
 
-  #beginCode(mark, indent) {
+  #beginCode(mark, language, indent) {
     const code = make("code");
-    this.fence = { mark, code, indent };
-    return this.#add(make("pre", "", code), indent);
+    const rows = { first: this.row + 1, end: undefined };
+    this.fence = { mark, code, indent, wanted: colouring(language), rows };
+    const copies = buttonFor(() => {
+      copy(this.#source(rows, indent), (said) => write(copies, said), "select the code");
+    }, "tab", "Copy");
+    return this.#add(make("div", "code", make("pre", "", code), copies), indent);
   }
 
-  #drawCode(line, text) {
-    const { mark, code, indent } = this.fence;
+  // The code as the model wrote it, with its tabs.
+  #source({ first, end }, indent) {
+    const lines = this.text.split("\n").slice(first, end);
+    return lines.map((line) => line.slice(Math.min(indent, line.length - line.trimStart().length))).join("\n");
+  }
+
+  #drawCode(whole, text) {
+    const { mark, code, indent, wanted, rows } = this.fence;
     const isEnd = !this.isCut && text.startsWith(mark) && !text.trim().replaceAll(mark[0], "");
+    rows.end = isEnd ? this.row : undefined;
     if (isEnd) this.fence = null;
     if (isEnd) return null;
-    const skipped = this.isCut ? 0 : Math.min(indent, line.length - text.length);
-    const shown = inOneLine(line.slice(skipped));
+    const skipped = this.isCut ? 0 : Math.min(indent, whole.length - text.length);
+    const shown = inOneLine(whole.slice(skipped));
     const before = this.isCut || !code.firstChild ? "" : "\n";
     const hasRoom = code.childNodes.length < MANY || code.lastChild.data === "\n"; // an empty line is never the last
-    if (hasRoom) return code.appendChild(new Text(before + shown));
-    this.fence = { ...this.fence, code: make("code", "", shown) };
+    const parts = wanted && !this.isCut ? coloured(shown, wanted) : [shown];
+    const line = parts.some((part) => part.tagName) ? make("span", "", before, ...parts) : new Text(before + shown);
+    if (hasRoom) return code.appendChild(line);
+    this.fence = { ...this.fence, code: make("code", "", line) };
     return code.parentNode.appendChild(this.fence.code);
   }
 }

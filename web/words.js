@@ -12,6 +12,18 @@ export function count(number, noun) {
   return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 }
 
+// A size of memory: "11.8 MiB". As in kernels/device.py.
+export function bytes(number) {
+  const units = ["bytes", "KiB", "MiB", "GiB"];
+  let power = 0;
+  while (number >= 1000 && power < 3) {
+    number /= 1024;
+    power += 1;
+  }
+  const shown = power === 3 ? number.toFixed(1) : Number(number.toPrecision(3)).toString();
+  return `${shown} ${units[power]}`;
+}
+
 // The time left, as coarse as the estimate: "40 s", "6 min", "2.5 h". As in engine/prefill_progress.py.
 export function about(seconds) {
   if (seconds < 20) return `${Math.max(1, Math.ceil(seconds))} s`;

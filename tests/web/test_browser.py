@@ -421,4 +421,4 @@ def test_a_servers_own_page_shows_what_it_does(opens):
         server.chat("Count from 3 to 7.", max_tokens=40)
         shows(tab, ".answers .text", "3, 4, 5, 6, 7")
         shows(tab, ".figures", "1 answered")
-        shows(tab, "[data-status]", "1 request answered")
+        shows(tab, "[data-status]", "1 request ended")

@@ -115,7 +115,7 @@ def test_a_second_question_reads_only_what_is_new(talks):
     until(tab, "document.querySelectorAll('.slots .mine').length === 1")
     home = tab.evaluate("location.origin")
     assert {r.url.removeprefix(home) for r in tab.asked} == {"/v1/chat/completions"}
-    assert tab.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+    assert tab.evaluate("document.cookie") == ""
 
 
 def test_a_conversation_begins_as_the_terminals_does(talks):
@@ -195,26 +195,242 @@ def test_a_reload_restores_the_conversation(talks, parrots):
     assert other.locator(".turn").count() == 0
 
 
-def test_what_a_reload_restores_is_bounded(talks):
+def test_conversations_are_listed(talks):
+    """There was one, and a new one dropped it."""
     tab = talks()
-    for _ in range(3):
-        hear(tab, "word " * 40_000)
+    assert part(tab, "talks").is_hidden()
+    part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
+    say(tab, "say: <think>Easy.</think>**one**")
+    part(tab, "anew").click()
+    assert tab.locator(".turn").count() == 0
+    part(tab, "system").evaluate("(box) => { box.value = ''; }")
+    say(tab, "say: two\nand more")
+    part(tab, "talks").locator("summary").click()
+    titles = tab.locator(".talks button.title")
+    until(tab, "document.querySelectorAll('.talks button.title').length === 2")
+    assert titles.all_inner_texts() == ["say: two and more", "say: <think>Easy.</think>**one**"]
+    assert titles.nth(0).get_attribute("aria-current") == "true"
+    titles.nth(1).click()
+    assert tab.inner_text(".turn > .reply strong") == "one"
+    assert part(tab, "system").input_value() == "Be short." and facts(tab).startswith("read ")
+    say(tab, "say: three")
+    told = [message["content"] for message in sent(tab)[-1]["messages"]]
+    assert told[0] == "Be short." and told[2] == "**one**" and told[3] == "say: three"
+    tab.locator(".talks li", has_text="two").get_by_text("Rename").click()
+    tab.keyboard.type("The second")
+    tab.keyboard.press("Enter")
     tab.reload()
     until(tab, "document.querySelectorAll('.turn').length === 2")
-    note = "too long to keep, so the model no longer sees 1 older turn"
-    assert part(tab, "note").inner_text() == note
-    assert tab.evaluate("sessionStorage[sessionStorage.key(0)].length") < 500_000
+    part(tab, "talks").locator("summary").click()
+    row = tab.locator(".talks li", has_text="The second")
+    assert "1 question" in row.inner_text()
+    row.get_by_text("Delete").click()
+    assert titles.all_inner_texts() == ["say: <think>Easy.</think>**one**"]
+    part(tab, "undo").click()
+    titles.get_by_text("The second").click()
+    assert tab.inner_text(".turn > .reply").strip() == "two\nand more"
+    in_place_everywhere(tab, 20)
+    row.get_by_text("Delete").click()  # the open one
+    assert tab.locator(".turn").count() == 0
+
+
+def test_an_answer_ends_when_another_conversation_is_opened(talks, parrots):
+    parrot = parrots()
+    tab = talks(parrot)
+    say(tab, "say: one")
+    part(tab, "anew").click()
+    say_at_length(tab, parrot)
+    say(tab, "say: later", waits=False)
+    part(tab, "talks").locator("summary").click()
+    tab.locator(".talks .title").get_by_text("say: one").click()
+    parrot.loop.slow = 0.0
+    until(tab, STOPPED)
+    assert tab.inner_text(".turn > .reply").strip() == "one"
+    assert part(tab, "box").input_value() == "say: later" and len(sent(tab)) == 2
+    tab.locator(".talks .title").nth(0).click()
+    assert facts(tab).startswith("stopped") and "on and on" in tab.inner_text(".turn > .reply")
+
+
+def test_two_tabs_lose_nothing_of_a_conversation(talks):
+    """The second one would overwrite what the first one has added."""
+    tab = talks()
+    say(tab, "say: one")
+    other = tab.context.new_page()
+    other.said = tab.said
+    other.goto(tab.url)
+    until(other, "!document.querySelector('[data-chat]').hidden")
+    part(other, "talks").locator("summary").click()
+    other.locator(".talks .title").click()
+    say(other, "say: two")
+    say(tab, "say: three")
+    assert "kept as a second one" in part(tab, "note").inner_text()
+    until(other, "document.querySelectorAll('.talks .title').length === 2")
+    kept = tab.evaluate("Object.values({ ...localStorage }).join()")
+    assert all(word in kept for word in ("say: two", "say: three"))
+
+
+FILLS = "localStorage.setItem('filler', 'x'.repeat(5 * 2 ** 20 - 40 - JSON.stringify(localStorage).length))"
+
+
+def test_a_full_storage(talks):
+    """A line says so, and what was kept stays."""
+    tab = talks()
+    say(tab, "say: one")
+    tab.evaluate(FILLS)
+    say(tab, "say: two")
+    assert "The browser has no more room (0.0 MB are kept)" in part(tab, "note").inner_text()
+    assert "say: one" in tab.evaluate("JSON.stringify(localStorage)")
+    assert tab.locator(".turn").count() == 2
+    tab.evaluate("localStorage.removeItem('filler')")
+    say(tab, "say: three")
+    assert part(tab, "note").inner_text() == ""
+    tab.reload()
+    until(tab, "document.querySelectorAll('.turn').length === 3")
+
+
+SPOILT = (
+    "{",
+    "null",
+    "[]",
+    '{"title": 1}',
+    '{"title": "x", "fields": [], "turns": [{}]}',
+    '{"title": "x", "fields": ["", "", ""], "turns": 7}',
+)
+
+
+def test_spoilt_conversations(talks):
+    """The page stayed empty."""
+    tab = talks()
+    say(tab, "say: one")
+    for i, text in enumerate(SPOILT):
+        tab.evaluate(f"localStorage.setItem('nanobatch-conversation-{i}', {json.dumps(text)})")
+    for text in SPOILT[::3]:
+        tab.evaluate(f"sessionStorage.setItem('nanobatch-tab', {json.dumps(text)})")
+        tab.reload()
+        until(tab, "!document.querySelector('[data-chat]').hidden")
+    part(tab, "talks").locator("summary").click()
+    texts = tab.locator(".talks .title").all_inner_texts()
+    assert texts == ["say: one", *["A conversation that cannot be read"] * len(SPOILT)]
+    tab.locator(".talks button.title").click()
+    assert tab.inner_text(".turn > .reply").strip() == "one"
+    tab.locator(".talks li", has_text="cannot be read").first.get_by_text("Delete").click()
+    assert tab.locator(".talks .title").count() == len(SPOILT)
+
+
+def test_a_saved_conversation_is_opened(talks, tmp_path):
+    said = Conversation()
+    said.system = "Be short."
+    said.add("Who?", "**Ada**", "Easy.")
+    said.add("Where?", "Here.")
+    said.save(str(tmp_path / "talk.json"))
+    (tmp_path / "other.json").write_text('{"messages": [{"role": "user", "content": "Who?"}]}')
+    (tmp_path / "none.json").write_text("{")
+    tab = talks()
+    say(tab, "say: one")
+
+    def chosen(name: str) -> None:
+        with tab.expect_file_chooser() as chooser:
+            part(tab, "open").click()
+        chooser.value.set_files(tmp_path / name)
+
+    for name, why in (("none.json", "JSON"), ("other.json", "take turns")):
+        chosen(name)
+        shows(tab, "[data-chat-part=note]", f"{name} holds no conversation")
+        assert why in part(tab, "note").inner_text()
+    chosen("talk.json")
+    until(tab, "document.querySelectorAll('.turn').length === 2")
+    assert part(tab, "note").inner_text() == "" and part(tab, "system").input_value() == "Be short."
+    say(tab, "say: well")
+    assert sent(tab)[-1]["messages"] == [
+        *said.messages("say: well")[:2],
+        {"role": "assistant", "content": "**Ada**", "reasoning_content": "Easy."},
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "Here.", "reasoning_content": ""},
+        {"role": "user", "content": "say: well"},
+    ]
+    part(tab, "talks").locator("summary").click()
+    assert tab.locator(".talks .title").all_inner_texts() == ["Who?", "say: one"]
+
+
+DROPS = """([name, text]) => {
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([text], name));
+  const how = { bubbles: true, cancelable: true, dataTransfer };
+  const isOpen = document.body.dispatchEvent(new DragEvent("drop", how));
+  if (isOpen) throw new Error("the browser would open the file");
+}"""
+COUNTS = """async (asked) => {
+  const headers = { "content-type": "application/json" };
+  const body = JSON.stringify(asked);
+  const answer = await fetch("v1/messages/count_tokens", { method: "POST", headers, body });
+  return (await answer.json()).input_tokens;
+}"""
+PASTES = """(box) => {
+  const clipboardData = new DataTransfer();
+  clipboardData.items.add(new File(["say: pasted"], "image.png"));
+  box.dispatchEvent(new ClipboardEvent("paste", { bubbles: true, clipboardData }));
+}"""
+
+
+def test_a_dropped_file_is_attached(talks, parrots):
+    """Its text had to be pasted, and whether it fits was seen at the end."""
+    tab = talks(parrots(max_len=640))
+    tab.evaluate(DROPS, ["notes.txt", "a ``` b\n" * 10])
+    shows(tab, ".files", "notes.txt, ")
+    tokens = int(re.search(r"notes.txt, (\d+) tokens", part(tab, "files").inner_text())[1])
+    assert 80 <= tokens < 130, "a letter is a token"
+    asked = {"model": "default", "messages": [{"role": "user", "content": "notes.txt:" + "." * 92}]}
+    total = tab.evaluate(COUNTS, asked)
+    tab.evaluate(DROPS, ["long.txt", "." * (640 - total - 30)])
+    shows(tab, "[data-chat-part=note]", "long.txt has ")
+    assert "and a slot holds 640, answer included" in part(tab, "note").inner_text()
+    tab.evaluate(DROPS, ["longer.txt", "long " * 1_000])
+    shows(tab, "[data-chat-part=note]", "longer.txt does not fit")
+    assert "640 tokens" in part(tab, "note").inner_text()
+    tab.said.clear()  # the browser's own line about a refusal
+    tab.evaluate(DROPS, ["picture.png", "\0\0"])
+    shows(tab, "[data-chat-part=note]", "picture.png is no text (UTF-8)")
+    assert tab.locator(".files .attached").count() == 1
+    part(tab, "box").evaluate(PASTES)
+    until(tab, "document.querySelectorAll('.files .attached').length === 2")
+    tab.locator(".files .attached", has_text="image.png").get_by_role("button").click()
+    in_place_everywhere(tab, 15)
+    say(tab, "say: one")
+    fenced = "notes.txt:\n````\n" + "a ``` b\n" * 10 + "\n````\n\nsay: one"
+    assert sent(tab)[-1]["messages"] == [{"role": "user", "content": fenced}]
+    assert tab.locator(".asked .attached").all_inner_texts() == ["notes.txt"]
+    assert tab.locator(".files .attached").count() == 0
+    tab.reload()
+    until(tab, "document.querySelectorAll('.turn').length === 1")
+    tab.locator(".asked .tab").click()
+    assert tab.locator(".files .attached").all_inner_texts() == ["notes.txt×"]
+    say(tab, "say: two")
+    assert sent(tab)[-1]["messages"][0]["content"] == fenced.replace("one", "two")
+
+
+def test_the_heading_is_the_model(talks, parrots):
+    """It was the same for all servers, and the free memory was that of the start."""
+    parrot = parrots()
+    parrot.engine.summary = "llama; 9.9 GiB of memory free at start; rows"
+    tab = talks(parrot)
+    shows(tab, "[data-state]", "ready")
+    assert tab.inner_text("h1") == "parrot ready" and tab.title() == "parrot: nanobatch"
+    line = tab.inner_text("[data-summary]")
+    assert re.search(r"; [\d.]+ [GM]iB of memory free now; rows$", line) and "9.9" not in line
+    parrot.loop.pause()
+    shows(tab, "[data-state]", "paused")
+    parrot.loop.resume()
+    shows(tab, "[data-state]", "ready")
 
 
 def test_a_browser_without_storage(talks):
     tab = talks()
-    script = (
-        "Object.defineProperty(window, 'sessionStorage', { get() { throw new Error('off'); } })"
-    )
-    tab.add_init_script(script)
+    off = "{ get() { throw new Error('off'); } }"
+    for name in ("sessionStorage", "localStorage"):
+        tab.add_init_script(f"Object.defineProperty(window, '{name}', {off})")
     tab.reload()
     say(tab, "say: one")
-    assert facts(tab).startswith("read ")
+    assert facts(tab).startswith("read ") and part(tab, "note").inner_text() == ""
     tab.reload()
     until(tab, "!document.querySelector('[data-chat]').hidden")
     assert tab.locator(".turn").count() == 0
@@ -281,7 +497,7 @@ def test_the_progress_of_a_long_prompt(talks, parrots, monkeypatch):
     parrot = parrots()
     tab = talks(parrot)
     parrot.loop.slow = 8  # steps a second
-    say(tab, "say: " + "on and on " * 300, waits=False)
+    say(tab, "say: " + "which no slot has yet " * 140, waits=False)
     said = "document.querySelector('.turn:last-child .facts').textContent"
     until(tab, f"/^reading: [\\d,]+ of [\\d,]+ tokens, [\\d,]+ tokens.s, about /.test({said})")
     parrot.loop.slow = 0.0
@@ -400,7 +616,7 @@ def test_a_missing_key_is_asked_for(talks, parrots):
     assert tab.evaluate("nanobatch.player.lanes[0].hidesTexts") is False
     tab.reload()  # which keeps what was said, and no key
     until(tab, f"!{form}")
-    kept = tab.evaluate("JSON.stringify(sessionStorage)")
+    kept = tab.evaluate("JSON.stringify([{ ...localStorage }, { ...sessionStorage }])")
     assert "hello" in kept and "hush" not in kept and "eye" not in kept
     tab.said.clear()  # the browser's own lines about 401
 
@@ -457,7 +673,7 @@ def test_hostile_answers_do_nothing(talks):
         assert shown.count(words) >= 2, words
     assert "<U+202E>" in shown and "\u202e" not in shown
     made = "[...new Set([...document.querySelectorAll('.reply *')].map((e) => e.tagName))]"
-    allowed = {"P", "CODE", "PRE", "STRONG", "DIV", "SPAN"}
+    allowed = {"P", "CODE", "PRE", "STRONG", "DIV", "SPAN", "BUTTON"}
     assert set(tab.evaluate(made)) == allowed
     assert "owned" not in tab.title()
     home = tab.evaluate("location.origin")
@@ -501,21 +717,50 @@ DRAWN = (
     " return all.replaceAll(' dir=\"auto\"', ''); }"
 )
 
+CODE = '<div class="code"><pre><code>{}</code></pre><button class="tab" type="button">Copy</button></div>'
 FORMS = {
     "a line\nand one": "<p>a line<span>\nand one</span></p>",
     "one\n\ntwo": "<p>one</p><p>two</p>",
     "## A *head*\ntext": "<h4>A <em>head</em></h4><p>text</p>",
     "**bold `co_de`** and snake_case, 2 * 3 * 4, *args": "<p><strong>bold <code>co_de</code></strong>"
     " and snake_case, 2 * 3 * 4, *args</p>",
-    "```py\nif a < b:\n    **c**\n```\nafter": "<pre><code>if a &lt; b:\n    **c**</code></pre><p>after</p>",
-    "```\nnever closed": "<pre><code>never closed</code></pre>",
+    "```\nif a < b:\n    **c**\n```\nafter": CODE.format("if a &lt; b:\n    **c**")
+    + "<p>after</p>",
+    "```\nnever closed": CODE.format("never closed"),
+    "```py\nif a: # b\n```": CODE.format(
+        '<span><span class="word">if</span> a: <span class="comment"># b</span></span>'
+    ),
+    '```c\n#x "a // b" 7 // c': CODE.format(
+        '<span>#x <span class="string">"a // b"</span> <span class="number">7</span>'
+        ' <span class="comment">// c</span></span>'
+    ),
     "- a\n- b\n  1. c\n  2. d\n- e": '<ul><li>a</li><li>b<ol start="1"><li>c</li><li>d</li></ol></li><li>e</li></ul>',
-    "3. a\n   ```\n   x\n   ```\n4. b": '<ol start="3"><li>a<pre><code>x</code></pre></li><li>b</li></ol>',
+    "3. a\n   ```\n   x\n   ```\n4. b": f'<ol start="3"><li>a{CODE.format("x")}</li><li>b</li></ol>',
     "> said\n> twice\n\nand I": "<blockquote>said<span>\ntwice</span></blockquote><p>and I</p>",
     "| a | b |\n|---|:-:|\n| 1 | **2** |\nend": '<div class="cells"><span>a</span><span>b</span></div>'
     '<div class="cells"><span>1</span><span><strong>2</strong></span></div><p>end</p>',
     "a\n---\nb": "<p>a</p><hr><p>b</p>",
 }
+
+
+COPIES = """([pieces]) => {
+  const view = new Markdown(document.body);
+  for (const piece of pieces) { view.push(piece); view.draw(); }
+  const copied = [];
+  const clipboard = { writeText: async (text) => copied.push(text) };
+  Object.defineProperty(navigator, "clipboard", { value: clipboard });
+  for (const button of document.querySelectorAll(".code button")) button.click();
+  return copied;
+}"""
+
+
+def test_code_is_copied_as_the_model_wrote_it(draws):
+    """With its tabs, and without the indent of a list."""
+    text = (
+        "- a\n  ```make\n  all:\n  \tcc\n\n  ```\n```\n" + "x = 1\n" * 100 + "```\nend\n```\nopen"
+    )
+    found = ["all:\n\tcc\n", "\n".join(["x = 1"] * 100), "open"]
+    assert draws.evaluate(COPIES, [[text[i : i + 7] for i in range(0, len(text), 7)]]) == found
 
 
 def test_markdown_is_drawn_as_elements(draws):

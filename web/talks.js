@@ -1,0 +1,216 @@
+// The conversations that this browser keeps, and their list.
+//
+// Each is an entry of localStorage of its own, so that a full storage or a spoilt entry costs no other one. An
+// entry has a version: a tab does not overwrite what another one has added to the same conversation.
+
+import { buttonFor, make, write } from "./elements.js";
+import { count, shorten } from "./words.js";
+
+const PLACE = "nanobatch-conversation-";
+const TITLE = 60; // letters
+const LONGEST_FILE = 10_000_000; // characters of a file, as in `ask.py --chat`
+const DAY = { month: "short", day: "numeric", hour: "numeric", minute: "2-digit" };
+
+export const nameAnew = () => Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
+
+// --- the browser's storage, which may be turned off or full
+
+export class Shelf {
+  // The identities of all conversations.
+  get all() {
+    try {
+      const keys = Object.keys(localStorage).filter((key) => key.startsWith(PLACE));
+      return keys.map((key) => key.slice(PLACE.length));
+    } catch {
+      return [];
+    }
+  }
+
+  text(id) {
+    try {
+      return localStorage.getItem(PLACE + id);
+    } catch {
+      return null;
+    }
+  }
+
+  // A conversation; null if there is none, or if it is spoilt.
+  read(id) {
+    try {
+      const kept = JSON.parse(this.text(id));
+      return isWhole(kept) ? kept : null;
+    } catch {
+      return null;
+    }
+  }
+
+  // Returns why it was not kept: "full", "off", or "".
+  put(id, text) {
+    try {
+      localStorage.setItem(PLACE + id, text);
+      return "";
+    } catch (error) {
+      return /quota/i.test(error.name) ? "full" : "off";
+    }
+  }
+
+  remove(id) {
+    localStorage.removeItem(PLACE + id);
+  }
+
+  get megabytes() {
+    const letters = this.all.reduce((sum, id) => sum + this.text(id).length, 0);
+    return `${(letters / 1e6).toFixed(1)} MB`;
+  }
+}
+
+const areTexts = (...values) => values.every((value) => typeof value === "string");
+
+// A turn that can be shown. Storage is the user's own, and anything may be in it.
+function isTurn(turn) {
+  if (!areTexts(turn?.question, turn.content, turn.reasoning_content, turn.facts, turn.name)) return false;
+  return areFiles(turn.files);
+}
+
+const areFiles = (files) => Array.isArray(files) && files.every((file) => areTexts(file?.name, file?.text));
+const areFields = (fields) => Array.isArray(fields) && areTexts(...fields);
+
+function isWhole(kept) {
+  return areTexts(kept?.title) && areFields(kept.fields) && Array.isArray(kept.turns) && kept.turns.every(isTurn);
+}
+
+// What a tab keeps of itself.
+export function isTab(tab) {
+  return areTexts(tab?.id, tab?.text) && areFields(tab.fields) && areFiles(tab.files);
+}
+
+// --- conversations as messages
+
+// A question as it is sent: its files first, each in a fence that it does not contain.
+export function withFiles(question, files) {
+  const parts = files.map(({ name, text }) => {
+    const marks = (text.match(/`{3,}/g) ?? []).map((mark) => mark.length);
+    const fence = "`".repeat(Math.max(2, ...marks) + 1);
+    return `${name}:\n${fence}\n${text}\n${fence}`;
+  });
+  return [...parts, question].filter(Boolean).join("\n\n");
+}
+
+// The system message and the turns in a file of `Save` or of the terminal's chat.
+export function readMessages(text) {
+  if (text.length > LONGEST_FILE) throw new Error(`it has ${text.length} characters; at most ${LONGEST_FILE} are read`);
+  const { messages } = JSON.parse(text);
+  if (!Array.isArray(messages)) throw new Error("it has no messages");
+  const first = messages[0]?.role === "system" ? messages.shift().content : "";
+  const turns = [];
+  for (let i = 0; i < messages.length; i += 2) {
+    const [asked, answer] = messages.slice(i, i + 2);
+    if (asked?.role !== "user" || answer?.role !== "assistant") {
+      throw new Error("user and assistant take turns, and the assistant has the last");
+    }
+    const { content, reasoning_content = "" } = answer;
+    turns.push({ question: asked.content, content, reasoning_content, files: [], facts: "from a file", name: "turn" });
+  }
+  if (!areTexts(first) || !turns.every(isTurn)) throw new Error("each message must be a text");
+  return { system: first, turns };
+}
+
+// --- the list
+
+// `open`: called with the identity of the chosen conversation; `closed`: with one that was deleted.
+export class TalkList {
+  constructor(parts, { open, closed }) {
+    this.shelf = new Shelf();
+    this.parts = parts;
+    this.open = open;
+    this.closed = closed;
+    this.current = "";
+    this.deleted = null; // {id, text}: can be brought back
+    parts.search.oninput = () => this.draw();
+    parts.talks.ontoggle = () => this.draw();
+    parts.undo.onclick = () => this.#undo();
+    addEventListener("storage", () => this.draw()); // another tab has changed it
+  }
+
+  draw() {
+    const { talks, search, list, undo } = this.parts;
+    const { all } = this.shelf;
+    const chosen = all.length > 1 ? `Conversations: ${all.length}` : "Conversations";
+    write(talks.querySelector("summary"), chosen);
+    talks.hidden = !all.length && !this.deleted;
+    undo.hidden = !this.deleted;
+    if (this.deleted) write(undo, `Bring back “${this.deleted.title}”`);
+    search.hidden = all.length < 5;
+    if (!talks.open) return;
+    const wanted = search.hidden ? "" : search.value.trim().toLowerCase();
+    const found = all.filter((id) => this.shelf.text(id)?.toLowerCase().includes(JSON.stringify(wanted).slice(1, -1)));
+    const known = found.map((id) => ({ id, kept: this.shelf.read(id) }));
+    known.sort((one, other) => (other.kept?.at ?? 0) - (one.kept?.at ?? 0));
+    list.replaceChildren(...known.map((each) => this.#row(each)));
+  }
+
+  #row({ id, kept }) {
+    const title = kept?.title || "without a title";
+    const remove = buttonFor(() => this.#remove(id, title), "tab", "Delete");
+    if (!kept) return make("li", "", make("span", "title", "A conversation that cannot be read"), remove);
+    const name = buttonFor(() => this.open(id), "title", title);
+    if (id === this.current) name.ariaCurrent = "true";
+    const when = new Date(kept.at).toLocaleString("en", DAY);
+    const facts = make("span", "facts", `${count(kept.turns.length, "question")}, ${when}`);
+    const row = make("li", "", name, facts, buttonFor(() => this.#rename(id, row), "tab", "Rename"), remove);
+    return row;
+  }
+
+  // A field in place of the title. Enter takes it, Esc does not.
+  #rename(id, row) {
+    const field = make("input", "title");
+    field.value = row.querySelector(".title").textContent;
+    field.ariaLabel = "Title";
+    row.replaceChildren(field);
+    field.focus();
+    field.select();
+    const end = () => this.draw();
+    field.onblur = end;
+    field.onkeydown = (event) => {
+      if (event.key === "Enter" && !event.isComposing && field.value.trim()) {
+        const kept = this.shelf.read(id);
+        if (kept) this.shelf.put(id, JSON.stringify({ ...kept, title: field.value.trim().slice(0, TITLE) }));
+      }
+      if (event.key === "Enter" || event.key === "Escape") end();
+    };
+  }
+
+  #remove(id, title) {
+    this.deleted = { id, title, text: this.shelf.text(id) };
+    this.shelf.remove(id);
+    this.closed(id);
+    this.draw();
+  }
+
+  #undo() {
+    const { id, text } = this.deleted;
+    if (!this.shelf.put(id, text)) this.deleted = null;
+    this.draw();
+  }
+
+  // Keep a conversation, `talk`: {id, version}, and what is in it. Returns a line for the reader if something
+  // is to be said.
+  keep(talk, body) {
+    const kept = this.shelf.read(talk.id);
+    const isOther = kept && kept.version !== talk.version;
+    if (isOther) talk.id = nameAnew();
+    const first = body.turns[0];
+    const title = kept?.title ?? shorten((first.question || first.files[0].name).replace(/\s+/g, " "), TITLE);
+    const version = nameAnew();
+    const text = JSON.stringify({ title, version, at: Date.now(), ...body });
+    const why = this.shelf.put(talk.id, text);
+    if (!why) talk.version = version;
+    this.current = talk.id;
+    this.draw();
+    if (why === "full") {
+      const full = `The browser has no more room (${this.shelf.megabytes} are kept), so the newest turns are not kept`;
+      return `${full}: save this conversation, or delete others.`;
+    }
+    return isOther ? "Another tab has gone on with this conversation, so it is kept as a second one." : "";
+  }
+}
