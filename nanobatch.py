@@ -426,7 +426,7 @@ class Engine:
         `attention` and `activations`: as `ModelReader` takes them. `report` gets a line for each stage."""
         source = ModelSource(str(model), dtype, kv, attention, activations, report, options)
         checked = source.check()
-        engine = cls(checked.read(), checked.text, sizes=checked.sizes, **options)
+        engine = cls(checked.read_model(), checked.text, sizes=checked.sizes, **options)
         engine.lifecycle.source = checked.source
         return engine
 

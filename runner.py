@@ -159,9 +159,8 @@ class RunningStep:
     # logits were not finite
     tokens: mx.array | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
-    vectors: Mapping[int, mx.array] = field(
-        default_factory=dict
-    )  # (D,), by slot, to embed a prompt
+    # (D,), by slot, to embed a prompt
+    vectors: Mapping[int, mx.array] = field(default_factory=dict)
     build_s: float = 0.0  # while Python built the graph
     device_s: float = 0.0  # while MLX took the graph into its queue (`Runner._enqueue`)
     wait_s: float = 0.0  # while Python waited for the previous pass (`Runner._start`)

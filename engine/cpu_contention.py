@@ -52,8 +52,8 @@ def read_worked(cores: set[int]) -> Worked | None:
         return None
 
 
-class Others:
-    """How many cores other programs used while no core was idle; else 0."""
+class OtherPrograms:
+    """Measure how many cores other programs use."""
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class Others:
         self._mean = 0.0  # cores that this process used, averaged as the load is
         self._others = 0.0
 
-    def look(self) -> float:
+    def used_cores(self) -> float:
+        """The number of cores that other programs used lately while no core was idle; else 0."""
         passed = self._now() - self._looked
         if passed >= EVERY:
             used = self._mine()

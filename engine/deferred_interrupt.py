@@ -23,13 +23,13 @@ def defer_interrupt() -> AbstractContextManager:
 
 
 class DeferredInterrupt:
-    """Inside this block, in the main thread, Ctrl-C is noted (`came`) and takes effect at the end.
+    """Inside this block, in the main thread, Ctrl-C is noted (`is_pending`) and takes effect at the end.
 
     `wake`: called when Ctrl-C comes, for a block that sleeps.
     """
 
     def __init__(self, wake: Callable[[], None] | None = None):
-        self.came = False
+        self.is_pending = False
         self._wake = wake
         self._before = None  # the program's own handler, while ours is in its place
 
@@ -38,21 +38,21 @@ class DeferredInterrupt:
             before = signal.getsignal(signal.SIGINT)
             if callable(before):  # else the signal is ignored, or ends the process without Python
                 self._before = before
-                signal.signal(signal.SIGINT, self._note)
+                signal.signal(signal.SIGINT, self._defer)
         return self
 
     def __exit__(self, *exception) -> None:
         if self._before is None:
             return
         signal.signal(signal.SIGINT, self._before)
-        if self.came:
+        if self.is_pending:
             self._before(signal.SIGINT, None)
 
-    def _note(self, number: int, frame) -> None:
-        if self.came:
+    def _defer(self, number: int, frame) -> None:
+        if self.is_pending:
             if self._before is signal.default_int_handler:
                 os._exit(130)
             self._before(number, frame)  # a program that counts signals decides for itself
-        self.came = True
+        self.is_pending = True
         if self._wake is not None:
             self._wake()

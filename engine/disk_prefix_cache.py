@@ -27,9 +27,9 @@ from engine.runner_protocol import RunnerProtocol
 from engine.slot_files import (
     DIGEST,
     Damaged,
-    Saved,
+    SavedSlot,
+    SavedTensor,
     SlotFolder,
-    Tensor,
     common_bytes,
     digest_of,
     name_of,
@@ -54,7 +54,8 @@ NAMES = {mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
-Layer = tuple[mx.array, mx.Dtype, tuple[int, ...]]  # the bits as numbers; their dtype and shape
+# The bits as numbers; their dtype and shape
+SavedLayer = tuple[mx.array, mx.Dtype, tuple[int, ...]]
 
 
 class Found(NamedTuple):
@@ -63,7 +64,8 @@ class Found(NamedTuple):
     rows: int = 0  # that can be used
     own: int = 0  # rows of this prompt that its own client has saved
     base: int = 0  # of the states that belong to them
-    load: Future[list[Layer]] | None = None  # kept as long as its arrays are: others may need them
+    # Kept as long as its arrays are: other requests may need them
+    load: Future[list[SavedLayer]] | None = None
 
 
 class RestoredRows:
@@ -130,10 +132,10 @@ class SlotCache:
         self._dtype = ""
         self._states: list[int] = []  # of each layer with states: the numbers of a place
         self._lock = threading.Lock()  # guards what follows
-        self._saved: dict[str, Saved] = {}  # by name, as last listed
+        self._saved: dict[str, SavedSlot] = {}  # by name, as last listed
         self._unusable: set[str] = set()  # names
         self._jobs: set[Future] = set()  # in threads, and not done
-        self._reading: WeakValueDictionary[str, Future[list[Layer]]] = WeakValueDictionary()
+        self._reading: WeakValueDictionary[str, Future[list[SavedLayer]]] = WeakValueDictionary()
         self._listing = threading.Lock()  # for one thread at a time
         self._listed = -math.inf  # when the last listing began
         self._writing: list[Future] = []
@@ -242,7 +244,7 @@ class SlotCache:
             load.set_result(self._read(best))
         return Found(rows, own, best.base, load) if load.result() else Found()
 
-    def _read(self, saved: Saved) -> list[Layer]:
+    def _read(self, saved: SavedSlot) -> list[SavedLayer]:
         """Read a file. No layers if it cannot be used.
 
         subtle: `mx.array` copies numbers into memory of MLX and adds no operation to a stream, so it
@@ -250,7 +252,7 @@ class SlotCache:
         """
         try:
             check_room(2 * self._folder.size(saved.name))  # the file, and its arrays
-            tensors = self._folder.read(saved)
+            tensors = self._folder.read_tensors(saved)
             del tensors["tokens"], tensors["digest"]
             layers = []
             for index, (heads, Dh) in enumerate(self._layers):
@@ -288,7 +290,7 @@ class SlotCache:
                 new = names - self._saved.keys()
             for name in new:
                 try:
-                    saved = self._folder.look(name)
+                    saved = self._folder.read_head(name)
                     if saved.key != self._key:
                         raise Damaged("it is of another model")
                     with self._lock:
@@ -367,14 +369,18 @@ class SlotCache:
         mx.eval(copies, states)
         tensors = {}
         for index, copy in enumerate(copies):
-            tensors[f"layers.{index}"] = Tensor(NAMES[slab.dtype], copy.shape[1:], memoryview(copy))
+            tensors[f"layers.{index}"] = SavedTensor(
+                NAMES[slab.dtype], copy.shape[1:], memoryview(copy)
+            )
         for index, state in enumerate(states):
-            tensors[f"states.{index}"] = Tensor("F32", state.shape, memoryview(state))
+            tensors[f"states.{index}"] = SavedTensor("F32", state.shape, memoryview(state))
         name = name_of(self._key, owner, tokens)
-        saved = Saved(name, self._key, owner, tokens, remembered.base)
+        saved = SavedSlot(name, self._key, owner, tokens, remembered.base)
         self._writing.append(self._start(self._write, saved, tensors, shorter))
 
-    def _write(self, saved: Saved, tensors: dict[str, Tensor], shorter: Sequence[str]) -> None:
+    def _write(
+        self, saved: SavedSlot, tensors: dict[str, SavedTensor], shorter: Sequence[str]
+    ) -> None:
         try:
             self._folder.write(saved, tensors)
             with self._lock:

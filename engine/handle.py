@@ -200,9 +200,9 @@ class Handle:
     def prefill_at(self, now: float, far: int) -> PrefillProgress:
         r = self.request
         admitted = r.admission.at if r.admission else now
-        told = self.prefill_clock.look(len(r.prompt), r.prefix.cached, far, admitted, now)
+        found = self.prefill_clock.progress(len(r.prompt), r.prefix.cached, far, admitted, now)
         # The first token is handed out a moment before its step is recorded
-        return told._replace(done=told.total, left_s=0.0) if r.committed else told
+        return found._replace(done=found.total, left_s=0.0) if r.committed else found
 
     def view(self) -> RequestView:
         """This request as observers see it."""
@@ -244,8 +244,8 @@ class Handle:
             seen.append((text, math.exp(value), id in allowed))
         return tuple(seen)
 
-    def take(self, output: StepOutput, now: float) -> str | None:
-        """Take a token from commit; returns why the answer ends with it, or None. The token of a
+    def append_token(self, output: StepOutput, now: float) -> str | None:
+        """Append a token to the answer. Return why the answer ends with it, or None. The token of a
         prompt without an answer is dropped, and its vector kept."""
         token = output.token
         if token < 0:

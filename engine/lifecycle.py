@@ -146,7 +146,7 @@ class Lifecycle:
         return True
 
     def _serve(self, checked: Checked) -> None:
-        self.serve(checked.read(), checked.text, checked.sizes)
+        self.serve(checked.read_model(), checked.text, checked.sizes)
 
     def _check_again(self) -> Checked:
         """The files of the same model, for a slab of the same sizes."""

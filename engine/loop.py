@@ -58,13 +58,13 @@ class Stopwatch:
         return self._now() - self._began
 
     @property
-    def stood(self) -> float:
+    def stopped_s(self) -> float:
         """The seconds of all pauses so far."""
         with self._lock:
             return self._lost + (0.0 if self._stopped is None else self.real - self._stopped)
 
     @property
-    def stands(self) -> bool:
+    def is_stopped(self) -> bool:
         return self._stopped is not None
 
     def stop(self) -> None:
@@ -72,7 +72,7 @@ class Stopwatch:
             if self._stopped is None:
                 self._stopped = self.real
 
-    def go(self) -> None:
+    def resume(self) -> None:
         with self._lock:
             if self._stopped is not None:
                 self._lost += self.real - self._stopped
@@ -179,7 +179,9 @@ class Loop:
                 changed.notify_all()
 
         with DeferredInterrupt(wake) as interrupt, changed:
-            changed.wait_for(lambda: interrupt.came or until(), min(seconds, threading.TIMEOUT_MAX))
+            changed.wait_for(
+                lambda: interrupt.is_pending or until(), min(seconds, threading.TIMEOUT_MAX)
+            )
 
     @property
     def is_here(self) -> bool:
@@ -205,7 +207,7 @@ class Loop:
     @property
     def paused_s(self) -> float:
         """The seconds that it has been paused so far."""
-        return self._watch.stood
+        return self._watch.stopped_s
 
     # --- for any thread; these return at once
 
@@ -217,16 +219,16 @@ class Loop:
 
     def pause(self) -> None:
         """Run no other step than the one that runs now."""
-        self._go(True, 0)
+        self._set_pace(True, 0)
 
     def resume(self) -> None:
-        self._go(False, 0)
+        self._set_pace(False, 0)
 
     def step(self, count: int = 1) -> None:
         """Run this many steps, then pause."""
-        self._go(True, self.stepping + count)
+        self._set_pace(True, self.stepping + count)
 
-    def _go(self, paused: bool, stepping: int) -> None:
+    def _set_pace(self, paused: bool, stepping: int) -> None:
         with self.engine.changed:
             self.paused = paused
             self.stepping = stepping
@@ -251,7 +253,7 @@ class Loop:
         due = self._due()
         moves = due == 0 and (self.stepping or self.engine.has_work)
         # There is work whose step is not due yet: the clock stops until then
-        comes = due and not self._watch.stands
+        comes = due and not self._watch.is_stopped
         return bool(self._stopping or self._commands or moves or comes)
 
     def _due(self) -> float | None:
@@ -269,7 +271,7 @@ class Loop:
         if self.paused or self.slow:
             self._guarded(self._read_back)
         if self._due() == 0:
-            self._watch.go()
+            self._watch.resume()
             self._guarded(self._step)
         if (due := self._due()) != 0:
             self._watch.stop()
@@ -296,5 +298,5 @@ class Loop:
             return act()
         except BaseException as error:
             with suppress(BaseException):
-                self.engine.registry.note("something failed between two steps", error)
+                self.engine.registry.record_fault("something failed between two steps", error)
             return None

@@ -79,7 +79,7 @@ class Checked(NamedTuple):
     text: Tokenizer
     sizes: Sizes
 
-    def read(self) -> Model:
+    def read_model(self) -> Model:
         report = self.source.report
         reader = self.reader
         report(f"reading {readable(reader.nbytes)} of weights from {reader.folder.name}")

@@ -67,17 +67,19 @@ class PrefillClock:
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # (moment, tokens done)
 
-    def take(self, start: int, stop: int, began: float, ended: float) -> None:
-        """A chunk prompt[start:stop] has been read."""
+    def record_chunk(self, start: int, stop: int, began: float, ended: float) -> None:
+        """Record that the chunk prompt[start:stop] was read."""
         if not self._marks or self._marks[-1][1] != start:  # the first one, or read once more
             self._marks.clear()
             self._marks.append((began, start))
         self._marks.append((ended, stop))
 
-    def look(
+    def progress(
         self, total: int, cached: int, far: int, admitted: float, now: float
     ) -> PrefillProgress:
-        """`far`: at this row attention costs a token as much as everything else in its layer.
+        """How far the prompt has been read at `now`.
+
+        `far`: at this row attention costs a token as much as everything else in its layer.
         `admitted`: when the request got its slot."""
         seconds = max(0.0, now - admitted)
         if not self._marks:

@@ -90,8 +90,8 @@ class RequestRegistry:
         self.steps_s = 0.0
         self.blocked: tuple[int, ...] = ()  # slots that the newest plan has kept free
 
-    def note(self, what: str, error: BaseException) -> None:
-        """Something failed outside of any request: snapshots have a line of it, stderr the rest."""
+    def record_fault(self, what: str, error: BaseException) -> None:
+        """Record a failure outside of any request: a line of it for snapshots, the rest on stderr."""
         self.faults.add(f"{what}: {describe(error)}")
         show_fault(what, error)
 
@@ -109,7 +109,7 @@ class RequestRegistry:
         self._news[handle.id] = handle
         try:
             output = outputs.get((request.slot, len(request.answer) - 1), StepOutput(token))
-            return handle.take(output._replace(token=token), clock())
+            return handle.append_token(output._replace(token=token), clock())
         except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
             handle.error = describe(error)
             handle.exception = error
@@ -123,13 +123,13 @@ class RequestRegistry:
             self.retire(request.id)
         tokens = self.output_tokens - self._recorded_tokens
         self._recorded_tokens = self.output_tokens
-        step = StepView.committed(plan, run, done, tokens, times)
+        step = StepView.from_commit(plan, run, done, tokens, times)
         self.steps.add(step)
         self.steps_s += step.seconds
         for _, id, start, stop in step.prefill:
             self.prompt_tokens += stop - start
             if handle := self.open.get(id):  # else it has ended meanwhile
-                handle.prefill_clock.take(start, stop, step.began, step.ended)
+                handle.prefill_clock.record_chunk(start, stop, step.began, step.ended)
 
     def lost_with(self, plans: Sequence[Plan], all_end: bool) -> list[Handle]:
         """The open requests that cannot go on after these steps have failed: those with a chunk in one,
@@ -170,7 +170,7 @@ class RequestRegistry:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self.note("on_commit failed", error)
+            self.record_fault("on_commit failed", error)
 
     def snapshot(self, engine: Engine, since: Snapshot | None) -> Snapshot:
         """As `Engine.snapshot` returns it."""
@@ -189,7 +189,9 @@ class RequestRegistry:
             owner = owners.get(slot)
             prefill = UNREAD if owner is None else self.open[owner.id].prefill_at(now, sched.far)
             marks = checkpoints.get(slot, ())
-            slots.append(SlotView.of(slot, owner, sched, slot in blocked, prefill, marks))
+            slots.append(
+                SlotView.from_scheduler(slot, owner, sched, slot in blocked, prefill, marks)
+            )
         steps = self.steps.since(seen.steps)
         ended = self.ended.since(seen.ended)
         newest = max(seen.request, next(reversed(sched.waiting), -1))

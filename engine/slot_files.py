@@ -1,4 +1,4 @@
-"""Saved slots as files: safetensors in a folder that is private and has a limited size.
+"""SavedSlot slots as files: safetensors in a folder that is private and has a limited size.
 
     header      8 bytes: its length; then JSON: dtype, shape and place of each tensor, and metadata
     tokens      (rows,) int32
@@ -48,13 +48,13 @@ class Damaged(ValueError):
     """A file that is cut off, changed, or not a saved slot."""
 
 
-class Tensor(NamedTuple):
+class SavedTensor(NamedTuple):
     dtype: str  # as safetensors names it
     shape: tuple[int, ...]
     data: memoryview
 
 
-class Saved(NamedTuple):
+class SavedSlot(NamedTuple):
     """A saved slot, as its file's beginning describes it."""
 
     name: str
@@ -120,20 +120,20 @@ class SlotFolder:
         self.answered = time.monotonic()
         return {name for name in found if name.startswith(start) and SAVED.fullmatch(name)}
 
-    def look(self, name: str) -> Saved:
-        """The beginning of a file. Only `read` checks the digest."""
+    def read_head(self, name: str) -> SavedSlot:
+        """What the beginning of a file says. Only `read_tensors` checks the digest."""
         with open(self.path / name, "rb") as file:
             size = header_size(file.read(8))
             nbytes = os.fstat(file.fileno()).st_size - 8 - size
             key, owner, base, tensors = parsed(file.read(size), nbytes)
             tokens = file.read(tensors["tokens"].stop)
         self.answered = time.monotonic()
-        return Saved(name, key, owner, tokens, base)
+        return SavedSlot(name, key, owner, tokens, base)
 
     def size(self, name: str) -> int:
         return (self.path / name).stat().st_size
 
-    def read(self, saved: Saved) -> dict[str, Tensor]:
+    def read_tensors(self, saved: SavedSlot) -> dict[str, SavedTensor]:
         """All tensors of a file, once its digest and its tokens have been checked."""
         data = self._bytes_of(saved.name)
         size = 8 + header_size(data)
@@ -143,9 +143,9 @@ class SlotFolder:
         found = {}
         for name, (dtype, shape, start, stop) in tensors.items():
             part = data[size + start : size + stop]
-            found[name] = Tensor(dtype, shape, part.cast(FORMATS[dtype]))
+            found[name] = SavedTensor(dtype, shape, part.cast(FORMATS[dtype]))
         tokens = found["tokens"].data.tobytes()
-        if Saved(saved.name, key, owner, tokens, base) != saved:
+        if SavedSlot(saved.name, key, owner, tokens, base) != saved:
             raise Damaged("it has changed since it was listed")
         return found
 
@@ -159,10 +159,10 @@ class SlotFolder:
                 start += count
         return data[:start]
 
-    def write(self, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, saved: SavedSlot, tensors: Mapping[str, SavedTensor]) -> None:
         """Make room for a file, and write it atomically."""
-        written = {"tokens": Tensor("I32", (saved.rows,), memoryview(saved.tokens)), **tensors}
-        digest = Tensor("U8", (DIGEST,), memoryview(bytes(DIGEST)))  # its place
+        written = {"tokens": SavedTensor("I32", (saved.rows,), memoryview(saved.tokens)), **tensors}
+        digest = SavedTensor("U8", (DIGEST,), memoryview(bytes(DIGEST)))  # its place
         metadata = {"key": saved.key, "owner": saved.owner, "base": str(saved.base)}
         header = header_of(metadata, {**written, "digest": digest})
         nbytes = len(header) + DIGEST + sum(tensor.data.nbytes for tensor in written.values())
@@ -218,7 +218,7 @@ class SlotFolder:
 # --- the format ---------------------------------------------------------------------------------
 
 
-def header_of(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
+def header_of(metadata: Mapping[str, str], tensors: Mapping[str, SavedTensor]) -> bytes:
     entries: dict[str, object] = {"__metadata__": metadata}
     start = 0
     for name, (dtype, shape, data) in tensors.items():
@@ -237,7 +237,7 @@ def header_size(head: bytes | memoryview) -> int:
     return size
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor is in the data after the header."""
 
     dtype: str
@@ -246,7 +246,7 @@ class Place(NamedTuple):
     stop: int  # the byte after the last one
 
 
-def parsed(header: bytes, nbytes: int) -> tuple[str, str, int, dict[str, Place]]:
+def parsed(header: bytes, nbytes: int) -> tuple[str, str, int, dict[str, TensorPlace]]:
     """The key, the owner, the base, and the place of each tensor among `nbytes` of data. Only the digest tells
     whether a number has changed, but all that is computed with them afterwards must be possible."""
     try:
@@ -259,14 +259,14 @@ def parsed(header: bytes, nbytes: int) -> tuple[str, str, int, dict[str, Place]]
         raise Damaged(f"its header is not ours: {error}") from None
     if not isinstance(key, str) or not isinstance(owner, str):
         raise Damaged("its key or owner is not a text")
-    if places["tokens"] != Place("I32", (rows,), 0, 4 * rows):
+    if places["tokens"] != TensorPlace("I32", (rows,), 0, 4 * rows):
         raise Damaged("its tokens are in another place")
-    if digest != Place("U8", (DIGEST,), nbytes - DIGEST, nbytes):
+    if digest != TensorPlace("U8", (DIGEST,), nbytes - DIGEST, nbytes):
         raise Damaged("its digest is in another place, or it is cut off")
     return key, owner, base, places
 
 
-def place_of(entry: Mapping[str, Any], nbytes: int) -> Place:
+def place_of(entry: Mapping[str, Any], nbytes: int) -> TensorPlace:
     """Check an entry of a header. Raise ValueError, or what Python raises for another structure."""
     dtype = entry["dtype"]
     shape = entry["shape"]
@@ -276,7 +276,7 @@ def place_of(entry: Mapping[str, Any], nbytes: int) -> Place:
         raise ValueError(f"{shown(numbers)} for {nbytes:,} bytes")
     if len(shape) > 3 or stop - start != struct.calcsize(FORMATS[dtype]) * math.prod(shape):
         raise ValueError(f"{dtype} of shape {shown(shape)} in {stop - start:,} bytes")
-    return Place(dtype, tuple(shape), start, stop)
+    return TensorPlace(dtype, tuple(shape), start, stop)
 
 
 def common_bytes(one: bytes, other: bytes) -> int:

@@ -59,9 +59,7 @@ class Limits(NamedTuple):
     budget: int
     far: int  # at this row, looking back costs a token as much as the rest (`sched.price_of`)
     max_queue: int
-    eager_first_token: (
-        bool  # a step that yields a first token is read before the next one is planned
-    )
+    eager_first_token: bool  # a step with a first token is read before the next one is planned
 
     @staticmethod
     def from_scheduler(sched: Scheduler, eager_first_token: bool) -> Limits:
@@ -143,7 +141,7 @@ class SlotView:
     prefill: PrefillProgress = UNREAD  # how far the prompt has been read, and how fast
 
     @staticmethod
-    def of(
+    def from_scheduler(
         slot: int,
         owner: Request | None,
         sched: Scheduler,
@@ -251,7 +249,7 @@ class StepView:
     checkpoints: tuple[tuple[int, int, int], ...] = ()
 
     @staticmethod
-    def of(plan: Plan, **rest: Any) -> StepView:
+    def from_plan(plan: Plan, **rest: Any) -> StepView:
         """A plan in plain numbers, once it has been run. `rest`: the fields that a plan lacks."""
         return StepView(
             plan.step,
@@ -274,11 +272,11 @@ class StepView:
         )
 
     @staticmethod
-    def committed(
+    def from_commit(
         plan: Plan, run: RunningStep, done: Committed, tokens: int, times: StepTimes
     ) -> StepView:
         """A step of the engine. `tokens`: the number that was delivered."""
-        return StepView.of(
+        return StepView.from_plan(
             plan,
             ghosts=done.ghosts,
             tokens=tokens,

@@ -3,7 +3,7 @@
 A view is packed as a list of its fields without names: most of a frame are steps, and names would
 triple its size. The types of the fields say how to rebuild it. Frames are differences: events since
 the frame before, and of open requests only new text. The invariant:
-`Receiver.take(Sender.pack(frame))` equals the frame, after JSON. `PROTOCOL` detects another
+`Receiver.unpack(Sender.pack(frame))` equals the frame, after JSON. `PROTOCOL` detects another
 version.
 """
 
@@ -155,7 +155,8 @@ class Receiver:
     def __init__(self) -> None:
         self._known: dict[int, RequestView] = {}
 
-    def take(self, data: list) -> Frame:
+    def unpack(self, data: list) -> Frame:
+        """Rebuild a frame, with the whole text of each open request."""
         frame = unpack(Frame, data)
         engine = frame.engine
         check_slots(engine)
@@ -186,10 +187,10 @@ def check_slots(engine: Snapshot) -> None:
         raise ValueError(f"a frame names slots from {min(named)} to {max(named)} of {count}")
 
 
-# --- frames not looked at yet ---------------------------------------------------------------------
+# --- frames that wait to be drawn ---------------------------------------------------------------------
 
 
-def joined(before: Frame | None, frame: Frame) -> Frame:
+def join_frames(before: Frame | None, frame: Frame) -> Frame:
     """Two frames as one: the later state, with the events of both."""
     new = frame.engine
     if before is None:  # what ended long before is no news
@@ -203,7 +204,7 @@ def joined(before: Frame | None, frame: Frame) -> Frame:
     requests = {request.id: request for request in (*old.requests, *new.requests)}
     for request in ended:
         requests.pop(request.id, None)
-    # A screen in a stopped terminal does not look, and all this would pile up
+    # A screen in a stopped terminal draws nothing, and all this would pile up
     engine = replace(
         new,
         requests=tuple(requests.values()),
@@ -218,7 +219,7 @@ def joined(before: Frame | None, frame: Frame) -> Frame:
     return frame._replace(engine=engine, server=server)
 
 
-def told(frame: Frame) -> Frame:
+def without_events(frame: Frame) -> Frame:
     """The same state without the events that led to it."""
     engine = replace(
         frame.engine, requests=(), ended=(), missed_ends=0, steps=(), missed=0, faults=()

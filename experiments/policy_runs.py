@@ -158,7 +158,7 @@ def simulated(
     before = None
     replay = Replay.under(limits._asdict(), POLICIES[policy], guests, seconds, **options)
     for plan, _, ended, ghosts, drafted in replay:
-        view = StepView.of(
+        view = StepView.from_plan(
             plan,
             ghosts=ghosts,
             tokens=len(plan.emitters) - len(ghosts) + sum(right for *_, right in drafted),

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 from base import provenance
 from base.error_reports import show_fault
 from cli.terminal_chat import LEAST, outgrown
-from engine.cpu_contention import Others
+from engine.cpu_contention import OtherPrograms
 from engine.handle import Handle
 from engine.loop import Loop, Stopwatch
 from policies import POLICIES
@@ -132,7 +132,7 @@ class LocalEngineClient(EngineClient):
         self._loader = threading.Thread(target=self._load_and_start, name="loader", daemon=True)
         # The engine drops a handle when its request has ended, and so does this
         self.own: Mapping[int, Handle] = WeakValueDictionary()
-        self.others = Others()
+        self.others = OtherPrograms()
         self._dice = random.Random(0)
         self._next_arrival = 0.0
         self._slow_once = False  # slow motion ends when the engine is idle
@@ -222,7 +222,7 @@ class LocalEngineClient(EngineClient):
             return known
         snapshot = self.engine.snapshot(since.engine if since else None)
         moves = {"paused": loop.paused, "stepping": loop.stepping, "slow": loop.slow}
-        moves |= {"others": self.others.look(), "cores": self.others.cores}
+        moves |= {"others": self.others.used_cores(), "cores": self.others.cores}
         return known._replace(engine=snapshot, **moves)
 
     def _between(self) -> float | None:
@@ -235,7 +235,7 @@ class LocalEngineClient(EngineClient):
         self._news += 1
         if self._experiment and not (self.loop.paused or self.engine.has_work):
             return 0.0  # no step will wake the loop
-        if not self._known.load or self.clock.stands:
+        if not self._known.load or self.clock.is_stopped:
             return None
         return self._next_arrival - self.clock()
 

@@ -111,7 +111,7 @@ class RemoteEngineClient(EngineClient):
             frame = self._frame
             if frame is None:
                 return self._known
-            self._frame = watch_frames.told(frame)
+            self._frame = watch_frames.without_events(frame)
             gone = None if self._lost_at is None else time.monotonic() - self._lost_at
             return self._known._replace(epoch=self._epoch, gone_s=gone, **frame._asdict())
 
@@ -152,7 +152,7 @@ class RemoteEngineClient(EngineClient):
                     "only figures are shown, no texts: those need the server's --watch-key, as --key"
                 )
         receiver = watch_frames.Receiver()
-        return (receiver.take(event) for event in events)
+        return (receiver.unpack(event) for event in events)
 
     def _receive_frame(self, frame: watch_frames.Frame) -> None:
         with self._lock:
@@ -161,7 +161,7 @@ class RemoteEngineClient(EngineClient):
                 self._lost_at = None
                 self._frame = None
                 self._epoch += 1
-            self._frame = watch_frames.joined(self._frame, frame)
+            self._frame = watch_frames.join_frames(self._frame, frame)
             self._over += (request.id for request in frame.engine.ended)
             self._came.notify_all()
             self.update_view(stage="ready")

@@ -343,7 +343,7 @@ MUTANTS = [
     ),
     Mutant(
         "engine/slot_files.py",
-        "SlotFolder.read",
+        "SlotFolder.read_tensors",
         "blake2b(data[:-DIGEST], digest_size=DIGEST).digest() != data[-DIGEST:]",
         "len(data) < DIGEST",
         f"{SLOTS}::test_damaged_file_is_never_answered_from",

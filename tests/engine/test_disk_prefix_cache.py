@@ -146,15 +146,15 @@ def test_damaged_entry_is_damage(saved, name, field):
     folder = SlotFolder(str(saved[0]))
     (file,) = files(saved[0])
     whole = file.read_bytes()
-    listed = folder.look(file.name)
+    listed = folder.read_head(file.name)
     dtypes = ["F64", "F16", [], None, 1]
     for value in {"shape": SHAPES, "data_offsets": OFFSETS, "dtype": dtypes}[field]:
         file.write_bytes(whole)
         rewritten(file, lambda entries, data, new=value: entries[name].update({field: new}))
         with pytest.raises(Damaged):
-            folder.look(file.name)
+            folder.read_head(file.name)
         with pytest.raises(Damaged):
-            folder.read(listed)
+            folder.read_tensors(listed)
 
 
 def test_any_changed_byte_is_damage_or_a_miss(saved):
@@ -162,7 +162,7 @@ def test_any_changed_byte_is_damage_or_a_miss(saved):
     folder = SlotFolder(str(saved[0]))
     (file,) = files(saved[0])
     whole = file.read_bytes()
-    listed = folder.look(file.name)
+    listed = folder.read_head(file.name)
     start = 8 + int.from_bytes(whole[:8], "little")
     for at in (*range(start), *range(start, len(whole), 4_999)):
         data = bytearray(whole)
@@ -170,9 +170,9 @@ def test_any_changed_byte_is_damage_or_a_miss(saved):
             data[at] = whole[at] ^ mask
             file.write_bytes(data)
             with suppress(Damaged):
-                folder.look(file.name)
+                folder.read_head(file.name)
         with pytest.raises(Damaged):
-            folder.read(listed)
+            folder.read_tensors(listed)
 
 
 def one_layer_less(entries, data):
@@ -391,7 +391,7 @@ def test_closing_engine_holds_no_lock_while_slots_are_written(parts, tmp_path):
     assert len(files(folder)) == 1
 
 
-@pytest.mark.parametrize("name", ["names", "read", "write", "make_room"])
+@pytest.mark.parametrize("name", ["names", "read_tensors", "write", "make_room"])
 def test_folder_that_does_not_answer_holds_nobody_up(parts, saved, monkeypatch, caplog, name):
     """As a network folder whose server is gone: `close` waited for it forever, and so did a prompt
     with a file there."""
@@ -401,7 +401,7 @@ def test_folder_that_does_not_answer_holds_nobody_up(parts, saved, monkeypatch, 
     with engine(parts, folder) as restarted:
         turn = restarted.submit(prompt, SHORT).result(60)
         assert turn.finish_reason == "length"
-        assert (turn.metrics.cached_tokens == 0) == (name in ("names", "read"))
+        assert (turn.metrics.cached_tokens == 0) == (name in ("names", "read_tensors"))
     assert "has not answered" in caplog.text
     may_go.set()
 
@@ -482,7 +482,7 @@ def test_size_is_kept(parts, saved):
     assert not future.exists() and file.exists()
     with pytest.raises(OSError, match="exceed"):
         limit.limit = 100
-        limit.write(limit.look(file.name), {})
+        limit.write(limit.read_head(file.name), {})
 
 
 def test_folder_that_others_can_read_is_refused(parts, tmp_path, monkeypatch):

@@ -176,7 +176,13 @@ def test_stopped_stopwatch_stands_still():
     now = [10.0]
     watch = Stopwatch(lambda: now[0])
     readings = []
-    for act, seconds in (("go", 3.0), ("stop", 5.0), ("stop", 7.0), ("go", 2.0), ("go", 1.0)):
+    for act, seconds in (
+        ("resume", 3.0),
+        ("stop", 5.0),
+        ("stop", 7.0),
+        ("resume", 2.0),
+        ("resume", 1.0),
+    ):
         getattr(watch, act)()
         now[0] += seconds
         readings.append(watch())
@@ -186,9 +192,9 @@ def test_stopped_stopwatch_stands_still():
 def test_stopwatch_without_a_stop_is_exact():
     """Its clock was read twice, and /metrics told of less than no pause."""
     watch = Stopwatch(iter(range(100)).__next__)
-    assert watch.stood == 0
+    assert watch.stopped_s == 0
     watch.stop()
-    assert watch.stood > 0
+    assert watch.stopped_s > 0
 
 
 def test_stopwatch_is_monotonic():
@@ -212,7 +218,7 @@ def test_stopwatch_is_monotonic():
         until = time.monotonic() + 0.3
         while (time.monotonic() < until or len(readings) <= 1000) and not wrong:
             watch.stop()
-            watch.go()
+            watch.resume()
         done.set()
         reader.join(60)
     finally:

@@ -17,8 +17,8 @@ def test_estimate_grows_with_depth():
     clock = PrefillClock()
     for start in range(0, total, 64):
         stop = min(start + 64, total)
-        clock.take(start, stop, work_of(start, far) / speed, work_of(stop, far) / speed)
-        told = clock.look(total, 0, far, 0.0, work_of(stop, far) / speed)
+        clock.record_chunk(start, stop, work_of(start, far) / speed, work_of(stop, far) / speed)
+        told = clock.progress(total, 0, far, 0.0, work_of(stop, far) / speed)
         left = (work_of(total, far) - work_of(stop, far)) / speed
         assert told.left_s == pytest.approx(left) and told.done == stop
         if start == 9_408:
@@ -29,23 +29,25 @@ def test_estimate_grows_with_depth():
 
 def test_estimate_counts_down_within_a_chunk():
     clock = PrefillClock()
-    clock.take(0, 50, 0.0, 10.0)
-    assert clock.look(100, 0, 2**63, 0.0, 14.0).left_s == pytest.approx(6.0)
-    assert clock.look(100, 0, 2**63, 0.0, 99.0).left_s == 0.0
+    clock.record_chunk(0, 50, 0.0, 10.0)
+    assert clock.progress(100, 0, 2**63, 0.0, 14.0).left_s == pytest.approx(6.0)
+    assert clock.progress(100, 0, 2**63, 0.0, 99.0).left_s == 0.0
 
 
 def test_slow_first_chunk_is_shown():
-    told = PrefillClock().look(100, 0, 2**63, 5.0, 8.0)
+    told = PrefillClock().progress(100, 0, 2**63, 5.0, 8.0)
     assert told.is_long and told.words == "0 of 100 tokens"
-    assert not PrefillClock().look(100, 0, 2**63, 5.0, 6.0).is_long
+    assert not PrefillClock().progress(100, 0, 2**63, 5.0, 6.0).is_long
 
 
 def test_restarted_prompt_is_measured_again():
     """After a failed step the rows are gone."""
     clock = PrefillClock()
-    clock.take(0, 50, 0.0, 1.0)
-    clock.take(0, 10, 100.0, 101.0)
-    assert clock.look(100, 0, 2**63, 100.0, 101.0) == PrefillProgress(10, 100, 0, 1.0, 10.0, 9.0)
+    clock.record_chunk(0, 50, 0.0, 1.0)
+    clock.record_chunk(0, 10, 100.0, 101.0)
+    assert clock.progress(100, 0, 2**63, 100.0, 101.0) == PrefillProgress(
+        10, 100, 0, 1.0, 10.0, 9.0
+    )
 
 
 @pytest.mark.parametrize(

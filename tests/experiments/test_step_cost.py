@@ -199,7 +199,7 @@ def test_the_roofline_is_measured_once_off_the_clock(monkeypatch):
 
 def test_a_roofline_measured_next_to_other_programs(monkeypatch):
     stage = ready()
-    stage.client.others.look = lambda: 1.4
+    stage.client.others.used_cores = lambda: 1.4
     monkeypatch.setattr(roofline, "measure", lambda nbytes, dtype: (5e9, 10e9, 100e9))
     stage.obey("alone")
     stage.turns()
@@ -210,7 +210,7 @@ def test_a_roofline_measured_next_to_other_programs(monkeypatch):
     roof = "arithmetic 100 GFLOP/s; the weights once more 10.0 GB/s; other programs took 1.4 cores"
     assert f"{roof} then: /cost again" in " ".join(text.split())
     assert "cache" not in text and "Reading bounds it" in text
-    stage.client.others.look = lambda: 0.0
+    stage.client.others.used_cores = lambda: 0.0
     stage.turns()
     stage.obey("/cost again")
     stage.turns()

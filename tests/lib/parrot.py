@@ -126,14 +126,14 @@ def teach(engine: Engine) -> None:
                 return handle
             text = engine.text.tokenizer.decode(handle.request.prompt, skip_special_tokens=False)
             script = [*engine.text.encode(answer_to(text))[1:], EOS]
-            take = handle.take
+            append_token = handle.append_token
 
             def scripted(output: StepOutput, *rest: Any) -> str | None:
                 token = script[min(len(handle.tokens), len(script)) - 1]
                 handle.tokens[-1] = token
-                return take(output._replace(token=token), *rest)
+                return append_token(output._replace(token=token), *rest)
 
-            handle.take = scripted
+            handle.append_token = scripted
         return handle
 
     engine.submit = wrapped

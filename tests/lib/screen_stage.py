@@ -34,7 +34,9 @@ class Stage:
             lambda report, clock: self.load_engine(report, clock, **options)
         )
         self.client.clock = Stopwatch(self.time)
-        self.client.others = SimpleNamespace(look=lambda: 0.0, cores=2)  # this machine may be busy
+        self.client.others = SimpleNamespace(
+            used_cores=lambda: 0.0, cores=2
+        )  # this machine may be busy
         self.state = State("words", settings=Settings(burst=12), prompts=prompts)
         self.session = Session(self.client, self.state, MENU)
         self.earlier = None  # prompts of earlier days

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from base.machine import my_cores
-from engine.cpu_contention import IDLE, LEAST, Others, Worked, counted
+from engine.cpu_contention import IDLE, LEAST, OtherPrograms, Worked, counted
 from screen.draw import status
 
 STAT = """cpu  1000 0 0 9999 0 0 0 0 0 0
@@ -23,7 +23,9 @@ class Machine:
         self.now = self.mine = self.busy = self.idle = 0.0
         self.counts = counts
         self.load = 0.0
-        self.others = Others(self.read, lambda: self.now, lambda: self.mine, lambda: self.load)
+        self.others = OtherPrograms(
+            self.read, lambda: self.now, lambda: self.mine, lambda: self.load
+        )
         self.others.cores = cores
 
     def read(self, cores: set[int]) -> Worked | None:
@@ -34,7 +36,7 @@ class Machine:
         self.mine += own
         self.busy += own + others
         self.idle += self.others.cores - own - others
-        return self.others.look()
+        return self.others.used_cores()
 
 
 def test_only_cores_of_this_process_count():
@@ -47,9 +49,9 @@ def test_only_cores_of_this_process_count():
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="looks at /proc")
 def test_this_machine_is_read():
-    others = Others()
+    others = OtherPrograms()
     assert others.cores == len(my_cores()) > 0
-    assert others.look() == 0.0, "a second has not passed yet"
+    assert others.used_cores() == 0.0, "a second has not passed yet"
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -67,7 +69,7 @@ def test_other_programs_count_where_no_core_is_idle():
     assert machine.second(own=0.4, others=1.6 - 2 * IDLE) == 0.0, "a core was idle"
     assert machine.second(own=1.9, others=2 * LEAST - 0.42) == 0.0, "every system does so much"
     machine.now += 0.5
-    assert machine.others.look() == 0.0, "between two seconds nothing is read"
+    assert machine.others.used_cores() == 0.0, "between two seconds nothing is read"
 
 
 def test_the_load_average_replaces_missing_counts():

@@ -265,9 +265,9 @@ def test_a_watched_server_answers_a_prompt(server):
 def test_a_prompt_is_settled_only_with_its_answer(server, monkeypatch):
     """The stream of a prompt could end before the frame that tells of it: a script then left
     without the answer."""
-    take = watch_frames.Receiver.take
+    take = watch_frames.Receiver.unpack
     monkeypatch.setattr(
-        watch_frames.Receiver, "take", lambda self, event: (time.sleep(0.5), take(self, event))[1]
+        watch_frames.Receiver, "unpack", lambda self, event: (time.sleep(0.5), take(self, event))[1]
     )
     with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
@@ -387,7 +387,7 @@ def test_hostile_frames_do_no_harm(stage):
         *path, last = dice.choice(places)
         reduce(operator.getitem, path, hostile)[last] = dice.choice(HOSTILE)
         try:
-            frame = watch_frames.Receiver().take(hostile)
+            frame = watch_frames.Receiver().unpack(hostile)
         except ValueError:
             refused += 1
             continue
@@ -403,14 +403,14 @@ def test_a_hostile_server_is_a_line_on_the_screen(server):
     """A frame that cannot be is a reason to ask again, as a lost connection is."""
     with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
-        take = watch_frames.Receiver.take
+        take = watch_frames.Receiver.unpack
         with pytest.MonkeyPatch.context() as patch:
 
             def lie(receiver: watch_frames.Receiver, data: list) -> watch_frames.Frame:
                 data[3][1][0] = 4_000_000_000
                 return take(receiver, data)
 
-            patch.setattr(watch_frames.Receiver, "take", lie)
+            patch.setattr(watch_frames.Receiver, "unpack", lie)
             it.sees(lambda state: state.view.gone_s is not None)
         assert "4,000,000,000 in its limits; trying again" in it.state.faults[-1].message
         it.sees(lambda state: state.view.gone_s is None)
@@ -503,7 +503,7 @@ def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
         for _ in range(3):
             engine.submit([number], SamplingParams(max_tokens=4, ignore_eos=True)).result()
         seen = engine.snapshot(seen)
-        handled = watch_frames.joined(handled, watch_frames.Frame(False, 0, 0.0, seen, server))
+        handled = watch_frames.join_frames(handled, watch_frames.Frame(False, 0, 0.0, seen, server))
     assert [step.step for step in handled.engine.steps][-1] == engine.registry.steps.count
     assert (
         len(handled.engine.steps) == 20

@@ -21,7 +21,7 @@ LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 def over_the_wire(
     sender: watch_frames.Sender, receiver: watch_frames.Receiver, frame: watch_frames.Frame
 ) -> watch_frames.Frame:
-    return receiver.take(json.loads(sender.pack(frame)))
+    return receiver.unpack(json.loads(sender.pack(frame)))
 
 
 def server_view(request_log: RequestLog, since: int = 0) -> ServerView:
@@ -72,7 +72,7 @@ def test_frames_without_texts(engine):
     request_log = RequestLog()
     request_log.note(request_log.begin("10.9.8.7", "POST /x"), message="a secret message")
     engine.submit("a secret prompt", LONG, client="10.9.8.7", origin="10.9.8.7")
-    engine.registry.note("a secret fault", ValueError("of a text"))
+    engine.registry.record_fault("a secret fault", ValueError("of a text"))
     engine.step()
     frame = frame_of(engine.snapshot(), request_log)
     told = watch_frames.Sender(False).pack(frame)
