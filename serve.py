@@ -23,33 +23,39 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from base import error_reports
 from base.job_process import BusyError
-from base.validation import one_line, printable
+from base.validation import one_line, printable, shown
 from cli import config_file
 from cli import options as cli
 from distributed import environment
 from engine.idle_unload import Idle
 from engine.loop import Loop
+from engine.turns import Turns
 from kernels import library
 from policies import POLICIES
 from server.access_log import AccessLog
 from server.app import DRAIN_S, APIServer
 from server.http import Options
+from server.model_pool import ModelPool, PooledModel
 
 if TYPE_CHECKING:
     from nanobatch import Engine
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """A wrong value gets one line and exit code 2, before anything is loaded."""
+def options() -> cli.CommandLine:
     says = "Answer programs that speak OpenAI's or Anthropic's protocols."
     parser = cli.CommandLine("serve.py", description=says)
     add = parser.add_argument
-    parser.add_engine(POLICIES, "4", "8192, or what the model allows")
+    parser.add_engine(POLICIES, "4", "8192, or what the model allows", has_models=True)
+    says = (
+        "for weights and slabs of all models that are loaded (default: what is free, less a fifth)"
+    )
+    parser.add_read("--memory", partial(cli.read_size, "--memory"), says, metavar="SIZE")
     says = "the address to listen on (default: 127.0.0.1, for this machine alone)"
     add("--host", default="127.0.0.1", help=says)
     says = "0 takes any that is free (default: 8000)"
@@ -66,8 +72,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="where a line for each request goes (default: standard error)",
     )
+    return parser
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """A wrong value gets one line and exit code 2, before anything is loaded."""
+    parser = options()
     args = parser.parse_args(config_file.expand(parser, "serve", arguments))
+    args.models = named_once(parser, args.model)
+    args.given = arguments
     try:
+        if environment.backend() and len(args.models) > 1:
+            raise ValueError("--model: several ranks share one model; give one")
+        if not (args.models or is_loopback(args.host) or environment.backend()):
+            raise ValueError(
+                f"--host {shown(args.host)}: others may ask there, so name what is served: --model"
+            )
         if args.unload_after and environment.backend():
             raise ValueError("--unload-after: several ranks share the model; leave it out")
         args.log = sys.stderr
@@ -76,6 +96,30 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return args
+
+
+def named_once(parser: cli.CommandLine, models: list[tuple[str, str]]) -> dict[str, str]:
+    """The models of `--model` by name."""
+    found: dict[str, str] = {}
+    for name, model in models:
+        if name in found:
+            parser.error(
+                f"--model: two are called {shown(name)}; give one another name: NAME=MODEL"
+            )
+        found[name] = model
+    return found
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def options_of(args: argparse.Namespace, name: str, model: str) -> argparse.Namespace:
+    """The options of one model of several: its tables in the file of `--config` count, too."""
+    parser = options()
+    own = parser.parse_args(config_file.expand(parser, "serve", args.given, (model, name)))
+    own.model = model
+    return own
 
 
 def say(words: str, is_last: bool = True) -> None:
@@ -116,6 +160,8 @@ def bind(args: argparse.Namespace, host: str, port: int, given: str) -> APIServe
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
+    if environment.backend() or not args.models:
+        args.model = next(iter(args.models.values()), "demo")
     if environment.rank():
         return follow(args)
     try:
@@ -144,7 +190,7 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
         # A download, or a layer being read, cannot be interrupted, but the process can end. So it
         # can if the main thread does not come to the first signal, or hangs after it.
         is_lost = not is_awaited and not signals.empty()
-        if server.served is None or is_lost or time.monotonic() > overdue:
+        if server.models is None or is_lost or time.monotonic() > overdue:
             os._exit(0)
         overdue = min(overdue, time.monotonic() + 2 * DRAIN_S)
         signals.put(number)
@@ -154,17 +200,14 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
     server.start()
     engine = None
     code = 0
+    models = None
     try:
-        name = cli.name_of(args.model)
-        say(f"{server.address} answers 503 while {name} is being loaded")
-        engine = load(args, report=lambda stage: say(stage, is_last=False), embeds=args.embeddings)
-        loop = engine.serving()
-        if args.unload_after:
-            loop = Loop(engine, Idle(engine, args.unload_after, cli.say))
-        server.open(engine, loop.start(), name)
-        say(f"{name} at {server.address}/v1; {engine.summary}")
-        if engine.text.unfit:
-            say(engine.text.unfit)
+        found = args.models or find_models()
+        if len(found) > 1:
+            say(f"{server.address} answers 503 while the files of {len(found)} models are read")
+            models = open_pool(server, args, found)
+        else:
+            engine = open_one(server, args, *next(iter(found.items())))
         is_awaited = True
         if server.wait(signals):
             server.drain(DRAIN_S, lambda: not signals.empty())
@@ -172,12 +215,87 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
         say(one_line(error))
         code = 2
     server.close()
+    if models:
+        models.close()
     if engine:
         engine.close()
     # From here on the exit code is decided
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
     return code
+
+
+def find_models() -> dict[str, str]:
+    """All models of this machine that can be served, the demo last."""
+    if environment.backend():
+        return {"demo": "demo"}
+    from cli import model_list
+
+    names = [line.name for line in model_list.listed() if line.served == "yes"]
+    return {name: name for name in sorted(names, key=lambda name: name == "demo")}
+
+
+def open_one(server: APIServer, args: argparse.Namespace, name: str, model: str) -> Engine:
+    """Serve one model, which is loaded at start."""
+    say(f"{server.address} answers 503 while {name} is being loaded")
+    own = options_of(args, name, model)
+    engine = load(own, report=lambda stage: say(stage, is_last=False), embeds=own.embeddings)
+    loop = engine.serving()
+    if args.unload_after:
+        loop = Loop(engine, Idle(engine, args.unload_after, cli.say))
+    server.open(engine, loop.start(), name)
+    say(f"{name} at {server.address}/v1; {engine.summary}")
+    if engine.text.unfit:
+        say(engine.text.unfit)
+    return engine
+
+
+def open_pool(server: APIServer, args: argparse.Namespace, found: dict[str, str]) -> ModelPool:
+    """Serve several models, each loaded by its first request."""
+    from engine.model_facts import ModelFacts
+    from kernels import device
+
+    free = device.free_memory()
+    memory = args.memory or (free and int(0.8 * free))
+    own = {name: options_of(args, name, model) for name, model in found.items()}
+
+    def read_facts(name: str) -> ModelFacts:
+        each = own[name]
+        asked = cli.engine_options(each) | {"slots": each.slots or 4, "usual_len": 8192}
+        return ModelFacts.from_files(each.model, asked, memory)
+
+    facts = {}
+    for name in own:
+        try:
+            facts[name] = read_facts(name)
+        except ValueError as error:
+            if args.models:  # named by the user
+                raise
+            say(f"{name} is left out: {one_line(error)}")
+    if not facts:
+        raise ValueError("no model fits; give more --memory, or fewer --slots")
+    turns = Turns()
+
+    def load_one(model: PooledModel, report: Callable[[str], None]) -> tuple[Engine, Loop]:
+        each = own[model.name]
+        each.slots, each.max_len = model.facts.slots, model.facts.max_len
+        engine = load(each, report=report, embeds=each.embeddings)
+        return engine, Loop(engine, turns=turns).start()
+
+    models = ModelPool(
+        [PooledModel(name, fact) for name, fact in facts.items()],
+        load_one,
+        check=lambda model: read_facts(model.name),
+        memory=memory or math.inf,
+        unload_after=args.unload_after,
+        say=say,
+        **server.pool_options,
+    )
+    server.open_pool(models.start())
+    say(
+        f"{len(facts)} models at {server.address}/v1, loaded by their first requests; {models.sums}"
+    )
+    return models
 
 
 def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, **how) -> Engine:

@@ -1,4 +1,4 @@
-"""Helpers for strings that arrive in pieces, or that a model wrote."""
+"""Helpers for strings that arrive in pieces, or that a model wrote, and sizes in words."""
 
 import json
 from typing import Any
@@ -19,3 +19,12 @@ def beginning(mark: str, text: str) -> str:
         if mark.startswith(text[place:]):
             return text[place:]
     return ""
+
+
+def readable(nbytes: float) -> str:
+    """12345678 -> '11.8 MiB'"""
+    for unit in ("bytes", "KiB", "MiB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.1f} GiB"

@@ -22,9 +22,13 @@ NOT_IN_A_FILE = ("config", "book", "help", "version")
 
 
 def expand(
-    parser: argparse.ArgumentParser, program: str, arguments: Sequence[str] | None
+    parser: argparse.ArgumentParser,
+    program: str,
+    arguments: Sequence[str] | None,
+    models: Sequence[str] = (),
 ) -> list[str]:
-    """The options of the file that `--config` names, and then the arguments."""
+    """The options of the file that `--config` names, and then the arguments. `models`: whose tables
+    count, the last most; by default that of the model which `--model` or the file names."""
     given = [*(sys.argv[1:] if arguments is None else arguments)]
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early.add_argument("--config", nargs="?", action="append", default=[])
@@ -36,7 +40,7 @@ def expand(
         return given
     file = known.config[0]
     try:
-        options = options_of(read_toml(file), program, known.model)
+        options = options_of(read_toml(file), program, models or (known.model,))
         if unfit := [name for name in options if not re.fullmatch(r"[\w-]+", name)]:
             raise ValueError(f"{program} has no option {shown(unfit[0])}")  # a quoted key
         words = [word for name, value in options.items() for word in words_of(parser, name, value)]
@@ -57,16 +61,19 @@ def read_toml(file: str) -> dict[str, Any]:
         raise ValueError("it is nested too deep") from None
 
 
-def options_of(table: dict[str, Any], program: str, model: str | None) -> dict[str, Any]:
-    """The options for this program and this model, from the file's tables."""
-    models = table.pop("models", {})
-    check_table("models", models)
-    for name, value in models.items():
+def options_of(table: dict[str, Any], program: str, models: Sequence[str | None]) -> dict[str, Any]:
+    """The options for this program and these names of a model, from the file's tables. None: the
+    model that the file names."""
+    tables = table.pop("models", {})
+    check_table("models", tables)
+    for name, value in tables.items():
         check_table(f"models.{name}", value)
     options = flat(table, program)
-    model = model or options.get("model", "demo")
-    found = models.get(model, {}) if isinstance(model, str) else {}
-    return options | flat(found, program)
+    for model in models:
+        name = model or options.get("model", "demo")
+        if isinstance(name, str):  # a server may have a list of them, and reads the tables later
+            options |= flat(tables.get(name, {}), program)
+    return options
 
 
 def check_table(name: str, value: Any) -> None:

@@ -105,6 +105,26 @@ def read_model(model: str) -> str:
     return model
 
 
+def read_named_model(text: str) -> tuple[str, str]:
+    """What `--model` of a server takes: a model, or NAME=MODEL. Return both."""
+    name, sign, model = text.partition("=")
+    if not sign or is_folder(text) or is_gguf_file(text):
+        return name_of(read_model(text)), text
+    if not re.fullmatch(r"[\w.:/-]{1,100}", name):
+        raise ValueError(f"--model {shown(text)}: a name has letters, digits and . : / - _ alone")
+    return name, read_model(model)
+
+
+def read_size(option: str, text: str) -> int:
+    """A size such as 500M or 12GB."""
+    from engine.slot_files import read_nbytes
+
+    nbytes = read_nbytes(text)
+    if nbytes is None:
+        raise ValueError(f"{option} {shown(text)}: give a size such as 500M or 2G")
+    return nbytes
+
+
 def name_of(model: str) -> str:
     """The model's name for clients and the screen. A folder of the hub's cache is named by a hash."""
     if not is_folder(model) and not is_gguf_file(model):
@@ -183,12 +203,7 @@ def read_slot_cache(text: str) -> str:
 
 def read_state_memory(text: str) -> int:
     """Parse `--state-memory`, in bytes."""
-    from engine.slot_files import read_nbytes
-
-    nbytes = read_nbytes(text)
-    if nbytes is None:
-        raise ValueError(f"--state-memory {shown(text)}: give a size such as 500M or 2G")
-    return nbytes
+    return read_size("--state-memory", text)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -256,9 +271,20 @@ class CommandLine(argparse.ArgumentParser):
         says = "a model folder, a GGUF file, a hub id such as owner/name, or 'demo'"
         self.add_read("--model", read_model, says, default="demo")
 
-    def add_engine(self, policies: Iterable[str], slots: str, max_len: str) -> None:
-        """The options of every program that loads a model. `slots`, `max_len`: the defaults, in words."""
-        self.add_model()
+    def add_models(self) -> None:
+        """Of a program that serves several."""
+        says = (
+            "a model folder, a GGUF file, a hub id such as owner/name, or 'demo'; NAME=MODEL names "
+        )
+        says += "it (repeatable; default: all that --list finds, each loaded by its first request)"
+        self.add_read("--model", read_named_model, says, action="append", default=[])
+
+    def add_engine(
+        self, policies: Iterable[str], slots: str, max_len: str, has_models: bool = False
+    ) -> None:
+        """The options of every program that loads a model. `slots`, `max_len`: the defaults, in words.
+        `has_models`: the program may have several."""
+        (self.add_models if has_models else self.add_model)()
         self.add_whole("--slots", 1, 4096, f"sequences that run at once (default: {slots})")
         says = f"length of a slot, prompt and answer together (default: {max_len})"
         self.add_whole("--max-len", 2, 2**24, says)

@@ -32,6 +32,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from engine.deferred_interrupt import DeferredInterrupt, defer_interrupt
+from engine.turns import Turns
 
 if TYPE_CHECKING:
     from nanobatch import Engine
@@ -127,10 +128,15 @@ class Loop:
 
     `between` is called after each step, and whenever the loop wakes up. It returns the seconds after
     which it must be called again, or None. `watch` is the engine's clock, if that can be stopped.
+    `turns` is shared with the loops of other engines.
     """
 
     def __init__(
-        self, engine: Engine, between: Callable = lambda: None, watch: Stopwatch | None = None
+        self,
+        engine: Engine,
+        between: Callable = lambda: None,
+        watch: Stopwatch | None = None,
+        turns: Turns | None = None,
     ):
         # `stepping`: steps still to be run by hand
         self.engine = engine
@@ -141,6 +147,7 @@ class Loop:
         self._next = 0.0  # when the next step of slow motion is due
         self._between = between
         self._watch = watch or Stopwatch()
+        self._turns = turns or Turns()
         self._commands: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -247,6 +254,7 @@ class Loop:
                 rest = self.turn()
         finally:
             self.engine.driver.attach(None)
+            self._turns.forget(self)
 
     def _is_awake(self) -> bool:
         # Single steps wake it even if there is nothing to do: then it drops them.
@@ -281,9 +289,10 @@ class Loop:
     def _step(self) -> None:
         if self.slow:
             self._next = self._watch.real + 1 / self.slow
-        worked = self.engine.step()
-        if self.paused or self.slow:
-            self._read_back()
+        with self._turns.turn(self) as is_shared:
+            worked = self.engine.step()
+            if self.paused or self.slow or is_shared:
+                self._read_back()
         with self.engine.changed:
             self.stepping = max(0, self.stepping - 1) if worked else 0
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from base.untrusted_files import ModelError
 from distributed.rendezvous import join
-from kernels.device import device_lock, device_stream, readable
+from kernels.device import device_lock, device_stream, give_way, readable
 from models import model_finder as models
 from models.gguf_file import is_gguf, parts_of
 from models.layers import Model
@@ -84,6 +84,6 @@ class Checked(NamedTuple):
         reader = self.reader
         report(f"reading {readable(reader.nbytes)} of weights from {reader.folder.name}")
         with device_lock, device_stream():
-            model = reader.read_model()
+            model = reader.read_model(give_way)
         report(f"allocating the slab: {described(model, self.sizes)}")
         return model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class RequestRecord:
     prompt_tps: float | None = None
     generation_tps: float | None = None
     latency_s: float | None = None
+    model: str = ""  # whose engine answers
 
     @property
     def is_refused(self) -> bool:
@@ -37,7 +38,7 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class ServerView:
-    """The server at one moment, and the requests that have ended since a watcher's last look."""
+    """The server at one moment, and the requests that have ended since a watcher's last frame."""
 
     address: str
     draining: bool
@@ -48,3 +49,14 @@ class ServerView:
     missed: int  # ended since, and dropped already
     seen: int  # number of all ended ones
     free_memory: int | None = None  # bytes, now; None if that is not known
+
+    def of_model(self, name: str) -> ServerView:
+        """For a watcher of this model's engine, which knows no requests of others."""
+
+        def own(records: tuple[RequestRecord, ...]) -> tuple[RequestRecord, ...]:
+            return tuple(
+                record if record.model == name else replace(record, requests=())
+                for record in records
+            )
+
+        return replace(self, open=own(self.open), ended=own(self.ended))

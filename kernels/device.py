@@ -12,10 +12,12 @@ import ctypes
 import gc
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
 from base import installation, machine
+from base.strings import readable  # noqa: F401  imported from here, too
 from kernels.library import Blas, preload
 
 
@@ -102,15 +104,6 @@ def limit_cache() -> None:
         mx.set_cache_limit(max(2**28, int(whole) // 16))
 
 
-def readable(nbytes: float) -> str:
-    """12345678 -> '11.8 MiB'"""
-    for unit in ("bytes", "KiB", "MiB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:,.1f} GiB"
-
-
 # --- one device, one stream, one thread at a time -----------------------------------------------
 
 # MLX binds ordinary streams to the thread that made them. This one may be used from any thread, by one
@@ -133,6 +126,14 @@ def device_stream() -> mx.StreamContext:
     if not _stream:
         _stream.append(mx.new_thread_unsafe_stream(mx.default_device()))
     return mx.stream(_stream[0])
+
+
+def give_way() -> None:
+    """Let a step of another engine run now. Call it with the lock held, once, between two steps of
+    long work."""
+    device_lock.release()
+    time.sleep(0.0005)  # else the thread that waits would not be there in time
+    device_lock.acquire()
 
 
 def synchronize() -> None:

@@ -11,6 +11,7 @@ layer by layer, so that only one layer is in memory twice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -192,7 +193,8 @@ class ModelReader:
         free = None if self.free is None else self.free - self.nbytes
         return fit(self.config, self.kv_dtype.size, free, **options)
 
-    def read_model(self) -> Model:
+    def read_model(self, between: Callable[[], None] = lambda: None) -> Model:
+        """`between` is called between two layers."""
         self.check_room()
         # Headers and whole lines of the cache are not in the estimate
         self.memory = Memory(self.nbytes + 4 * LINE * len(self.weights.tensors))
@@ -200,7 +202,10 @@ class ModelReader:
         # Evaluate layer by layer: else the files' arrays and ours would all be in memory together
         positions = [(*c.positions(i), c.heads(i).Dh) for i in range(c.layers)]
         kinds = list(dict.fromkeys(positions))
-        layers = [self.layer(i, kinds.index(each)) for i, each in enumerate(positions)]
+        layers = []
+        for i, each in enumerate(positions):
+            between()
+            layers.append(self.layer(i, kinds.index(each)))
         norm = self.norm("model.norm")
         table = self.linear("model.embed_tokens")
         head = None

@@ -256,6 +256,14 @@ class Session:
         """Change to the named policy, or to the next one."""
         self.client.switch(policy_of(rest).name if rest else "")
 
+    def watch_model(self, rest: str) -> str:
+        """Watch the named model of a server, or the next one."""
+        if not self.state.view.watches:
+            return (
+                "there is one model here; with --watch, M shows each of a server that has several"
+            )
+        return f"{self.client.watch_model(rest)} is watched from here on"
+
     def set_load(self, rest: str) -> None:
         """Set a steady load in requests per second. Without a number, turn it on or off."""
         off = rest == "off" or (not rest and self.coming.load)
@@ -373,6 +381,7 @@ RUN: Mapping[str, Callable[[Session, str], str | None]] = {
     "step": Session.step,
     "slow": Session.slow,
     "budget": Session.set_budget,
+    "model": Session.watch_model,
     "set": Session.change_settings,
     "new": Session.new_chat,
     "system": Session.set_system,

@@ -83,6 +83,10 @@ class EngineClient:
         else:
             self.fault(f"not fired: {error}", ask.prompt, ask.question)
 
+    def watch_model(self, name: str) -> str:
+        """Show another model of a server: the named one, or the next. Return its name."""
+        raise ValueError("the server has one model")
+
     def note_answer(self, ask: Ask, *answer) -> None:
         if ask.question:
             with self._lock:
@@ -181,7 +185,7 @@ class LocalEngineClient(EngineClient):
         """Accept no more requests over HTTP, and let the open ones finish for `DRAIN_S`. A second
         Ctrl-C ends them."""
         with suppress(KeyboardInterrupt, OSError):
-            if self.server and self.loop and any(call.requests for call in self.server.look().open):
+            if self.server and self.loop and any(call.requests for call in self.server.view().open):
                 print(
                     "nanobatch: finishing what clients have asked; Ctrl-C ends it at once",
                     file=sys.stderr,
@@ -217,7 +221,7 @@ class LocalEngineClient(EngineClient):
         loop = self.loop
         if self.server:
             seen = since.server.seen if since and since.server else 0
-            known = known._replace(server=self.server.look(seen))
+            known = known._replace(server=self.server.view(seen))
         if known.stage != "ready":
             return known
         snapshot = self.engine.snapshot(since.engine if since else None)

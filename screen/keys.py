@@ -36,6 +36,7 @@ OTHERS = {
     "step": "10",
     "slow": "8",
     "budget": "64",
+    "model": "qwen-coder",
     "set": "temperature=0.8 max=64",
     "new": "",
     "system": "Be brief.",
@@ -293,6 +294,13 @@ GROUPS: dict[str, tuple[Key | Page, ...]] = {
             "a step's budget: half as much of a prompt in a step, or twice (/budget 300, /budget off)",
         ),
         Key("right_square_bracket", "]", "command('/budget +')", "More budget", ""),
+        Key(
+            "M",
+            "M",
+            "command('/model')",
+            "Next model",
+            "watch the next model of a server that has several (/model NAME: that one)",
+        ),
         Key(
             "e", "e", "settings", "Settings", "change temperature, longest answer, seed, burst", 12
         ),

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from base.installation import command
 from base.validation import one_line, read_whole, shown
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 RETRY_S = 1.0
 SILENT_S = 5.0  # timeout: a server sends something every second
 LINE = 2**26  # bytes of an event, at most
+MODELS = 1000  # of a server, at most
 SENDERS = 64  # requests in flight; more wait here
 
 
@@ -74,6 +75,10 @@ class RemoteEngineClient(EngineClient):
         self._frame: watch_frames.Frame | None = None  # news since the last look
         self._is_fresh = False  # the connection's first frame has not come yet
         self._is_blind = False  # the frames have no texts
+        self._models: tuple[str, ...] = ()  # of the server
+        self._model = ""  # the one that is watched, once the server has said it
+        self._stream_line: socket.socket | None = None  # of the frames
+        self._is_switching = False  # to another model
         self._epoch = 0
         self._lost_at: float | None = None  # when the server went away
         self._asks: queue.Queue[tuple[Ask, int]] = queue.Queue()
@@ -126,13 +131,19 @@ class RemoteEngineClient(EngineClient):
                     self._receive_frame(frame)
                 raise ConnectionError("it has ended")
             except Exception as error:  # this thread never ends
-                self._lose(why(error))
+                if not self._is_switching:
+                    self._lose(why(error))
             events = None
+            if self._is_switching:
+                self._is_switching = False
+                continue
             self._ending.wait(RETRY_S)
 
     def _connect(self) -> Iterator[watch_frames.Frame]:
         """The frames of a new connection, after the server has identified itself."""
-        answer = self._ask_for("GET", "/watch", self._key, SILENT_S)
+        query = f"?model={quote(self._model)}" if self._model else ""
+        answer = self._ask_for("GET", f"/watch{query}", self._key, SILENT_S)
+        self._stream_line = answer.line
         if answer.status != 200:
             error = Loading if answer.status == 503 else ValueError
             raise error(f"--watch {self.url}: {said(answer)[0]}")
@@ -143,6 +154,10 @@ class RemoteEngineClient(EngineClient):
             raise ValueError(f"--watch {self.url}: no nanobatch server, or one of another version")
         with self._lock:
             self._is_fresh = True
+            names = hello.get("models")
+            if isinstance(names, list) and all(isinstance(name, str) for name in names):
+                self._models = tuple(names[:MODELS])
+                self._model = hello["model"] if len(names) > 1 else ""
             self.update_view(model=clean(f"{hello['model']} @ {urlsplit(self.url).netloc}"))
             self._is_blind = not hello.get("texts")
             if isinstance(usual := hello.get("temperature"), (int, float)):
@@ -203,6 +218,24 @@ class RemoteEngineClient(EngineClient):
     ) -> None:
         """Only the server can look at its engine."""
 
+    def watch_model(self, name: str) -> str:
+        """Connect again, for another of the server's models."""
+        with self._lock:
+            if len(self._models) < 2:
+                return super().watch_model(name)
+            if not name:
+                at = self._models.index(self._model) if self._model in self._models else -1
+                name = self._models[(at + 1) % len(self._models)]
+            elif name not in self._models:
+                raise ValueError(
+                    f"the server has no {shown(name)}; it has {', '.join(self._models)}"
+                )
+            self._model = name
+            self._is_switching = True
+        with suppress(OSError):
+            self._stream_line.shutdown(socket.SHUT_RDWR)
+        return name
+
     def fire(self, asks: Sequence[Ask]) -> None:
         for ask in asks:
             self.posted += 1
@@ -239,6 +272,7 @@ class RemoteEngineClient(EngineClient):
         """Send a request and read its stream to the end. The screen takes the text from the
         frames, so wait for the last one."""
         body = {
+            **({"model": self._model} if self._model else {}),
             "max_tokens": ask.max_tokens,
             "temperature": ask.temperature,
             "seed": ask.seed,

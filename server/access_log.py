@@ -2,7 +2,7 @@
 
 The engine learns of neither refused requests nor hang-ups, so the server keeps its own records: the
 open requests and the newest ended ones, numbered so that a watcher can ask for those since its last
-look. Memory is bounded. No prompt and no answer is kept.
+frame. Memory is bounded. No prompt and no answer is kept.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def request_line(record: RequestRecord) -> str:
         "client": record.client,
         "route": path,
         "method": method,
+        "model": record.model,
         "stream": str(record.stream).lower() if record.requests else "",
         "status": record.status,
         "finish_reason" if record.requests else "error": record.reason,
@@ -120,7 +121,7 @@ class RequestLog:
             self.changes += 1
             return record
 
-    def look(
+    def records(
         self, since: int = 0
     ) -> tuple[tuple[RequestRecord, ...], tuple[RequestRecord, ...], int]:
         """The open requests, those that ended after number `since`, and the number of all ended

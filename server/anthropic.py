@@ -24,7 +24,6 @@ from server.body_reader import (
     conversation,
     invalid,
     parse_json,
-    read_body,
     read_form,
     read_stop,
     read_tools,
@@ -70,9 +69,8 @@ def error(refusal: APIError) -> dict:
 # --- requests -------------------------------------------------------------------------------------
 
 
-def parse_request(body: bytes, names: Sequence[str], is_count: bool = False) -> ParsedRequest:
+def parse_request(request: BodyReader, is_count: bool = False) -> ParsedRequest:
     """`is_count`: nothing is generated, so max_tokens is not required."""
-    request = read_body(body, names)
     tools, must_call = read_tools(request, "", "input_schema", "custom", CHOICES)
     choice = request.inner("tool_choice")
     # The budget of thinking is a hint, too

@@ -12,7 +12,8 @@ The invariant: each request ends with an answer, or when the client hangs up. Af
 slot.
 
 Next: the way of one request, downwards: `APIServer._complete`, `parse.py`, `submit.py`, `stream.py`.
-Then `protocol_adapter.py`, what the protocols share; `access_log.py`, records of requests.
+Then `model_pool.py`, which models are loaded; `protocol_adapter.py`, what the protocols share;
+`status.py`, what the server says of itself; `access_log.py`, records of requests.
 """
 
 from __future__ import annotations
@@ -22,36 +23,31 @@ import ipaddress
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import h11
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from base.error_reports import describe, show_fault
 from base.validation import shown
 from engine.handle import Handle
 from engine.loop import Loop
 from engine.server_view import ServerView
-from engine.snapshot import Snapshot
-from engine.watch_frames import Frame
-from sampling_params import advised
-from server import anthropic, auth, embeddings, http, live_page, openai, responses
+from server import anthropic, auth, embeddings, http, openai, responses
 from server.access_log import HangUps, RequestLog, hang_up_advice, prefill_line, request_line
-from server.body_reader import APIError, check_model, without_folders
+from server.body_reader import APIError, read_json, without_folders
 from server.forwarded_for import seen_through
 from server.http import ClientGone, Connection, HTTPRequest, Options, Reply, refused, reply
-from server.metrics import ServerMetrics
-from server.parse import ServedModel, count_tokens
-from server.protocol_adapter import ProtocolAdapter, shutting_down
+from server.model_pool import ModelPool, PooledModel, ServedModel, Ticket
+from server.parse import count_tokens
+from server.protocol_adapter import ParsedRequest, ProtocolAdapter, shutting_down
+from server.status import MODELS, Answering, Status
 from server.stream import AnswerWriter
 from server.submit import Submission
-from server.watch import MAX_WATCHERS, watch
 from text.grammar import SANDBOX_LIMITS
 
 if TYPE_CHECKING:
@@ -65,34 +61,27 @@ PROTOCOLS = {
     "/v1/messages": anthropic.Message,
 }
 COUNT = "/v1/messages/count_tokens"
-MODELS = "/v1/models"  # and below it any name of the model
-# A handler returns a response, or writes one
-Answering = Callable[[HTTPRequest], Awaitable[Reply | None]]
 DRAIN_S = 20.0  # seconds for running requests after a signal to end
+LOADING_S = 0.5  # seconds until a waiting client's stream begins with comments about the wait
 
 
 class APIServer:
-    """A bound socket. `start` begins to serve; `open` provides an engine and the loop that steps
-    it."""
+    """A bound socket. `start` begins to serve; `open` provides the models."""
 
     def __init__(self, options: Options):
         self.options = options
         self.request_log = RequestLog()
-        self.metrics = ServerMetrics()
-        self.served: ServedModel | None = None  # None while the model is being loaded
-        self.loop: Loop | None = None
+        self.models: ModelPool | None = None  # None while a single model is loaded at start
         self.log: Callable[[str], None] | None = None  # receives a line for each request
         self.advise: Callable[[str], None] = lambda words: None  # receives advice for the owner
         self._hang_ups = HangUps()
         self.draining = False
-        self.watchers = 0
         self._socket = http.listen(options.host, options.port)
         host, port = self._socket.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self._born = int(time.time())
         self._requests: set[HTTPRequest] = set()
         self._free: tuple[float, int | None] = (-math.inf, None)  # bytes, and when they were free
-        self._scraped: Snapshot | None = None  # the engine at the last scrape of /metrics
+        self._status = Status(self)
         self._pool = ThreadPoolExecutor(4, "server")  # parses bodies
         # For long bodies, so that short ones need not wait
         self._slow_pool = ThreadPoolExecutor(2, "server, long")
@@ -104,22 +93,19 @@ class APIServer:
         self._events = asyncio.new_event_loop()
         self._is_over = asyncio.Event()
         self._submissions: set[Submission] = set()  # of requests that are not answered yet
-        self._writers: dict[int, AnswerWriter] = {}  # by request id
+        self._writers: dict[Handle, AnswerWriter] = {}
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._ended = threading.Event()
 
     def _make_routes(self) -> dict[str, tuple[str, Answering]]:
         """By path: the methods and the handler."""
-        looks = {MODELS: self._models, "/health": self._health}
-        looks |= {"/metrics": self._metrics, "/": self._page}
         return {
             COUNT: ("POST", self._count),
             **{
                 path: ("POST", partial(self._complete, speaks))
                 for path, speaks in PROTOCOLS.items()
             },
-            **{path: ("GET, HEAD", look) for path, look in looks.items()},
-            "/watch": ("GET", self._watch),  # the answer to a HEAD would never end
+            **self._status.routes(),
         }
 
     # --- for other threads
@@ -129,18 +115,29 @@ class APIServer:
         return self
 
     def open(self, engine: Engine, loop: Loop, name: str) -> None:
-        """From here on requests are answered."""
-        self.loop = loop
-        names = (name, "default", *self.options.aliases)
-        defaults = advised(engine.text.folder)
-        self.served = ServedModel(engine, names, defaults, self.options.max_tokens)
-        engine.on_commit = self._on_commit
+        """From here on requests are answered, by this engine."""
+        self.open_pool(ModelPool.of_one(engine, loop, name, **self.pool_options))
+
+    @property
+    def pool_options(self) -> dict:
+        return {"aliases": self.options.aliases, "max_tokens": self.options.max_tokens}
+
+    def open_pool(self, models: ModelPool) -> None:
+        """From here on requests are answered, by these models."""
+        models.on_load = self._listen_to
+        for served in models.loaded:
+            self._listen_to(served)
+        self.models = models
+
+    def _listen_to(self, served: ServedModel) -> None:
+        self._status.metrics.add_model(served.name)
+        served.engine.on_commit = self._on_commit
 
     def _on_commit(self, handles: list[Handle]) -> None:
         """In the engine's thread: wake the server's thread, once for all requests with new output."""
         woken = []
         for handle in handles:
-            writer = self._writers.get(handle.id)
+            writer = self._writers.get(handle)
             # A whole answer is sent at its end
             if writer and (writer.is_stream or handle.request.finish_reason):
                 woken.append(writer)
@@ -179,9 +176,9 @@ class APIServer:
         """Refuse new requests and let running ones end, for `patience` seconds or until
         `is_hurried`."""
         self.draining = True
-        if self.loop:
-            self.loop.slow = 0.0
-            self.loop.resume()  # a paused engine would never end
+        for served in self.models.loaded if self.models else ():
+            served.loop.slow = 0.0
+            served.loop.resume()  # a paused engine would never end
         deadline = time.monotonic() + patience
         while self._submissions and time.monotonic() < deadline and not is_hurried():
             time.sleep(0.02)
@@ -197,8 +194,8 @@ class APIServer:
             self._ended.wait(5)
         else:
             self._events.close()
-        if self.served:
-            self.served.engine.on_commit = None
+        for served in self.models.loaded if self.models else ():
+            served.engine.on_commit = None
         for pool in (self._pool, self._slow_pool, self._grammar_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         self._socket.close()
@@ -208,14 +205,18 @@ class APIServer:
         """Counts all changes of the request log."""
         return self.request_log.changes
 
-    def look(self, since: int = 0) -> ServerView:
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    def view(self, since: int = 0) -> ServerView:
         """The server now, and the requests that ended after number `since`."""
-        opened, ended, count = self.request_log.look(since)
+        opened, ended, count = self.request_log.records(since)
         return ServerView(
             address=self.address,
             draining=self.draining,
-            connections=len(self._connections),
-            watchers=self.watchers,
+            connections=self.connections,
+            watchers=self._status.watchers,
             open=opened,
             ended=ended,
             missed=count - since - len(ended),
@@ -226,8 +227,9 @@ class APIServer:
     def _free_memory(self) -> int | None:
         """Measured once a second: the system writes it anew each time that it is read."""
         looked, free = self._free
-        if self.served and time.monotonic() > looked + 1.0:
-            free = self.served.engine.free_memory
+        loaded = self.models.loaded if self.models else ()
+        if loaded and time.monotonic() > looked + 1.0:
+            free = loaded[0].engine.free_memory
             self._free = time.monotonic(), free
         return free
 
@@ -291,7 +293,7 @@ class APIServer:
             request.note(latency_s=time.perf_counter() - began)
             record = request.end()
             if request.is_logged:
-                self.metrics.count(record)
+                self._status.metrics.count(record)
                 if self.log:
                     self.log(request_line(record))
 
@@ -320,7 +322,7 @@ class APIServer:
         connections = sum(each.idle_since == math.inf for each in self._connections)
         preflight = auth.admit(request, self.options, self.is_local, connections)
         if not preflight and request.path not in ("/", "/health", "/metrics"):
-            if self.served is None:
+            if self.models is None:
                 raise APIError(
                     503, "the model is being loaded; try again", "loading", Retry_After="1"
                 )
@@ -341,85 +343,63 @@ class APIServer:
             raise APIError(405, words, "method_not_allowed", Allow=methods)
         return answer
 
-    # --- the small routes
-
-    async def _models(self, request: HTTPRequest) -> Reply:
-        own, default, *more = self.served.names
-        engine = self.served.engine
-        facts = {"max_len": engine.sched.max_len, "quantization": engine.model.quantization}
-        told = partial(openai.model, created=self._born, **facts)
-        name = request.path[len(MODELS) + 1 :]
-        if name:
-            check_model(name, self.served.names)
-            return reply(told(own if name == default else name))
-        names = [own, *(each for each in more if each != "*")]
-        return reply({"object": "list", "data": [told(each) for each in names]})
-
-    async def _health(self, request: HTTPRequest) -> Reply:
-        status = "loading" if self.served is None else "draining" if self.draining else "ok"
-        if self.loop and not self.loop.is_alive:
-            status = "stopped"
-        code = 200 if status == "ok" else 503
-        if code == 200 and self.served.engine.lifecycle.is_unloaded:
-            status = "unloaded"  # the next request waits for the weights
-        found = {"status": status}
-        if self.served:
-            found["arithmetic"] = self.served.engine.model.arithmetic
-        return reply(found, code)
-
-    async def _metrics(self, request: HTTPRequest) -> Reply:
-        seen = self.served.engine.snapshot(self._scraped) if self.served else None
-        # The next scrape may never come, so keep no texts and steps for it
-        self._scraped = seen and replace(seen, requests=(), ended=(), steps=())
-        gauges = {
-            "http_connections": len(self._connections),
-            "watchers": self.watchers,
-            "paused_seconds": self.loop.paused_s if self.loop else 0.0,
-        }
-        text = self.metrics.text(seen, gauges)
-        return Reply(text.encode(), type=CONTENT_TYPE_PLAIN_0_0_4)
-
-    async def _page(self, request: HTTPRequest) -> Reply:
-        """The page holds no data of this server, which it requests like any other client."""
-        text, policy = live_page.live()
-        headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
-        headers |= {"Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
-        return Reply(text.encode(), headers=headers, type="text/html; charset=utf-8")
-
-    async def _watch(self, request: HTTPRequest) -> None:
-        if self.watchers >= MAX_WATCHERS:
-            raise APIError(
-                429, f"{MAX_WATCHERS} watch already", "rate_limit_exceeded", Retry_After="5"
-            )
-        hello = {"model": self.served.names[0], "summary": self.served.engine.summary}
-        hello["texts"] = auth.may_read(request, self.options)
-        hello["temperature"] = self.served.defaults["temperature"]
-        self.watchers += 1
-        try:
-            await watch(request, hello, self._frame)
-        finally:
-            self.watchers -= 1
-
-    def _frame(self, before: Frame | None) -> Frame | None:
-        """Everything now, with the events since a frame before. None when the server ends."""
-        if self.draining:
-            return None
-        loop = self.loop
-        engine = self.served.engine.snapshot(before and before.engine)
-        server = self.look(before.server.seen if before else 0)
-        return Frame(loop.paused, loop.stepping, loop.slow, engine, server)
-
     # --- a prompt and its answer
 
     async def _count(self, request: HTTPRequest) -> Reply:
         """Count the tokens of a prompt."""
         body = await http.read_body(request, self._requests)
-        pool = self._slow_pool if len(body) > http.LONG_BODY_BYTES else self._pool
-        parse_request = partial(anthropic.parse_request, is_count=True)
-        tokens = await self._events.run_in_executor(
-            pool, count_tokens, self.served, parse_request, body
-        )
+        model, parsed = await self._in_worker(body, self._parse_count, body)
+        async with self._lent(request, self.models.borrow(model)) as served:
+            tokens = await self._in_worker(body, count_tokens, served, parsed)
         return reply({"input_tokens": tokens})
+
+    def _parse_count(self, body: bytes) -> tuple[PooledModel, ParsedRequest]:
+        reader = read_json(body)
+        model = self.models.named(reader.get("model"))
+        return model, anthropic.parse_request(reader, is_count=True)
+
+    def _in_worker(self, body: bytes, act: Callable, *given: object) -> asyncio.Future:
+        """Run this in a thread for short or for long bodies."""
+        pool = self._slow_pool if len(body) > http.LONG_BODY_BYTES else self._pool
+        return self._events.run_in_executor(pool, act, *given)
+
+    @asynccontextmanager
+    async def _lent(
+        self, request: HTTPRequest, lent: ServedModel | Ticket
+    ) -> AsyncIterator[ServedModel]:
+        """A model that is loaded, now or after a while, for as long as this lasts."""
+        try:
+            yield await self._loaded(request, lent) if isinstance(lent, Ticket) else lent
+        finally:
+            if isinstance(lent, Ticket):
+                self.models.leave(lent)
+            else:
+                self.models.give_back(lent)
+
+    async def _loaded(
+        self, request: HTTPRequest, ticket: Ticket, is_stream: bool = False
+    ) -> ServedModel:
+        """Wait until a model is loaded. A client with a stream is told how the wait goes."""
+        is_over = asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the server has ended
+                self._events.call_soon_threadsafe(is_over.set)
+
+        ticket.wake = wake
+        request.answer = ticket
+        if not ticket.is_over:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOADING_S):
+                    await is_over.wait()
+        if not ticket.is_over:
+            if is_stream:
+                request.begin_events()
+            await is_over.wait()
+        request.answer = None
+        if ticket.refusal:
+            raise ticket.refusal
+        return ticket.served
 
     async def _complete(
         self, protocol: type[ProtocolAdapter], request: HTTPRequest
@@ -430,21 +410,32 @@ class APIServer:
         body = await http.read_body(request, self._requests)
         if self.draining:  # meanwhile
             raise shutting_down()
-        submission = Submission(self.served, protocol, request.connection.client)
+        submission = Submission(self.models, protocol, request.connection.client)
         self._submissions.add(submission)
-        pool = self._slow_pool if len(body) > http.LONG_BODY_BYTES else self._pool
         try:
-            await self._events.run_in_executor(pool, submission.parse_and_submit, body)
+            await self._in_worker(body, submission.parse_and_submit, body)
+            if submission.ticket:
+                is_stream = submission.request.stream
+                submission.served = await self._loaded(request, submission.ticket, is_stream)
+                await self._in_worker(body, submission.parse_prompts)
             body = b""  # free a large body while the answer runs
             request.size = 0
             if not submission.choices:
                 await self._events.run_in_executor(self._grammar_pool, submission.submit)
             writer = request.answer = AnswerWriter(submission, self._writers)
             requests = tuple(choice.handle.id for choice in writer.choices)
-            request.note(id=writer.id, requests=requests, stream=writer.is_stream)
+            facts = {"id": writer.id, "requests": requests, "stream": writer.is_stream}
+            request.note(model=submission.model, **facts)
             if writer.is_stream:
                 return await writer.stream(request)
             return await writer.whole()
+        except APIError as refusal:
+            if request.status is None:
+                raise
+            # The stream has begun while the model was loaded
+            request.note(reason=refusal.code, message=refusal.message)
+            adapter = protocol(submission.request, "", "")
+            await request.write(adapter.fail(refusal))
         except (ClientGone, asyncio.CancelledError):
             request.note_hang_up()  # before the answer is cancelled, which is another reason
             self._advise_after_hang_up(request, submission)
@@ -452,10 +443,12 @@ class APIServer:
         finally:
             submission.cancel()
             self._submissions.discard(submission)
-            if request.answer:
+            request.note(model=submission.model)
+            if isinstance(request.answer, AnswerWriter):
                 request.answer.end()
-                request.answer.account(request, self.metrics)
+                request.answer.account(request, self._status.metrics)
             request.answer = None
+            submission.give_back()
 
     def _advise_after_hang_up(self, request: HTTPRequest, submission: Submission) -> None:
         """Advise the owner when a client hangs up on the same long prompt for the second time."""

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from base.installation import command
 from base.strings import json_or_none
 from base.validation import shown, whole
 
@@ -27,6 +26,7 @@ MAX_TOOLS = 128
 MAX_MESSAGES = 2048  # including parts of messages
 # These change nothing in an answer: names, notes for billing, hints for a cache.
 IGNORED = {
+    "model",  # chosen before the other fields are read
     "client_metadata",
     "user",
     "metadata",
@@ -255,22 +255,6 @@ def read_json(body: bytes) -> BodyReader:
 
 
 # --- fields that several protocols have -----------------------------------------------------------
-
-
-def read_body(body: bytes, names: Sequence[str]) -> BodyReader:
-    """`names`: the model's. A star matches any."""
-    request = read_json(body)
-    check_model(request.get("model", names[0]), names)
-    return request
-
-
-def check_model(model: Any, names: Sequence[str]) -> None:
-    if not isinstance(model, str):
-        raise bad("model", model, "a string")
-    if model not in names and "*" not in names:
-        words = f"the model {shown(model, 200)} does not exist here; there is {names[0]!r}, also as 'default'"
-        words += f"; {command('serve.py')} --alias gives it more names"
-        raise APIError(404, words, "model_not_found", "model")
 
 
 def conversation(request: BodyReader, name: str) -> list[BodyReader]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 
-from server.body_reader import invalid, read_body
+from server.body_reader import BodyReader, invalid
 from server.choice import Choice
 from server.openai import read_prompts
 from server.protocol_adapter import ParsedRequest, ProtocolAdapter, Usage
@@ -18,8 +18,7 @@ from step_output import unit_vector
 MAX_TEXTS = 2048  # texts in one request
 
 
-def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
-    request = read_body(body, names)
+def parse_request(request: BodyReader) -> ParsedRequest:
     prompts = read_prompts(request, "input", MAX_TEXTS)
     form = request.one_of("encoding_format", ("float", "base64"), "float")
     dimensions = request.whole("dimensions", 1)

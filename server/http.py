@@ -21,7 +21,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import h11
 
@@ -33,6 +33,7 @@ from server.body_reader import APIError
 from server.protocol_adapter import dump
 
 if TYPE_CHECKING:
+    from server.model_pool import Ticket
     from server.stream import AnswerWriter
 
 MAX_CONNECTIONS = 512  # connections with a request in work; one more gets a 429
@@ -116,12 +117,15 @@ class HTTPRequest:
             target = self._read_address(target)
         # The name by which the client knows this server
         self.host = re.sub(r":\d+$", "", self.headers["host"]).lower()
-        self.path = unquote(target.partition("?")[0])
+        path, _, query = target.partition("?")
+        self.path = unquote(path)
+        self.query = dict(parse_qsl(query))
         self.status: int | None = None  # of the response, once it has begun
         self.is_logged = False  # not so for /health
         self.size = 0  # bytes of the body, while it is in memory
         self.left = 0  # bytes of the response not written yet
-        self.answer: AnswerWriter | None = None  # while the engine works for this request
+        # While the engine works for this request, or a model is loaded for it
+        self.answer: AnswerWriter | Ticket | None = None
         # CORS headers, for a page that may read the response
         self.shared: Mapping[str, str] = {}
         # The body of an error, in the protocol's form

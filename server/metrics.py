@@ -1,8 +1,11 @@
-"""Counters, histograms and gauges of a server, in Prometheus' text format (`/metrics`)."""
+"""Counters, histograms and gauges of a server, in Prometheus' text format (`/metrics`).
+
+What belongs to a model has its name as a label.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -20,6 +23,20 @@ from engine.server_view import RequestRecord
 from engine.snapshot import Snapshot, percentile
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+ENGINE_GAUGES: dict[str, Callable[[Snapshot], float]] = {
+    "requests_running": lambda engine: sum(slot.request is not None for slot in engine.slots),
+    "requests_waiting": lambda engine: engine.waiting,
+    "slots": lambda engine: len(engine.slots),
+    "slot_tokens": lambda engine: engine.limits.max_len,
+    "prompt_tokens_per_second": lambda engine: engine.prompt_tokens_per_s,
+}
+STATES = {  # of a model with states; 0 with others
+    "checkpoints_made": "Checkpoints of states that chunks have left.",
+    "checkpoints_restored": "Prompts that have started from a checkpoint.",
+    "checkpoints_dropped": "Checkpoints given up for newer ones, or not proven to be finite.",
+    "reread_prompt_tokens": "Prompt tokens that were read again because no checkpoint was there, "
+    "although the same client's rows were.",
+}
 disable_created_metrics()  # else each metric would have a second one: its creation time
 
 
@@ -29,20 +46,27 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter(
-            "http_requests", "Requests that have ended.", "status", "reason"
+            "http_requests", "Requests that have ended.", "model", "status", "reason"
         )
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.", "model")
         self.cached_tokens = self._counter(
-            "cached_prompt_tokens", "Prompt tokens whose rows the same client wrote.", "source"
+            "cached_prompt_tokens",
+            "Prompt tokens whose rows the same client wrote.",
+            "model",
+            "source",
         )
         self.prefill_tokens = self._counter(
-            "prefill_tokens", "Prompt tokens that were read, or that another client's rows spared."
+            "prefill_tokens",
+            "Prompt tokens that were read, or that another client's rows spared.",
+            "model",
         )
-        self.draft_tokens = self._counter("draft_tokens", "Draft tokens that were proposed.")
-        self.accepted_tokens = self._counter("accepted_tokens", "Draft tokens that were accepted.")
-        for source in ("slot", "other_slot", "disk"):
-            self.cached_tokens.labels(source)
-        self.tokens = self._counter("generated_tokens", "Tokens of answers.")
+        self.draft_tokens = self._counter(
+            "draft_tokens", "Draft tokens that were proposed.", "model"
+        )
+        self.accepted_tokens = self._counter(
+            "accepted_tokens", "Draft tokens that were accepted.", "model"
+        )
+        self.tokens = self._counter("generated_tokens", "Tokens of answers.", "model")
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "From a request to its first token."
         )
@@ -57,72 +81,82 @@ class ServerMetrics:
         return Counter(f"nanobatch_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"nanobatch_{name}", text, buckets=SECONDS, registry=self.registry)
+        return Histogram(
+            f"nanobatch_{name}", text, ("model",), buckets=SECONDS, registry=self.registry
+        )
+
+    def add_model(self, name: str) -> None:
+        """Its figures begin with zero: a counter that appears late has lost its first increase."""
+        for metric in (self.prompt_tokens, self.prefill_tokens, self.tokens):
+            metric.labels(name)
+        for metric in (self.draft_tokens, self.accepted_tokens):
+            metric.labels(name)
+        for metric in (self.ttft, self.gap, self.latency):
+            metric.labels(name)
+        for source in ("slot", "other_slot", "disk"):
+            self.cached_tokens.labels(name, source)
 
     def count(self, record: RequestRecord) -> None:
-        self.requests.labels(record.status or 0, record.reason).inc()
-        self.draft_tokens.inc(record.draft_tokens)
-        self.accepted_tokens.inc(record.accepted_tokens)
-        self.tokens.inc(record.tokens)
-        if record.requests and record.latency_s is not None:
-            self.latency.observe(record.latency_s)
+        model = record.model
+        self.requests.labels(model, record.status or 0, record.reason).inc()
+        if not record.requests:
+            return
+        self.draft_tokens.labels(model).inc(record.draft_tokens)
+        self.accepted_tokens.labels(model).inc(record.accepted_tokens)
+        self.tokens.labels(model).inc(record.tokens)
+        if record.latency_s is not None:
+            self.latency.labels(model).observe(record.latency_s)
 
-    def prompt(self, tokens: int, own: int, source: str) -> None:
+    def prompt(self, model: str, tokens: int, own: int, source: str) -> None:
         """Record a prompt. `own`: the cached tokens whose rows the same client wrote; others would
         confirm a guess at another client's prompt. `source`: "slot" | "other_slot" | "disk"."""
-        self.prompt_tokens.inc(tokens)
-        self.prefill_tokens.inc(tokens - own)
+        self.prompt_tokens.labels(model).inc(tokens)
+        self.prefill_tokens.labels(model).inc(tokens - own)
         if own:
-            self.cached_tokens.labels(source).inc(own)
+            self.cached_tokens.labels(model, source).inc(own)
 
-    def times(self, ttft_s: float | None, times: Sequence[float]) -> None:
+    def times(self, model: str, ttft_s: float | None, times: Sequence[float]) -> None:
         """Record a choice: seconds to the first token, and the time of each token."""
         if ttft_s is not None:
-            self.ttft.observe(ttft_s)
+            self.ttft.labels(model).observe(ttft_s)
         for before, after in pairwise(times):
-            self.gap.observe(after - before)
+            self.gap.labels(model).observe(after - before)
 
-    def text(self, engine: Snapshot | None, gauges: dict[str, float]) -> str:
-        """All metrics: the counters, the server's gauges, and the engine's, once there is an
-        engine."""
+    def text(self, engines: Mapping[str, Snapshot], gauges: Mapping[str, float]) -> str:
+        """All metrics: the counters, the server's gauges, and those of each loaded engine."""
         metrics = list(self.registry.collect())
-        if engine:
-            gauges = gauges | {
-                "requests_running": sum(slot.request is not None for slot in engine.slots),
-                "requests_waiting": engine.waiting,
-                "slots": len(engine.slots),
-                "slot_tokens": engine.limits.max_len,
-                "prompt_tokens_per_second": engine.prompt_tokens_per_s,
-            }
-            metrics += [steps_of(engine), *states_of(engine)]
         for name, value in gauges.items():
-            words = name.replace("_", " ").capitalize()
-            metrics.append(GaugeMetricFamily(f"nanobatch_{name}", words, value))
+            metrics.append(GaugeMetricFamily(f"nanobatch_{name}", in_words(name), value))
+        steps = Metric("nanobatch_step_seconds", "How long steps took.", "summary")
+        own = {
+            name: GaugeMetricFamily(f"nanobatch_{name}", in_words(name), labels=["model"])
+            for name in ENGINE_GAUGES
+        }
+        for model, engine in engines.items():
+            for name, value in ENGINE_GAUGES.items():
+                own[name].add_metric([model], value(engine))
+            add_steps(steps, model, engine)
+        states = [
+            CounterMetricFamily(f"nanobatch_{name}", words, labels=["model"])
+            for name, words in STATES.items()
+        ]
+        for model, engine in engines.items():
+            for counter, value in zip(states, engine.states, strict=True):
+                counter.add_metric([model], value)
+        if engines:
+            metrics += [*own.values(), steps, *states]
         return generate_latest(SimpleNamespace(collect=lambda: metrics)).decode()
 
 
-def states_of(engine: Snapshot) -> list[Metric]:
-    """Counters of a model with states; 0 with others."""
-    texts = {
-        "checkpoints_made": "Checkpoints of states that chunks have left.",
-        "checkpoints_restored": "Prompts that have started from a checkpoint.",
-        "checkpoints_dropped": "Checkpoints given up for newer ones, or not proven to be finite.",
-        "reread_prompt_tokens": "Prompt tokens that were read again because no checkpoint was there, although "
-        "the same client's rows were.",
-    }
-    return [
-        CounterMetricFamily(f"nanobatch_{name}", text, value)
-        for (name, text), value in zip(texts.items(), engine.states, strict=True)
-    ]
+def in_words(name: str) -> str:
+    return name.replace("_", " ").capitalize()
 
 
-def steps_of(engine: Snapshot) -> Metric:
+def add_steps(steps: Metric, model: str, engine: Snapshot) -> None:
     """Duration of steps: quantiles since the last scrape, sum and count of all."""
-    name = "nanobatch_step_seconds"
-    steps = Metric(name, "How long steps took.", "summary")
+    label = {"model": model}
     took = [step.seconds for step in engine.steps]
     for part in (0.5, 0.95, 0.99) if took else ():
-        steps.add_sample(name, {"quantile": str(part)}, percentile(took, part))
-    steps.add_sample(f"{name}_sum", {}, engine.steps_s)
-    steps.add_sample(f"{name}_count", {}, engine.seen.steps)
-    return steps
+        steps.add_sample(steps.name, label | {"quantile": str(part)}, percentile(took, part))
+    steps.add_sample(f"{steps.name}_sum", label, engine.steps_s)
+    steps.add_sample(f"{steps.name}_count", label, engine.seen.steps)

@@ -25,7 +25,6 @@ from server.body_reader import (
     conversation,
     effort_hint,
     invalid,
-    read_body,
     read_form,
     read_stop,
     read_tools,
@@ -92,9 +91,7 @@ NEUTRAL = {
 # --- requests -------------------------------------------------------------------------------------
 
 
-def parse_request(body: bytes, names: Sequence[str], is_chat: bool) -> ParsedRequest:
-    """`names`: those of the served model."""
-    request = read_body(body, names)
+def parse_request(request: BodyReader, is_chat: bool) -> ParsedRequest:
     values = request.table(CHAT_FIELDS if is_chat else FIELDS)
     parsed = read_chat(request, values) if is_chat else ParsedRequest(read_prompts(request))
     prompts = len(parsed.prompts)
@@ -415,7 +412,7 @@ def written(usage: Usage) -> dict:
     }
 
 
-def model(name: str, created: int, max_len: int, quantization: str) -> dict:
+def model(name: str, created: int, max_len: int, quantization: str, **facts: object) -> dict:
     return {
         "id": name,
         "object": "model",
@@ -423,4 +420,5 @@ def model(name: str, created: int, max_len: int, quantization: str) -> dict:
         "owned_by": "nanobatch",
         "max_model_len": max_len,
         "quantization": quantization,
+        **facts,
     }

@@ -1,4 +1,4 @@
-"""Read the body of a request: check its fields, render and tokenize its prompts.
+"""Render and tokenize the prompts of a request, and check what it asks of the model.
 
 Everything here runs in a worker thread, because tokenizing a long prompt takes a second. Nothing here
 touches the engine's queue.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from base.error_reports import describe
@@ -19,6 +19,7 @@ from base.strings import json_or_none
 from request import QueueFull
 from sampling_params import SamplingParams
 from server.body_reader import APIError, invalid, without_folders
+from server.model_pool import ServedModel
 from server.protocol_adapter import ParsedRequest, ProtocolAdapter, shutting_down
 from text.tokenizer import ChatPrompt, Prompt, TooLongError
 from text.tool_formats import OutputFormat, tool_call_grammar
@@ -30,17 +31,8 @@ MAX_LOGPROBS = 200_000  # log probabilities in one response, over all choices
 TOO_LONG = "context_length_exceeded"
 
 
-class ServedModel(NamedTuple):
-    """The engine and what clients may call its model."""
-
-    engine: Engine
-    names: tuple[str, ...]  # the model's names; the first is its own
-    defaults: dict[str, float]  # for settings that a request leaves out
-    max_tokens: int | None = None  # and for its own limit; None: to the end of the slot
-
-
 class Asked(NamedTuple):
-    """What a body asks for: made by `parse`, read by `Submission` and `AnswerWriter`."""
+    """What a body asks of a model: made by `parse`, read by `Submission` and `AnswerWriter`."""
 
     protocol: type[ProtocolAdapter]
     request: ParsedRequest
@@ -60,20 +52,16 @@ class Asked(NamedTuple):
         return refusal_of(error, self.protocol, self.request.settings)
 
 
-def parse(served: ServedModel, protocol: type[ProtocolAdapter], body: bytes) -> Asked:
-    """Check a body and tokenize its prompts."""
-    engine, names, defaults, most = served
-    request = protocol.parse_request(body, names)
+def parse(served: ServedModel, protocol: type[ProtocolAdapter], request: ParsedRequest) -> Asked:
+    """Tokenize the prompts of a request, and check what it asks for."""
+    engine = served.engine
     asked = Asked(protocol, request, [])
     try:
         for prompt in request.prompts:
             tokens = read_prompt(engine, prompt, protocol.prompt)
             room = min(engine.sched.max_len - len(tokens.ids), most_tokens(request))
-            settings = (
-                defaults
-                | request.settings
-                | {"max_tokens": min(request.max_tokens or most or room, room)}
-            )
+            most = request.max_tokens or served.max_tokens or room
+            settings = served.defaults | request.settings | {"max_tokens": min(most, room)}
             if grammar := grammar_of(engine, request, tokens):
                 settings["grammar"] = grammar
             for _ in range(request.n):
@@ -186,9 +174,6 @@ def read_prompt(engine: Engine, prompt: str | list | ChatPrompt, param: str) -> 
     return read
 
 
-def count_tokens(
-    served: ServedModel, parse_request: Callable[[bytes, Sequence[str]], ParsedRequest], body: bytes
-) -> int:
+def count_tokens(served: ServedModel, request: ParsedRequest) -> int:
     """The number of tokens of a prompt."""
-    parsed = parse_request(body, served.names)
-    return len(read_prompt(served.engine, parsed.prompts[0], "messages").ids)
+    return len(read_prompt(served.engine, request.prompts[0], "messages").ids)

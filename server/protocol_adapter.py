@@ -83,7 +83,7 @@ class Progress(NamedTuple):
 class ProtocolAdapter:
     """Parses a body of one protocol and writes one answer: a whole body, or the events of a stream.
 
-    `parse_request` makes a `ParsedRequest` from a body and the model's names. `whole` takes all
+    `parse_request` makes a `ParsedRequest` from a body, as a `BodyReader`. `whole` takes all
     choices and their `Usage`. The events of a stream: `first`; `changed` for each change of a
     choice's items; `last` when a choice has ended; `close` at the end, or `fail`.
     """

@@ -26,7 +26,6 @@ from server.body_reader import (
     call_of,
     conversation,
     effort_hint,
-    read_body,
     read_form,
     read_tools,
 )
@@ -51,8 +50,7 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 # --- requests -------------------------------------------------------------------------------------
 
 
-def parse_request(body: bytes, names: Sequence[str]) -> ParsedRequest:
-    request = read_body(body, names)
+def parse_request(request: BodyReader) -> ParsedRequest:
     for name in MEMORY:
         if value := request.get(name):
             words = f"= {shown(value)} needs stored state, and this server is stateless"

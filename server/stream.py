@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 import time
 
 from base.validation import GrammarError
+from engine.handle import Handle
 from engine.prefill_progress import PrefillProgress
 from server.body_reader import APIError, without_folders
 from server.http import HTTPRequest, Reply
@@ -26,16 +26,14 @@ PIECE = 256  # bytes of a piece in memory, about
 SCORE = 12  # and of each of its log probabilities
 WORST = ("error", "cancelled", "length", "stop")  # finish reasons, worst first
 LOG_S = 10.0  # seconds between two log lines about one long prompt
-# Of this process: so servers behind one balancer never give the same id
-SUFFIX = secrets.token_hex(2)
 
 
 class AnswerWriter:
     """The choices of a submitted request on their way to the client. Runs in the server's thread,
     except `_whole_body`."""
 
-    def __init__(self, submission: Submission, writers: dict[int, AnswerWriter]):
-        """`writers`: all of them, by request id."""
+    def __init__(self, submission: Submission, writers: dict[Handle, AnswerWriter]):
+        """`writers`: all of them, by the handles of their choices."""
         asked = submission.asked
         self.choices = submission.choices
         self.is_stream = asked.request.stream
@@ -43,8 +41,9 @@ class AnswerWriter:
         self._submission = submission
         self._parsed = asked.request
         self._writers = writers
-        name = f"{self.choices[0].handle.id}-{SUFFIX}"
-        self._adapter = asked.protocol(asked.request, name, submission.served.names[0])
+        served = submission.served
+        name = f"{self.choices[0].handle.id}-{served.suffix}"
+        self._adapter = asked.protocol(asked.request, name, served.name)
         self.id = self._adapter.id
         self._is_read = False  # whether the client knows that its prompt is read
         self._logged = -math.inf  # time of the last log line about the prompt
@@ -53,7 +52,7 @@ class AnswerWriter:
     def _listen(self) -> None:
         """Be woken for the output of all choices."""
         for choice in self.choices:
-            self._writers[choice.handle.id] = self
+            self._writers[choice.handle] = self
         self.has_output.set()  # a commit before this line did not find us
 
     async def _output(self) -> None:
@@ -83,7 +82,8 @@ class AnswerWriter:
 
     async def stream(self, request: HTTPRequest) -> None:
         """Server-sent events, one for each delta of a choice."""
-        request.begin_events(self.id)
+        if request.status is None:  # else it has begun while the model was loaded
+            request.begin_events(self.id)
         left = dict(enumerate(self.choices))
         said = self._adapter.first(len(left), self._usage)
         if self._parsed.progress:
@@ -202,14 +202,16 @@ class AnswerWriter:
         """Write this answer into the records and metrics. Times are the engine's, plus the time
         before submission."""
         total = self._usage()
+        model = self._submission.served.name
         metrics = [choice.handle.metrics for choice in self.choices]
         first_tokens = []
         for m, choice in zip(metrics, self.choices, strict=True):
             first_tokens.append(None if m.ttft_s is None else self._submission.read_s + m.ttft_s)
-            server_metrics.times(first_tokens[-1], choice.handle.times)
+            server_metrics.times(model, first_tokens[-1], choice.handle.times)
         for choice in self.choices[:: self._parsed.n]:
             asked = choice.handle.request
-            server_metrics.prompt(len(asked.prompt), asked.prefix.own, asked.prefix.cached_from)
+            own = asked.prefix.own
+            server_metrics.prompt(model, len(asked.prompt), own, asked.prefix.cached_from)
         reasons = filter(None, [choice.handle.finish_reason for choice in self.choices])
         first = metrics[0]
         reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)
@@ -230,4 +232,4 @@ class AnswerWriter:
     def end(self) -> None:
         """Listen to no more output."""
         for choice in self.choices:
-            self._writers.pop(choice.handle.id, None)
+            self._writers.pop(choice.handle, None)

@@ -16,9 +16,11 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from sampling_params import SamplingParams
+from server.body_reader import read_json
 from server.choice import Choice, Words
-from server.parse import Asked, ServedModel, parse
-from server.protocol_adapter import ProtocolAdapter
+from server.model_pool import ModelPool, ServedModel, Ticket
+from server.parse import Asked, parse
+from server.protocol_adapter import ParsedRequest, ProtocolAdapter
 from text.tokenizer import Prompt
 from text.tool_formats import OutputFormat
 from text.tool_parser import OutputParser
@@ -31,13 +33,17 @@ class Submission:
     """One request on its way to the engine. Runs in a worker thread, except `cancel`, which any
     thread may call."""
 
-    def __init__(self, served: ServedModel, protocol: type[ProtocolAdapter], client: str):
+    def __init__(self, models: ModelPool, protocol: type[ProtocolAdapter], client: str):
         """`client`: who asks, for the policy `fair`."""
-        self.served = served
-        self.asked: Asked | None = None  # set by `parse_and_submit`
+        self.model = ""  # its name
+        self.request: ParsedRequest | None = None  # set by `parse_and_submit`
+        self.served: ServedModel | None = None  # borrowed
+        self.ticket: Ticket | None = None  # in the line for a model that is not loaded
+        self.asked: Asked | None = None
         self.choices: list[Choice] = []  # those submitted; the list only grows
         self.began = time.perf_counter()
         self.read_s = 0.0  # seconds from the body to submission
+        self._models = models
         self._protocol = protocol
         self._client = client
         # Parsed, not submitted yet
@@ -48,10 +54,24 @@ class Submission:
     def parse_and_submit(self, body: bytes) -> None:
         """After an exception, call `cancel`: some choices may be submitted already.
 
-        A grammar may take seconds to compile, and requests without one must not wait for it. So a
-        request with a grammar is only parsed here, and `submit` is called in another worker.
+        If the model is not loaded, the request gets a `ticket`; with the model in `served`,
+        `parse_prompts` goes on.
         """
-        self.asked = parse(self.served, self._protocol, body)
+        reader = read_json(body)
+        model = self._models.named(reader.get("model"))
+        self.model = model.name
+        self.request = self._protocol.parse_request(reader)
+        lent = self._models.borrow(model)
+        if isinstance(lent, Ticket):
+            self.ticket = lent
+            return
+        self.served = lent
+        self.parse_prompts()
+
+    def parse_prompts(self) -> None:
+        """A grammar may take seconds to compile, and requests without one must not wait for it. So a
+        request with a grammar is only parsed here, and `submit` is called in another worker."""
+        self.asked = parse(self.served, self._protocol, self.request)
         self._left.extend(self.asked.choices)
         if not self.asked.grammar:
             self.submit()
@@ -124,3 +144,10 @@ class Submission:
         self._is_cancelled = True
         for choice in list(self.choices):
             choice.handle.cancel()
+
+    def give_back(self) -> None:
+        """After its end: others may use the model's memory."""
+        if self.ticket:
+            self._models.leave(self.ticket)
+        elif self.served:
+            self._models.give_back(self.served)

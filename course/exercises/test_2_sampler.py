@@ -37,7 +37,7 @@ import sampling
 from kernels.device import mx
 from sampling import SamplingRow, SlotState, sample
 from sampling_params import SamplingParams
-from server.body_reader import APIError
+from server.body_reader import APIError, read_json
 from server.openai import parse_request
 
 PROBABILITIES = (0.50, 0.30, 0.10, 0.06, 0.04)
@@ -113,7 +113,7 @@ def test_a_client_may_ask_for_top_a_over_http():
     for body, is_chat in (({"prompt": "Why?"}, False), ({"messages": [MESSAGE]}, True)):
         body = json.dumps({"model": "demo", "top_a": 0.3, **body})
         try:
-            wish = parse_request(body.encode(), ["demo"], is_chat)
+            wish = parse_request(read_json(body.encode()), is_chat)
         except APIError as refusal:
             not_done(f"server/openai.py refuses top_a ({refusal}): is its name in PLAIN?")
         assert wish.settings["top_a"] == 0.3

@@ -44,7 +44,7 @@ def call(number: int, **fields) -> RequestRecord:
 
 def told(figures: ServerMetrics) -> int:
     """What /metrics says."""
-    lines = figures.text(None, {}).splitlines()
+    lines = figures.text({}, {}).splitlines()
     values = [line.split()[1] for line in lines if line.split()[0] == NAME]
     if not values:
         not_done(f"server/metrics.py: Figures.text has no line {NAME}")

@@ -88,7 +88,7 @@ def test_command_line_wins(tmp_path):
         ("models = 5", "models = 5, but it must be a table"),
         ("[models]\nother = 5", "models.other = 5, but it must be a table"),
         ("[models.demo]\nask = 5", "serve has no option 'ask'"),
-        ("model = []", "model = [], but it takes one value"),
+        ("policy = []", "policy = [], but it takes one value"),
         ("api-key = []", "api-key = [], but it takes one value"),
         ("api-key = false", "api-key = False, but it is not a switch"),
         ("embeddings = []", "embeddings = [], but it takes one value"),

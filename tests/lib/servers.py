@@ -37,7 +37,8 @@ class Server:
     patience = 120.0  # seconds for an answer; a busy machine takes a few
 
     def __init__(self, *arguments: str, wait: bool = True, **environment: str):
-        command = [sys.executable, str(self.program), "--port", "0", *arguments]
+        own = () if "--model" in arguments or "--config" in arguments else ("--model", "demo")
+        command = [sys.executable, str(self.program), "--port", "0", *own, *arguments]
         with tempfile.NamedTemporaryFile(suffix=".log", delete=False) as log:
             self.log = Path(log.name)
             self.process = subprocess.Popen(

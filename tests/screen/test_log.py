@@ -128,7 +128,7 @@ def test_a_plain_log_has_no_control_characters():
     call = RequestRecord(1, 0.0, "127.0.0.1", f"GET /{HOSTILE}", status=404, message=HOSTILE)
     ended = [(call,)]
     stage.client.server = SimpleNamespace(
-        look=lambda since: ServerView("", False, 1, 0, (), ended.pop() if ended else (), 0, 1),
+        view=lambda since: ServerView("", False, 1, 0, (), ended.pop() if ended else (), 0, 1),
         changes=1,
     )
     lines: list[str] = []

@@ -480,7 +480,7 @@ def canned_server() -> ServerView:
 def test_the_clients_pane_is_as_drawn():
     async def scenario(it: Show):
         views = [canned_server(), replace(canned_server(), ended=())]
-        it.stage.client.server = SimpleNamespace(look=lambda since: views[bool(since)], changes=0)
+        it.stage.client.server = SimpleNamespace(view=lambda since: views[bool(since)], changes=0)
         it.stage.obey("/burst 3")
         await it.turns(30)
         it.app.paint()

@@ -39,6 +39,7 @@ from server import stream as answer_stream
 from server.access_log import AccessLog, request_line
 from server.anthropic import Message
 from server.app import APIServer
+from server.body_reader import BodyReader, read_json
 from server.choice import Change, Choice, Item, Word, Words
 from server.http import LONG_BODY_BYTES, Options
 from server.openai import ChatCompletion
@@ -81,7 +82,7 @@ def test_owner_is_advised_once_of_a_second_hang_up(here, monkeypatch):
         line = here.line().post(COMPLETIONS, BODY | {"prompt": prompt, "stream": True})
         line.until(b": prompt 0/")
         line.hang_up()
-        wait_for(lambda: not here.api.look().open)
+        wait_for(lambda: not here.api.view().open)
         assert len(hints) == (count > 2), hints
     assert re.match(r"127.0.0.1 hung up twice on the same prompt, after \d+ s, with 0 of", hints[0])
     here.loop.resume()
@@ -134,7 +135,7 @@ def test_failed_answer_is_an_error_and_the_next_is_right(here, engine, monkeypat
     assert (reply.status, reply.error["code"]) == (500, "failed")
     assert reply.error["type"] == "server_error" and "on fire" in reply.error["message"]
     assert here.complete(seed=1).json["choices"][0]["text"] == expected
-    assert here.api.look().ended[1].reason == "failed"
+    assert here.api.view().ended[1].reason == "failed"
 
 
 def test_the_memory_that_is_free_now(here):
@@ -199,7 +200,7 @@ def test_metrics_keep_no_texts_between_scrapes(here):
     """There may never be another scrape."""
     here.complete()
     assert here.gauge("step_seconds_count") == here.gauge("step_seconds_count") > 5
-    kept = here.api._scraped
+    kept = here.api._status._scraped["small"]
     assert kept.steps == kept.ended == kept.requests == () and kept.seen.ended == 1
     assert b'quantile="0.5"' not in here.ask("/metrics").body, "no step since the last look"
     here.complete()
@@ -279,14 +280,14 @@ def test_reader_that_takes_nothing_is_dropped(here, monkeypatch):
     monkeypatch.setattr(http, "WRITE_TIMEOUT_S", 0.3)
     line = Line(here.host, here.port, receive=4096)
     line.post(COMPLETIONS, BODY | {"stream": True, "logprobs": 20, "n": 16, "max_tokens": 100})
-    ended = wait_for(lambda: here.api.look().ended)
-    assert ended[0].hung_up and ended[0].reason == "too_slow" and not here.api.look().open
+    ended = wait_for(lambda: here.api.view().ended)
+    assert ended[0].hung_up and ended[0].reason == "too_slow" and not here.api.view().open
     line.hang_up()
 
 
 def submitted(here) -> tuple[int, ...]:
     """The requests of the one call that is open, as soon as they are in line."""
-    return wait_for(lambda: [call.requests for call in here.api.look().open if call.requests])[0]
+    return wait_for(lambda: [call.requests for call in here.api.view().open if call.requests])[0]
 
 
 def narrow(here) -> None:
@@ -318,9 +319,9 @@ def test_slowest_reader_is_ended_when_too_much_waits(here, monkeypatch):
     most, least = sorted(answer.lag for answer in answers)[::-1]
     assert most > 1.2 * least > 1_000
     monkeypatch.setattr(http, "MAX_UNSENT_BYTES", most + least // 2)
-    ended = wait_for(lambda: [call for call in here.api.look().ended if call.reason == "too_slow"])
+    ended = wait_for(lambda: [call for call in here.api.view().ended if call.reason == "too_slow"])
     time.sleep(0.2)  # some sweeps later
-    assert len(ended) == 1 and len(here.api.look().open) == 1
+    assert len(ended) == 1 and len(here.api.view().open) == 1
     said = lines[1].until(b"[DONE]")
     texts = [json.loads(text) for text in re.findall(rb"data: (\{.*\})", said)]
     assert "".join(text["choices"][0]["text"] for text in texts) == expected
@@ -354,12 +355,12 @@ def test_hang_up_during_a_large_answer_is_recorded(here):
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048)
     line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
-    wait_for(lambda: here.api.look().open)
+    wait_for(lambda: here.api.view().open)
     narrow(here)
     here.loop.resume()
     line.until(b"\r\n\r\n")
     line.hang_up()
-    ended = wait_for(lambda: here.api.look().ended)
+    ended = wait_for(lambda: here.api.view().ended)
     assert ended[0].hung_up and ended[0].status == 200 and ended[0].tokens > 100
 
 
@@ -409,7 +410,7 @@ def fill(here, line: Line, requests: int, what: str = "GET /metrics") -> None:
     own = connection.transport.get_extra_info("socket")
     own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
     line.send(f"{what} HTTP/1.1\nHost: localhost\n\n" * requests)
-    wait_for(lambda: not here.api.look().connections)
+    wait_for(lambda: not here.api.view().connections)
     line.hang_up()
 
 
@@ -497,7 +498,7 @@ def test_hang_up_is_noticed_after(here, what):
         (connection,) = here.api._connections
         wait_for(lambda: connection._http.trailing_data[0])
     line.hang_up()
-    wait_for(lambda: not here.api.look().open)
+    wait_for(lambda: not here.api.view().open)
 
 
 def test_read_ahead_is_bounded(here):
@@ -522,11 +523,11 @@ def test_all_bodies_together_have_a_limit(here, monkeypatch):
     monkeypatch.setattr(http, "MAX_BODIES_BYTES", 10 * LONG_BODY_BYTES)
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 1000000\n\n"
     lines = [here.line().send(head).send(b"x" * 4 * LONG_BODY_BYTES) for _ in range(4)]
-    wait_for(lambda: any(call.status == 429 for call in here.api.look().ended))
+    wait_for(lambda: any(call.status == 429 for call in here.api.view().ended))
     assert here.complete(max_tokens=1).status == 200
     for line in lines:
         line.hang_up()
-    wait_for(lambda: not here.api.look().open)
+    wait_for(lambda: not here.api.view().open)
     assert here.complete(user="x" * 5 * LONG_BODY_BYTES, max_tokens=1).status == 200
 
 
@@ -687,7 +688,7 @@ def test_exactly_the_requests_over_the_limit_are_refused(here, monkeypatch):
         assert line.post(COMPLETIONS, BODY | {"max_tokens": 1}).reply().status == 200
     here.loop.pause()
     served = [line.post(COMPLETIONS, BODY) for line in idle[:2]]
-    wait_for(lambda: sum(bool(call.requests) for call in here.api.look().open) == 2)
+    wait_for(lambda: sum(bool(call.requests) for call in here.api.view().open) == 2)
     refused = idle[2].post(COMPLETIONS, BODY).reply()
     assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
     assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
@@ -721,7 +722,7 @@ def test_idle_connections_keep_nobody_out(here, monkeypatch, what):
             stack.callback(line.hang_up)
             with suppress(OSError):  # it may be ended meanwhile
                 line.send(sent)
-        wait_for(lambda: here.api.look().connections == 30)
+        wait_for(lambda: here.api.view().connections == 30)
         here.loop.resume()
         assert here.complete().status == 200
         assert working.reply().status == 200  # the longest open, but it has a request in work
@@ -859,8 +860,8 @@ def test_engine_gets_the_client_address(here):
     line = here.line("127.0.0.2")
     line.post(COMPLETIONS, {"prompt": "Hello", "guided_choice": ["yes", "no"], "max_tokens": 9})
     assert line.reply().status == 200
-    assert here.api.served.engine.snapshot().ended[-1].client == "127.0.0.2"
-    assert wait_for(lambda: here.api.look().ended)[-1].client == "127.0.0.2"
+    assert here.api.models.default.served.engine.snapshot().ended[-1].client == "127.0.0.2"
+    assert wait_for(lambda: here.api.view().ended)[-1].client == "127.0.0.2"
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -884,7 +885,10 @@ def test_cached_tokens_reveal_no_other_clients_prompt(here, seed):
         assert cached <= max(known, default=0)
         said[client].append(prompt)
         told += cached > 0
-        reused += here.api.served.engine.snapshot().ended[-1].metrics.cached_tokens > cached
+        reused += (
+            here.api.models.default.served.engine.snapshot().ended[-1].metrics.cached_tokens
+            > cached
+        )
     assert told and reused
 
 
@@ -911,8 +915,8 @@ def test_progress_and_metrics_reveal_no_other_clients_prompt(here, monkeypatch):
     here.loop.slow = 0.0
     seen = {int(done) for done in re.findall(rb'"processed":(\d+)', said)}
     assert len(seen) > 2 and all(done in (0, 16, 32, 48, 100) for done in seen)  # in chunks
-    assert here.api.served.engine.snapshot().ended[-1].metrics.cached_tokens == 45
-    after = wait_for(lambda: not here.api.look().open and token_counts(here))
+    assert here.api.models.default.served.engine.snapshot().ended[-1].metrics.cached_tokens == 45
+    after = wait_for(lambda: not here.api.view().open and token_counts(here))
     assert [now - then for now, then in zip(after, before, strict=True)] == [100, 100, 0]
 
 
@@ -946,14 +950,14 @@ def test_client_gone_before_its_turn_is_not_served(here, monkeypatch):
     lines = [here.line().post(COMPLETIONS, body) for _ in range(at_once)]
     wait_for(lambda: len(asked) == at_once)
     lines += [here.line().post(COMPLETIONS, body) for _ in range(5)]
-    wait_for(lambda: here.api.look().connections == at_once + 5)
+    wait_for(lambda: here.api.view().connections == at_once + 5)
     wait_for(lambda: all(v.is_logged and not v.size for v in list(here.api._requests)))
     time.sleep(0.2)
     for line in lines[at_once:]:
         line.hang_up()
-    wait_for(lambda: here.api.look().connections <= at_once)
+    wait_for(lambda: here.api.view().connections <= at_once)
     goes_on.set()
-    wait_for(lambda: not here.api.look().open)
+    wait_for(lambda: not here.api.view().open)
     assert len(asked) == at_once
 
 
@@ -1010,7 +1014,7 @@ def test_too_many_messages_are_refused_before_the_template(engine, monkeypatch):
     monkeypatch.setattr(engine.text, "encode_prompt", asked.append)
     body = json.dumps({"messages": [{"role": "user", "content": ""}] * 2049}).encode()
     with pytest.raises(protocol_adapter.APIError):
-        parse.parse(parse.ServedModel(engine, "small", {}), openai.ChatCompletion, body)
+        openai.ChatCompletion.parse_request(read_json(body))
     assert not asked
 
 
@@ -1020,9 +1024,9 @@ def test_log_probabilities_shorten_the_answer(here):
     most = parse.MAX_LOGPROBS // 16
     for asked, expected in (({"logprobs": 20}, most // 21), ({"logprobs": 0}, most)):
         body = json.dumps({"prompt": "x", "n": 16, **asked}).encode()
-        parsed = openai.parse_request(body, ("small",), False)
+        parsed = openai.parse_request(read_json(body), False)
         assert parse.most_tokens(parsed) == expected
-    plain = openai.parse_request(b'{"prompt": "x", "n": 16}', ("small",), False)
+    plain = openai.parse_request(BodyReader({"prompt": "x", "n": 16}), False)
     assert parse.most_tokens(plain) > 10**9
 
 

@@ -292,5 +292,5 @@ def test_log_names_the_client_and_not_the_proxy(engine):
         assert here.ask(COMPLETIONS, BODY).status == 200
         clients = [request.client for request in engine.snapshot().ended]
         # A request is recorded after its answer has been sent
-        wait_for(lambda: [call.client for call in here.api.look().ended] == clients)
+        wait_for(lambda: [call.client for call in here.api.view().ended] == clients)
     assert clients == ["192.0.2.7", "192.0.2.8", "127.0.0.1"]

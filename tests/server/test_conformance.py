@@ -22,6 +22,7 @@ from servers import (
 from streams import ask
 
 from server import anthropic
+from server.body_reader import BodyReader
 
 SEVERAL = {"type": "auto", "disable_parallel_tool_use": False}
 
@@ -487,7 +488,7 @@ def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
     text = server.parrot.engine.text
     prompts = []
     for body in (first, second):
-        chat = anthropic.parse_request(json.dumps(body).encode(), ("default",)).prompts[0]
+        chat = anthropic.parse_request(BodyReader(body)).prompts[0]
         prompts.append(text.encode_prompt(chat, 4096).ids)
     alike = [one == other for one, other in zip(*prompts, strict=False)]
     common = alike.index(False)

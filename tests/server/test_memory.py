@@ -106,10 +106,12 @@ def test_no_leak_from_embeddings(taught, census):
         assert taught.ask(*VECTORS).status == 200
     taught.parrot.loop.pause()
     lines = [taught.line().post(*VECTORS) for _ in range(MANY)]
-    wait_for(lambda: sum(bool(call.requests) for call in taught.parrot.api.request_log.look()[0]))
+    wait_for(
+        lambda: sum(bool(call.requests) for call in taught.parrot.api.request_log.records()[0])
+    )
     for line in lines:
         line.hang_up()
-    wait_for(lambda: not taught.parrot.api.request_log.look()[0])
+    wait_for(lambda: not taught.parrot.api.request_log.records()[0])
     taught.parrot.loop.resume()
     census()
 
@@ -137,11 +139,11 @@ def test_no_leak_from_hang_ups(taught, census, kind):
             asked = json.dumps(body | {"stream": bool(number % 2)})
             asked = asked.replace("x ", f"{next(NUMBERS)} ", 1)  # no slot remembers such a prompt
             lines.append(taught.line().post(path, asked.encode()))
-        wait_for(lambda: sum(bool(call.requests) for call in request_log.look()[0]) == MANY)
+        wait_for(lambda: sum(bool(call.requests) for call in request_log.records()[0]) == MANY)
         reach(taught, phase)
         for line in lines:
             line.hang_up()
-        wait_for(lambda: not request_log.look()[0])
+        wait_for(lambda: not request_log.records()[0])
         loop.resume()
     census()
 

@@ -13,7 +13,7 @@ from servers import COMPLETIONS
 from base.untrusted_files import LARGEST, LARGEST_OTHER, ModelError, check_size
 from engine import watch_frames
 from server import embeddings, openai, watch
-from server.body_reader import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOOLS
+from server.body_reader import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOOLS, read_json
 from server.protocol_adapter import APIError
 from text.grammar import RULES, compiled
 from text.tokenizer import OURS, Tokenizer
@@ -94,15 +94,15 @@ def test_template_arguments_override_nothing():
 )
 def test_counts_over_the_limit_are_refused(protocol, body):
     with pytest.raises(APIError) as error:
-        protocol.parse_request(json.dumps(body).encode(), ("small",))
+        protocol.parse_request(read_json(json.dumps(body).encode()))
     assert error.value.status == 400 and re.search(r"\d", error.value.message)
 
 
 def test_watchers_are_limited(here, monkeypatch):
-    here.api.watchers = watch.MAX_WATCHERS
+    here.api._status.watchers = watch.MAX_WATCHERS
     reply = here.ask("/watch")
     assert (reply.status, reply.headers["retry-after"]) == (429, "5")
-    here.api.watchers = 0
+    here.api._status.watchers = 0
 
 
 def test_frame_with_too_many_slots_is_refused(engine):

@@ -577,21 +577,22 @@ def test_metrics_count_requests(server):
             0.0,
         )
 
+    def of(name: str, labels: str = "") -> str:
+        return f'nanobatch_{name}{{model="demo"{labels}}}'
+
     def grew(name: str) -> float:
         return value(after, name) - value(before, name)
 
-    assert grew('nanobatch_http_requests_total{reason="length",status="200"}') == 1
-    assert grew('nanobatch_http_requests_total{reason="invalid_value",status="400"}') == 1
-    assert grew("nanobatch_generated_tokens_total") == 3
+    assert grew(of("http_requests_total", ',reason="length",status="200"')) == 1
+    assert grew(of("http_requests_total", ',reason="invalid_value",status="400"')) == 1
+    assert grew(of("generated_tokens_total")) == 3
     sources = ("slot", "other_slot", "disk")
-    cached = [grew(f'nanobatch_cached_prompt_tokens_total{{source="{each}"}}') for each in sources]
-    read = grew("nanobatch_prompt_tokens_total") - sum(cached)
-    assert grew("nanobatch_prefill_tokens_total") == read > 0
-    assert value(after, "nanobatch_prompt_tokens_per_second") == 0, "nothing is being read"
-    assert grew("nanobatch_time_to_first_token_seconds_count") == 1
-    assert (
-        grew("nanobatch_token_gap_seconds_count") == 2 and grew("nanobatch_step_seconds_count") >= 3
-    )
+    cached = [grew(of("cached_prompt_tokens_total", f',source="{each}"')) for each in sources]
+    read = grew(of("prompt_tokens_total")) - sum(cached)
+    assert grew(of("prefill_tokens_total")) == read > 0
+    assert value(after, of("prompt_tokens_per_second")) == 0, "nothing is being read"
+    assert grew(of("time_to_first_token_seconds_count")) == 1
+    assert grew(of("token_gap_seconds_count")) == 2 and grew(of("step_seconds_count")) >= 3
     for line in after.splitlines():
         told = (
             r"# HELP \w+ .+|# TYPE \w+ (counter|gauge|histogram|summary)|\w+(\{[^}]*\})? [-+.\de]+"
@@ -685,7 +686,7 @@ for at in map(int, sys.argv[2:]):
     def trace(frame, event, _):
         if frame.f_code.co_filename not in WATCHED:
             return None
-        if event == "line" and server.served and next(lines) == at:
+        if event == "line" and server.models and next(lines) == at:
             sys.settrace(None)
             second.start()
             signal.raise_signal(signal.SIGINT)

@@ -25,7 +25,7 @@ def over_the_wire(
 
 
 def server_view(request_log: RequestLog, since: int = 0) -> ServerView:
-    opened, ended, count = request_log.look(since)
+    opened, ended, count = request_log.records(since)
     return ServerView(
         "http://127.0.0.1:8000", False, 3, 1, opened, ended, count - since - len(ended), count
     )
@@ -115,7 +115,7 @@ def test_request_log_is_thread_safe():
     def look() -> None:
         while not done.is_set():
             try:
-                request_log.look(0)
+                request_log.records(0)
             except RuntimeError as error:  # a collection changed during iteration
                 faults.append(error)
 
@@ -137,8 +137,8 @@ def test_stalled_watcher_is_dropped(engine, monkeypatch):
         large = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=100)  # large frames
         deadline = time.monotonic() + 60
         most = 0
-        while time.monotonic() < deadline and not (most and here.api.look().watchers == 0):
-            most = max(most, here.api.look().watchers)
+        while time.monotonic() < deadline and not (most and here.api.view().watchers == 0):
+            most = max(most, here.api.view().watchers)
             engine.submit("x", large).result()
-        assert most == 1 and here.api.look().watchers == 0
+        assert most == 1 and here.api.view().watchers == 0
         line.hang_up()

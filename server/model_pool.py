@@ -1,0 +1,388 @@
+"""The models of a server: which are loaded, who waits for one, and which has to go for it.
+
+    a request:  named -> borrow -> its answer -> give back
+                           |_ not loaded: wait in line -> the loader unloads what is idle, and loads it
+
+A model is loaded by its first request and stays, because loading takes seconds. When the next one does
+not fit beside it, the one that was used least recently is unloaded.
+
+The invariants. Weights, slabs and states of all loaded models together need at most `memory`. A model
+with open requests is never unloaded. And nobody waits forever: while a request waits for memory, later
+requests for the models that will give it wait behind that one.
+
+Next: `engine/turns.py`, how engines share the cores.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from base.error_reports import describe, show_fault
+from base.installation import command
+from base.strings import readable
+from base.validation import one_line, shown
+from sampling_params import advised
+from server.body_reader import APIError, bad, without_folders
+
+if TYPE_CHECKING:
+    from engine.loop import Loop
+    from engine.model_facts import ModelFacts
+    from nanobatch import Engine
+
+MAX_WAITING = 64  # requests that wait for models; more are refused
+
+
+class ServedModel(NamedTuple):
+    """A loaded model, as the requests that borrow it see it."""
+
+    name: str
+    engine: Engine
+    loop: Loop
+    defaults: dict[str, float]  # for settings that a request leaves out
+    max_tokens: int | None = None  # and for its own limit; None: to the end of the slot
+    # Ends the ids of its answers, so that no other engine or server gives the same
+    suffix: str = ""
+
+
+class PooledModel:
+    """A model that clients may name. Guarded by the pool's lock."""
+
+    def __init__(self, name: str, facts: ModelFacts | None = None):
+        self.name = name
+        self.facts = facts  # None: of an engine that was made elsewhere
+        self.served: ServedModel | None = None  # while it is loaded
+        self.requests = 0  # open ones
+        self.used = 0.0  # when the last one ended
+        self.stage = ""  # of loading
+        self.is_leaving = False  # takes no more requests: others wait for its memory
+        self.is_checked = False  # its files can be read, so others may be unloaded for it
+
+    @property
+    def state(self) -> str:
+        if self.served:
+            return "unloaded" if self.served.engine.lifecycle.is_unloaded else "loaded"
+        return "loading" if self.stage else "on disk"
+
+    @property
+    def nbytes(self) -> int:
+        return self.facts.nbytes if self.facts else 0
+
+
+class Ticket:
+    """A request's place in the line for a model. Until it is served, it stands in for the answer."""
+
+    lag = 0  # bytes that wait for the client
+
+    def __init__(self, pool: ModelPool, model: PooledModel):
+        self.model = model
+        self.served: ServedModel | None = None  # borrowed for the request
+        self.refusal: APIError | None = None  # why it never will be
+        self.wake: Callable[[], None] = lambda: None
+        self._pool = pool
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.served or self.refusal)
+
+    def progress(self) -> bytes:
+        """A comment in the stream of events."""
+        return f": {self._pool.progress_of(self)}\n\n".encode(errors="replace")
+
+    def prefill_to_log(self, now: float) -> None:
+        """No prompt is read yet."""
+
+
+Load = Callable[[PooledModel, Callable[[str], None]], tuple["Engine", "Loop"]]
+
+
+class ModelPool:
+    """`load` makes an engine and the loop that steps it; `check` raises an error if it could not.
+    `memory` bounds all that are loaded. `unload_after`: seconds idle. `say` tells the owner what is
+    loaded and unloaded."""
+
+    def __init__(
+        self,
+        models: Sequence[PooledModel],
+        load: Load | None = None,
+        *,
+        check: Callable[[PooledModel], None] = lambda model: None,
+        memory: float = math.inf,
+        unload_after: float | None = None,
+        aliases: Sequence[str] = (),
+        max_tokens: int | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        self.models = list(models)
+        self.default = self.models[0]
+        self.aliases = aliases  # of the default; a star is any name
+        self.memory = memory
+        self.on_load: Callable[[ServedModel], None] = lambda served: None
+        self._load = load
+        self._check_files = check
+        self._unload_after = unload_after
+        self._max_tokens = max_tokens
+        self._say = say
+        self._line: list[Ticket] = []  # first come, first served
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="model loader", daemon=True)
+
+    @classmethod
+    def of_one(cls, engine: Engine, loop: Loop, name: str, **options) -> ModelPool:
+        """A model that is loaded already, and stays."""
+        pool = cls([PooledModel(name)], **options)
+        pool.default.served = pool._served(pool.default, engine, loop)
+        return pool
+
+    def start(self) -> ModelPool:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """End the loader and all engines that it has loaded. A load that runs cannot be
+        interrupted."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if not self._load:
+            return
+        if self._thread.ident:
+            self._thread.join(5)
+        for model in self.models:
+            if model.served:
+                model.served.engine.close()
+
+    @property
+    def sums(self) -> str:
+        """What the models need, and whether they fit together, in words."""
+        needs = [f"{model.name} {readable(model.nbytes)}" for model in self.models]
+        total = sum(model.nbytes for model in self.models)
+        words = f"{', '.join(needs)}: {readable(total)}"
+        if math.isinf(self.memory):
+            return words
+        words += f" of {readable(self.memory)}"
+        if total <= self.memory:
+            return f"{words}, so all fit together"
+        largest = sorted(self.models, key=lambda model: -model.nbytes)[:2]
+        if sum(model.nbytes for model in largest) > self.memory:
+            alone = " and ".join(model.name for model in largest)
+            return f"{words}; {alone} never fit together, and take turns"
+        return f"{words}; the one used least recently goes where another needs its memory"
+
+    # --- for requests, in any thread
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        return [served for model in self.models if (served := model.served)]
+
+    @property
+    def newest(self) -> PooledModel:
+        """The one that was used last, of those that are loaded."""
+        here = [model for model in self.models if model.served]
+        return max(here, key=lambda model: (model.requests > 0, model.used), default=self.default)
+
+    def named(self, name: object) -> PooledModel:
+        """The model that a request names; without a name, the first."""
+        if name is None:
+            return self.default
+        if not isinstance(name, str):
+            raise bad("model", name, "a string")
+        for model in self.models:
+            if name == model.name:
+                return model
+        if name in ("default", *self.aliases) or "*" in self.aliases:
+            return self.default
+        words = f"the model {shown(name, 200)} does not exist here; there is "
+        names = [model.name for model in self.models]
+        if len(names) == 1:
+            words += f"{names[0]!r}, also as 'default'"
+            words += f"; {command('serve.py')} --alias gives it more names"
+        else:
+            near = difflib.get_close_matches(name[:200], names, 3, 0.0)
+            words += f"{', '.join(map(repr, near))}"
+            words += f" and {len(names) - 3} more at /v1/models" if len(names) > 3 else ""
+        raise APIError(404, words, "model_not_found", "model")
+
+    def borrow(self, model: PooledModel) -> ServedModel | Ticket:
+        """Keep a model loaded until `give_back`, or get in line for it."""
+        with self._changed:
+            if model.served and not model.is_leaving:
+                model.requests += 1
+                return model.served
+            if model.nbytes > self.memory:
+                needs = f"needs {readable(model.nbytes)}, but --memory is {readable(self.memory)}"
+                raise APIError(503, f"the model {model.name} {needs}", "model_too_large")
+            if len(self._line) >= MAX_WAITING:
+                words = f"{MAX_WAITING} requests wait for models already"
+                raise APIError(503, words, "busy", Retry_After="5")
+            ticket = Ticket(self, model)
+            self._line.append(ticket)
+            self._changed.notify_all()
+            return ticket
+
+    def give_back(self, served: ServedModel) -> None:
+        with self._changed:
+            model = next(model for model in self.models if model.served is served)
+            model.requests -= 1
+            model.used = time.monotonic()
+            if self._line or self._unload_after:
+                self._changed.notify_all()
+
+    def leave(self, ticket: Ticket) -> None:
+        """The request is over: out of the line, or what it has borrowed goes back."""
+        with self._changed:
+            if ticket in self._line:
+                self._line.remove(ticket)
+                self._changed.notify_all()
+        if ticket.served:
+            self.give_back(ticket.served)
+
+    def progress_of(self, ticket: Ticket) -> str:
+        """What a waiting request waits for."""
+        with self._changed:
+            if ticket.model.stage:
+                return f"loading {ticket.model.name}: {ticket.model.stage}"
+            if ticket not in self._line:
+                return f"{ticket.model.name} is loaded"
+            before = self._line.index(ticket)
+        return f"waiting for {ticket.model.name}, {before} before you"
+
+    # --- the loader's thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                act, rest = self._next()
+                if self._is_closed:
+                    self._refuse(
+                        self._line, APIError(503, "the server is shutting down", "draining")
+                    )
+                    return
+                if not act:
+                    self._changed.wait(rest)
+                    continue
+            act()
+
+    def _next(self) -> tuple[Callable[[], None] | None, float | None]:
+        """What to do now: load, unload, or wait at most this many seconds. Serves all in line whose
+        model is there. Called under the lock."""
+        wanted = None  # the first in line that is not loaded
+        leaving: list[PooledModel] = []
+        for ticket in list(self._line):
+            model = ticket.model
+            if model.served and model not in leaving:
+                model.requests += 1
+                self._line.remove(ticket)
+                ticket.served = model.served
+                ticket.wake()
+            elif wanted is None:
+                wanted = model
+                leaving = self._leaving_for(model)
+        for model in self.models:
+            model.is_leaving = model in leaving
+        if wanted is None:
+            return self._next_idle()
+        if leaving and not wanted.is_checked:
+            return lambda: self._check(wanted), None
+        if any(model.requests for model in leaving):
+            return None, None
+        if leaving:
+            return lambda: self._unload(leaving[0], f"{wanted.name} needs its memory"), None
+        wanted.stage = "the files are checked"
+        return lambda: self._load_model(wanted), None
+
+    def _leaving_for(self, wanted: PooledModel) -> list[PooledModel]:
+        """The models that have to be unloaded for this one: idle ones first, by their last use."""
+        here = [model for model in self.models if model.served]
+        room = self.memory - sum(model.nbytes for model in here)
+        leaving = []
+        for model in sorted(here, key=lambda model: (model.requests > 0, model.used)):
+            if room >= wanted.nbytes:
+                break
+            leaving.append(model)
+            room += model.nbytes
+        return leaving
+
+    def _next_idle(self) -> tuple[Callable[[], None] | None, float | None]:
+        """Nobody waits: unload what has been idle for long."""
+        idle = [model for model in self.models if model.served and not model.requests]
+        if not (self._unload_after and idle):
+            return None, None
+        oldest = min(idle, key=lambda model: model.used)
+        left = oldest.used + self._unload_after - time.monotonic()
+        if left > 0:
+            return None, left
+        oldest.is_leaving = True
+        return lambda: self._unload(oldest, f"idle for {self._unload_after:g} s"), None
+
+    def _check(self, model: PooledModel) -> None:
+        """A spoilt model unloads no other."""
+        try:
+            self._check_files(model)
+        except Exception as error:
+            self._fail(model, error)
+        else:
+            model.is_checked = True
+
+    def _load_model(self, model: PooledModel) -> None:
+        def report(stage: str) -> None:
+            model.stage = stage
+
+        began = time.monotonic()
+        try:
+            engine, loop = self._load(model, report)
+        except BaseException as error:
+            self._fail(model, error)
+            return
+        served = self._served(model, engine, loop)
+        self.on_load(served)
+        with self._changed:
+            model.stage = ""
+            model.is_checked = False
+            model.served = served
+            model.used = time.monotonic()
+        seconds = time.monotonic() - began
+        self._say(f"{model.name} is loaded, in {seconds:.1f} s; {engine.summary}")
+
+    def _fail(self, model: PooledModel, error: BaseException) -> None:
+        """Refuse all who wait for a model that cannot be loaded."""
+        why = str(error)
+        # The others are mistakes of a user, or of the files
+        if not isinstance(error, (ValueError, OSError, RuntimeError)):
+            show_fault(f"loading {model.name} failed", error)
+            why = describe(error)
+        words = f"the model {model.name} cannot be loaded: {one_line(why, 300)}"
+        self._say(words)
+        refusal = APIError(503, without_folders(words), "model_not_loaded", Retry_After="30")
+        with self._changed:
+            model.stage = ""
+            self._refuse([ticket for ticket in self._line if ticket.model is model], refusal)
+
+    def _unload(self, model: PooledModel, why: str) -> None:
+        with self._changed:
+            served = model.served
+            model.served = None
+            model.is_leaving = False
+        served.engine.on_commit = None
+        with suppress(RuntimeError):
+            served.engine.release()  # its slots are saved, and the weights go at once
+        served.engine.close()
+        self._say(f"{model.name} is unloaded: {why}")
+
+    def _served(self, model: PooledModel, engine: Engine, loop: Loop) -> ServedModel:
+        defaults = advised(engine.text.folder)
+        suffix = secrets.token_hex(2)
+        return ServedModel(model.name, engine, loop, defaults, self._max_tokens, suffix)
+
+    def _refuse(self, tickets: Sequence[Ticket], refusal: APIError) -> None:
+        for ticket in list(tickets):
+            self._line.remove(ticket)
+            ticket.refusal = refusal
+            ticket.wake()
