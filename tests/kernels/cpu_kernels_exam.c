@@ -217,7 +217,7 @@ static void draw_and_examine_packed(unsigned *state, int M, int most_N, int most
   }
 }
 
-/* M rows of 8 bits beside sums of doubles, and then one by one. The largest number of each group is 127, so that rounding
+/* M rows of 8 bits beside sums of doubles, and then one by one. The largest number of each part is 127, so that rounding
    changes nothing. */
 static void examine_rounded(unsigned *state, int form, int M, int N, int groups) {
   const int bits = (int[]){4, 5, 6, 8}[form - ROUNDED_4], group = form == ROUNDED_6 ? 16 << between(state, 0, 1) : 32 << between(state, 0, 2);
@@ -233,7 +233,7 @@ static void examine_rounded(unsigned *state, int form, int M, int N, int groups)
   for (long i = 0; i < factors; i++) offsets[i] = has_offsets ? (draw(state) % 1000 - 500.0f) / 50 : 0;
   rows_pack(w, form, FLOAT32, N, K, group, at_scales, has_offsets ? at_offsets : at_scales, center);
   rows_lay(w, 0, N, bits, from, (char *)scales, has_offsets ? (char *)offsets : NULL);
-  for (long i = 0; i < (long)M * K; i++) x[i] = i % group ? between(state, -127, 127) : 127;
+  for (long i = 0; i < (long)M * K; i++) x[i] = i % (group < 32 ? group : 32) ? between(state, -127, 127) : 127;
   cblas_sgemm(101, 111, 112, M, N, K, 1, x, K, (float *)w, K, 0, y, N);
   for (int m = 0; m < M; m++) {
     for (int n = 0; n < N; n++) {

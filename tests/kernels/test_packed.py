@@ -186,9 +186,9 @@ def test_experts_round_each_row_by_itself(make):
 
 
 def rounded_product(x: np.ndarray, part: Matrix) -> np.ndarray:
-    """Round each group of a row to integers from -127 to 127, and compute in float64."""
+    """Round 32 numbers of a row, or a smaller group, to integers from -127 to 127, and compute in float64."""
     wide = np.array(packed(part).embed(mx.arange(len(part.weight))), np.float64)
-    groups = x.reshape(len(x), -1, part.group)
+    groups = x.reshape(len(x), -1, min(part.group, 32))
     largest = np.abs(groups).max(axis=-1, keepdims=True)
     numbers = np.rint(groups * (np.float32(127) / np.where(largest == 0, 1, largest)))
     return (numbers * (largest / np.float32(127)).astype(np.float64)).reshape(x.shape) @ wide.T
