@@ -115,7 +115,7 @@ def function_of(module: ModuleType, name: str) -> FunctionType:
 def codes(file: Path) -> dict[str, CodeType]:
     """The code of a file's functions, by name, as it is when the file is run."""
     found = [compile(file.read_bytes(), str(file), "exec", dont_inherit=True)]
-    for code in found:  # it grows while we look
+    for code in found:  # it grows during the loop
         found += [const for const in code.co_consts if isinstance(const, CodeType)]
     return {code.co_qualname: code for code in found}
 
@@ -174,7 +174,7 @@ class Book:
         return {name: stage for name, stage in found.items() if stage < 9}
 
     def check_whole(self) -> None:
-        """In a handout nothing can stand in for what is blank."""
+        """Refuse blanks in a handout, which has no reference for them."""
         left = [*self.blanks_of_engine()]
         if left and not has_reference():
             count = f"{len(left)} functions are blank, {left[0]} among them"
@@ -206,7 +206,7 @@ def check_book(folder: str) -> Path:
     files = Book(path).files
     if not files:
         raise ValueError(
-            f"{folder!r} is no folder with a chapter such as llama.py in it; "
+            f"{folder!r} is not a folder with a chapter such as llama.py in it; "
             f"python {os.path.relpath(START)} mine makes one"
         )
     if os.pathsep in str(path):

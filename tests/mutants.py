@@ -698,7 +698,7 @@ def run_tests(checkout: Path, *tests: str) -> subprocess.CompletedProcess:
 
 
 def outcome(checkout: Path, mutant: Mutant) -> str:
-    """What became of a mutant: "caught", or why not."""
+    """The fate of a mutant: "caught", or why not."""
     path = checkout / mutant.file
     text = path.read_text()
     try:

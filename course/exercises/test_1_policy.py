@@ -67,7 +67,7 @@ def test_gentle_counts_tokens():
 
 
 def test_gentle_fills_a_free_slot_in_mid_answer():
-    """It is no kind of `serial`: B comes while A decodes."""
+    """The policy differs from `serial`: B is admitted while A decodes."""
     gentle = story()
     gentle.submit(4, 20, prefix_cache=False)
     assert gentle.step() and gentle.step()

@@ -46,7 +46,7 @@ MESSAGE = {"role": "user", "content": "Why?"}
 
 
 def drawn(**options) -> set[int]:
-    """The tokens that come in 1,000 draws. A token of 4 % comes, or something is wrong."""
+    """The tokens of 1,000 draws. A token of 4 % is among them, or something is wrong."""
     if "top_a" not in {field.name for field in fields(SamplingParams)}:
         not_done("sampling_params.py: SamplingParams has no field top_a")
     logits = mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251]))
@@ -72,15 +72,15 @@ def test_top_a_looks_at_probabilities_at_temperature_1():
 )
 @pytest.mark.parametrize("how", ["sorted", "bisected"])
 def test_top_a_works_beside_the_other_filters(other, how, monkeypatch):
-    """They take other ways through `draw`: a short list, a long list that is sorted, and one that
-    is bisected."""
+    """These take other branches of `draw`: a short list, a long list that is sorted, and one that is
+    bisected."""
     monkeypatch.setattr(sampling, "SORTABLE", sampling.SORTABLE if how == "sorted" else 0)
     others = min(other.get("top_k", 5), 2 if other.get("top_p") == 0.75 else 5)
     assert drawn(temperature=1.0, top_a=0.3, **other) == set(range(min(3, others)))
 
 
 def test_a_neighbour_with_min_p_or_none_gets_its_own_filter():
-    """Requests share a group, and their settings stand in columns."""
+    """Requests share a group, with their settings as columns."""
     drawn(top_a=0.3)
     settings = [{"top_a": 0.3}, {"min_p": 0.5}, {}, {"top_a": 0.3, "min_p": 0.5}]
     logits = mx.broadcast_to(mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251])), (DRAWS, 256))

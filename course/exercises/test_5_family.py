@@ -2,7 +2,7 @@
 
     python -m pytest -x course/exercises/test_5_family.py
 
-The task. Serve MiniCPM. It is a Llama with three multipliers, which stand in its config.json:
+The task. Serve MiniCPM. It is a Llama with three multipliers, given in its config.json:
 
     scale_emb        the embedding's output is multiplied by it
     scale_depth      what attention and the MLP add to the stream is multiplied by scale_depth / sqrt(layers)

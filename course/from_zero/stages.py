@@ -276,9 +276,8 @@ return ((x >> 42) + 0.5) / 2**22       # 22 bits: below 1 as a float32, too""",
             ),
             Task(
                 "token_choice.inverse_cdf",
-                """Where does a mark land that stands at u times the sum of the row's weights, if the
-                weights are laid end to end? Never on a weight of 0. (u may be 1: then on the last
-                place with a weight.)""",
+                """Lay a row's weights end to end, and return the index of the weight at u times their sum.
+                Never return a weight of 0. (u may be 1: then the last place with a weight.)""",
                 (
                     "A running sum says where each place ends: `mx.cumsum`.",
                     "How many places end at the mark or before it? That is the index of the one we look "
@@ -338,10 +337,10 @@ and back from places to ids""",
         (
             Task(
                 "sched.Scheduler._admit",
-                """Take requests out of the line, in the order of `self.policy.next(self)`, as many as
+                """Take requests out of the queue, in the order of `self.policy.next(self)`, as many as
                 `self._room()` says. Each one gets a slot (`self.prefixes.choose_slot(request.prefix.trail,
                 free)` chooses among the free ones, and says why), which goes into its `Admission`
-                with the moment and the policy's name, and stands in `self.running` from now on.
+                with the time and the policy's name, and is in `self.running` from now on.
                 Return them.""",
                 (
                     "`self.waiting` and `self.running` are by id. `self.free` is made anew each time "
@@ -425,7 +424,7 @@ sampled[...] = tokens; return sampled, logprobs, {}""",
                 be done, return None. Else count the step, and return a `Plan`. Whatever yields a token, a
                 chunk that emits or a decode, has a token more planned from now on. Rows that
                 `self._to_scrub` names (slot -> start, stop) are scrubbed as soon as a running request
-                has the slot. `held` are in prefill and have no chunk. `blocked` are the slots that
+                has the slot. The `held` requests are in prefill and have no chunk. `blocked` are the slots that
                 are free after admission, if requests wait. (No draft tokens.)""",
                 (
                     "Who decodes is known before anything is planned: make that list first. A decode "
@@ -471,8 +470,8 @@ return Committed(ended, tuple(ghosts), tried=())""",
             ),
             Task(
                 "sched.Scheduler.finish",
-                """End a request in any phase: record the reason and the moment (`End`), and take it out of the line, or
-                out of those that run. One that ran leaves its slot (`_leave_slot`), and a drain may be over
+                """End a request in any phase: record the reason and the time (`End`), and take it out of the queue, or
+                out of the running requests. One that ran leaves its slot (`_leave_slot`), and a drain may be over
                 (`_end_drain`). To end it a second time changes nothing.""",
                 (
                     "A request waits or runs, or has ended. `dict.pop(id, None)` takes out what may be "
@@ -486,7 +485,7 @@ if self.running.pop(...): self._leave_slot(request); self._end_drain()""",
             Task(
                 "sched.Scheduler._leave_slot",
                 """The slot counts as used just now (`self.prefixes.use`), and remembers nothing
-                (`self.prefixes.forget`), as long as you share no beginnings. And if the device has
+                (`self.prefixes.forget`), as long as you share no prefixes. And if the device has
                 written any row of it (`request.prefilled`), rows that may hold NaN must be zeroed before
                 the next owner: note in `self._to_scrub` which, as slot -> (start, stop). To name all
                 that may have been written is right. The docstring says why fewer would do.""",
@@ -824,8 +823,8 @@ return costs.index(min(costs))""",
             ),
             Task(
                 "ranks.shard",
-                """Rank 0 has the first part, rank 1 the second. Which axis is cut? Rows of a weight are
-                what comes out (the heads of q), and columns are what goes in (the heads that o gets).
+                """Rank 0 has the first part, rank 1 the second. Which axis is split? Rows of a weight are
+                its outputs (the heads of q), and columns its inputs (the heads that o gets).
                 A norm has one axis.""",
                 (
                     "`mx.split(weight, size, axis=...)[rank]`",

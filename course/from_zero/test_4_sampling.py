@@ -121,7 +121,7 @@ DRAWS = 4_000
 
 
 def draws(*settings: dict, slots: Sequence[int] = range(DRAWS)) -> list[int]:
-    """What comes in each of 4,000 rows, with settings in turn: 0 is the likeliest token. Row i has a
+    """The tokens of 4,000 rows, with settings in turn: 0 is the likeliest token. Row i has a
     seed and an index of its own."""
     picks = []
     for row, slot in enumerate(slots):

@@ -22,7 +22,7 @@ things besides the model:
 - A place in which the model writes down what it has to remember about each token. That place is a
   *slab* (`kv.py`), and a *window* says which part of the slab is meant. This rung makes a new slab
   for each step, and throws it away. The next rung asks what that costs.
-- The places of the tokens that are asked what comes next. Here that is the last one.
+- The places of the tokens whose next token is wanted. Here that is the last one.
 
 For each of these it yields a *state*: some hundred numbers that say what has been understood so
 far. The model's *head* compares a state with every token of the vocabulary. That makes the scores.

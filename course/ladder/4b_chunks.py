@@ -9,8 +9,8 @@ chunk a step.
 
 What has to change? Less than one would think. A window says from which row on it writes, so a part
 of a prompt can be written like a whole one: rows 0 to 63 in this step, rows 64 to 127 in the next.
-What a chunk's tokens look back on is in the slab already. And out of a chunk that does not end its
-prompt nothing comes: only the prompt's last token is asked what comes next. With a prompt of 203
+What a chunk's tokens look back on is in the slab already. And a chunk that does not end its
+prompt yields nothing: only the prompt's last token predicts the next one. With a prompt of 203
 tokens:
 
     step    slot 0              slot 1                 in slot 0
@@ -65,7 +65,7 @@ class Chunk:
     sequence: Sequence
     start: int  # the row of its first token
     ids: list[int]
-    ends: bool  # its last token ends the prompt, and is asked what comes next
+    ends: bool  # its last token ends the prompt, and predicts the next one
 
 
 def chunk_of(sequence: Sequence, most: int) -> Chunk:

@@ -113,7 +113,7 @@ for name in ("folder", "folder/closed/file", "file/inside", "none/file"):
 
 
 def test_size_limit_keeps_the_old_file(open_folder):
-    """It was empty or cut, and the exit code was 0."""
+    """On a full disk the file was empty or cut, and the exit code was 0."""
     folder = open_folder / "folder"
     folder.mkdir()
     file = folder / "file"
@@ -172,7 +172,7 @@ def test_server_survives_an_unwritable_log():
 
 
 def test_screen_on_a_full_disk(tmp_path):
-    """It said that all was well, and 0, and the earlier files were gone."""
+    """The program reported success with exit code 0, and the earlier files were gone."""
     names = ("record.json", "picture.svg")
     files = [tmp_path / name for name in names]
     for file in files:

@@ -85,7 +85,7 @@ def test_too_many_jobs_are_busy():
 
 
 def test_failed_prepare_is_remembered(monkeypatch):
-    """It was reported as a busy machine, and each request with a grammar started another process."""
+    """The failure was reported as a busy machine, and each request with a grammar started another process."""
     sandbox = Sandbox("sandbox_jobs", "broken", LIMITS)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^some words$"):

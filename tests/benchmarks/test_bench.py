@@ -248,7 +248,7 @@ def checkout(tmp_path) -> Path:
 
 
 def test_other_checkout_runs_its_own_bench(spec, checkout, monkeypatch):
-    """It is told only what is not usual: older versions do not know all fields."""
+    """Only fields that differ from their defaults are sent: older versions do not know all of them."""
     monkeypatch.setenv("NANOBATCH_BLAS", "mine")
     plan = plan_of(spec, "decode", vs=f"{checkout},{checkout}@rows:avx2")
     setup = plan[0]._replace(columns=plan[0].columns[1:])
@@ -528,7 +528,7 @@ def line_of(pid: str) -> str:
 
 
 def test_steps_on_a_gpu_are_timed_with_the_wait_and_without(spec, monkeypatch):
-    """Nobody has measured there whether to wait for the pass before (`Runner._start`)."""
+    """Whether to wait for the pass before (`Runner._start`) was not measured there."""
     monkeypatch.setattr("kernels.device.is_gpu", True)
     sample = Sample(spec._replace(part="steps", output=8))
     with closing(sample.contestant):

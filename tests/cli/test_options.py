@@ -41,7 +41,7 @@ def asked(*arguments: str, **how: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def here(model, capfd, monkeypatch):
-    """What `asked` does, in this process. Without a word about it, the model is the fixture's."""
+    """Run `asked` in this process, with the fixture's model unless it names another."""
 
     def run_here(*arguments: str, main=ask.main, stdin: str = "") -> subprocess.CompletedProcess:
         if main is ask.main and "--model" not in arguments:
@@ -61,7 +61,7 @@ def here(model, capfd, monkeypatch):
 
 
 def lines(stream: str) -> list[str]:
-    """What was said, without what is said in any case: slots and
+    """The messages, without those of every start: slots and
     memory, the template."""
     always = (" of memory free at start", "no chat template")
     return [line for line in stream.splitlines() if not any(a in line for a in always)]

@@ -81,7 +81,7 @@ def test_drop_makes_room(engine):
 
 
 def test_question_longer_than_a_slot_is_kept(engine):
-    """It can be edited and asked again."""
+    """A dropped question can be edited and asked again."""
     dialogue, said = talk(engine, "word " * 400, "/drop", "Why batch?")
     assert "a slot holds 160" in said and len(dialogue.talk.turns) == 2
 

@@ -1,4 +1,4 @@
-"""A request's logits have the same bits alone and in company: however long its neighbours are,
+"""A request's logits have the same bits alone and in a batch: however long its neighbours are,
 whenever it comes, whatever the slot held before, and whether its prompt's beginning was computed or
 taken over from another. And the bugs that would break this are planted, one by one, to see them
 caught."""
@@ -95,7 +95,7 @@ def test_argmax_ties_go_to_the_first():
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(monkeypatch, examined, bug):
-    """By the reference, by the bits, or by an invariant: ten prompts in company, and no bug gets
+    """By the reference, by the bits, or by an invariant: ten prompts in a batch, and no bug gets
     through."""
     plant(monkeypatch, bug)
     assert not is_all_well(*examined)

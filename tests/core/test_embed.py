@@ -38,7 +38,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def texts(rng: np.random.Generator, count: int, longest: int = 150) -> list[list[int]]:
-    """Some of which begin alike."""
+    """Prompts, some with a common prefix."""
     opening = rng.integers(0, 256, longest).tolist()
     found = []
     for _ in range(count):

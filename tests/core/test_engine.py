@@ -270,7 +270,7 @@ def test_cancel_frees_the_slot_in_every_phase(make_engine, steps, run_ahead):
 
 
 def test_close_ends_every_handle(parts):
-    """A thread that waited for a result of a closed engine waited for ever. What comes after is refused."""
+    """A thread that waited for a result of a closed engine waited forever. Later requests are refused."""
     engine = Engine(*parts, slots=1, max_len=128)
     with engine.serving():
         handles = [engine.submit([n], LONG) for n in range(4)]

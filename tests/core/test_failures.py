@@ -37,7 +37,7 @@ PARTS = {
 
 
 class Bug(RuntimeError):
-    """What somebody has built into the engine by mistake."""
+    """A mistake in the engine's code."""
 
 
 def bug(*args, **options):
@@ -96,7 +96,7 @@ def test_policy_that_raises_at_submit(engine, monkeypatch, caplog):
 
 
 class Panic(BaseException):
-    """What a panic in the tokenizer's Rust looks like: no Exception."""
+    """A panic in the tokenizer's Rust: not an Exception."""
 
 
 def detokenize(monkeypatch, engine: Engine, **methods: Callable) -> None:
@@ -109,7 +109,7 @@ def detokenize(monkeypatch, engine: Engine, **methods: Callable) -> None:
 
 @pytest.mark.parametrize("kind", [ValueError, Panic])
 def test_detokenizer_that_raises(engine, monkeypatch, caplog, kind):
-    """It ends its own request, and the traceback names its line."""
+    """A failing callback ends its own request, and the traceback names its line."""
     expected = engine.submit([4, 5], LONG).result().tokens
     good = engine.submit([4, 5], LONG)
 
@@ -241,7 +241,7 @@ sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
 
 @pytest.mark.parametrize("part", ["k_proj", "v_proj"])
 def test_key_beyond_float16_is_an_error(tmp_path, part):
-    """An infinite key may get the weight 0: then the answer is wrong, and nobody notices."""
+    """An infinite key may get the weight 0: then the answer is wrong without an error."""
     folder = make_checkpoint(tmp_path, seed=3, dtype=mx.bfloat16, attention_bias=True)
     file = folder / "model.safetensors"
     weights = mx.load(str(file))

@@ -1,4 +1,4 @@
-"""Requests under a grammar beside others: nobody's bits change, and nobody waits for a mask."""
+"""Requests under a grammar next to others: no request's bits change, and none waits for a mask."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def prompts(count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_grammar_holds_with_every_setting(parts, run_ahead):
-    """In company every setting runs beside itself without a grammar."""
+    """In each batch, every setting also runs without a grammar."""
     wishes = []
     for n, settings in enumerate(KINDS.values()):
         wishes.append(SamplingParams(max_tokens=30, seed=n, grammar=DIGITS, **settings))
@@ -55,7 +55,7 @@ def test_grammar_holds_with_every_setting(parts, run_ahead):
 
 
 def test_logprobs_under_a_grammar(engine):
-    """What is forbidden has the probability 0, and what is left adds up to 1."""
+    """Forbidden tokens have the probability 0, and the others add up to 1."""
     handle = engine.submit([1, 2, 3], SamplingParams(max_tokens=30, grammar=DIGITS, logprobs=12))
     for logprob in handle.result().logprobs:
         chances = {token: math.exp(value) for token, value in logprob.top}
@@ -139,7 +139,7 @@ def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
 
 
 def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
-    """What happened in which order: ("begin", step), ("read", step), ("finish", step)."""
+    """The events in their order: ("begin", step), ("read", step), ("finish", step)."""
     events, begin, finish, read = [], Runner.begin, Runner.finish, runner.RunningStep.read_back
     count = {"begin": 0, "finish": 0, "read": 0}
 

@@ -69,7 +69,7 @@ def test_number_of_compared_prompts():
     ],
 )
 def test_quantized_weights_equal_mlx_lm(name, tmp_path):
-    """What a GPU does, where quantized products are fast: here they are slow, but as right."""
+    """The products that a GPU uses: slow on a CPU, but as exact."""
     folder = make_checkpoint(tmp_path, seed=5, **CONFIGS[name])
     with Engine.load(folder, dtype="checkpoint", slots=3, max_len=256, chunk=32) as engine:
         assert any(
@@ -107,7 +107,7 @@ def test_half_precision_is_close_to_mlx_lm(dtype, tmp_path):
 
 
 def test_dynamic_rope_has_one_theta_per_engine(tmp_path):
-    """It is chosen by the length of a slot. mlx-lm is told that theta by hand, and no rule."""
+    """theta is chosen by the length of a slot. mlx-lm gets it by hand, and has no rule."""
     scaling = {"type": "dynamic", "factor": 2.0}
     folder = make_checkpoint(tmp_path, seed=7, rope_scaling=scaling, max_position_embeddings=40)
     theta = 10_000.0 * (2.0 * 256 / 40 - 1.0) ** (16 / 14)

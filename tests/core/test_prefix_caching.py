@@ -1,4 +1,4 @@
-"""Prompts that begin alike share what has been computed, and nobody can tell but by the time it
+"""Prompts with a common prefix share what has been computed, which changes nothing but the time it
 takes."""
 
 import numpy as np

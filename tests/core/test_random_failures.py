@@ -129,7 +129,7 @@ def test_unstarted_requests_retry_in_order(make_engine, monkeypatch, run_ahead):
 
 
 def test_no_memory_for_a_new_slab(engine, monkeypatch):
-    """Whoever waits hears of it, and later, with memory again, all is well."""
+    """Waiting threads get the error, and later, with memory again, the engine works."""
     expected = engine.submit([4, 5], LONG).result().tokens
     with engine.serving():
         with monkeypatch.context() as broken:

@@ -1,5 +1,4 @@
-"""Each request's tokens are chosen as it asked: by mlx-lm's definitions, and whoever its neighbours
-are."""
+"""Each request's tokens are sampled by its own settings and mlx-lm's definitions, in any batch."""
 
 import math
 
@@ -55,7 +54,7 @@ OPTIONS = {
 
 
 def expected_distribution(logits: np.ndarray, options: dict) -> np.ndarray:
-    """What mlx-lm's processors and filters make of the logits, and the temperature after them."""
+    """The distribution after mlx-lm's processors, filters and temperature."""
     x = mx.array(logits)[None]
     for process in peer.make_logits_processors(logit_bias=options.get("logit_bias")):
         x = process(mx.array([0]), x)
@@ -329,7 +328,7 @@ def test_inverse_cdf_draw(size):
 
 
 def test_no_sampling_sorts_a_large_vocabulary(monkeypatch):
-    """It took ten steps' time. Most of what is sorted are a few thousand numbers."""
+    """Sorting it took as long as ten steps. At most a few thousand numbers are sorted."""
     size, longest = 152_064, []
     for name in ("sort", "argsort", "partition", "argpartition"):
         real = getattr(mx, name)

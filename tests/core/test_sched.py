@@ -106,7 +106,7 @@ def test_short_ages_by_a_token_a_step():
 
 
 def test_each_admission_says_why_it_got_its_slot():
-    """Of several free slots one was taken, and nothing told a reader why this one."""
+    """The plan did not say why one of several free slots was chosen."""
     story = Story(slots=3)
 
     def why(*prompts: tuple[int, ...]) -> list[tuple[int, str]]:
@@ -292,7 +292,7 @@ def test_queue_limit_ignores_requests_with_a_free_slot(policy, idle, busy):
     came together."""
 
     def most(story: Story) -> int:
-        """So many more are let in before one is refused."""
+        """The number of requests that are accepted before one is refused."""
         for count in range(9):
             try:
                 story.submit(1, 5)
@@ -334,7 +334,7 @@ def test_a_wrong_setting_is_refused_by_name(wrong):
 
 
 def test_static_blocks_free_slots():
-    """A's slot is free from step 3 on, and C and D wait. In step 6 the line is empty: nobody is
+    """A's slot is free from step 3 on, and C and D wait. In step 6 the queue is empty: nobody is
     kept out."""
     story = Story(policy="static")
     for tokens in (2, 4, 2, 3):
@@ -344,7 +344,7 @@ def test_static_blocks_free_slots():
 
 
 def test_drain_empties_all_slots_first():
-    """Nobody is admitted until all that ran has ended, and the new policy begins with empty slots."""
+    """No request is admitted until all running ones have ended; the new policy begins with empty slots."""
     story = Story(slots=2, chunk=4)
     story.submit_all((9, 2), (9, 4), (9, 1), (9, 1))
     story.step()
@@ -555,7 +555,7 @@ def nodes() -> int:
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize(("said", "taken"), [(2, 5), (5, 8), (8, 11), (9, 12), (21, 24)])
 def test_next_turn_continues_in_its_slot(lag, said, taken):
-    """A prompt of 4 and an answer of 9 have 12 rows: the 13th token is told, and has none."""
+    """A prompt of 4 and an answer of 9 have 12 rows: the 13th token is emitted, and has none."""
     story = Story(slots=3, lag=lag)
     first = story.submit(4, 30, eos=said)
     story.submit((900,) * 9, 2)

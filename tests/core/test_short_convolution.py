@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 def answer(engine: Engine, prompt: list[int], tokens: int = 6) -> tuple:
-    """What a request yields, bit by bit, and where its prompt's beginning came from."""
+    """The bits of a request's answer, and the source of its cached prefix."""
     tap = Tap(engine)
     handle = engine.submit(prompt, SamplingParams(max_tokens=tokens))
     result = handle.result()

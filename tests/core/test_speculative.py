@@ -1,5 +1,5 @@
 """Draft tokens change no bit: tokens, log probabilities, text, reasons and usage are the same with and
-without them, for every kind of request, in company. Right and wrong draft tokens are counted."""
+without them, for every kind of request, in random batches. Right and wrong draft tokens are counted."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -106,7 +106,7 @@ class Compared(NamedTuple):
 
 
 def compare(parts, seed: int, **options) -> list[Compared]:
-    """All kinds of requests, in company."""
+    """All kinds of requests, in random batches."""
     rng = np.random.default_rng(seed)
     kinds, asks = map(list, zip(*requests(rng), strict=True))
     with Engine(*parts, speculate=0, **SIZES) as engine:
@@ -220,7 +220,7 @@ def test_acceptance_is_learned_by_run_length():
 
 
 def priced(row_s: float) -> Drafter:
-    """It has seen that a step takes 1 second, and so many more for each row."""
+    """A drafter that has measured 1 second for a step, and `row_s` more for each row."""
     speculate = Drafter()
     now = 0.0
     for n in range(300):
@@ -232,7 +232,7 @@ def priced(row_s: float) -> Drafter:
 
 
 def copying(id: int, client: str = "") -> Request:
-    """An answer that copies its prompt, and one token of which is to be planned."""
+    """An answer that copies its prompt and has been read so far."""
     request = Request(id, tuple(range(40)), 30, 0.0, client=client)
     request.drafting.source = PromptLookup()
     request.admission = Admission(0.0, "continuous", id, "")
@@ -259,7 +259,7 @@ class Silent:
 
 
 def test_unforcing_grammar_is_asked_seldom():
-    """Each step of free text under a grammar waited for its tokens, and asked in vain."""
+    """Each step of free text under a grammar waited for its tokens, and the grammar forced none."""
     grammar = Silent()
     request = inventing(0)
     request.drafting.source = PromptLookup(grammar)
@@ -296,7 +296,7 @@ def test_step_is_read_at_once_only_if_drafts_pay():
 
 
 def test_drafts_slow_others_by_at_most_5_percent():
-    """A copier took the half of a step more of three neighbours, in each of its steps."""
+    """An answer that copies made each step half as long again for three neighbours."""
     requests = [copying(0), inventing(1), inventing(2), inventing(3)]
     speculate = priced(0.1)
     longer = 0.0
@@ -318,7 +318,7 @@ def test_outlier_step_is_no_price():
 
 
 def drafted_after(outlier: float) -> int:
-    """How many tokens are drafted after steps, of which a few took longer."""
+    """The number of draft tokens after steps of which a few took longer."""
     speculate = Drafter()
     now = 0.0
     for n in range(60):

@@ -106,7 +106,7 @@ def test_checkpoints_are_seen(folder):
 
 @pytest.mark.parametrize("speculate", [0, 15])
 def test_a_conversation_goes_on_from_its_end(folder, speculate):
-    """Also after drafts, of which the last was rejected in part."""
+    """Also after a draft that was rejected in part."""
     prompt, before = drawn(2, 50) * 2, 0
     with load(folder, speculate=speculate) as engine:
         for turn in range(3):
@@ -249,7 +249,7 @@ def test_a_state_serves_from_its_base_to_its_log_end(most, served):
 
 
 class Shadow:
-    """What each place holds, as the moves say: the tokens of its text, and the base."""
+    """The content of each place according to the moves: the tokens of its text, and the base."""
 
     def __init__(self, sched: Scheduler):
         self.sched = sched

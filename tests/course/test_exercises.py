@@ -161,7 +161,7 @@ def test_sampler_is_reachable_by_clients(monkeypatch):
 
 
 def count_as_hung_up(is_one: Callable[[RequestRecord], bool], patch: pytest.MonkeyPatch) -> None:
-    """Exercise 4, solved: `ServerMetrics` counts the calls of which this is true."""
+    """Exercise 4, solved: `ServerMetrics` counts the calls for which this is true."""
     count, text = ServerMetrics.count, ServerMetrics.text
 
     def count_too(self: ServerMetrics, call: RequestRecord) -> None:
@@ -186,7 +186,7 @@ def count_as_hung_up(is_one: Callable[[RequestRecord], bool], patch: pytest.Monk
     ],
 )
 def test_metric_counts_hang_ups(is_one, is_right, monkeypatch):
-    """What the server itself cancelled was counted, too, and all three tests passed."""
+    """Requests that the server itself cancelled were counted, too, and all three tests passed."""
     count_as_hung_up(is_one, monkeypatch)
     failed = [name for name, test in exercise_of("metric", monkeypatch).items() if fails(test)]
     assert bool(failed) != is_right, failed

@@ -185,7 +185,7 @@ def stage_tests(stage: int) -> list[Callable[[], None]]:
 
 
 def verdict(stage: int) -> str:
-    """What the first test of a stage that fails says; empty if all pass."""
+    """The message of the first test of a stage that fails; empty if all pass."""
     for test in stage_tests(stage):
         try:
             test()
@@ -269,7 +269,7 @@ def test_the_recording_is_up_to_date():
 
 @pytest.mark.parametrize("stage", range(1, len(STAGES) + 1))
 def test_stage_passes_simple_and_fails_blank(stage, tmp_path):
-    """Whoever writes otherwise than we do must pass, too."""
+    """A correct solution that differs from ours passes, too."""
     written = [task.name for task in STAGES[stage - 1].tasks]
     if stage < 9:
         with overlay.swapped(written, SIMPLE):

@@ -42,7 +42,7 @@ def test_units_name_papers_and_terms_that_are_listed():
 
 
 def test_notes_quote_lines_of_the_checks():
-    """What a student reads when a planted mistake fails."""
+    """The message for a student when a planted mistake fails."""
     for stage in STAGES:
         unit = NOTES.partition(f"## Unit {stage.number}:")[2].partition("\n## ")[0]
         (checks,) = COURSE.glob(f"from_zero/test_{stage.number}_*.py")

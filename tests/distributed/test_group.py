@@ -122,7 +122,7 @@ KINDS = {
 
 
 def own(branch):
-    """What a rank computes before the sum over the ranks."""
+    """The part of a rank before the sum over all ranks."""
     return branch.steps[0] if isinstance(branch, Chain) else branch
 
 
@@ -220,7 +220,7 @@ class Wire(Ranks):
 
 @pytest.mark.parametrize("budget", [32, 1000])
 def test_orders_survive_the_wire(parts, budget):
-    """What a follower receives is what the leader ran."""
+    """A follower receives the batches that the leader ran."""
     orders, heard, wire, rng = [], [], Wire(), np.random.default_rng(budget)
     options = {"slots": 4, "max_len": 128, "chunk": 32, "budget": budget, "speculate": 2}
     with Engine(*parts, **options) as engine:
@@ -722,7 +722,7 @@ MPI_ROUNDS = int(os.environ.get("NANOBATCH_MPI", 0))
 @pytest.mark.skipif(not MPI_ROUNDS, reason="a long form: NANOBATCH_MPI=6")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_by_mpi(size, tmp_path):
-    """They give the same tokens as one process, and are batch-invariant."""
+    """Two ranks give the same tokens as one process, and are batch-invariant."""
     folders = [
         str(make_checkpoint(tmp_path / kind, seed=2, **changes)) for kind, changes in KINDS.items()
     ]
@@ -928,7 +928,7 @@ sys.exit(ask.main())
 
 
 def test_ranks_with_other_keys_end_with_one_line(tmp_path):
-    """They waited forever in MLX."""
+    """Ranks waited forever in MLX."""
     with Pair(tmp_path, "-c", OTHER_KEYS) as pair:
         assert pair.codes() == [2, 2], pair.said(0) + pair.said(1)
         for rank in (0, 1):

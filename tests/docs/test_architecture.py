@@ -167,7 +167,7 @@ def graph(inside: bool = True) -> dict[str, set[str]]:
 
 
 def reached(edges: dict[str, set[str]], name: str) -> dict[str, list[str]]:
-    """What a file imports, itself or through others: each with the way that leads to it."""
+    """The files that a file imports, itself or through others, each with the path to it."""
     ways, line = {}, [[name]]
     for way in line:
         for module in sorted(edges.get(way[-1], ())):
@@ -186,7 +186,7 @@ def fitting(pattern: str) -> list[str]:
 
 
 def allowed(name: str) -> str | None:
-    """What a file may import of ours; None if the plan does not know it."""
+    """The files of ours that a file may import; None if the plan does not know it."""
     for pattern, files in MAY_IMPORT.items():
         if fnmatch(name, pattern):
             return f"{files} {pattern}" if pattern.endswith("/*") else files

@@ -91,7 +91,7 @@ def test_answering_places_exist():
 
 
 def test_reading_path_is_complete():
-    """A room says itself what lies in it."""
+    """Each package's files are listed in docs/files.md."""
     rooms = {f"{Path(name).parent.as_posix()}/" for name in MODULES if "/" in name}
     assert {"engine/", "models/", "server/", "screen/pages/"} <= rooms
     missing = [name for name in sorted(rooms) if f"`{name}`" not in FILES]
@@ -109,7 +109,7 @@ def test_each_package_of_the_map_has_the_files_that_are_there(section):
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -191,7 +191,7 @@ def test_ctrl_c_at_any_line_of_submit_cancel_close(parts, expected, what):
 
 
 def press_after(seconds: float, act: Callable[[], object]) -> bool:
-    """Ctrl-C comes after so many seconds. False if the act had ended by then."""
+    """Press Ctrl-C after this many seconds. False if the action had ended by then."""
     press = threading.Timer(
         seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
     )
@@ -208,7 +208,7 @@ def press_after(seconds: float, act: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ctrl_c_while_serving(engine, expected, seed):
-    """Python's condition has let go of its lock at some lines, and a RuntimeError came out instead:
+    """Python's condition has released its lock at some lines, and a RuntimeError was raised instead:
     exit code 1."""
     handles = []
 

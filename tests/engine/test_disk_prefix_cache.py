@@ -460,7 +460,7 @@ def test_more_slots_than_may_be_pending_are_dropped(parts, saved, monkeypatch, c
 
 
 def test_size_is_kept(parts, saved):
-    """oMLX 1915, 2115: a limit that was exceeded, and dead files that nobody deleted. Files of another
+    """oMLX 1915, 2115: a limit that was exceeded, and dead files that were never deleted. Files of another
     model and temporary files count, and the least recently used file goes first."""
     folder, _ = saved
     (file,) = files(folder)

@@ -227,7 +227,7 @@ def test_stopwatch_is_monotonic():
 
 
 def test_slow_motion_rate(make_engine):
-    """So many steps a second; the engine's clock stands still in between."""
+    """Run this many steps a second; the engine's clock does not advance in between."""
     watch = Stopwatch()
     engine = make_engine(clock=watch)
     engine.submit([1], SHORT).result()  # warm
@@ -248,7 +248,7 @@ def test_slow_motion_rate(make_engine):
 
 
 def test_slow_motion_can_be_left_at_once(make_engine):
-    """One step in a hundred seconds: whoever waits for the next step waits for ever."""
+    """One step in a hundred seconds: a thread that waited for the next step waited forever."""
     watch = Stopwatch()
     engine = make_engine(clock=watch)
     loop = Loop(engine, watch=watch).start()

@@ -146,7 +146,7 @@ def test_slow_hook_blocks_no_other_thread(engine):
 
 
 def test_hook_may_close_the_engine(parts):
-    """All requests end, and nobody hangs."""
+    """All requests end, and no thread hangs."""
     engine = Engine(*parts, slots=2, max_len=128, chunk=32)
     engine.on_commit = lambda handles: engine.close()
     handles = [engine.submit([n], LONG) for n in range(4)]

@@ -172,7 +172,7 @@ def test_a_race_ends_a_pause(stage):
 
 
 def test_a_cancelled_race_has_no_winner(stage):
-    """A race that had been cancelled said "running …" for ever."""
+    """A cancelled race was shown as "running …" until the screen was closed."""
     stage.obey("/race 20")
     stage.turns(30)
     assert race.is_racing(stage.state.view)
@@ -287,7 +287,7 @@ async def test_the_last_race_can_be_opened_again(it):
 
 
 def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
-    """It admits one request a step. Only `policies.py` is told of it."""
+    """A policy that admits one request a step, added to `policies.py` only."""
     shy = POLICIES["continuous"]._replace(
         name="shy", does="one newcomer a step.", room=lambda free, running: min(free, 1)
     )
@@ -360,7 +360,7 @@ async def test_a_comparison_right_after_a_race_stays(it):
 
 @on_screen()
 async def test_a_film_plays_although_the_engine_has_no_news(it):
-    """It stood still at its beginning for as long as nothing else happened."""
+    """The race did not start until something else happened."""
     await it.press("r", turns=30)
     it.stage.finish()
     await it.turns()

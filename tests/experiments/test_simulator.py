@@ -17,7 +17,7 @@ OLD = {"slots": 2, "max_len": 100, "chunk": 8, "budget": 10, "max_queue": 1}
 
 
 def guests(*lives: tuple[int, float], arrived: float = 0.0) -> list[Guest]:
-    """Requests with prompts of four tokens. Each says so many, or is cut short at a moment."""
+    """Requests with prompts of four tokens, each with the length of its answer, or with the time of its cancel."""
     found = []
     for id, (tokens, left) in enumerate(lives, start=1):
         found.append(Guest(Request(id, (id,) * 4, 50, arrived), tokens, left))

@@ -35,7 +35,7 @@ EXPERTS = MODEL._replace(experts=8, taken=2, expert_nbytes=60, expert_products=1
 
 @pytest.fixture(autouse=True)
 def roof(monkeypatch) -> None:
-    """This machine is as fast as `ROOF` says."""
+    """Make this machine as fast as `ROOF` says."""
     monkeypatch.setattr(roofline, "measure", lambda nbytes, dtype: ROOF[:3])
 
 

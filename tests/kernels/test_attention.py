@@ -105,7 +105,7 @@ def test_a_sink_joins_the_softmax_and_takes_no_value():
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 def test_a_nan_stays_in_its_sequence(dtype):
-    """It shows in all later tokens of the sequence, and in no other."""
+    """A NaN shows in all later tokens of the sequence, and in no other."""
     slab = Slab(1, 3, 2, 64, 16, dtype)
     windows = [Window(slab, [0], [0], 20), Window(slab, [1, 2], [9, 9], 1)]
     q = mx.ones((22, 4, 16))

@@ -61,7 +61,7 @@ def reference(heads: Heads, weights: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 class Window(NamedTuple):
-    """What the formula needs of a window."""
+    """The fields of a window that the formula uses."""
 
     state_moves: list[tuple[int, int, int, int]]
     starts: list[int]

@@ -148,7 +148,7 @@ def test_wrong_fused_attention_is_found_at_load_and_the_formula_runs(plant, tmp_
 
 @pytest.mark.parametrize(("whole", "limit"), [(None, 2**28), (2**30, 2**28), (2**34, 2**30)])
 def test_buffers_that_mlx_keeps_are_bounded(whole, limit, tmp_path, monkeypatch):
-    """It keeps those of each shape that it has seen: memory grew to 1.5 times what is recommended."""
+    """MLX caches buffers of each shape that it has seen: memory grew to 1.5 times the recommended size."""
     info = {"max_recommended_working_set_size": whole} if whole else {}
     limits = []
     monkeypatch.setattr(mx, "device_info", lambda: info)

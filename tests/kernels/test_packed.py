@@ -356,7 +356,7 @@ def test_lazy_product_holds_the_matrix():
 
 
 def test_wrong_shape_ends_the_process():
-    """It would be read beyond its end."""
+    """A claim would be read beyond its end."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels', 'tools']\n"
         "from kernels import device\n"

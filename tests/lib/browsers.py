@@ -70,7 +70,7 @@ def in_place_everywhere(tab, least: int) -> None:
 
 
 def in_node(script: str, asked: Any) -> Any:
-    """What a script makes of `asked`, with the page's modules, and without a page: it calls `tell`."""
+    """The value that a script passes to `tell`, given `asked`, with the page's modules but without a page."""
     tools = (
         'import { readFileSync } from "node:fs";\n'
         "const asked = JSON.parse(readFileSync(0, 'utf8'));\n"

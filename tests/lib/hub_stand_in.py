@@ -63,7 +63,7 @@ class Hub:
             self.send(to, 200, data, tags, is_head, name)
 
     def listing(self, rest: str) -> object:
-        """What the hub says of the repository, or of its files."""
+        """The hub's description of the repository, or of its files."""
         files = {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())}
         if rest.startswith("/tree/"):
             return [

@@ -49,7 +49,7 @@ def ps(what: str, process: int) -> str:
 
 
 def state_of(process: int) -> str:
-    """ "R", "S", "T" if it is stopped, "Z" if nobody has waited for its end; empty if it is gone."""
+    """ "R", "S", "T" if it is stopped, "Z" if its end was not awaited; empty if it is gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
     except OSError:

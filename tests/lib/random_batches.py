@@ -291,7 +291,7 @@ def play(
 
 
 def drawn(rng: np.random.Generator, count: int) -> list[Ask]:
-    """Requests, of which most begin alike and some have a grammar."""
+    """Requests. Most have a common prefix, and some have a grammar."""
     asks = random_asks(rng, count, longest=120, tokens=8, alike=0.6)
     for ask in asks:
         if rng.random() < 0.25:

@@ -37,7 +37,7 @@ TEXTS = (
 
 
 def recording(prompts=None, burst: int = 12, **options: int) -> dict:
-    """A burst on the engine of words, which answers with what stands between quotes."""
+    """A burst on the engine of words, which answers with the words between quotes."""
     stage = Stage(prompts=prompts, **options) if prompts else Stage()
     stage.load().session.obey(f"/burst {burst}")
     stage.finish()

@@ -1,4 +1,4 @@
-"""What the trials of `tests/base/test_job_process.py` do: harmless and hostile jobs, by their names."""
+"""Harmless and hostile jobs for `tests/base/test_job_process.py`, by name."""
 
 import os
 import signal

@@ -149,7 +149,7 @@ class Story(Replay):
         return request.prompt.index(BAD) if BAD in request.prompt else math.inf
 
     def kept(self, request: Request, start: int, tokens: Sequence[int]) -> list[int | float]:
-        """What the rows of these tokens hold, from row `start` on."""
+        """The content of the rows of these tokens, from row `start` on."""
         good = self.good_rows(request)
         return [token if start + i < good else NAN for i, token in enumerate(tokens)]
 

@@ -75,7 +75,7 @@ class Stage:
         return self.session.obey(order)
 
     def lines(self, draw, width: int, height: int) -> list[str]:
-        """What a function draws of this stage, as plain text."""
+        """The drawing of a function for this stage, as plain text."""
         return plain(drawn(draw, self.state, width, height))
 
     def prompt(self, request: int) -> str:
@@ -116,7 +116,7 @@ class Show:
         raise AssertionError(f"{part!r} is not on the screen:\n{self.text()}")
 
     def text(self) -> str:
-        """What is on the screen, as plain text."""
+        """The screen's content, as plain text."""
         lines = self.app.screen._compositor.render_strips()
         return "\n".join("".join(segment.text for segment in line).rstrip() for line in lines)
 
@@ -159,7 +159,7 @@ def on_screen(size: tuple[int, int] = (80, 24), load: bool = True, make=Stage):
 
 
 def drawn(draw, state: State, width: int, height: int) -> list[style.Line]:
-    """What a function draws on a paper of this size: all its lines, also those that find no room."""
+    """All lines that a function draws on a canvas of this size, also those that do not fit."""
     on = Canvas(style.DARK, width, height)
     draw(state, on)
     return on.lines
@@ -179,7 +179,7 @@ def like_golden(name: str, text: str) -> None:
 
 
 def draft_at_random(engine: Engine, dice: random.Random) -> None:
-    """What will be said, but for some tokens."""
+    """The answer, without some of its tokens."""
 
     def draft(decoding, left):
         found = {}
@@ -213,7 +213,7 @@ def disturb(stage: Stage, seconds: float) -> None:
 
 
 def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
-    """A runner whose bits depend on company: where so many decode in a step, the sixth word of an
+    """A runner that is not batch-invariant: where this many decode in a step, the sixth word of an
     answer is another one, or its probability. Answers with the slots and steps in which it was."""
     runner = stage.engine.runner
     finish = runner.finish

@@ -43,7 +43,7 @@ class Heap(ctypes.Structure):
 
 
 class Weight(NamedTuple):
-    """What an idle process uses, in MiB."""
+    """The memory of an idle process, in MiB."""
 
     in_use: float
     resident: float

@@ -122,7 +122,7 @@ class Server:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses. The system assigns higher ones, so no neighbour gets one of them
+    """Unused ports. The system assigns higher ones, so no neighbour gets one of them
     meanwhile."""
     with ExitStack() as held:
         ports = []

@@ -133,7 +133,7 @@ class Terminal:
             self.read(0.05)
 
     def ends(self, code: int, saying: str = "") -> None:
-        """It ends, and leaves the terminal as it was."""
+        """Assert that the program ends, and leaves the terminal as it was."""
         deadline = time.monotonic() + 60
         while self.process.poll() is None:
             assert time.monotonic() < deadline, self.text()

@@ -8,7 +8,7 @@ Found = TypeVar("Found")
 
 
 def wait_for(find: Callable[[], Found], seconds: float = 120) -> Found:
-    """What a function returns, as soon as it is true. A machine may be busy, so only what will never
+    """Wait until a function returns something true, and return it. A machine may be busy, so only what will never
     happen takes all these seconds."""
     deadline = time.monotonic() + seconds
     while not (found := find()):

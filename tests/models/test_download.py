@@ -83,7 +83,7 @@ def test_a_log_has_one_line_of_a_download(tiny, cache, monkeypatch, capsys):
 
 
 def test_a_download_goes_on_after_ctrl_c(tiny, cache, tmp_path):
-    """It ended when all files that had begun were there."""
+    """The wait ended when all files that had begun were there."""
     is_cut = True
 
     def pause(name: str, sent: int) -> None:

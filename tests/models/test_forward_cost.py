@@ -242,7 +242,7 @@ def test_kept_experts_copy_no_slab(tmp_path):
 @pytest.mark.parametrize("rate", [1e9, 1e12])
 def test_roofline_on_a_fast_machine(monkeypatch, rate):
     """A try of microseconds would measure how long it takes to start one, and a cache that holds a
-    piece would be measured instead of memory. Here a clock is told."""
+    piece would be measured instead of memory. Here the clock is given."""
     sizes = []
 
     def quickest(pairs):

@@ -575,7 +575,7 @@ def test_model_larger_than_memory(whole, monkeypatch):
 
 
 def test_sizes_are_fixed_before_loading(whole, monkeypatch):
-    """They were computed twice. When another program took memory in between, a model was refused
+    """The sizes were computed twice. When another program took memory in between, a model was refused
     after its weights had been read."""
     read = ModelReader.read_model
 

@@ -35,7 +35,7 @@ def wide(x: mx.array) -> np.ndarray:
 
 @pytest.fixture(params=["cpu_kernels.c", "MLX"])
 def form(request, monkeypatch) -> str:
-    """Who computes: our own product, or MLX where that does not run."""
+    """Our own product, or MLX where that does not run."""
     if request.param == "MLX":
         monkeypatch.setattr(row_ops, "handles", lambda x: False)
     elif not device.is_batch_invariant():
@@ -63,7 +63,7 @@ def test_rms_norm_is_its_formula(form, D, size):
 
 
 def alone(gated, x: mx.array) -> mx.array:
-    """What the gate makes of these numbers, times 1."""
+    """The gate's values for these numbers."""
     return gated(mx.concatenate([x, mx.ones_like(x)], axis=-1))
 
 

@@ -63,7 +63,7 @@ def engine(published):
 
 @pytest.fixture(scope="module")
 def results(engine):
-    """An answer to each prompt, in company."""
+    """Answer all prompts in one batch."""
     prompts = [engine.text.ask(prompt) for prompt in PROMPTS]
     return engine.generate(prompts, SamplingParams(max_tokens=TOKENS))
 
@@ -180,7 +180,7 @@ def test_ten_turns(published, roomy):
 
 
 def haystack(text: Tokenizer, tokens: int) -> list[dict]:
-    """A question about one line of a list that fills so many tokens."""
+    """A question about one line of a list of about this many tokens."""
     places = ("the mill", "the harbour", "the school", "the market")
     lines = [
         f"Parcel {n} went to {places[n % 4]} with {['Ida', 'Otto', 'Nell'][n % 3]}.\n"
@@ -199,7 +199,7 @@ def haystack(text: Tokenizer, tokens: int) -> list[dict]:
 
 
 def read_until(server: Server, fields: dict, tokens: int) -> int:
-    """Ask, and hang up as soon as so many tokens of the prompt have been read. Returns how many."""
+    """Ask, and hang up when this many tokens of the prompt have been read. Returns their number."""
     line = server.line()
     line.socket.settimeout(server.patience)
     line.post(CHAT, fields | {"stream": True, "return_progress": True})

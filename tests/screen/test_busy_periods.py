@@ -79,7 +79,7 @@ async def test_totals_after_a_burst(it):
 
 
 def test_requests_whose_ends_were_missed_are_forgotten():
-    """They stood among the open ones for ever: memory grew, and each chart went through them."""
+    """They were never removed from the open ones: memory grew, and each chart went through them."""
     stage = Stage(slots=2).load()
     handles = [
         stage.engine.submit([1], SamplingParams(max_tokens=400, ignore_eos=True))
@@ -96,7 +96,7 @@ def test_requests_whose_ends_were_missed_are_forgotten():
 
 
 def test_counts_go_on_beyond_what_is_remembered():
-    """After 500 ends, "500 ended" for ever."""
+    """After 500 ends, the count stayed at "500 ended"."""
     stage = Stage(slots=2).load()
     stage.state.REMEMBERED = 50
     for _ in range(6):

@@ -52,7 +52,7 @@ async def ask(it: Show, question: str) -> None:
 
 
 def seen(it: Show) -> str:
-    """What is on the screen, without its line ends."""
+    """The screen's content, without its line ends."""
     return " ".join(it.text().split())
 
 

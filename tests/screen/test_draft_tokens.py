@@ -15,7 +15,7 @@ from screen.timeline_columns import useful_of
 
 
 def drafting(seed: int = 3) -> Stage:
-    """Two answers of 40 tokens, many of which are drafted."""
+    """Two answers of 40 tokens, with many draft tokens."""
     stage = Stage(slots=2).load()
     draft_at_random(stage.engine, random.Random(seed))
     for letter in (97, 98):

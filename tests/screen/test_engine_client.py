@@ -188,7 +188,7 @@ def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
 
 @dataclass(frozen=True)
 class Seen(ExperimentRecord):
-    """What an experiment of the tests finds: how many of its requests have ended."""
+    """The record of a test's experiment: the number of its requests that have ended."""
 
     name = "seen"
     ended: int

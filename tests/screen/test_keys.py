@@ -480,7 +480,7 @@ def test_the_screen_can_be_left_in_every_state(keys, load):
 
 @on_screen(size=(120, 40))
 async def test_help_and_quit_are_commands(it):
-    """They were unknown."""
+    """These keys were unknown."""
 
     await it.press("slash", *"help", "enter")
     await it.sees("Help: keys")

@@ -202,7 +202,7 @@ def test_an_interrupted_log_is_complete(stage):
 
 
 def test_the_log_times_a_policy_switch_by_its_first_step():
-    """It was stamped when somebody looked."""
+    """Errors were stamped with the time at which they were shown."""
     stage = Stage(slots=2)
     stage.load()
     lines: list[str] = []

@@ -25,7 +25,7 @@ def ids_of(stage: Stage) -> record.Ids:
 
 
 def recorded(stage: Stage) -> dict:
-    """What a reader of the file gets."""
+    """Play a recording as a reader of the file does."""
     recording = record.record(stage.state, ABOUT, ids_of(stage))
     return json.loads(record.as_text(recording))
 

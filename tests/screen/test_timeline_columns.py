@@ -37,7 +37,7 @@ def test_a_ghost_fills_no_row():
 
 
 def test_a_ghost_is_no_gap_between_two_tokens():
-    """The 95th percentile of a period's gaps counted tokens that nobody had received."""
+    """The 95th percentile of a period's gaps counted tokens that no client had received."""
     period = Period(0.0)
     for each in (step(1), step(2, ((0, 7), (1, 8)), (1,), 1), step(3, ((0, 7),), (), 1)):
         period.take_step(column(each, slots=2))

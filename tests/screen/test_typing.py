@@ -38,7 +38,7 @@ def pressed(name: str) -> events.Key:
 
 
 def random_keys(dice: random.Random) -> list[events.Key | events.Paste]:
-    """What an impatient user types."""
+    """The keys of an impatient user."""
     out = []
     for _ in range(dice.randint(8, 16)):
         kind = dice.random()
@@ -196,7 +196,7 @@ def test_a_page_opened_while_loading(page):
 
 @on_screen(load=False)
 async def test_a_model_that_cannot_be_loaded_while_typing(it):
-    """The prompt box had the keyboard, and nobody saw the box."""
+    """The prompt box had the keyboard while it was not visible."""
 
     await it.pilot.press("i", *"hello")
     it.stage.load_engine = lambda report, clock: os.stat("/no/such/model")

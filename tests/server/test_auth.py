@@ -164,7 +164,7 @@ def test_x_api_key_header(engine):
 
 
 def watched(engine, head: list[str], version: str = "1.1", **keys) -> str:
-    """What `/watch` shows: "texts", "figures", or that it is "refused"."""
+    """The view that `/watch` gives: "texts", "figures" or "refused"."""
     with Here(engine, allow_hosts=("llm.example",), **keys) as here:
         line = here.line().send("\n".join([f"GET /watch HTTP/{version}", *head, "", ""]))
         if line.until(b"\r\n").split()[1] != b"200":

@@ -71,7 +71,7 @@ def census(taught) -> Iterator[Callable[[], None]]:
         return kinds
 
     def check() -> None:
-        """What has been hung up on takes a moment to be noticed."""
+        """A hang-up is noticed after a moment."""
         until = time.monotonic() + 60
         while (left := found() - before) and time.monotonic() < until:
             time.sleep(0.1)

@@ -254,7 +254,7 @@ def make_model(
     as_dict: bool = False,
     **config,
 ) -> Tokenizer:
-    """What of a model folder concerns its text. `as_dict` spells the special tokens as older
+    """The files of a model folder that concern its text. `as_dict` spells the special tokens as older
     configs do."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
@@ -305,7 +305,7 @@ def transformers_of(folder: Path):
 
 
 def reference(folder: Path, messages: list[dict]) -> tuple[str, list[int]]:
-    """What `transformers` makes of the same folder and the same messages."""
+    """The rendering of the same folder and messages by `transformers`."""
     tokenizer = transformers_of(folder)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
@@ -672,7 +672,7 @@ def unfit(text: Tokenizer) -> str:
 
 @pytest.mark.parametrize("source", [ENDLESS[0], *UNSTOPPABLE])
 def test_endless_template_is_found_at_load(tmp_path, monkeypatch, source):
-    """It was found by the first client, whose conversation then held a thread of the server."""
+    """The slow template was found by the first client, whose conversation then held a thread of the server."""
     limits = untrusted_model_files.LIMITS._replace(seconds=0.3)
     monkeypatch.setattr(untrusted_model_files, "LIMITS", limits)
     line = unfit(make_model(tmp_path, source))
@@ -707,7 +707,7 @@ def test_load_without_a_child_process_is_refused(tmp_path, monkeypatch, script):
 
 
 def test_only_the_demo_template_needs_no_check(tmp_path, monkeypatch):
-    """It came with the program, and is as good as the program. A child would cost its start."""
+    """The demo's template is as trusted as the program. A child process would cost time at the start."""
     asked = []
 
     def note(child, source: str, _) -> tuple[str, list[str]]:

@@ -388,7 +388,7 @@ def test_late_grammar_failure_is_reported(grammars):
 
 
 def test_verdicts_are_short(grammars):
-    """It quotes the grammar, and a thousand of those were 30 MB."""
+    """The message quotes the grammar, and a thousand of them took 30 MB."""
     for source in ({"regex": "(" * 30_000}, {"json": '{"$ref": "#/' + "a" * 30_000 + '"}'}):
         with pytest.raises(ValueError, match="grammar: ") as refused:
             make(grammars, **source)

@@ -287,7 +287,7 @@ def test_every_tokenizer_streams_as_it_decodes(kind):
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, bool, int]:
-    """What is to be shown, whether a stop string came, and how many characters it took to see it.
+    """The text to be shown, whether a stop string came, and the characters read until it was seen.
     By brute force."""
     for end in range(1, len(text) + 1):
         # Of those that are complete here, the one that begins first

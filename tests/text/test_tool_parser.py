@@ -919,7 +919,7 @@ def test_tagged_string_follows_its_pattern(format, kind):
 
 def test_grammars_of_calls_with_unusual_tools():
     """A key with a letter beyond ASCII was no valid reference. And a schema's colons were counted as
-    rules of a grammar, of which there may be 500."""
+    rules of a grammar, and 500 are the limit."""
     parameters = {"properties": {"日/%~": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"const": 5}}}
     fields = {name: {"type": "integer"} for name in "abc"}
     many = [{"name": f"t{n}", "parameters": {"properties": fields}} for n in range(60)]

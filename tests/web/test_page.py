@@ -102,7 +102,7 @@ def test_no_module_writes_markup():
 
 
 def test_a_name_is_there_once_in_all_modules():
-    """They are concatenated, so a second one would be a syntax error."""
+    """Scripts are concatenated, so a second definition would be a syntax error."""
     names = []
     for module in live_page.MODULES:
         text = (live_page.FOLDER / f"{module}.js").read_text()
@@ -212,7 +212,7 @@ def test_what_is_no_recording_is_refused_in_one_line(tmp_path, capsys):
 
 
 def test_a_page_that_cannot_be_written(tmp_path, capsys):
-    """It was a traceback."""
+    """A wrong file ended in a traceback."""
     run = tmp_path / "run.json"
     run.write_text(json.dumps(recording()))
     assert page_program.main([str(run), str(tmp_path / "nowhere" / "out.html")]) == 1

@@ -51,7 +51,7 @@ def test_the_page_offers_every_policy():
 
 @pytest.mark.parametrize("policy", [*POLICIES, "mine"])
 def test_the_lines_as_they_are_change_no_plan(policy):
-    """They are those of `policies.py`, and one record more."""
+    """The page's policies are those of `policies.py`, and one more record."""
     played = asked(policy=policy)
     assert "error" not in played and len(played["steps"]) > 20
     if policy in POLICIES:
@@ -61,7 +61,7 @@ def test_the_lines_as_they_are_change_no_plan(policy):
 
 
 def test_drafts_in_the_pages_replay():
-    """r3 decodes in three steps, with seven drafts in the second, five of which were right."""
+    """r3 decodes in three steps. In the second, five of seven draft tokens are accepted."""
     steps = [[[[0, 3]], [], []], [[[0, 3]], [], [[0, 7, 5]]], [[[0, 3]], [], []]]
     played = asked(run=RUN | {"steps": steps})
     plain = asked()
@@ -174,7 +174,7 @@ export const loadPyodide = async () => ({
 
 
 def worker(questions: list[dict], **files) -> list[dict]:
-    """What the page's worker answers: to its start, and then to each question."""
+    """The answers of the page's worker: to its start, and then to each question."""
     sources = page.lab_of(page.read_recording(str(ROOT / "docs" / "index.html")), {})["sources"]
     said = {"sources": sources, "questions": [{"question": json.dumps(q)} for q in questions]}
     return in_node(WORKER, said | files)
