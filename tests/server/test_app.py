@@ -140,7 +140,7 @@ def test_failed_answer_is_an_error_and_the_next_is_right(here, engine, monkeypat
 
 def test_the_memory_that_is_free_now(here):
     """Watchers saw that of the server's start."""
-    assert here.api.look().free_memory > 1_000_000
+    assert here.api.view().free_memory > 1_000_000
 
 
 def test_errors_name_no_folder_of_the_server(here, engine, monkeypatch):
