@@ -9,16 +9,19 @@ const LEAST = 16; // tokens of an answer for which there must be room
 const said = (number) => number.toLocaleString("en");
 
 export class Attachments {
-  // `counted`: the tokens of the prompt with these files; `limit`: the tokens of a slot; `say`: a line for the reader.
+  // `counted`: the tokens of the prompt with these files; `limit`: the tokens of a slot; `say`: a line for the
+  // reader, and the error.
   constructor(place, { counted, limit, say }) {
     Object.assign(this, { place, counted, limit, say });
     this.files = []; // {name, text, tokens}
     this.work = Promise.resolve(); // until all files are counted
     this.waiting = 0; // files that are being counted
+    this.isRefused = false; // one of them was
   }
 
   // Files that were dropped, pasted or chosen, one after the other.
   add(files) {
+    this.isRefused = false;
     for (const file of files) {
       this.waiting += 1;
       this.work = this.work.then(async () => {
@@ -26,7 +29,8 @@ export class Attachments {
           await this.#take(file);
           this.say("");
         } catch (error) {
-          this.say(error.name === "TypeError" ? `The server does not answer: ${error.message}.` : error.message);
+          this.isRefused = true;
+          this.say(error.message, error);
         }
         this.waiting -= 1;
         this.draw();
@@ -37,12 +41,14 @@ export class Attachments {
 
   async #take(file) {
     const text = await textOf(file);
-    const before = this.files.at(-1)?.total ?? (await this.counted(this.files));
+    let before;
     let total;
     try {
+      before = this.files.at(-1)?.total ?? (await this.counted(this.files));
       total = await this.counted([...this.files, { name: file.name, text }]);
     } catch (error) {
-      if (error.status === 400) error.message = `${file.name} does not fit: ${error.message}.`; // longer than a slot
+      const why = error.status === 400 ? "does not fit" : "is not attached"; // longer than a slot, or no answer
+      error.message = `${file.name} ${why}: ${error.message}.`;
       throw error;
     }
     const tokens = total - before;

@@ -62,7 +62,10 @@ export class Chat {
     this.files = new Attachments(this.parts.files, {
       counted: (files) => this.#count(files),
       limit: () => this.#limit(),
-      say: (text) => write(this.parts.note, text),
+      say: (text, error) => {
+        write(this.parts.note, text);
+        if (error?.status === 401) this.wantKey(this, text);
+      },
     });
     // A button is named after its method
     form.onclick = ({ target }) => this[target.dataset.chatPart]?.();
@@ -127,7 +130,10 @@ export class Chat {
 
   // While an answer is running, a question waits; another one is added to it.
   async send() {
-    if (this.files.waiting) await this.files.work;
+    if (this.files.waiting) {
+      await this.files.work;
+      if (this.files.isRefused) return; // the question was about it
+    }
     if (this.edited) this.#replace();
     this.waiting = joined(this.waiting, { text: this.parts.box.value, files: this.files.take() });
     this.parts.box.value = "";

@@ -352,12 +352,13 @@ def test_a_saved_conversation_is_opened(talks, tmp_path):
     assert tab.locator(".talks .title").all_inner_texts() == ["Who?", "say: one"]
 
 
-DROPS = """([name, text]) => {
+DROPS = """([name, text, andSend]) => {
   const dataTransfer = new DataTransfer();
   dataTransfer.items.add(new File([text], name));
   const how = { bubbles: true, cancelable: true, dataTransfer };
   const isOpen = document.body.dispatchEvent(new DragEvent("drop", how));
   if (isOpen) throw new Error("the browser would open the file");
+  if (andSend) document.querySelector("[data-chat-part=send]").click();
 }"""
 COUNTS = """async (asked) => {
   const headers = { "content-type": "application/json" };
@@ -384,13 +385,14 @@ def test_a_dropped_file_is_attached(talks, parrots):
     tab.evaluate(DROPS, ["long.txt", "." * (640 - total - 30)])
     shows(tab, "[data-chat-part=note]", "long.txt has ")
     assert "and a slot holds 640, answer included" in part(tab, "note").inner_text()
-    tab.evaluate(DROPS, ["longer.txt", "long " * 1_000])
+    part(tab, "box").fill("say: one")
+    tab.evaluate(DROPS, ["longer.txt", "long " * 1_000, True])  # not without the file
     shows(tab, "[data-chat-part=note]", "longer.txt does not fit")
     assert "640 tokens" in part(tab, "note").inner_text()
     tab.said.clear()  # the browser's own line about a refusal
     tab.evaluate(DROPS, ["picture.png", "\0\0"])
     shows(tab, "[data-chat-part=note]", "picture.png is no text (UTF-8)")
-    assert tab.locator(".files .attached").count() == 1
+    assert tab.locator(".files .attached").count() == 1 and tab.locator(".turn").count() == 0
     part(tab, "box").evaluate(PASTES)
     until(tab, "document.querySelectorAll('.files .attached').length === 2")
     tab.locator(".files .attached", has_text="image.png").get_by_role("button").click()
