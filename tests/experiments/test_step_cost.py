@@ -235,7 +235,7 @@ def expert_stage() -> Stage:
         layer = Counter({1: decode, 0: decode - decode // 2, 2: decode // 2})
         return [layer] * model.layers
 
-    stage.engine.model.choices = SimpleNamespace(read=read)
+    stage.engine.model.choices = SimpleNamespace(counts=read)
     return stage
 
 
@@ -278,8 +278,8 @@ async def test_experts_are_asked_only_while_the_page_is_open(it):
 async def test_failed_questions_are_not_repeated(it):
     """Ten times a second it would fill the page of errors."""
     stage = it.stage
-    read = stage.engine.model.choices.read
-    stage.engine.model.choices.read = lambda: read() / 0
+    counts = stage.engine.model.choices.counts
+    stage.engine.model.choices.counts = lambda: counts() / 0
     stage.obey("/burst 3")
     await it.turns(20)
     await it.press("space", "B", turns=3)
