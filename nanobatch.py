@@ -235,18 +235,18 @@ class Engine:
         pass first. Then the previous step is committed, and sampling follows:
 
             device   |   run N          |   forward N+1           |   sample N+1
-            Python   begin N+1 --------> commit N, ask grammars --> finish N+1
+            Python   start N+1 --------> commit N, ask grammars --> sample N+1
         """
         if plan.overwritten:
             self.slot_cache.save(self.runner.slab, plan.overwritten)
-        step = self.runner.begin(ForwardBatch.from_plan(plan))
+        step = self.runner.start_forward(ForwardBatch.from_plan(plan))
         emitters = plan.emitters
         handles = [self.registry.open.get(member.request.id) for member in emitters]
         if any(handle and handle.looks_back for handle in handles):
             while self._in_flight:
                 self._commit()
         rows = {member.slot: self._sampling_rows(member) for member in emitters}
-        self._in_flight.append((plan, self.runner.finish(step, rows)))
+        self._in_flight.append((plan, self.runner.start_sampling(step, rows)))
         self._unstarted = None
 
     def _commit(self) -> None:

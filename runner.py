@@ -4,11 +4,11 @@ The problem. A plan names requests, and a request has a handle, text and a clien
 needs none of that, and the other ranks of a model have none of it.
 
 The solution. `ForwardBatch.from_plan` turns a plan into plain numbers: slots, token ids, rows. The runner
-turns it into a lazy MLX graph and starts it, in two halves. `begin` starts the forward passes.
-`finish` adds the sampling, which may have to wait until the previous step has been read back.
+turns it into a lazy MLX graph and starts it, in two halves. `start_forward` starts the forward passes.
+`start_sampling` adds the sampling, which may have to wait until the previous step is read back.
 
-    ForwardBatch -> begin: forward over the slab
-                    finish: sample               -> RunningStep -> read_back: tokens
+    ForwardBatch -> start_forward:  forward over the slab
+                    start_sampling: sample               -> RunningStep -> read_back: tokens
 
 The invariant: the same batches and sampling rows, in the same sequence, give the same bits. Only the
 times of a step depend on the clock.
@@ -144,7 +144,7 @@ def sampling_rows(
 
 @dataclass(slots=True)
 class RunningStep:
-    """A step on the device. `Runner.begin` makes it, `Runner.finish` adds what is sampled, and the
+    """A step on the device. `Runner.start_forward` makes it, `Runner.start_sampling` adds what is sampled, and the
     engine reads it back."""
 
     batch: ForwardBatch
@@ -239,9 +239,9 @@ class Runner:
 
     def run(self, batch: ForwardBatch, rows: SamplingRows) -> RunningStep:
         """Both halves of a step, one after the other."""
-        return self.finish(self.begin(batch), rows)
+        return self.start_sampling(self.start_forward(batch), rows)
 
-    def begin(self, batch: ForwardBatch) -> RunningStep:
+    def start_forward(self, batch: ForwardBatch) -> RunningStep:
         """The first half of a step: start each forward pass as soon as it is built."""
         step = RunningStep(batch, began=self.clock())
         self._device_s = 0.0
@@ -255,7 +255,7 @@ class Runner:
         step.build_s = self.clock() - step.began
         return step
 
-    def finish(self, step: RunningStep, rows: SamplingRows) -> RunningStep:
+    def start_sampling(self, step: RunningStep, rows: SamplingRows) -> RunningStep:
         """The second half: sample a token for each row, and start that, too."""
         resumed = self.clock()
         tokens, step.logprobs, step.vectors = self._sample(step, rows)

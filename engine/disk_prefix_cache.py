@@ -321,7 +321,7 @@ class SlotCache:
                 say(f"slots are not saved while {WRITES} slots are being written")
             self._is_behind = True
 
-    def finish(self, runner: RunnerProtocol | None, sched: Scheduler) -> None:
+    def save_all(self, runner: RunnerProtocol | None, sched: Scheduler) -> None:
         """Save what all slots remember, one after the other, and return when it is written."""
         if self._folder is None or self._is_closed:
             return
@@ -337,7 +337,7 @@ class SlotCache:
 
     def close(self, runner: RunnerProtocol | None, sched: Scheduler) -> None:
         """Save what all slots remember, and nothing after that."""
-        self.finish(runner, sched)
+        self.save_all(runner, sched)
         self._is_closed = True
 
     def _save(self, slab: Slab, remembered: Remembered) -> None:

@@ -115,7 +115,7 @@ class Lifecycle:
     def _save_slots(self) -> None:
         with self._engine.changed:
             self._check_unused()
-        self._engine.slot_cache.finish(self._engine.runner, self._engine.sched)
+        self._engine.slot_cache.save_all(self._engine.runner, self._engine.sched)
 
     def open_files(self) -> None:
         """Before a step and without a lock: if requests wait for a model that is unloaded, open its

@@ -68,11 +68,11 @@ class Saboteur:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ours, name)
 
-    def begin(self, order: ForwardBatch) -> RunningStep:
+    def start_forward(self, order: ForwardBatch) -> RunningStep:
         if self.did:
-            return self._ours.begin(order)
+            return self._ours.start_forward(order)
         self.did = self._harm(order)
-        begun = self._ours.begin(order)
+        begun = self._ours.start_forward(order)
         if self.did and self._fault:
             raise self._fault
         return begun

@@ -301,7 +301,7 @@ MUTANTS = [
     ),
     Mutant(
         "runner.py",
-        "Runner.finish",
+        "Runner.start_sampling",
         "first >= 0",
         "first > 0",
         f"{ENGINE}::test_token_0_is_a_token_like_any_other",

@@ -552,7 +552,7 @@ for request in sorted(requests, key=self._tokens_left):
         "the next step starts before the last one is read, and the last token is right all the same",
         (
             Task(
-                "runner.Runner.finish",
+                "runner.Runner.start_sampling",
                 """Sample the tokens (`_sample`), and remember on the device, in `self._newest`, the token
                 of each slot that has one, else -1. Start all of it without waiting, with
                 `self._enqueue(...)`: the tokens, the newest ones and the log probabilities. Put

@@ -73,7 +73,7 @@ class Scheduler:
 
 
 class Runner:
-    def finish(self, step, rows):
+    def start_sampling(self, step, rows):
         step.tokens, step.logprobs, step.vectors = self._sample(step, rows)
         newest = self._newest.tolist()
         for slot, (token, *_) in enumerate(step.tokens.tolist()):

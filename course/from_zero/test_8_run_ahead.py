@@ -1,4 +1,4 @@
-"""Stage 8: run-ahead. You write `Runner.finish` in runner.py, `Engine._may_stay_in_flight` and
+"""Stage 8: run-ahead. You write `Runner.start_sampling` in runner.py, `Engine._may_stay_in_flight` and
 `Engine.step` in nanobatch.py."""
 
 import random
@@ -39,14 +39,14 @@ def starts_and_reads(run_ahead: bool, eager_first_token: bool, later: bool = Fal
         return read_back(step)
 
     with pytest.MonkeyPatch.context() as patch, new_engine(slots=2, run_ahead=run_ahead) as engine:
-        finish = engine.runner.finish
+        finish = engine.runner.start_sampling
 
         def finish_too(*rest) -> RunningStep:
             step = finish(*rest)
             note("start")
             return step
 
-        engine.runner.finish = finish_too
+        engine.runner.start_sampling = finish_too
         patch.setattr(RunningStep, "read_back", noted)
         engine.eager_first_token = eager_first_token
         handle = ask(engine, max_tokens=4)
@@ -66,7 +66,7 @@ def test_without_run_ahead():
     assert starts_and_reads(run_ahead=False, eager_first_token=False) == in_turn
 
 
-@pytest.mark.about("_may_stay_in_flight", "step", "finish")
+@pytest.mark.about("_may_stay_in_flight", "step", "start_sampling")
 def test_run_ahead():
     """With run-ahead, the next step starts before the last one is read."""
     ahead = ["start 1", "start 2", "read 1", "start 3", "read 2", "start 4", "read 3", "read 4"]
@@ -82,7 +82,7 @@ def test_first_token():
     assert starts_and_reads(run_ahead=True, eager_first_token=True, later=True) == both
 
 
-@pytest.mark.about("finish")
+@pytest.mark.about("start_sampling")
 def test_flight():
     """A flight holds a token of each slot that was asked, and -1 for the others."""
     runner = Runner(demo()[0], Sizes(slots=3, max_len=128, chunk=32, budget=64))
@@ -90,11 +90,15 @@ def test_flight():
     started: list[object] = []
     runner._enqueue = lambda *results: (started.extend(results), enqueue(*results))
     order = ForwardBatch((), [Prefill(1, ids_of(), 0, asked=True)], [])
-    step = runner.begin(order)
+    step = runner.start_forward(order)
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((mx, "eval"), (mx.array, "item"), (mx.array, "tolist")):
-            patch.setattr(owner, name, lambda *_: pytest.fail("`finish` waits for the device"))
-        flight = runner.finish(step, {1: [SamplingRow(1, SamplingParams(), seed=0, index=0)]})
+            patch.setattr(
+                owner, name, lambda *_: pytest.fail("`start_sampling` waits for the device")
+            )
+        flight = runner.start_sampling(
+            step, {1: [SamplingRow(1, SamplingParams(), seed=0, index=0)]}
+        )
     assert any(each is flight.tokens for each in started), (
         "the tokens were never handed to self._enqueue: the device would start too late"
     )
@@ -137,8 +141,8 @@ def test_a_ghost_of_nan():
 def test_failure():
     """A step that fails ends its requests, and the engine goes on."""
     with new_engine(slots=2) as engine:
-        begin = engine.runner.begin
-        engine.runner.begin = lambda order: 1 // 0
+        begin = engine.runner.start_forward
+        engine.runner.start_forward = lambda order: 1 // 0
         handle = ask(engine)
         try:
             worked = engine.step()
@@ -146,7 +150,7 @@ def test_failure():
             pytest.fail("it came out of Engine.step: tell self._fail of it", pytrace=False)
         assert worked is True
         assert handle.finish_reason == "error"
-        engine.runner.begin = begin
+        engine.runner.start_forward = begin
         steps_for(engine, [SUM])
 
 
@@ -158,7 +162,7 @@ def test_exit():
         raise SystemExit(3)
 
     with new_engine(slots=2) as engine:
-        engine.runner.begin = leave
+        engine.runner.start_forward = leave
         handle = ask(engine)
         with pytest.raises(SystemExit):
             engine.step()
@@ -170,13 +174,13 @@ def test_lock():
     """While a step runs, no other thread can take device_lock."""
     taken = []
     with new_engine(slots=2) as engine, ThreadPoolExecutor(1) as other:
-        begin = engine.runner.begin
+        begin = engine.runner.start_forward
 
         def look_and_begin(order: ForwardBatch):
             taken.append(other.submit(device_lock.acquire, blocking=False).result())
             return begin(order)
 
-        engine.runner.begin = look_and_begin
+        engine.runner.start_forward = look_and_begin
         ask(engine, max_tokens=1)
         run_all(engine)
     assert taken == [False]

@@ -419,8 +419,8 @@ def count_copies(folder: Path) -> tuple[int, int]:
     with Engine(
         model, Tokenizer(folder, model.config.V), slots=5, max_len=16_384, chunk=64, budget=400
     ) as engine:
-        copies, orders, begin = 0, [], engine.runner.begin
-        engine.runner.begin = lambda order: orders.append(order) or begin(order)
+        copies, orders, begin = 0, [], engine.runner.start_forward
+        engine.runner.start_forward = lambda order: orders.append(order) or begin(order)
         for seed in range(2):
             opening = [(seed * n) % 250 for n in range(1, 65)]
             handles = [engine.submit([*opening, 1], say)]

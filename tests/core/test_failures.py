@@ -28,11 +28,11 @@ PARTS = {
     "order": (ForwardBatch, "from_plan"),
     "forward": (runner, "forward"),
     "a sampler": (runner, "sample"),
-    "runner": (Runner, "begin"),
-    "choice": (Runner, "finish"),
+    "runner": (Runner, "start_forward"),
+    "choice": (Runner, "start_sampling"),
     "read": (runner.RunningStep, "read_back"),
     "commit": (Scheduler, "commit"),
-    "record": (StepView, "committed"),
+    "record": (StepView, "from_commit"),
 }
 
 

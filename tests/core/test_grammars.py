@@ -139,9 +139,14 @@ def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
 
 
 def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
-    """The events in their order: ("begin", step), ("read", step), ("finish", step)."""
-    events, begin, finish, read = [], Runner.begin, Runner.finish, runner.RunningStep.read_back
-    count = {"begin": 0, "finish": 0, "read": 0}
+    """The events in their order: ("forward", step), ("read", step), ("sample", step)."""
+    events: list[tuple[str, int]] = []
+    forward, sample, read = (
+        Runner.start_forward,
+        Runner.start_sampling,
+        runner.RunningStep.read_back,
+    )
+    count = {"forward": 0, "sample": 0, "read": 0}
 
     def noted(name, function):
         def call(*arguments):
@@ -153,13 +158,13 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
 
     with Engine(*parts, slots=4, max_len=64, chunk=32, speculate=0) as engine:
         engine.eager_first_token = False  # as on a GPU: not even a first token is read at once
-        monkeypatch.setattr(Runner, "begin", noted("begin", begin))
-        monkeypatch.setattr(Runner, "finish", noted("finish", finish))
+        monkeypatch.setattr(Runner, "start_forward", noted("forward", forward))
+        monkeypatch.setattr(Runner, "start_sampling", noted("sample", sample))
         monkeypatch.setattr(runner.RunningStep, "read_back", noted("read", read))
         for handle in [engine.submit([1, 2, n], wish) for n, wish in enumerate(wishes)]:
             handle.result()
     monkeypatch.undo()
-    assert count["begin"] == count["finish"] == count["read"] > 5
+    assert count["forward"] == count["sample"] == count["read"] > 5
     return events
 
 
@@ -168,7 +173,7 @@ def test_run_ahead_without_a_grammar(parts, monkeypatch):
     events = events_of(parts, monkeypatch, PLAIN, PLAIN)
     steps = max(step for _, step in events)
     for step in range(2, steps):
-        assert events.index(("finish", step)) < events.index(("read", step - 1))
+        assert events.index(("sample", step)) < events.index(("read", step - 1))
 
 
 def test_forward_overlaps_with_a_grammar(parts, monkeypatch):
@@ -179,8 +184,8 @@ def test_forward_overlaps_with_a_grammar(parts, monkeypatch):
     steps = max(step for _, step in events)
     waited = 0
     for step in range(2, steps):
-        assert events.index(("begin", step)) < events.index(("read", step - 1))
-        waited += events.index(("read", step - 1)) < events.index(("finish", step))
+        assert events.index(("forward", step)) < events.index(("read", step - 1))
+        waited += events.index(("read", step - 1)) < events.index(("sample", step))
     assert 5 <= waited <= 7 < steps - 2
 
 

@@ -31,7 +31,7 @@ def test_soak(parts):
 
 CALLS = [
     "forward",
-    "Runner.finish",
+    "Runner.start_sampling",
     "Runner._start",
     "Runner._copy_prefix",
     "Slab.bucket",

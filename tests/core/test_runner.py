@@ -60,7 +60,7 @@ def record(parts) -> Recorded:
     asks = random_asks(rng, 36, longest=120, tokens=14, alike=0.7)
     with Engine(model, text, sizes=SIZES) as engine:
         handles = []
-        recorded, finish = Recorded(engine.runner), engine.runner.finish
+        recorded, finish = Recorded(engine.runner), engine.runner.start_sampling
 
         def reading(begun, picks):
             recorded.steps.append((begun.batch, picks))
@@ -70,7 +70,7 @@ def record(parts) -> Recorded:
             recorded.logprobs.append(logprobs)
             return flight
 
-        engine.runner.finish = reading
+        engine.runner.start_sampling = reading
         for n, ask in enumerate(asks):
             settings = {"max_tokens": ask.max_tokens, "ignore_eos": True, "seed": n} | SETTINGS[
                 n % len(SETTINGS)

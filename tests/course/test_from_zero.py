@@ -76,7 +76,9 @@ MISTAKES = [
         "return False",
         "starts before the last one is",
     ),
-    Mistake("runner.Runner.finish", "newest < 0", "newest < -1", "the newest token of each slot"),
+    Mistake(
+        "runner.Runner.start_sampling", "newest < 0", "newest < -1", "the newest token of each slot"
+    ),
     Mistake("nanobatch.Engine.step", "self._fail(error)", "raise", "came out of Engine.step"),
     Mistake(
         "sched.Scheduler._admit",
@@ -88,7 +90,7 @@ MISTAKES = [
     Mistake("sched.Scheduler.finish", "self._end_drain()", "pass", "the policy"),
     Mistake("sched.Scheduler.plan", " if self.waiting else ", " or ", "nobody waits"),
     Mistake(
-        "runner.Runner.finish",
+        "runner.Runner.start_sampling",
         "self._enqueue(",
         "(lambda *them: None)(",
         "never handed to self._enqueue",
@@ -145,7 +147,10 @@ MISTAKES = [
         "nanobatch.Engine.step", "_in_flight) > 1", "_in_flight) > 2", "so are all steps before it"
     ),
     Mistake(
-        "runner.Runner.finish", "newest = ", "newest = mx.eval(step.tokens) or ", "`finish` waits"
+        "runner.Runner.start_sampling",
+        "newest = ",
+        "newest = mx.eval(step.tokens) or ",
+        "`start_sampling` waits",
     ),
     Mistake("pages.Pool.leave", "self.free += ", "", "of 6 pages each"),
     Mistake("pages.Pool.place", "row % PAGE", "row", "row 37 is in page 2"),

@@ -226,8 +226,8 @@ def test_orders_survive_the_wire(parts, budget):
     with Engine(*parts, **options) as engine:
         engine.sched.draft = again
         engine.runner.ranks = wire
-        begin = engine.runner.begin
-        engine.runner.begin = lambda order: orders.append(order) or begin(order)
+        begin = engine.runner.start_forward
+        engine.runner.start_forward = lambda order: orders.append(order) or begin(order)
         run_schedule(engine, random_asks(rng, 80, 100, 12, cancels=0.8, alike=0.6), rng)
     assert len(orders) > 50
     assert sum(bool(order.scrubs) for order in orders) > 0

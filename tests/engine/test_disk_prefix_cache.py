@@ -284,7 +284,7 @@ def test_overwritten_slot_is_saved(parts, tmp_path):
     with engine(parts, tmp_path / "slots", slots=1) as only:
         for seed in (1, 2, 3, 4, 1, 2, 3, 4):
             turns.append(only.submit(tokens(80, seed=seed), SHORT).result().metrics)
-            only.slot_cache.finish(only.runner, only.sched)  # waits for the threads
+            only.slot_cache.save_all(only.runner, only.sched)  # waits for the threads
     assert [turn.cached_tokens for turn in turns] == [0] * 4 + [79] * 4
     assert {turn.cached_from for turn in turns[4:]} == {"disk"}
 
@@ -412,7 +412,7 @@ def test_two_engines_share_a_folder(parts, saved, monkeypatch):
     with engine(parts, folder, slots=1) as one, engine(parts, folder, slots=1) as other:
         for seed in (1, 2):
             one.submit(tokens(80, seed=seed), SHORT).result()
-        one.slot_cache.finish(one.runner, one.sched)
+        one.slot_cache.save_all(one.runner, one.sched)
         assert other.submit(tokens(80, seed=2), SHORT).result().metrics.cached_tokens == 79
         size = SlotFolder.size
 

@@ -67,7 +67,7 @@ def test_surplus_single_steps_are_dropped(engine, loop):
 def test_command_runs_between_steps(engine, loop):
     """Never while a step is being run, though the command comes at any moment."""
     inside, seen = [], []
-    begin = engine.runner.begin
+    begin = engine.runner.start_forward
 
     def watched(order):
         inside.append(1)
@@ -76,7 +76,7 @@ def test_command_runs_between_steps(engine, loop):
         finally:
             inside.pop()
 
-    engine.runner.begin = watched
+    engine.runner.start_forward = watched
     handle = engine.submit([1], exactly(100))
     for _ in range(50):
         loop.call(lambda: seen.append((len(inside), threading.current_thread().name)))

@@ -149,7 +149,7 @@ def with_slab(stage: Stage) -> Stage:
         def __setitem__(self, where, number):
             assert number != number
 
-    finish = runner.finish
+    finish = runner.start_sampling
 
     def sick(flight, picks):
         flight = finish(flight, picks)
@@ -163,7 +163,7 @@ def with_slab(stage: Stage) -> Stage:
         fill=lambda slot, rows: poisoned.add(slot),
         check=lambda: None,
     )
-    runner.finish = sick
+    runner.start_sampling = sick
     return stage
 
 

@@ -127,7 +127,7 @@ def like_a_cpu(stage: Stage) -> Stage:
     """Python stands still until the device has done a step: 10 ms for what decodes, and 0.1 ms for
     each token of a prompt."""
     runner = stage.engine.runner
-    begin = runner.begin
+    begin = runner.start_forward
 
     def begin_and_wait(order):
         flight = begin(order)
@@ -138,7 +138,7 @@ def like_a_cpu(stage: Stage) -> Stage:
         flight.device_s += flight.cost
         return flight
 
-    runner.begin = begin_and_wait
+    runner.start_forward = begin_and_wait
     stage.engine.sched.chunk = 64
     stage.engine.sched.budget = 104
     return stage.turns()
@@ -344,18 +344,18 @@ def test_reopening_the_page_submits_another():
 def test_the_calmest_of_equal_drops_counts():
     """A chunk that was interrupted for a second was sold as the budget's doing."""
     stage = like_a_cpu(Stage().load())
-    begin = stage.engine.runner.begin
+    begin = stage.engine.runner.start_forward
 
     def interrupted(order):
         stage.time.now += 1.0 if stage.engine.sched.steps % 3 == 0 else 0.0
         return begin(order)
 
-    stage.engine.runner.begin = interrupted
+    stage.engine.runner.start_forward = interrupted
     stage.obey("/long 520")
     stage.turns(12)
     finish(stage)
     assert "Noisy: a gap was 1.01 s without the long prompt, too" in " ".join(page(stage).split())
-    stage.engine.runner.begin = begin
+    stage.engine.runner.start_forward = begin
     stage.obey("/long 520 520 520")
     finish(stage)
     found = results(stage)

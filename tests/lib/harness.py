@@ -32,7 +32,7 @@ class Tap:
     def __init__(self, engine: Engine):
         self.logits: dict[tuple[int, int], np.ndarray] = {}
         device, calls = engine.runner, []
-        head, begin, finish = device.model.head, device.begin, device.finish
+        head, begin, finish = device.model.head, device.start_forward, device.start_sampling
 
         def tapped_head(x):
             logits = head(x)
@@ -60,8 +60,8 @@ class Tap:
             return finish(begun, picks)
 
         device.model = replace(device.model, head=tapped_head)
-        device.begin = tapped_begin
-        device.finish = tapped_finish
+        device.start_forward = tapped_begin
+        device.start_sampling = tapped_finish
 
     def of(self, handle: Handle) -> np.ndarray:
         """(tokens, V): what the request's tokens were chosen from."""

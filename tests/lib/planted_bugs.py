@@ -248,7 +248,7 @@ BUGS = {
         (kv.Window, "groups", near),
         (c_attention, "visible_rows", near_rows),
     ],
-    "the newest token is a step old": [(Runner, "finish", a_step_old)],
+    "the newest token is a step old": [(Runner, "start_sampling", a_step_old)],
     "a prefix is matched one token too long": [(Prefixes, "_common", one_too_long)],
     "a prefix is copied before it is written": [(kv.Slab, "prefix", not_written)],
 }

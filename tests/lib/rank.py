@@ -109,7 +109,7 @@ def fail(fault: str) -> None:
     """Clients wait for long answers, and in the sixth step something goes wrong on one of the ranks."""
     engine = Engine.load("demo", slots=2, max_len=1024)
     is_there = engine.ranks.rank == (0 if fault == "raises at rank 0" else 1)
-    begin, calls = engine.runner.begin, []
+    begin, calls = engine.runner.start_forward, []
 
     def failing(order):
         calls.append(order)
@@ -119,7 +119,7 @@ def fail(fault: str) -> None:
             raise OverflowError("planted")
         return begin(order)
 
-    engine.runner.begin = failing
+    engine.runner.start_forward = failing
     if engine.ranks.rank:
         sys.exit(engine.lifecycle.follow())
     results = []

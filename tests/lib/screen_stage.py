@@ -202,21 +202,21 @@ def draft_at_random(engine: Engine, dice: random.Random) -> None:
 def disturb(stage: Stage, seconds: float) -> None:
     """From now on other programs take the processor away: in two of five steps, for this long on
     average."""
-    dice, begin = random.Random(0), stage.engine.runner.begin
+    dice, begin = random.Random(0), stage.engine.runner.start_forward
 
     def disturbed(order):
         flight = begin(order)
         flight.cost += dice.expovariate(1 / seconds) * (dice.random() < 0.4)
         return flight
 
-    stage.engine.runner.begin = disturbed
+    stage.engine.runner.start_forward = disturbed
 
 
 def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
     """A runner that is not batch-invariant: where this many decode in a step, the sixth word of an
     answer is another one, or its probability. Answers with the slots and steps in which it was."""
     runner = stage.engine.runner
-    finish = runner.finish
+    finish = runner.start_sampling
     turned = []
 
     def bent(flight, picks):
@@ -234,5 +234,5 @@ def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
                 turned.append(slot)
         return flight
 
-    runner.finish = bent
+    runner.start_sampling = bent
     return turned

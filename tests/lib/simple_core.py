@@ -294,7 +294,7 @@ class Scheduler:
 
 
 class Runner:
-    def finish(self, step, rows):
+    def start_sampling(self, step, rows):
         resumed = self.clock()
         step.tokens, step.logprobs, step.vectors = self._sample(step, rows)
         newest = step.tokens[:, 0]

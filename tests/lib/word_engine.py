@@ -140,7 +140,7 @@ class WordRunner:
         self.prompts = [""] * self.slots
         self.flight: WordFlight | None = None
 
-    def begin(self, order: ForwardBatch) -> WordFlight:
+    def start_forward(self, order: ForwardBatch) -> WordFlight:
         if self.fail:
             error, self.fail = self.fail, None
             raise error
@@ -160,7 +160,7 @@ class WordRunner:
     def says(self, slot: int, index: int) -> int:
         return self.text.token(speak(self.prompts[slot], index))
 
-    def finish(self, flight: WordFlight, picks: SamplingRows) -> WordFlight:
+    def start_sampling(self, flight: WordFlight, picks: SamplingRows) -> WordFlight:
         for slot, rows in picks.items():
             flight.tokens[slot] = []
             for pick in rows:

@@ -64,14 +64,14 @@ def test_why_batching_pays_by_rows():
     stage = Stage(slots=4).load()
     lines = stage.lines(charts.draw_cost, 60, 12)
     assert "No step has only decoded so far" in " ".join(lines)
-    cost = WordRunner.begin
+    cost = WordRunner.start_forward
 
     def dearer(runner, order):
         flight = cost(runner, order)
         flight.cost += 0.002 * len(order.decodes)  # a step of n rows takes 10 + 2 n ms
         return flight
 
-    stage.engine.runner.begin = partial(dearer, stage.engine.runner)
+    stage.engine.runner.start_forward = partial(dearer, stage.engine.runner)
     stage.obey("alone")
     stage.finish()
     assert "All steps had 1 row so far" in " ".join(stage.lines(charts.draw_cost, 120, 12))

@@ -122,7 +122,7 @@ def test_shutdown_ends_a_pause_and_slow_motion(here, how):
 
 def test_failed_answer_is_an_error_and_the_next_is_right(here, engine, monkeypatch):
     expected = here.complete(seed=1).json["choices"][0]["text"]
-    begin, calls = engine.runner.begin, []
+    begin, calls = engine.runner.start_forward, []
 
     def fail(order):
         calls.append(order)
@@ -130,7 +130,7 @@ def test_failed_answer_is_an_error_and_the_next_is_right(here, engine, monkeypat
             raise RuntimeError("the device is on fire")
         return begin(order)
 
-    monkeypatch.setattr(engine.runner, "begin", fail)
+    monkeypatch.setattr(engine.runner, "start_forward", fail)
     reply = here.complete()
     assert (reply.status, reply.error["code"]) == (500, "failed")
     assert reply.error["type"] == "server_error" and "on fire" in reply.error["message"]
@@ -152,7 +152,7 @@ def test_errors_name_no_folder_of_the_server(here, engine, monkeypatch):
 
     monkeypatch.setattr(engine.text, "unfit", f"{where}: the chat template loops; mend it.")
     said = [here.chat().body]
-    monkeypatch.setattr(engine.runner, "begin", fail)
+    monkeypatch.setattr(engine.runner, "start_forward", fail)
     said += [here.complete().body, here.complete(stream=True).body]
     monkeypatch.setattr(openai, "read_prompts", fail)
     said.append(here.complete().body)

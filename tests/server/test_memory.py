@@ -174,7 +174,7 @@ def test_no_leak_from_failed_answers(taught, census, kind, monkeypatch):
     if kind == "choices":
         monkeypatch.setattr(Grammar, "mask", fail)
     else:
-        monkeypatch.setattr(taught.parrot.engine.runner, "begin", fail)
+        monkeypatch.setattr(taught.parrot.engine.runner, "start_forward", fail)
     for number in range(REQUESTS):
         assert b"on fire" in taught.ask(path, body | {"stream": bool(number % 2)}).body
     census()

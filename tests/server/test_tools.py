@@ -163,7 +163,7 @@ def test_failed_stream_ends_with_an_error(taught, path, body, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("the device is on fire")
 
-    monkeypatch.setattr(engine.runner, "begin", fail)
+    monkeypatch.setattr(engine.runner, "start_forward", fail)
     said = taught.ask(path, body | {"stream": True}).body.decode()
     monkeypatch.undo()
     assert "the device is on fire" in said

@@ -39,7 +39,7 @@ def work() -> dict[str, int]:
     return {"steps": steps, "rows computed": table.rows, "rows of logits": sum(logits)}
 
 
-@pytest.mark.about("_may_stay_in_flight", "step", "finish")
+@pytest.mark.about("_may_stay_in_flight", "step", "start_sampling")
 def test_work():
     """As much work as the reference, or less."""
     mine = work()
