@@ -106,6 +106,38 @@ def test_half_precision_is_close_to_mlx_lm(dtype, tmp_path):
     assert error.mean() < (0.05 if dtype == mx.bfloat16 else 0.01)
 
 
+FAMILIES = ["lfm2", "granitemoehybrid", "ministral3", "olmo3", "gemma4_text", "gpt_oss"]
+
+
+def four_bits(module: str) -> tuple[int, int] | None:
+    is_plain = any(name in module for name in ("conv.conv", "layer_scalar", "mlp.gate", "sinks"))
+    return None if is_plain else (4, 32)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_narrow_weights_of_the_newest_families(name, tmp_path):
+    """In 16 and 4 bits, with keys and values in float16, and computed in 16 bits: the same bounds."""
+    tokens = np.random.default_rng(6).integers(0, 256, 50).tolist()
+    settings = CONFIGS[name] | {"seed": 6}
+    if name == "gemma4_text":
+        settings["hidden_size_per_layer_input"] = 32
+    stored = {
+        mx.bfloat16: {"dtype": mx.bfloat16},
+        mx.float16: {"dtype": mx.float16},
+        None: {"quantize": four_bits},
+    }
+    for dtype, how in stored.items():
+        folder = make_checkpoint(tmp_path / str(dtype), **settings, **how)
+        expected = Reference(folder).logits(tokens)
+        model = read_model(folder, activations=32)
+        assert model.kv_dtype == mx.float16
+        for kv, close in ((mx.float32, CLOSE), (mx.float16, CLOSE_KV)):
+            assert np.abs(whole(model, tokens, kv=kv) - expected).max() < close
+        if dtype and not model.config.experts:  # MLX's own product of these is for float32 alone
+            error = np.abs(whole(read_model(folder, "checkpoint"), tokens, dtype) - expected)
+            assert error.mean() < (0.05 if dtype == mx.bfloat16 else 0.01)
+
+
 def test_dynamic_rope_has_one_theta_per_engine(tmp_path):
     """theta is chosen by the length of a slot. mlx-lm gets it by hand, and has no rule."""
     scaling = {"type": "dynamic", "factor": 2.0}

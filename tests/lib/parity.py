@@ -528,11 +528,14 @@ def same_bits(ours: Model, wide: Model, tokens: list[int]) -> bool:
     return all(np.array_equal(whole(ours, part), whole(wide, part)) for part in parts)
 
 
-def whole(model: Model, tokens: list[int], dtype: mx.Dtype = mx.float32) -> np.ndarray:
-    """(len(tokens), V): one pass over everything, in a slab of its own."""
+def whole(
+    model: Model, tokens: list[int], dtype: mx.Dtype = mx.float32, kv: mx.Dtype | None = None
+) -> np.ndarray:
+    """(len(tokens), V): one pass over everything, in a slab of its own. `kv`: the type of its numbers,
+    if it is not that of the model."""
     c = model.config
-    slab = Slab(c.layers, 1, c.Hkv, 256, c.Dh, model.dtype, rows_of_layers(c))
-    assert slab.arrays[0].dtype == dtype
+    assert model.dtype == dtype
+    slab = Slab(c.layers, 1, c.Hkv, 256, c.Dh, kv or dtype, rows_of_layers(c))
     slab.states = states_of(model, Places(slots=1, checkpoints=0, log=1))
     window = Window(slab, [0], [0], len(tokens), [(-1, 0, 0, len(tokens) - 1)])
     logits = model.head(forward(model, mx.array(tokens), [window], range(len(tokens))))

@@ -34,7 +34,7 @@ import numpy as np
 from checkpoints import make_checkpoint
 from harness import Ask, Tap, check, random_asks
 from long_forms import IS_LONG, number_of
-from parity import GEMMA4, GPT_OSS, LFM2, QWEN3_5, QWEN3_5_MOE
+from parity import CONFIGS, GEMMA4, GPT_OSS, LFM2, QWEN3_5, QWEN3_5_MOE
 
 from benchmarks.random_batch import RandomBatch
 from kernels import library
@@ -135,6 +135,9 @@ SHAPES = [
         "quantize": lambda module: (6, 32) if "mlp" in module else (3, 64),
         "intermediate_size": 128,
     },
+    CONFIGS["granitemoehybrid, without positions, 8 bits"],
+    CONFIGS["ministral3, tied, 4 bits"],
+    CONFIGS["olmo3, yarn in full layers, 4 bits"],
 ]
 
 
