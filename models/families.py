@@ -330,6 +330,9 @@ def _gpt_oss(fields: Fields, *_) -> dict[str, Any]:
     bias = bool(fields.get("attention_bias", True))
     own = _experts(fields) | {"qk_norm": "", "whole_shares": True, "mlp_bias": True}
     limit = fields.real("swiglu_limit", 7.0)
+    alpha = fields.real("swiglu_alpha", SWIGLU_ALPHA)
+    if alpha != SWIGLU_ALPHA:
+        raise fields.refuse("swiglu_alpha", alpha, (f"{SWIGLU_ALPHA}",))
     return own | {"qkv_bias": bias, "o_bias": bias, "limit": limit, "sinks": True}
 
 
@@ -372,6 +375,7 @@ GEMMA4_ROPE = {
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
+SWIGLU_ALPHA = 1.702  # of gpt-oss (`clamped_swiglu`)
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 150_000.0,

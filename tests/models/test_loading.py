@@ -343,6 +343,7 @@ def test_bad_quantized_tensors(tmp_path, part, change, word):
         ({"head_dim": 15}, ["15", "even"]),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, ["no_rope_layers", "[1]", "2 layers"]),
         ({"model_type": "granite", "logits_scaling": 0}, ["logits_scaling", "0"]),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 2.0}, ["swiglu_alpha", "2.0", "1.702"]),
         ({"vocab_size": 100}, ["embed_tokens", "(272, 64)", "(100, 64)"]),
     ],
 )
