@@ -144,7 +144,7 @@ class Formula:
         self.masks = [[self.mask(group, H) for group in window.groups] for window in windows]
 
     def mask(self, group: AttentionGroup, H: int) -> mx.array:  # (B, 1, L, T)
-        """What is added to the scores of each token, the same for all heads: 0 for a row that is
+        """The mask that is added to the scores of each token, the same for all heads: 0 for a row that is
         seen, and minus infinity for any other."""
         return mx.where(seen(group.positions, group.T, self.kind.span), 0.0, -mx.inf)
 

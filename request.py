@@ -47,7 +47,7 @@ class Queued:
 
 
 class Admission(NamedTuple):
-    """How a request got its slot."""
+    """The admission of a request to a slot."""
 
     at: float
     policy: str
@@ -57,7 +57,7 @@ class Admission(NamedTuple):
 
 @dataclass(slots=True)
 class PrefixState:
-    """What a request has from the prefix cache."""
+    """The part of a request that comes from the prefix cache."""
 
     trail: Trail = field(default_factory=Trail)  # its prompt's path in the prefix tree
     cached: int = 0  # prompt tokens found in the prefix cache, in memory or on disk
@@ -235,14 +235,14 @@ class Chunk(NamedTuple):
 
     @property
     def cached_from(self) -> str:
-        """Where the rows before it come from, as `PrefixState` names it."""
+        """The source of the rows before it, as `PrefixState` names it."""
         if self.is_in_place:
             return "slot" if self.start else ""
         return "disk" if self.restored else "other_slot"
 
 
 class Move(NamedTuple):
-    """What a step does with the state of a sequence, in a model with states."""
+    """The change of a sequence's state in a step, in a model with states."""
 
     source: int  # the place to continue from; -1 at the beginning of a text
     base: int  # its matrix is that after this many tokens
@@ -356,7 +356,7 @@ Accept = Callable[[Request, int], str | None]  # delivers a token; returns why t
 
 
 class StateCounts(NamedTuple):
-    """What has happened to checkpoints, states that any prompt may start from (`state_places.py`)."""
+    """Counts of checkpoints, states that any prompt may start from (`state_places.py`)."""
 
     made: int = 0
     restored: int = 0  # a prompt has started from one
@@ -365,18 +365,18 @@ class StateCounts(NamedTuple):
 
 
 class Stateless:
-    """What a scheduler asks of a model's states, if it has none: all layers keep rows. Otherwise
+    """The states of a model that has none, because all layers keep rows. Otherwise
     `state_places.py` answers."""
 
     def clear(self, prefixes: Prefixes) -> None:
         """Forget all states."""
 
     def end_of_chunk(self, request: Request, start: int, stop: int) -> int:
-        """Where a chunk of a prompt ends, at most at `stop`."""
+        """The end of a chunk of a prompt, at most `stop`."""
         return stop
 
     def plan(self, chunks: Sequence[Chunk], decodes: Sequence[Decode]) -> Mapping[int, Move]:
-        """Where each sequence of a step continues, by slot, and where its state goes."""
+        """By slot, the place from which each sequence continues, and the place for its new state."""
         return {}
 
     def leave(self, request: Request) -> None:

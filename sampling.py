@@ -143,7 +143,7 @@ def apply_penalties(
 
 
 class Spread(NamedTuple):
-    """How far the tokens of each row are below the likeliest one.
+    """The distance of each token in a row from the likeliest one.
 
         probability = e^-gap / total
 
@@ -175,7 +175,7 @@ class Spread(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """Where the filters stop, counted from each row's likeliest token down.
+    """The points where the filters stop, from each row's likeliest token down.
 
     A filter stops after a number of tokens, after a probability mass, or at a gap. Each setting becomes
     one of these three, so a new filter is a few lines in `from_settings`.

@@ -70,7 +70,7 @@ class Bits(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Where two answers differ."""
+    """The first difference of two answers."""
 
     place: int  # the first position with different bits, from 0; -1: the vectors differ
     by: float  # the largest difference of a token's log probabilities, or of the vectors' numbers

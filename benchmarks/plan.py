@@ -78,7 +78,7 @@ class Spec(NamedTuple):
 
     @property
     def overlap(self) -> int:
-        """How many tokens longer answers must be so that all run at once. Ours start one after the
+        """The tokens by which answers must be longer so that all run at once. Ours start one after the
         other: prompts are read in chunks, one a step, and late in a long prompt a chunk may have as
         few as 16 tokens."""
         if self.part in ("closed", "open"):

@@ -19,7 +19,7 @@ WAVE = 20  # steps after which the number of concurrent requests is drawn again
 CANCELLED = 0.25  # share of the neighbours
 
 
-class Asked:
+class OpenQuestion:
     """A question that has not been answered yet."""
 
     def __init__(self, handle: Handle):
@@ -45,7 +45,7 @@ class RandomBatch:
         self.dice = dice
         self.ask = ask
         self.meet = meet
-        self.open: list[Asked] = []
+        self.open: list[OpenQuestion] = []
         self.others: dict[Handle, int] = {}  # neighbours, with the steps until it is cancelled
         self.came = 0  # neighbours
         self.cancelled = 0
@@ -64,7 +64,7 @@ class RandomBatch:
             self._neighbours = dice.randint(1, slots)
         self._ran += 1
         if left and len(self.open) < self._at_once and dice.random() < 0.5:
-            self.open.append(Asked(self.ask()))
+            self.open.append(OpenQuestion(self.ask()))
         if len(self.others) < self._neighbours and dice.random() < 0.5:
             handle = self.meet()
             if handle is not None:
@@ -72,7 +72,7 @@ class RandomBatch:
                 self.others[handle] = 1_000_000 if stays else dice.randint(0, 30)
                 self.came += 1
 
-    def leave(self) -> list[Asked]:
+    def leave(self) -> list[OpenQuestion]:
         """Note who ran together in the step, cancel some neighbours, and return the questions whose
         requests have ended."""
         running = self.engine.sched.running.keys()

@@ -1,4 +1,4 @@
-"""The demo model's exam: questions that it never met, asked through the engine, all in flight at
+"""The demo model's exam: questions that it was not trained on, asked through the engine, all in flight at
 once.
 
     python demo/eval.py                     # every skill, 120 questions each, 8 slots
@@ -102,7 +102,8 @@ def scores(answered: dict[str, list[tuple[corpus.Task, Result]]]) -> dict[str, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False, description="Examine the demo model on questions that it never met."
+        allow_abbrev=False,
+        description="Examine the demo model on questions that it was not trained on.",
     )
     add = parser.add_argument
     add("--model", default="demo", help="a model folder (default: demo)")

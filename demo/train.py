@@ -164,7 +164,7 @@ def pools(encoder: Encoder, batch_tokens: int, first: int) -> Iterator[tuple[int
 
 
 def tensors(batch: list[list[tuple[int, bool]]], end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, labels), both (B, L), padded at the right; -100 is what the loss leaves out."""
+    """(ids, labels), both (B, L), padded at the right; the loss leaves out -100."""
     L = max(map(len, batch))
     ids = torch.tensor([[id for id, _ in row] + [end] * (L - len(row)) for row in batch])
     labels = torch.tensor(

@@ -233,7 +233,7 @@ class FaultInjection(Experiment):
 
 
 def where(handle: Handle) -> str:
-    """Where a request is now."""
+    """The phase of a request now."""
     slot = handle.request.slot
     words = "in line" if slot is None else f"slot {slot}"
     return f"{words}, {count(len(handle.tokens), 'token')}" if handle.tokens else words
@@ -276,7 +276,7 @@ class Witness(NamedTuple):
 
 @dataclass(frozen=True)
 class FaultInjectionRecord(ExperimentRecord):
-    """What one of `BREAKS` did."""
+    """The outcome of one of `BREAKS`."""
 
     name = "break"
     what: str  # one of `BREAKS`
@@ -313,7 +313,7 @@ class FaultInjectionRecord(ExperimentRecord):
 
     @property
     def receipt(self) -> str:
-        """What "no bit changed" covers."""
+        """The answers that "no bit changed" covers."""
         tokens = sum(each.tokens for each in self.compared)
         numbers = sum(each.covers for each in self.compared)
         words = f"{count(tokens, 'token')} and {numbers:,} log probabilities"

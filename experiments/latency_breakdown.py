@@ -123,7 +123,7 @@ def break_down(
 
 
 def is_noisy(prices: Prices) -> bool:
-    """True if a chunk seems to cost less than one row, which cannot be."""
+    """True if a chunk seems to cost less than one row, which is impossible."""
     return prices.chunk <= max(LEAST, prices.row)
 
 

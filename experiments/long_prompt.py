@@ -415,7 +415,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def doing(state: State, record: LongPromptRecord, is_on: bool) -> str:
-    """What happens now, and the budget."""
+    """The current stage, and the budget."""
     limits = state.view.engine.limits
     own = state.view.made_with
     words = "over, the budget is restored" if record.results else "no long prompt has been read yet"
@@ -427,7 +427,7 @@ def doing(state: State, record: LongPromptRecord, is_on: bool) -> str:
 
 
 def sentence(results: Sequence[LongPromptResult]) -> str:
-    """What the budget trades, with the newest budget and the one before."""
+    """The trade-off of the budget, with the newest value and the one before."""
     newest = results[-1]
     result, which = calmest(results, newest.budgets)
     words = (
@@ -446,7 +446,7 @@ def sentence(results: Sequence[LongPromptResult]) -> str:
 
 
 def company(result: LongPromptResult) -> str:
-    """How long the short prompt waited for its first token."""
+    """The short prompt's time to first token."""
     short = result.short
     if short is None:
         return (
@@ -470,7 +470,7 @@ def calmest(
 
 
 def truth(results: Sequence[LongPromptResult]) -> str:
-    """How far the figures can be trusted."""
+    """The reliability of the figures."""
     words = ""
     if results and results[-1].quiet_longest > NOISY * results[-1].quiet_gap:
         longest = span(results[-1].quiet_longest)

@@ -175,7 +175,7 @@ def simulated(
 
 
 def drafts_by_request(steps: Iterable[StepView]) -> dict[int, list[tuple[int, int]]]:
-    """What these steps drafted, for `guest_of`."""
+    """The draft tokens of these steps, for `guest_of`."""
     return drafts_in((step.decode, step.ghosts, step.drafts) for step in steps)
 
 

@@ -237,7 +237,7 @@ NO_COMPARISON = Contest("Compare", [], NOTHING_RAN)
 
 @dataclass
 class Shown:
-    """What the page of the race shows."""
+    """The state of the race's page."""
 
     last: Contest = NO_RACE  # the last race that ended
     # how far both legs are animated, in seconds of the clock; None: to the end

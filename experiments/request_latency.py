@@ -240,7 +240,7 @@ def reread_in_words(m: Metrics) -> str:
 
 
 def shares_of_clients(state: State, breakdown: LatencyBreakdown) -> str:
-    """How clients shared the slots meanwhile, if there was more than one."""
+    """The share of each client in the slots meanwhile, if there was more than one."""
     held: Counter[str] = Counter()
     for request, seconds in breakdown.ahead.items():
         if request in state.requests:
@@ -289,7 +289,7 @@ def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
 
 
 def reliability(state: State, r: RequestView, outcomes: Sequence[Outcome]) -> str:
-    """How well the replays compare with the real run."""
+    """The deviation of the replays from the real run."""
     words = ""
     ran = next(each for each in outcomes if each.name == r.policy)
     times = outcomes[0].total / ran.total if ran.total else 1.0

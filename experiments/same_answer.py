@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.answer_diff import Bits, Difference, difference
-from benchmarks.random_batch import Asked, RandomBatch
+from benchmarks.random_batch import OpenQuestion, RandomBatch
 from engine.handle import Handle
 from experiments.experiment import WAITS, Experiment, draw_title, progress, read_count
 from screen.draw.canvas import Canvas
@@ -113,7 +113,7 @@ class SameAnswer(Experiment):
             seed=dice.getrandbits(31),
         )
 
-    def _count(self, run: Asked) -> None:
+    def _count(self, run: OpenQuestion) -> None:
         """Count an ended run. One that a user cancelled is repeated."""
         if not is_complete(run.handle):
             return
@@ -263,7 +263,7 @@ class SameAnswerRecord(ExperimentRecord):
 
     @property
     def beginnings(self) -> str:
-        """How many runs computed the whole prompt, and how many found a cached prefix."""
+        """The number of runs that computed the whole prompt, and of those that found a cached prefix."""
         taken = [run.reused for run in self.runs if run.reused]
         computed = f"{len(self.runs) - len(taken):,} runs computed all rows of the prompt"
         if not taken:

@@ -157,11 +157,11 @@ class Replay:
         return {member.slot: [SAID] * (1 + len(member.draft)) for member in plan.emitters}
 
     def finite(self, plan: Plan) -> list[int]:
-        """Stands in for a device: the slots of the chunks that were finite."""
+        """The slots of the chunks that are finite, in place of a device."""
         return [chunk.slot for chunk in plan.chunks if not chunk.emits]
 
     def accept(self, request: Request, token: int) -> str | None:
-        """Why an answer ends with this token; None if it goes on."""
+        """The reason for which an answer ends with this token; None if it goes on."""
         return "stop" if request.committed >= self._tokens[request.id] else None
 
     def _may_stay_in_flight(self, plan: Plan | None) -> bool:

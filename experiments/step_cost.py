@@ -87,7 +87,7 @@ def ask_for_experts(session: Session) -> bool:
 
 
 def chosen_experts(engine: Engine) -> ExpertsView:
-    """Which experts the newest step takes, layer by layer."""
+    """The experts that the newest step uses, layer by layer."""
     from kernels.device import device_lock, device_stream  # they need MLX
 
     choices = engine.model.choices
@@ -363,7 +363,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def what_bounds(bill: StepCost, step: StepView, roof: Roof) -> str:
-    """What bounds the step, in one sentence. It does not mention caches if other programs ran while
+    """The bottleneck of the step, in one sentence. It does not mention caches if other programs ran while
     the roofline was measured."""
     floors = floors_of(bill, roof)
     whole = step.seconds

@@ -390,7 +390,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def line_of(file: str, name: str) -> str:
-    """Where a function begins: "sched.py:234  Scheduler._admit"."""
+    """The place of a function, such as "sched.py:234  Scheduler._admit"."""
     begins = None
     with suppress(OSError, UnicodeError):  # the file is being changed
         text = (ROOT / file).read_text(encoding="utf-8")
@@ -448,7 +448,7 @@ def keys_of(state: State) -> list[Key]:
 
 
 def in_lines(told: TourRecord) -> list[str]:
-    """What the tour says, for the plain log."""
+    """The tour's lines in the plain log."""
     if told.answers and not told.asks:  # it runs
         return [f"  ({clean(told.hint)})"]
     lines = ["", f"{told.scene} of {told.scenes}: {told.title}"] if told.asks else []

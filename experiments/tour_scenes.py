@@ -400,7 +400,7 @@ def tell_ghosts(seen: Sight) -> Story:
 
 
 def candidates_of(seen: Sight) -> dict[int, tuple[tuple[str, float, bool], ...]]:
-    """What the token inspector showed, by number of tokens."""
+    """The lines of the token inspector, by number of tokens."""
     id = seen.requests[0].id
     return {
         said: tokens for (request, said), tokens in seen.state.candidates.items() if request == id

@@ -39,7 +39,7 @@ def download(repo: str, small: Sequence[str], weights: str) -> Path:
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         files = [name for name in sizes if fnmatch(name, weights) and not (folder / name).exists()]
         total = sum(sizes[name] for name in files)
-        with Progress(repo, folder.parents[1] / "blobs", total):
+        with DownloadProgress(repo, folder.parents[1] / "blobs", total):
             for name in files:
                 hub.hf_hub_download(repo, name, revision=folder.name)
         return folder
@@ -48,7 +48,7 @@ def download(repo: str, small: Sequence[str], weights: str) -> Path:
             utils.enable_progress_bars()
 
 
-class Progress:
+class DownloadProgress:
     """A line about a download while it runs: how much of it has come, and how fast.
 
     `folder`: what it grows by has come.

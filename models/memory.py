@@ -270,9 +270,9 @@ def far_position(c: Config) -> int:
 
 
 def is_batch_invariant(model: Model) -> bool:
-    """Do a request's logits have the same bits in any batch?
+    """True if a request's logits have the same bits in any batch.
 
-    They do with our own product on a CPU, for float32 and packed weights, if each rank uses it. (The
+    They have with our own product on a CPU, for float32 and packed weights, if each rank uses it. (The
     instruction sets may differ, because what a rank adds to a sum is the same in any batch.) It is not
     known of MLX's own products, nor of modules that run in place of ours.
     """

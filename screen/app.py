@@ -106,7 +106,7 @@ def panes_of(menu: Menu) -> dict[str, Callable[[State, Canvas], None]]:
 
 
 class Offer(NamedTuple):
-    """What a new user is offered once: the page with the strip."""
+    """The offer to a new user, once: the page with the strip."""
 
     words: str
     declined: str  # said when Esc declines it

@@ -1,4 +1,4 @@
-"""What the screen knows of an engine at one moment: a frozen `View`."""
+"""The state of an engine as the screen knows it at one moment: a frozen `View`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class AnswerRef(NamedTuple):
 
 @dataclass(frozen=True)
 class ExperimentRecord:
-    """What an experiment has measured so far; each experiment has a record of its own."""
+    """The measurements of an experiment so far; each experiment has a record of its own."""
 
     name: ClassVar[str]  # of the experiment and of its page
     doing: ClassVar[str] = ""  # in the first line of the screen while it runs

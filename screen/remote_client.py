@@ -104,7 +104,7 @@ class RemoteEngineClient(EngineClient):
         threading.Thread(target=self._run, args=(events,), name="watch", daemon=True).start()
 
     def drain(self) -> None:
-        """There is no server of our own."""
+        """Refuse: this screen has no server of its own."""
 
     def stop(self, patience: float) -> bool:
         self._ending.set()

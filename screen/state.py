@@ -496,8 +496,8 @@ class State:
         return [i for i in mine if self.history[i].cells[request.slot].request == request.id]
 
     def phase(self, slot: SlotView) -> str:
-        """What the newest step did for the slot, as in Timeline and Step. The slot's own phase is
-        what comes next: after the last chunk of a prompt, decode."""
+        """The phase of the slot in the newest step, as in Timeline and Step. The slot's own phase is the
+        next one: after the last chunk of a prompt, decode."""
         if self.past or not self.history or slot.request is None:
             return slot.phase
         kind, request = self.history[-1].cells[slot.slot]

@@ -81,7 +81,7 @@ def give_hints(folder: Path, stage: Stage, number: int) -> None:
 
 
 def first_open(folder: Path) -> Stage | None:
-    """The stage that is not done, if any."""
+    """The first stage that is not done, if any."""
     for stage in STAGES:
         if blank_tasks(folder, stage) or not run_stage(folder, stage)[0]:
             return stage

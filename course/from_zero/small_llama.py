@@ -117,7 +117,7 @@ class Rows(Window):
         self.kept = [mx.zeros((1, 0, 0, DH))] * LAYERS  # (1, heads of keys and values, rows, Dh)
 
     def at(self, start: int, L: int) -> "Rows":
-        """The next tokens go into rows from `start` on. What came after them is dropped."""
+        """The next tokens go into rows from `start` on. Later rows are dropped."""
         super().__init__([start], L)
         return self
 

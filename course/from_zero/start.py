@@ -48,7 +48,7 @@ SWITCHES = {
 
 
 def task_of(task: Task, stage: int, indent: int) -> list[str]:
-    """What replaces a body."""
+    """The lines that replace a body."""
     margin = " " * indent
     says = " ".join(task.does.split())
     lines = textwrap.wrap(f"Stage {stage}. {says}", 96 - indent, break_on_hyphens=False)

@@ -101,7 +101,7 @@ def draw_slot(state: State, on: Canvas, slot: SlotView, bar: int, widths: Sequen
 
 
 def prefill_figures(prefill: PrefillProgress, widths: Sequence[int]) -> str:
-    """What replaces a slot's figures while a long prompt is read: progress, time left, speed."""
+    """The figures of a slot while a long prompt is read: progress, time left, speed."""
     first, *rest = widths
     left = f"{prefill.left} left" if prefill.left else f"{prefill.total:,}"
     if not rest:

@@ -42,7 +42,7 @@ def which_step(state: State) -> str:
 
 
 def entries_of(state: State, step: StepView) -> dict[str, str]:
-    """What a step did, by name. Empty entries are not shown."""
+    """The parts of a step, by name. Empty ones are not shown."""
     chunks = [f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)]
     prefill = sum(stop - start for _, _, start, stop in step.prefill)
     decode = len(step.decode)

@@ -56,7 +56,7 @@ def draw_cells(
 
 
 def tokens_of(column: Column, slot: int) -> str:
-    """How many tokens came, in a sign: where a step is a column, and some were drafted."""
+    """A sign for the number of tokens of a step with draft tokens, where a step is a column."""
     right = {drafter: right for drafter, _, right in column.view.drafts}
     is_known = column.steps == 1 and slot in right
     return style.SMALL[min(1 + right[slot], 10)] if is_known else ""
@@ -86,7 +86,7 @@ def draw_timeline(state: State, on: Canvas) -> None:
 
 
 def hints_in(state: State) -> list[str]:
-    """What a new user reads before the first step: the offer, and the first keys."""
+    """The text for a new user before the first step: the offer, and the first keys."""
     if state.history or state.strip:
         return []
     *keys, help = FIRST

@@ -48,7 +48,7 @@ def draw_table(state: State, on: Canvas, most: int) -> None:
 
 
 def farewell(state: State, width: int) -> list[str]:
-    """What the terminal shows after the end: the last busy periods, and unfinished requests."""
+    """The lines in the terminal after the end: the last busy periods, and unfinished requests."""
     on = Canvas(DARK, width, 0)
     draw_table(state, on, 10)
     left = state.view.engine.submitted - state.view.engine.finished

@@ -85,7 +85,7 @@ def draw_thought(state: State, on: Canvas, thought: str, is_open: bool) -> None:
 
 
 def told(state: State, turn: Turn, before: Turn | None) -> str:
-    """What a turn cost, and what is left of the slot."""
+    """The cost of a turn, and the tokens left in the slot."""
     r = turn.request
     m = r.metrics
     where = f"slot {before.request.slot}" if before else "a slot"

@@ -120,7 +120,7 @@ def test_reused_slot_has_no_grammar_left(engine):
 
 @pytest.mark.parametrize("place", ["in the prompt", "in the answer"])
 def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
-    """The mask is added. If it took the place of the forbidden numbers, NaN among them would pass."""
+    """The mask is added. If it replaced the forbidden logits, NaN among them would go unnoticed."""
     model, text = parts
     token = 99 if place == "in the prompt" else text.tokenizer.token_to_id("5")
     grammar = {"regex": "[a-z]{9}"} if place == "in the prompt" else {"regex": "5{9}"}

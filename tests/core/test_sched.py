@@ -140,7 +140,7 @@ def test_deep_chunks_are_narrower():
 
 
 def test_short_prompt_does_not_wait_for_a_long_one():
-    """S comes in step 2: its 6 tokens share the budget of 8 with L, and L has the rest. Oldest
+    """S arrives in step 2: its 6 tokens share the budget of 8 with L, and L has the rest. Oldest
     first, L took all of it until step 3."""
     story = Story(budget=8, chunk=8)
     story.submit(24, 1, prefix_cache=False)
@@ -721,7 +721,7 @@ overtaken = Counter()  # by policy: how often a request was admitted before an o
 class Fairness:
     """Watches the admissions of a scheduler, and asserts what each policy promises about their order.
 
-    `passed`: of each client without a slot the oldest request in line, and the clients that were
+    `passed`: the oldest queued request of each client without a slot, and the clients that were
     admitted while it waited.
     """
 

@@ -322,7 +322,7 @@ def test_request_without_prefix_cache_is_neither_saved_nor_restored(parts, saved
 
 
 def test_another_clients_rows_are_not_reported(parts, saved):
-    """As in memory: a reported hit would confirm a guess at what another client said."""
+    """As in memory: a reported hit would confirm a guess at another client's text."""
     folder, prompt = saved
     with engine(parts, folder) as restarted:
         turn = restarted.submit(prompt, SHORT, client="another")

@@ -388,7 +388,7 @@ def test_idle_engine_is_unloaded(engine):
 
 
 def test_request_during_an_unload(engine, alone):
-    """Between the look at the line and the lock, it was not there yet."""
+    """The request arrived after the queue was checked and before the lock was taken."""
     clock = Clock()
     said: list[str] = []
     idle = Idle(engine, 10, said.append, clock)

@@ -131,7 +131,7 @@ def random_cuts(layer: Layer, run, rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize("run", WAYS)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_formula_at_any_cut(heads, run):
-    """Not evaluated in between: each operation waits for those before it."""
+    """Nothing is evaluated in between: each operation waits for those before it."""
     layer = layer_of(heads, seed=3)
     whole = np.array(Sequence(layer, states_of(layer), run).chunk(0, len(layer.x)))
     assert np.abs(whole - layer.right).max() < 2e-5 * np.abs(layer.right).max()

@@ -18,7 +18,7 @@ def run(
     preexec_fn: Callable[[], object] | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Python with these arguments: a program and its options, or what follows `-c`."""
+    """Run Python with these arguments: a program and its options, or `-c` and code."""
     return subprocess.run(
         [sys.executable, *map(str, words)],
         input=input,

@@ -143,7 +143,7 @@ class Story(Replay):
             )
 
     def good_rows(self, request: Request) -> float:
-        """How many of its first rows are finite."""
+        """The number of its first rows that are finite."""
         if request.id in self.fails:
             return 0
         return request.prompt.index(BAD) if BAD in request.prompt else math.inf

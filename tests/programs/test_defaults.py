@@ -29,7 +29,7 @@ ADVISED = [
 
 @pytest.fixture
 def seen(monkeypatch) -> list[tuple]:
-    """The settings of each request."""
+    """Record the settings of each request."""
     seen = []
     submit = Engine.submit
 

@@ -245,7 +245,7 @@ def test_internal_error_is_a_traceback_and_a_500(here, monkeypatch, caplog, owne
 
 
 def test_close_ends_all_connections(engine):
-    """Python says so of each that is: "unclosed transport"."""
+    """Python warned of each open one: "unclosed transport"."""
     gc.collect()  # what other tests have left
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ResourceWarning)
@@ -641,7 +641,7 @@ def test_health_is_503_once_the_loop_has_ended(here):
 
 
 def test_choices_are_queued_all_or_none(engine):
-    """All choices of a request get in line, or none does."""
+    """All choices of a request are queued, or none is."""
     engine.sched.max_queue = 3  # and two slots are free
     with Here(engine) as here:
         here.loop.pause()

@@ -181,7 +181,7 @@ def test_no_leak_from_failed_answers(taught, census, kind, monkeypatch):
 
 
 def test_no_leak_from_a_kept_connection(taught, census):
-    """Its last request's answer would have stayed as long as the connection."""
+    """The answer to a connection's last request was kept as long as the connection."""
     line = taught.line()
     path, body = BODIES["choices"]
     for number in range(8):

@@ -433,7 +433,7 @@ def test_invalid_form_in_other_protocols(taught):
 
 
 def test_oversized_tools_are_refused_before_the_template(taught, monkeypatch):
-    """A template and a tokenizer took seconds for 4 MB of them."""
+    """Template and tokenizer took seconds for 4 MB of tools."""
     asked = []
     monkeypatch.setattr(taught.parrot.engine.text, "encode_prompt", asked.append)
     function = {"name": "f", "description": "x" * 1_000_000}

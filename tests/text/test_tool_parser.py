@@ -275,7 +275,7 @@ def damaged(text: str, dice: random.Random) -> str:
 
 @pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 def test_damaged_answers_are_parsed_however_cut(format):
-    """Its end may be half a mark, half a call, or half of the reasoning."""
+    """An answer may end within a mark, a call or the reasoning."""
     kinds = set()
     for seed in range(ANSWERS):
         text, _, output_format = make_answer(format, seed)

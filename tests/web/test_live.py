@@ -140,7 +140,7 @@ def test_the_page_rebuilds_each_text_as_it_grew(engine, begin):
 
 @needs_node
 def test_an_open_page_forgets_old_steps(engine):
-    """A request whose admission was forgotten was queued again, and was said never to have had a slot."""
+    """A request whose admission was forgotten was shown as queued, without a slot."""
     frames, told, lines = frames_of(engine, True)
     played = play(frames, most=40, kept=15)
     check_texts(played, told)
@@ -198,7 +198,7 @@ tell(said);
 
 @needs_node
 def test_the_page_agrees_with_the_screen_on_long_prompts():
-    """The page had a hatched bar for minutes, and no word of how long it would take."""
+    """The page showed a hatched bar for minutes, without the remaining time."""
     clock, sender = Clock(), watch_frames.Sender(False)
     frames, told, seen = [], [], None
     with word_engine(clock, clock, slots=2, max_len=9_000) as engine:

@@ -240,7 +240,7 @@ def test_a_page_can_be_made_from_itself(tmp_path, capsys):
 
 
 def test_the_words_of_a_recording_are_no_markup():
-    """Of its head, too: the command, the version, the policy."""
+    """The words of its head, too: the command, the version, the policy."""
     run = recording()
     run["about"] = dict.fromkeys(("command", "version", "processor", "model"), "<b>x</b>")
     for each in run["runs"]:
