@@ -85,8 +85,8 @@ def test_users_of_a_system_prompt(folder):
             assert_same((handle.tokens, tap.of(handle)), folder, prompt)
             cached.append(metrics.cached_tokens)
             reread.append(metrics.reread_tokens)
-            text = ServerMetrics().text(engine.snapshot(), {})
-            found = re.findall(r"(?m)^nanobatch_(checkpoints_\w+|reread\w+)_total (.+)", text)
+            text = ServerMetrics().text({"qwen": engine.snapshot()}, {})
+            found = re.findall(r"(?m)^nanobatch_(checkpoints_\w+|reread\w+)_total\S* (.+)", text)
             counted.append({name: float(value) for name, value in found})
     assert cached[0] == 0 < cached[1] < cached[2] == 100
     assert [*map(sum, zip(cached, reread, strict=True))] == [0, 100, 100, 70] and reread[3]
