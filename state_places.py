@@ -173,15 +173,21 @@ class StatePlaces(Stateless):
         return is_wanted and self.reach(trail, chunk.stop, None).rows < chunk.stop
 
     def _free_checkpoint(self, busy: Collection[Place | None]) -> Place | None:
-        """The checkpoint to give up: one whose rows are gone, else one of a single conversation, which goes
-        on in its slot's place, and else a common prefix; among equals, the least recently used."""
+        """The checkpoint to give up: one whose rows are gone, else one of a single slot whose own place is
+        further in the same text, and else the state of a common prefix, or the only one of an answer of
+        one token; among equals, the least recently used."""
         free = [place for place in self.checkpoints if place not in busy]
-        return min(free, key=lambda place: min(2, self._sharers(place)), default=None)
+        return min(free, key=self._worth, default=None)
 
-    def _sharers(self, place: Place) -> int:
-        """The number of slots with its rows."""
+    def _worth(self, place: Place) -> int:
         count = place.newest // self.prefixes.segment
-        return len(place.trail.nodes[count - 1].slots) if count else 0
+        end = place.trail.nodes[count - 1 : count] if count else ()
+        slots = [slot for node in end for slot in node.slots]
+        if len(slots) != 1:
+            return 2 * bool(slots)
+        own = self.own[slots[0]]
+        is_behind = own.newest > place.newest and own.trail.nodes[count - 1 : count] == end
+        return 1 if is_behind else 2
 
     def _count(self, **more: int) -> None:
         now = self.counts._asdict()

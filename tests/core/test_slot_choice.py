@@ -52,7 +52,7 @@ def turns(
     for talk in ORDERS[order](dice, talks, count):
         end = token + dice.randint(SEGMENT, new)
         prompt = [*texts[talk], *range(token, end)]
-        token = end + dice.randint(2, answer)
+        token = end + dice.randint(1, answer)
         texts[talk] = [*prompt, *range(end, token)]
         yield Turn(talk, prompt, texts[talk])
 
