@@ -223,7 +223,7 @@ class Engine:
             return None
         with self.changed:
             plan = self.sched.plan(self.clock())
-            self._unstarted = plan
+            self._unstarted = plan  # until it runs, for `_fail`
             self.registry.blocked = plan.blocked if plan else ()
             return plan
 
@@ -387,11 +387,6 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self.sched.waiting or self.sched.running or self._in_flight)
-
-    @property
-    def free_memory(self) -> int | None:
-        """The bytes of memory that are free now; None if that is not known."""
-        return device.free_memory()
 
     def snapshot(self, since: Snapshot | None = None) -> Snapshot:
         """What the engine is doing now, and what has happened since an earlier snapshot."""

@@ -88,8 +88,8 @@ class ForwardBatch(NamedTuple):
         for chunk in plan.chunks:
             ids = chunk.request.prompt[chunk.start : chunk.stop]
             move = plan.moves.get(chunk.slot)
-            whence = (chunk.copied_from, chunk.restored, move)
-            prefills.append(Prefill(chunk.slot, ids, chunk.start, chunk.emits, *whence))
+            before = {"copied_from": chunk.copied_from, "restored": chunk.restored}
+            prefills.append(Prefill(chunk.slot, ids, chunk.start, chunk.emits, move=move, **before))
         decodes = []
         for decode in plan.decodes:
             request = decode.request
@@ -114,7 +114,7 @@ class ForwardBatch(NamedTuple):
             passes[-1].append(prefill)
             written.add(prefill.slot)
         *before, last = passes
-        return [*((prefills, ()) for prefills in before), (last, self.decodes)]
+        return [(prefills, ()) for prefills in before] + [(last, self.decodes)]
 
 
 SamplingRows = Mapping[int, Sequence[SamplingRow]]  # by slot: the sampling of each of its rows
@@ -133,7 +133,7 @@ def sampling_rows(
         before = (*request.prompt[-PENALTY_CONTEXT:], *request.answer)
     rows = []
     for i in range(1 + len(member.draft)):
-        seen = before and (*before, *member.draft[:i])
+        seen = (*before, *member.draft[:i]) if sampling.looks_back else ()
         mask = masks[min(i, len(masks) - 1)] if masks else None
         rows.append(SamplingRow(member.slot, sampling, seed, member.index + i, seen, mask))
     return rows
@@ -189,8 +189,8 @@ class RunningStep:
 def by_known_tokens(
     decodes: Sequence[Decoding],
 ) -> Iterator[tuple[list[int], list[int], list[int], list[Move | None]]]:
-    """The decoding sequences, grouped by how many token ids are known of each: slots, rows, ids,
-    moves."""
+    """Group the decoding sequences by the number of token ids that are known of each, and yield the
+    slots, rows, ids and moves of each group."""
 
     def known(decode: Decoding) -> int:
         return len(decode.ids)
@@ -298,12 +298,12 @@ class Runner:
         windows: list[Window] = []
         asked: list[int] = []
         slots: list[int] = []
-        count = 0  # tokens so far
+        count = 0  # of the tokens in `ids`
         for prefill in prefills:
             self._copy_prefix(prefill)
             padded = self._padded(prefill)
-            where = ([prefill.slot], [prefill.start], len(padded), [prefill.move])
-            windows.append(Window(self.slab, *where))
+            slot, start, move = [prefill.slot], [prefill.start], [prefill.move]
+            windows.append(Window(self.slab, slot, start, len(padded), move))
             ids.append(mx.array(padded))
             if prefill.asked:
                 asked.append(count + len(prefill.ids) - 1)
@@ -320,7 +320,8 @@ class Runner:
         return mx.concatenate(ids), windows, asked, slots
 
     def _prove(self, prefills: Sequence[Prefill]) -> dict[int, mx.array]:
-        """Are the rows of each chunk finite? A chunk with a sampled token needs no proof."""
+        """By slot, the proof that a chunk's rows are finite (`RunningStep.proofs`). A chunk with a sampled
+        token needs none."""
         proofs = {}
         for prefill in prefills:
             if not prefill.asked:

@@ -25,7 +25,7 @@ def defer_interrupt() -> AbstractContextManager:
 class DeferredInterrupt:
     """Inside this block, in the main thread, Ctrl-C is noted (`is_pending`) and takes effect at the end.
 
-    `wake`: called when Ctrl-C comes, for a block that sleeps.
+    `wake`: called at Ctrl-C, for a block that sleeps.
     """
 
     def __init__(self, wake: Callable[[], None] | None = None):

@@ -118,7 +118,7 @@ class SlotCache:
     `changed`: is notified when rows have been read.
 
     The invariant: only threads of the cache's own wait for the folder, and no lock is held meanwhile.
-    A folder that does not answer delays nobody for longer than PATIENCE_S.
+    A folder that does not answer delays a request by PATIENCE_S at most.
     """
 
     def __init__(self, setting: str | None, ranks: int, changed: threading.Condition):
@@ -140,7 +140,7 @@ class SlotCache:
         self._listed = -math.inf  # when the last listing began
         self._writing: list[Future] = []
         self._failure = ""  # why the last slot was not saved
-        self._is_behind = False  # slots were dropped because they came too quickly
+        self._is_behind = False  # slots were dropped because too many waited to be written
 
     @property
     def is_on(self) -> bool:

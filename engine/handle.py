@@ -1,5 +1,5 @@
-"""What the owner of a request holds: text that streams, a `Result` at the end, `Metrics`. Plain
-Python, without MLX. Observers get snapshots instead (`engine/snapshot.py`)."""
+"""A request for its owner: text that streams, a `Result` at the end, `Metrics`. Plain Python, without
+MLX. Observers get snapshots instead (`engine/snapshot.py`)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Handle:
         origin: Any = None,  # shown to those who watch
         grammar: Grammar | None = None,
         is_thinking: bool = False,  # the prompt has opened a block of reasoning
-        ends: Callable[[str], bool] | None = None,  # is this piece the last one?
+        ends: Callable[[str], bool] | None = None,  # True for the last piece
     ):
         self.id = request.id
         self.request = request
@@ -73,9 +73,9 @@ class Handle:
         self.origin = origin
         self.grammar = grammar
         self.is_thinking = is_thinking
-        # Does what is sampled depend on the tokens before it?
+        # Sampling depends on the tokens before
         self.looks_back = sampling.looks_back or grammar is not None
-        self._ends_with = ends
+        self._is_last_piece = ends
         self.seed = (
             random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed
         )
@@ -86,16 +86,16 @@ class Handle:
         self.exception: BaseException | None = None
         self._engine = engine
         self.prefill_clock = PrefillClock()
-        self._ends = sampling.stop_tokens | (
+        self._end_tokens = sampling.stop_tokens | (
             frozenset() if sampling.ignore_eos else engine.text.end_tokens
         )
         self._stream = engine.text.stream(sampling.stop_texts)
-        # The text so far; a piece never ends within a character
+        # The text; a piece never ends within a character
         self.pieces: list[str] = []
         self._taken = 0  # pieces that `take_delta` has returned
         self.lengths: list[int] = []  # by token: the number of characters that came with it
-        self.times: list[float] = []  # when each token came, on the engine's clock
-        # Between a token and the next, the shortest first: watchers ask often
+        self.times: list[float] = []  # when each token was committed, on the engine's clock
+        # Seconds between tokens, sorted: watchers ask for percentiles often
         self._gaps: list[float] = []
 
     @property
@@ -120,7 +120,7 @@ class Handle:
         self._engine.cancel(self)
 
     def __iter__(self) -> Iterator[str]:
-        """The text as it comes, in pieces that never end within a character."""
+        """The text while it is generated, in pieces that never end within a character."""
         seen = 0
         while True:
             self._wait(lambda seen=seen: len(self.pieces) > seen or self.finish_reason is not None)
@@ -130,11 +130,11 @@ class Handle:
             seen += 1
 
     def wait_for_text(self, timeout: float | None = None) -> bool:
-        """Wait for the first piece of text, or for the end. False if the time runs out."""
+        """Wait for the first piece of text, or for the end. False after `timeout` seconds."""
         return self._wait(lambda: bool(self.pieces) or self.finish_reason is not None, timeout)
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the end. Raises TimeoutError if it does not come within `timeout` seconds."""
+        """Wait for the end. Raises TimeoutError after `timeout` seconds."""
         if not self._wait(lambda: self.request.finish_reason is not None, timeout):
             raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
         logprobs = None if self.sampling.logprobs is None else list(self.logprobs)
@@ -263,7 +263,7 @@ class Handle:
             logprob, top, free = output.logprob
             most = self.sampling.logprobs
             self.logprobs.append(TokenLogprob(logprob, top[:most], free[:most]))
-        if token in self._ends:
+        if token in self._end_tokens:
             self.flush()
             return "stop"
         if self.grammar is not None:
@@ -272,7 +272,7 @@ class Handle:
         self.lengths.append(len(piece))
         self._show(piece)
         is_whole = self.grammar is not None and self.grammar.is_complete
-        is_over = bool(piece) and self._ends_with is not None and self._ends_with(piece)
+        is_over = bool(piece) and self._is_last_piece is not None and self._is_last_piece(piece)
         stops = is_whole or is_over or self.stop is not None
         if stops or len(self.tokens) == self.request.max_tokens:
             self.flush()
@@ -291,7 +291,7 @@ class Handle:
 
     def flush(self) -> None:
         """At the end: the text that was held back."""
-        ended_by_token = self.tokens and self.tokens[-1] in self._ends
+        ended_by_token = self.tokens and self.tokens[-1] in self._end_tokens
         self._show(self._stream.finish(self.tokens[:-1] if ended_by_token else self.tokens))
 
     def _show(self, piece: str) -> None:

@@ -55,6 +55,11 @@ class Lifecycle:
     def is_unloaded(self) -> bool:
         return self._engine.runner is None
 
+    @property
+    def free_memory(self) -> int | None:
+        """The bytes of memory that are free now; None if that is not known."""
+        return device.free_memory()
+
     def serve(
         self, model: Model, text: Tokenizer, sizes: Sizes, runner: RunnerProtocol | None = None
     ) -> None:

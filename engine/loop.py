@@ -60,7 +60,7 @@ class Stopwatch:
 
     @property
     def stopped_s(self) -> float:
-        """The seconds of all pauses so far."""
+        """The seconds of all pauses."""
         with self._lock:
             return self._lost + (0.0 if self._stopped is None else self.real - self._stopped)
 
@@ -166,8 +166,8 @@ class Loop:
         return self
 
     def stop(self, patience: float | None = None) -> bool:
-        """Ask the thread to end, and wait for it; True if it has. A step of seconds cannot be
-        interrupted."""
+        """Ask the thread to end, and wait for it. False if it runs on after `patience` seconds: a step
+        cannot be interrupted."""
         with defer_interrupt(), self.engine.changed:
             self._stopping = True
             self.engine.changed.notify_all()
@@ -199,7 +199,7 @@ class Loop:
         try:
             self.start()
             return self.engine
-        except BaseException:  # Ctrl-C has come meanwhile, and nothing else would stop the thread
+        except BaseException:  # Ctrl-C: nothing else would stop the thread
             self.stop()
             raise
 
@@ -213,7 +213,7 @@ class Loop:
 
     @property
     def paused_s(self) -> float:
-        """The seconds that it has been paused so far."""
+        """The seconds of all pauses."""
         return self._watch.stopped_s
 
     # --- for any thread; these return at once
@@ -257,12 +257,12 @@ class Loop:
             self._turns.forget(self)
 
     def _is_awake(self) -> bool:
-        # Single steps wake it even if there is nothing to do: then it drops them.
         due = self._due()
-        moves = due == 0 and (self.stepping or self.engine.has_work)
-        # There is work whose step is not due yet: the clock stops until then
-        comes = due and not self._watch.is_stopped
-        return bool(self._stopping or self._commands or moves or comes)
+        # Single steps wake it even if there is nothing to do: `_step` drops them
+        must_step = due == 0 and (self.stepping or self.engine.has_work)
+        # The clock stops until the next step of slow motion
+        must_stop_clock = due and not self._watch.is_stopped
+        return bool(self._stopping or self._commands or must_step or must_stop_clock)
 
     def _due(self) -> float | None:
         """The seconds to the next step; None while paused."""
@@ -273,7 +273,8 @@ class Loop:
         return 0.0
 
     def turn(self) -> float | None:
-        """Run the commands, a step, and the watcher's own work. Returns how long to sleep then."""
+        """Run the commands, a step, and the watcher's own work. Return the seconds until the next turn, or
+        None: when something changes."""
         while self._commands:
             self._guarded(self._commands.popleft())
         if self.paused or self.slow:
@@ -283,8 +284,8 @@ class Loop:
             self._guarded(self._step)
         if (due := self._due()) != 0:
             self._watch.stop()
-        asked = self._guarded(self._between)
-        return min((rest for rest in (due or None, asked) if rest is not None), default=None)
+        rests = (due or None, self._guarded(self._between))
+        return min((rest for rest in rests if rest is not None), default=None)
 
     def _step(self) -> None:
         if self.slow:
@@ -302,7 +303,7 @@ class Loop:
         self.engine.step(plan=False)
 
     def _guarded(self, act: Callable[[], float | None]) -> float | None:
-        """Call a function. Its failure is noted, because other threads wait for this one."""
+        """Call a function. Its failure is recorded, and the thread goes on: others wait for it."""
         try:
             return act()
         except BaseException as error:

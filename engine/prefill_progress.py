@@ -1,7 +1,7 @@
 """How far a prompt has been read, how fast, and when it will be done.
 
 Later tokens of a prompt cost more than its first ones, because each attends to all before it, so an
-estimate from the mean rate so far would be too short. Cached tokens count as done, but not in the rate.
+estimate from the mean rate would be too short. Cached tokens count as done, but not in the rate.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class RequestRegistry:
             return "error"
 
     def record(self, plan: Plan, run: RunningStep, done: Committed, times: StepTimes) -> None:
-        """Record a step that has been committed, and retire the requests that it has ended."""
+        """Record a committed step, and retire the requests that it ended."""
         for request in done.ended:
             self.retire(request.id)
         tokens = self.output_tokens - self._recorded_tokens
@@ -143,8 +143,7 @@ class RequestRegistry:
         return found
 
     def retire(self, id: int) -> None:
-        """Forget a request that has ended: its owner has the handle, and those who watch get a view
-        of it."""
+        """Forget a request that ended: its owner has the handle, and observers get a view of it."""
         handle = self.open.pop(id, None)
         if handle is not None:
             # A handle would keep the engine, and all its log probabilities
@@ -180,9 +179,9 @@ class RequestRegistry:
         owners = {request.slot: request for request in sched.running.values()}
         blocked = self.blocked if sched.waiting else ()
         if since is None:
-            came = list(islice(sched.waiting, self.QUEUE))
+            arrived = list(islice(sched.waiting, self.QUEUE))
         else:
-            came = list(takewhile(lambda id: id > seen.request, reversed(sched.waiting)))
+            arrived = list(takewhile(lambda id: id > seen.request, reversed(sched.waiting)))
         slots = []
         checkpoints, states = sched.states.view()
         for slot in range(sched.slots):
@@ -205,7 +204,7 @@ class RequestRegistry:
             queue=tuple(
                 (r.id, now - r.arrived) for r in islice(sched.waiting.values(), self.QUEUE)
             ),
-            requests=tuple(self.open[id].view() for id in sorted([*sched.running, *came])),
+            requests=tuple(self.open[id].view() for id in sorted([*sched.running, *arrived])),
             ended=ended,
             missed_ends=self.ended.count - seen.ended - len(ended),
             steps=steps,

@@ -233,7 +233,7 @@ def header_of(metadata: Mapping[str, str], tensors: Mapping[str, SavedTensor]) -
 def header_size(head: bytes | memoryview) -> int:
     size = int.from_bytes(head[:8], "little")
     if len(head) < 8 or size > LARGEST_HEADER:
-        raise Damaged("it is no safetensors file")
+        raise Damaged("it is not a safetensors file")
     return size
 
 

@@ -229,7 +229,7 @@ class APIServer:
         looked, free = self._free
         loaded = self.models.loaded if self.models else ()
         if loaded and time.monotonic() > looked + 1.0:
-            free = loaded[0].engine.free_memory
+            free = loaded[0].engine.lifecycle.free_memory
             self._free = time.monotonic(), free
         return free
 

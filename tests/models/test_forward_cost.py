@@ -156,7 +156,7 @@ def test_cost_of_each_step(tmp_path, monkeypatch, changes, slots):
         meter = Meter(monkeypatch)
         for length in (70, 5, 40, 96):
             handle = engine.submit(prompt(length), SamplingParams(max_tokens=8, ignore_eos=True))
-            handle._ends = EndsAfter(handle, tokens=length // 10)
+            handle._end_tokens = EndsAfter(handle, tokens=length // 10)
         seen = Counter()
         before = None
         metered = {}
