@@ -65,7 +65,7 @@ def our_file(module: str) -> Path:
 
 
 def file_in(folder: Path, module: str) -> Path:
-    """The chapters of a reader lie side by side."""
+    """The file of a chapter in a student's folder, which has no subfolders."""
     return folder / f"{module.rpartition('.')[2]}.py"
 
 

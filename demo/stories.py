@@ -1374,8 +1374,7 @@ def habit(rng: random.Random, noun: str, options: Sequence):
 
 
 class StoryWords(dict):
-    """The words of one story. What is asked for and not there yet is drawn from FIELDS, and
-    kept."""
+    """The words of one story. A missing one is drawn from FIELDS, and kept."""
 
     def __init__(self, rng: random.Random, *nouns: str, **fields: str):
         super().__init__(fields)

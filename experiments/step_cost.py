@@ -115,7 +115,7 @@ def experts_in(state: State) -> dict[int, ExpertsView | None]:
 
 @dataclass(frozen=True)
 class StepCostRecord:
-    """One step: what it read and computed, and how long it took."""
+    """One step: the bytes that it read, its operations, and its duration."""
 
     step: StepView
     model: ModelCost

@@ -131,7 +131,7 @@ def edited(text: str) -> dict[str, Policy]:
 
 
 def line_of(error: BaseException) -> int | None:
-    """Where in the reader's text the error was raised."""
+    """The line of the reader's text in which the error was raised."""
     if isinstance(error, SyntaxError) and error.filename == "<lines>":
         return error.lineno
     frames = traceback.extract_tb(error.__traceback__)

@@ -35,7 +35,7 @@ def blank_tasks(folder: Path, stage: Stage) -> list[Task]:
 
 
 def run_stage(folder: Path, stage: Stage) -> tuple[bool, str]:
-    """Is all right that is written of a stage? And a line for each check."""
+    """True if the written functions of a stage pass, and a line for each check."""
     checks = run(folder, [stage.tests], "-x")
     said = "".join(f"{line}\n" for check in checks for line in check.lines())
     return not any(check.outcome == "failed" for check in checks), said

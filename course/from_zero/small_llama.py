@@ -96,7 +96,7 @@ def turn(x: mx.array, window: "Window") -> mx.array:
 
 
 class Window:
-    """What windows have in common: each of B sequences has L new tokens, whose rows begin at its entry
+    """The common part of windows: each of B sequences has L new tokens, whose rows begin at its entry
     in `starts`. The groups are those of `kv.Window`, but each sequence is one by itself."""
 
     def __init__(self, starts: Sequence[int], L: int):

@@ -863,7 +863,7 @@ def names(first: int = 1) -> list[str]:
 
 
 def tasks(first: int = 1) -> dict[str, dict[str, tuple[int, Task]]]:
-    """From this stage on, by chapter and function: the stage, and the task."""
+    """By chapter and function, from this stage on: the stage, and the task."""
     found: dict[str, dict[str, tuple[int, Task]]] = {}
     for stage in STAGES:
         for task in stage.tasks:

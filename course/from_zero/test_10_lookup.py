@@ -115,7 +115,7 @@ def test_random():
 
 
 def demo_answer(prompt: str, most: int) -> tuple[list[int], list[int]]:
-    """The answer, and how many tokens go in at each step after the prompt."""
+    """The answer, and the number of tokens that go in at each step after the prompt."""
     rows = Rows()
     sizes = []
 

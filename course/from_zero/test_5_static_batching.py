@@ -59,7 +59,7 @@ def test_the_policy_says_who_is_next():
 
 
 def run(runner: Runner, prefills: Sequence[Prefill], *decodes: tuple[int, int], **settings) -> dict:
-    """A step of a runner with 3 slots: by slot, what is said. `decodes`: slots and rows."""
+    """Run a step of a runner with 3 slots. Returns the tokens by slot. `decodes`: slots and rows."""
     order = ForwardBatch((), prefills, [Decoding(slot, row, ()) for slot, row in decodes])
     slots = [prefill.slot for prefill in prefills if prefill.asked]
     slots += [slot for slot, _ in decodes]

@@ -326,7 +326,7 @@ def test_version(here, asked):
     ],
 )
 def test_long_value_is_quoted_shortened(here, program, arguments):
-    """5,000 characters were said again, whole."""
+    """All 5,000 characters were repeated in the message."""
     *others, option = arguments
     value = "x" * 4000 + "\x1b[31m\n" + "y" * 1000
     done = here(*others, f"{option}={value}", main=program.main)

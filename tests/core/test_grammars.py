@@ -74,7 +74,7 @@ def test_cut_and_complete_answers_differ(engine):
 
 
 def test_stop_string_ends_before_the_grammar(engine):
-    """A stop string has the last word."""
+    """A stop string ends the answer before the grammar does."""
     whole = engine.submit([1, 2], SamplingParams(max_tokens=30, grammar=DIGITS)).result()
     stopped = engine.submit(
         [1, 2], SamplingParams(max_tokens=30, grammar=DIGITS, stop=[whole.text[3:5]])

@@ -114,7 +114,7 @@ def test_recorded_batches_are_complete(record):
 
 
 def test_batch_alone_says_who_samples(record):
-    """Nothing else decides which rows get a token."""
+    """Only the batch decides which rows get a token."""
     compared = 0
     for (order, picks), tokens in zip(record.steps, record.tokens, strict=True):
         decoding = [slot for slot, *_ in order.decodes]
@@ -183,7 +183,7 @@ def test_chunk_waits_for_rows_it_copies():
 
 
 def test_head_computes_only_sampled_rows(parts, record):
-    """The head is the widest weight there is."""
+    """The head is the widest weight, so it is computed for sampled rows only."""
     sizes = []
     model = replace(parts[0], head=lambda x: sizes.append(len(x)) or parts[0].head(x))
     with device_lock, device_stream():

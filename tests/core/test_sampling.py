@@ -259,7 +259,7 @@ def test_bisection_keeps_what_a_sort_would_keep():
     ],
 )
 def test_filter_ties_keep_the_lowest_ids(options, kept, how):
-    """Among equal tokens."""
+    """Among equal tokens, those with the lowest ids are kept."""
     logits = np.full((200, V), -40, np.float32)
     logits[:, [2, 3, 66, 69]] = 1
     picks = [

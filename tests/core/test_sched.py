@@ -172,7 +172,7 @@ def test_oldest_prompt_keeps_half_the_budget():
 
 
 def test_unneeded_half_is_not_reserved():
-    """A has 2 tokens left in step 2, which is less than half: B and C have all the rest."""
+    """A has 2 tokens left in step 2, which is less than half: B and C get the rest."""
     story = Story(slots=3, budget=8, chunk=8)
     for length in (10, 12, 9):
         story.submit(length, 1, prefix_cache=False)
@@ -535,7 +535,7 @@ def test_unshared_prompt_has_no_cached_rows():
 
 @pytest.mark.parametrize("answer", [1, 41])
 def test_unused_prefixes_are_freed(answer):
-    """Else every prompt that ever came, and every answer, would stay in memory."""
+    """Otherwise every prompt and every answer would stay in memory."""
     before = nodes()
     planner = Scheduler(2, 200, POLICIES["continuous"], chunk=4)
     for id in range(100):
@@ -608,8 +608,8 @@ def test_slot_keeps_its_rows_after_a_cancel(lag, reason):
 
 
 def test_cancelled_prompt_keeps_its_finite_chunks():
-    """With run-ahead the newest chunk is in flight. Asked again, the prompt was read from its first
-    token: a client that hangs up in time never got anywhere."""
+    """With run-ahead the newest chunk is in flight. The same prompt
+    was read again from its first token: a client with a short timeout never got an answer."""
     story = Story(slots=1, lag=1)
     first = story.submit(24, 2)
     for _ in range(3):

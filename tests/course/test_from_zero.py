@@ -303,7 +303,7 @@ def test_mistake_is_named_by_its_stage(mistake, tmp_path, monkeypatch):
 
 
 def test_check_says_what_is_blank(tmp_path, capsys):
-    """`start.py` makes a book once, and does not overwrite it."""
+    """`start.py` writes a book once, and does not overwrite it."""
     folder = str(tmp_path / "mine")
     assert start.main([folder]) == 0 and start.main([folder]) == 2
     assert "is there already; name another folder" in capsys.readouterr().err

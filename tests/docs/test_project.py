@@ -271,7 +271,7 @@ def test_ci_runs_the_printed_command():
 
 
 def test_models_page_names_config_fields():
-    """It named one that had been renamed."""
+    """The page named a field that had been renamed."""
     rows = re.findall(
         r"^\| `\w+` \|.*\| (.*) \|$", MODELS.split("## What is supported")[0], re.MULTILINE
     )

@@ -150,7 +150,7 @@ def test_failed_reload_ends_the_requests(tmp_path, alone):
 
 
 def test_changed_weights_are_not_served(tmp_path, alone):
-    """Others of the same shape were, in silence. Sizes and times of the files tell."""
+    """Other weights of the same shape were served without a word. Sizes and times of the files reveal them."""
     folder = make_checkpoint(tmp_path / "model", seed=1)
     with Engine.load(folder, **SIZES) as engine:
         assert answers(engine) == alone[0]
@@ -189,7 +189,7 @@ def test_slow_folder_of_a_model_holds_no_lock(engine, folders, alone, kind):
 
 
 def test_reload_that_fails_while_it_unloads_refuses_nobody(engine, folders, alone, monkeypatch):
-    """The flag of a running reload was never taken back."""
+    """The flag of a running reload was never reset."""
     with monkeypatch.context() as patched:
         patched.setattr(device, "give_back", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -237,7 +237,7 @@ def test_exchange_for_another_model(engine, folders, alone):
 
 @pytest.mark.parametrize("harm", ["no folder", "no tensor", "too large", "a word"])
 def test_exchange_refuses_a_broken_model(harm, engine, tmp_path, alone):
-    """Before the first one is unloaded."""
+    """The broken model is refused before the first one is unloaded."""
     runner = engine.runner
     options = {}
     folder = make_checkpoint(tmp_path / "wrong", seed=3)
@@ -257,7 +257,7 @@ def test_exchange_refuses_a_broken_model(harm, engine, tmp_path, alone):
 
 
 def test_failed_exchange_restores_the_model(engine, tmp_path, alone):
-    """Numbers are looked at when they are read: by then the first one has gone."""
+    """Numbers are checked when they are read: by then the first model is unloaded."""
     folder = make_checkpoint(tmp_path / "rotten", seed=3)
     file = folder / "model.safetensors"
     arrays = dict(mx.load(str(file)))

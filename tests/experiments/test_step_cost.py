@@ -76,7 +76,7 @@ def test_states_are_read_and_written_once_for_each_sequence():
 
 
 def test_experts_are_counted_or_expected():
-    """In the last layer only the tokens that are asked take any."""
+    """In the last layer only the tokens in `asked` use experts."""
     work = Work(tokens=3, rows=3, looks=3, asked=1)
     known = pass_cost(EXPERTS, work, experts=[4, 5, 2])
     assert known.weights == 1_000 + 400 + 3 * 8 + 11 * 60

@@ -120,7 +120,7 @@ def test_a_nan_stays_in_its_sequence(dtype):
 
 
 def test_a_slab_keeps_its_label_through_all_that_is_written():
-    """Without it, the operation would be taken for a product with a matrix."""
+    """Without the label, the operation would be taken for a product with a matrix."""
     slab = Slab(1, 2, 1, 32, 16, mx.float16)
     label = np.array(slab.arrays[0][-1, -1, -1]).tobytes()
     assert any(label)

@@ -39,7 +39,7 @@ from sampling import SamplingRow
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
-    """All that asks for the device finds a GPU. MLX computes on the CPU all the same."""
+    """Let all code find a GPU. MLX still computes on the CPU."""
     monkeypatch.setattr(device, "is_gpu", True)
 
 

@@ -154,7 +154,7 @@ class Story(Replay):
         return [token if start + i < good else NAN for i, token in enumerate(tokens)]
 
     def look_back(self, plan: Plan, request: Request, slot: int, wanted: Sequence[int]) -> None:
-        """Are these the tokens in a slot's first rows, and is nowhere in it another's NaN? Attention
+        """Assert that a slot's first rows hold these tokens, and no row another's NaN. Attention
         multiplies the rows that it must not see by 0, but 0 x NaN is NaN."""
         if self.good_rows(request) < math.inf:
             return

@@ -81,7 +81,7 @@ BAD = [[], [272], [-1], "", [1] * 500, None, [1.5]]
 
 
 def soak(model: Model, text: Tokenizer, requests: int, seed: int = 0) -> Counter[str]:
-    """How many requests ended, by reason. A wrong answer is counted as "wrong"."""
+    """The number of requests that ended, by reason. A wrong answer is counted as "wrong"."""
     counts: Counter[str] = Counter()
     lock = threading.Lock()
     cases = make_cases(random.Random(seed))

@@ -807,7 +807,7 @@ def spoilt(rng: random.Random, data: bytes) -> bytes:
 
 
 def test_random_damage_to_weights(folder):
-    """MLX itself checks little: it reads beyond the end, and aborts."""
+    """MLX checks little itself: it reads beyond the end, and aborts."""
     rng, path, count = random.Random(12), folder / "model.safetensors", Counter()
     data = path.read_bytes()
     for _ in range(number_of("DAMAGE", 150)):

@@ -180,7 +180,7 @@ def test_other_threads_are_other_processes(capsys, count_only, monkeypatch):
 
 
 def test_incomparable_ways_are_skipped(capsys, count_only, monkeypatch):
-    """Such as weights that do not fit the memory when they are widened."""
+    """An example: weights that do not fit the memory when they are widened."""
     load = verify.Engine.load
 
     def narrow(model, dtype="auto", **options):

@@ -15,7 +15,7 @@ from screen.pages import busy_periods, request_details
 
 
 def test_the_statistics_of_a_busy_period(stage):
-    """After a burst nothing was left to read."""
+    """After a burst no statistics were left to read."""
     for policy in ("continuous", "static"):
         stage.obey(f"/policy {policy}")
         stage.obey("/burst 20")

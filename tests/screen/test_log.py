@@ -219,7 +219,7 @@ def test_the_log_times_a_policy_switch_by_its_first_step():
 
 
 def test_pages_in_a_log_name_no_keys(stage):
-    """Its headings had "Esc back" and "↑↓ scroll"."""
+    """The headings of a log had "Esc back" and "↑↓ scroll"."""
     stage.obey("/burst 3")
     stage.finish()
     for name in ("requests", "totals", "clients", "errors"):

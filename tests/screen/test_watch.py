@@ -494,7 +494,7 @@ def test_the_clients_pane_is_as_drawn():
 
 
 def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
-    """A terminal that is stopped stops the screen, and not the thread that hears of each step."""
+    """A stopped terminal stops the screen, but not the thread that receives each step."""
     monkeypatch.setattr(watch_frames, "STEPS", 20)
     monkeypatch.setattr(watch_frames, "ENDS", 5)
     server = canned_server()

@@ -351,7 +351,7 @@ def test_large_answer_is_sent_in_chunks(here):
 
 
 def test_hang_up_during_a_large_answer_is_recorded(here):
-    """The log said that it had got everything."""
+    """The log said that the client had received everything."""
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048)
     line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
@@ -537,7 +537,7 @@ def test_packet_with_thousands_of_parts_blocks_nobody(here, what):
     seen = [0]
 
     def look() -> None:
-        """In each turn of the server's thread: how much has been taken?"""
+        """Record the bytes taken, in each turn of the server's thread."""
         for connection in here.api._connections:
             seen.append(len(connection._http.trailing_data[0]))
         if not is_over:
@@ -838,7 +838,7 @@ def test_only_the_start_of_an_oversized_prompt_is_tokenized(tmp_path, path):
 
 
 def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
-    """Four long prompts kept all that turn text into tokens busy, for seconds."""
+    """Four long prompts kept all tokenizing threads busy for seconds."""
     read, goes_on = openai.read_prompts, threading.Event()
 
     def slow(asked):
@@ -962,7 +962,7 @@ def test_client_gone_before_its_turn_is_not_served(here, monkeypatch):
 
 
 def test_choices_share_one_compiled_grammar(here, monkeypatch):
-    """With `n`, it was made for each: another client's schema took 15 s."""
+    """With `n`, a grammar was compiled for each choice: another client's schema took 15 s."""
     made = []
     make = Grammars.grammar
 

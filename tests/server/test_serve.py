@@ -135,7 +135,7 @@ def test_broken_character_is_in_streamed_logprobs(server, count):
 
 
 def test_logprobs_0(server):
-    """0 is no `false`, though Python finds the two equal."""
+    """0 is not `false`, although the two are equal in Python."""
     said = server.complete(logprobs=0, temperature=0).json["choices"][0]["logprobs"]
     assert len(said["token_logprobs"]) == 8 and said["top_logprobs"] == [{}] * 8
     assert server.complete(logprobs=False).json["choices"][0]["logprobs"] is None
@@ -407,7 +407,7 @@ def test_http_2_upgrade_is_ignored(server):
 
 @pytest.mark.parametrize("blank", ["\r\n", "\n\r\n\n"])
 def test_blank_lines_before_a_request(server, blank):
-    """Old clients send one after a body, which made a 400 of the next request."""
+    """Old clients send a blank line after a body, and their next request got a 400."""
     line = server.line().send(blank.encode())
     health = f"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n{blank}".encode()
     line.post(CHAT, say(max_tokens=2)).send(blank.encode() + health * 2)

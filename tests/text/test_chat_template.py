@@ -399,7 +399,7 @@ def test_template_file_wins_over_config(tmp_path):
 
 @unchecked
 def test_special_tokens_map(tmp_path):
-    """Else `bos_token` is nothing in the template, and the prompt has no BOS at all."""
+    """Otherwise `bos_token` is undefined in the template, and the prompt has no BOS at all."""
     make_model(tmp_path, LLAMA3)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": LLAMA3}))
     (tmp_path / "special_tokens_map.json").write_text(
@@ -659,7 +659,7 @@ no_limit_of_memory = pytest.mark.skipif(sys.platform == "darwin", reason="macOS 
 
 
 def unfit(text: Tokenizer) -> str:
-    """The one line that says why a template is not used. Plain text goes on as it was."""
+    """The line that says why a template is not used. Plain text still works."""
     assert not text.has_template
     assert text.ask("Hi", raw=True) == text.encode("Hi")
     with pytest.raises(ModelError):

@@ -126,7 +126,7 @@ def test_the_price_of_a_step_adds_up_in_its_words(opens):
 
 
 def test_heading_and_picture_show_the_same_step(opens):
-    """The words are written more seldom than a step ends, and the picture had gone on."""
+    """The heading is written less often than steps end, so the picture was ahead of it."""
     tab = opens(DEMO)
     tab.locator("[data-step-words]").scroll_into_view_if_needed()
     until(tab, "nanobatch.player.step > 20")
@@ -173,7 +173,7 @@ def test_nothing_is_wider_than_the_screen(opens, viewport, scheme):
 
 @pytest.fixture
 def plays(opens, tmp_path):
-    """Opens the page of these recordings."""
+    """Open the page of these recordings."""
 
     def opened(*recordings: dict, **how):
         (tmp_path / "page.html").write_text(page.make(list(recordings)))

@@ -131,7 +131,7 @@ def test_a_conversation_begins_as_the_terminals_does(talks):
 
 
 def test_the_newest_line_stays_visible(talks):
-    """On a narrower window the same text is longer, and its end was below what one sees."""
+    """In a narrower window the same text is longer, and its end was below the visible part."""
     tab = talks(viewport={"width": 1280, "height": 800})
     hear(tab, "and so on " * 300)
     for viewport in (PHONE, {"width": 700, "height": 500}, {"width": 1280, "height": 800}):
