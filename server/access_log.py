@@ -100,19 +100,19 @@ class RequestLog:
         self._lock = threading.Lock()
         self._count = 0
 
-    def begin(self, client: str, route: str) -> int:
+    def open_record(self, client: str, route: str) -> int:
         with self._lock:
             self._count += 1
             self.changes += 1
             self.open[self._count] = RequestRecord(self._count, time.time(), client, route)
             return self._count
 
-    def note(self, number: int, **changes) -> None:
+    def update(self, number: int, **changes) -> None:
         with self._lock:
             self.open[number] = replace(self.open[number], **changes)
             self.changes += 1
 
-    def end(self, number: int, is_kept: bool = True) -> RequestRecord:
+    def close_record(self, number: int, is_kept: bool = True) -> RequestRecord:
         """`is_kept`: false for /health."""
         with self._lock:
             record = self.open.pop(number)

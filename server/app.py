@@ -290,7 +290,7 @@ class APIServer:
         finally:
             connection.request = None
             self._requests.discard(request)
-            request.note(latency_s=time.perf_counter() - began)
+            request.update_record(latency_s=time.perf_counter() - began)
             record = request.end()
             if request.is_logged:
                 self._status.metrics.count(record)
@@ -425,7 +425,7 @@ class APIServer:
             writer = request.answer = AnswerWriter(submission, self._writers)
             requests = tuple(choice.handle.id for choice in writer.choices)
             facts = {"id": writer.id, "requests": requests, "stream": writer.is_stream}
-            request.note(model=submission.model, **facts)
+            request.update_record(model=submission.model, **facts)
             if writer.is_stream:
                 return await writer.stream(request)
             return await writer.whole()
@@ -433,7 +433,7 @@ class APIServer:
             if request.status is None:
                 raise
             # The stream has begun while the model was loaded
-            request.note(reason=refusal.code, message=refusal.message)
+            request.update_record(reason=refusal.code, message=refusal.message)
             adapter = protocol(submission.request, "", "")
             await request.write(adapter.fail(refusal))
         except (ClientGone, asyncio.CancelledError):
@@ -443,7 +443,7 @@ class APIServer:
         finally:
             submission.cancel()
             self._submissions.discard(submission)
-            request.note(model=submission.model)
+            request.update_record(model=submission.model)
             if isinstance(request.answer, AnswerWriter):
                 request.answer.end()
                 request.answer.account(request, self._status.metrics)

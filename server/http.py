@@ -133,7 +133,9 @@ class HTTPRequest:
         # When the stream last wrote; None if the response is no stream
         self._wrote: float | None = None
         self._request_log = request_log
-        self._number = request_log.begin(connection.client, f"{self.method} {self.path}"[:200])
+        self._number = request_log.open_record(
+            connection.client, f"{self.method} {self.path}"[:200]
+        )
 
     def _read_address(self, target: str) -> str:
         """An absolute address, as sent to a proxy: its host replaces the Host header."""
@@ -148,15 +150,15 @@ class HTTPRequest:
     def record(self) -> RequestRecord:
         return self._request_log.open[self._number]
 
-    def note(self, **changes) -> None:
-        self._request_log.note(self._number, **changes)
+    def update_record(self, **changes) -> None:
+        self._request_log.update(self._number, **changes)
 
     def note_hang_up(self) -> None:
         reason = self.record.reason or "hung_up"
-        self.note(hung_up=True, status=self.status or 499, reason=reason)
+        self.update_record(hung_up=True, status=self.status or 499, reason=reason)
 
     def end(self) -> RequestRecord:
-        return self._request_log.end(self._number, is_kept=self.is_logged)
+        return self._request_log.close_record(self._number, is_kept=self.is_logged)
 
     async def reply(self, reply: Reply) -> None:
         """Send a complete response in chunks. Each chunk waits until the client has taken most of
@@ -174,8 +176,8 @@ class HTTPRequest:
 
     def _begin(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
-        self.note(status=status)
-        self.connection.begin(status, headers | self.shared)
+        self.update_record(status=status)
+        self.connection.send_head(status, headers | self.shared)
 
     def begin_events(self, id: str = "") -> None:
         headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -309,7 +311,7 @@ class Connection(asyncio.Protocol):
                 await asyncio.sleep(0)  # other tasks get a turn: many requests may have come
         except APIError as refusal:
             said = reply(refusal.body, refusal.status)
-            self.begin(said.status, said.head | {"Connection": "close"})
+            self.send_head(said.status, said.head | {"Connection": "close"})
             self.send(h11.Data(said.body))
         except (ClientGone, TimeoutError):
             pass
@@ -366,7 +368,7 @@ class Connection(asyncio.Protocol):
 
     # --- sending
 
-    def begin(self, status: int, headers: dict[str, str]) -> None:
+    def send_head(self, status: int, headers: dict[str, str]) -> None:
         """Send the head of a response. A client that has not sent its whole request must reconnect."""
         headers = {"Date": formatdate(usegmt=True)} | headers
         if not self._has_request():
@@ -409,7 +411,7 @@ class Connection(asyncio.Protocol):
     def end_slow(self) -> None:
         """Abort: a last message would wait behind all bytes before it."""
         if self.request:
-            self.request.note(reason="too_slow", hung_up=True)
+            self.request.update_record(reason="too_slow", hung_up=True)
         self.abort()
 
     def abort(self) -> None:
@@ -531,7 +533,7 @@ def reply(body: dict, status: int = 200, headers: Mapping[str, str] = {}) -> Rep
 
 def refused(request: HTTPRequest, refusal: APIError) -> Reply:
     request.is_logged = True
-    request.note(
+    request.update_record(
         reason=refusal.code or str(refusal.status),
         message=refusal.message,
         status=request.status or refusal.status,

@@ -30,7 +30,14 @@ from server.body_reader import (
     read_tools,
 )
 from server.choice import Change, Choice, Item, Word
-from server.protocol_adapter import ParsedRequest, Progress, ProtocolAdapter, Usage, dump, event
+from server.protocol_adapter import (
+    ParsedRequest,
+    PromptProgress,
+    ProtocolAdapter,
+    Usage,
+    dump,
+    event,
+)
 from text.tokenizer import ChatPrompt
 
 # Templates do not know "developer", the newer name of the system role.
@@ -268,7 +275,7 @@ class Completion(ProtocolAdapter):
             self._around[index] = event.split(dump(HOLE))
         return dump(change.text).join(self._around[index])
 
-    def progress(self, progress: Progress) -> bytes:
+    def progress(self, progress: PromptProgress) -> bytes:
         """In llama.cpp's form; two more fields for a long prompt."""
         prefill = progress.prefill
         told = {

@@ -31,7 +31,7 @@ MAX_LOGPROBS = 200_000  # log probabilities in one response, over all choices
 TOO_LONG = "context_length_exceeded"
 
 
-class Asked(NamedTuple):
+class TokenizedRequest(NamedTuple):
     """What a body asks of a model: made by `parse`, read by `Submission` and `AnswerWriter`."""
 
     protocol: type[ProtocolAdapter]
@@ -52,10 +52,12 @@ class Asked(NamedTuple):
         return refusal_of(error, self.protocol, self.request.settings)
 
 
-def parse(served: ServedModel, protocol: type[ProtocolAdapter], request: ParsedRequest) -> Asked:
+def parse(
+    served: ServedModel, protocol: type[ProtocolAdapter], request: ParsedRequest
+) -> TokenizedRequest:
     """Tokenize the prompts of a request, and check what it asks for."""
     engine = served.engine
-    asked = Asked(protocol, request, [])
+    asked = TokenizedRequest(protocol, request, [])
     try:
         for prompt in request.prompts:
             tokens = read_prompt(engine, prompt, protocol.prompt)

@@ -63,7 +63,7 @@ class Usage(NamedTuple):
     reasoning: int  # of the answer
 
 
-class Progress(NamedTuple):
+class PromptProgress(NamedTuple):
     """How far a prompt has been read, for the waiting client."""
 
     prefill: PrefillProgress

@@ -18,7 +18,7 @@ from engine.prefill_progress import PrefillProgress
 from server.body_reader import APIError, without_folders
 from server.http import HTTPRequest, Reply
 from server.metrics import ServerMetrics
-from server.protocol_adapter import Progress, Usage, dump_large
+from server.protocol_adapter import PromptProgress, Usage, dump_large
 from server.submit import Submission
 
 PIECES = 64  # pieces written at once, at most
@@ -102,7 +102,7 @@ class AnswerWriter:
                 if not is_last:
                     continue
                 if failure := self._failure():
-                    request.note(reason=failure.code, message=failure.message)
+                    request.update_record(reason=failure.code, message=failure.message)
                     await request.write(said + self._adapter.fail(failure))
                     return
                 said += self._events(index, None)
@@ -146,7 +146,7 @@ class AnswerWriter:
         return self._adapter.progress(progress) if self._parsed.progress else progress.comment
 
     @property
-    def _progress(self) -> Progress:
+    def _progress(self) -> PromptProgress:
         """Of the first prompt. Rows that another client wrote would confirm a guess at its prompt,
         so they count when the whole prompt has been read."""
         handle = self.choices[0].handle
@@ -156,14 +156,14 @@ class AnswerWriter:
         done = prefill.done
         if done < prefill.total:
             done -= prefill.cached - request.prefix.own
-        return Progress(
+        return PromptProgress(
             prefill=prefill._replace(done=done, cached=request.prefix.own),
             before=sum(id < request.id for id in waiting),
             seconds=time.perf_counter() - self._submission.began,
         )
 
     def prefill_to_log(self, now: float) -> PrefillProgress | None:
-        """Progress of the first prompt, if it is long and due for a log line."""
+        """PromptProgress of the first prompt, if it is long and due for a log line."""
         prefill = self.choices[0].handle.prefill
         if not prefill.is_long or now - self._logged < LOG_S:
             return None
@@ -215,7 +215,7 @@ class AnswerWriter:
         reasons = filter(None, [choice.handle.finish_reason for choice in self.choices])
         first = metrics[0]
         reading = (first.ttft_s or 0.0) - (first.queued_s or 0.0)
-        request.note(
+        request.update_record(
             reason=request.record.reason or min(reasons, key=WORST.index, default=""),
             prompt_tokens=total.prompt,
             cached_tokens=sum(m.cached_tokens for m in metrics[:: self._parsed.n]),

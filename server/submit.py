@@ -19,7 +19,7 @@ from sampling_params import SamplingParams
 from server.body_reader import read_json
 from server.choice import Choice, Words
 from server.model_pool import ModelPool, ServedModel, Ticket
-from server.parse import Asked, parse
+from server.parse import TokenizedRequest, parse
 from server.protocol_adapter import ParsedRequest, ProtocolAdapter
 from text.tokenizer import Prompt
 from text.tool_formats import OutputFormat
@@ -39,7 +39,7 @@ class Submission:
         self.request: ParsedRequest | None = None  # set by `parse_and_submit`
         self.served: ServedModel | None = None  # borrowed
         self.ticket: Ticket | None = None  # in the line for a model that is not loaded
-        self.asked: Asked | None = None
+        self.asked: TokenizedRequest | None = None
         self.choices: list[Choice] = []  # those submitted; the list only grows
         self.began = time.perf_counter()
         self.read_s = 0.0  # seconds from the body to submission

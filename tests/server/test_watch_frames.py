@@ -39,10 +39,10 @@ def frame_of(seen: Snapshot, request_log: RequestLog | None = None) -> watch_fra
 def test_frames_survive_the_wire(engine):
     """Requests that wait, run, end and are cancelled, and texts that grow between two frames."""
     request_log, sender, receiver = RequestLog(), watch_frames.Sender(True), watch_frames.Receiver()
-    number = request_log.begin("127.0.0.1", "POST /v1/completions")
-    request_log.note(number, status=400, reason="invalid_value", message="temperature = 'x'")
-    request_log.end(number)
-    request_log.begin("10.0.0.1", "POST /v1/chat/completions")
+    number = request_log.open_record("127.0.0.1", "POST /v1/completions")
+    request_log.update(number, status=400, reason="invalid_value", message="temperature = 'x'")
+    request_log.close_record(number)
+    request_log.open_record("10.0.0.1", "POST /v1/chat/completions")
     handles = [engine.submit(f"prompt {n}", LONG, client="10.0.0.1") for n in range(5)]
     seen, grew = None, 0
     for step in range(300):
@@ -70,7 +70,7 @@ def test_only_new_text_is_sent(engine):
 
 def test_frames_without_texts(engine):
     request_log = RequestLog()
-    request_log.note(request_log.begin("10.9.8.7", "POST /x"), message="a secret message")
+    request_log.update(request_log.open_record("10.9.8.7", "POST /x"), message="a secret message")
     engine.submit("a secret prompt", LONG, client="10.9.8.7", origin="10.9.8.7")
     engine.registry.record_fault("a secret fault", ValueError("of a text"))
     engine.step()
@@ -102,8 +102,8 @@ def test_other_version_is_noticed():
 def test_request_log_is_bounded():
     request_log = RequestLog()
     for n in range(3000):
-        request_log.note(request_log.begin("x", "GET /"), status=404)
-        request_log.end(n + 1)
+        request_log.update(request_log.open_record("x", "GET /"), status=404)
+        request_log.close_record(n + 1)
     view = server_view(request_log, 10)
     assert (view.seen, len(view.ended), view.missed) == (3000, 1000, 1990)
     assert [call.number for call in server_view(request_log, 2998).ended] == [2999, 3000]
@@ -122,7 +122,7 @@ def test_request_log_is_thread_safe():
     thread = threading.Thread(target=look)
     thread.start()
     for _ in range(3000):
-        request_log.end(request_log.begin("x", "GET /"))
+        request_log.close_record(request_log.open_record("x", "GET /"))
     done.set()
     thread.join()
     assert not faults
