@@ -128,7 +128,7 @@ class Loop:
 
     `between` is called after each step, and whenever the loop wakes up. It returns the seconds after
     which it must be called again, or None. `watch` is the engine's clock, if that can be stopped.
-    `turns` is shared with the loops of other engines.
+    `turns` is shared with the loops of other engines; None: there is no other.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Loop:
         self._next = 0.0  # when the next step of slow motion is due
         self._between = between
         self._watch = watch or Stopwatch()
-        self._turns = turns or Turns()
+        self._turns = turns
         self._commands: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -254,7 +254,8 @@ class Loop:
                 rest = self.turn()
         finally:
             self.engine.driver.attach(None)
-            self._turns.forget(self)
+            if self._turns:
+                self._turns.forget(self)
 
     def _is_awake(self) -> bool:
         due = self._due()
@@ -290,10 +291,15 @@ class Loop:
     def _step(self) -> None:
         if self.slow:
             self._next = self._watch.real + 1 / self.slow
-        with self._turns.turn(self) as is_shared:
+        if not self._turns:
             worked = self.engine.step()
-            if self.paused or self.slow or is_shared:
-                self._read_back()
+        else:
+            with self._turns.turn(self) as is_shared:
+                worked = self.engine.step()
+                if is_shared:
+                    self._read_back()
+        if self.paused or self.slow:
+            self._read_back()
         with self.engine.changed:
             self.stepping = max(0, self.stepping - 1) if worked else 0
 
