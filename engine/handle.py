@@ -221,12 +221,12 @@ class Handle:
             lengths=tuple(self.lengths),
             reason=r.finish_reason,
             error=self.error,
-            glass=self._glass(),
+            candidates=self._candidates(),
             is_thinking=self.is_thinking,
             max_tokens=r.max_tokens,
         )
 
-    def _glass(self) -> tuple[tuple[str, float, bool], ...]:
+    def _candidates(self) -> tuple[tuple[str, float, bool], ...]:
         """The newest token, and the likeliest others, had there been no grammar."""
         count = min(len(self.logprobs), len(self.tokens))
         if self.grammar is None or not count or self.finish_reason:

@@ -97,7 +97,7 @@ class Limits(NamedTuple):
             )
         return self._replace(budget=budget, chunk=budget - self.slots)
 
-    def turned(self, now: Limits, budget: int | str | None) -> Limits:
+    def adjusted(self, now: Limits, budget: int | str | None) -> Limits:
         """The same with another budget. "-" and "+": with a chunk half as wide as now, or twice."""
         if budget not in ("-", "+"):
             return self.with_budget(budget)
@@ -186,7 +186,7 @@ class RequestView:
     error: str | None = None
     # With a grammar: the newest token, and its probability among those that were allowed. Then the
     # likeliest others, had there been no grammar: each with its probability, and whether allowed
-    glass: tuple[tuple[str, float, bool], ...] = ()
+    candidates: tuple[tuple[str, float, bool], ...] = ()
     is_thinking: bool = False  # the prompt has opened a block of reasoning
     max_tokens: int = 0  # 0: not known
 

@@ -130,7 +130,7 @@ class Sender:
                 prompt="",
                 text="",
                 lengths=(),
-                glass=(),
+                candidates=(),
                 client="",
                 origin=None,
                 error=request.error and "error",

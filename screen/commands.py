@@ -341,7 +341,7 @@ class Session:
             budget = None if rest == "off" else number_for("budget", rest)
         said = ""
         if engine:  # otherwise the client refuses impossible budgets
-            limits = self.state.view.made_with.turned(engine.limits, budget)
+            limits = self.state.view.made_with.adjusted(engine.limits, budget)
             self.expect(engine=replace(engine, limits=limits))
             said = said_of(limits)
         self.client.set_budget(budget)

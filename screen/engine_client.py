@@ -385,7 +385,7 @@ class LocalEngineClient(EngineClient):
         limits hold, because a replay needs the limits of its steps."""
         now = self.engine.snapshot().limits
         turns = self._known.turns or ((1, now),)
-        limits = turns[0][1].turned(now, budget)
+        limits = turns[0][1].adjusted(now, budget)
         if limits == now:
             return
         self.engine.set_budget(limits.budget, limits.chunk)

@@ -177,8 +177,8 @@ class State:
         self.faults += [Fault(clean(fault)) for fault in news.faults]
         for r in (*news.requests, *news.ended):
             self.requests[r.id] = r
-            if r.glass:
-                self.candidates[r.id, r.metrics.output_tokens] = r.glass
+            if r.candidates:
+                self.candidates[r.id, r.metrics.output_tokens] = r.candidates
         for old in [*self.candidates][: -self.CANDIDATES]:
             del self.candidates[old]
         self.ended += news.ended
@@ -447,8 +447,8 @@ class State:
         rate = (said - 1) / lasted if said > 1 and lasted > 0 else None
         text = request.text[: sum(request.lengths[:said])]
         metrics = replace(m, ttft_s=first, tokens_per_s=rate, output_tokens=said)
-        glass = self.candidates.get((request.id, said), ())
-        request = replace(request, metrics=metrics, text=text, glass=glass)
+        candidates = self.candidates.get((request.id, said), ())
+        request = replace(request, metrics=metrics, text=text, candidates=candidates)
         return replace(request, reason=None, error=None, ended=None)
 
     def reason_of(self, request: RequestView) -> str:

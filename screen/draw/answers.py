@@ -51,7 +51,7 @@ def draw_token_inspector(request: RequestView, on: Canvas) -> list[Line]:
     """Draw the newest token, and what would be likeliest without the grammar, with forbidden tokens
     struck through. A blank is drawn as ␣."""
     pen = Pen()
-    for i, (text, probability, is_allowed) in enumerate(request.glass):
+    for i, (text, probability, is_allowed) in enumerate(request.candidates):
         said = clean(repr(text)[1:-1]).replace(" ", "␣")
         words = f"{'✓' if is_allowed else '✗'}{said} {probability:.0%}"
         if pen.width + cell_len(words) + 2 > on.width:

@@ -159,10 +159,10 @@ def test_the_scene_of_json():
     told = stage.until("tell").state.strip.text
     r = stage.state.requests[1]
     said = stage.state.here.rows[r.slot] - r.metrics.prompt_tokens + 1
-    glass = stage.state.candidates[r.id, said]
-    assert tour_scenes.ban_in(glass) > 0.5 and stage.state.lower == "streams"
+    candidates = stage.state.candidates[r.id, said]
+    assert tour_scenes.ban_in(candidates) > 0.5 and stage.state.lower == "streams"
     then = stage.state.then(replace(r, ended=math.inf))
-    assert then.glass == glass, "a pane that goes back in time shows it, too"
+    assert then.candidates == candidates, "a pane that goes back in time shows it, too"
     seen = len(stage.state.candidates)
     assert f"{r.metrics.output_tokens} tokens in " in told and f", {seen} inspected" in told
 

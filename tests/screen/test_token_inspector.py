@@ -1,4 +1,4 @@
-"""JSON under glass: what a grammar forbids is seen on the screen, and the key that asks for
+"""What a grammar forbids is seen on the screen, and the key that asks for
 JSON."""
 
 import json
@@ -18,7 +18,7 @@ METRICS = Metrics(None, None, None, None, None, None, 3, 0, 2)
 
 def test_forbidden_tokens_are_struck_through():
     seen = (('"', 1.0, True), (" go", 0.79, False), ("\n", 0.06, True), ("best", 0.05, False))
-    request = RequestView(1, "p", "", None, "", 0, 0.0, METRICS, glass=seen)
+    request = RequestView(1, "p", "", None, "", 0, 0.0, METRICS, candidates=seen)
     (line,) = answers.draw_token_inspector(request, Canvas(style.DARK, 32, 1))
     assert plain([line]) == ['✓" 100%  │ ✗␣go 79%  ✓\\n 6%  ']
     struck = [
@@ -39,13 +39,13 @@ def test_the_view_has_the_candidates_of_each_token():
         while handle.finish_reason is None:
             before = len(handle.tokens)
             engine.step()
-            glass = handle.view().glass
+            candidates = handle.view().candidates
             if handle.finish_reason is None and len(handle.tokens) == before + 1:
-                assert glass[0][2] and CANDIDATES <= len(glass) <= CANDIDATES + 1
-                said += glass[0][0]
-                forbidden += not all(allowed for _, _, allowed in glass)
+                assert candidates[0][2] and CANDIDATES <= len(candidates) <= CANDIDATES + 1
+                said += candidates[0][0]
+                forbidden += not all(allowed for _, _, allowed in candidates)
         assert handle.finish_reason == "stop" and handle.text.startswith(said) and len(said) > 20
-        assert forbidden > 10 and handle.view().glass == ()
+        assert forbidden > 10 and handle.view().candidates == ()
         validate(json.loads(handle.text), json.loads(SCHEMA))
 
 
