@@ -15,6 +15,7 @@ import pytest
 from browsers import PHONE, in_place_everywhere, needs_browser, shows, until
 from parrot import Parrot
 from recordings import HOSTILE, TEXTS
+from waiting import wait_for
 
 import tui
 from cli.terminal_chat import Conversation
@@ -540,6 +541,9 @@ def test_a_late_page_counts_steps_like_the_server(talks, parrots):
     tab = talks(parrot)
     until(tab, "window.nanobatch")
     tab.locator("[data-step-microscope]").click()
+    tab.context.close()
+    # Who has seen more steps would be told an error
+    wait_for(lambda: not parrot.api.view().watchers)
     parrot.engine.registry.steps = Log(20)  # what the server still tells
     parrot.engine.submit("say: one", SamplingParams(max_tokens=60, ignore_eos=True)).result()
     late = talks(parrot)
