@@ -41,14 +41,16 @@ if TYPE_CHECKING:
 # Measured by replaying 20 greedy answers of up to 300 tokens (Qwen 2.5 0.5B, SmolLM2 135M; half of the
 # prompts ask for a text to be copied or changed) alone and four at a time, where a row costs 0.03 to 0.7
 # of a step. Percentages are of the time that the steps take then.
-MOST = 15  # draft tokens of an answer in a step, unless the engine is given a number. 7: +2.6 %, 31: -0.7 %
+# Draft tokens of an answer in a step, unless the engine is given a number. 7: +2.6 %, 31: -0.7 %
+MOST = 15
 RECENT = 0.05  # weight of the newest token or step in moving averages. 0.02 to 0.2: within 0.3 %
-ROW = 0.1  # the price of a row until it is measured, as a share of a step. 0.02: +0.9 %, 0.4: +12 %
-# A step counts as at most this many times as long as expected. 4: +1.3 %, no limit: +5.7 %, if one step in
-# 20 takes up to 150 times as long
+# The price of a row until it is measured, as a share of a step. 0.02: +0.9 %, 0.4: +12 %
+ROW = 0.1
+# A step counts as at most this many times as long as expected. 4: +1.3 %, no limit: +5.7 %, if one
+# step in 20 takes up to 150 times as long
 OUTLIER = 1.5
-# The slowdown that is allowed for requests that gain nothing, and what losing run-ahead is taken to cost,
-# as shares of a step. 0.02 to 0.2: within 0.2 % for those that gain
+# The slowdown that is allowed for requests that gain nothing, and what losing run-ahead is taken to
+# cost, as shares of a step. 0.02 to 0.2: within 0.2 % for those that gain
 SLOWDOWN = 0.05
 
 
