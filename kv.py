@@ -131,13 +131,13 @@ class Slab:
         for array, rows in zip(self.arrays, prefix, strict=True):
             array[slot, :, : rows.shape[2]] = rows[0]
 
-    def state(self, slot: int) -> list[mx.array]:
-        """Copies of a slot's states."""
-        return [states.read(slot) for states in self.states]
+    def state(self, place: int) -> list[mx.array]:
+        """Copies of the states of a place."""
+        return [states.read(place) for states in self.states]
 
-    def fill_state(self, slot: int, copies: Sequence[mx.array]) -> None:
+    def fill_state(self, slot: int, copies: Sequence[mx.array], base: int) -> None:
         for states, copy in zip(self.states, copies, strict=True):
-            states.write(slot, copy)
+            states.write(slot, copy, base)
 
     def check(self) -> None:
         """Assert that the shape and dtype of each array have not changed."""

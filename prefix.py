@@ -66,7 +66,8 @@ class Remembered(NamedTuple):
     slot: int
     tokens: Sequence[int]
     client: str
-    base: int = 0  # the tokens before its state's matrix
+    place: int = 0  # of its state, in a model with states (`state_places.py`)
+    base: int = 0  # the tokens before that state's matrix
 
 
 class Served(NamedTuple):
@@ -77,8 +78,9 @@ class Served(NamedTuple):
     base: int = 0  # the tokens before its matrix
 
 
-# Called with a prompt, rows of it that a slot holds, and the slot that it goes into
-Reach = Callable[[Trail, int, "int | None"], Served]
+# Called with a text, rows of it that a slot holds, and the slot that it is in or goes into: which of these
+# rows can be used, by each state that there is
+Serving = Callable[[Trail, int, "int | None"], Sequence[Served]]
 
 
 class Prefixes:
@@ -87,7 +89,7 @@ class Prefixes:
     def __init__(self, slots: int, segment: int = SEGMENT):
         self.segment = segment
         # Rows are not all that some models need (`state_places.py`)
-        self.reach: Reach = lambda trail, rows, slot: Served(rows)
+        self.serving: Serving = lambda trail, rows, slot: [Served(rows)]
         self.rows = [0] * slots  # by slot: the rows of its last prompt and answer
         self.by_use = list(range(slots))  # the least recently used slot is first
         self.clients = [""] * slots  # by slot: whose prompt it holds
@@ -134,6 +136,12 @@ class Prefixes:
         rows, slot = self._longest(trail, len(trail.tokens) - 1, slots)
         rows = self.reach(trail, rows, into).rows
         return rows, slot if rows else None
+
+    def reach(self, trail: Trail, rows: int, slot: int | None) -> Served:
+        """How many of a text's first rows can be used: as many as the best state serves."""
+        return max(
+            self.serving(trail, rows, slot), key=lambda served: served.rows, default=Served(0)
+        )
 
     def longest(self, trail: Trail) -> int:
         """The most rows of this prompt that a slot holds, whether they can be used or not."""
@@ -277,15 +285,15 @@ class Prefixes:
         return overwritten
 
     def remembered(self, slots: Iterable[int], least: int) -> list[Remembered]:
-        """The content of those of these slots that hold at least `least` rows, without requests that have
-        no prefix caching."""
+        """The content of those of these slots that hold at least `least` rows, once for each state of it,
+        without requests that have no prefix caching."""
         found = []
         for slot in slots:
-            rows, place, base = self.reach(self._trails[slot], self.rows[slot], slot)
-            is_own = place in (-1, slot)
-            if rows >= least and self._nodes[slot] and is_own:
-                tokens = self._trails[slot].tokens[:rows]
-                found.append(Remembered(slot, tokens, self.clients[slot], base))
+            trail, held = self._trails[slot], self.rows[slot]
+            for rows, place, base in self.serving(trail, held, slot) if self._nodes[slot] else ():
+                if rows >= least:
+                    tokens = trail.tokens[:rows]
+                    found.append(Remembered(slot, tokens, self.clients[slot], place, base))
         return found
 
     def record_rows(self, slot: int, trail: Trail, rows: int) -> None:

@@ -373,7 +373,7 @@ class Runner:
         """Copy another slot's first rows, or rows from disk, if this chunk continues from there."""
         if prefill.restored:
             prefix = prefill.restored.prefix(prefill.start)
-            self.slab.fill_state(prefill.slot, prefill.restored.states())
+            self.slab.fill_state(prefill.slot, prefill.restored.states(), prefill.restored.base)
         elif prefill.copied_from is not None:
             prefix = self.slab.prefix(prefill.copied_from, prefill.start)
             self._start(prefix)

@@ -83,7 +83,7 @@ class StatePlaces(Stateless):
 
     def clear(self, prefixes: Prefixes) -> None:
         self.prefixes = prefixes
-        prefixes.reach = self.reach
+        prefixes.serving = self.serving
         self.own = [Place(slot) for slot in range(self.slots)]
         self.checkpoints = [Place(self.slots + i) for i in range(self.count)]
         self.running: dict[int, Running] = {}  # by slot
@@ -91,20 +91,15 @@ class StatePlaces(Stateless):
 
     # --- prefix caching
 
-    def reach(self, trail: Trail, rows: int, slot: int | None) -> Served:
-        """The number of a prompt's first rows that can be used: as many as a state serves."""
-        tokens, place = self._deepest(trail, rows, slot)
-        return Served(tokens, place.number, place.base) if place else Served(0, self.slots)
-
-    def _deepest(self, trail: Trail, rows: int, slot: int | None) -> tuple[int, Place | None]:
-        """The state that serves the most of a prompt's first rows, and how many."""
-        usable = [*([] if slot is None else [self.own[slot]]), *self.checkpoints]
-        best, found = 0, None
-        for place in usable:
-            tokens = place.serves(trail, rows, self.prefixes.segment)
-            if tokens > best:
-                best, found = tokens, place
-        return best, found
+    def serving(self, trail: Trail, rows: int, slot: int | None) -> list[Served]:
+        """How many of a text's first rows each state serves, if it serves any: first the slot's own, then
+        the checkpoints, the most recently used first."""
+        own = [] if slot is None else [self.own[slot]]
+        found = []
+        for place in (*own, *reversed(self.checkpoints)):
+            if tokens := place.serves(trail, rows, self.prefixes.segment):
+                found.append(Served(tokens, place.number, place.base))
+        return found
 
     def end_of_chunk(self, request: Request, start: int, stop: int) -> int:
         """End a chunk where this prompt parts from another, so that the next one like it finds a state."""
@@ -153,8 +148,11 @@ class StatePlaces(Stateless):
             place = self.own[chunk.slot]  # the runner writes the state from disk there
             place.record(chunk.request.prefix.trail, chunk.restored.base, chunk.start)
         elif chunk.start:
-            tokens, place = self._deepest(chunk.request.prefix.trail, chunk.start, chunk.slot)
-            assert tokens == chunk.start, (tokens, chunk)
+            trail = chunk.request.prefix.trail
+            served = self.prefixes.reach(trail, chunk.start, chunk.slot)
+            assert served.rows == chunk.start, (served, chunk)
+            places = (self.own[chunk.slot], *self.checkpoints)
+            place = next(place for place in places if place.number == served.place)
             self._use(place)
             self._count(restored=place.number >= self.slots)
         chunk.request.prefix.reread = max(0, fork.rows - chunk.start)
@@ -170,7 +168,7 @@ class StatePlaces(Stateless):
             return False  # it would not be recognized
         is_far = chunk.stop - running.left >= max(self.chunk, running.left // 2)
         is_wanted = is_far or chunk.stop in (running.fork, len(trail.tokens))
-        return is_wanted and self.reach(trail, chunk.stop, None).rows < chunk.stop
+        return is_wanted and self.prefixes.reach(trail, chunk.stop, None).rows < chunk.stop
 
     def _free_checkpoint(self, busy: Collection[Place | None]) -> Place | None:
         """The checkpoint to give up: one whose rows are gone, else one of a single slot whose own place is

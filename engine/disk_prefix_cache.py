@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from hashlib import blake2b
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -130,7 +131,8 @@ class SlotCache:
         self._key = ""
         self._layers: list[tuple[int, int]] = []  # of each layer: heads, and their size
         self._dtype = ""
-        self._states: list[int] = []  # of each layer with states: the numbers of a place
+        # Of each layer with states: the numbers of a slot's place, and of a checkpoint
+        self._states: list[tuple[int, int]] = []
         self._lock = threading.Lock()  # guards what follows
         self._saved: dict[str, SavedSlot] = {}  # by name, as last listed
         self._unusable: set[str] = set()  # names
@@ -158,7 +160,9 @@ class SlotCache:
         self._key = key_of(model.for_slots_of(max_len))
         self._layers = [(array.shape[1], array.shape[3]) for array in slab.arrays]
         self._dtype = NAMES[slab.dtype]
-        self._states = [states.place_size(0) for states in slab.states]
+        self._states = [
+            (states.place_size(0), states.heads.place_size(1)) for states in slab.states
+        ]
         with self._lock:
             self._saved = {}
         self._start(self._folder.make_room, 0)
@@ -260,9 +264,9 @@ class SlotCache:
                 if layer is None or layer[:2] != (self._dtype, (heads, saved.rows, Dh)):
                     raise Damaged(f"its layer {index} is not one of this model")
                 layers.append((mx.array(layer.data), DTYPES[layer.dtype], layer.shape))
-            for index, size in enumerate(self._states):
+            for index, sizes in enumerate(self._states):
                 state = tensors.pop(f"states.{index}", None)
-                if state is None or state[:2] != ("F32", (size,)):
+                if state is None or state[:2] not in [("F32", (size,)) for size in sizes]:
                     raise Damaged(f"its state {index} is not one of this model")
                 layers.append((mx.array(state.data), mx.float32, state.shape))
             if tensors:
@@ -312,10 +316,11 @@ class SlotCache:
 
     def save(self, slab: Slab, slots: Iterable[Remembered]) -> None:
         """Copy what slots remember, and write it in threads. More than WRITES at once are dropped."""
-        for remembered in slots:
+        for _, each in groupby(slots, key=lambda remembered: remembered.slot):
             self._writing = [write for write in self._writing if not write.done()]
             if len(self._writing) < WRITES:
-                self._save(slab, remembered)
+                for remembered in each:  # once for each state
+                    self._save(slab, remembered)
                 continue
             if not self._is_behind:
                 say(f"slots are not saved while {WRITES} slots are being written")
@@ -350,22 +355,22 @@ class SlotCache:
         with self._lock:
             known = [saved for saved in self._saved.values() if saved.owner == owner]
         for other in known:
-            if other.tokens.startswith(tokens):
+            if other.tokens.startswith(tokens) and other.base <= len(remembered.tokens):
                 self._start(self._folder.use, other.name)
                 return
-            if tokens.startswith(other.tokens):
+            if tokens.startswith(other.tokens) and remembered.base <= other.base:
                 shorter.append(other.name)
         rows = len(remembered.tokens)
         part = rows / (slab.shape[0] * slab.shape[2])
         try:
             rows_nbytes = int(part * sum(layer.nbytes for layer in slab.arrays))
-            check_room(rows_nbytes + 4 * sum(self._states))
+            check_room(rows_nbytes + 4 * sum(size for size, _ in self._states))
         except MemoryError as error:
             say(f"{rows:,} tokens of a slot are not saved: {error}")
             return
         numbers = mx.uint16 if slab.dtype.size == 2 else mx.uint32
         copies = [copy.view(numbers) for copy in slab.prefix(remembered.slot, rows)]
-        states = [state.view(mx.uint32) for state in slab.state(remembered.slot)]
+        states = [state.view(mx.uint32) for state in slab.state(remembered.place)]
         mx.eval(copies, states)
         tensors = {}
         for index, copy in enumerate(copies):

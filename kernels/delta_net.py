@@ -84,9 +84,30 @@ class States:
         begin, _ = self.places.at(self.heads, place)
         return mx.contiguous(self.memory[begin : begin + self.place_size(place)])
 
-    def write(self, place: int, numbers: mx.array) -> None:
+    def write(self, place: int, numbers: mx.array, base: int) -> None:
+        """Put them into the place of a slot. `base`: as of which token their matrices are."""
+        if numbers.size < self.place_size(place):
+            numbers = self.widened(numbers, base)
         begin, _ = self.places.at(self.heads, place)
         self.memory[begin : begin + self.place_size(place)] = numbers
+
+    def widened(self, numbers: mx.array, base: int) -> mx.array:
+        """A checkpoint in the form of a slot's place: its rings become longer."""
+        Hk, Hv, Dk, Dv = self.heads
+        # Of each ring, the tokens before `base` in it, and the numbers of a token
+        rings = [(TAPS - 1, self.heads.inputs), (0, Hk * Dk), (0, Hv * Dv), (0, Hv)]
+        at = Hv * Dk * Dv
+        parts = [numbers[:at]]
+        for before, width in rings:
+            count = before + 1
+            ring = numbers[at : at + count * width].reshape(count, width)
+            longer = mx.zeros((before + self.places.log, width))
+            for row in range(max(0, base - before), base + 1):
+                longer[row % len(longer)] = ring[row % count]
+            parts.append(longer.flatten())
+            at += count * width
+        found = mx.concatenate(parts)
+        return mx.pad(found, (0, self.heads.place_size(self.places.log) - found.size))
 
     def change(self, x: mx.array, moves: mx.array) -> mx.array:
         """Run tokens: (N, inputs + 2 Hv), (N, 5) -> (N, Hv * Dv).

@@ -139,17 +139,18 @@ def test_a_cancelled_request_leaves_states(folder, steps):
             assert found[2] > 0 or steps < 3
 
 
-@pytest.mark.parametrize("common", [0, 40, 60, 86])
-def test_states_on_disk_are_restored(folder, tmp_path, common):
-    """With the rows of a conversation. A prompt that shares less than their base reads all of it."""
+@pytest.mark.parametrize(("common", "restored"), [(0, 0), (40, 32), (66, 64), (86, 89)])
+def test_states_on_disk_are_restored(folder, tmp_path, common, restored):
+    """With the rows of a conversation: its own, and its checkpoints, each in a file."""
     prompt = drawn(14, 70)
     cache = {"slot_cache": f"{tmp_path / 'cache'}:1G", "slots": 1, "speculate": 0}
+    cache["state_memory"] = 3 * state_nbytes(read_config(folder, True), 1)
     with load(folder, **cache) as engine:
         text = [*prompt, *run(engine, prompt, 20)[0]]
     again = text + drawn(15, 40) if common == 86 else text[:common] + drawn(15, 60)
     with load(folder, **cache) as engine:
         found = run(engine, again)
-        assert found[2] == (89 if common == 86 else 0)
+        assert found[2] == restored
     assert_same(found, folder, again)
 
 
@@ -335,8 +336,8 @@ def test_a_rejected_draft_token_serves_nobody():
     sched.finish(request, "cancelled", 4)
     text = sched.prefixes.trail([*request.prompt, *request.answer, 5], True)
     assert request.drafting.proposed and not request.drafting.accepted
-    assert sched.states.reach(text, request.proven, request.slot).rows == request.proven
-    assert sched.states.reach(text, request.proven + 1, request.slot).rows == request.proven
+    assert sched.prefixes.reach(text, request.proven, request.slot).rows == request.proven
+    assert sched.prefixes.reach(text, request.proven + 1, request.slot).rows == request.proven
 
 
 # --- memory -------------------------------------------------------------------------------------

@@ -251,7 +251,9 @@ class Bold(Drafter):
         left -= sum(map(len, found.values()))
         for request in decoding:
             most = min(left, request.max_tokens - request.planned - 1, 3)
-            if most > 0 and request.id not in found and request.planned == request.committed:
+            # After numbers that are not finite, a request has no source any more
+            is_open = request.drafting.source and request.planned == request.committed
+            if most > 0 and request.id not in found and is_open:
                 found[request.id] = (request.answer[-1],) * most
                 left -= most
         return found
