@@ -141,7 +141,7 @@ export class TalkList {
     undo.hidden = !this.deleted;
     if (this.deleted) write(undo, `Bring back “${this.deleted.title}”`);
     search.hidden = all.length < 5;
-    if (!talks.open) return;
+    if (!talks.open || list.querySelector("input")) return; // a title is being typed
     const wanted = search.hidden ? "" : search.value.trim().toLowerCase();
     const found = all.filter((id) => this.shelf.text(id)?.toLowerCase().includes(JSON.stringify(wanted).slice(1, -1)));
     const known = found.map((id) => ({ id, kept: this.shelf.read(id) }));
@@ -169,7 +169,11 @@ export class TalkList {
     row.replaceChildren(field);
     field.focus();
     field.select();
-    const end = () => this.draw();
+    const end = () => {
+      field.onblur = null;
+      row.remove();
+      this.draw();
+    };
     field.onblur = end;
     field.onkeydown = (event) => {
       if (event.key === "Enter" && !event.isComposing && field.value.trim()) {

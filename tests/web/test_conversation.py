@@ -610,11 +610,12 @@ def test_a_missing_key_is_asked_for(talks, parrots):
     until(tab, f"!{form}")
     give(tab, "eye")
     until(tab, "window.nanobatch")
-    say(tab, "say: hello")
+    tab.evaluate(DROPS, ["notes.txt", "a"])
+    shows(tab, "[data-chat-part=note]", "notes.txt is not attached: ")
     until(tab, f"!{form}")
-    assert (
-        "wants its API key" in part(tab, "note").inner_text()
-    )  # the status tells of the watch soon
+    say(tab, "say: hello")
+    # The status tells of the watch soon
+    shows(tab, "[data-chat-part=note]", "wants its API key")
     assert part(tab, "box").input_value() == "say: hello"
     give(tab, "hush")
     shows(tab, ".turn .facts", "read ")
