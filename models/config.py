@@ -58,7 +58,7 @@ LAYER_INPUT = {
     "per_layer_projection": ("width", "embeddings"),
 }
 # In `text_config`; images are not supported
-WITH_TEXT_PART = ("mistral3", "gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
+WITH_TEXT_PART = ("mistral3", "gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 

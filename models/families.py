@@ -401,6 +401,20 @@ QWEN3_5 = Family(
     own=_qwen3_5,
 )
 GEMMA_ACTIVATION = ("hidden_activation", "gelu_pytorch_tanh")
+GEMMA4 = Family(
+    unsaid={
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "rope_parameters": GEMMA4_ROPE,
+    },
+    activation=GEMMA_ACTIVATION,
+    whole=lambda fields, layers: {*_every_sixth(fields, layers), layers - 1},
+    two_ropes=True,
+    refused=("enable_moe_block", "rope_traditional", "attention_bias"),
+    own=_gemma4,
+)
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(whole=_none),
@@ -473,19 +487,10 @@ FAMILIES = {
         whole=_every_second,
         own=_gemma2,
     ),
-    "gemma4_text": Family(
-        unsaid={
-            "head_dim": 256,
-            "num_key_value_heads": 4,
-            "sliding_window": 512,
-            "tie_word_embeddings": True,
-            "rope_parameters": GEMMA4_ROPE,
-        },
-        activation=GEMMA_ACTIVATION,
-        whole=lambda fields, layers: {*_every_sixth(fields, layers), layers - 1},
-        two_ropes=True,
-        refused=("enable_moe_block", "rope_traditional", "attention_bias"),
-        own=_gemma4,
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": replace(  # the 12B
+        GEMMA4,
+        unsaid={**GEMMA4.unsaid, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
     ),
     "gpt_oss": Family(
         unsaid={

@@ -322,7 +322,8 @@ CONFIGS = {
     },
     "gemma4_text": {"model_type": "gemma4_text", "tie_word_embeddings": True, **GEMMA4},
     "gemma4_text, keys are values, 4 bits": {
-        "model_type": "gemma4_text",
+        "model_type": "gemma4_unified_text",
+        "reference": {"model_type": "gemma4_text"},
         **GEMMA4,
         "tie_word_embeddings": True,
         "global_head_dim": 32,

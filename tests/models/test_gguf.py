@@ -76,7 +76,7 @@ def test_value_heads_in_the_order_of_llama_cpp(arch, tmp_path):
     assert np.abs(ours - right).max() < 1e-5 * np.abs(right).max()
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4"])
 def test_mlxs_own_products_come_near(kind, tmp_path):
     """As on a GPU. Q6_K has groups of 16, which MLX does not multiply: it becomes float16."""
     file, wide = make_pair(tmp_path, kind, num_hidden_layers=1)
