@@ -69,8 +69,10 @@ class Engine:
     `slots` sequences run at once, each at most `max_len` tokens long. By default both are
     sized to the free memory, up to 8 slots of `usual_len` tokens. `summary` says what was chosen.
     `chunk`: tokens of a prefill chunk, 128 by default on a CPU and 512 on a GPU.
-    `budget`: tokens of a step. By default one for each slot, a chunk, and half a chunk for every
-    eight slots.
+    `budget`: tokens of a step. By default one for each slot, and two chunks.
+    `step_ms`: milliseconds of a step while somebody decodes, which decide how much of a prompt it
+    reads. By default the larger of 200 and four times a step without a chunk, or no limit if the
+    engine is not `is_batch_invariant`, so that no token depends on them.
     `prefix_cache`: prefix caching. A prompt that begins like an earlier one starts from its rows.
     `speculate`: speculative decoding by prompt lookup, up to this many draft tokens per request and
     step; 0 turns it off. By default draft tokens are tried where they pay, and never if the engine
@@ -102,6 +104,7 @@ class Engine:
         policy: str = DEFAULT,
         chunk: int | None = None,
         budget: int | None = None,
+        step_ms: int | None = None,
         max_queue: int = 10_000,
         prefix_cache: bool = True,
         run_ahead: bool = True,
@@ -129,7 +132,7 @@ class Engine:
         self.registry = RequestRegistry(model.cost)
         self._unstarted: Plan | None = None  # planned, but not yet started
         self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # not committed, oldest first
-        self.lifecycle = Lifecycle(self, speculate)
+        self.lifecycle = Lifecycle(self, speculate, step_ms)
         self.lifecycle.serve(model, text, sizes, runner)
         self.summary += self.ranks.settle(model.config, partial(self._end_all, "error"))
         device.close_at_exit(self)
@@ -222,7 +225,8 @@ class Engine:
         if self.lifecycle.needs_slab and not self.lifecycle.restore():
             return None
         with self.changed:
-            plan = self.sched.plan(self.clock())
+            room = self.step_time.prompt_tokens(self.sched.running.values())
+            plan = self.sched.plan(self.clock(), room)
             self._unstarted = plan  # until it runs, for `_fail`
             self.registry.blocked = plan.blocked if plan else ()
             return plan
@@ -260,7 +264,9 @@ class Engine:
             self.sched.prove(plan, step.finite)
             done = self.sched.commit(plan, tokens, accept, read)
             times = StepTimes(step.began, began, read, self.clock())
-            self.registry.record(plan, step, done, times)
+            seconds = self.registry.record(plan, step, done, times)
+            self.step_time.learn(plan, done, seconds)
+            self.registry.note_time_left(self.step_time.estimates(self.sched, read))
             self.drafter.learn(plan, read)
             self.changed.notify_all()
         self._in_flight.popleft()

@@ -208,11 +208,14 @@ class Chunk(NamedTuple):
     slot: int
     start: int
     stop: int
-    cost: int = 0  # of the budget: each token has a price
     # Where the rows [0:start] come from, if they are not in the slot already
     copied_from: int | None = None  # another slot
     restored: RestoredRows | None = None  # disk
     draft: tuple[int, ...] = ()  # nothing is drafted after a prompt
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
 
     @property
     def emits(self) -> bool:
@@ -290,6 +293,7 @@ class Plan:
     blocked: tuple[int, ...]  # free slots that the policy or a drain keeps free
     waiting: int  # requests left in the queue
     policy: str  # the policy's name at that time
+    budget: int  # the most tokens that it might have had
     overwritten: tuple[Remembered, ...] = ()  # what this step makes slots forget
     moves: Mapping[int, Move] = field(default_factory=dict)  # of states, by slot
 
@@ -304,10 +308,10 @@ class Plan:
         return sum(len(decode.draft) for decode in self.decodes)
 
     @property
-    def cost(self) -> int:
-        """Of the budget, in tokens."""
+    def tokens(self) -> int:
+        """Computed in this step."""
         rows = len(self.decodes) + self.draft_tokens
-        return rows + sum(chunk.cost for chunk in self.chunks)
+        return rows + sum(chunk.tokens for chunk in self.chunks)
 
     def is_due(self, eager_first_token: bool) -> bool:
         """True if its tokens must be read before the next step is planned: with draft tokens, always.

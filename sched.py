@@ -7,7 +7,9 @@ moment, and their answers end at any moment. *Serial* serving answers one reques
 ended. *Continuous* batching decides anew in every step: a request that has ended leaves its slot,
 the next in the queue takes it, and a long prompt is cut into chunks, so that the requests that are
 already decoding never wait for more than a chunk of it. Prompts that are read at the same time
-share a step's budget: the shortest goes first, and the oldest keeps half.
+share a step's budget: the shortest goes first, and the oldest keeps half. While somebody decodes,
+they get at most as many tokens as the engine allows (`engine/step_time.py` knows how long a step
+may take, and the scheduler no clock).
 
     step | slot 0    slot 1         p  prefill: the last chunk of a prompt (P: any other chunk)
        1 | A:p       B:p            d  decode: one row, one new token
@@ -48,7 +50,6 @@ slot suits a new prompt, and which slot holds the rows of its prefix.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import islice
@@ -71,8 +72,7 @@ from request import (
     Tokens,
 )
 
-NARROWEST = 16  # the fewest tokens of a chunk, however late in a prompt
-NEVER = 2**63  # a row that is never reached
+UNLIMITED = 2**63
 
 
 class Scheduler:
@@ -80,7 +80,6 @@ class Scheduler:
 
     `slots`, `max_len`: the number of sequences that run at once, and the tokens that each may have.
     `chunk`, `budget`: the most tokens of a chunk, and of a step.
-    `far`: the row at which attention costs a token as much as the rest of its layer.
     `draft`: proposes draft tokens.
     """
 
@@ -92,12 +91,10 @@ class Scheduler:
         *,
         chunk: int = 64,
         budget: int = 200,
-        far: int = NEVER,
         draft: ProposeDrafts = lambda decoding, left: {},
         max_queue: int = 10_000,
     ):
         check_positive(slots=slots, max_len=max_len, max_queue=max_queue)
-        self.far = far
         self.draft = draft
         self.find_saved: FindSaved | None = None  # set by an engine with a slot cache
         self.states = Stateless()
@@ -112,17 +109,22 @@ class Scheduler:
 
     # --- plan and commit
 
-    def plan(self, now: float) -> Plan | None:
-        """Decide the next step. None if there is nothing to do."""
+    def plan(self, now: float, prompt_tokens: int = UNLIMITED) -> Plan | None:
+        """Decide the next step. None if there is nothing to do.
+
+        `prompt_tokens`: the most that are read in this step if somebody decodes in it.
+        """
         admitted = self._admit(now) if self.waiting else []
         running = list(self.running.values())
         decoding = [r for r in running if r.phase == "decode" and r.has_next]
         reading = [r for r in running if r.is_reading]
-        left = self.budget - len(decoding)
-        chunks = self._chunks(reading, left)
+        room = max(self.budget - len(decoding), self.chunk)  # one whole chunk always fits
+        if decoding and reading:
+            room = min(room, prompt_tokens)
+        chunks = self._chunks(reading, room)
         if not (chunks or decoding):
             return None
-        left -= sum(chunk.cost for chunk in chunks)
+        left = room - sum(chunk.tokens for chunk in chunks)
         drafts = self.draft(decoding, left) if decoding else {}
         decodes = [Decode(r, r.slot, r.next_row, drafts.get(r.id, ())) for r in decoding]
         self.steps += 1
@@ -138,6 +140,7 @@ class Scheduler:
             blocked=tuple(self.free) if self.waiting else (),
             waiting=len(self.waiting),
             policy=self.policy.name,
+            budget=len(decoding) + room,
             overwritten=self.prefixes.pop_overwritten() if chunks else (),
             moves=self.states.plan(chunks, decodes),
         )
@@ -231,18 +234,17 @@ class Scheduler:
                3 | S[4:6] L[12:18]
                4 | L[18:24]
 
-        If the budget runs out, a chunk is shortened. However many requests decode, one whole
-        chunk always fits. So no step costs more than max(budget, decoding rows + chunk).
+        If the budget runs out, a chunk is shortened. However many requests decode, `left` has room
+        for one whole chunk, unless that would take too long for them. So no step has more tokens
+        than max(budget, decoding rows + chunk).
 
         A new prompt waits while another one with a common prefix of a chunk or more is in prefill.
         So of eight prompts that arrive together with a common prefix, the oldest computes it, and
         the other seven copy its rows.
         """
-        left = max(left, self.chunk)
         oldest = requests[0]
         unread = {request: self._tokens_left(request) for request in requests}
-        price = price_of(len(oldest.prompt) - unread[oldest], self.far, self.chunk)
-        kept = min(left - left // 2, self.chunk, math.ceil(unread[oldest] * price))
+        kept = min(left - left // 2, self.chunk, unread[oldest])
         chunks: list[Chunk] = []
         trails = [oldest.prefix.trail]  # of prompts that are in prefill in this step
         for request in sorted(requests, key=unread.__getitem__):
@@ -255,7 +257,7 @@ class Scheduler:
                 continue
             chunk = self._cut(want, left - kept)
             if chunk.stop > chunk.start:
-                left -= chunk.cost
+                left -= chunk.tokens
                 chunks.append(chunk)
                 trails.append(trail)
         return chunks
@@ -281,14 +283,12 @@ class Scheduler:
             # Reading rows from disk pays for a chunk of them or more
             if state.rows_on_disk >= start + self.chunk:
                 start, copied_from, restored = state.rows_on_disk, None, state.restored
-        return Chunk(request, request.slot, start, len(request.prompt), 0, copied_from, restored)
+        return Chunk(request, request.slot, start, len(request.prompt), copied_from, restored)
 
     def _cut(self, want: Chunk, left: int) -> Chunk:
         """As much of it as `left` of the budget allows, perhaps nothing."""
-        price = price_of(want.start, self.far, self.chunk)
-        tokens = min(want.stop - want.start, int(min(left, self.chunk) / price))
-        stop = self.states.end_of_chunk(want.request, want.start, want.start + tokens)
-        return want._replace(stop=stop, cost=math.ceil((stop - want.start) * price))
+        stop = min(want.stop, want.start + min(left, self.chunk))
+        return want._replace(stop=self.states.end_of_chunk(want.request, want.start, stop))
 
     def _apply(self, chunk: Chunk) -> None:
         """Record that the slot will hold the prompt up to the end of this chunk."""
@@ -438,18 +438,6 @@ def extend_answer(
         if reason or not is_right:
             return i, reason
     raise AssertionError("each row yields a token")
-
-
-def price_of(row: int, far: int, chunk: int) -> float:
-    """The price of each token of a chunk that starts at this row: 1 at the start of a prompt, 2 at row
-    `far`.
-
-    A token late in a prompt attends to all before it. At the price of an early one, the last chunks
-    of a long prompt would make the decoding requests wait several times as long. But the price
-    never makes a chunk shorter than NARROWEST, because a step also has a fixed cost.
-    """
-    price = 1 + row / far
-    return min(price, max(1, chunk / NARROWEST))
 
 
 def check_fits(request: Request, max_len: int) -> None:

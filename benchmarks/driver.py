@@ -54,6 +54,7 @@ from distributed import environment
 from distributed.rendezvous import join
 from engine.handle import Result
 from engine.snapshot import Metrics, StepView
+from engine.step_time import MOST_MS
 from kernels import device
 from kernels.device import mx
 from nanobatch import Engine, Handle, QueueFull, SamplingParams
@@ -71,6 +72,7 @@ SCHEMA["required"] = list(SCHEMA["properties"])
 CHUNK = 128  # `chat`: every version of nanobatch can go on from a multiple of it
 INTERLEAVED = 3  # `chat`: how often both ways take turns
 PATIENCE_S = 1800  # for one sample
+BESIDE = ("closed", "open", "long")  # parts in which the time of a step is bounded as usual
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
@@ -86,6 +88,7 @@ class Nanobatch:
             speculate=options.read_speculate(spec.speculate),
             slots=slots,
             max_len=max_len,
+            step_ms=None if spec.part in BESIDE else MOST_MS,
         )
         self.handles: dict[int, Handle] = {}  # running requests
         self.reported = Counter()  # tokens reported of each

@@ -208,7 +208,7 @@ def read_state_memory(text: str) -> int:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `add_engine` as arguments of `Engine.load`, without the model."""
-    names = ("slots", "max_len", "policy", "speculate", "kv", "attention", "activations")
+    names = ("slots", "max_len", "policy", "step_ms", "speculate", "kv", "attention", "activations")
     return {name: getattr(args, name) for name in (*names, "slot_cache", "state_memory")}
 
 
@@ -291,6 +291,9 @@ class CommandLine(argparse.ArgumentParser):
         says = "when the next in line is admitted"
         usual, *_ = policies
         self.add_argument("--policy", default=usual, choices=policies, help=says)
+        says = "milliseconds of a step while somebody decodes, so how much of a prompt it reads "
+        says += "(default: 200, or four times a step without a prompt if that is longer)"
+        self.add_whole("--step-ms", 1, 3_600_000, says, metavar="MS")
         says = (
             "try up to N draft tokens of each answer a step; 0: none (default: auto, where it pays)"
         )

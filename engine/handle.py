@@ -193,14 +193,14 @@ class Handle:
     @property
     def prefill(self) -> PrefillProgress:
         """How far the prompt has been read by now."""
-        return self.prefill_at(self._engine.clock(), self._engine.sched.far)
+        return self.prefill_at(self._engine.clock())
 
     # --- called by the engine and its registry
 
-    def prefill_at(self, now: float, far: int) -> PrefillProgress:
+    def prefill_at(self, now: float) -> PrefillProgress:
         r = self.request
         admitted = r.admission.at if r.admission else now
-        found = self.prefill_clock.progress(len(r.prompt), r.prefix.cached, far, admitted, now)
+        found = self.prefill_clock.progress(len(r.prompt), r.prefix.cached, admitted, now)
         # The first token is handed out a moment before its step is recorded
         return found._replace(done=found.total, left_s=0.0) if r.committed else found
 

@@ -15,6 +15,7 @@ from base.provenance import labelled
 from engine.deferred_interrupt import defer_interrupt
 from engine.model_source import Checked, ModelSource
 from engine.runner_protocol import RunnerProtocol
+from engine.step_time import StepTime
 from kernels import device
 from kernels.delta_net import LOG
 from kernels.device import device_lock, device_stream
@@ -33,21 +34,22 @@ if TYPE_CHECKING:
 
 class Lifecycle:
     """The model of an engine. Only this sets what depends on it: the engine's `model`, `text`, `runner`,
-    `drafter`, `is_batch_invariant` and `summary`, its scheduler's sizes, and the key of its slot cache.
+    `drafter`, `step_time`, `is_batch_invariant` and `summary`, its scheduler's sizes, and the key of its slot cache.
 
-    `speculate`: as `Engine` takes it.
+    `speculate`, `step_ms`: as `Engine` takes them.
 
     The invariant: no lock is held while folders are listed and files are checked, because a folder of
     a network may not answer. Only the tensors are read under `device_lock`.
     """
 
-    def __init__(self, engine: Engine, speculate: int | Drafter | None):
+    def __init__(self, engine: Engine, speculate: int | Drafter | None, step_ms: int | None):
         self.source: ModelSource | None = None  # None: the engine was given a model without files
         self.is_reloading = False  # then no request is accepted
         self.needs_slab = False  # True when the slab was unloaded, or lost with a failed step
         # Weak, so that an engine that is dropped frees its slab at once
         self._engine: Engine = weakref.proxy(engine)
         self._speculate = speculate
+        self._step_ms = step_ms
         self._sizes: Sizes | None = None
         self._opened: Future[Checked] | None = None  # for `restore`
 
@@ -79,12 +81,12 @@ class Lifecycle:
             engine.text = text
             engine.is_batch_invariant = memory.is_batch_invariant(model)
             engine.drafter = self._drafter(model, engine.is_batch_invariant)
+            engine.step_time = StepTime(model.cost, self._step_ms, engine.is_batch_invariant)
             engine.summary = f"{summary}; {labelled(device.named())}"
             engine.registry.model = model.cost
             sched = engine.sched
             sched.states = state_places(model, sizes)
             sched.resize(*sizes[:4])
-            sched.far = memory.far_position(model.config)
             sched.draft = engine.drafter
             sched.find_saved = engine.slot_cache.find if engine.slot_cache.is_on else None
 

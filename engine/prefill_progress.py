@@ -1,7 +1,8 @@
 """How far a prompt has been read, how fast, and when it will be done.
 
-Later tokens of a prompt cost more than its first ones, because each attends to all before it, so an
-estimate from the mean rate would be too short. Cached tokens count as done, but not in the rate.
+The time left comes from the prices of tokens (`step_time.py`), because neither rate so far says it: later
+tokens cost more, and a prompt that is read beside others will be read faster when they are done.
+Cached tokens count as done, but not in the rate.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class PrefillProgress(NamedTuple):
     cached: int = 0  # of those: taken over from an earlier prompt
     seconds: float = 0.0  # since it got its slot
     tokens_per_s: float | None = None  # over the newest chunks
-    left_s: float | None = None  # until the last token of the prompt is read, estimated
+    left_s: float | None = None  # until the last token of the prompt is read; None: not known yet
 
     @property
     def is_long(self) -> bool:
@@ -37,11 +38,12 @@ class PrefillProgress(NamedTuple):
 
     @property
     def pace(self) -> str:
-        """ "182 tokens/s, about 6 min"; nothing before the first chunk is done."""
+        """ "182 tokens/s, about 6 min"; less as long as that is not known."""
         if self.tokens_per_s is None:
             return ""
         digits = 1 if self.tokens_per_s < 10 else 0
-        return f"{self.tokens_per_s:,.{digits}f} tokens/s, about {self.left}"
+        rate = f"{self.tokens_per_s:,.{digits}f} tokens/s"
+        return f"{rate}, about {self.left}" if self.left else rate
 
     @property
     def left(self) -> str:
@@ -65,6 +67,7 @@ class PrefillClock:
     """When each of the newest chunks of one prompt was done."""
 
     def __init__(self) -> None:
+        self.left_s: float | None = None  # after the newest chunk, estimated
         self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # (moment, tokens done)
 
     def record_chunk(self, start: int, stop: int, began: float, ended: float) -> None:
@@ -74,26 +77,15 @@ class PrefillClock:
             self._marks.append((began, start))
         self._marks.append((ended, stop))
 
-    def progress(
-        self, total: int, cached: int, far: int, admitted: float, now: float
-    ) -> PrefillProgress:
-        """How far the prompt has been read at `now`.
-
-        `far`: at this row attention costs a token as much as everything else in its layer.
-        `admitted`: when the request got its slot."""
+    def progress(self, total: int, cached: int, admitted: float, now: float) -> PrefillProgress:
+        """How far the prompt has been read at `now`. `admitted`: when the request got its slot."""
         seconds = max(0.0, now - admitted)
         if not self._marks:
             return PrefillProgress(cached, total, cached, seconds)
         (since, first), (last, done) = self._marks[0], self._marks[-1]
         if last <= since:
             return PrefillProgress(done, total, cached, seconds)
-        work_per_s = (work_of(done, far) - work_of(first, far)) / (last - since)
-        left = (work_of(total, far) - work_of(done, far)) / work_per_s
-        left = max(0.0, left - max(0.0, now - last))  # a chunk is under way since then
+        left = self.left_s
+        if left is not None:  # a chunk has been under way since then
+            left = max(0.0, left - max(0.0, now - last))
         return PrefillProgress(done, total, cached, seconds, (done - first) / (last - since), left)
-
-
-def work_of(rows: int, far: int) -> float:
-    """The cost of reading the first `rows` tokens, in early tokens: the sum of 1 + row / far over all
-    rows (compare `sched.price_of`)."""
-    return rows + rows * rows / (2 * far)

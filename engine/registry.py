@@ -117,8 +117,8 @@ class RequestRegistry:
                 show_fault(f"request {request.id} failed when its token became text", error)
             return "error"
 
-    def record(self, plan: Plan, run: RunningStep, done: Committed, times: StepTimes) -> None:
-        """Record a committed step, and retire the requests that it ended."""
+    def record(self, plan: Plan, run: RunningStep, done: Committed, times: StepTimes) -> float:
+        """Record a committed step, and retire the requests that it ended. Returns its seconds."""
         for request in done.ended:
             self.retire(request.id)
         tokens = self.output_tokens - self._recorded_tokens
@@ -130,6 +130,12 @@ class RequestRegistry:
             self.prompt_tokens += stop - start
             if handle := self.open.get(id):  # else it has ended meanwhile
                 handle.prefill_clock.record_chunk(start, stop, step.began, step.ended)
+        return step.seconds
+
+    def note_time_left(self, left_s: Mapping[int, float]) -> None:
+        """Note when prompts will have been read, by request."""
+        for id, seconds in left_s.items():
+            self.open[id].prefill_clock.left_s = seconds
 
     def lost_with(self, plans: Sequence[Plan], all_end: bool) -> list[Handle]:
         """The open requests that cannot go on after these steps have failed: those with a chunk in one,
@@ -186,7 +192,7 @@ class RequestRegistry:
         checkpoints, states = sched.states.view()
         for slot in range(sched.slots):
             owner = owners.get(slot)
-            prefill = UNREAD if owner is None else self.open[owner.id].prefill_at(now, sched.far)
+            prefill = UNREAD if owner is None else self.open[owner.id].prefill_at(now)
             marks = checkpoints.get(slot, ())
             slots.append(
                 SlotView.from_scheduler(slot, owner, sched, slot in blocked, prefill, marks)
@@ -221,4 +227,5 @@ class RequestRegistry:
             model=self.model,
             roof=self.roof,
             states=states,
+            step_s=0.0 if math.isinf(step_s := engine.step_time.limit_s) else step_s,
         )

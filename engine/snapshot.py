@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from engine.prefill_progress import UNREAD, PrefillProgress
 from models.forward_cost import ModelCost, Roof
 from request import Committed, Plan, Request, StateCounts
-from sched import NARROWEST, Scheduler
+from sched import Scheduler
 
 if TYPE_CHECKING:
     from runner import RunningStep
@@ -47,7 +47,8 @@ class Metrics:
     reread_tokens: int = 0  # prompt tokens whose rows were there, but no state
 
 
-WIDEST = 8  # the widest chunk that can be set, as a multiple of the engine's own
+NARROWEST = 16  # the narrowest chunk that can be set
+WIDEST = 8  # the widest, as a multiple of the engine's own
 
 
 class Limits(NamedTuple):
@@ -57,7 +58,6 @@ class Limits(NamedTuple):
     max_len: int
     chunk: int
     budget: int
-    far: int  # at this row, looking back costs a token as much as the rest (`sched.price_of`)
     max_queue: int
     eager_first_token: bool  # a step with a first token is read before the next one is planned
 
@@ -68,7 +68,6 @@ class Limits(NamedTuple):
             max_len=sched.max_len,
             chunk=sched.chunk,
             budget=sched.budget,
-            far=sched.far,
             max_queue=sched.max_queue,
             eager_first_token=eager_first_token,
         )
@@ -229,7 +228,7 @@ class StepView:
     waiting: int  # requests in the queue afterwards
     policy: str  # the one that the step was planned under
     tokens: int  # that were delivered
-    cost: int  # of the budget
+    budget: int  # the most tokens that it might have had
     began: float  # on the engine's clock: planned
     ended: float  # committed
     # Where the time of the thread that steps went. The five add up to `seconds`.
@@ -261,7 +260,7 @@ class StepView:
             blocked=plan.blocked,
             waiting=plan.waiting,
             policy=plan.policy,
-            cost=plan.cost,
+            budget=plan.budget,
             began=plan.at,
             checkpoints=tuple(
                 (c.slot, c.request.id, c.stop)
@@ -297,6 +296,11 @@ class StepView:
     @property
     def draft_tokens(self) -> int:
         return sum(tried for _, tried, _ in self.drafts)
+
+    @property
+    def computed(self) -> int:
+        """Tokens of the budget that it used."""
+        return self.prompt_tokens + len(self.decode) + self.draft_tokens
 
     @property
     def accepted_tokens(self) -> int:
@@ -353,6 +357,7 @@ class Snapshot:
     model: ModelCost
     roof: Roof
     states: StateCounts
+    step_s: float = 0.0  # what a step may take now while somebody decodes; 0: as long as it takes
 
     @property
     def prompt_tokens_per_s(self) -> float:

@@ -30,7 +30,7 @@ from request import Request
 from screen.draw.canvas import BEYOND, Canvas, Figure
 from screen.draw.charts import nice
 from screen.draw.slots import fit_slots
-from screen.draw.style import GLYPHS, PREFILL, count, shorten, span
+from screen.draw.style import GLYPHS, PREFILL, count, in_time, shorten, span
 from screen.engine_view import ExperimentRecord
 from screen.page import Page
 from screen.state import State
@@ -245,7 +245,7 @@ class Gap(NamedTuple):
     seconds: float
     steps: int  # 1: the chat had a token in each step
     tokens: int  # of the long prompt, read meanwhile
-    cost: int  # of the long prompt's chunks, in tokens of the budget
+    cost: int  # prompt tokens, its own and others'
 
 
 class ShortPrompt(NamedTuple):
@@ -318,7 +318,7 @@ def gaps_of(steps: Sequence[StepView], long: int | None) -> Iterator[tuple[int, 
                     step.ended - began,
                     steps=step.step - steps[first].step,
                     tokens=sum(read_of(other, long) for other in chunks),
-                    cost=sum(other.cost - len(other.decode) for other in chunks),
+                    cost=sum(other.prompt_tokens for other in chunks),
                 )
                 yield i, slot, gap
             newest[chat] = i
@@ -423,6 +423,7 @@ def doing(state: State, record: LongPromptRecord, is_on: bool) -> str:
         words = record.so_far
     budget = f"budget {limits.budget:,}, a chunk of {limits.chunk:,}"
     budget += f" (made with {own.budget:,})" if limits != own else ""
+    budget += in_time(state.view.engine.step_s)
     return disturbed(state.view, words, budget)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from base.validation import read_real, read_whole
-from engine.snapshot import Metrics, RequestView
+from engine.snapshot import Metrics, RequestView, percentile
 from experiments.latency_breakdown import (
     LatencyBreakdown,
     Outcome,
@@ -219,7 +219,8 @@ def draw_others(state: State, on: Canvas, r: RequestView, breakdown: LatencyBrea
         names = [f"r{request}" for request in breakdown.overtakers]
         on.entry("overtaken", f"by {listed(names, most)}, which came later")
     if breakdown.chunks:
-        on.entry("beside", f"chunks of {blamed(breakdown.chunks, most)}")
+        on.entry("beside", f"chunks of {blamed(breakdown.chunks, most)}{bounded(state)}")
+    on.entry("cut", cut_short(state, r))
     on.entry("read again", reread_in_words(r.metrics))
     if on.height >= 30:
         on.entry("prompt", shorten(prompt_of(r), on.width - NAMES - 1))
@@ -237,6 +238,28 @@ def reread_in_words(m: Metrics) -> str:
         f"{count(m.reread_tokens, 'token')}: a slot had its first {known:,} rows, but there was no "
         f"checkpoint at {known:,}, {last}"
     )
+
+
+def bounded(state: State) -> str:
+    """How long a step with a chunk may take."""
+    seconds = state.view.engine.step_s
+    return f"; a step with one may take {span(seconds)} (--step-ms)" if seconds else ""
+
+
+def cut_short(state: State, r: RequestView) -> str:
+    """What the step's time left of its chunks while others decoded."""
+    steps = [state.history[i].view for i in state.steps_of(r)]
+    cut = [
+        step.prompt_tokens
+        for step in steps
+        if step.decode
+        and step.computed >= step.budget < state.limits_at(step.step).chunk + len(step.decode)
+        and any(request == r.id for _, request, *_ in step.prefill)
+    ]
+    if not cut:
+        return ""
+    words = f"{count(percentile(cut, 0.5), 'prompt token')} in {count(len(cut), 'step')}"
+    return f"{words}, because others decode{bounded(state)}"
 
 
 def shares_of_clients(state: State, breakdown: LatencyBreakdown) -> str:

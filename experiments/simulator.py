@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from request import Plan, Policy, Request, Tokens
-from sched import Scheduler
+from sched import UNLIMITED, Scheduler
+
+if TYPE_CHECKING:
+    from engine.step_time import StepTime
 
 SAID = 2**40  # the only token of all answers: no prompt has it
 WRONG = SAID + 1  # a draft token that is rejected
@@ -69,6 +72,7 @@ class Replay:
     `seconds`: how long a step takes.
     `run_ahead`: a step is planned before the tokens of the one before have been read.
     `eager_first_token`: but they are read at once if one of them is the first of an answer.
+    `step_time`: bounds steps as in an engine, and learns from `seconds`.
     """
 
     def __init__(
@@ -79,11 +83,13 @@ class Replay:
         *,
         run_ahead: bool = True,
         eager_first_token: bool = False,
+        step_time: StepTime | None = None,
     ):
         self.sched = sched
         self.seconds = seconds
         self.run_ahead = run_ahead
         self.eager_first_token = eager_first_token
+        self.step_time = step_time
         self.now = 0.0
         self._coming = deque(sorted(guests, key=lambda guest: guest.request.arrived))
         self._tokens: dict[int, float] = {}  # by request
@@ -102,6 +108,7 @@ class Replay:
         No request is refused, however long the queue is under this policy.
         """
         made = {**limits, "max_queue": len(guests) + 1}
+        made.pop("far", None)  # of old recordings
         eager_first_token = made.pop("eager_first_token", False)
         sched = Scheduler(**made, policy=policy)
         return cls(sched, guests, *rest, eager_first_token=eager_first_token, **options)
@@ -116,7 +123,7 @@ class Replay:
         """One iteration: plan -> run -> commit."""
         sched = self.sched
         self._arrive_and_leave()
-        plan = sched.plan(self.now)
+        plan = sched.plan(self.now, self._prompt_tokens())
         if plan:
             self._in_flight.append((plan, self.run(plan)))
         elif self._in_flight:
@@ -133,6 +140,11 @@ class Replay:
             yield self._commit()
         if self._in_flight and not self._may_stay_in_flight(plan):
             yield self._commit()
+
+    def _prompt_tokens(self) -> int:
+        if self.step_time is None:
+            return UNLIMITED
+        return self.step_time.prompt_tokens(self.sched.running.values())
 
     def _draft(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
         """The drafts of the real run, as far as the budget allows."""
@@ -174,9 +186,12 @@ class Replay:
         plan, tokens = self._in_flight.popleft()
         self._arrive_and_leave()
         began = self.now
-        self.now += self.seconds(plan)
+        seconds = self.seconds(plan)
+        self.now += seconds
         self.sched.prove(plan, self.finite(plan))
         done = self.sched.commit(plan, tokens, self.accept, self.now)
+        if self.step_time is not None:
+            self.step_time.learn(plan, done, seconds)
         return Ran(plan, began, self.now, done.ghosts, done.drafts)
 
     def _arrive_and_leave(self) -> None:

@@ -9,7 +9,6 @@ The free memory itself is measured in `kernels/device.py` (a GPU's) and `base/ma
 from __future__ import annotations
 
 import math
-import sys
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable
@@ -137,8 +136,8 @@ def fit(
 
 
 def usual_budget(slots: int, chunk: int) -> int:
-    """A token for each slot, one chunk, and half a chunk more for every eight slots."""
-    return slots + chunk + chunk * (slots // 8) // 2
+    """A token for each slot, and two chunks, so that two prompts are read at once."""
+    return slots + 2 * chunk
 
 
 def fit_beside(model: Model, *asked: int | None) -> Sizes:
@@ -253,20 +252,6 @@ def slab_nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsiz
     """The memory of a slab of these sizes: keys and values."""
     length += label_rows(Dh, itemsize)
     return 2 * layers * slots * Hkv * length * Dh * itemsize
-
-
-def far_position(c: Config) -> int:
-    """The position from which attention costs a token more than everything else in a layer.
-
-    Measured on CPUs, with heads of 32 to 64: for one query head, one row (score, softmax, weighted
-    value) costs as much as 300 multiplications by weights. Not measured on GPUs, where the width of
-    chunks does not depend on it.
-    """
-    if has_gpu():
-        return sys.maxsize
-    projections = c.D * c.Dh * 2 * (c.H + c.Hkv)
-    mlps = 3 * c.D * c.hidden * c.taken
-    return max(1, (projections + mlps) // (300 * c.H))
 
 
 def is_batch_invariant(model: Model) -> bool:

@@ -23,7 +23,7 @@ from base.validation import read_real, read_whole, shown
 from engine.snapshot import Limits, RequestView, Snapshot
 from policies import POLICIES, policy_of
 from screen.busy_period_stats import words
-from screen.draw.style import clean, count, number, shorten, span
+from screen.draw.style import clean, count, in_time, number, shorten, span
 from screen.engine_client import LocalEngineClient
 from screen.engine_view import View
 from screen.keys import OF_THE_ENGINE, Menu, split_command
@@ -333,7 +333,9 @@ class Session:
         engine = self.coming.engine
         if not rest:
             return (
-                said_of(engine.limits) if engine else "the budget is known when the model is there"
+                said_of(engine, engine.limits)
+                if engine
+                else "the budget is known when the model is there"
             )
         self.check_alone("other budget")
         budget: int | str | None = rest
@@ -343,7 +345,7 @@ class Session:
         if engine:  # otherwise the client refuses impossible budgets
             limits = self.state.view.made_with.adjusted(engine.limits, budget)
             self.expect(engine=replace(engine, limits=limits))
-            said = said_of(limits)
+            said = said_of(engine, limits)
         self.client.set_budget(budget)
         return said
 
@@ -392,8 +394,9 @@ RUN: Mapping[str, Callable[[Session, str], str | None]] = {
 }
 
 
-def said_of(limits: Limits) -> str:
-    return f"budget {limits.budget:,}: at most {limits.chunk:,} tokens of a prompt in a step"
+def said_of(engine: Snapshot, limits: Limits) -> str:
+    words = f"budget {limits.budget:,}: at most {limits.chunk:,} tokens of a prompt in a step"
+    return f"{words}{in_time(engine.step_s)}"
 
 
 def number_for(command: str, text: str) -> float:

@@ -107,11 +107,11 @@ WORDS = (
     ("ghost ▚", "computed for nothing: the end of its request is seen one step late."),
     (
         "chunk",
-        "a part of a prompt, cut where the step's budget ends. Far back a token costs more, so it has fewer.",
+        "a part of a prompt, cut where the step's budget ends.",
     ),
     (
         "budget",
-        "what a step may cost: 1 for a token, more if it looks far back. One whole chunk may always go in.",
+        "the most tokens of a step. While somebody decodes, as many of a prompt as fit into its time (--step-ms).",
     ),
     (
         "run-ahead",

@@ -135,7 +135,7 @@ def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int
     nothing = dict.fromkeys(
         ("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked", "drafts"), ()
     )
-    nothing |= dict.fromkeys(("cost", "plan_s", "build_s", "device_s", "wait_s", "commit_s"), 0)
+    nothing |= dict.fromkeys(("budget", "plan_s", "build_s", "device_s", "wait_s", "commit_s"), 0)
     times = {"began": before.ended, "ended": max(before.ended, first.began)}
     view = replace(first, step=first.step - 1, tokens=tokens, **nothing, **times)
     return Column(

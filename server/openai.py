@@ -286,7 +286,8 @@ class Completion(ProtocolAdapter):
         }
         if prefill.is_long and prefill.tokens_per_s is not None:
             told["tokens_per_second"] = round(prefill.tokens_per_s, 1)
-            told["left_ms"] = round(prefill.left_s * 1000)
+            if prefill.left_s is not None:
+                told["left_ms"] = round(prefill.left_s * 1000)
         return self._chunk(0, self.silence, prompt_progress=told)
 
     def last(self, index: int, choice: Choice) -> bytes:

@@ -105,7 +105,7 @@ def step_of(ran: Ran) -> dict[str, Any]:
         - len(ran.ghosts)
         + sum(accepted for *_, accepted in ran.drafts),
         "drafts": ran.drafts,
-        "cost": plan.cost,
+        "budget": plan.budget,
     }
 
 

@@ -37,7 +37,8 @@ export function prefillInWords({ done, total, tokens_per_s: rate, left_s: left }
   const words = `${done.toLocaleString("en")} of ${count(total, "token")}`;
   if (!Number.isFinite(rate)) return words;
   const pace = rate < 10 ? rate.toFixed(1) : Math.round(rate).toLocaleString("en");
-  return `${words}, ${pace} tokens/s, about ${about(left)}`;
+  const speed = `${words}, ${pace} tokens/s`;
+  return Number.isFinite(left) ? `${speed}, about ${about(left)}` : speed;
 }
 
 // Whether a prompt is being read, and takes longer than two seconds.
@@ -89,7 +90,7 @@ const namesOf = (pairs) => listed(pairs.map(([, request]) => r(request)));
 // The plan of a step, in sentences.
 export function planInWords(lane, index) {
   const step = lane.steps[index];
-  const { read, charged, drafted } = spentOn(step);
+  const { drafted } = spentOn(step);
   const decoding = step.decode.filter(([slot]) => !step.ghosts.includes(slot));
   const said = [];
   if (step.admitted.length) {
@@ -116,8 +117,7 @@ export function planInWords(lane, index) {
     said.push(`Draft tokens: ${drafted}, ${accepted} accepted, so that many more tokens came in the same step.`);
   }
   if (step.held.length) {
-    // A step that stops for want of budget has less than the price of a token left, which is 4 at most
-    const isSpent = step.cost > Math.max(lane.limits.budget, step.decode.length + lane.limits.chunk) - 4;
+    const isSpent = costOf(step) >= budgetOf(lane, step);
     const why = isSpent ? "the budget of this step is spent" : "another prompt that begins alike is being read, and its rows can be copied";
     said.push(`Held back: ${namesOf(step.held)}; ${why}.`);
   }
@@ -128,9 +128,6 @@ export function planInWords(lane, index) {
     const slots = step.blocked.toSorted((a, b) => a - b);
     const noun = slots.length > 1 ? "slots" : "slot";
     said.push(`Free, but kept shut: ${noun} ${listed(slots)}, with ${count(step.waiting, "request")} in line.`);
-  }
-  if (charged > read) {
-    said.push(`The ${count(read, "token")} of prompts cost ${charged} of the budget: a token far into its prompt looks back on more, and costs more.`);
   }
   return said;
 }
@@ -149,21 +146,30 @@ export function capital(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
-// Of a step: prompt tokens read, draft tokens, and the budget charged for the prompt tokens.
+// Of a step: prompt tokens read, and draft tokens.
 function spentOn(step) {
   const read = step.prefill.reduce((sum, [, , start, stop]) => sum + stop - start, 0);
   const drafted = step.drafts.reduce((sum, [, some]) => sum + some, 0);
-  return { read, drafted, charged: step.cost - step.decode.length - drafted };
+  return { read, drafted };
+}
+
+function costOf(step) {
+  const { read, drafted } = spentOn(step);
+  return step.cost ?? read + drafted + step.decode.length; // in old recordings, late tokens cost more
+}
+
+function budgetOf(lane, step) {
+  return step.budget ?? Math.max(lane.limits.budget, step.decode.length + lane.limits.chunk);
 }
 
 // The budget that a step spent.
 export function costInWords(lane, index) {
   const step = lane.steps[index];
   const took = span(lane.ended[index] - lane.began[index]);
-  const { read, charged, drafted } = spentOn(step);
-  const prompts = charged > read ? `${charged} for ${read} prompt tokens (late ones cost more)` : `${read} for prompts`;
+  const { read, drafted } = spentOn(step);
+  const cost = read + drafted + step.decode.length;
   const drafts = drafted ? `, ${drafted} for draft tokens` : "";
-  return `${took}; ${step.cost} of a budget of ${lane.limits.budget}: ${step.decode.length} for answers${drafts}, ${prompts}`;
+  return `${took}; ${cost} of a budget of ${budgetOf(lane, step)}: ${step.decode.length} for answers${drafts}, ${read} for prompts`;
 }
 
 // How a request went in a lane, in one sentence.

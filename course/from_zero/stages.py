@@ -420,8 +420,10 @@ sampled[...] = tokens; return sampled, logprobs, {}""",
                 "sched.Scheduler.plan",
                 """Admit; then all requests decode whose prompt is read (`phase`) and whose
                 answer may still have a token that is not planned; those in prefill get chunks:
-                `self._chunks(those that read, what is left of the budget)` (`is_reading`). If nothing is to
-                be done, return None. Else count the step, and return a `Plan`. Whatever yields a token, a
+                `self._chunks(those that read, room)` (`is_reading`). `room` is what is left of the budget, but
+                at least `self.chunk`, so that one whole chunk always fits; if some decode, it is at most
+                `prompt_tokens`. `budget` is those that decode and the room. If nothing is to be done, return
+                None. Else count the step, and return a `Plan`. Whatever yields a token, a
                 chunk that emits or a decode, has a token more planned from now on. Rows that
                 `self._to_scrub` names (slot -> start, stop) are scrubbed as soon as a running request
                 has the slot. The `held` requests are in prefill and have no chunk. `blocked` are the slots that
@@ -429,14 +431,15 @@ sampled[...] = tokens; return sampled, logprobs, {}""",
                 (
                     "Who decodes is known before anything is planned: make that list first. A decode "
                     "goes into `request.next_row`, as it is before you count the new token.",
-                    "Each row that decodes takes 1 of the budget: `_chunks` gets "
-                    "`self.budget - len(decoding)`. A request that has been scrubbed is scrubbed "
+                    "Each row that decodes takes 1 of the budget, so `self.budget - len(decoding)` is left "
+                    "of it. A request that has been scrubbed is scrubbed "
                     "once: `self._to_scrub.pop`.",
                     """admitted = self._admit(now)
 blocked = tuple(self.free) if self.waiting else ()
 running = list(self.running.values())
 decoding = [r for r in running if r.phase == "decode" and r.planned < ...]
-chunks = self._chunks([r for r in running if r.is_reading], self.budget - len(decoding))
+room = max(self.budget - len(decoding), ...); if decoding: room = min(room, prompt_tokens)
+chunks = self._chunks([r for r in running if r.is_reading], room)
 decodes = [Decode(r, r.slot, r.next_row) for r in decoding]
 if not (chunks or decodes): return None
 self.steps += 1
@@ -511,36 +514,32 @@ if request.prefilled:
             Task(
                 "sched.Scheduler._cut",
                 """`want` is the rest of a prompt as one chunk. Shorten it to what the budget allows.
-                A token takes `price_of(start, self.far, self.chunk)` of the budget, and the chunk may
-                cost no more than `left` and than `self.chunk`; its cost is rounded up. If not even one
-                token fits, the chunk is empty: `start` is `stop`.""",
+                The chunk may have no more tokens than `left`, and than `self.chunk`. If `left` is 0, the chunk
+                is empty: `start` is `stop`.""",
                 (
-                    "The number of tokens that fit: the smaller of left and chunk, divided by the price, rounded "
-                    "down.",
+                    "The number of tokens that fit is the smaller of left and chunk.",
                     "The chunk ends where `want` does, if that comes first.",
-                    """price = price_of(want.start, self.far, self.chunk)
-stop = min(want.start + int(min(left, self.chunk) / price), ...)
-return want._replace(stop=stop, cost=math.ceil(... * price))""",
+                    """stop = min(want.start + min(left, self.chunk), ...)
+return want._replace(stop=stop)""",
                 ),
             ),
             Task(
                 "sched.Scheduler._allot",
                 """Share what is left of the budget among prompts, of which the first is the oldest. The rest of
-                one, as a chunk, is `self._want(request, chunks)`, with the chunks of this step so far. However
-                little is left (`left` may be below 0), there is an allowance of `self.chunk` for all of them
-                together. The prompt with the fewest tokens left (`self._tokens_left`) has its chunk first.
-                But those before the oldest leave half of the allowance for it, rounded up, or as much as a
-                chunk of the oldest can cost, if that is less. Return the chunks. A prompt for which nothing is
+                one, as a chunk, is `self._want(request, chunks)`, with the chunks of this step so far. The
+                prompt with the fewest tokens left (`self._tokens_left`) has its chunk first. But those
+                before the oldest leave half of the budget for it, rounded up, or as many tokens as a chunk
+                of the oldest can have, if that is less. Return the chunks. A prompt for which nothing is
                 left has none. (Leave waiting for a common prefix aside.)""",
                 (
-                    "Begin with `left = max(left, self.chunk)`, and take each chunk's cost off.",
-                    "A chunk of the oldest costs at most `self.chunk`, and no more than the price of its tokens "
-                    "that are left. When it is the oldest's turn, nothing is kept any more.",
+                    "Take the tokens of each chunk off `left`.",
+                    "A chunk of the oldest has at most `self.chunk` tokens, and no more than are left of it. "
+                    "When it is the oldest's turn, nothing is kept any more.",
                     """kept = min(left - left // 2, self.chunk, ...)
 for request in sorted(requests, key=self._tokens_left):
     if request is oldest: kept = 0
     chunk = self._cut(self._want(request, chunks), left - kept)
-    if it has tokens: left -= chunk.cost; chunks.append(chunk)""",
+    if it has tokens: left -= chunk.tokens; chunks.append(chunk)""",
                 ),
             ),
         ),

@@ -1,6 +1,6 @@
 """Stand-ins for later stages in a handout, where our functions are left out.
 
-Each does just enough for the checks of earlier stages: one sequence at a time, no price, no run-ahead.
+Each does just enough for the checks of earlier stages: one sequence at a time, no run-ahead.
 Like a student's, the code is put into the chapters (`overlay.swapped`), so names are those of a chapter.
 """
 # ruff: noqa: F821
@@ -57,14 +57,14 @@ def attend(layer, q, k, v, windows, formula):
 class Scheduler:
     def _cut(self, want, left):
         stop = min(want.start + left, want.start + self.chunk, want.stop)
-        return want._replace(stop=stop, cost=stop - want.start)
+        return want._replace(stop=stop)
 
     def _allot(self, wanted, left):
         """First come, first served."""
         chunks = []
         for want in wanted:
-            chunk = self._cut(want, max(left, self.chunk) - sum(each.cost for each in chunks))
-            if chunk.cost:
+            chunk = self._cut(want, left - sum(each.tokens for each in chunks))
+            if chunk.tokens:
                 chunks.append(chunk)
         return chunks
 

@@ -66,6 +66,19 @@ def test_plan():
 
 
 @pytest.mark.about("plan")
+def test_room():
+    """One whole chunk always fits, unless it would take too long for those that decode."""
+    for prompt_tokens, tokens in ((2**63, 3), (2, 2)):
+        tale = Tale(slots=4, chunk=3, budget=2)
+        tale.submit_all((1, 4), (1, 4), (1, 4))
+        tale.step()
+        tale.submit(5, 2)
+        plan = tale.sched.plan(1.0, prompt_tokens)
+        assert [chunk.tokens for chunk in plan.chunks] == [tokens]
+        assert plan.budget == 3 + tokens
+
+
+@pytest.mark.about("plan")
 def test_held():
     """Who is in prefill and has no chunk is held."""
     tale = Tale(slots=3, chunk=4, budget=4)

@@ -93,37 +93,6 @@ def test_nothing_is_kept_in_vain():
 
 
 @pytest.mark.about("_cut", "_allot")
-def test_allowance():
-    """One whole chunk is let in, however many decode."""
-    tale = Tale(slots=4, chunk=3, budget=2)
-    tale.submit_all((1, 4), (1, 4), (1, 4))
-    tale.step()
-    tale.submit(5, 2)
-    assert cuts(tale) == timeline("""
-         1 | A[0:1] B[0:1] C[0:1]
-         2 | D[0:3] A:d B:d C:d
-         3 | D[3:5] A:d B:d C:d
-         4 | A:d B:d C:d D:d
-    """)
-
-
-@pytest.mark.about("_cut", "_allot")
-def test_price():
-    """A token takes its price of the budget: with far=64, a token at row 64 costs 2."""
-    tale = Tale(slots=2, chunk=32, budget=40, far=64)
-    tale.submit_all((64, 1), (64, 1))
-    assert cuts(tale) == timeline("""
-         1 | A[0:32] B[0:8]
-         2 | A[32:53] B[8:15]
-         3 | A[53:64] B[15:30]
-         4 | B[30:51]
-         5 | B[51:64]
-    """)
-    costs = [[chunk.cost for chunk in plan.chunks] for plan in tale.plans]
-    assert costs == [[32, 8], [32, 8], [21, 19], [31], [24]]
-
-
-@pytest.mark.about("_cut", "_allot")
 def test_a_long_prompt():
     """A long prompt in chunks says what it says as a whole."""
     story = "Once there was a fox. The fox was kind, and went to the lake with a lantern. " * 8

@@ -339,9 +339,9 @@ def budget_in_words(recording: dict) -> str:
     prompts = fields["StepView"].index("prefill")
     quiet = sum(not step[prompts] for step in run["steps"])
     words = f"Here it is {count(budget, 'token')}"
-    if budget == slots + chunk + chunk // 2:
+    if budget == slots + 2 * chunk:
         words += f": {slots} for the answers, one for each slot, and {budget - slots} for prompts"
-        words += f" ({chunk} for a whole chunk, {chunk // 2} for a part of the next)"
+        words += f" (two chunks of {chunk})"
     return (
         f"{words}. In {quiet} of {count(len(run['steps']), 'step')} no prompt is left to read, and "
         f"a step spends one token for each answer, {slots} at most."

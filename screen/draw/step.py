@@ -50,13 +50,12 @@ def entries_of(state: State, step: StepView) -> dict[str, str]:
     more = f" + {step.draft_tokens} drafted" if step.draft_tokens else ""
     computed = f"{prefill:,} prefill + {decode} decode{more} = {whole:,} in one step"
     held = ", ".join(f"r{request}" for _, request in sorted(step.held))
-    budget = state.limits_at(step.step).budget
     entries = {
         "admitted": admissions(step) or "no request",
         "prefill": ", ".join(chunks) or "no chunk",
         "decode": named(slot for slot, _ in step.decode) if decode else "no slot",
         "tokens": f"{computed}; {step.tokens} delivered",
-        "budget": f"cost {step.cost - decode - step.draft_tokens:,} + {decode}{more} of {budget:,}",
+        "budget": f"cost {prefill:,} + {decode}{more} of {step.budget:,}",
         "drafts": drafts_line(step),
     }
     if held:

@@ -221,6 +221,11 @@ def listed(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + more
 
 
+def in_time(step_s: float) -> str:
+    """What bounds the prompt tokens of a step besides its budget."""
+    return f", and {span(step_s)} while somebody decodes" if step_s else ""
+
+
 def shorten(text: str, width: int) -> str:
     """One line of at most `width` cells; an ellipsis at the cut."""
     text = " ".join(text.split())

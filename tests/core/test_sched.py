@@ -19,7 +19,7 @@ from scheduler_story import BAD, Story, timeline
 from models.memory import usual_budget
 from policies import POLICIES, policy_of
 from prefix import SEGMENT, Node, Prefixes, Trail
-from request import Plan, QueueFull, Request
+from request import Committed, Plan, QueueFull, Request
 from sched import Scheduler, check_invariants
 
 SCHEDULES = number_of("SCHEDULES", 500)  # 100,000 take six minutes
@@ -127,16 +127,43 @@ def test_each_admission_says_why_it_got_its_slot():
     assert why((1, 2, 3)) == [(1, "nothing is lost")]
 
 
-def test_deep_chunks_are_narrower():
-    """At row 100 looking back costs as much as all the rest: a token costs 2 there, 3 at row 200. A
-    chunk has as many tokens as 64 pays for, at the price of its first one, and 16 at least."""
-    story = Story(slots=1, max_len=600, chunk=64, budget=1, far=100)
-    story.submit(410, 1)
-    story.drawn()
-    cuts = [cut for each in story.cuts() for cut in each.values()]
-    assert cuts[:5] == [(0, 64), (64, 64 + 39), (103, 103 + 31), (134, 134 + 27), (161, 161 + 24)]
-    assert cuts[-2:] == [(393, 393 + 16), (409, 410)]
-    assert [stop for _, stop in cuts[:-1]] == [start for start, _ in cuts[1:]]
+def test_chunks_next_to_decodes_are_as_long_as_the_engine_allows():
+    """The chunk of a prompt has 8 tokens, and 3 as long as A decodes: then the engine's limit holds, and
+    no budget is reported that could not be spent."""
+    story = Story(slots=2, max_len=100, chunk=8, budget=20)
+    story.submit(3, 4)
+    story.step()
+    story.submit(24, 1)
+    story.step_time = FixedRoom(3)
+    assert story.drawn() == timeline("""
+         1 | A:p
+         2 | A:d B:P
+         3 | A:d B:P
+         4 | A:d B:P
+         5 | B:P
+         6 | B:p
+    """)
+    assert story.cuts()[1:] == [
+        {"B": (0, 3)},
+        {"B": (3, 6)},
+        {"B": (6, 9)},
+        {"B": (9, 17)},
+        {"B": (17, 24)},
+    ]
+    assert [plan.budget for plan in story.plans] == [20, 4, 4, 4, 20, 20]
+
+
+class FixedRoom:
+    """Stands in for an engine's step time."""
+
+    def __init__(self, prompt_tokens: int):
+        self.room = prompt_tokens
+
+    def prompt_tokens(self, requests) -> int:
+        return self.room
+
+    def learn(self, plan: Plan, done: Committed, seconds: float) -> None:
+        pass
 
 
 def test_short_prompt_does_not_wait_for_a_long_one():
@@ -206,7 +233,7 @@ def test_next_turn_counts_as_a_short_prompt():
 def test_short_prompt_beside_a_long_one(slots):
     """With the usual budget, 35 tokens beside 3,000 had their first token 17 steps after they came."""
     budget = usual_budget(slots, 128)
-    story = Story(slots=slots, max_len=4_000, chunk=128, budget=budget, far=25)
+    story = Story(slots=slots, max_len=4_000, chunk=128, budget=budget)
     story.submit(3_000, 1, prefix_cache=False)
     story.step(), story.step()
     short = story.submit(35, 1, prefix_cache=False)
@@ -731,8 +758,8 @@ class Fairness:
         self._plan = sched.plan
         sched.plan = self.plan
 
-    def plan(self, now: float) -> Plan | None:
-        plan = self._plan(now)
+    def plan(self, now: float, prompt_tokens: int) -> Plan | None:
+        plan = self._plan(now, prompt_tokens)
         if plan:
             self._look(plan)
         return plan
@@ -781,11 +808,11 @@ def random_schedule(seed: int) -> int:
         lag=rng.randint(0, 1),
         chunk=rng.choice([2, 4, 5, 32]),
         budget=rng.randint(1, 80),
-        far=(rng.choice([2, 8, sys.maxsize])),
         policy=rng.choice(list(POLICIES)),
         max_queue=rng.randint(1, 6),
         dice=rng if rng.random() < 0.5 else None,
     )
+    story.step_time = FixedRoom(rng.choice([1, 8, 2**63]))
     Fairness(story.sched)
     requests: list[Request] = []
     run = story.run

@@ -62,8 +62,19 @@ MISTAKES = [
     Mistake("request.Request.next_row", " - 1", "", "the row after all before it"),
     Mistake("sched.Scheduler._leave_slot", "(0, self.max_len)", "(0, 0)", "rows of NaN are left"),
     Mistake("sched.Scheduler.commit", "== request.max", "> request.max", "timeline"),
-    Mistake("sched.Scheduler._allot", "left -= chunk.cost", "pass", "costs"),
-    Mistake("sched.Scheduler._allot", "max(left, self.chunk)", "left", "One whole chunk is let in"),
+    Mistake("sched.Scheduler._allot", "left -= chunk.tokens", "pass", "may have"),
+    Mistake(
+        "sched.Scheduler.plan",
+        "max(self.budget - len(decoding), self.chunk)",
+        "self.budget - len(decoding)",
+        "One whole chunk always fits",
+    ),
+    Mistake(
+        "sched.Scheduler.plan",
+        "room = min(room, prompt_tokens)",
+        "pass",
+        "unless it would take too long",
+    ),
     Mistake(
         "sched.Scheduler.commit",
         "if request.finish_reason:",
@@ -139,7 +150,7 @@ MISTAKES = [
     Mistake("pages.Pool.grow", "-(-rows // PAGE)", "rows // PAGE", "when its next row needs one"),
     Mistake(
         "sched.Scheduler._allot",
-        "self._cut(wanted[0], (left + 1) // 2).cost",
+        "self._cut(wanted[0], (left + 1) // 2).tokens",
         "(left + 1) // 2",
         "What the oldest cannot use",
     ),
@@ -335,7 +346,7 @@ def test_crash_and_endless_loop_are_one_line(tmp_path, monkeypatch, capsys):
     assert "The process crashed (signal 11)" in said and re.search(
         r"kv.py, line \d+, in read", said
     )
-    change(folder, "sched.Scheduler._allot", "left = max(left, self.chunk)", "while True: pass")
+    change(folder, "sched.Scheduler._allot", "oldest = requests[0]", "while True: pass")
     monkeypatch.setenv("PYTEST_TIMEOUT", "1")
     assert not check.show_book(str(folder), [STAGES[6]], None)
     said = capsys.readouterr().out
@@ -412,8 +423,8 @@ def test_endless_step_of_a_book_ends(tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "sched.py").write_text((ROOT / "sched.py").read_text() + start.STAND_IN)
-    endless = "left = max(left, self.chunk)\n        while self.submitted == 1: pass"
-    change(folder, "sched.Scheduler._allot", "left = max(left, self.chunk)", endless)
+    endless = "oldest = requests[0]\n        while self.submitted == 1: pass"
+    change(folder, "sched.Scheduler._allot", "oldest = requests[0]", endless)
     code = """
 import sys
 from course import overlay

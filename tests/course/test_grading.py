@@ -17,7 +17,7 @@ from course.from_zero.stages import STAGES, tasks
 ROOT = Path(__file__).parents[2]
 ZERO = ROOT / "course" / "from_zero"
 HIDDEN = ZERO / "hidden_example"
-LEFT = "left = max(left, self.chunk)"  # the first line of Scheduler._allot, stage 7
+LEFT = "left -= chunk.tokens"  # in Scheduler._allot, stage 7
 
 # https://gradescope-autograders.readthedocs.io/en/latest/specs/, "Output format"
 SHOWN = {"enum": ["hidden", "after_due_date", "after_published", "visible"]}
@@ -93,7 +93,7 @@ def test_mistakes_lose_points(tmp_path, monkeypatch):
     assert second["score"] == 7.5
     assert second["output"].endswith("   ✗ rope.py, rotate is the handout's stand-in.")
     assert 0 < seventh["score"] < 10
-    assert "✗ One whole chunk is let in, however many decode." in seventh["output"]
+    assert "✗ The last chunk is cut where the budget ends." in seventh["output"]
     assert "rows of logits: 182, reference 91" in work["output"] and work["score"] == 2.5
     (folder / "sched.py").write_text("def (")
     (whole,) = graded(folder, monkeypatch, "7")

@@ -55,7 +55,7 @@ def test_step_view(make_engine):
     chunks = [(h.request.slot, h.id, 0, stop) for h, stop in ((d, 6), (c, 13), (b, 20))]
     assert step.prefill == tuple(chunks)
     assert step.decode == ((a.request.slot, a.id),) and step.held == ()
-    assert (step.tokens, step.cost) == (2, 40)
+    assert (step.tokens, step.computed, step.budget) == (2, 40, 40)
     assert step.policy == "continuous" and step.ghosts == () and step.blocked == ()
     settle(engine)
     assert e.result().finish_reason == "length"

@@ -5,9 +5,8 @@ import pytest
 from rich.cells import cell_len
 from screen_stage import Stage, drawn, like_golden, on_screen, plain
 
-from engine.snapshot import WIDEST
+from engine.snapshot import NARROWEST, WIDEST
 from experiments import long_prompt, race
-from sched import NARROWEST
 from screen.draw.style import span
 from screen.pages import busy_periods
 
@@ -22,7 +21,7 @@ def test_a_changed_budget_bounds_the_next_steps(stage):
         stage.obey("x" * 300 + str(i))
     stage.finish()
     steps = [column.view for column in stage.state.history if column.step >= first]
-    costs = [step.cost for step in steps if step.prefill]
+    costs = [step.computed for step in steps if step.prefill]
     assert len(costs) > 10 and 24 - 8 <= max(costs) <= 24
     assert stage.state.view.engine.limits.budget == 24
     stage.obey("/budget off")
@@ -173,7 +172,7 @@ def widest_read(stage: Stage, result: long_prompt.LongPromptResult) -> int:
     """The most tokens of prompts in a step that reads the long prompt."""
     steps = [column.view for column in stage.state.history]
     reads = [step for step in steps if long_prompt.read_of(step, result.request)]
-    return max(step.cost - len(step.decode) for step in reads)
+    return max(step.prompt_tokens for step in reads)
 
 
 def chats(stage: Stage, result: long_prompt.LongPromptResult) -> int:

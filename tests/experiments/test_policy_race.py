@@ -51,7 +51,6 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, is_hurried):
     # Long prompts have narrow chunks
     stage.engine.sched.chunk = 32
     stage.engine.sched.budget = 64
-    stage.engine.sched.far = 20
     stage.engine.eager_first_token = is_hurried
     stage.obey("/burst 20")
     stage.turns(30)

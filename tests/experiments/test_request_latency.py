@@ -37,7 +37,6 @@ def random_run(seed: int, cancels: bool, shares: bool = False, drafts: bool = Fa
     engine.prefix_cache = shares
     engine.sched.chunk = dice.choice([16, 32])
     engine.sched.budget = dice.randint(1, 60)
-    engine.sched.far = dice.choice([20, 2**40])
     engine.eager_first_token = dice.random() < 0.5
     if drafts:
         draft_at_random(engine, dice)

@@ -58,17 +58,15 @@ def test_replay_drafts_the_same_tokens():
 
 
 def test_limits_of_an_old_recording():
-    """A token cost 1 then, however late in a prompt. At row 32 it costs 2 here, since a chunk of 32 is
-    never cut narrower than 16."""
+    """Late tokens cost more then, from row `far` on."""
 
     def cuts(**more) -> list[int]:
         limits = OLD | {"chunk": 32, "budget": 8} | more
         long = Guest(Request(1, (0,) * 70, 1, 0.0), 1)
         played = Replay.under(limits, POLICIES["serial"], [long], lambda plan: 1.0)
-        return [chunk.stop - chunk.start for step in played for chunk in step.plan.chunks]
+        return [chunk.tokens for step in played for chunk in step.plan.chunks]
 
-    assert cuts() == [32, 32, 6]
-    assert cuts(far=8, eager_first_token=False) == [32, 16, 16, 6]
+    assert cuts() == cuts(far=8, eager_first_token=False) == [32, 32, 6]
 
 
 def test_replay_refuses_no_request():

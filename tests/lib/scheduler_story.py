@@ -94,9 +94,11 @@ class Story(Replay):
         self.write(plan)
         self.plans.append(plan)
         most = max(self.sched.budget, self.sched.chunk + len(plan.decodes))
-        assert plan.cost <= most, f"step {plan.step} costs {plan.cost}, and may cost {most} at most"
+        assert plan.tokens <= most, (
+            f"step {plan.step} has {plan.tokens} tokens, and may have {most}"
+        )
         for chunk in plan.chunks:
-            assert 0 < chunk.stop - chunk.start <= chunk.cost <= self.sched.chunk
+            assert 0 < chunk.tokens <= self.sched.chunk
         assert plan.waiting or not plan.blocked, (
             f"step {plan.step}: slots {plan.blocked} are blocked, though nobody waits"
         )

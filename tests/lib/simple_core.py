@@ -185,7 +185,7 @@ class Request:
 
 
 class Scheduler:
-    def plan(self, now):
+    def plan(self, now, prompt_tokens=2**63):
         admitted = self._admit(now)
         blocked = self.free if self.waiting else []
         decoding = []
@@ -195,7 +195,10 @@ class Scheduler:
                 prefilling.append(r)
             elif r.planned < r.max_tokens:
                 decoding.append(r)
-        chunks = self._chunks(prefilling, self.budget - len(decoding))
+        room = max(self.budget - len(decoding), self.chunk)
+        if decoding:
+            room = min(room, prompt_tokens)
+        chunks = self._chunks(prefilling, room)
         if not chunks and not decoding:
             return None
         decodes = [Decode(r, r.slot, r.next_row) for r in decoding]
@@ -219,6 +222,7 @@ class Scheduler:
             tuple(blocked),
             len(self.waiting),
             self.policy.name,
+            len(decoding) + room,
         )
 
     def _admit(self, now):
@@ -235,23 +239,19 @@ class Scheduler:
         return admitted
 
     def _cut(self, want, left):
-        price = price_of(want.start, self.far, self.chunk)
-        tokens = int(min(left, self.chunk) // price)
-        stop = min(want.stop, want.start + tokens)
-        return want._replace(stop=stop, cost=math.ceil((stop - want.start) * price))
+        return want._replace(stop=min(want.stop, want.start + min(left, self.chunk)))
 
     def _allot(self, requests, left):
-        left = max(left, self.chunk)
         chunks = []
         wanted = [self._want(request, []) for request in requests]
-        kept = self._cut(wanted[0], (left + 1) // 2).cost
+        kept = self._cut(wanted[0], (left + 1) // 2).tokens
         for want in sorted(wanted, key=lambda want: want.stop - want.start):
             if want is wanted[0]:
                 kept = 0
             chunk = self._cut(want, left - kept)
             if chunk.stop == chunk.start:
                 continue
-            left -= chunk.cost
+            left -= chunk.tokens
             chunks.append(chunk)
         return chunks
 

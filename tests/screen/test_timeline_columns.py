@@ -20,7 +20,7 @@ def step(number: int, decode=(), ghosts=(), tokens: int = 0, **more) -> StepView
         waiting=0,
         policy="continuous",
         tokens=tokens,
-        cost=len(decode),
+        budget=32,
         began=float(number),
         ended=number + 1.0,
         **times,

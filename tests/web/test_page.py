@@ -296,7 +296,7 @@ tell({ marks: lane.checkpoints, words, facts: factsInWords(asked.request) });
 @needs_node
 def test_checkpoints_and_tokens_read_again_are_told():
     step = dict.fromkeys(("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked"), ())
-    step |= {"cost": 4, "waiting": 0}
+    step |= {"budget": 200, "waiting": 0}
     leaves = step | {"prefill": [(1, 7, 0, 100)], "checkpoints": [(1, 7, 100)]}
     request = {"prompt_tokens": 120, "cached_tokens": 77, "output_tokens": 1, "reread_tokens": 23}
     limits = {"slots": 2, "budget": 200, "chunk": 100}
