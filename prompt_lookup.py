@@ -39,18 +39,21 @@ if TYPE_CHECKING:
     from text.grammar import Grammar
 
 # Measured by replaying 20 greedy answers of up to 300 tokens (Qwen 2.5 0.5B, SmolLM2 135M; half of the
-# prompts ask for a text to be copied or changed) alone and four at a time, where a row costs 0.03 to 0.7
-# of a step. Percentages are of the time that the steps take then.
-# Draft tokens of an answer in a step, unless the engine is given a number. 7: +2.6 %, 31: -0.7 %
+# prompts ask for a text to be copied or changed), alone and four at a time, where a row costs 0.03 to
+# 0.7 of a step. Percentages: how much longer the steps take together with another value.
+
+# Draft tokens of an answer in a step, unless the engine is given a number. 7: +2.5 %, 31: -0.6 %
 MOST = 15
-RECENT = 0.05  # weight of the newest token or step in moving averages. 0.02 to 0.2: within 0.3 %
-# The price of a row until it is measured, as a share of a step. 0.02: +0.9 %, 0.4: +12 %
-ROW = 0.1
-# A step counts as at most this many times as long as expected. 4: +1.3 %, no limit: +5.7 %, if one
-# step in 20 takes up to 150 times as long
+# The weight of the newest token or step in moving averages. 0.02: +0.8 %, 0.2: +0.2 %
+RECENT = 0.05
+# A step counts as at most this many times as long as expected. 4: +1.4 %, no limit: +3.9 %, if one step
+# in 20 takes up to 150 times as long
 OUTLIER = 1.5
-# The slowdown that is allowed for requests that gain nothing, and what losing run-ahead is taken to
-# cost, as shares of a step. 0.02 to 0.2: within 0.2 % for those that gain
+# The share of copies from which on an answer gains by drafts. 0.1: -0.6 %, but an answer next to one that
+# copies takes up to 27 % longer, and 6 % with this value. 0.5: +2.6 %
+GAINS = 0.25
+# As shares of a step: the slowdown that is allowed for requests that gain nothing, and two prices that
+# are assumed: of losing run-ahead, and of a row until it is measured. 0.02: +1.1 %, 0.2: +0.2 %
 SLOWDOWN = 0.05
 
 
@@ -150,9 +153,10 @@ class PromptLookup:
             return self.copied, 0
         return self.chances(1)[0], self.matches + 1
 
-    def gains(self, price: float) -> bool:
-        """True if drafts are worth longer steps to it. `price`: of a row, as a share of a step."""
-        return self.copied >= price or (self._grammar is not None and self._sure > 0)
+    @property
+    def gains(self) -> bool:
+        """True if enough of its tokens are copies to be worth longer steps."""
+        return self.copied >= GAINS or (self._grammar is not None and self._sure > 0)
 
 
 class Drafter:
@@ -212,10 +216,9 @@ class Drafter:
         return self.most is None and self._owed > 0 and not self._all_gain(requests)
 
     def _all_gain(self, requests: Iterable[Request]) -> bool:
-        price = self._row_s / (self._seconds(1) or 1)
         # Another thread may end a request meanwhile
         known = [request.drafting.source for request in requests]
-        return all(lookup is not None and lookup.gains(price) for lookup in known)
+        return all(lookup is not None and lookup.gains for lookup in known)
 
     def _paying(self, chances: Sequence[float], rows: int, expected: float) -> tuple[int, float]:
         """The number of draft tokens that pay off, and the tokens that the step is then expected to
@@ -282,7 +285,7 @@ class Drafter:
         self._sums = [(1 - RECENT) * a + b for a, b in zip(self._sums, newest, strict=True)]
         n, r, rr, s, rs = self._sums
         usual = s / n
-        # Where all steps have the same number of rows, nothing but ROW is known
-        slope = (rs - r * s / n + ROW * usual) / (rr - r * r / n + 1)
+        # Where all steps have the same number of rows, the price of a row is not known
+        slope = (rs - r * s / n + SLOWDOWN * usual) / (rr - r * r / n + 1)
         self._row_s = min(max(slope, 0.0), s / r)
         self._step_s = usual - self._row_s * r / n
