@@ -21,7 +21,7 @@ import pytest
 from checkpoints import Reference, make_checkpoint
 from harness import random_asks, run_schedule
 from mlx_lm.models.cache import BatchKVCache, KVCache
-from parity import CONFIGS, compare, whole
+from parity import CONFIGS, QWEN3_5, compare, whole
 
 import kv
 import llama
@@ -400,6 +400,22 @@ def test_without_the_wait_tokens_are_the_same(tmp_path, monkeypatch):
     ) as engine:
         assert not engine.runner.waits
         compare(engine, Reference(folder), 1, prompts=6)
+
+
+def test_states_are_computed_by_the_formula_and_a_line_says_so(tmp_path):
+    folder, tokens = make_checkpoint(tmp_path, **QWEN3_5), []
+    for is_gpu in (True, False):
+        with (
+            mock.patch.object(device, "is_gpu", is_gpu),
+            Engine.load(folder, slots=2, max_len=128, chunk=32, kv="float32") as engine,
+        ):
+            said = "; states are computed by the formula, slowly" in engine.summary
+            assert said == is_gpu
+            handles = [
+                engine.submit([*range(50)] * 2, SamplingParams(max_tokens=n)) for n in (9, 5)
+            ]
+            tokens.append([handle.result().tokens for handle in handles])
+    assert tokens[0] == tokens[1]
 
 
 def test_buffers_of_many_shapes_do_not_pile_up(tmp_path):
