@@ -399,7 +399,10 @@ export class Chat {
     this.#show();
     try {
       const answer = await ask("v1/chat/completions", { key: this.key, signal, body });
-      for await (const { data } of eventsOf(answer.body)) this.#hear(turn, data);
+      for await (const { event, data } of eventsOf(answer.body)) {
+        if (event === "comment") this.#wait(turn, data);
+        else this.#hear(turn, data);
+      }
     } catch (error) {
       if (this.isLeft) return; // the conversation is kept as it was
       turn.error = error;
@@ -434,9 +437,15 @@ export class Chat {
   }
 
   // One event of the stream.
-  #hear(turn, { id, choices, usage, error, prompt_progress: progress }) {
+  // What the request waits for, until its prompt is read: a model of several, to be loaded.
+  #wait(turn, words) {
+    if (!turn.number && /^(loading|waiting)/.test(words)) write(turn.figures, words);
+  }
+
+  #hear(turn, { id, model, choices, usage, error, prompt_progress: progress }) {
     if (error) throw new Error(error.message);
     if (!turn.number) {
+      turn.model = model;
       turn.number = Number(/\d+/.exec(id)[0]);
       turn.owner.append(chip(turn.number, (request) => window.nanobatch?.choose(request)));
       window.nanobatch?.player.mine.add(turn.number);
@@ -480,6 +489,7 @@ export class Chat {
     const seconds = (turn.last - turn.first) / 1000;
     const rate = seconds > AT_ONCE ? `, ${Math.round((turn.tokens - 1) / seconds)} tokens/s` : "";
     said.push(turn.about + count(turn.tokens, "token") + rate);
+    if (this.model !== "default") said.push(`by ${turn.model}`);
     if (turn.reason === "length") said.push("cut, as long as it may be");
     else if (turn.reason !== "stop") said.push(turn.reason);
     this.#show(room < TIGHT * length);

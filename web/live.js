@@ -14,7 +14,7 @@ const AGAIN = 1500; // milliseconds between attempts to reconnect
 
 const EVENT = /^(?:event: (.*)\n)?data: (.*)/; // as the server writes one: JSON has no line breaks
 
-// The events of a stream, as they come: {event, data}.
+// The events of a stream, as they come: {event, data}. A comment is an event, too.
 export async function* eventsOf(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -27,6 +27,7 @@ export async function* eventsOf(stream) {
       const [, event = "message", data] = EVENT.exec(part) ?? [];
       if (data === "[DONE]") return;
       if (data) yield { event, data: JSON.parse(data) };
+      else if (part.startsWith(": ")) yield { event: "comment", data: part.slice(2) };
     }
   }
 }
@@ -133,12 +134,22 @@ export class Watcher {
   constructor(shape, { greet, show, say, wantKey }) {
     Object.assign(this, { shape, greet, show, say, wantKey });
     this.key = "";
+    this.model = ""; // of several; the server's choice if empty
     this.left = new AbortController(); // ends what is being read
     this.timer = 0; // of the next attempt
   }
 
   useKey(key) {
     this.key = key;
+    this.#anew();
+  }
+
+  choose(model) {
+    this.model = model;
+    this.#anew();
+  }
+
+  #anew() {
     this.left.abort();
     clearTimeout(this.timer);
     this.run();
@@ -163,14 +174,15 @@ export class Watcher {
 
   // One stream, from its first event to its last.
   async #watch(signal) {
-    const answer = await ask("watch", { key: this.key, signal });
+    const path = this.model ? `watch?model=${encodeURIComponent(this.model)}` : "watch";
+    const answer = await ask(path, { key: this.key, signal });
     const live = new LiveLane(this.shape);
     for await (const { event, data } of eventsOf(answer.body)) {
       if (event === "hello") {
         if (data.protocol !== this.shape.protocol) throw new Error("it is of another version; load this page again");
         live.hello = data;
         this.greet(data);
-      } else {
+      } else if (event === "message") {
         live.receiveFrame(data);
         this.show(live);
       }

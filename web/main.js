@@ -5,14 +5,14 @@
 
 import { lanesOf } from "./recording.js";
 import { PACES, Player } from "./player.js";
-import { $, write } from "./elements.js";
+import { $, make, write } from "./elements.js";
 import { LaneView } from "./lane_view.js";
 import { RequestsView, StepView } from "./details.js";
 import { bytes, count, span, verdict } from "./words.js";
 import { Game } from "./game.js";
 import { Lab } from "./lab.js";
 import { readInks } from "./draw.js";
-import { Watcher } from "./live.js";
+import { Watcher, ask } from "./live.js";
 import { Chat } from "./chat.js";
 
 const PLAYS = 10; // seconds that a recording takes on the page, about
@@ -190,6 +190,26 @@ function watch(shape) {
   const greet = (hello) => {
     form.hidden = hello.texts; // another key may show more
     chat.key ||= watcher.key;
+    pick(hello.models, hello.model);
+  };
+  // Of a server with several models: which one answers, and is watched.
+  const pick = (names, chosen) => {
+    const list = $("models");
+    $("picker").hidden = names.length < 2;
+    if (names.length < 2) return;
+    list.replaceChildren(...names.map((name) => make("option", "", name)));
+    list.value = chat.model = watcher.model = chosen;
+  };
+  $("models").onchange = ({ target }) => {
+    chat.model = target.value;
+    watcher.choose(target.value);
+  };
+  // No model is loaded yet, so none can be watched.
+  const listModels = async () => {
+    try {
+      const { data } = await (await ask("v1/models", { key: chat.key || watcher.key })).json();
+      pick(data.filter(({ state }) => state).map(({ id }) => id), data[0].id);
+    } catch {} // a key is missing, or the server loads: watching says so
   };
   const chat = new Chat($("chat"), wantKey);
   const watcher = new Watcher(shape, { greet, show, say, wantKey });
@@ -202,6 +222,7 @@ function watch(shape) {
     wants.useKey(key);
     wants = watcher;
   };
+  listModels();
   watcher.run();
 }
 

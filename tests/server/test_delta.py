@@ -174,4 +174,4 @@ def test_file_changes_to_the_first_token(demo, monkeypatch):
         threading.setprofile(None)
         sys.setprofile(None)
     print(f"changes of file before a first token: {counts}")
-    assert 50 < min(counts) <= 260  # 256: what a request knows is asked of request.py
+    assert 50 < min(counts) <= 290  # 249, or 286 if another step has begun by then

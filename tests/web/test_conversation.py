@@ -15,6 +15,7 @@ import pytest
 from browsers import PHONE, in_place_everywhere, needs_browser, shows, until
 from parrot import Parrot
 from recordings import HOSTILE, TEXTS
+from servers import Server
 from waiting import wait_for
 
 import tui
@@ -424,6 +425,26 @@ def test_the_heading_is_the_model(talks, parrots):
     shows(tab, "[data-state]", "paused")
     parrot.loop.resume()
     shows(tab, "[data-state]", "ready")
+
+
+def test_a_model_is_picked_from_several(opens):
+    """None is loaded at first. The one that is picked answers, and is watched."""
+    models = ("--model", "one=demo", "--model", "two=demo", "--slots", "2", "--max-len", "256")
+    with Server(*models) as server:
+        tab = opens(f"{server.address}/", offline=False)
+        until(tab, "document.querySelectorAll('[data-models] option').length === 2")
+        shows(tab, "[data-status]", "one is not loaded")
+        tab.select_option("[data-models]", "two")
+        say(tab, "Count from 3 to 5.")
+        shows(tab, ".turn:last-child .facts", "by two")
+        shows(tab, "h1", "two ready")
+        assert "model=two" in server.log.read_text()
+        say(tab, "Count from 3 to 5.")
+        tab.select_option("[data-models]", "one")
+        say(tab, "Count from 3 to 5.")
+        shows(tab, ".turn:last-child .facts", "by one")
+        shows(tab, "h1", "one ready")
+        tab.said.clear()  # the browser writes down that a model could not be watched yet
 
 
 def test_a_browser_without_storage(talks):

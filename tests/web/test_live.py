@@ -180,8 +180,8 @@ def test_a_page_that_may_not_read_shows_figures(engine):
 @needs_node
 def test_a_stream_is_read_wherever_it_is_cut(engine):
     played = play(frames_of(engine, True)[0][:1])
-    assert [event["event"] for event in played["events"]] == ["hello", "message"]
-    assert [event["data"] for event in played["events"]] == [{"a": 1}, [2]]
+    assert [event["event"] for event in played["events"]] == ["hello", "comment", "message"]
+    assert [event["data"] for event in played["events"]] == [{"a": 1}, "ping", [2]]
 
 
 PREFILLS = """
