@@ -79,6 +79,11 @@ function isWhole(kept) {
   return areTexts(kept?.title) && areFields(kept.fields) && Array.isArray(kept.turns) && kept.turns.every(isTurn);
 }
 
+// What is searched.
+function wordsOf({ title, turns }) {
+  return [title, ...turns.flatMap(({ question, content }) => [question, content])].join("\n").toLowerCase();
+}
+
 // What a tab keeps of itself.
 export function isTab(tab) {
   return areTexts(tab?.id, tab?.text) && areFields(tab.fields) && areFiles(tab.files);
@@ -143,10 +148,10 @@ export class TalkList {
     search.hidden = all.length < 5;
     if (!talks.open || list.querySelector("input")) return; // a title is being typed
     const wanted = search.hidden ? "" : search.value.trim().toLowerCase();
-    const found = all.filter((id) => this.shelf.text(id)?.toLowerCase().includes(JSON.stringify(wanted).slice(1, -1)));
-    const known = found.map((id) => ({ id, kept: this.shelf.read(id) }));
+    const known = all.map((id) => ({ id, kept: this.shelf.read(id) }));
     known.sort((one, other) => (other.kept?.at ?? 0) - (one.kept?.at ?? 0));
-    list.replaceChildren(...known.map((each) => this.#row(each)));
+    const found = known.filter(({ kept }) => !wanted || (kept && wordsOf(kept).includes(wanted)));
+    list.replaceChildren(...found.map((each) => this.#row(each)));
   }
 
   #row({ id, kept }) {

@@ -313,6 +313,9 @@ def test_spoilt_conversations(talks):
     part(tab, "talks").locator("summary").click()
     texts = tab.locator(".talks .title").all_inner_texts()
     assert texts == ["say: one", *["A conversation that cannot be read"] * len(SPOILT)]
+    for wanted, count in (("ONE", 1), ("title", 0), ("", 1 + len(SPOILT))):
+        part(tab, "search").fill(wanted)
+        assert tab.locator(".talks .title").count() == count
     tab.locator(".talks button.title").click()
     assert tab.inner_text(".turn > .reply").strip() == "one"
     tab.locator(".talks li", has_text="cannot be read").first.get_by_text("Delete").click()
