@@ -358,10 +358,10 @@ GEMMA4_UNFIT = {
         "head_count_kv",
         "one number for all layers with a window",
     ),
-    "widths that differ": ({f"{G}feed_forward_length": [256] * 5 + [300]}, None, "twice that"),
+    "widths that differ": ({f"{G}feed_forward_length": [64] * 5 + [100]}, None, "twice that"),
     "too many layers": ({f"{G}block_count": 10**9}, None, "1000000000 layers"),
     "all layers reuse": (
-        {f"{G}attention.shared_kv_layers": 6, f"{G}feed_forward_length": 256},
+        {f"{G}attention.shared_kv_layers": 6, f"{G}feed_forward_length": 64},
         None,
         "num_kv_shared_layers",
     ),
@@ -387,7 +387,9 @@ GEMMA4_UNFIT = {
 def test_a_gemma_4_that_does_not_fit_together_is_refused(name, tmp_path):
     fields, change, *words = GEMMA4_UNFIT[name]
     how = {"change": change} if change else {}
-    refused(make_pair(tmp_path, "F32", "gemma4", fields=fields, **how)[0], *words)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "hidden_size_per_layer_input": 32}
+    file, _ = make_pair(tmp_path, "F32", "gemma4", fields=fields, **how, **sizes)
+    refused(file, *words)
 
 
 def nan_scale(name: str, data: np.ndarray) -> np.ndarray:
@@ -404,12 +406,13 @@ def nan_scale(name: str, data: np.ndarray) -> np.ndarray:
         ({}, without("blk.1.attn_sinks.weight"), "lacks the tensor blk.1.attn_sinks.weight"),
         ({}, without("blk.1.ffn_down_exps.bias"), "lacks the tensor blk.1.ffn_down_exps.bias"),
         ({"gpt-oss.expert_used_count": 4}, None, "num_experts_per_tok = 4"),
-        ({"gpt-oss.expert_feed_forward_length": 128}, None, "(3, 128, 256)"),
+        ({"gpt-oss.expert_feed_forward_length": 128}, None, "(3, 128, 64)"),
     ],
 )
 def test_a_gpt_oss_that_does_not_fit_together_is_refused(fields, change, word, tmp_path):
     how = {"change": change} if change else {}
-    refused(make_pair(tmp_path, "F32", "gpt-oss", fields=fields, **how)[0], word)
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    refused(make_pair(tmp_path, "F32", "gpt-oss", fields=fields, **how, **sizes)[0], word)
 
 
 def test_values_that_are_keys(tmp_path):
