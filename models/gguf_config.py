@@ -305,6 +305,8 @@ def _gemma4(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
     Hkv = _listed(fields, "attention.head_count_kv", layers)
     hidden = _listed(fields, "feed_forward_length", layers)
     reusing = fields.number("attention.shared_kv_layers", 0, least=0)
+    if reusing >= layers:
+        raise fields.refuse("attention.shared_kv_layers", reusing, (f"0 to {layers - 1}",))
     writing = layers - reusing
     is_doubled = hidden[-1] != hidden[0]
     doubled = [hidden[0]] * writing + [(1 + is_doubled) * hidden[0]] * reusing
