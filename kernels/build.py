@@ -45,7 +45,7 @@ FORMS = {  # the best one comes first
     "avx512vnni": Form(
         "x86_64",
         "avx512f avx512bw avx512dq avx512vl avx512cd avx512_vnni avx2 fma f16c",
-        "-mavx512f -mavx512vnni -mavx2 -mfma -mf16c",
+        "-mavx512f -mavx512bw -mavx512vnni -mavx2 -mfma -mf16c",
     ),
     "avx512": Form(
         "x86_64",

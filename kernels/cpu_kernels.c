@@ -272,7 +272,7 @@ static long at_most(long number, long limit) { return number < limit ? number : 
    A form may also be an operation. Then no matrix lies behind the `Packed`. Behind that of a norm lie the norm's weights. */
 
 enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, /* of numbers; */
-       ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, /* for activations in 8 bits: numbers of so many bits; */
+       ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, ROUNDED_MXFP4, /* for activations in 8 bits: numbers of so many bits; */
        SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY, EXPERTS }; /* of operations */
 
 typedef struct {
@@ -303,10 +303,10 @@ INLINE const Packed *packed_at(const void *at) {
   return memcmp(at, key, sizeof(float)) || memcmp(at, key, sizeof key) ? NULL : at;
 }
 INLINE int is_operation(const Packed *a) { return a && a->form >= SOFTMAX; }
-INLINE int is_rounded(const int form) { return ROUNDED_4 <= form && form <= ROUNDED_8; }
+INLINE int is_rounded(const int form) { return ROUNDED_4 <= form && form <= ROUNDED_MXFP4; }
 INLINE const char *line(const Packed *a, long count) { return (const char *)a + count * LINE_NBYTES; }
 INLINE long bits_of(const int form) {
-  if (form == FOUR_BITS || form == ROUNDED_4) return 4;
+  if (form == FOUR_BITS || form == ROUNDED_4 || form == ROUNDED_MXFP4) return 4;
   return form == ROUNDED_5 ? 5 : form == ROUNDED_6 ? 6 : form == EIGHT_BITS || form == ROUNDED_8 ? 8 : form == FLOAT32 ? 32 : 16;
 }
 
@@ -910,6 +910,8 @@ static void multiply_many(const Product *p, long j0, long j1) {
        6 bits   16           | 0, 1 | 2, 3 | the upper two bits of 0, of 1, of 2, of 3 |
        8 bits    8           | 0 | 1 |
 
+   Numbers of MXFP4 lie like those of 4 bits. Each is one of 15 from 0 to 24, so its four bits say which of them it is.
+
    The 16 scales of a group lie side by side, and so do the offsets. `dot` adds the products of four weights and four
    numbers of x to each lane of a `partial` sum. */
 
@@ -932,7 +934,7 @@ INLINE ints dot(ints sum, words w, const int8_t *x) {
 #define WIDE(name) _mm256_##name
 #endif
 typedef int16_t partial __attribute__((vector_size(4 * LANES)));
-#define FULL(form, group) at_most((form) == ROUNDED_6 ? 8 : (form) == ROUNDED_5 ? 16 : 32, group) /* more overflow 16 bits */
+#define FULL(form, group) at_most((form) == ROUNDED_6 ? 8 : (form) == ROUNDED_5 || (form) == ROUNDED_MXFP4 ? 16 : 32, group) /* more overflow 16 bits */
 INLINE ints whole(partial sum) { return (ints)WIDE(madd_epi16)((words)sum, WIDE(set1_epi16)(1)); }
 INLINE partial dot(partial sum, words w, const int8_t *x) {
   int32_t four;
@@ -998,6 +1000,24 @@ static void round_rows(const Product *p, long m0, long m1) {
 /* The numbers of `steps` for a row. */
 INLINE long steps_of(const Packed *a) { return 2 * (a->K / part_of(a)); }
 
+/* MXFP4: the number that each byte, 0 to 15, stands for. Less 12, they are its sizes times two, with both signs. */
+static const uint8_t of_mxfp4[16] __attribute__((aligned(16))) = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if defined(__AVX512BW__)
+INLINE words looked_up_bytes(words w) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const void *)of_mxfp4)), w); }
+#elif defined(__AVX2__) && defined(__FMA__)
+INLINE words looked_up_bytes(words w) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const void *)of_mxfp4)), w); }
+#elif defined(__aarch64__)
+INLINE words looked_up_bytes(words w) { return vreinterpretq_u32_u8(vqtbl1q_u8(vld1q_u8(of_mxfp4), vreinterpretq_u8_u32(w))); }
+#else
+static NOINLINE words looked_up_bytes(words w) {
+  uint8_t each[sizeof w];
+  memcpy(each, &w, sizeof w);
+  for (unsigned i = 0; i < sizeof w; i++) each[i] = of_mxfp4[each[i]];
+  memcpy(&w, each, sizeof w);
+  return w;
+}
+#endif
+
 INLINE long unit_of(const int form) { return form == ROUNDED_5 ? 32 : form == ROUNDED_6 ? 16 : 8; }
 
 /* The n-th four weights of each row of a unit, which begins `at`; in two planes, the lower or the upper halves of them. */
@@ -1010,6 +1030,7 @@ INLINE words weights_of(const char *at, const int n, const int form, const int p
   }
   const uints w = (uints)load_words(at + n / 2 * LINE_NBYTES), low = (n % 2 ? w >> 4 : w) & halves;
   if (form == ROUNDED_4) return (words)low;
+  if (form == ROUNDED_MXFP4) return looked_up_bytes((words)low);
   const uints upper = (uints)load_words(at + unit_of(form) / 8 * LINE_NBYTES);
   const int bit = form == ROUNDED_5 ? n : 2 * n; /* where they are in each byte of `upper`, and 4 in the weight */
   return (words)(low | ((bit < 4 ? upper << (4 - bit) : upper >> (bit - 4)) & (form == ROUNDED_5 ? 0x10101010 : 0x30303030)));
@@ -1103,15 +1124,15 @@ typedef void Rounded(const Product *p, long m, long panel, long i0, long i1, flo
   }
 #define ROUNDEDS(form) ROUNDED(form, 1) ROUNDED(form, 2) ROUNDED(form, 3) ROUNDED(form, 4)
 #define TILES(form) 0, form##_1, form##_2, form##_3, form##_4
-ROUNDEDS(ROUNDED_4) ROUNDEDS(ROUNDED_5) ROUNDEDS(ROUNDED_6) ROUNDEDS(ROUNDED_8)
+ROUNDEDS(ROUNDED_4) ROUNDEDS(ROUNDED_5) ROUNDEDS(ROUNDED_6) ROUNDEDS(ROUNDED_8) ROUNDEDS(ROUNDED_MXFP4)
 #ifdef __AVX512F__
 #define MORE(form) ROUNDED(form, 5) ROUNDED(form, 6) ROUNDED(form, 7) ROUNDED(form, 8)
-MORE(ROUNDED_4) MORE(ROUNDED_5) MORE(ROUNDED_6) MORE(ROUNDED_8)
+MORE(ROUNDED_4) MORE(ROUNDED_5) MORE(ROUNDED_6) MORE(ROUNDED_8) MORE(ROUNDED_MXFP4)
 #undef TILES
 #define TILES(form) 0, form##_1, form##_2, form##_3, form##_4, form##_5, form##_6, form##_7, form##_8
 #endif
 static Rounded *const rounded_tiles[][ROUNDED_ROWS + 1] = {
-  {TILES(ROUNDED_4)}, {TILES(ROUNDED_5)}, {TILES(ROUNDED_6)}, {TILES(ROUNDED_8)},
+  {TILES(ROUNDED_4)}, {TILES(ROUNDED_5)}, {TILES(ROUNDED_6)}, {TILES(ROUNDED_8)}, {TILES(ROUNDED_MXFP4)},
 };
 
 static void multiply_rounded(const Product *p, long j0, long j1) {
@@ -1917,6 +1938,10 @@ INLINE void write_numbers(const Numbers *numbers, long count, const Packed *a, l
   }
 }
 
+/* The four bits of a number of MXFP4; 0 for what is none. */
+static const uint8_t to_mxfp4[32] = {[0] = 15, [4] = 14, [6] = 13, [8] = 12, [9] = 11, [10] = 10, [11] = 9,
+                                     [13] = 1, [14] = 2, [15] = 3, [16] = 4, [18] = 5, [20] = 6, [24] = 7};
+
 /* Where scale or offset g of row j lies, and of 8 bits the number for its SPAN. */
 INLINE char *factor_at(const Packed *a, int lines, long j, long g) {
   const long nbytes = factor_nbytes(a), row = factors_nbytes(a);
@@ -1998,6 +2023,10 @@ void rows_lay(void *matrix, long first, long count, int source, const uint8_t *f
         if (a->form == ROUNDED_5) write_numbers(&numbers, some, a, j, k, ROUNDED_5);
         if (a->form == ROUNDED_6) write_numbers(&numbers, some, a, j, k, ROUNDED_6);
         if (a->form == ROUNDED_8) write_numbers(&numbers, some, a, j, k, ROUNDED_8);
+        if (a->form == ROUNDED_MXFP4) {
+          for (long i = 0; i < some; i++) numbers.bytes[i] = to_mxfp4[numbers.bytes[i] & 31];
+          write_numbers(&numbers, some, a, j, k, ROUNDED_MXFP4);
+        }
         if (source >= OF_GGUF) block_factors(a, j, k, some, from + (j - first) * row, source);
       }
     for (long j = j0; j < j1; j++) {

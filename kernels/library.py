@@ -47,15 +47,16 @@ from kernels.build import FORMS, SOURCE, library, source_hash
 MOST_THREADS = 16  # by default; memory bandwidth is the limit before that, and more are untested
 # The hash of what every library computes in the check, on any processor. It changes with the order of
 # a sum: the line that refuses the library names the new one.
-BITS = "91cd043860efc5e9e45160a6f11fa366"
+BITS = "4e95ab827d28f73090e55f0afd7816b8"
 PLAIN_BITS = (
-    "336d8ee2dfbeca52b6897d34c627fb30"  # without fused multiply-adds; nothing else has these
+    "184e2fa6abd0f01988b39ef51bd575a4"  # without fused multiply-adds; nothing else has these
 )
 
 # Numbers and operations on rows, in the order of the `enum` in `cpu_kernels.c`
 FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS = range(5)
-ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8 = range(5, 9)  # for activations in 8 bits
-SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY, EXPERTS = range(9, 19)
+# For activations in 8 bits
+ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, ROUNDED_MXFP4 = range(5, 10)
+SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY, EXPERTS = range(10, 20)
 OF_GGUF = 100  # types of a file, from which weights are laid down; smaller: the bits of a weight
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = range(OF_GGUF, OF_GGUF + 8)
 LINE = 64  # bytes of the header of a packed matrix; a cache line
@@ -217,6 +218,7 @@ PANELS = [(ROUNDED_4, 4, 21, 2176, 64, 0), (ROUNDED_4, 4, 5, 96, 32, -8)]
 PANELS += [(ROUNDED_5, 5, 18, 128, 64, 0), (ROUNDED_5, 5, 5, 96, 32, -16)]
 PANELS += [(ROUNDED_6, 6, 5, 96, 32, 0), (ROUNDED_6, 6, 18, 48, 16, -32)]
 PANELS += [(ROUNDED_8, 8, 18, 1152, 128, 0), (ROUNDED_8, 8, 5, 96, 32, -128)]
+PANELS += [(ROUNDED_MXFP4, 5, 18, 128, 32, -12)]
 
 
 def why_unfit(loaded: ctypes.CDLL, form: str) -> str:

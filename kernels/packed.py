@@ -67,7 +67,11 @@ BITS = {
     library.ROUNDED_5: 5,
     library.ROUNDED_6: 6,
     library.ROUNDED_8: 8,
+    library.ROUNDED_MXFP4: 4,
 }
+# Numbers of MXFP4 (`models/mxfp4.py`) have five bits in files, as we read them, and this center
+MXFP4_CENTER = -12.0
+MXFP4_NUMBERS = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 MLX_GROUPS = (32, 64, 128)  # group sizes that MLX's own products support
 PARTS = ("weight", "scales", "offsets")
 LEAST_SHARE = 2**18  # bytes of a file that a thread copies at a time
@@ -160,6 +164,8 @@ class Matrix(NamedTuple):
         if self.center:
             factors.append(factors[0] * self.center)
         weight = as_bytes(weight, self.bits, self.rounds)[..., : self.width // 4]
+        if self.rounds and self.center == MXFP4_CENTER:
+            weight = mx.array(MXFP4_NUMBERS, mx.uint8)[weight.view(mx.uint8)].view(mx.uint32)
         return dequantized(weight, *factors, self.group, 8)
 
     @property
@@ -231,7 +237,7 @@ def packed(*parts: Matrix, rounds: bool = False, memory: Memory | None = None) -
     rounds = rounds and is_few_bits
     K = first.width
     group = first.group or K
-    form = form_of(first.bits, rounds) or FORMS[first.weight.dtype]
+    form = form_of(first.bits, rounds, first.center) or FORMS[first.weight.dtype]
     *many, _, _ = first.weight.shape
     N = sum(part.weight.shape[-2] for part in parts)
     count = math.prod(many)  # one matrix, or one for each expert
@@ -365,8 +371,10 @@ def memory_header() -> mx.array:
     return header
 
 
-def form_of(bits: int, rounds: bool) -> int | None:
+def form_of(bits: int, rounds: bool, center: float = 0.0) -> int | None:
     """The form in which our product reads weights of this many bits; None for 16 bits."""
+    if rounds and center == MXFP4_CENTER:
+        return library.ROUNDED_MXFP4
     return (ROUNDED_FORMS if rounds else FLOAT_FORMS).get(bits)
 
 

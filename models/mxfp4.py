@@ -1,21 +1,20 @@
 """MXFP4, in which gpt-oss stores its experts: a weight is one of 15 numbers times a power of two.
 
 Doubled, these numbers are whole, from -12 to 12. So MXFP4 is a quantization like any other, of 5 bits in
-groups of 32, and exact: a weight is scale * (number - 12).
+groups of 32, and exact: a weight is scale * (number - 12). Next to activations of 8 bits our product keeps
+four bits, which say which of the numbers a weight is.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from kernels import packed
 from kernels.device import mx
 from kernels.packed import words
 
-BITS, GROUP, CENTER = 5, 32, -12.0
-DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
-NUMBERS = [12 + each for each in DOUBLED] + [
-    12 - each for each in DOUBLED
-]  # by the four bits of a file
+BITS, GROUP, CENTER = 5, 32, packed.MXFP4_CENTER
+NUMBERS = packed.MXFP4_NUMBERS  # by the four bits of a file
 NAN = 255  # as a scale
 
 

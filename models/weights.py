@@ -334,7 +334,7 @@ class Weights:
         if form != "packed":
             return tensor.bits * count // 8 + 2 * factors * (count // width)
         *many, N, _ = shape
-        row = row_nbytes(width, form_of(tensor.bits, rounds)) + factors * (
+        row = row_nbytes(width, form_of(tensor.bits, rounds, tensor.center)) + factors * (
             1 if tensor.center else 2
         )
         return math.prod(many) * rows_of(N, rounds) * row

@@ -126,7 +126,7 @@ static void draw_and_examine(unsigned *state, int most_M, int most_N, int most_K
 
 /* --- packed weights ------------------------------------------------------------------------------------------------ */
 
-enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, SOFTMAX, SWIGLU, GEGLU, NORM, CAP };
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, ROUNDED_MXFP4, SOFTMAX, SWIGLU, GEGLU, NORM, CAP };
 
 /* The value of a number of 16 bits, by its definition: no trick that cpu_kernels.c might share. */
 static float value(int form, unsigned bits) {

@@ -17,6 +17,7 @@ from distributed.group import Ranks
 from kernels import device, library
 from kernels.device import mx, tree_flatten
 from kernels.packed import Matrix, address, dequantized, joined, packed
+from models import mxfp4
 from models.forward_cost import arrays, nbytes_of
 from models.load import ModelReader, read_model
 from models.memory import is_batch_invariant
@@ -49,6 +50,12 @@ def centered(seed: int, shape: tuple, bits: int) -> Matrix:
     """As Q4_0, Q5_0 and Q8_0 of GGUF are: an offset is its scale times a power of two."""
     plain = quantized(seed, shape, bits, 32)
     return plain._replace(offsets=None, center=-float(2 ** (bits - 1)))
+
+
+def of_mxfp4(seed: int, shape: tuple) -> Matrix:
+    weight, scales = mx.quantize(normal(seed, *shape), mode="mxfp4")
+    own = mxfp4.decoded(weight.flatten(0, -2)).reshape(*shape[:-1], -1), mxfp4.powers(scales)
+    return Matrix(own[0], None, own[1], None, mxfp4.BITS, mxfp4.GROUP, center=mxfp4.CENTER)
 
 
 def of_bytes(seed: int, shape: tuple, bits: int, group: int, center: float = 0.0) -> Matrix:
@@ -170,6 +177,7 @@ def test_packed_experts_have_the_widened_bits(make, how):
         pytest.param(lambda seed: of_bytes(seed, (37, 1280), 5, 32), id="Q5_K"),
         pytest.param(lambda seed: of_bytes(seed, (37, 1280), 6, 16, -32.0), id="Q6_K"),
         pytest.param(lambda seed: centered(seed, (37, 96), 8), id="Q8_0"),
+        pytest.param(lambda seed: of_mxfp4(seed, (37, 288)), id="MXFP4"),
     ],
 )
 def test_experts_round_each_row_by_itself(make):
@@ -208,6 +216,7 @@ def rounded_product(x: np.ndarray, part: Matrix) -> np.ndarray:
         pytest.param(centered(9, (18, 96), 4), id="Q4_0"),
         pytest.param(centered(10, (18, 96), 5), id="Q5_0"),
         pytest.param(centered(11, (18, 96), 8), id="Q8_0"),
+        pytest.param(of_mxfp4(12, (37, 2304)), id="MXFP4"),
     ],
 )
 def test_int8_activations_round_each_row_by_itself(part):
