@@ -55,7 +55,7 @@ class Prefill(NamedTuple):
     slot: int
     ids: tuple[int, ...]
     start: int  # the row of its first token
-    asked: bool  # the chunk ends its prompt: a token is sampled from its last row
+    emits: bool  # the chunk ends its prompt: a token is sampled from its last row
     # Where the rows [0:start] come from first, if they are not in the slot
     copied_from: int | None = None  # another slot
     restored: RestoredRows | None = None  # disk
@@ -232,7 +232,7 @@ class Runner:
         with device_lock, device_stream():
             rows = {0: [SamplingRow(0, SamplingParams(), 0, 0)]}
             moves = [Move(-1, 0, 0, 0), Move(0, 0, 0, 1)]
-            prompt = Prefill(0, ids=(0,), start=0, asked=True, move=moves[0])
+            prompt = Prefill(0, ids=(0,), start=0, emits=True, move=moves[0])
             self.run(ForwardBatch((), (prompt,), ()), rows).read_back()
             self.run(ForwardBatch((), (), [Decoding(0, 1, (), moves[1])]), rows).read_back()
             self.reset()
@@ -305,7 +305,7 @@ class Runner:
             slot, start, move = [prefill.slot], [prefill.start], [prefill.move]
             windows.append(Window(self.slab, slot, start, len(padded), move))
             ids.append(mx.array(padded))
-            if prefill.asked:
+            if prefill.emits:
                 asked.append(count + len(prefill.ids) - 1)
                 slots.append(prefill.slot)
             count += len(padded)
@@ -324,7 +324,7 @@ class Runner:
         token needs none."""
         proofs = {}
         for prefill in prefills:
-            if not prefill.asked:
+            if not prefill.emits:
                 stop = prefill.start + len(prefill.ids)
                 proof = self.slab.proof(prefill.slot, prefill.start, stop)
                 proofs[prefill.slot] = self.ranks.sum(proof)  # each rank has heads of its own

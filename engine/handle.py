@@ -73,7 +73,7 @@ class Handle:
         self.origin = origin
         self.grammar = grammar
         self.is_thinking = is_thinking
-        # Sampling depends on the tokens before
+        # True if sampling depends on the tokens before
         self.looks_back = sampling.looks_back or grammar is not None
         self._is_last_piece = ends
         self.seed = (
@@ -82,8 +82,7 @@ class Handle:
         self.logprobs = TokenLogprobs()
         self.vector: array | None = None
         self.error: str | None = None  # why the request failed, in one line
-        # What was raised, if the request failed by an exception
-        self.exception: BaseException | None = None
+        self.exception: BaseException | None = None  # that ended the request
         self._engine = engine
         self.prefill_clock = PrefillClock()
         self._end_tokens = sampling.stop_tokens | (
@@ -122,8 +121,12 @@ class Handle:
     def __iter__(self) -> Iterator[str]:
         """The text while it is generated, in pieces that never end within a character."""
         seen = 0
+
+        def has_news() -> bool:
+            return len(self.pieces) > seen or self.finish_reason is not None
+
         while True:
-            self._wait(lambda seen=seen: len(self.pieces) > seen or self.finish_reason is not None)
+            self._wait(has_news)
             if seen == len(self.pieces):
                 return
             yield self.pieces[seen]

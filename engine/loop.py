@@ -127,7 +127,7 @@ class Loop:
     """Steps an engine in a thread of its own, from `start` to `stop`, or inside a `with` block.
 
     `between` is called after each step, and whenever the loop wakes up. It returns the seconds after
-    which it must be called again, or None. `watch` is the engine's clock, if that can be stopped.
+    which it must be called again, or None. `clock` is the engine's clock, if that can be stopped.
     `turns` is shared with the loops of other engines; None: there is no other.
     """
 
@@ -135,18 +135,16 @@ class Loop:
         self,
         engine: Engine,
         between: Callable = lambda: None,
-        watch: Stopwatch | None = None,
+        clock: Stopwatch | None = None,
         turns: Turns | None = None,
     ):
-        # `stepping`: steps still to be run by hand
         self.engine = engine
         self.paused = False
-        self.stepping = 0
-        # Slow motion: steps a second; 0: as fast as it can
-        self.slow = 0.0
+        self.stepping = 0  # steps still to be run by hand
+        self.slow = 0.0  # slow motion, in steps a second; 0: as fast as it can
         self._next = 0.0  # when the next step of slow motion is due
         self._between = between
-        self._watch = watch or Stopwatch()
+        self._clock = clock or Stopwatch()
         self._turns = turns
         self._commands: deque[Callable[[], None]] = deque()
         self._stopping = False
@@ -214,7 +212,7 @@ class Loop:
     @property
     def paused_s(self) -> float:
         """The seconds of all pauses."""
-        return self._watch.stopped_s
+        return self._clock.stopped_s
 
     # --- for any thread; these return at once
 
@@ -262,7 +260,7 @@ class Loop:
         # Single steps wake it even if there is nothing to do: `_step` drops them
         must_step = due == 0 and (self.stepping or self.engine.has_work)
         # The clock stops until the next step of slow motion
-        must_stop_clock = due and not self._watch.is_stopped
+        must_stop_clock = due and not self._clock.is_stopped
         return bool(self._stopping or self._commands or must_step or must_stop_clock)
 
     def _due(self) -> float | None:
@@ -270,7 +268,7 @@ class Loop:
         if self.paused and not self.stepping:
             return None
         if self.slow and self.engine.has_work:
-            return max(0.0, self._next - self._watch.real)
+            return max(0.0, self._next - self._clock.real)
         return 0.0
 
     def turn(self) -> float | None:
@@ -281,16 +279,16 @@ class Loop:
         if self.paused or self.slow:
             self._guarded(self._read_back)
         if self._due() == 0:
-            self._watch.resume()
+            self._clock.resume()
             self._guarded(self._step)
         if (due := self._due()) != 0:
-            self._watch.stop()
+            self._clock.stop()
         rests = (due or None, self._guarded(self._between))
         return min((rest for rest in rests if rest is not None), default=None)
 
     def _step(self) -> None:
         if self.slow:
-            self._next = self._watch.real + 1 / self.slow
+            self._next = self._clock.real + 1 / self.slow
         if not self._turns:
             worked = self.engine.step()
         else:

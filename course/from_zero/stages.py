@@ -359,7 +359,7 @@ and back from places to ids""",
                 """One forward pass for the whole batch, `step.batch`: first each of its prefills, with a
                 window of its own; then all of its decodes, a slot and a row each, in one window. The newest
                 token of each slot is on the device, in `self._newest` (slots,). Asked are the last token
-                of each prefill that is `asked`, and each token that decodes. `self.model.head` makes
+                of each prefill that `emits` one, and each token that decodes. `self.model.head` makes
                 logits of their states. Start the pass: `self._start([logits])`; if nothing is asked,
                 `self._start(self.slab.written())`. Append what is asked: its slots to `step.slots`, and
                 its states and logits, in the same order, to `step.states` and `step.logits`. (Leave
@@ -370,7 +370,7 @@ and back from places to ids""",
                     "slots and rows of all decodes, L=1, for these. No decodes, no window.",
                     """for prefill in step.batch.prefills:
     ids.append(mx.array(prefill.ids)); windows.append(...); count += len(prefill.ids)
-    if prefill.asked: asked.append(count - 1); slots.append(prefill.slot)
+    if prefill.emits: asked.append(count - 1); slots.append(prefill.slot)
 if step.batch.decodes:
     decoding = [each.slot for each in step.batch.decodes]; rows = ...
     ids.append(self._newest[mx.array(decoding)]); windows.append(...)

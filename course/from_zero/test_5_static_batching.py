@@ -61,7 +61,7 @@ def test_the_policy_says_who_is_next():
 def run(runner: Runner, prefills: Sequence[Prefill], *decodes: tuple[int, int], **settings) -> dict:
     """Run a step of a runner with 3 slots. Returns the tokens by slot. `decodes`: slots and rows."""
     order = ForwardBatch((), prefills, [Decoding(slot, row, ()) for slot, row in decodes])
-    slots = [prefill.slot for prefill in prefills if prefill.asked]
+    slots = [prefill.slot for prefill in prefills if prefill.emits]
     slots += [slot for slot, _ in decodes]
     picks = {
         slot: [SamplingRow(slot, SamplingParams(**settings), seed=0, index=0)] for slot in slots
@@ -93,7 +93,7 @@ def test_prompts_of_different_lengths():
     one = ids_of(SUM)
     two = ids_of(COUNT)
     wanted = [{0: b, 2: a} for a, b in zip(parts(SUM), parts(COUNT), strict=False)]
-    prompts = [Prefill(2, one, 0, asked=True), Prefill(0, two, 0, asked=True)]
+    prompts = [Prefill(2, one, 0, emits=True), Prefill(0, two, 0, emits=True)]
     assert run(runner, prompts) == wanted[0]
     assert run(runner, [], (0, len(two)), (2, len(one))) == wanted[1]
     assert run(runner, [], (0, len(two) + 1), (2, len(one) + 1)) == wanted[2]
@@ -105,10 +105,10 @@ def test_chunks():
     runner = new_runner()
     one = ids_of(SUM)
     two = ids_of(COUNT)
-    assert run(runner, [Prefill(1, one[:4], 0, asked=False)]) == {}
-    both = [Prefill(0, two, 0, asked=True), Prefill(1, one[4:7], 4, asked=False)]
+    assert run(runner, [Prefill(1, one[:4], 0, emits=False)]) == {}
+    both = [Prefill(0, two, 0, emits=True), Prefill(1, one[4:7], 4, emits=False)]
     assert run(runner, both) == {0: parts(COUNT)[0]}
-    rest = [Prefill(1, one[7:], 7, asked=True)]
+    rest = [Prefill(1, one[7:], 7, emits=True)]
     assert run(runner, rest, (0, len(two))) == {0: parts(COUNT)[1], 1: parts(SUM)[0]}
 
 
@@ -119,16 +119,16 @@ def test_every_pass_is_started():
     start = runner._start
     started: list[tuple] = []
     runner._start = lambda *results: (started.append(results), start(*results))
-    run(runner, [Prefill(1, ids_of()[:4], 0, asked=False)])
+    run(runner, [Prefill(1, ids_of()[:4], 0, emits=False)])
     assert len(started) == 1
-    run(runner, [Prefill(1, ids_of()[4:], 4, asked=True)])
+    run(runner, [Prefill(1, ids_of()[4:], 4, emits=True)])
     assert len(started) == 2
 
 
 @pytest.mark.about("_sample")
 def test_logprobs():
     """Who asks for log probabilities gets them."""
-    logprobs = run(new_runner(), [Prefill(2, ids_of(), 0, asked=True)], logprobs=2)
+    logprobs = run(new_runner(), [Prefill(2, ids_of(), 0, emits=True)], logprobs=2)
     assert [*logprobs] == [(2, 0)], "by slot and index"
     likeliest, value = logprobs[2, 0].top[0]
     assert text_of([likeliest]) == parts(SUM)[0]

@@ -89,7 +89,7 @@ def test_flight():
     enqueue = runner._enqueue
     started: list[object] = []
     runner._enqueue = lambda *results: (started.extend(results), enqueue(*results))
-    order = ForwardBatch((), [Prefill(1, ids_of(), 0, asked=True)], [])
+    order = ForwardBatch((), [Prefill(1, ids_of(), 0, emits=True)], [])
     step = runner.start_forward(order)
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((mx, "eval"), (mx.array, "item"), (mx.array, "tolist")):
@@ -107,7 +107,7 @@ def test_flight():
     assert runner._newest.tolist() == [0, *tokens[1], 0], "the newest token of each slot"
     times = (flight.build_s, flight.device_s, flight.wait_s)
     assert all(isinstance(each, float) and each >= 0 for each in times), times
-    chunk = ForwardBatch((), [Prefill(0, ids_of()[:4], 0, asked=False)], [])
+    chunk = ForwardBatch((), [Prefill(0, ids_of()[:4], 0, emits=False)], [])
     flight = runner.run(chunk, {})
     flight.read_back()
     assert flight.finite == [0], "`step.proofs` say that the rows of a chunk are finite"

@@ -97,7 +97,7 @@ def test_recorded_batches_are_complete(record):
     assert (
         sum(prefill.copied_from is not None for order in orders for prefill in order.prefills) > 2
     )
-    asked = [[prefill.asked for prefill in order.prefills] for order in orders]
+    asked = [[prefill.emits for prefill in order.prefills] for order in orders]
     assert sum(any(each) and not all(each) for each in asked) > 2, (
         "no pass in which only some chunks end their prompts"
     )
@@ -119,7 +119,7 @@ def test_batch_alone_says_who_samples(record):
     for (order, picks), tokens in zip(record.steps, record.tokens, strict=True):
         decoding = [slot for slot, *_ in order.decodes]
         slots = [*(prefill.slot for prefill in order.prefills), *decoding]
-        asked = {*(prefill.slot for prefill in order.prefills if prefill.asked), *decoding}
+        asked = {*(prefill.slot for prefill in order.prefills if prefill.emits), *decoding}
         assert picks.keys() == asked
         assert len(set(slots)) == len(slots), "a slot moves on by two units"
         said = {slot for slot, rows in enumerate(tokens) if max(rows) >= 0}

@@ -231,7 +231,7 @@ def test_slow_motion_rate(make_engine):
     watch = Stopwatch()
     engine = make_engine(clock=watch)
     engine.submit([1], SHORT).result()  # warm
-    loop = Loop(engine, watch=watch).start()
+    loop = Loop(engine, clock=watch).start()
     loop.slow = 10.0
     loop.call(lambda: None)
     began, told, before = time.monotonic(), watch(), engine.registry.steps.count
@@ -251,7 +251,7 @@ def test_slow_motion_can_be_left_at_once(make_engine):
     """One step in a hundred seconds: a thread that waited for the next step waited forever."""
     watch = Stopwatch()
     engine = make_engine(clock=watch)
-    loop = Loop(engine, watch=watch).start()
+    loop = Loop(engine, clock=watch).start()
     loop.slow = 0.01
     handle, heard = engine.submit([1], LONG), threading.Event()
     wait_for(lambda: engine.registry.steps.count == 1)
@@ -270,7 +270,7 @@ def test_slow_motion_wakes_for_a_request(make_engine):
     """Even when the next step is not due yet."""
     watch, turns = Stopwatch(), []
     engine = make_engine(clock=watch)
-    loop = Loop(engine, between=lambda: turns.append(1), watch=watch)
+    loop = Loop(engine, between=lambda: turns.append(1), clock=watch)
     loop.slow = 10.0
     loop.start()
     wait_for(lambda: turns)  # an idle turn; the next step is due a tenth of a second later
@@ -295,7 +295,7 @@ def test_step_without_a_plan(engine):
 def test_a_pause_stops_the_engines_clock(make_engine):
     watch = Stopwatch()
     engine = make_engine(clock=watch)
-    loop = Loop(engine, watch=watch).start()
+    loop = Loop(engine, clock=watch).start()
     loop.pause()
     wait_for(lambda: loop.paused and watch() == watch())
     began = time.monotonic()

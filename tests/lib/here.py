@@ -12,7 +12,7 @@ class Here(Server):
 
     def __init__(self, engine, **options):
         self.api = APIServer(Options(port=0, **options)).start()
-        self.loop = Loop(engine, watch=Stopwatch()).start()
+        self.loop = Loop(engine, clock=Stopwatch()).start()
         self.api.open(engine, self.loop, "small")
         self.address = self.api.address
         host, port = self.address.removeprefix("http://").split(":")

@@ -166,7 +166,7 @@ class Parrot:
         if is_taught:
             teach(self.engine)
         self.api = APIServer(Options(port=port, **options)).start()
-        self.loop = Loop(self.engine, watch=Stopwatch()).start()
+        self.loop = Loop(self.engine, clock=Stopwatch()).start()
         self.api.open(self.engine, self.loop, "parrot")
 
     def close(self) -> None:

@@ -316,7 +316,7 @@ class Runner:
             ids.append(mx.array(prefill.ids))
             windows.append(Window(self.slab, [prefill.slot], [prefill.start], len(prefill.ids)))
             count += len(prefill.ids)
-            if prefill.asked:
+            if prefill.emits:
                 asked.append(count - 1)
                 slots.append(prefill.slot)
         if batch.decodes:

@@ -153,7 +153,7 @@ class WordRunner:
         tokens = [[-1] for _ in range(self.slots)]
         cost = 0.01 * bool(order.decodes) + 0.005 * len(order.prefills)
         device_s = max(0.0, self.clock() - began - 0.001)
-        finite = [chunk.slot for chunk in order.prefills if not chunk.asked]
+        finite = [chunk.slot for chunk in order.prefills if not chunk.emits]
         self.flight = WordFlight(self, tokens, began, cost, device_s, finite)
         return self.flight
 

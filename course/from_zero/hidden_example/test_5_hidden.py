@@ -23,8 +23,8 @@ def test_any_slots_and_cuts():
         for slot, prompt in zip(slots, prompts, strict=True):
             ids = ids_of(prompt)
             at = dice.randint(1, len(ids) - 1)
-            first.append(Prefill(slot, ids[:at], 0, asked=False))
-            last.append(Prefill(slot, ids[at:], at, asked=True))
+            first.append(Prefill(slot, ids[:at], 0, emits=False))
+            last.append(Prefill(slot, ids[at:], at, emits=True))
         assert run(runner, first) == {}
         for slot, said in run(runner, last).items():
             assert ANSWERS[prompts[slots.index(slot)]].startswith(said)
