@@ -34,6 +34,7 @@ from pathlib import Path
 
 from base.error_reports import let_go, show_fault
 from base.untrusted_files import ModelError
+from base.validation import check_type
 from engine.deferred_interrupt import defer_interrupt
 from engine.disk_prefix_cache import SlotCache
 from engine.handle import Handle, Result
@@ -43,12 +44,12 @@ from engine.model_source import ModelSource, Report
 from engine.registry import RequestRegistry
 from engine.runner_protocol import RunnerProtocol
 from engine.snapshot import Snapshot, StepTimes
+from engine.step_time import StepTime
 from kernels import device
 from kernels.device import device_lock, device_stream
 from models import memory
 from models.embedding_support import check_embeds
 from models.layers import Model
-from models.memory import Sizes
 from policies import DEFAULT, POLICIES, policy_of
 from prompt_lookup import Drafter, PromptLookup
 from request import Chunk, Decode, Plan, QueueFull, Request
@@ -71,12 +72,11 @@ class Engine:
     `chunk`: tokens of a prefill chunk, 128 by default on a CPU and 512 on a GPU.
     `budget`: tokens of a step. By default one for each slot, and two chunks.
     `step_ms`: milliseconds of a step while somebody decodes, which decide how much of a prompt it
-    reads. By default the larger of 200 and four times a step without a chunk, or no limit if the
-    engine is not `is_batch_invariant`, so that no token depends on them.
+    reads. By default the larger of 200 and four times a step without a chunk.
     `prefix_cache`: prefix caching. A prompt that begins like an earlier one starts from its rows.
     `speculate`: speculative decoding by prompt lookup, up to this many draft tokens per request and
-    step; 0 turns it off. By default draft tokens are tried where they pay, and never if the engine
-    is not `is_batch_invariant`, so that no token depends on them. A `Drafter` proposes its own.
+    step; 0 turns it off. By default they are tried where they pay. A `Drafter` proposes its own.
+    (If the engine is not `is_batch_invariant`, both are off by default: tokens would depend on them.)
     `slot_cache`: "DIR" or "DIR:SIZE". Slots are saved there, and found again after a restart.
     `state_memory`: bytes for checkpoints, in a model with states (Qwen 3.5). By default two a slot.
     `embeds`: treat the model as an embedding model, even if its files do not say so.
@@ -85,11 +85,11 @@ class Engine:
     is held then, so it may do anything, except wait for results in the thread of a `Loop`.
     """
 
-    # `Lifecycle` sets these
-    model: Model
+    model: Model  # set by `Lifecycle`, as the next six are
     text: Tokenizer
     runner: RunnerProtocol | None  # None while the model is unloaded
     drafter: Drafter
+    step_time: StepTime
     is_batch_invariant: bool  # the bits of a request's logits are independent of its neighbours
     summary: str
 
@@ -114,7 +114,7 @@ class Engine:
         embeds: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         runner: RunnerProtocol | None = None,  # a fake one, for tests
-        sizes: Sizes | None = None,  # set by `load`, before it reads the weights
+        sizes: memory.Sizes | None = None,  # set by `load`, before it reads the weights
     ):
         asked = (slots, max_len, chunk, budget, usual_len, None, state_memory)
         sizes = memory.agreed(model, sizes or memory.fit_beside(model, *asked))
@@ -160,10 +160,8 @@ class Engine:
         `prefix_cache`, `speculate`: False forbids cached prefixes, or draft tokens.
         """
         sampling = SamplingParams() if sampling is None else sampling
-        if not isinstance(sampling, SamplingParams):
-            raise ValueError(f"sampling is a {type(sampling).__name__}; give SamplingParams")
-        if not isinstance(client, str):
-            raise ValueError(f"client is a {type(client).__name__}; give a text")
+        check_type("sampling", sampling, SamplingParams, "SamplingParams")
+        check_type("client", client, str, "a text")
         text = self.text
         if sampling.embeds or not self.model.config.has_head:
             check_embeds(text.folder, sampling.embeds, self.embeds)
@@ -266,7 +264,7 @@ class Engine:
             times = StepTimes(step.began, began, read, self.clock())
             seconds = self.registry.record(plan, step, done, times)
             self.step_time.learn(plan, done, seconds)
-            self.registry.note_time_left(self.step_time.estimates(self.sched, read))
+            self.registry.record_time_left(self.step_time.estimates(self.sched, read))
             self.drafter.learn(plan, read)
             self.changed.notify_all()
         self._in_flight.popleft()
@@ -276,11 +274,10 @@ class Engine:
         handle = self.registry.open.get(member.request.id)
         if handle is None:  # the request has ended, and the tokens of its rows will be dropped
             return [SamplingRow(member.slot, SamplingParams(), 0, 0)] * (1 + len(member.draft))
-        masks: Sequence[bytes] = ()  # what the grammar allows after each token of a draft
-        try:
-            if handle.grammar is not None:
-                masks = handle.grammar.masks(member.draft)
-        except BaseException as error:  # a panic in a Rust library is no Exception
+        try:  # what the grammar allows after each token of a draft
+            masks = handle.grammar.masks(member.draft) if handle.grammar else ()
+        except BaseException as error:  # a panic in a Rust library is not an Exception
+            masks = ()
             let_go(error)
             with self.changed:
                 self._end(handle, "error", error)
@@ -296,8 +293,6 @@ class Engine:
         if plan is None or not self.run_ahead or plan.is_due(self.eager_first_token):
             return False
         return not self.drafter.may_follow(plan)
-
-    # --- around a step, and after a failure
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -325,8 +320,7 @@ class Engine:
         - All end if no step was planned or in flight (the cause is unknown then), or if no new
           slab could be allocated. With tensor parallelism, the process ends.
         """
-        unstarted = self._unstarted
-        self._unstarted = None
+        unstarted, self._unstarted = self._unstarted, None
         what = "a step" if unstarted is None else f"step {unstarted.step:,}"
         show_fault(f"{what} failed", error)
         self.ranks.fail(error)

@@ -33,6 +33,12 @@ def real(name: str, value: object, least: float, most: float) -> float:
     return float(value)
 
 
+def check_type(name: str, value: object, kind: type, what: str) -> None:
+    """Raise ValueError if the value is not of this type. `what`: the type, in a user's words."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is a {type(value).__name__}; give {what}")
+
+
 def read_whole(name: str, text: str, least: int, most: float = math.inf) -> int:
     try:
         return whole(name, int(text), least, most)

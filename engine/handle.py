@@ -289,7 +289,7 @@ class Handle:
         self.error = error
         try:
             self.flush()
-        except BaseException as fault:  # a panic in the tokenizer's Rust is no Exception
+        except BaseException as fault:  # a panic in the tokenizer's Rust is not an Exception
             show_fault(f"the last text of request {self.id} is lost", fault)
 
     def flush(self) -> None:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 class Lifecycle:
     """The model of an engine. Only this sets what depends on it: the engine's `model`, `text`, `runner`,
-    `drafter`, `step_time`, `is_batch_invariant` and `summary`, its scheduler's sizes, and the key of its slot cache.
+    `drafter`, `step_time`, `is_batch_invariant` and `summary`, its scheduler's sizes, and the key of its
+    slot cache.
 
     `speculate`, `step_ms`: as `Engine` takes them.
 

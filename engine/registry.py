@@ -110,7 +110,7 @@ class RequestRegistry:
         try:
             output = outputs.get((request.slot, len(request.answer) - 1), StepOutput(token))
             return handle.append_token(output._replace(token=token), clock())
-        except BaseException as error:  # a panic in the tokenizer's Rust is no Exception
+        except BaseException as error:  # a panic in the tokenizer's Rust is not an Exception
             handle.error = describe(error)
             handle.exception = error
             if not isinstance(error, GrammarError):  # that is its client's mistake
@@ -132,8 +132,8 @@ class RequestRegistry:
                 handle.prefill_clock.record_chunk(start, stop, step.began, step.ended)
         return step.seconds
 
-    def note_time_left(self, left_s: Mapping[int, float]) -> None:
-        """Note when prompts will have been read, by request."""
+    def record_time_left(self, left_s: Mapping[int, float]) -> None:
+        """Record the seconds until prompts are read, by request."""
         for id, seconds in left_s.items():
             self.open[id].prefill_clock.left_s = seconds
 

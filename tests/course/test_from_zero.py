@@ -379,7 +379,7 @@ def test_a_teacher_sees_who_is_where(tmp_path, capsys):
     assert check.main([str(anna), str(ben), str(tmp_path / "carl")]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
     assert f"{'·' * len(STAGES)}  at stage 1, one token says something: 0 of 3 written" in first
-    assert f"■{'·' * (len(STAGES) - 1)}  at stage 2" in second and "is no folder" in third
+    assert f"■{'·' * (len(STAGES) - 1)}  at stage 2" in second and "is not a folder" in third
 
 
 # --- programs run another book ------------------------------------------------------------------
