@@ -295,10 +295,11 @@ class ParserState:
                 self._text = self._text.removeprefix(header.text)
                 yield from self._skip_space()
                 yield from self._message(header)
-            else:
-                if self.is_cut and begins_header(self._text) is not False:
-                    self._text = ""
+            elif self.is_cut and begins_header(self._text) is not False:
+                self._text = ""
+            elif self._text.startswith(HARMONY.opens):
                 self._text = self._text.removeprefix(HARMONY.opens)
+            else:
                 if self._text.startswith("<|start|>"):  # of another role
                     self._text = self._text.removeprefix("<|start|>")
                     self._say("content", "<|start|>")

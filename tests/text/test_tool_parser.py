@@ -678,6 +678,9 @@ def test_messages_that_max_tokens_cuts_off():
         parts = parse(text[:end], GPT_OSS, is_cut=True)
         assert all("<|" not in part.text for part in parts), text[:end]
         assert [part.kind for part in parts if part.kind == "content"] == []
+    text = "<|start|>assistant<|start|>assist"
+    for cut in range(len(text) + 1):
+        assert parse([text[:cut], text[cut:]], GPT_OSS, is_cut=True) == [], cut
 
 
 def test_random_messages_of_harmony_are_parsed_however_cut():
