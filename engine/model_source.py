@@ -6,6 +6,7 @@ everything is checked: names and shapes, the tokenizer, and the memory.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from models.memory import Sizes, described
 from text.tokenizer import Tokenizer
 
 Report = Callable[[str], None]  # receives a line for each stage
+SILENT_S = 2.0  # while weights are read, a line comes at most this often
 
 
 class ModelSource(NamedTuple):
@@ -82,8 +84,20 @@ class Checked(NamedTuple):
     def read_model(self) -> Model:
         report = self.source.report
         reader = self.reader
-        report(f"reading {readable(reader.nbytes)} of weights from {reader.folder.name}")
+        nbytes = reader.nbytes
+        report(f"reading {readable(nbytes)} of weights from {reader.folder.name}")
+        began = said = time.perf_counter()
+
+        def between(share: float) -> None:
+            nonlocal said
+            give_way()
+            now = time.perf_counter()
+            if share and now - said > SILENT_S:
+                said = now
+                rate = share * nbytes / (now - began) / 1e9
+                report(f"read {readable(share * nbytes)} of {readable(nbytes)}, {rate:.2g} GB/s")
+
         with device_lock, device_stream():
-            model = reader.read_model(give_way)
+            model = reader.read_model(between)
         report(f"allocating the slab: {described(model, self.sizes)}")
         return model

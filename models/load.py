@@ -193,24 +193,25 @@ class ModelReader:
         free = None if self.free is None else self.free - self.nbytes
         return fit(self.config, self.kv_dtype.size, free, **options)
 
-    def read_model(self, between: Callable[[], None] = lambda: None) -> Model:
-        """`between` is called between two layers."""
+    def read_model(self, between: Callable[[float], None] = lambda share: None) -> Model:
+        """`between` is called between two layers, with the share of them that has been read."""
         self.check_room()
         # Headers and whole lines of the cache are not in the estimate
         self.memory = Memory(self.nbytes + 4 * LINE * len(self.weights.tensors))
         c = self.config
-        # Evaluate layer by layer: else the files' arrays and ours would all be in memory together
-        positions = [(*c.positions(i), c.heads(i).Dh) for i in range(c.layers)]
-        kinds = list(dict.fromkeys(positions))
-        layers = []
-        for i, each in enumerate(positions):
-            between()
-            layers.append(self.layer(i, kinds.index(each)))
+        # While a matrix is laid down, its numbers are in memory twice, so the largest ones come first
         norm = self.norm("model.norm")
         table = self.linear("model.embed_tokens")
         head = None
         if self.ranks.rank == 0:
             head = table if c.tied else self.linear("lm_head")
+        # Evaluate layer by layer: else the files' arrays and ours would all be in memory together
+        positions = [(*c.positions(i), c.heads(i).Dh) for i in range(c.layers)]
+        kinds = list(dict.fromkeys(positions))
+        layers = []
+        for i, each in enumerate(positions):
+            between(i / c.layers)
+            layers.append(self.layer(i, kinds.index(each)))
         cap = partial(capped, cap=c.head_cap) if head and c.head_cap else None
         growth = Growth.for_config(*c.growth, c.H) if c.growth else None
         kinds = tuple(

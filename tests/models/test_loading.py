@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import struct
 import threading
@@ -17,6 +18,7 @@ from parity import GPT_OSS, MINISTRAL
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from base.untrusted_files import LARGEST, LARGEST_OTHER, ModelError
+from engine import model_source
 from kernels import device
 from kernels.device import mx
 from models import config as configs
@@ -83,6 +85,14 @@ def test_cpu_weights_become_float32(tmp_path):
     folder = make_checkpoint(tmp_path, dtype=mx.float16)
     assert read_model(folder).dtype == mx.float32
     assert read_model(folder, "checkpoint").dtype == mx.float16
+
+
+def test_a_long_load_says_how_far_it_is(folder, monkeypatch):
+    monkeypatch.setattr(model_source, "SILENT_S", 0)
+    said = []
+    Engine.load(folder, slots=1, max_len=16, report=said.append).close()
+    progress = r"read [\d.]+ \w+ of [\d.]+ \w+, [\d.e-]+ GB/s"
+    assert any(re.fullmatch(progress, line) for line in said), said
 
 
 def test_tied_head_is_stored_once(folder):
