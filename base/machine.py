@@ -43,6 +43,12 @@ def free_memory(root: Path = ROOT) -> float:
     return min([free, *map(_memory, groups("memory", root))])
 
 
+def has_large_pages(root: Path = ROOT) -> bool:
+    """Can a program ask for memory in pages of 2 MiB? On Linux only."""
+    lines = _lines(root / "sys/kernel/mm/transparent_hugepage/enabled")
+    return bool(lines) and "[never]" not in lines[0]
+
+
 def cpuinfo() -> dict[str, str]:
     """The first processor's entry in /proc/cpuinfo. Empty if there is no such file."""
     entry = "\n".join(_lines(ROOT / "proc/cpuinfo")).partition("\n\n")[0]

@@ -24,13 +24,14 @@ from itertools import chain
 from pathlib import Path
 
 from base import installation
-from base.machine import processor
+from base.machine import has_large_pages, processor
 from base.provenance import labelled
 from benchmarks.answer_diff import first_other
 from benchmarks.dictated_model import DictatedModel, texts
 from benchmarks.metrics import (
     Delivery,
     Figures,
+    bandwidth_figures,
     closed_figures,
     decode_figures,
     draft_figures,
@@ -191,7 +192,16 @@ class Sample:
         spec = self.spec
         requests = self.requests(spec.rows, output=spec.output + spec.overlap)
         answers = drive(self.contestant, requests, clock=CLOCKS[spec.clock])
-        return decode_figures(answers, spec.output)
+        figures = decode_figures(answers, spec.output)
+        if (
+            not isinstance(self.contestant, Nanobatch)
+            or not device.is_batch_invariant()
+            or spec.clock != "wall"
+        ):
+            return figures
+        length = spec.prompt + spec.output // 2
+        rate = figures["decode tokens/s"]
+        return figures | bandwidth_figures(self.contestant.engine, spec.rows, length, rate)
 
     def closed(self) -> Figures:
         users = self.spec.rows
@@ -456,6 +466,10 @@ def describe_machine(rivals: Sequence[Contestant]) -> dict[str, str]:
         "device": labelled(device.named()),
         "commit": commit_of(installation.ROOT),
     }
+    if device.is_batch_invariant() and not has_large_pages():
+        machine["memory"] = (
+            "without pages of 2 MiB (transparent_hugepage), so weights are read more slowly"
+        )
     for package in ("mlx-lm", "llama-cpp-python"):
         with suppress(importlib.metadata.PackageNotFoundError):
             machine[package] = importlib.metadata.version(package)

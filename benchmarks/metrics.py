@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from engine.roofline import measure_roofline
 from engine.snapshot import StepView, percentile
+from kernels import device
 from models.forward_cost import floors_of, of_rows
 from nanobatch import Engine, Handle
 
@@ -33,6 +34,11 @@ class Delivery:
 
 
 Figures = dict[str, float]  # by name and unit, as in the tables
+READ, OF_ALL, OF_ONE = (
+    "GB/s read",
+    "GB/s of all threads",
+    "GB/s of one thread",
+)  # `bandwidth_figures`
 
 
 def decode_figures(answers: Sequence[Delivery], count: int) -> Figures:
@@ -139,6 +145,17 @@ def step_figures(steps: Sequence[StepView]) -> Figures:
         **{f"{part} ms": [getattr(s, f"{part}_s") for s in steps] for part in PARTS_OF_A_STEP},
     }
     return {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+
+
+def bandwidth_figures(engine: Engine, rows: int, length: int, tokens_per_s: float) -> Figures:
+    """What decode reads a second, and what this machine reads at most, measured now with one thread and with
+    all: the weights, and keys and values of rows that are this long."""
+    nbytes = of_rows(engine.model.cost, rows, length).nbytes
+    return {
+        READ: nbytes * tokens_per_s / rows / 1e9,
+        OF_ALL: device.read_rate(2**28, seconds=0.3) / 1e9,
+        OF_ONE: device.read_rate(2**28, threads=1, seconds=0.3) / 1e9,
+    }
 
 
 def floor_figures(engine: Engine, rows: int, length: int) -> Figures:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.metrics import OF_ALL, OF_ONE, READ
 from benchmarks.plan import PARTS
 
 
@@ -75,6 +76,12 @@ def number(value: float) -> str:
     return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
 
 
+def bandwidth_line(part: str, x: str, who: str, table: dict[Key, Summary]) -> str:
+    """What decode reads, compared with what the machine can read."""
+    read, most, one = (table[part, x, name, who].median for name in (READ, OF_ALL, OF_ONE))
+    return f"{read:.1f} GB/s read, {read / most:.0%} of {most:.1f} (one thread: {one:.1f})"
+
+
 def column_heads(records: Iterable[dict]) -> dict[str, str]:
     """The head of each contestant's column: the name, and the BLAS of the samples."""
     heads = {}
@@ -105,9 +112,13 @@ def show(data: dict) -> None:
         table = Table("", "", *(heads[who] for who in columns))
         for x in dict.fromkeys(key[1] for key in keys):
             label = x
-            for name in dict.fromkeys(key[2] for key in keys if key[1] == x):
+            names = dict.fromkeys(key[2] for key in keys if key[1] == x)
+            for name in (name for name in names if name not in (READ, OF_ALL, OF_ONE)):
                 cells = [cell_text((part, x, name, who), figures) for who in columns]
                 table.add_row(label, name, *cells)
                 label = ""
             table.add_section()
         console.print(f"\n{part}: {caption}", table, sep="\n")
+        for _, x, name, who in keys:
+            if name == READ:
+                console.print(f"{x}, {who}: {bandwidth_line(part, x, who, figures)}")

@@ -1,9 +1,10 @@
 """The roofline: how fast this machine reads weights and multiplies them at most, by the engine's own product.
 
-A product with one row is limited by memory bandwidth. It is measured with weights larger than any
-cache, and again with as many as the model has, which may fit a cache. A product of two square matrices
-is limited by arithmetic. Each figure is the fastest of many short tries, because interruptions only make
-a try longer. All this takes less than a second and at most a quarter of the free memory.
+A step with few rows is limited by memory bandwidth. It is measured with more bytes than any cache holds,
+and again with as many as the model has, which may fit a cache: on a CPU our C library reads them and does
+nothing else, elsewhere products with one row do. A product of two square matrices is limited by arithmetic.
+Each figure is the fastest of some short tries, because interruptions only make a try longer. All this
+takes less than a second and at most a quarter of the free memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from kernels.device import device_lock, device_stream, free_memory, mx
+from kernels.device import (
+    device_lock,
+    device_stream,
+    free_memory,
+    is_batch_invariant,
+    mx,
+    read_rate,
+)
 from models.forward_cost import Roof
 
 if TYPE_CHECKING:
@@ -42,13 +50,16 @@ def measure(nbytes: int, dtype: mx.Dtype) -> tuple[float, float, float]:
     free = free_memory()
     most = LARGE if free is None else min(LARGEST, max(2**20, free // 8))
     large = min(LARGE, most)
-    rate = reading(large, most)
-    again = reading(nbytes, nbytes) if nbytes < large else rate
+    streams = is_batch_invariant()  # our own product multiplies
+    rate = read_rate(large) if streams else reading(large, most)
+    again = rate
+    if nbytes < large:
+        again = read_rate(nbytes) if streams else reading(nbytes, nbytes)
     return rate, again, multiplying(dtype, most)
 
 
 def reading(nbytes: int, most: int, piece: int = PIECE) -> float:
-    """Bytes per second. While a try is too short and memory allows, try with more."""
+    """Bytes per second, by products. While a try is too short and memory allows, try with more."""
     rows = max(1, min(nbytes, piece) // (4 * WIDE))
     count = max(1, nbytes // piece)
     x = mx.ones((1, WIDE))

@@ -383,7 +383,7 @@ def what_bounds(bill: StepCost, step: StepView, roof: Roof) -> str:
     elif most == step.python_s:
         words = f"Python is most of it: {python}. The roofline would allow {span(floors.longest)}."
     elif most == floors.reading:
-        words = f"Reading bounds it: by the roofline that takes {read} of the time."
+        words = f"Reading bounds it: {scaled(rate, 'B/s')}, {read} of what memory yields."
     else:
         words = f"Arithmetic bounds it: by the roofline that takes {multiplied} of the time."
     if rate > roof.reading and not roof.others:

@@ -1782,10 +1782,10 @@ static NOINLINE void run_in_strips(Product p) {
 
 /* Memory that nobody has written to, for weights: as the result of a product, since MLX frees it then. In pages of 2 MiB the
    processor looks up few addresses, and reads up to a third faster; whether there are such pages is up to the system. */
-static void give_memory(const Product *p) {
+static void give_memory(void *at, long nbytes) {
 #ifdef MADV_HUGEPAGE
   enum { LARGE = 1 << 21 };
-  const uintptr_t begin = ((uintptr_t)p->y + LARGE - 1) / LARGE * LARGE, end = (uintptr_t)(p->y + p->N) / LARGE * LARGE;
+  const uintptr_t begin = ((uintptr_t)at + LARGE - 1) / LARGE * LARGE, end = ((uintptr_t)at + nbytes) / LARGE * LARGE;
   if (begin >= end) return;
   madvise((void *)begin, end - begin, MADV_DONTNEED); /* small pages that are here already */
   madvise((void *)begin, end - begin, MADV_HUGEPAGE);
@@ -1794,7 +1794,7 @@ static void give_memory(const Product *p) {
 
 static NOINLINE void run(const Product *p) {
   if (p->packed && p->packed->form == MEMORY) {
-    give_memory(p);
+    give_memory(p->y, p->N * sizeof *p->y);
     return;
   }
   if (is_attention(p->packed) || is_delta(p->packed)) {
@@ -2073,6 +2073,54 @@ int rows_start(int wanted) {
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   pthread_mutex_unlock(&pool.owner);
   return threads;
+}
+
+/* How many bytes a second `count` threads read together, each its own part of `nbytes`, again and again. The fastest of
+   some tries, each of which takes so many seconds: whatever else runs only makes a try longer. */
+typedef struct {
+  const char *at;
+  long nbytes, until, read;
+} Reader;
+
+static void *read_on(void *of) {
+  enum { AT_ONCE = 8, PART = 1 << 18 }; /* vectors; bytes between two looks at the clock */
+  Reader *reader = of;
+  ints sum[AT_ONCE] = {{0}};
+  do {
+    for (long at = 0; at < reader->nbytes && nanoseconds() < reader->until; at += PART) {
+      const char *part = reader->at + at, *end = part + at_most(PART, reader->nbytes - at);
+      for (; part < end; part += sizeof sum, reader->read += sizeof sum)
+        for (int i = 0; i < AT_ONCE; i++) sum[i] += (ints)load_words(part + i * sizeof *sum);
+    }
+  } while (nanoseconds() < reader->until);
+  for (int i = 0; i < AT_ONCE; i++) __asm__ volatile("" : : "m"(sum[i])); /* so that it is all read */
+  return NULL;
+}
+
+double rows_read_rate(long nbytes, int count, int tries, double seconds) {
+  const long each = (nbytes / count / 4096 + 1) * 4096;
+  char *memory = allocate(each * count);
+  Reader *readers = allocate(count * sizeof *readers);
+  pthread_t *helpers = allocate(count * sizeof *helpers);
+  double best = 0;
+  give_memory(memory, each * count);
+  memset(memory, 1, each * count);
+  for (; tries > 0; tries--) {
+    const long began = nanoseconds(), until = began + (long)(1e9 * seconds);
+    double read = 0;
+    int started = 1;
+    for (int i = 0; i < count; i++) readers[i] = (Reader){memory + i * each, each, until, 0};
+    while (started < count && !pthread_create(&helpers[started], NULL, read_on, &readers[started])) started++;
+    read_on(&readers[0]);
+    for (int i = 1; i < started; i++) pthread_join(helpers[i], NULL);
+    for (int i = 0; i < started; i++) read += readers[i].read;
+    const double rate = 1e9 * read / (nanoseconds() - began);
+    best = rate > best ? rate : best;
+  }
+  free(memory);
+  free(readers);
+  free(helpers);
+  return best;
 }
 
 /* Write a `Packed` that is an operation. The weights of a norm, `width` of them, lie in the next line. */

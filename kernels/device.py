@@ -18,6 +18,7 @@ from pathlib import Path
 
 from base import installation, machine
 from base.strings import readable  # noqa: F401  imported from here, too
+from kernels import library
 from kernels.library import Blas, preload
 
 
@@ -81,6 +82,16 @@ def is_batch_invariant() -> bool:
 def named() -> str:
     """The name of the GPU, or of the library that multiplies on a CPU and its kernels."""
     return str(mx.device_info().get("device_name", "GPU")) if has_gpu() else str(blas)
+
+
+def read_rate(nbytes: int, threads: int = 0, seconds: float = 0.1) -> float:
+    """Bytes a second that our own library reads from this much memory, in large pages where the system has
+    them: the fastest of ten tries. `threads`: 0 for as many as multiply."""
+    read = blas.library.rows_read_rate
+    read.restype = ctypes.c_double
+    tries = 10
+    count = threads or library.threads()
+    return read(ctypes.c_long(nbytes), count, tries, ctypes.c_double(seconds / tries))
 
 
 def free_memory() -> int | None:

@@ -101,3 +101,12 @@ def test_the_memory_that_groups_leave_is_found(tmp_path, files, free):
     service's limit was not seen, nor one of version 1: the process was killed there."""
     laid_out(tmp_path, MACHINE | files)
     assert machine.free_memory(tmp_path) == free
+
+
+@pytest.mark.parametrize(
+    ("line", "has"),
+    [("always [madvise] never", True), ("always madvise [never]", False), ("", False)],
+)
+def test_large_pages_are_known_from_the_kernels_setting(line, has, tmp_path):
+    laid_out(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": line})
+    assert machine.has_large_pages(tmp_path) == has

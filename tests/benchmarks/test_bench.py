@@ -45,7 +45,7 @@ from benchmarks.plan import (
     our_column,
     read_rival,
 )
-from benchmarks.report import cell_text, summarise
+from benchmarks.report import cell_text, show, summarise
 from docs.make import plot
 from engine.snapshot import StepView
 from kernels import device
@@ -185,6 +185,20 @@ def test_table_cell():
     assert cell_text((*key, "mlx-lm"), table) == "100 ×0.91"
     assert cell_text((*key, "llama.cpp"), table) == "220 ×2.00"
     assert cell_text((*key, "nobody"), table) == ""
+
+
+def test_decode_is_compared_with_what_memory_yields(spec, capsys):
+    """In a line below the table, for our own product by the wall clock."""
+    sample = Sample(spec._replace(part="decode", rows=1))
+    with closing(sample.contestant):
+        figures = sample.decode()
+    record = {"part": "decode", "x": "rows 1", "contestant": "nanobatch continuous"}
+    record["figures"] = figures | {"GB/s read": 27.7, "GB/s of all threads": 31.8}
+    show({"command": "", "machine": {}, "records": [record]})
+    assert figures["GB/s read"] > 0 and figures["GB/s of one thread"] > 0.1
+    shown = capsys.readouterr().out
+    assert "rows 1, nanobatch continuous: 27.7 GB/s read, 87% of 31.8 (one thread:" in shown
+    assert "GB/s of all threads" not in shown
 
 
 def plan_of(spec: Spec, part: str, vs: str = "") -> list[Setup]:

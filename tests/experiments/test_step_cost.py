@@ -104,7 +104,7 @@ class Took:
             8.0,
             1.0,
             Roof(1, 1, 1e9),
-            "Reading bounds it: by the roofline that takes 75 % of the time.",
+            "Reading bounds it: 0.00 kB/s, 75 % of what memory yields.",
         ),
         (8.0, 1.0, Roof(100, 100, 1), "Arithmetic bounds it: by the roofline that takes 50 %"),
         (8.0, 5.0, Roof(2, 2, 1e9), "Python is most of it: 62 %. The roofline would allow 3.00 s."),
@@ -121,7 +121,7 @@ class Took:
             Roof(1, 2, 1e9),
             "It read 0.00 kB/s, more than memory yields: the weights are in",
         ),
-        (5.0, 0.1, Roof(1, 2, 1e9, others=1), "Reading bounds it: by the roofline that takes 60 %"),
+        (5.0, 0.1, Roof(1, 2, 1e9, others=1), "Reading bounds it: 0.00 kB/s, 60 % of what"),
         (5.0, 0.1, Roof(), ""),
     ],
 )
