@@ -9,6 +9,7 @@ import shutil
 import struct
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -590,9 +591,9 @@ def test_sizes_are_fixed_before_loading(whole, monkeypatch):
     after its weights had been read."""
     read = ModelReader.read_model
 
-    def read_beside_a_neighbour(reader: ModelReader):
+    def read_beside_a_neighbour(reader: ModelReader, between: Callable):
         monkeypatch.setattr(device, "free_memory", lambda: 0)
-        return read(reader)
+        return read(reader, between)
 
     monkeypatch.setattr(ModelReader, "read_model", read_beside_a_neighbour)
     monkeypatch.setattr(device, "free_memory", lambda: 10_000_000)
