@@ -19,7 +19,7 @@ not on its neighbours in the batch, not on its slot, and not on when it arrived.
 samples at random needs a seed for that.)
 
 Where next: `engine/`, which has what an engine needs around this: handles and snapshots, the thread
-that calls `step`, and the model's life from load to unload (`engine/lifecycle.py`).
+that calls `step`, and the model's life from load to unload (`engine/model_lifecycle.py`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from base.validation import check_type
 from engine.deferred_interrupt import defer_interrupt
 from engine.disk_prefix_cache import SlotCache
 from engine.handle import Handle, Result
-from engine.lifecycle import Lifecycle
 from engine.loop import Driver, Loop
+from engine.model_lifecycle import Lifecycle
 from engine.model_source import ModelSource, Report
 from engine.registry import RequestRegistry
 from engine.runner_protocol import RunnerProtocol
@@ -403,7 +403,7 @@ class Engine:
         with self.changed:
             self.sched.set_budget(budget, chunk)
 
-    # --- from load to close (`engine/lifecycle.py`)
+    # --- from load to close (`engine/model_lifecycle.py`)
 
     @classmethod
     def load(

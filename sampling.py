@@ -38,7 +38,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kernels.device import mx
-from kernels.logit_bias import SlotState
 from kernels.sampling_ops import (
     BLOCK,
     column,
@@ -50,6 +49,7 @@ from kernels.sampling_ops import (
     likeliest,
     padded,
 )
+from kernels.slot_biases import SlotState
 from logprobs import Logprobs, measure
 from sampling_params import SHORT_LIST, SamplingParams
 from token_choice import argmax, inverse_cdf, uniform

@@ -28,7 +28,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from base import error_reports
-from base.job_process import BusyError
+from base.sandbox import BusyError
 from base.validation import one_line, printable, shown
 from cli import config_file
 from cli import options as cli
@@ -252,7 +252,7 @@ def open_one(server: APIServer, args: argparse.Namespace, name: str, model: str)
 
 def open_pool(server: APIServer, args: argparse.Namespace, found: dict[str, str]) -> ModelPool:
     """Serve several models, each loaded by its first request."""
-    from engine.model_facts import ModelFacts
+    from engine.model_headers import ModelFacts
     from kernels import device
 
     free = device.free_memory()

@@ -7,7 +7,7 @@ Each part of `screen/` knows only those above it:
     engine_client.py  what all engine clients share, and the client that owns an engine
     remote_client.py  the client for a server's `/watch`
     timeline_columns.py   steps as columns of the timeline; busy_period_stats.py: the statistics of a busy period
-    step_prices.py    step times without interruptions
+    undisturbed_times.py    step times without interruptions
     state.py          all that the picture depends on
     draw/             pure functions from the state to lines of text
     page.py           a page is a record; pages/ has a file for each
@@ -32,7 +32,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from base import error_reports, installation, machine, provenance
+from base import error_reports, foreign_modules, installation, machine
 from base.atomic_write import check_writable, write_whole
 from base.installation import command
 from base.untrusted_files import read_some
@@ -206,7 +206,7 @@ def load_engine(
     if args.model == "demo":
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
-    report(f"warming up; matrix product {provenance.labelled(device.named())}")
+    report(f"warming up; matrix product {foreign_modules.labelled(device.named())}")
     with error_reports.shown("the first step failed"):
         engine.runner.warm_up()
     return engine

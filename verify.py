@@ -46,12 +46,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from base import installation, machine
-from base.job_process import BusyError
-from base.provenance import labelled
+from base.foreign_modules import labelled
+from base.sandbox import BusyError
 from base.validation import one_line
 from benchmarks import answer_hash
 from benchmarks.answer_diff import Bits, difference
-from benchmarks.random_batch import RandomBatch
+from benchmarks.random_neighbours import RandomBatch
 from cli import options as cli
 from distributed import environment
 from kernels import device

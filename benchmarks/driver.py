@@ -24,8 +24,8 @@ from itertools import chain
 from pathlib import Path
 
 from base import installation
+from base.foreign_modules import labelled
 from base.machine import has_large_pages, processor
-from base.provenance import labelled
 from benchmarks.answer_diff import first_other
 from benchmarks.dictated_model import DictatedModel, texts
 from benchmarks.metrics import (

@@ -7,7 +7,7 @@ ends with `fill_blanks(__name__)`, which puts our code into what is blank; that 
 functions.
 
 The rest of nanobatch knows nothing of this. It only sees that files which are not ours run
-(`base/provenance.py`): then the first line says so, and `engine.is_batch_invariant` is False, because our
+(`base/foreign_modules.py`): then the first line says so, and `engine.is_batch_invariant` is False, because our
 proof is about our files.
 """
 

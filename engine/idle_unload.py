@@ -1,5 +1,5 @@
 """Decide when an idle engine's weights are unloaded (`Engine.release` does it). The first step of the next
-request loads them again (`lifecycle.py`), and a request that arrives meanwhile waits in the queue."""
+request loads them again (`model_lifecycle.py`), and a request that arrives meanwhile waits in the queue."""
 
 from __future__ import annotations
 

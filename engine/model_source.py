@@ -1,7 +1,7 @@
 """Where an engine's model comes from, so that it can be unloaded and read again. Before a tensor is read,
 everything is checked: names and shapes, the tokenizer, and the memory.
 
-`lifecycle.py` unloads it and reads it again.
+`model_lifecycle.py` unloads it and reads it again.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from base.validation import shown
-from engine.server_view import ServerView
+from engine.server_snapshot import ServerView
 from engine.snapshot import RequestView, Snapshot
 
 STEPS = 4096  # unread steps that are kept, the newest

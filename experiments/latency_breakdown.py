@@ -4,7 +4,7 @@ request_latency.py).
 A late first token has one of three causes: the queue, the prompt's own length, or the neighbours.
 Each moment of a request belongs to one part, so the parts add up to the whole latency. Before
 admission a request is queued. Afterwards each step is divided by the work in it, at the prices of a
-row and of a chunk (`screen/step_prices.py`).
+row and of a chunk (`screen/undisturbed_times.py`).
 
 The scheduler needs no model, so the same requests are also replayed: this one alone, and all of
 them under each other policy.
@@ -26,8 +26,8 @@ from experiments.policy_runs import drafts_by_request, guest_of, is_cut_short, s
 from policies import POLICIES
 from screen.draw.style import DECODE, GHOST, PREFILL, listed, span
 from screen.state import State, prices
-from screen.step_prices import LEAST, Prices, on_clock
 from screen.timeline_columns import Column, during
+from screen.undisturbed_times import LEAST, Prices, on_clock
 
 # The parts of a latency, in the order of the drawing
 PARTS = {

@@ -2,7 +2,7 @@
 request_latency.py).
 
 Other programs interrupt steps, so measured seconds of one race differ by factors of 1.0 to 3.9. A
-run is therefore as long as the undisturbed times of its steps (`screen/step_prices.py`); the rest
+run is therefore as long as the undisturbed times of its steps (`screen/undisturbed_times.py`); the rest
 of the engine's clock is shown as interruptions. Every time in a `Run` except `took` is on that
 clock.
 """
@@ -23,8 +23,8 @@ from screen.draw.canvas import Figure
 from screen.draw.style import number, span
 from screen.state import State
 from screen.state import prices as prices_in
-from screen.step_prices import Prices, on_clock
 from screen.timeline_columns import Cell, Column, column, last_in, merge, said_in, useful_of
+from screen.undisturbed_times import Prices, on_clock
 
 FIGURES = (
     Figure("steps", 6),

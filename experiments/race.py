@@ -34,7 +34,7 @@ from screen.draw.timeline import draw_cells
 from screen.engine_view import ExperimentRecord, ExperimentRun, View
 from screen.page import NOTHING_RAN, Key, Page
 from screen.state import State, prices
-from screen.step_prices import LEAST, on_clock
+from screen.undisturbed_times import LEAST, on_clock
 from screen.workload import Ask
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.answer_diff import Bits, Difference, difference
-from benchmarks.random_batch import OpenQuestion, RandomBatch
+from benchmarks.random_neighbours import OpenQuestion, RandomBatch
 from engine.handle import Handle
 from experiments.experiment import WAITS, Experiment, draw_title, progress, read_count
 from screen.draw.canvas import Canvas

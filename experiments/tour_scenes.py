@@ -22,8 +22,8 @@ from models.forward_cost import of_rows
 from screen.draw.style import FAILED, clean, count, span
 from screen.engine_view import ExperimentRecord
 from screen.state import State, prices
-from screen.step_prices import undisturbed
 from screen.timeline_columns import Column
+from screen.undisturbed_times import undisturbed
 from screen.workload import BURST, EVENING
 
 HEROES = ("fox", "cat", "girl", "bear", "owl", "hen", "boy", "mouse")

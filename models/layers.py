@@ -21,7 +21,7 @@ from models.rope import AttentionType
 
 if TYPE_CHECKING:
     from kv import Window
-    from models.layer_inputs import LayerInputs
+    from models.layer_embeddings import LayerInputs
 
 
 class Mlp(NamedTuple):

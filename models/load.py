@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from base.provenance import foreign
+from base.foreign_modules import foreign
 from base.untrusted_files import ModelError
 from base.validation import shown
 from distributed.group import ALONE, Ranks
@@ -42,7 +42,7 @@ from models.embedding_support import why_not
 from models.forward_cost import arrays, counted
 from models.gguf_file import is_gguf
 from models.gguf_weights import GgufWeights
-from models.layer_inputs import AddInput, LayerInputs, Scaled
+from models.layer_embeddings import AddInput, LayerInputs, Scaled
 from models.layers import (
     ExpertChoices,
     Experts,

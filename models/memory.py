@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from base import provenance, validation
+from base import foreign_modules, validation
 from base.untrusted_files import ModelError
 from kernels import device
 from kernels.c_attention import label_rows
@@ -206,7 +206,7 @@ def sources() -> list[Path]:
     core = [path for path in checkout.glob("*.py") if path.stem in (*CORE, "_engine")]
     below = [path for package in BELOW for path in checkout.glob(f"{package}/*")]
     below = [path for path in below if path.suffix in (".py", ".c")]
-    return [*sorted([*core, *below]), *provenance.foreign().values()]
+    return [*sorted([*core, *below]), *foreign_modules.foreign().values()]
 
 
 def check_alike(model: Model) -> None:
@@ -261,6 +261,6 @@ def is_batch_invariant(model: Model) -> bool:
     instruction sets may differ, because what a rank adds to a sum is the same in any batch.) It is not
     known of MLX's own products, nor of modules that run in place of ours.
     """
-    is_ours = device.is_batch_invariant() and not provenance.foreign()
+    is_ours = device.is_batch_invariant() and not foreign_modules.foreign()
     marks = model.ranks.gather(is_ours and model.is_float32)
     return all(mark == [True] for mark in marks)

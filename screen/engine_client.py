@@ -20,7 +20,7 @@ from functools import wraps
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from base import provenance
+from base import foreign_modules
 from base.error_reports import show_fault
 from cli.terminal_chat import LEAST, outgrown
 from engine.cpu_contention import OtherPrograms
@@ -176,7 +176,7 @@ class LocalEngineClient(EngineClient):
         text = self.engine.text
         self._advice = advised(text.folder)
         usual = self._advice["temperature"]
-        foreign = provenance.named()
+        foreign = foreign_modules.named()
         self.update_view(
             stage="ready", has_chat=text.has_template, temperature=usual, foreign=foreign
         )

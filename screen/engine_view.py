@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from engine.server_view import ServerView
+from engine.server_snapshot import ServerView
 from engine.snapshot import Limits, Snapshot
 
 
@@ -78,7 +78,7 @@ class View(NamedTuple):
     watches: bool = False  # the engine is a server's: this screen only fires and cancels its own
     model: str = ""  # name of a watched model
     has_chat: bool = True  # the model has a chat template
-    foreign: str = ""  # modules that run in place of ours (`base/provenance.py`)
+    foreign: str = ""  # modules that run in place of ours (`base/foreign_modules.py`)
     answers: Mapping[int, AnswerRef] = {}  # by number of the question
     temperature: float = 0.0  # the model's default
     epoch: int = 0  # changes when another process is watched, whose numbers begin again

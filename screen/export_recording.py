@@ -1,7 +1,7 @@
 """A run as a file for the web page: plans, tokens, texts and times.
 
 Steps and requests are lists of fields, packed by `engine/watch_frames.py`; the file names the
-fields. Next to the engine's times are those of a clock without interruptions (`step_prices.py`), so
+fields. Next to the engine's times are those of a clock without interruptions (`undisturbed_times.py`), so
 that a page compares policies and not the machine's load. A recording holds no client's address and
 no path, and its size is bounded.
 """
@@ -18,8 +18,8 @@ from engine import watch_frames
 from engine.snapshot import Limits, Metrics, RequestView, StepView
 from screen.draw.style import count
 from screen.state import State, prices, prompt_of
-from screen.step_prices import Prices, on_clock
 from screen.timeline_columns import Column
+from screen.undisturbed_times import Prices, on_clock
 
 FORMAT = 2
 STEPS = 5_000  # of a run, from the first one

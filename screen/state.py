@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from engine.server_view import RequestRecord
+from engine.server_snapshot import RequestRecord
 from engine.snapshot import Limits, RequestView, SlotView, Snapshot, StepView
 from screen.busy_period_stats import Period, Price
 from screen.chat_history import ChatHistory
 from screen.draw.style import FAILED, NAMES, UNSEEN, clean, count
 from screen.engine_view import ExperimentRecord, Fault, View
-from screen.step_prices import KNOWN, Prices
 from screen.timeline_columns import Column, column, gap, last_in, merge, said_in, spread
+from screen.undisturbed_times import KNOWN, Prices
 from screen.workload import BURST, Ask, Settings, is_mute
 
 # The fields of the state that belong to one engine

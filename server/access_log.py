@@ -22,7 +22,7 @@ from base.validation import one_line
 from cli.options import say
 from engine.prefill_progress import PrefillProgress
 from engine.registry import Log
-from engine.server_view import RequestRecord
+from engine.server_snapshot import RequestRecord
 
 # Fields of a record that its log line has, too, there without their unit
 FIGURES = (

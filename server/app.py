@@ -1,6 +1,6 @@
 """The HTTP server: a bound socket, the routes, and the thread that serves them.
 
-    POST -> guard -> read the body -> parse.py -> submit.py -> stream.py: events, or one JSON
+    POST -> guard -> read the body -> tokenize_request.py -> submit.py -> stream.py: events, or one JSON
             |_ server's thread, asyncio _|_ worker threads __|_ server's thread ____________|
 
 The engine's thread must not be disturbed by malformed, huge or slow requests, so HTTP is spoken in
@@ -11,7 +11,7 @@ is loaded, clients get 503.
 The invariant: each request ends with an answer, or when the client hangs up. Afterwards it holds no
 slot.
 
-Next: the way of one request, downwards: `APIServer._complete`, `parse.py`, `submit.py`, `stream.py`.
+Next: the way of one request, downwards: `APIServer._complete`, `tokenize_request.py`, `submit.py`, `stream.py`.
 Then `model_pool.py`, which models are loaded; `protocol_adapter.py`, what the protocols share;
 `status.py`, what the server says of itself; `access_log.py`, records of requests.
 """
@@ -36,18 +36,18 @@ from base.error_reports import describe, show_fault
 from base.validation import shown
 from engine.handle import Handle
 from engine.loop import Loop
-from engine.server_view import ServerView
+from engine.server_snapshot import ServerView
 from server import anthropic, auth, embeddings, http, openai, responses
 from server.access_log import HangUps, RequestLog, hang_up_advice, prefill_line, request_line
 from server.body_reader import APIError, read_json, without_folders
 from server.forwarded_for import seen_through
 from server.http import ClientGone, Connection, HTTPRequest, Options, Reply, refused, reply
 from server.model_pool import ModelPool, PooledModel, ServedModel, Ticket
-from server.parse import count_tokens
 from server.protocol_adapter import ParsedRequest, ProtocolAdapter, shutting_down
 from server.status import MODELS, Answering, Status
 from server.stream import AnswerWriter
 from server.submit import Submission
+from server.tokenize_request import count_tokens
 from text.grammar import SANDBOX_LIMITS
 
 if TYPE_CHECKING:

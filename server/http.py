@@ -27,7 +27,7 @@ import h11
 
 from base.error_reports import LOG, show_fault
 from base.validation import shown
-from engine.server_view import RequestRecord
+from engine.server_snapshot import RequestRecord
 from server.access_log import RequestLog
 from server.body_reader import APIError
 from server.protocol_adapter import dump

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine import watch_frames
 from engine.prefill_progress import PrefillProgress
-from engine.server_view import ServerView
+from engine.server_snapshot import ServerView
 from engine.snapshot import Limits, Metrics, RequestView, SlotView, Snapshot, StepView
 
 # Fields of the views in a frame of `/watch`, by type: the page reads frames by names.

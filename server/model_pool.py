@@ -33,7 +33,7 @@ from server.body_reader import APIError, bad, without_folders
 
 if TYPE_CHECKING:
     from engine.loop import Loop
-    from engine.model_facts import ModelFacts
+    from engine.model_headers import ModelFacts
     from nanobatch import Engine
 
 MAX_WAITING = 64  # requests that wait for models; more are refused

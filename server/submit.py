@@ -1,7 +1,7 @@
 """Submit the prompts of one request to the engine.
 
 The engine's thread steps for everybody, so a worker thread does what takes time: it reads the body
-(`parse.py`), compiles a grammar, and submits.
+(`tokenize_request.py`), compiles a grammar, and submits.
 
 The invariant: after `Submission.cancel` no choice of the request holds a slot.
 
@@ -19,8 +19,8 @@ from sampling_params import SamplingParams
 from server.body_reader import read_json
 from server.choice import Choice, Words
 from server.model_pool import ModelPool, ServedModel, Ticket
-from server.parse import TokenizedRequest, parse
 from server.protocol_adapter import ParsedRequest, ProtocolAdapter
+from server.tokenize_request import TokenizedRequest, tokenize
 from text.tokenizer import Prompt
 from text.tool_formats import OutputFormat
 from text.tool_parser import OutputParser
@@ -71,7 +71,7 @@ class Submission:
     def parse_prompts(self) -> None:
         """A grammar may take seconds to compile, and requests without one must not wait for it. So a
         request with a grammar is only parsed here, and `submit` is called in another worker."""
-        self.asked = parse(self.served, self._protocol, self.request)
+        self.asked = tokenize(self.served, self._protocol, self.request)
         self._left.extend(self.asked.choices)
         if not self.asked.grammar:
             self.submit()

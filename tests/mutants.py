@@ -58,7 +58,7 @@ AUTH = "tests/server/test_auth.py"
 TEXT = "tests/text/test_tokenizer.py"
 SPEECH = "tests/text/test_tool_parser.py"
 GRAMMAR = "tests/text/test_grammar.py"
-TRIALS = "tests/base/test_job_process.py"
+TRIALS = "tests/base/test_sandbox.py"
 LESSONS = "tests/screen/test_lessons.py"
 TOTALS = "tests/screen/test_busy_periods.py"
 COLUMNS = "tests/screen/test_timeline_columns.py"
@@ -286,7 +286,7 @@ MUTANTS = [
         f"{SAMPLING}::test_bisection_keeps_what_a_sort_would_keep",
     ),
     Mutant(
-        "kernels/logit_bias.py",
+        "kernels/slot_biases.py",
         "SlotState.bias",
         "built_for is not wanted",
         "not built_for",
@@ -349,8 +349,8 @@ MUTANTS = [
         f"{SLOTS}::test_damaged_file_is_never_answered_from",
     ),
     Mutant(
-        "server/parse.py",
-        "parse",
+        "server/tokenize_request.py",
+        "tokenize",
         'settings["seed"] += 1',
         'settings["seed"] += 0',
         f"{SERVE}::test_choices_have_consecutive_seeds",
@@ -524,7 +524,7 @@ MUTANTS = [
         f"{GRAMMAR}::test_grammar_verdicts_are_cached_and_bounded",
     ),
     Mutant(
-        "base/job_process.py",
+        "base/sandbox.py",
         "Sandbox.run",
         "if self._unfit:\n    raise ValueError(self._unfit)",
         "",

@@ -17,7 +17,7 @@ read. So the engine starts the forward pass, which needs no mask, and asks for t
 token is there.
 
 A grammar is a client's program, and llguidance cannot be interrupted. So each grammar is first
-compiled and followed for some tokens in a sandboxed process (`base/job_process.py`). Afterwards each answer
+compiled and followed for some tokens in a sandboxed process (`base/sandbox.py`). Afterwards each answer
 has a budget: `AT_FIRST` seconds of processor time and `A_TOKEN` more per token. A grammar that
 exceeds it ends its own request.
 
@@ -36,7 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property, partial
 from typing import Any
 
-from base.job_process import STACK, LimitError, Sandbox, SandboxLimits
+from base.sandbox import STACK, LimitError, Sandbox, SandboxLimits
 from base.validation import GrammarError, one_line, shown
 
 # llguidance's limits for one request, in its own units; comments say what they roughly cost.

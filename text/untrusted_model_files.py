@@ -3,7 +3,7 @@
 Both come from an untrusted author. A template of 30 bytes can make gigabytes of text. A tokenizer
 of 5 KB, with 40 rules that each double a letter, exhausts memory at the first prompt; one with a
 broken table aborts the process. So a child renders conversations and encodes and decodes texts
-within `LIMITS` (`base/job_process.py`); what exceeds them is refused at load.
+within `LIMITS` (`base/sandbox.py`); what exceeds them is refused at load.
 
 An author can still hide what only a rare text triggers: run a server of untrusted models with a
 memory limit of its own.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from base.job_process import BusyError, LimitError, Sandbox, SandboxLimits
+from base.sandbox import BusyError, LimitError, Sandbox, SandboxLimits
 from base.untrusted_files import LARGEST
 from base.validation import one_line
 from models.gguf_file import head_of, is_gguf

@@ -13,7 +13,7 @@ stream, whose status was 200 long before. Both count. An answer that the server 
 because it is ending, does not: its client was still there. A counter begins at 0, is there from the
 first look on, and never goes down.
 
-Read first: `RequestRecord` in `engine/server_view.py`, `ServerMetrics` in `server/metrics.py`.
+Read first: `RequestRecord` in `engine/server_snapshot.py`, `ServerMetrics` in `server/metrics.py`.
 
 Where: `ServerMetrics` in `server/metrics.py`: it names its counters in `__init__`, and counts in `count`.
 
@@ -30,7 +30,7 @@ import re
 
 from short_failures import not_done
 
-from engine.server_view import RequestRecord
+from engine.server_snapshot import RequestRecord
 from server.metrics import ServerMetrics
 
 NAME = "nanobatch_hung_up_total"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rich.cells import cell_len
 
-from engine.server_view import RequestRecord
+from engine.server_snapshot import RequestRecord
 from screen.draw.canvas import BACK, Canvas, Figure
 from screen.draw.style import clean, number, shorten
 from screen.page import Page

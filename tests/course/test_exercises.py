@@ -22,7 +22,7 @@ from long_forms import IS_LONG, long_form
 from processes import run
 from source import PACKAGES
 
-from engine.server_view import RequestRecord
+from engine.server_snapshot import RequestRecord
 from policies import POLICIES
 from screen import app
 from screen.draw import layout

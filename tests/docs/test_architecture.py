@@ -65,7 +65,7 @@ WITHOUT_MLX = """sampling_params step_output request sched policies prefix promp
     engine/* base/* cli/* text/* server/* screen/* serve tui
     models/forward_cost distributed/environment experiments/simulator"""
 NEEDS_MLX = (
-    "engine/lifecycle engine/model_source engine/model_facts engine/disk_prefix_cache "
+    "engine/model_lifecycle engine/model_source engine/model_headers engine/disk_prefix_cache "
     "engine/roofline cli/model_list"
 )
 STANDARD_LIBRARY = {

@@ -25,7 +25,7 @@ def test_places_in_the_drawing_exist():
             "nanobatch",
             "runner",
             "sched",
-            "server/parse",
+            "server/tokenize_request",
             "server/submit",
             "server/stream",
             "text/detokenizer",

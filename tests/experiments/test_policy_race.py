@@ -13,7 +13,7 @@ from experiments import race
 from experiments.experiment import WAITS
 from nanobatch import SamplingParams
 from policies import POLICIES
-from screen import state, step_prices, timeline_columns
+from screen import state, timeline_columns, undisturbed_times
 from screen.draw import charts, slots, status, style, timeline
 from screen.draw.style import DECODE
 from tui import MENU
@@ -242,7 +242,7 @@ def test_unseen_steps_are_priced_by_extrapolation():
         + [step(2, 1, 0.015)] * 2
         + [step(6, 0, 9.0)] * 9
     )
-    prices = step_prices.Prices(seen)
+    prices = undisturbed_times.Prices(seen)
     wanted = {
         (2, 0): 0.010,
         (6, 0): 0.018,
@@ -253,11 +253,11 @@ def test_unseen_steps_are_priced_by_extrapolation():
         (0, 1): 0.005,
     }
     assert {kind: prices.seconds(*kind) for kind in wanted} == pytest.approx(wanted)
-    assert step_prices.Prices([]).seconds(3, 1) > 0 and step_prices.Prices(
+    assert undisturbed_times.Prices([]).seconds(3, 1) > 0 and undisturbed_times.Prices(
         [step(0, 2, 0.01)]
     ).seconds(0, 2) == pytest.approx(0.01)
     # The more rows, the quicker: that was chance
-    odd = step_prices.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])
+    odd = undisturbed_times.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])
     assert odd.row == 0 and 0.01 < odd.seconds(8, 0) < 0.02
 
 

@@ -16,8 +16,8 @@ import sampling
 from engine.disk_prefix_cache import RestoredRows
 from kernels import c_attention
 from kernels.device import mx
-from kernels.logit_bias import SlotState
 from kernels.packed import Matrix
+from kernels.slot_biases import SlotState
 from nanobatch import Model, SamplingParams
 from prefix import Prefixes
 from runner import Runner

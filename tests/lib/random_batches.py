@@ -1,7 +1,7 @@
 """Compare random requests in batches with the same requests alone: how many of their logits differ in
 a bit?
 
-The batches are those of `verify.py` (`benchmarks/random_batch.py`). Everything that might show is random:
+The batches are those of `verify.py` (`benchmarks/random_neighbours.py`). Everything that might show is random:
 the model's shape, the number of slots, chunk, budget, policy, arrival times, shared prefixes, cancels,
 conversations that continue, and what the slots held before. In most schedules a neighbour with a prompt
 of up to 1,600 tokens decodes next to all others, since long sums differ most. The engine that runs a
@@ -36,7 +36,7 @@ from harness import Ask, Tap, check, random_asks
 from long_forms import IS_LONG, number_of
 from parity import CONFIGS, GEMMA4, GPT_OSS, LFM2, QWEN3_5, QWEN3_5_MOE
 
-from benchmarks.random_batch import RandomBatch
+from benchmarks.random_neighbours import RandomBatch
 from kernels import library
 from models.load import read_model
 from nanobatch import Engine, Handle, Model, SamplingParams, Tokenizer

@@ -1,4 +1,4 @@
-"""Harmless and hostile jobs for `tests/base/test_job_process.py`, by name."""
+"""Harmless and hostile jobs for `tests/base/test_sandbox.py`, by name."""
 
 import os
 import signal

@@ -7,7 +7,7 @@ import pytest
 from screen_stage import Stage
 
 import tui
-from engine.server_view import RequestRecord, ServerView
+from engine.server_snapshot import RequestRecord, ServerView
 from screen import commands
 from screen.draw.style import clean
 from tui import MENU

@@ -23,7 +23,7 @@ from servers import CHAT, COMPLETIONS, ROOT, Line, Server, free_ports
 
 import tui
 from engine import watch_frames
-from engine.server_view import RequestRecord, ServerView
+from engine.server_snapshot import RequestRecord, ServerView
 from nanobatch import SamplingParams
 from screen.app import panes_of
 from screen.commands import Session

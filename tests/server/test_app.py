@@ -27,14 +27,14 @@ from processes import python
 from servers import COMPLETIONS, Line
 from waiting import wait_for
 
-from base.job_process import BusyError, Sandbox
+from base.sandbox import BusyError, Sandbox
 from engine import prefill_progress
 from engine.handle import TokenLogprob
 from engine.loop import Loop
-from engine.server_view import RequestRecord
+from engine.server_snapshot import RequestRecord
 from nanobatch import Engine
 from sampling_params import SamplingParams
-from server import http, openai, parse, protocol_adapter
+from server import http, openai, protocol_adapter, tokenize_request
 from server import stream as answer_stream
 from server.access_log import AccessLog, request_line
 from server.anthropic import Message
@@ -1021,13 +1021,13 @@ def test_too_many_messages_are_refused_before_the_template(engine, monkeypatch):
 def test_log_probabilities_shorten_the_answer(here):
     """128 choices of 1,000 tokens with 20 log probabilities each: 170 MB of JSON, and 18 s in which
     the server did nothing else."""
-    most = parse.MAX_LOGPROBS // 16
+    most = tokenize_request.MAX_LOGPROBS // 16
     for asked, expected in (({"logprobs": 20}, most // 21), ({"logprobs": 0}, most)):
         body = json.dumps({"prompt": "x", "n": 16, **asked}).encode()
         parsed = openai.parse_request(read_json(body), False)
-        assert parse.most_tokens(parsed) == expected
+        assert tokenize_request.most_tokens(parsed) == expected
     plain = openai.parse_request(BodyReader({"prompt": "x", "n": 16}), False)
-    assert parse.most_tokens(plain) > 10**9
+    assert tokenize_request.most_tokens(plain) > 10**9
 
 
 def test_large_answer_is_serialized_in_another_thread(here, monkeypatch):

@@ -9,7 +9,7 @@ from here import Here
 from servers import Line
 
 from engine import watch_frames
-from engine.server_view import RequestRecord, ServerView
+from engine.server_snapshot import RequestRecord, ServerView
 from engine.snapshot import RequestView, Snapshot
 from nanobatch import SamplingParams
 from server import watch as watch_module

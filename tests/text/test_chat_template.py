@@ -699,7 +699,7 @@ def test_load_without_a_child_process_is_refused(tmp_path, monkeypatch, script):
     """Nothing is known of its template and its tokenizer, so they are not trusted."""
     python = executable(tmp_path / "python", script) if script else str(tmp_path / "nothing")
     monkeypatch.setattr(sys, "executable", python)
-    monkeypatch.setattr("base.job_process.START", 0.2)
+    monkeypatch.setattr("base.sandbox.START", 0.2)
     monkeypatch.setattr(untrusted_model_files, "PASSED", set())
     said = r"the tokenizer cannot be tried \(no process can be started \("
     with pytest.raises(ModelError, match=said + ("timed out" if script else "")):

@@ -15,7 +15,7 @@ import pytest
 from checkpoints import make_tokenizer
 from hostile import HOSTILE
 
-from base.job_process import Sandbox
+from base.sandbox import Sandbox
 from base.validation import GrammarError
 from sampling_params import GRAMMAR, SamplingParams
 from text import grammar as grammar_file

@@ -11,7 +11,7 @@ from word_engine import Clock, word_engine
 
 from engine import watch_frames
 from engine.prefill_progress import PrefillProgress
-from engine.server_view import ServerView
+from engine.server_snapshot import ServerView
 from nanobatch import SamplingParams
 from server import live_page
 

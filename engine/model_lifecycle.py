@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from base.provenance import labelled
+from base.foreign_modules import labelled
 from engine.deferred_interrupt import defer_interrupt
 from engine.model_source import Checked, ModelSource
 from engine.runner_protocol import RunnerProtocol

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from base.error_reports import describe
-from base.job_process import BusyError
+from base.sandbox import BusyError
 from base.strings import json_or_none
 from request import QueueFull
 from sampling_params import SamplingParams
@@ -32,7 +32,7 @@ TOO_LONG = "context_length_exceeded"
 
 
 class TokenizedRequest(NamedTuple):
-    """What a body asks of a model: made by `parse`, read by `Submission` and `AnswerWriter`."""
+    """What a body asks of a model: made by `tokenize`, read by `Submission` and `AnswerWriter`."""
 
     protocol: type[ProtocolAdapter]
     request: ParsedRequest
@@ -52,7 +52,7 @@ class TokenizedRequest(NamedTuple):
         return refusal_of(error, self.protocol, self.request.settings)
 
 
-def parse(
+def tokenize(
     served: ServedModel, protocol: type[ProtocolAdapter], request: ParsedRequest
 ) -> TokenizedRequest:
     """Tokenize the prompts of a request, and check what it asks for."""

@@ -13,7 +13,7 @@ import pytest
 from processes import state_of
 from waiting import wait_for
 
-from base.job_process import BusyError, LimitError, Sandbox, SandboxLimits
+from base.sandbox import BusyError, LimitError, Sandbox, SandboxLimits
 
 ROOT = Path(__file__).parents[2]
 LIMITS = SandboxLimits(seconds=0.3, patience=20.0, memory=64 * 2**20, at_once=3)
@@ -117,7 +117,7 @@ def test_fork_server_leaves_nothing(sandbox):
     assert not is_alive(fork_server_pid)
     program = (
         "import os, sys; sys.path[:0] = sys.argv[1:]\n"
-        "from base.job_process import SandboxLimits, Sandbox\n"
+        "from base.sandbox import SandboxLimits, Sandbox\n"
         "sandbox = Sandbox('sandbox_jobs', None, SandboxLimits(0.3, 20.0, 2**26))\n"
         "print(*sandbox.run(['processes']), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
@@ -157,6 +157,6 @@ def test_no_file_descriptor_is_reported(monkeypatch, sandbox):
     def refuse() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("base.job_process.socket.socketpair", refuse)
+    monkeypatch.setattr("base.sandbox.socket.socketpair", refuse)
     with pytest.raises(BusyError, match=r"no process can be started .*Too many open files"):
         sandbox.run(["given"])
