@@ -221,7 +221,7 @@ class Wire(Ranks):
 @pytest.mark.parametrize("budget", [32, 1000])
 def test_orders_survive_the_wire(parts, budget):
     """A follower receives the batches that the leader ran."""
-    orders, heard, wire, rng = [], [], Wire(), np.random.default_rng(budget)
+    orders, heard, wire, rng = [], [], Wire(), np.random.default_rng(budget + 1)
     options = {"slots": 4, "max_len": 128, "chunk": 32, "budget": budget, "speculate": 2}
     with Engine(*parts, **options) as engine:
         engine.sched.draft = again

@@ -341,7 +341,7 @@ def test_attention_copies_no_slab(monkeypatch):
 def test_chunk_reads_no_further_than_itself(tmp_path):
     with Engine.load(make_checkpoint(tmp_path), slots=2, max_len=512) as engine:
         plans, plan = [], engine.sched.plan
-        engine.sched.plan = lambda now: plans.append(plan(now)) or plans[-1]
+        engine.sched.plan = lambda *given: plans.append(plan(*given)) or plans[-1]
         engine.submit([1] * 400, SamplingParams(max_tokens=2)).result()
         assert [(chunk.start, chunk.stop) for chunk in plans[0].chunks] == [(0, 400)]
     window = Window(Slab(1, 2, 2, 256, 16, mx.float32), [1], [64], 48)

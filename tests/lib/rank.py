@@ -143,10 +143,10 @@ def kill_in_load() -> None:
     """Rank 1 dies while it reads its shard of the weights."""
     read = ModelReader.read_model
 
-    def dying(reader: ModelReader):
+    def dying(reader: ModelReader, *between):
         if reader.ranks.rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(reader)
+        return read(reader, *between)
 
     ModelReader.read_model = dying
     Engine.load("demo", slots=2, max_len=1024)
