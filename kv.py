@@ -71,7 +71,8 @@ class Slab:
         mx.eval(self.arrays)  # zeros are lazy, too: this takes the memory now
         for array in self.arrays:
             c_attention.label(array)
-        self.states: list[States] = []  # of layers that keep no rows, if there are any
+        # Of delta nets, layers that keep no rows (`state_places.py`); skip them on a first reading
+        self.states: list[States] = []
 
     def bucket(self, rows: int) -> int:
         """`rows`, rounded up to whole buckets, but at most the length of a slot.

@@ -37,7 +37,9 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 SEGMENT = 16  # tokens: longer segments find less, shorter ones take more memory
-AGING = 8  # 1 forgets an unused slot soon, and rereads more when many conversations take turns
+# The age of slots rises by the rows that are lost, divided by this. 1 forgets an unused slot soon, and
+# rereads more when many conversations take turns
+AGING = 8
 COPIED = 64  # to copy this many rows counts as much as to lose one
 
 
@@ -189,8 +191,8 @@ class Prefixes:
 
         If every slot loses something, the rows alone do not decide: a long conversation that has
         ended would keep its slot forever. Slots therefore age. (The algorithm is GreedyDual: Young,
-        1994.) A slot counts as many rows more as the age was at its last use, and the age rises to
-        what the slot that is given up counts, its rows divided by AGING.
+        1994.) The price of a slot is the age at its last use plus the rows that it would lose. To
+        give it up raises the age, to that of its last use plus the rows lost / AGING.
         """
         choices = []
         for slot in free:

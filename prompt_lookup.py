@@ -285,7 +285,8 @@ class Drafter:
         self._sums = [(1 - RECENT) * a + b for a, b in zip(self._sums, newest, strict=True)]
         n, r, rr, s, rs = self._sums
         usual = s / n
-        # Where all steps have the same number of rows, the price of a row is not known
+        # Where all steps have the same number of rows, the price of a row is not known: one step more
+        # is assumed, in which a row costs SLOWDOWN of it
         slope = (rs - r * s / n + SLOWDOWN * usual) / (rr - r * r / n + 1)
         self._row_s = min(max(slope, 0.0), s / r)
         self._step_s = usual - self._row_s * r / n

@@ -4,7 +4,7 @@ make and read.
 A `Request` is one prompt on its way through the engine: queued, in prefill, in decode, done. It keeps
 two counters apart: how many tokens are *planned*, and how many are *committed*. `sched.py` says why.
 
-What it knows lies in small records, and each has one owner, which alone changes it:
+What it knows lies in small records, by who decides about them:
 
     asked for    the request itself     `Engine.submit`
     Queued       its place in line      `policies.py`
@@ -62,8 +62,8 @@ class PrefixState:
     trail: Trail = field(default_factory=Trail)  # its prompt's path in the prefix tree
     cached: int = 0  # prompt tokens found in the prefix cache, in memory or on disk
     cached_from: str = ""  # "slot" (its own) | "other_slot" | "disk"
-    reread: int = 0  # prompt tokens whose rows were there, but no state that serves so many
     own: int = 0  # of these, the tokens whose rows the same client wrote
+    reread: int = 0  # tokens read again, because no saved state reached as far as the cached rows
     restored: RestoredRows | None = None  # found on disk when it was admitted
 
     @property
@@ -175,8 +175,9 @@ class Request:
         self.answer.append(token)
         self.proven = len(self.prompt) + self.committed - 1
 
-    def count_draft(self, proposed: int, accepted: int) -> None:
-        """Count the draft of a step. All its tokens have been read back, none is in flight."""
+    def settle_draft(self, proposed: int, accepted: int) -> None:
+        """Count the draft of a step, and plan on from what is committed: none of its tokens is in
+        flight any more."""
         self.drafting.proposed += proposed
         self.drafting.accepted += accepted
         self.planned = self.committed

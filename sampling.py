@@ -80,7 +80,7 @@ def sample(
 
     `logits`: one row for each of `picks`. If a row is not finite, its token is -1.
     """
-    groups = defaultdict(list)
+    groups = defaultdict(list)  # "greedy", "edited" (with bias, penalties or logprobs), or drawn
     for row, pick in enumerate(picks):
         has_logprobs = pick.sampling.logprobs is not None
         groups[pick.sampling.group, has_logprobs, pick.mask is not None].append(row)

@@ -45,7 +45,7 @@ def advised(folder: Path) -> dict[str, float]:
     found = {name: advice[name] for name in ADVICE if advice.get(name) is not None}
     if advice.get("do_sample") is False:
         found["temperature"] = 0.0
-    # In this file, as `transformers` reads it, the temperature left out is 1
+    # In this file, as `transformers` reads it, an omitted temperature means 1
     found.setdefault("temperature", 1.0 if advice.get("do_sample") is True else 0.0)
     try:
         SamplingParams(**found)

@@ -176,7 +176,8 @@ class Scheduler:
                     ended.append(request)
             if draft:
                 drafts.append((member.slot, len(draft), accepted))
-                request.count_draft(len(draft), accepted)
+                # subtle: after `finish`, which finds the rows of rejected tokens by what was planned
+                request.settle_draft(len(draft), accepted)
         return Committed(ended, tuple(ghosts), tuple(drafts))
 
     # --- admission
@@ -280,7 +281,7 @@ class Scheduler:
             written = {chunk.slot: (chunk.request.prefix.trail, chunk.stop) for chunk in before}
             state = request.prefix
             start, copied_from = self.prefixes.best_source(state.trail, request.slot, written)
-            # Reading rows from disk pays for a chunk of them or more
+            # Reading from disk pays off only for a chunk or more
             if state.rows_on_disk >= start + self.chunk:
                 start, copied_from, restored = state.rows_on_disk, None, state.restored
         return Chunk(request, request.slot, start, len(request.prompt), copied_from, restored)
@@ -333,6 +334,7 @@ class Scheduler:
         if request.prefix_cache:
             self.prefixes.record_answer(slot, request.prefix.trail, request.answer, request.proven)
         self.states.leave(request)
+        # Without a token nothing shows what a padded chunk has left; with one, what was planned since
         if request.committed == 0 or request.next_row > request.proven:
             # A GPU pads a chunk: it writes less than a chunk of rows more
             written = request.prefilled + request.planned
@@ -428,7 +430,7 @@ def extend_answer(
 ) -> tuple[int, str | None]:
     """Append sampled tokens to an answer, up to the first that differs from the draft token in its
     place: the rows after that one read a wrong token. Returns the number of draft tokens that were
-    right, and why the answer ends, or None."""
+    right and are not the last, and why the answer ends, or None. (`accept` ends it at -1.)"""
     for i, token in enumerate(sampled):
         request.append_token(token)
         reason = accept(request, token)

@@ -370,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = 130
     finally:
-        code = 0 if args.serve and code in (130, 143) else code  # a server ends so
+        code = 0 if args.serve and code in (130, 143) else code  # this is how a server shuts down
         client.drain()
         if not write_files(args, session, picture):
             code = code or 1

@@ -240,7 +240,7 @@ def compare(args: argparse.Namespace, asked: Sequence[Case]) -> Iterator[Tally]:
     for way in args.ways:
         try:
             yield compare_one(args, way, asked)
-        # Such as weights that do not fit the memory when widened
+        # Weights that no longer fit in memory once widened, for instance
         except (ValueError, BusyError) as error:
             yield Tally(way, note=f"not compared: {one_line(error)}")
 

@@ -174,7 +174,7 @@ class Dialogue:
             self.ask(self.attach(line))
 
     def attach(self, question: str) -> str:
-        """A question with the text files that it names as @FILE. Other words with an @ stay words."""
+        """A question with the text files that it names as @FILE. Other @words are left alone."""
         files = {}
         for word in NAMED.findall(question):
             path = os.path.expanduser(word)

@@ -65,7 +65,7 @@ class Reading(NamedTuple):
 
 
 class StepTime:
-    """What steps take, and may take.
+    """How long steps take, and how long they may.
 
     `limit_ms`: as `Engine` takes it. `is_batch_invariant`: there is a limit by default.
     """

@@ -221,7 +221,7 @@ class Tour:
         self._explain(f"This scene failed{late}: {clean(why)}.")
 
     def _explain(self, text: str, **more: object) -> None:
-        # Other programs make steps slow, so say it next to figures
+        # Other programs make steps slow, so say so beside the figures
         others = others_of(self.state.view)
         note = f" · {others}" if others else ""
         self._show(text, f"enter: go on · esc: leave{note}", **more)

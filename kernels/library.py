@@ -208,7 +208,7 @@ def threads(most: int = MOST_THREADS) -> int:
 # M, N, K: each height of a tile, incomplete vectors, and a long sum
 SHAPES = [(1, 5, 3), (1, 9, 35), (2, 4, 16), (5, 9, 33), (6, 8, 40), (7, 37, 17), (13, 3, 20)]
 SHAPES += [(9, 130, 40), (3, 6, 1100)]
-# Of packed matrices: the form of the weights, their bits, the form of the scales
+# For packed matrices: the form of the weights, their bits, the form of the scales
 PACKED = [(FLOAT16, 16, FLOAT32), (BFLOAT16, 16, FLOAT32)]
 for _scales in (FLOAT32, FLOAT16, BFLOAT16):
     PACKED += [(FOUR_BITS, 4, _scales), (EIGHT_BITS, 8, _scales)]

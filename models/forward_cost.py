@@ -282,7 +282,7 @@ def stacks(part: object) -> list[Matrix]:
 
 
 def nbytes(part: object) -> int:
-    """The memory of a part's arrays, without its experts'."""
+    """The memory of a part's arrays, not counting those of its experts."""
     of_experts = sum(each.nbytes for each in arrays(stacks(part)))
     return sum(each.nbytes for each in arrays(part)) - of_experts
 
@@ -294,7 +294,7 @@ def nbytes_of(model: Model) -> int:
 
 
 def products(part: object) -> int:
-    """The number of weights by which a part multiplies each token, without its experts'."""
+    """The number of weights by which a part multiplies each token, not counting those of its experts."""
     return sum(matrix.size for matrix in matrices(part) if matrix.weight.ndim == 2)
 
 

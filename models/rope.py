@@ -31,7 +31,7 @@ class Rope:
     # The factor by which each plane is slowed, for sequences up to the original length
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()  # and for longer ones
-    gain: float = 1.0  # turned vectors are multiplied by this
+    gain: float = 1.0  # rotated vectors are multiplied by this
     turned: int | None = None  # how many numbers of a head turn, from the first; None means all
     interleaved: bool = False  # adjacent numbers are a plane, instead of number i and i + Dh/2
     rounds: bool = True  # yarn: the planes at its bounds are whole numbers
@@ -67,7 +67,7 @@ def rotate(
     """Number i and number i + Dh/2 of a head are a point in a plane. Turn it by the angle of its
     position.
 
-    The dot product of two turned vectors depends only on the difference of their angles. So attention
+    The dot product of two rotated vectors depends only on the difference of their angles. So attention
     sees the distance of two tokens, and not their positions. (a, b) becomes (a cos - b sin, b cos +
     a sin); `sin` has the minus sign.
     """

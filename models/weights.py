@@ -521,7 +521,7 @@ class Weights:
         return None
 
     def read_blocks(self, name: str) -> mx.array:
-        """Read and check one tensor in its blocks."""
+        """Read and check one tensor, block by block."""
         raise NotImplementedError
 
     def _check_numbers(self, tensor: Tensor, array: mx.array) -> None:

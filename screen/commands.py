@@ -164,7 +164,7 @@ class Session:
         return "it waits for the answer" if chats.open.waiting else ""
 
     def _send_waiting(self) -> None:
-        """Fire the questions that need not wait any more."""
+        """Fire the questions that no longer have to wait."""
         for chat in self.state.chats.all:
             if chat.waiting and not (chat.why or chat.runs):
                 ask = self.state.settings.ask(chat.waiting)

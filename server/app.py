@@ -142,7 +142,7 @@ class APIServer:
             if writer and (writer.is_stream or handle.request.finish_reason):
                 woken.append(writer)
         if woken:
-            with suppress(RuntimeError):  # the server has ended
+            with suppress(RuntimeError):  # the server has shut down
                 self._events.call_soon_threadsafe(self._wake, woken)
 
     def _wake(self, writers: list[AnswerWriter]) -> None:
@@ -383,7 +383,7 @@ class APIServer:
         is_over = asyncio.Event()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the server has ended
+            with suppress(RuntimeError):  # the server has shut down
                 self._events.call_soon_threadsafe(is_over.set)
 
         ticket.wake = wake

@@ -30,7 +30,7 @@ def parse_request(request: BodyReader) -> ParsedRequest:
 
 
 class Embedding(ProtocolAdapter):
-    """The body with the embeddings. There is no stream."""
+    """The body with the embeddings. The response is not streamed."""
 
     parse_request = staticmethod(parse_request)
     prompt = "input"

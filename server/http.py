@@ -363,7 +363,7 @@ class Connection(asyncio.Protocol):
         with suppress(OSError):  # the client has hung up
             self.transport.write_eof()
         await asyncio.sleep(LINGER_S)
-        self.transport.close()  # once all has been sent
+        self.transport.close()  # once everything has been sent
         await asyncio.sleep(HEAD_TIMEOUT_S)
 
     # --- sending

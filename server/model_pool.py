@@ -184,7 +184,7 @@ class ModelPool:
 
     @property
     def newest(self) -> PooledModel:
-        """The one that was used last, of those that are loaded."""
+        """The most recently used of the loaded models."""
         here = [model for model in self.models if model.served]
         return max(here, key=lambda model: (model.requests > 0, model.used), default=self.default)
 
