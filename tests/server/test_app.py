@@ -909,7 +909,7 @@ def test_progress_and_metrics_reveal_no_other_clients_prompt(here, monkeypatch):
     assert here.line("127.0.0.2").post(COMPLETIONS, body | {"prompt": prompt}).reply().status == 200
     before = token_counts(here)
     here.api.models.default.served.engine.set_budget(34, 32)
-    here.loop.slow = 6.0  # steps a second
+    here.loop.slow = 2.5  # steps a second
     guess = [*prompt[:45], *[90] * 75]
     asked = body | {"prompt": guess, "stream": True, "return_progress": True}
     said = here.line("127.0.0.3").post(COMPLETIONS, asked).until(b"[DONE]")
