@@ -164,7 +164,7 @@ def test_file_changes_to_the_first_token(demo, monkeypatch):
     try:
         with Here(demo) as here:
             counts = []
-            for _ in range(4):
+            for _ in range(6):
                 wait_for(lambda: not here.api._connections)
                 tracer.changes = 0
                 tracer.is_on = True
@@ -174,4 +174,5 @@ def test_file_changes_to_the_first_token(demo, monkeypatch):
         threading.setprofile(None)
         sys.setprofile(None)
     print(f"changes of file before a first token: {counts}")
-    assert 50 < min(counts) <= 290  # 249, or 286 if another step has begun by then
+    # 249, and about 37 for each step that has begun by then: on a busy machine two
+    assert 50 < min(counts) <= 330
