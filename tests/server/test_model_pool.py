@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from checkpoints import make_checkpoint
+from long_forms import number_of
 from servers import COMPLETIONS, Server
 from waiting import wait_for
 
+from engine.loop import Loop
 from engine.turns import Turns
 from nanobatch import Engine, SamplingParams
 from screen.commands import Session
@@ -349,6 +351,40 @@ def test_two_models_answer_as_each_alone(folders, both):
     log = both.log.read_text()
     assert log.count("model=one") == log.count("model=two") == 6 and "Traceback" not in log
     assert "so all fit together" in log
+
+
+def test_random_company_across_two_models_changes_no_bit(folders):
+    """Both engines step in turns, each with requests that come at any time. Log probabilities are
+    compared with those of an engine with one slot, alone."""
+    dice = random.Random(3)
+    turns = Turns()
+    asked = {name: [] for name in ("one", "two")}
+    with ExitStack() as stack:
+        engines = {}
+        for name in asked:
+            options = {"slots": 3, "max_len": 256, "chunk": 32}
+            engines[name] = stack.enter_context(Engine.load(folders[name], **options))
+            stack.enter_context(Loop(engines[name], turns=turns))
+        for number in range(number_of("MODELS_COMPANY", 24)):
+            name = dice.choice([*asked])
+            prompt = [dice.randrange(256) for _ in range(dice.randrange(1, 120))]
+            temperature = dice.choice([0.0, 0.9])
+            sampling = SamplingParams(
+                max_tokens=dice.randrange(1, 30),
+                temperature=temperature,
+                seed=number,
+                logprobs=2,
+                ignore_eos=True,
+            )
+            asked[name].append((prompt, sampling, engines[name].submit(prompt, sampling)))
+            time.sleep(dice.random() * 0.01)
+        for name, requests in asked.items():
+            with Engine.load(folders[name], slots=1, max_len=256, chunk=64) as alone:
+                for prompt, sampling, handle in requests:
+                    (expected,) = alone.generate([prompt], sampling)
+                    found = handle.result()
+                    assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
+    assert all(len(requests) > 5 for requests in asked.values())
 
 
 def test_models_that_do_not_fit_together_take_turns(folders):
