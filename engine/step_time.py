@@ -222,8 +222,9 @@ class StepTime:
         return found
 
     def _reading(self, r: Request, done: int) -> Reading:
-        """Of an answer, as many tokens are left as answers usually have."""
-        left = max(self._answer - r.planned, self._answer / 4)
+        """An answer is as long as answers usually are. One that is longer already will go on for as long
+        again."""
+        left = max(self._answer - r.planned, self._answer / 4, r.planned)
         return Reading(r.id, done, len(r.prompt), min(left, r.max_tokens - 1 - r.planned))
 
     def _next_steps(
