@@ -1,8 +1,8 @@
-"""Records of HTTP requests: for the screen (`RequestLog`), the log file (`AccessLog`) and /metrics.
+"""Records of HTTP requests, for the screen (`RequestLog`), the log file (`AccessLog`) and /metrics.
 
-The engine learns of neither refused requests nor hang-ups, so the server keeps its own records: the
-open requests and the newest ended ones, numbered so that a watcher can ask for those since its last
-frame. Memory is bounded. No prompt and no answer is kept.
+The engine never sees refused requests or hang-ups, so the server keeps its own records: open requests
+and the most recent finished ones. Records are numbered so that a watcher can ask for those added since
+its last frame. Memory is bounded, and prompts and answers are not stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.prefill_progress import PrefillProgress
 from engine.registry import Log
 from engine.server_snapshot import RequestRecord
 
-# Fields of a record that its log line has, too, there without their unit
+# Record fields copied to the log line, without their unit suffix
 FIGURES = (
     "prompt_tokens",
     "cached_tokens",
@@ -38,7 +38,7 @@ FIGURES = (
 
 
 def request_line(record: RequestRecord) -> str:
-    """The log line, in logfmt. A message may quote the client, so only its code is logged."""
+    """Return the log line in logfmt. Log an error's code only, because its message may quote the client."""
     method, _, path = record.route.partition(" ")
     ended = record.at + (record.latency_s or 0.0)
     values = {
@@ -62,7 +62,7 @@ def request_line(record: RequestRecord) -> str:
 
 
 def prefill_line(record: RequestRecord, prefill: PrefillProgress) -> str:
-    """The log line for the progress of a long prompt."""
+    """Return the log line for the progress of a long prompt."""
     values = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "request_id": record.id,
@@ -78,25 +78,25 @@ def prefill_line(record: RequestRecord, prefill: PrefillProgress) -> str:
 
 
 def logfmt(values: Mapping[str, object]) -> str:
-    """Fields of a log line; those without a value are left out."""
+    """Join fields to a log line, leaving out fields without a value."""
     told = [f"{name}={logged(value)}" for name, value in values.items() if value not in (None, "")]
     return " ".join(told)
 
 
 def logged(value: object) -> str:
-    """A value of a log line. No text of a client can end the line or start another field."""
+    """Format a log value, escaped so that client text cannot end the line or start another field."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)[:200]
     text = re.sub(r"[^\x20-\x7e]", "?", text)
     return text if re.fullmatch(r"[^\s\"=]+", text) else json.dumps(text)
 
 
 class RequestLog:
-    """All open requests and the newest ended ones. The server writes, any thread may read."""
+    """Open requests and the most recent finished ones. The server writes; any thread may read."""
 
     def __init__(self) -> None:
         self.open: dict[int, RequestRecord] = {}
         self.ended = Log(1000)
-        self.changes = 0  # counts all changes
+        self.changes = 0  # incremented by every change
         self._lock = threading.Lock()
         self._count = 0
 
@@ -113,7 +113,7 @@ class RequestLog:
             self.changes += 1
 
     def close_record(self, number: int, is_kept: bool = True) -> RequestRecord:
-        """`is_kept`: false for /health."""
+        """Remove a record from the open ones. `is_kept`: keep it among the finished ones (not /health)."""
         with self._lock:
             record = self.open.pop(number)
             if is_kept:
@@ -124,17 +124,17 @@ class RequestLog:
     def records(
         self, since: int = 0
     ) -> tuple[tuple[RequestRecord, ...], tuple[RequestRecord, ...], int]:
-        """The open requests, those that ended after number `since`, and the number of all ended
-        ones."""
+        """Return the open requests, the requests finished after number `since`, and the total number
+        of finished requests."""
         with self._lock:
             return tuple(self.open.values()), self.ended.since(since), self.ended.count
 
 
 class HangUps:
-    """Clients that hung up before the first token, by client and prompt.
+    """Count hang-ups before the first token, per client and prompt.
 
-    An impatient agent sends the same prompt again and may never get its answer. Only hashes of the
-    newest prompts are kept.
+    An impatient agent sends the same prompt again and may never get an answer. Only hashes of recent
+    prompts are kept.
     """
 
     KEPT = 64
@@ -143,7 +143,7 @@ class HangUps:
         self._counts: OrderedDict[tuple[str, int], int] = OrderedDict()
 
     def add(self, client: str, prompt: Sequence[int]) -> int:
-        """Count how often this client has hung up on this prompt, this time included."""
+        """Record a hang-up and return how often this client has hung up on this prompt."""
         key = client, hash(tuple(prompt))
         count = self._counts.pop(key, 0) + 1
         self._counts[key] = count
@@ -153,7 +153,7 @@ class HangUps:
 
 
 def hang_up_advice(client: str, seconds: float, prefill: PrefillProgress) -> str:
-    """Advice for the owner of the server when a client hung up on the same prompt twice."""
+    """Return advice for the server's owner after a client hung up on the same prompt twice."""
     return (
         f"{client} hung up twice on the same prompt, after {seconds:,.0f} s, with {prefill.words}: "
         "the client waits too short a time. docs/clients.md names each agent's setting"
@@ -164,9 +164,9 @@ def hang_up_advice(client: str, seconds: float, prefill: PrefillProgress) -> str
 
 
 class AccessLog:
-    """A log line per request. A thread writes them, because writing to a pipe without a reader
-    blocks. Lines that do not fit the queue are counted and dropped. A failed write is reported
-    once, and serving goes on."""
+    """Write one log line per request, in a thread of its own, because writing to a pipe without a
+    reader blocks. If the queue is full, lines are dropped and counted. A write error is reported once,
+    and the server keeps running."""
 
     def __init__(self, file: TextIO, room: int = 1000):
         self._file = file

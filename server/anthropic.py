@@ -1,14 +1,14 @@
 """Anthropic's Messages protocol.
 
     POST /v1/messages                {"model": "default", "max_tokens": 99, "messages": [...]}
-    POST /v1/messages/count_tokens   the number of tokens of such a prompt
+    POST /v1/messages/count_tokens   the number of tokens in the prompt of the same body
 
-A message is a list of *blocks*: text, thinking, tool use. A tool's result is a block in the user's
-next message. A stream has events for each block:
+A message is a list of *blocks*: text, thinking, tool use. A tool result is a block in the next user
+message. A stream sends these events for each block:
 
     message_start  content_block_start  content_block_delta ...  content_block_stop  message_delta  message_stop
 
-Errors have Anthropic's form.
+Errors use Anthropic's format.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from text.tokenizer import ChatPrompt
 PLAIN = ("temperature", "top_p", "top_k")
 KEEP = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 NEUTRAL = {"service_tier": ("auto", "standard_only"), "context_management": (KEEP,)}
-# Claude Code's first system block. It holds a hash of the first question, so no conversation would
-# find the prefix of another one
+# Claude Code's first system block. It contains a hash of the first question, so keeping it would stop
+# conversations from sharing a cached prefix
 ATTRIBUTION = "x-anthropic-billing-header:"
 THINKING = {
     "enabled": {"enable_thinking": True},
@@ -61,7 +61,7 @@ def error(refusal: APIError) -> dict:
     kind = ERRORS.get(refusal.status, "invalid_request_error")
     told = {"type": kind, "message": refusal.message}
     if refusal.param == "thread":
-        # Anthropic's client then falls back to sending the whole conversation
+        # This code makes Anthropic's client resend the whole conversation
         told["details"] = {"error_code": "thread_unsupported_request"}
     return {"type": "error", "error": told}
 
@@ -70,13 +70,13 @@ def error(refusal: APIError) -> dict:
 
 
 def parse_request(request: BodyReader, is_count: bool = False) -> ParsedRequest:
-    """`is_count`: nothing is generated, so max_tokens is not required."""
+    """Parse a request. `is_count`: only count tokens, so max_tokens is not required."""
     tools, must_call = read_tools(request, "", "input_schema", "custom", CHOICES)
     choice = request.inner("tool_choice")
-    # The budget of thinking is a hint, too
+    # The thinking budget is only a hint, so it is not parsed
     hints = THINKING[request.inner("thinking").one_of("type", THINKING, "adaptive")]
     settings = request.some(PLAIN) | {"stop": read_stop(request, "stop_sequences")}
-    # `output_config` may also have an effort, which is a hint
+    # `output_config` may also contain an effort, which is only a hint
     if form := read_form(request.inner("output_config"), "format"):
         settings["grammar"] = form
     if not is_count and request.get("max_tokens") is None:
@@ -123,7 +123,7 @@ def read_messages(request: BodyReader) -> list[dict]:
 
 
 def read_user(blocks: list[BodyReader]) -> list[dict]:
-    """Tool results become messages of their own, before the user's text."""
+    """Convert a user message. Tool results become separate messages before the user's text."""
     found = []
     texts = []
     for block in blocks:
@@ -139,7 +139,7 @@ def read_user(blocks: list[BodyReader]) -> list[dict]:
 
 
 def read_own(blocks: list[BodyReader]) -> dict:
-    """The assistant's reasoning, text and calls."""
+    """Convert an assistant message: reasoning, text and tool calls."""
     texts = []
     message: dict[str, Any] = {"role": "assistant"}
     for block in blocks:
@@ -157,7 +157,7 @@ def read_own(blocks: list[BodyReader]) -> dict:
 
 # --- answers --------------------------------------------------------------------------------------
 
-# For each kind of item: the type of its delta, and the delta's field
+# Item kind -> (delta type, the delta's text field)
 DELTAS = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -166,7 +166,7 @@ DELTAS = {
 
 
 class Message(ProtocolAdapter):
-    """Bodies of one answer."""
+    """The adapter for Anthropic's Messages protocol."""
 
     parse_request = staticmethod(parse_request)
     prompt = "messages"
@@ -217,14 +217,14 @@ class Message(ProtocolAdapter):
 
 
 def block(item: Item) -> dict:
-    """An item so far."""
+    """Return an item's block with the content received so far."""
     if item.kind == "content":
         return {"type": "text", "text": item.text}
     if item.kind == "reasoning":
-        # A signature would prove that the reasoning is the model's own, but nobody checks it here
+        # A signature would prove that the model wrote the reasoning, but this server does not check one
         return {"type": "thinking", "thinking": item.text, "signature": ""}
     values = None
-    with suppress(ValueError, RecursionError):  # arguments that were cut off are no JSON
+    with suppress(ValueError, RecursionError):  # truncated arguments are not valid JSON
         values = parse_json(item.text)
     values = values if isinstance(values, dict) else {}
     return {"type": "tool_use", "id": item.id, "name": item.name, "input": values}
@@ -238,7 +238,7 @@ def ended(choice: Choice) -> dict[str, str | None]:
 
 
 def written(usage: Usage) -> dict:
-    """Anthropic counts cached tokens separately from the input."""
+    """Return the usage object. Anthropic does not include cached tokens in the input tokens."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_read_input_tokens": usage.cached,

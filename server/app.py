@@ -1,19 +1,19 @@
-"""The HTTP server: a bound socket, the routes, and the thread that serves them.
+"""The HTTP server: the listening socket, the routes, and the thread that serves them.
 
     POST -> guard -> read the body -> tokenize_request.py -> submit.py -> stream.py: events, or one JSON
             |_ server's thread, asyncio _|_ worker threads __|_ server's thread ____________|
 
-The engine's thread must not be disturbed by malformed, huge or slow requests, so HTTP is spoken in
-a thread of its own, and worker threads parse JSON and tokenize. After each commit the engine's
-thread wakes the server's thread if there is new output. The socket is bound first; until the model
-is loaded, clients get 503.
+Malformed, huge or slow requests must not disturb the engine's thread, so HTTP has a thread of its
+own, and worker threads parse JSON and tokenize. After each commit the engine's thread wakes the
+server's thread if there is new output. The socket is bound before the model is loaded; until then
+clients get 503.
 
-The invariant: each request ends with an answer, or when the client hangs up. Afterwards it holds no
-slot.
+The invariant: every request ends with an answer or with a hang-up of the client, and holds no slot
+afterwards.
 
-Next: the way of one request, downwards: `APIServer._complete`, `tokenize_request.py`, `submit.py`, `stream.py`.
-Then `model_pool.py`, which models are loaded; `protocol_adapter.py`, what the protocols share;
-`status.py`, what the server says of itself; `access_log.py`, records of requests.
+Next: follow one request through `APIServer._complete`, `tokenize_request.py`, `submit.py` and `stream.py`.
+Then `model_pool.py` (which models are loaded), `protocol_adapter.py` (what the protocols share),
+`status.py` (models, health, metrics) and `access_log.py` (records of requests).
 """
 
 from __future__ import annotations
@@ -61,44 +61,44 @@ PROTOCOLS = {
     "/v1/messages": anthropic.Message,
 }
 COUNT = "/v1/messages/count_tokens"
-DRAIN_S = 20.0  # seconds for running requests after a signal to end
-LOADING_S = 0.5  # seconds until a waiting client's stream begins with comments about the wait
+DRAIN_S = 20.0  # seconds that running requests get to finish after a shutdown signal
+LOADING_S = 0.5  # seconds of waiting for a model before the client's stream starts with comments
 
 
 class APIServer:
-    """A bound socket. `start` begins to serve; `open` provides the models."""
+    """The HTTP server. `start` starts serving on the bound socket; `open` provides the models."""
 
     def __init__(self, options: Options):
         self.options = options
         self.request_log = RequestLog()
-        self.models: ModelPool | None = None  # None while a single model is loaded at start
-        self.log: Callable[[str], None] | None = None  # receives a line for each request
-        self.advise: Callable[[str], None] = lambda words: None  # receives advice for the owner
+        self.models: ModelPool | None = None  # None while the only model is being loaded at startup
+        self.log: Callable[[str], None] | None = None  # called with one line per request
+        self.advise: Callable[[str], None] = lambda words: None  # called with advice for the owner
         self._hang_ups = HangUps()
         self.draining = False
         self._socket = http.listen(options.host, options.port)
         host, port = self._socket.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._requests: set[HTTPRequest] = set()
-        self._free: tuple[float, int | None] = (-math.inf, None)  # bytes, and when they were free
+        self._free: tuple[float, int | None] = (-math.inf, None)  # time, free bytes
         self._status = Status(self)
         self._pool = ThreadPoolExecutor(4, "server")  # parses bodies
-        # For long bodies, so that short ones need not wait
+        # For long bodies, so that short ones do not wait behind them
         self._slow_pool = ThreadPoolExecutor(2, "server, long")
-        # These wait for the sandbox. Two more are for grammars known already
+        # Threads that wait for the sandbox, and two more for grammars that are already compiled
         self._grammar_pool = ThreadPoolExecutor(SANDBOX_LIMITS.at_once + 2, "server, grammars")
         self.is_local = ipaddress.ip_address(host).is_loopback  # listens on loopback only
         self._routes = self._make_routes()
         self._connections: set[Connection] = set()
         self._events = asyncio.new_event_loop()
         self._is_over = asyncio.Event()
-        self._submissions: set[Submission] = set()  # of requests that are not answered yet
+        self._submissions: set[Submission] = set()  # of unfinished requests
         self._writers: dict[Handle, AnswerWriter] = {}
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._ended = threading.Event()
 
     def _make_routes(self) -> dict[str, tuple[str, Answering]]:
-        """By path: the methods and the handler."""
+        """Return path -> (methods, handler)."""
         return {
             COUNT: ("POST", self._count),
             **{
@@ -115,7 +115,7 @@ class APIServer:
         return self
 
     def open(self, engine: Engine, loop: Loop, name: str) -> None:
-        """From here on requests are answered, by this engine."""
+        """Start answering requests with this engine."""
         self.open_pool(ModelPool.of_one(engine, loop, name, **self.pool_options))
 
     @property
@@ -123,7 +123,7 @@ class APIServer:
         return {"aliases": self.options.aliases, "max_tokens": self.options.max_tokens}
 
     def open_pool(self, models: ModelPool) -> None:
-        """From here on requests are answered, by these models."""
+        """Start answering requests with these models."""
         models.on_load = self._listen_to
         for served in models.loaded:
             self._listen_to(served)
@@ -134,11 +134,11 @@ class APIServer:
         served.engine.on_commit = self._on_commit
 
     def _on_commit(self, handles: list[Handle]) -> None:
-        """In the engine's thread: wake the server's thread, once for all requests with new output."""
+        """Wake the server's thread once for all requests with new output. Runs in the engine's thread."""
         woken = []
         for handle in handles:
             writer = self._writers.get(handle)
-            # A whole answer is sent at its end
+            # An answer that is not streamed is sent when it is complete
             if writer and (writer.is_stream or handle.request.finish_reason):
                 woken.append(writer)
         if woken:
@@ -151,7 +151,7 @@ class APIServer:
 
     @property
     def warning(self) -> str:
-        """A line about access, if everybody has it; else empty."""
+        """A warning if anybody on the network may send requests; otherwise empty."""
         if self.is_local or self.options.api_key:
             return ""
         readers = "who has the watch key" if self.options.watch_key else "this machine"
@@ -161,10 +161,10 @@ class APIServer:
         )
 
     def wait(self, signals: SimpleQueue) -> bool:
-        """Wait for a signal in this queue and return True; False if the server's thread ends first.
+        """Wait for a signal in this queue. Return False if the server's thread ends first.
 
-        subtle: Python handles a signal when the main thread runs. A signal that arrives just before
-        the main thread goes to sleep is handled when it wakes up.
+        subtle: Python runs signal handlers only while the main thread executes. A signal that arrives
+        just before the main thread blocks is handled when the wait times out.
         """
         while not self._ended.is_set():
             with suppress(Empty):
@@ -173,23 +173,23 @@ class APIServer:
         return False
 
     def drain(self, patience: float, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Refuse new requests and let running ones end, for `patience` seconds or until
-        `is_hurried`."""
+        """Refuse new requests and wait until running ones finish, for `patience` seconds or until
+        `is_hurried` returns True."""
         self.draining = True
         for served in self.models.loaded if self.models else ():
             served.loop.slow = 0.0
-            served.loop.resume()  # a paused engine would never end
+            served.loop.resume()  # a paused engine would never finish its requests
         deadline = time.monotonic() + patience
         while self._submissions and time.monotonic() < deadline and not is_hurried():
             time.sleep(0.02)
 
     def close(self) -> None:
-        """End running requests with an error, and close the socket."""
+        """Cancel running requests with an error and close the socket."""
         self.draining = True
         for submission in list(self._submissions):
             submission.cancel()
         if self._thread.ident:
-            with suppress(RuntimeError):  # the thread has ended already
+            with suppress(RuntimeError):  # the event loop is already closed
                 self._events.call_soon_threadsafe(self._is_over.set)
             self._ended.wait(5)
         else:
@@ -202,7 +202,7 @@ class APIServer:
 
     @property
     def changes(self) -> int:
-        """Counts all changes of the request log."""
+        """The number of changes to the request log so far."""
         return self.request_log.changes
 
     @property
@@ -210,7 +210,7 @@ class APIServer:
         return len(self._connections)
 
     def view(self, since: int = 0) -> ServerView:
-        """The server now, and the requests that ended after number `since`."""
+        """Return a snapshot of the server with the requests that finished after number `since`."""
         opened, ended, count = self.request_log.records(since)
         return ServerView(
             address=self.address,
@@ -225,7 +225,7 @@ class APIServer:
         )
 
     def _free_memory(self) -> int | None:
-        """Measured once a second: the system writes it anew each time that it is read."""
+        """Return the free memory, measured at most once a second because each measurement costs time."""
         looked, free = self._free
         loaded = self.models.loaded if self.models else ()
         if loaded and time.monotonic() > looked + 1.0:
@@ -254,7 +254,7 @@ class APIServer:
         deadline = time.monotonic() + http.LINGER_S
         while self._connections:
             for connection in list(self._connections):
-                if time.monotonic() > deadline:  # the client has not taken everything
+                if time.monotonic() > deadline:  # the client has not received everything
                     connection.abort()
                 elif not connection.request:
                     connection.transport.close()
@@ -263,20 +263,20 @@ class APIServer:
         logger.cancel()
 
     async def _log_prefills(self) -> None:
-        """A log line for each long prompt, then one every `LOG_S`."""
+        """Log the prefill progress of each long prompt, every `LOG_S` seconds."""
         while True:
             await asyncio.sleep(1)
             self._log_prefills_once(time.monotonic())
 
     def _log_prefills_once(self, now: float) -> None:
-        # A function of its own, because a sleeping loop would keep the last request in memory
+        # A separate function, because the sleeping loop's locals would keep the last request alive
         for request in list(self._requests) if self.log else ():
             prefill = request.answer and request.answer.prefill_to_log(now)
             if prefill and request.record.id:
                 self.log(prefill_line(request.record, prefill))
 
     async def _serve(self, connection: Connection, head: h11.Request) -> None:
-        """Serve one request and record its outcome."""
+        """Serve one request and record the outcome."""
         began = time.perf_counter()
         request = connection.request = HTTPRequest(connection, head, self.request_log)
         if request.path.startswith("/v1/messages"):
@@ -298,7 +298,7 @@ class APIServer:
                     self.log(request_line(record))
 
     async def _answer(self, request: HTTPRequest) -> None:
-        """Turn an exception into a response."""
+        """Answer one request, and turn an exception into an error response."""
         try:
             reply = self._admit(request)
             if not reply:
@@ -309,7 +309,7 @@ class APIServer:
             reply = refused(request, refusal)
         except ClientGone:
             raise
-        # A fault of ours: only this client notices
+        # A bug in the server: only this client gets an error
         except Exception as error:
             show_fault("a request over HTTP failed", error)
             words = without_folders(describe(error))
@@ -318,7 +318,7 @@ class APIServer:
             await request.reply(reply)
 
     def _admit(self, request: HTTPRequest) -> Reply | None:
-        """The reply to a preflight; None if the request may go on."""
+        """Return the reply to a CORS preflight, or None if the request may proceed."""
         connections = sum(each.idle_since == math.inf for each in self._connections)
         preflight = auth.admit(request, self.options, self.is_local, connections)
         if not preflight and request.path not in ("/", "/health", "/metrics"):
@@ -331,7 +331,7 @@ class APIServer:
         return preflight
 
     def _find(self, request: HTTPRequest) -> Answering:
-        """The handler of this path."""
+        """Return the handler for the request's path."""
         path = request.path
         known = MODELS if path.startswith(f"{MODELS}/") else path
         if known not in self._routes:
@@ -346,7 +346,7 @@ class APIServer:
     # --- a prompt and its answer
 
     async def _count(self, request: HTTPRequest) -> Reply:
-        """Count the tokens of a prompt."""
+        """Count the tokens in a prompt."""
         body = await http.read_body(request, self._requests)
         model, parsed = await self._in_worker(body, self._parse_count, body)
         async with self._lent(request, self.models.borrow(model)) as served:
@@ -359,7 +359,7 @@ class APIServer:
         return model, anthropic.parse_request(reader, is_count=True)
 
     def _in_worker(self, body: bytes, act: Callable, *given: object) -> asyncio.Future:
-        """Run this in a thread for short or for long bodies."""
+        """Run `act` in a worker thread of the pool for short or long bodies."""
         pool = self._slow_pool if len(body) > http.LONG_BODY_BYTES else self._pool
         return self._events.run_in_executor(pool, act, *given)
 
@@ -367,7 +367,7 @@ class APIServer:
     async def _lent(
         self, request: HTTPRequest, lent: ServedModel | Ticket
     ) -> AsyncIterator[ServedModel]:
-        """A model that is loaded, now or after a while, for as long as this lasts."""
+        """Keep a model loaded inside the `with` block, after waiting for it if necessary."""
         try:
             yield await self._loaded(request, lent) if isinstance(lent, Ticket) else lent
         finally:
@@ -379,7 +379,7 @@ class APIServer:
     async def _loaded(
         self, request: HTTPRequest, ticket: Ticket, is_stream: bool = False
     ) -> ServedModel:
-        """Wait until a model is loaded. A client with a stream is told how the wait goes."""
+        """Wait until a model is loaded. A streaming client receives comments about the wait."""
         is_over = asyncio.Event()
 
         def wake() -> None:
@@ -404,11 +404,11 @@ class APIServer:
     async def _complete(
         self, protocol: type[ProtocolAdapter], request: HTTPRequest
     ) -> Reply | None:
-        """From a body to its answer, whole or streamed. A client that hangs up cancels this at any
-        point."""
+        """Read a body and answer it, with a single response or a stream. A hang-up cancels this
+        coroutine at any point."""
         request.is_logged = True
         body = await http.read_body(request, self._requests)
-        if self.draining:  # meanwhile
+        if self.draining:  # may have started while the body was read
             raise shutting_down()
         submission = Submission(self.models, protocol, request.connection.client)
         self._submissions.add(submission)
@@ -432,12 +432,12 @@ class APIServer:
         except APIError as refusal:
             if request.status is None:
                 raise
-            # The stream has begun while the model was loaded
+            # The stream started while the model was being loaded
             request.update_record(reason=refusal.code, message=refusal.message)
             adapter = protocol(submission.request, "", "")
             await request.write(adapter.fail(refusal))
         except (ClientGone, asyncio.CancelledError):
-            request.note_hang_up()  # before the answer is cancelled, which is another reason
+            request.note_hang_up()  # before `cancel` below, so that the recorded reason is the hang-up
             self._advise_after_hang_up(request, submission)
             raise
         finally:

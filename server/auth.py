@@ -1,4 +1,4 @@
-"""Decide whether a request may come in: connection limit, Host, Origin, API key, watch key."""
+"""Decide whether to accept a request: connection limit, Host, Origin, API key, watch key."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from server.http import LOOPBACK, HTTPRequest, Options, Reply
 
 
 def server_names(options: Options) -> list[str]:
-    """The names of this server, as they appear in a URL."""
+    """Return the names of this server as they appear in a URL."""
     own = f"[{options.host}]" if ":" in options.host else options.host
     return [name.lower() for name in (*LOOPBACK, own, *options.allow_hosts)]
 
 
 def is_allowed(request: HTTPRequest, options: Options) -> bool:
-    """Whether the Origin is a page under one of this server's names."""
+    """Return True if the Origin is a page served under one of this server's names."""
     origin = request.headers.get("origin")
     if not origin:
         return False
@@ -28,7 +28,7 @@ def is_allowed(request: HTTPRequest, options: Options) -> bool:
 
 
 def admit(request: HTTPRequest, options: Options, is_local: bool, connections: int) -> Reply | None:
-    """Return the reply to a CORS preflight; None if the request may go on. Else raise APIError.
+    """Return the reply to a CORS preflight, or None if the request may proceed. Raise APIError to refuse.
 
     `is_local`: the server listens on loopback only.
     """
@@ -41,7 +41,7 @@ def admit(request: HTTPRequest, options: Options, is_local: bool, connections: i
 
 
 def share(request: HTTPRequest, options: Options) -> Reply | None:
-    """CORS: let a page of this server's names read the response. Return the reply to a preflight."""
+    """Add CORS headers for pages served under this server's names. Return the reply to a preflight."""
     if not is_allowed(request, options):
         return None
     shared = {"Access-Control-Allow-Origin": request.headers["origin"], "Vary": "Origin"}
@@ -55,8 +55,11 @@ def share(request: HTTPRequest, options: Options) -> Reply | None:
 
 
 def check_host(request: HTTPRequest, options: Options) -> None:
-    """Refuse a Host that is none of this server's names (DNS rebinding: an attacker's domain may
-    resolve to this machine, and the browser then takes us for a part of that site)."""
+    """Refuse a Host that is not one of this server's names.
+
+    This prevents DNS rebinding: an attacker's domain may resolve to this machine, and the browser
+    then treats this server as part of the attacker's site.
+    """
     if request.host not in server_names(options):
         words = f"the Host {shown(request.headers['host'])} is none of this server's names"
         words += "; --allow-host adds one"
@@ -64,15 +67,15 @@ def check_host(request: HTTPRequest, options: Options) -> None:
 
 
 def guard(request: HTTPRequest, options: Options, connections: int) -> None:
-    """Refuse requests beyond the connection limit, from foreign pages, and without the key.
+    """Refuse requests over the connection limit, from foreign pages, or without the key.
 
-    A browser sends requests for any page that the user visits. So the Origin must be one of our
-    names, or the address that it asks. An address, because an attacker's domain may resolve to us:
-    a name proves nothing, unless there is a key.
+    A browser sends requests on behalf of any page that the user visits. So the Origin must be one of
+    our names, or equal the Host. In the second case the Host must be an IP address or a key must be
+    set, because an attacker's domain may resolve to this machine.
 
-    A page that sends a request sees only its own answer. A page that watches sees everybody's
-    texts, so it must be served by us or know a key: other servers on this machine may serve pages
-    of anybody.
+    A page that sends a request sees only the answer to it. A page that watches sees every client's
+    texts, so it must be served by this server or know a key: other servers on this machine may
+    serve untrusted pages.
     """
     if connections > http.MAX_CONNECTIONS:
         words = f"{http.MAX_CONNECTIONS} connections are open already"
@@ -99,10 +102,10 @@ def guard(request: HTTPRequest, options: Options, connections: int) -> None:
 
 
 def has_key(request: HTTPRequest, key: str) -> bool:
-    """Whether the request carries this key, compared in constant time."""
+    """Return True if the request carries this key. The comparison takes constant time."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
-        given = request.headers.get("x-api-key", "")  # as Anthropic's clients send it
+        given = request.headers.get("x-api-key", "")  # the header of Anthropic's clients
     return hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
 
 
@@ -115,7 +118,7 @@ def is_address(name: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this is an address of this machine, such as 127.0.0.1, ::1 or ::ffff:127.0.0.1."""
+    """Return True for a loopback address, such as 127.0.0.1, ::1 or ::ffff:127.0.0.1."""
     if not is_address(address):
         return False
     found = ipaddress.ip_address(address)
@@ -123,10 +126,10 @@ def is_loopback(address: str) -> bool:
 
 
 def may_read(request: HTTPRequest, options: Options) -> bool:
-    """Whether this watcher may read everybody's prompts and answers.
+    """Return True if this watcher may read all prompts and answers.
 
-    With keys, only the watch key allows it. Otherwise only this machine. (A local proxy that
-    rewrites Host and adds no header looks like this machine.)
+    If any key is set, the watch key is required. Otherwise the watcher must be on this machine. (A
+    local proxy that rewrites Host and adds no header is indistinguishable from this machine.)
     """
     if options.api_key or options.watch_key:
         return options.watch_key is not None and has_key(request, options.watch_key)

@@ -1,9 +1,9 @@
 """Validate a client's JSON body, field by field.
 
-A field may be missing, null, of a wrong type, deeply nested, huge, or unknown. `BodyReader` reads a
-field as a string, a number, a list and so on; a wrong value raises `APIError` with its place, the
-value and what is allowed. It remembers which fields were read, and `reject_unknown` refuses all
-others, unless they ask for nothing. A bad body raises `APIError` and nothing else.
+A field may be missing, null, of a wrong type, deeply nested, huge, or unknown. `BodyReader` reads
+a field as a given type; a wrong value raises `APIError` with the field's path, the value and what
+is allowed. It remembers which fields were read, and `reject_unknown` refuses the others unless their
+values have no effect. A bad body raises no other exception than `APIError`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 from base.strings import json_or_none
 from base.validation import shown, whole
 
-MAX_BRACKETS = 100_000  # brackets, braces and colons in a body, strings included
-# In one request
+MAX_BRACKETS = 100_000  # brackets, braces and colons in a body, including those inside strings
+# Limits per request
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 MAX_TOOLS = 128
-MAX_MESSAGES = 2048  # including parts of messages
-# These change nothing in an answer: names, notes for billing, hints for a cache.
+MAX_MESSAGES = 2048  # messages plus their content parts and tool calls
+# Fields that do not affect the answer: names, billing metadata, cache hints
 IGNORED = {
-    "model",  # chosen before the other fields are read
+    "model",  # read before the other fields
     "client_metadata",
     "user",
     "metadata",
@@ -38,16 +38,16 @@ KINDS = {str: "a string", bool: "true or false", list: "a list", dict: "an objec
 
 
 class Field(NamedTuple):
-    """What a field may hold: a type, a default, and bounds of a whole number."""
+    """The type, default and bounds of a field."""
 
     kind: type = object
-    default: Any = None  # of a missing field
+    default: Any = None  # if the field is missing
     least: int = 0
     most: int = sys.maxsize
 
 
 class APIError(Exception):
-    """An error response. OpenAI's clients have an exception for each status."""
+    """An error response. OpenAI's clients raise a different exception for each status."""
 
     TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}  # noqa: RUF012
 
@@ -78,12 +78,12 @@ class APIError(Exception):
         return {"error": error}
 
 
-# Up to a file's name. Folders may have spaces
+# A path up to the file name. Folder names may contain spaces
 FOLDERS = re.compile(r"(?<![^\s'\"(])(?:/[^\s/][^/\n:;,'\"()]*)*/(?=[^\s/])")
 
 
 def without_folders(words: str) -> str:
-    """An error of the engine for a client: files without the server's folders."""
+    """Remove the server's folders from file paths in an error message for a client."""
     return FOLDERS.sub("", words)
 
 
@@ -92,7 +92,7 @@ def invalid(param: str | None, words: str, code: str = "invalid_value") -> APIEr
 
 
 def param_of(place: str) -> str:
-    """The body's field that a place is in: "messages" for "messages[0].content"."""
+    """Return the top-level field of a path: "messages" for "messages[0].content"."""
     return re.split(r"[.\[]", place, maxsplit=1)[0][:100]
 
 
@@ -104,15 +104,15 @@ def bad(place: str, value: Any, what: str) -> APIError:
 
 
 def check_count(name: str, count: int, what: str, most: int) -> None:
-    """Refuse too many entries before any of them is looked at."""
+    """Raise APIError if there are too many entries."""
     if count > most:
         raise invalid(name, f"{name} has {count:,} {what}, but there may be at most {most:,}")
 
 
 class BodyReader:
-    """An object of a client's body. A field that is null counts as missing.
+    """An object in a client's body. A field that is null counts as missing.
 
-    `place`: where the object is in the body; empty for the body itself.
+    `place`: the object's path in the body; empty for the body itself.
     """
 
     def __init__(self, value: Any, place: str = ""):
@@ -123,12 +123,12 @@ class BodyReader:
         self._known: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field of any type."""
+        """Return a field of any type."""
         self._known.add(name)
         return self.fields.get(name, default)
 
     def read(self, name: str, kind: type, default: Any = None) -> Any:
-        """A field of this type. Without a default it is required."""
+        """Return a field of this type. It is required unless a default is given."""
         value = self.get(name, default)
         if type(value) is not kind:
             raise self.bad(name, KINDS[kind])
@@ -147,7 +147,7 @@ class BodyReader:
             raise invalid(param_of(place), str(error)) from None
 
     def table(self, fields: Mapping[str, Field]) -> dict[str, Any]:
-        """The values of these optional fields."""
+        """Return the values of these optional fields."""
         found = {}
         for name, (kind, default, least, most) in fields.items():
             if kind is int:
@@ -165,18 +165,18 @@ class BodyReader:
         return value
 
     def inner(self, name: str) -> BodyReader:
-        """An object in a field, empty if the field is missing. Without a name: this object."""
+        """Return a field's object, empty if the field is missing. An empty name returns this object."""
         if not name:
             return self
         return BodyReader(self.get(name, {}), self._place + name)
 
     def items(self, name: str, default: list | None = None) -> list[BodyReader]:
-        """A list of objects in a field."""
+        """Return a field's list of objects."""
         values = self.read(name, list, default)
         return [BodyReader(value, f"{self._place}{name}[{i}]") for i, value in enumerate(values)]
 
     def text(self, name: str, default: str | None = None, kinds: Sequence[str] = ("text",)) -> str:
-        """A string, or a list of text parts of these types, joined."""
+        """Return a field's string, or its text parts joined. `kinds`: the accepted types of parts."""
         value = self.get(name, default)
         if isinstance(value, str):
             return value
@@ -185,7 +185,7 @@ class BodyReader:
         return text_of(self.items(name), kinds)
 
     def some(self, names: Sequence[str]) -> dict[str, Any]:
-        """Those of these fields that are present."""
+        """Return the subset of these fields that is present."""
         self._known.update(names)
         return {name: self.fields[name] for name in names if name in self.fields}
 
@@ -193,15 +193,17 @@ class BodyReader:
         return bad(self._place + name, self.fields.get(name), what)
 
     def unsupported(self, name: str, words: str) -> APIError:
-        """`name`: any string of the client's, perhaps very long."""
+        """Return an error about a field. `name` comes from the client and may be very long."""
         words = f"{self._place}{shown(name).strip(chr(39))} {words}"
         return invalid(param_of(self._place + name), words, "unsupported_parameter")
 
     def reject_unknown(
         self, neutral: Mapping[str, Sequence] = {}, ignored: Collection[str] = IGNORED
     ) -> None:
-        """Refuse all fields that were not read, unless they ask for nothing: values that are false,
-        zero or empty, `neutral` values, `ignored` fields."""
+        """Refuse fields that were not read.
+
+        Fields in `ignored`, values in `neutral`, and values that are false, zero or empty are accepted.
+        """
         for name, value in self.fields.items():
             asks = any(value.values()) if isinstance(value, dict) else value
             is_known = name in self._known or name in ignored
@@ -222,8 +224,8 @@ def text_of(parts: Sequence[BodyReader], kinds: Sequence[str] = ("text",)) -> st
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON without NaN and 1e999, which Python would accept, and write so that no other
-    parser reads them."""
+    """Parse JSON. Reject NaN and numbers such as 1e999: Python accepts them, but would write them
+    back as tokens that other parsers reject."""
     return json.loads(text, parse_constant=number_of, parse_float=number_of)
 
 
@@ -235,7 +237,7 @@ def number_of(text: str) -> float:
 
 
 def read_json(body: bytes) -> BodyReader:
-    # From 4 MiB of "[]," Python makes a million lists, holding the GIL for half a second
+    # Python parses 4 MiB of "[]," into a million lists, and holds the GIL for half a second
     marks = sum(map(body.count, (b"[", b"{", b":")))
     if marks > MAX_BRACKETS:
         words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MAX_BRACKETS:,}"
@@ -250,7 +252,7 @@ def read_json(body: bytes) -> BodyReader:
     except RecursionError:
         words = "it is nested too deep"
     except ValueError as error:
-        words = str(error).partition("; use sys")[0][:200]  # that is no advice for a client
+        words = str(error).partition("; use sys")[0][:200]  # cut Python's advice to the programmer
     raise APIError(400, f"the body is no valid JSON: {words}", "invalid_json")
 
 
@@ -258,8 +260,8 @@ def read_json(body: bytes) -> BodyReader:
 
 
 def conversation(request: BodyReader, name: str) -> list[BodyReader]:
-    """Messages: at least one, and not too many, since a template takes time even for an empty
-    message."""
+    """Return the messages: at least one, and a limited number, because a template takes time even
+    for an empty message."""
     messages = request.read(name, list)
     if not messages:
         raise request.bad(name, "a list of at least one message")
@@ -273,7 +275,7 @@ def conversation(request: BodyReader, name: str) -> list[BodyReader]:
 
 
 def read_stop(request: BodyReader, name: str) -> list[str]:
-    """Stop strings. `SamplingParams` would take a number for a token id."""
+    """Return the stop strings. Refuse numbers, which `SamplingParams` would accept as token ids."""
     stops = request.get(name, [])
     stops = [stops] if isinstance(stops, str) else request.read(name, list, [])
     check_count(name, len(stops), "texts", MAX_STOPS)
@@ -285,9 +287,9 @@ def read_stop(request: BodyReader, name: str) -> list[str]:
 
 
 def read_form(values: BodyReader, name: str, inner: str = "") -> dict[str, Any]:
-    """The JSON form of an answer as `SamplingParams.grammar`; empty if any text will do.
+    """Return the requested JSON format for `SamplingParams.grammar`; empty for plain text.
 
-    `inner`: the form's field with the schema; empty if the form holds the schema itself.
+    `inner`: the format's field that contains the schema; empty if the schema is at the top level.
     """
     form = values.inner(name)
     kind = form.one_of("type", ("text", "json_object", "json_schema"), "text")
@@ -305,12 +307,12 @@ def read_tools(
     type: str = "function",
     words: Mapping[str, str] = {},
 ) -> tuple[list[dict], list[dict]]:
-    """The tools for the model, as templates take them, and those of which it must call one.
+    """Return the tools in the form that templates expect, and the tools of which one must be called.
 
-    `inner`: the tool's field with name and description; empty if the tool holds both itself.
-    `schema`: the field of the parameters.
+    `inner`: the tool's field that contains name and description; empty if they are at the top level.
+    `schema`: the name of the parameters field.
     `type`: the only supported type of tool.
-    `words`: the protocol's own words for "required" and "function" in `tool_choice`.
+    `words`: the protocol's values of `tool_choice` -> "required" or "function".
     """
     tools = request.items("tools", [])
     check_count("tools", len(tools), "tools", MAX_TOOLS)
@@ -337,7 +339,7 @@ def read_tools(
 def choose_tools(
     request: BodyReader, tools: list[dict], inner: str, words: Mapping[str, str]
 ) -> tuple[list[dict], list[dict]]:
-    """Apply `tool_choice`."""
+    """Apply `tool_choice`: return the tools to offer, and the tools of which one must be called."""
     kind = request.get("tool_choice", "auto")
     name = None
     if isinstance(kind, dict):
@@ -358,12 +360,13 @@ def choose_tools(
 
 
 def effort_hint(effort: Any) -> dict[str, str]:
-    """The variable of gpt-oss's template; other values mean its own."""
+    """Return the variable of gpt-oss's template. For any other value the template uses its default."""
     return {"reasoning_effort": effort} if effort in ("low", "medium", "high") else {}
 
 
 def call_of(id: str, function: BodyReader, field: str = "arguments") -> dict:
-    """An assistant's earlier call as templates take it. The arguments may be an object or its JSON."""
+    """Return an earlier tool call in the form that templates expect. The arguments may be an object or
+    a JSON string."""
     arguments = function.get(field)
     if isinstance(arguments, str):
         arguments = json_or_none(arguments or "{}")

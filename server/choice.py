@@ -6,8 +6,8 @@
     Responses           reasoning           message   function_call
     Messages            thinking            text      tool_use
 
-An item starts, grows and stops. One item is open at a time, and when the answer is complete, each
-has stopped. The adapters only translate these changes.
+An item starts, grows and stops. Only one item is open at a time, and all have stopped when the answer
+is complete. The adapters only translate these changes.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ class Item:
     """A part of an answer: reasoning, content, or a tool call."""
 
     kind: str  # "reasoning", "content" or "tool_call"
-    place: int = 0  # its position among all items
-    nth: int = 0  # and among those of its kind
-    name: str = ""  # of the tool
-    # Of a call. Some templates require nine letters or digits
+    place: int = 0  # index among all items
+    nth: int = 0  # index among the items of the same kind
+    name: str = ""  # the tool's name, for a tool call
+    # The tool call's id. Some templates require nine letters or digits
     id: str = field(default_factory=lambda: secrets.token_hex(5)[:9])
-    status: str = "in_progress"  # then "completed", or "incomplete" if it was cut off
+    status: str = "in_progress"  # later "completed", or "incomplete" if it was cut off
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """So far. Of a call: its arguments as JSON."""
+        """The text received so far. For a tool call, its arguments as JSON."""
         return "".join(self.pieces)
 
 
 class Change(NamedTuple):
-    """An item starts, grows or stops."""
+    """A change of an item: it starts, grows or stops."""
 
     kind: str  # "start", "delta" or "stop"
     item: Item
     text: str = ""  # the new text of a delta
-    words: Sequence[Word] | None = None  # log probabilities, if the request wants them
+    words: Sequence[Word] | None = None  # log probabilities, if requested
 
 
 class Choice:
-    """One answer to a prompt. A request may ask for several.
+    """One answer to a prompt. A request may ask for several answers.
 
-    `words`: only if the request wants log probabilities.
+    `words`: given only if log probabilities are requested.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Choice:
         reason = self.handle.finish_reason
         has_called = any(item.kind == "tool_call" for item in self.items)
         is_over = reason == "stop" or (reason == "length" and self._parser.is_over)
-        is_over &= not self._parser.is_in_call  # the model may end its answer anywhere
+        is_over &= not self._parser.is_in_call  # the model may have stopped in the middle of a call
         return "tool_calls" if has_called and is_over else reason
 
     @property
@@ -86,7 +86,7 @@ class Choice:
         return end and sum(place <= end for place in accumulate(self.handle.lengths))
 
     def text(self, kind: str) -> str:
-        """All items of a kind, joined."""
+        """Return the joined text of all items of a kind."""
         return "".join(item.text for item in self.items if item.kind == kind)
 
     def parse_whole(self) -> None:
@@ -97,7 +97,7 @@ class Choice:
                     self.words += change.words
 
     def grow(self, piece: str | None) -> Iterator[Change]:
-        """The changes by a piece of text. None: the answer is complete."""
+        """Yield the changes that a piece of text causes. None marks the end of the answer."""
         words = self._release(piece)
         is_cut = self.handle.finish_reason == "length"
         parts = self._parser.push(piece, piece is None and is_cut)
@@ -112,7 +112,7 @@ class Choice:
             item.pieces.append(text)
             yield Change("delta", item, text, words)
             words = None if words is None else []
-        if words:  # of a mark's tokens, such as <think>: no item has their text
+        if words:  # the tokens of a mark such as <think>, whose text is in no item
             yield Change("delta", Item("content"), "", words)
         if piece is None:
             is_whole = self._parser.is_over or not (is_cut or self._parser.is_in_call)
@@ -143,8 +143,8 @@ class Choice:
 
 
 class Word(NamedTuple):
-    """One token of an answer: its text, that text's offset in the answer, and its log probability
-    with those of the likeliest tokens."""
+    """One token of an answer: its text and offset in the answer, its log probability, and the log
+    probabilities of the likeliest tokens."""
 
     text: str
     offset: int
@@ -153,14 +153,14 @@ class Word(NamedTuple):
 
 
 class Words:
-    """An answer's tokens as texts, which join to the answer.
+    """Split an answer's text into the texts of its tokens.
 
-    A token often has no text of its own: its bytes may end within a character, and a decoder drops
-    the space before a first word. So a token's text is what the answer gains by it. Text that a
-    stop string may yet cut off waits, and its token waits as well.
+    A token cannot be decoded on its own: its bytes may end in the middle of a character, and a
+    decoder drops the space before the first word. So a token's text is the text that it adds to the
+    answer. Text is held back while a stop string may still cut it off, and so is its token.
 
-    A token is decoded only when its text is released: for a client that reads slowly, thousands of
-    tokens may wait, and texts take more memory.
+    A token is decoded only when its text is released: thousands of tokens may be queued for a slow
+    client, and texts take more memory than tokens.
     """
 
     def __init__(self, text: Tokenizer, handle: Handle):
@@ -169,13 +169,13 @@ class Words:
         self._stream = text.stream(())
         self._tokens: list[int] = []
         self._waiting: list[Word] = []
-        self._length = 0  # characters of all texts
-        self._shown = 0  # characters shown
+        self._length = 0  # characters decoded
+        self._shown = 0  # characters released
 
     def _read(self, length: float) -> None:
-        """Decode the next tokens until the texts have this length.
+        """Decode tokens until their texts have this total length.
 
-        The newest token may lack its log probability for a moment.
+        The newest token may not have its log probability yet.
         """
         tokens = self._handle.tokens
         logprobs = self._handle.logprobs
@@ -192,15 +192,15 @@ class Words:
             self._length += len(piece)
 
     def release(self, count: int) -> list[Word]:
-        """The words that are shown completely after `count` more characters."""
+        """Release `count` more characters and return the words that are now complete."""
         self._shown += count
         self._read(self._shown)
-        # If the answer ends within a character, the replacement character is the last token's
+        # If the answer ends in the middle of a character, the last token gets the replacement character
         complete = self._waiting[: len(self._waiting) - self._stream.open]
         released = []
         for word in complete:
-            # A token without text waits for the text after it. The end token has none, and is never
-            # shown
+            # A token without text is released with the text after it. So the end token, which has no
+            # text after it, is never released
             if word.offset + max(len(word.text), 1) > self._shown:
                 break
             released.append(word)
@@ -208,12 +208,12 @@ class Words:
         return released
 
     def finish(self) -> list[Word]:
-        """The rest of a complete answer, without tokens after its end, such as those of a stop
-        string."""
+        """Return the remaining words of a complete answer, without the tokens after its end, such as
+        the tokens of a stop string."""
         self._read(math.inf)
         text = self._handle.text
         left = [word for word in self._waiting if word.offset < len(text)]
-        if left:  # its text may be cut off, or be a broken character
+        if left:  # the last word may be cut off by a stop string, or end in a broken character
             last = left.pop()
             left.append(last._replace(text=text[last.offset :]))
         self._waiting = []

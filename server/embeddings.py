@@ -1,7 +1,7 @@
-"""POST /v1/embeddings: OpenAI's protocol for embeddings.
+"""OpenAI's embeddings protocol: POST /v1/embeddings.
 
-A text is a prompt without an answer, and its choice ends in the engine's own steps. `Submission`
-submits a few texts at a time, so that chats need not wait for thousands of them.
+Each text is a prompt whose request finishes after prefill, without an answer. `Submission` submits a
+few texts at a time, so that chats do not wait behind thousands of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def parse_request(request: BodyReader) -> ParsedRequest:
 
 
 class Embedding(ProtocolAdapter):
-    """The body with the embeddings. The response is not streamed."""
+    """The adapter for OpenAI's embeddings protocol, which has no streams."""
 
     parse_request = staticmethod(parse_request)
     prompt = "input"
@@ -44,7 +44,7 @@ class Embedding(ProtocolAdapter):
                 vector = unit_vector(choice.handle.vector, self._parsed.fields["dimensions"])
             except ValueError as error:
                 raise invalid("dimensions", str(error)) from None
-            # Clients expect little-endian bytes, and MLX runs on no other machine
+            # Clients expect little-endian bytes, the native order of every machine that MLX supports
             written = vector.tolist()
             if self._parsed.fields["form"] == "base64":
                 written = base64.b64encode(vector).decode()

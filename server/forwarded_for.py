@@ -1,8 +1,8 @@
-"""Which client sent a request that came through a proxy: `--trust-proxy`.
+"""Find the client's address behind trusted proxies (`--trust-proxy`).
 
-A proxy appends the address of its own client to `X-Forwarded-For`. Everything to the left of that was
-sent by the client, who may write what it likes. So the list is read from its end, as long as each
-address that passed the request on is a proxy of ours.
+A proxy appends its client's address to `X-Forwarded-For`. Entries to the left of it come from that
+client and may be forged. So the list is walked from its end, as long as the address that forwarded
+the request is a trusted proxy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Serve = Callable[[Connection, h11.Request], Awaitable[None]]
 
 
 def seen_through(serve: Serve, trusted: Sequence[Network]) -> Serve:
-    """`serve`, with each connection's client as the trusted proxies know it."""
+    """Wrap `serve` so that each connection's client is the address that the trusted proxies report."""
     if not trusted:
         return serve
 
@@ -35,7 +35,7 @@ def seen_through(serve: Serve, trusted: Sequence[Network]) -> Serve:
 
 
 def client_of(peer: str, forwarded: str, trusted: Sequence[Network]) -> str:
-    """The last address that is no trusted proxy's. `forwarded`: the value of `X-Forwarded-For`."""
+    """Return the last address that is not a trusted proxy. `forwarded`: the value of `X-Forwarded-For`."""
     client = peer
     for entry in reversed(forwarded.split(",")):
         address = address_in(entry)
@@ -51,8 +51,8 @@ def is_trusted(address: str, trusted: Sequence[Network]) -> bool:
 
 
 def address_in(entry: str) -> str:
-    """The address of an entry such as 192.0.2.7, 192.0.2.7:4711 or [2001:db8::7]:4711; empty if it
-    is none, such as "unknown"."""
+    """Return the address in an entry such as 192.0.2.7, 192.0.2.7:4711 or [2001:db8::7]:4711; empty if
+    the entry contains no address, such as "unknown"."""
     text = entry.strip()
     if found := re.fullmatch(r"\[([^]]+)\](?::\d+)?|([\d.]+):\d+", text):
         text = found[1] or found[2]

@@ -1,8 +1,7 @@
 """HTTP/1.1 on asyncio: connections, requests, bodies, responses, limits.
 
-`h11` parses and writes the grammar of HTTP; sockets, timeouts and limits are here. Nothing here
-knows models or engines. Next: `auth.py`, which requests are refused; `stream.py`, what is
-written.
+`h11` parses and serializes HTTP; this module handles sockets, timeouts and limits. It knows nothing
+of models or engines. Next: `auth.py` (which requests are refused) and `stream.py` (what is written).
 """
 
 from __future__ import annotations
@@ -36,30 +35,30 @@ if TYPE_CHECKING:
     from server.model_pool import Ticket
     from server.stream import AnswerWriter
 
-MAX_CONNECTIONS = 512  # connections with a request in work; one more gets a 429
-# Further connections; beyond, the one that has been idle longest is ended
+MAX_CONNECTIONS = 512  # connections with a request in progress; the next request gets a 429
+# Additional idle connections; over this limit the one that has been idle longest is closed
 MAX_IDLE_CONNECTIONS = 64
-OTHER_FILES = 128  # open files that are no connections: weights, logs, pipes
-ACCEPT_LOG_S = 60.0  # seconds between two log lines about connections that could not be accepted
-SWEEP_S = 0.5  # seconds between two looks for silent streams and slow clients
-HEAD_TIMEOUT_S = 30.0  # to send the head of the first request
-IDLE_TIMEOUT_S = 75.0  # to send the next request
-MAX_HEAD_BYTES = 2**16  # bytes of a request before its body
-MAX_BODY_BYTES = 4 * 2**20  # bytes; a prompt that fills a slot of 8,192 tokens has about 50,000
-LONG_BODY_BYTES = 2**14  # bytes; a longer body may take seconds to tokenize
-MAX_BODIES_BYTES = 2**28  # bytes of all bodies together; another long one gets a 429
-READ_AHEAD_BYTES = 2**14  # bytes read before their turn, about
-BODY_TIMEOUT_S = 30.0  # to send the body
-CHUNK_BYTES = 2**14  # bytes of a response written at a time
-WRITE_TIMEOUT_S = 60.0  # a send buffer full this long (less than 48 KiB taken) ends the connection
+OTHER_FILES = 128  # open files other than connections: weights, logs, pipes
+ACCEPT_LOG_S = 60.0  # minimum seconds between log lines about connections that cannot be accepted
+SWEEP_S = 0.5  # seconds between checks for silent streams and slow clients
+HEAD_TIMEOUT_S = 30.0  # seconds for the client to send the first request's head
+IDLE_TIMEOUT_S = 75.0  # seconds for the client to send the next request's head
+MAX_HEAD_BYTES = 2**16  # size limit of a request's head
+MAX_BODY_BYTES = 4 * 2**20  # a prompt that fills a slot of 8,192 tokens has about 50,000 bytes
+LONG_BODY_BYTES = 2**14  # a longer body may take seconds to tokenize
+MAX_BODIES_BYTES = 2**28  # total size of bodies in memory; over it, another long body gets a 429
+READ_AHEAD_BYTES = 2**14  # approximate limit of bytes received but not parsed yet
+BODY_TIMEOUT_S = 30.0  # seconds for the client to send a body
+CHUNK_BYTES = 2**14  # a response is written in chunks of this size
+WRITE_TIMEOUT_S = 60.0  # a send buffer full this long (under 48 KiB taken) closes the connection
 SLOW_AFTER_S = 5.0  # a send buffer full this long marks a client as slow
-# Bytes waiting for all slow clients; beyond, the client with most is ended
+# Unsent bytes of all slow clients; over this limit the client with the most is disconnected
 MAX_UNSENT_BYTES = 2**25
-LINGER_S = 2.0  # a client that is still sending gets this long to read why it was refused
-PING_S = 10.0  # seconds of silence until a stream gets a comment
-PROGRESS_S = 0.4  # seconds of silence until it gets the progress of its prompt
+LINGER_S = 2.0  # a refused client that is still sending has this long to read the error
+PING_S = 10.0  # seconds of silence before a stream gets an empty comment
+PROGRESS_S = 0.4  # seconds of silence before a stream gets its prompt's progress
 PING = b": ping\n\n"
-# No connection can be accepted
+# Errors of `accept` when resources are exhausted
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
@@ -72,10 +71,10 @@ class Options(NamedTuple):
     api_key: str | None = None
     watch_key: str | None = None
     allow_hosts: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()  # more names of the model; a star is any
-    # Addresses of proxies whose X-Forwarded-For counts (`forwarded_for.py`)
+    aliases: tuple[str, ...] = ()  # additional names of the model; "*" matches any name
+    # Proxies whose X-Forwarded-For is trusted (`forwarded_for.py`)
     trusted_proxies: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
-    max_tokens: int | None = None  # of answers to requests that name no limit; None: the slot's end
+    max_tokens: int | None = None  # default limit of an answer; None: the rest of the slot
 
 
 class ClientGone(Exception):
@@ -101,36 +100,36 @@ class Reply(NamedTuple):
 
 
 class HTTPRequest:
-    """One request, and the way back to its client."""
+    """One request, with methods that send the response."""
 
     def __init__(self, connection: Connection, head: h11.Request, request_log: RequestLog):
         self.connection = connection
         self.method = head.method.decode()
-        # By lower-case name
+        # Lower-case name -> value
         self.headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
-        self.headers.setdefault("host", "localhost")  # HTTP/1.0 needs no such header
-        # Two lengths can smuggle one request inside another (RFC 9112, 6.3)
+        self.headers.setdefault("host", "localhost")  # HTTP/1.0 does not require a Host
+        # Conflicting lengths allow request smuggling (RFC 9112, 6.3)
         if {"content-length", "transfer-encoding"} <= self.headers.keys():
             raise bad_http("it has both Content-Length and Transfer-Encoding")
         target = head.target.decode()
         if not target.startswith("/"):
             target = self._read_address(target)
-        # The name by which the client knows this server
+        # The host without its port
         self.host = re.sub(r":\d+$", "", self.headers["host"]).lower()
         path, _, query = target.partition("?")
         self.path = unquote(path)
         self.query = dict(parse_qsl(query))
-        self.status: int | None = None  # of the response, once it has begun
-        self.is_logged = False  # not so for /health
-        self.size = 0  # bytes of the body, while it is in memory
-        self.left = 0  # bytes of the response not written yet
-        # While the engine works for this request, or a model is loaded for it
+        self.status: int | None = None  # set when the response begins
+        self.is_logged = False  # stays False for /health
+        self.size = 0  # bytes of the body, while the body is in memory
+        self.left = 0  # bytes of the response that are not written yet
+        # Set while the engine works on this request, or while its model is being loaded
         self.answer: AnswerWriter | Ticket | None = None
-        # CORS headers, for a page that may read the response
+        # CORS headers to add to the response
         self.shared: Mapping[str, str] = {}
-        # The body of an error, in the protocol's form
+        # Makes the body of an error response in the protocol's format
         self.error: Callable[[APIError], dict] = attrgetter("body")
-        # When the stream last wrote; None if the response is no stream
+        # When the stream last wrote; None if the response is not a stream
         self._wrote: float | None = None
         self._request_log = request_log
         self._number = request_log.open_record(
@@ -138,7 +137,7 @@ class HTTPRequest:
         )
 
     def _read_address(self, target: str) -> str:
-        """An absolute address, as sent to a proxy: its host replaces the Host header."""
+        """Return the path of an absolute URL, whose host replaces the Host header."""
         with suppress(ValueError):
             address = urlsplit(target)
             if address.hostname and address.path:
@@ -161,9 +160,12 @@ class HTTPRequest:
         return self._request_log.close_record(self._number, is_kept=self.is_logged)
 
     async def reply(self, reply: Reply) -> None:
-        """Send a complete response in chunks. Each chunk waits until the client has taken most of
-        those before, so a large response is in memory once, and not again in the transport. So does
-        the head: thousands of responses without a body would pile up."""
+        """Send a complete response in chunks.
+
+        Each chunk waits until the client has received most of the previous ones, so the transport
+        does not hold a second copy of a large response. The head waits too, because otherwise
+        thousands of responses without a body would pile up.
+        """
         await self.connection.drain()
         self._begin(reply.status, reply.head)
         left = memoryview(b"" if self.method == "HEAD" else reply.body)
@@ -188,12 +190,12 @@ class HTTPRequest:
         self._wrote = time.monotonic()
 
     async def write(self, body: bytes) -> None:
-        """Send a part of a stream; wait while the client takes nothing."""
+        """Send a part of a stream, after waiting until the send buffer has room."""
         await self.connection.drain()
         self.push(body)
 
     def push(self, body: bytes) -> None:
-        """Send a part of a stream at once."""
+        """Send a part of a stream without waiting."""
         self.connection.send(h11.Data(body))
         self._wrote = time.monotonic()
 
@@ -202,8 +204,8 @@ class HTTPRequest:
         self.connection.send(h11.EndOfMessage())
 
     def keep_alive(self, now: float) -> None:
-        """Write something into a silent stream: proxies close silent connections, and people
-        wonder."""
+        """Write progress or a comment to a silent stream, because proxies close silent connections
+        and users want to see that something happens."""
         if self._wrote is None or self.connection.is_blocked:
             return
         silence = now - self._wrote
@@ -217,27 +219,26 @@ class HTTPRequest:
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection: its requests are answered one after the other.
+    """One client's connection. Its requests are answered one after another.
 
-    The first methods are callbacks of asyncio. They only record what has happened, and `_talk`
-    acts.
+    The first methods are asyncio callbacks. They only record events; `_talk` handles them.
     """
 
     def __init__(self, serve: Callable[[Connection, h11.Request], Awaitable], all: set[Connection]):
-        """`all`: the open connections."""
+        """`all`: the set of open connections, which this one joins."""
         self.patience = WRITE_TIMEOUT_S
-        self.request: HTTPRequest | None = None  # the running one
+        self.request: HTTPRequest | None = None  # the request in progress
         self._serve = serve
         self._all = all
         self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
-        self._news = asyncio.Event()  # bytes have come
-        self._room = asyncio.Event()  # the client takes what we write
+        self._news = asyncio.Event()  # data has been received
+        self._room = asyncio.Event()  # the send buffer has room
         self.blocked_since = math.inf  # when the send buffer filled up
-        self._taken = 0  # events of requests so far
+        self._taken = 0  # number of HTTP events handled
         self.is_leaving = False  # the connection is closing
         self._is_lost = False
-        # Since when it has waited for a whole request, or for its client to take a whole response;
-        # inf while a request is in work
+        # Since when the connection has waited for a complete request or for the client to receive a
+        # complete response; inf while a request is in progress
         self.idle_since = time.monotonic()
         self._room.set()
 
@@ -248,7 +249,7 @@ class Connection(asyncio.Protocol):
         self._all.add(self)
         self.task = asyncio.ensure_future(self._live())
         if len(self._all) > MAX_CONNECTIONS + MAX_IDLE_CONNECTIONS:
-            # This new one, if all others have a request in work
+            # The new connection itself, if all others have a request in progress
             last = min(self._all, key=attrgetter("idle_since"))
             self._all.discard(last)
             last.abort()
@@ -256,7 +257,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
         self._all.discard(self)
-        self.task.cancel()  # whatever it waits for
+        self.task.cancel()  # regardless of what it is waiting for
 
     def data_received(self, data: bytes) -> None:
         if self.is_leaving:
@@ -267,10 +268,11 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _take(self, data: bytes) -> None:
-        """Some clients send blank lines before a request, which h11 would refuse."""
+        """Pass data to h11, without the blank lines that some clients send before a request: h11
+        would refuse them."""
         if self._http.their_state is h11.IDLE and not self._ahead:
             data = data.lstrip(b"\r\n")
-        if data:  # no bytes would mean the end of the connection
+        if data:  # h11 treats empty data as the end of the connection
             self._http.receive_data(data)
 
     def pause_writing(self) -> None:
@@ -281,7 +283,7 @@ class Connection(asyncio.Protocol):
         self._room.set()
         self.blocked_since = math.inf
 
-    # --- one request after the other
+    # --- one request after another
 
     async def _live(self) -> None:
         try:
@@ -308,7 +310,7 @@ class Connection(asyncio.Protocol):
                 self._http = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
                 self._take(rest)
                 patience = IDLE_TIMEOUT_S
-                await asyncio.sleep(0)  # other tasks get a turn: many requests may have come
+                await asyncio.sleep(0)  # let other tasks run between pipelined requests
         except APIError as refusal:
             said = reply(refusal.body, refusal.status)
             self.send_head(said.status, said.head | {"Connection": "close"})
@@ -317,37 +319,37 @@ class Connection(asyncio.Protocol):
             pass
 
     async def receive(self) -> Any:
-        """The next event of a request: its head, a piece of its body, or its end."""
+        """Return the next event of a request: its head, a part of its body, or its end."""
         self._taken += 1
         if self._taken % 4 == 0:
-            await asyncio.sleep(0)  # so may parts of one
+            await asyncio.sleep(0)  # let other tasks run between the parts of a request
         while (event := self._next()) is h11.NEED_DATA:
             if self._http.they_are_waiting_for_100_continue:
                 self.send_continue()
             self._news.clear()
             self.transport.resume_reading()
             await self._news.wait()
-        # So that a hang-up during the answer is noticed
+        # Keep reading, so that a hang-up during the answer is noticed
         if type(event) is h11.EndOfMessage and self._ahead <= READ_AHEAD_BYTES:
             self.transport.resume_reading()
         return event
 
     @property
     def _ahead(self) -> int:
-        """Bytes received that are not part of a request yet."""
+        """The number of bytes received but not parsed yet."""
         return len(self._http.trailing_data[0])
 
     def _next(self) -> Any:
         try:
             return self._http.next_event()
         except h11.RemoteProtocolError as error:
-            error.__traceback__ = None  # a frame of h11 in it refers to the error
-            # After the colon follows a line of the client's, as Python writes bytes
+            error.__traceback__ = None  # break a cycle: one of its h11 frames refers to the error
+            # Cut off the client's line, which h11 appends as a bytearray
             raise bad_http(str(error).partition(": bytearray")[0]) from None
 
     def _has_request(self) -> bool:
-        """Whether the whole request has come. Discard what was not read of its body, if that is a
-        few pieces."""
+        """Return True if the complete request was received. Discard up to four unread parts of its
+        body."""
         with suppress(APIError):
             for _ in range(4):
                 if self._http.their_state is h11.SEND_BODY:
@@ -355,9 +357,12 @@ class Connection(asyncio.Protocol):
         return self._http.their_state not in (h11.SEND_BODY, h11.ERROR)
 
     async def _leave(self) -> None:
-        """Close without a reset. Closing a socket with unread bytes sends a reset, and the client's
-        system then discards our last response if the client has not read it yet. So close our
-        direction first, and discard what the client still sends."""
+        """Close the connection without a reset.
+
+        Closing a socket that has unread bytes sends a reset, and the client's system then discards
+        the last response if the client has not read it yet. So close only the sending side first, and
+        discard what the client still sends.
+        """
         self.is_leaving = True
         self.transport.resume_reading()
         with suppress(OSError):  # the client has hung up
@@ -369,12 +374,12 @@ class Connection(asyncio.Protocol):
     # --- sending
 
     def send_head(self, status: int, headers: dict[str, str]) -> None:
-        """Send the head of a response. A client that has not sent its whole request must reconnect."""
+        """Send the head of a response. Close the connection afterwards if the request is incomplete."""
         headers = {"Date": formatdate(usegmt=True)} | headers
         if not self._has_request():
             headers["Connection"] = "close"
         reason = HTTPStatus(status).phrase
-        # Some echo what the client sent, which was decoded in the same way
+        # Some values echo the client's headers, which were decoded as latin-1
         lines = [(name, value.encode("latin-1")) for name, value in headers.items()]
         self.send(h11.Response(status_code=status, headers=lines, reason=reason))
 
@@ -383,13 +388,13 @@ class Connection(asyncio.Protocol):
 
     def send(self, event: h11.Event) -> None:
         data = self._http.send(event)
-        # asyncio would log each write to a closed connection
+        # asyncio logs a warning for each write to a closed connection
         if not self.transport.is_closing():
             self.transport.write(data)
 
     async def drain(self) -> None:
-        """Wait while the client takes too little. Nothing is in work meanwhile, unless the engine
-        still answers."""
+        """Wait until the send buffer has room. The connection counts as idle while it waits, unless
+        the engine is still working on an answer."""
         if self.is_blocked:
             before = self.idle_since
             if not (self.request and self.request.answer):
@@ -405,24 +410,27 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the send buffer is full, so that more bytes would only pile up."""
+        """True if the send buffer is full."""
         return not self._room.is_set()
 
     def end_slow(self) -> None:
-        """Abort: a last message would wait behind all bytes before it."""
+        """Disconnect a slow client without an error message, which would only wait in the full buffer."""
         if self.request:
             self.request.update_record(reason="too_slow", hung_up=True)
         self.abort()
 
     def abort(self) -> None:
-        """subtle: asyncio's transport cannot be aborted after it was closed and then sent the rest."""
+        """Close the connection immediately.
+
+        subtle: `abort` fails on an asyncio transport that was closed and has already sent everything.
+        """
         if not self._is_lost:
             self.transport.abort()
 
 
 class AcceptFailures:
-    """Exception handler of the event loop: when no more files can be opened, asyncio reports a
-    hundred failures to accept each second. Log one line a minute."""
+    """Exception handler of the event loop that limits the log to one line a minute when the process is
+    out of file descriptors: asyncio then reports a hundred failed `accept` calls a second."""
 
     def __init__(self) -> None:
         self._told = -math.inf
@@ -438,7 +446,7 @@ class AcceptFailures:
 
 
 async def sweep(requests: Collection[HTTPRequest]) -> None:
-    """Ping silent streams and end slow clients, periodically. A fault ends one round only."""
+    """Ping silent streams and disconnect slow clients, periodically. An exception ends only one round."""
     while True:
         await asyncio.sleep(SWEEP_S)
         try:
@@ -448,8 +456,8 @@ async def sweep(requests: Collection[HTTPRequest]) -> None:
 
 
 def sweep_once(requests: Iterable[HTTPRequest]) -> None:
-    """One sweep. A function of its own, because a sleeping loop would keep the last request in
-    memory."""
+    """Run one round of `sweep`. It is a separate function because the sleeping loop's locals would
+    keep the last request alive."""
     now = time.monotonic()
     lags = {}
     for request in requests:
@@ -464,17 +472,17 @@ def sweep_once(requests: Iterable[HTTPRequest]) -> None:
         del lags[last]
 
 
-# --- sockets, bodies, answers ---------------------------------------------------------------------
+# --- sockets, bodies, responses -------------------------------------------------------------------
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. OSError if the port is taken, or the host is not this machine's."""
+    """Return a listening socket. Raise OSError if the port is in use or the host is not local."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     allow_open_files(MAX_CONNECTIONS + MAX_IDLE_CONNECTIONS + OTHER_FILES)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Small, so that a client that does not read is noticed
+        # Small, so that a client that stops reading is noticed
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**17)
         listener.bind(address)
         listener.listen(128)
@@ -485,8 +493,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files, if it is lower and may be raised. A Mac starts programs
-    with 256, and `accept` would fail before a 429 can be sent."""
+    """Raise this process's limit of open files to `count` if possible. The default on macOS is 256, and
+    `accept` would fail before a 429 could be sent."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         count = min(count, hard)
@@ -495,7 +503,7 @@ def allow_open_files(count: int) -> None:
 
 
 async def read_body(request: HTTPRequest, requests: Iterable[HTTPRequest]) -> bytes:
-    """The whole body. `requests`: all that are running, with bodies of their own."""
+    """Return the complete body. `requests`: all open requests, whose bodies share a memory limit."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     coding = request.headers.get("content-encoding", "identity").lower()
     if kind != "application/json" or coding != "identity":

@@ -1,9 +1,9 @@
-"""The server's page: the files of `web/` joined to one HTML text that needs nothing else.
+"""The server's page: the files of `web/` joined to a single self-contained HTML document.
 
-The modules are concatenated without their imports (no bundler is needed as long as each name is
-used once). A content security policy allows only this script, by its hash. Data are JSON in
-elements of their own with `<` escaped, so no prompt with `</script>` can end the element.
-`docs/make/page.py` makes the page of a recording in the same way.
+The modules are concatenated without their imports, which works without a bundler as long as no two
+modules define the same name. A content security policy allows only this script, by its hash. Data are
+embedded as JSON with `<` escaped, so a prompt that contains `</script>` cannot end the element.
+`docs/make/page.py` builds a recording's page in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.prefill_progress import PrefillProgress
 from engine.server_snapshot import ServerView
 from engine.snapshot import Limits, Metrics, RequestView, SlotView, Snapshot, StepView
 
-# Fields of the views in a frame of `/watch`, by type: the page reads frames by names.
+# The types in a frame of `/watch`. The page needs their field names, because frames hold only values
 VIEWS = (
     watch_frames.Frame,
     ServerView,
@@ -36,7 +36,7 @@ VIEWS = (
 )
 SHAPE = {view.__name__: watch_frames.names_of(view) for view in VIEWS}
 FOLDER = Path(__file__).parent.parent / "web"
-# Each module imports only from those before it.
+# In dependency order: each module imports only from earlier ones
 MODULES = (
     "recording",
     "words",
@@ -60,7 +60,7 @@ EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) )", re.MULT
 
 
 def script(modules: Iterable[str] = MODULES) -> str:
-    """All modules as one. An import from a later module is a mistake of ours."""
+    """Return all modules as one script. Assert that no module imports from a later one."""
     out = []
     known: set[str] = set()
     for name in modules:
@@ -73,7 +73,7 @@ def script(modules: Iterable[str] = MODULES) -> str:
 
 
 def embedded(name: str, data: Any) -> str:
-    """Data as an element. No text in the data can end it."""
+    """Return a script element that contains the data, escaped so that no text can end the element."""
     text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -86,13 +86,13 @@ def hash_of(text: str) -> str:
 
 
 def without(template: str, part: str) -> str:
-    """The template without the lines between `<!-- part -->` and `<!-- /part -->`."""
+    """Remove the lines between `<!-- part -->` and `<!-- /part -->` from the template."""
     return re.sub(rf"<!-- {part} -->.*?<!-- /{part} -->\n?", "", template, flags=re.DOTALL)
 
 
 @cache
 def live() -> tuple[str, str]:
-    """The page of a server and its policy: it may send requests to this server only."""
+    """Return a server's page and its content security policy, which allows requests to this server only."""
     text = page({"shape": SHAPE | {"protocol": watch_frames.PROTOCOL}}, connects="'self'")
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', text)[1]
     return text, f"{policy}; frame-ancestors 'none'"
@@ -101,11 +101,11 @@ def live() -> tuple[str, str]:
 def page(
     data: Mapping[str, Any], *, parts: Mapping[str, str] | None = None, connects: str = "'none'"
 ) -> str:
-    """One HTML text.
+    """Return the page as one HTML document.
 
-    `data`: data for the scripts, by name. A string is JSON already.
-    `parts`: HTML of our own for a recording, by name; None: a server's page.
-    `connects`: the addresses that the page may connect to, as in a content security policy.
+    `data`: name -> data for the scripts. A string must already be JSON.
+    `parts`: name -> HTML to insert into a recording's page; None makes a server's page.
+    `connects`: the page's `connect-src` in the content security policy.
     """
     template = (FOLDER / "index.html").read_text(encoding="utf-8")
     template = without(template, "story" if parts is None else "live")

@@ -1,6 +1,6 @@
-"""Counters, histograms and gauges of a server, in Prometheus' text format (`/metrics`).
+"""The server's metrics in Prometheus' text format (`/metrics`).
 
-What belongs to a model has its name as a label.
+Metrics of a model have its name as a label.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ ENGINE_GAUGES: dict[str, Callable[[Snapshot], float]] = {
     "slot_tokens": lambda engine: engine.limits.max_len,
     "prompt_tokens_per_second": lambda engine: engine.prompt_tokens_per_s,
 }
-STATES = {  # of a model with states; 0 with others
+STATES = {  # counters of recurrent models; zero for other models
     "checkpoints_made": "Checkpoints of states that chunks have left.",
     "checkpoints_restored": "Prompts that have started from a checkpoint.",
     "checkpoints_dropped": "Checkpoints given up for newer ones, or not proven to be finite.",
     "reread_prompt_tokens": "Prompt tokens that were read again because no checkpoint was there, "
     "although the same client's rows were.",
 }
-disable_created_metrics()  # else each metric would have a second one: its creation time
+disable_created_metrics()  # otherwise each metric gets a second one with its creation time
 
 
 class ServerMetrics:
-    """Counters and histograms since the server's start."""
+    """Counters and histograms since the server started."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -86,7 +86,8 @@ class ServerMetrics:
         )
 
     def add_model(self, name: str) -> None:
-        """Its figures begin with zero: a counter that appears late has lost its first increase."""
+        """Start a model's metrics at zero. Prometheus misses the first increase of a counter that
+        appears later."""
         for metric in (self.prompt_tokens, self.prefill_tokens, self.tokens):
             metric.labels(name)
         for metric in (self.draft_tokens, self.accepted_tokens):
@@ -108,22 +109,26 @@ class ServerMetrics:
             self.latency.labels(model).observe(record.latency_s)
 
     def prompt(self, model: str, tokens: int, own: int, source: str) -> None:
-        """Record a prompt. `own`: the cached tokens whose rows the same client wrote; others would
-        confirm a guess at another client's prompt. `source`: "slot" | "other_slot" | "disk"."""
+        """Record a prompt.
+
+        `own`: the number of cached tokens whose rows the same client wrote. Counting other clients'
+        rows would confirm a guess at their prompts. `source`: "slot" | "other_slot" | "disk".
+        """
         self.prompt_tokens.labels(model).inc(tokens)
         self.prefill_tokens.labels(model).inc(tokens - own)
         if own:
             self.cached_tokens.labels(model, source).inc(own)
 
     def times(self, model: str, ttft_s: float | None, times: Sequence[float]) -> None:
-        """Record a choice: seconds to the first token, and the time of each token."""
+        """Record a choice: seconds to its first token, and the times of all its tokens."""
         if ttft_s is not None:
             self.ttft.labels(model).observe(ttft_s)
         for before, after in pairwise(times):
             self.gap.labels(model).observe(after - before)
 
     def text(self, engines: Mapping[str, Snapshot], gauges: Mapping[str, float]) -> str:
-        """All metrics: the counters, the server's gauges, and those of each loaded engine."""
+        """Return all metrics as text: the counters, the server's gauges, and each loaded engine's
+        metrics."""
         metrics = list(self.registry.collect())
         for name, value in gauges.items():
             metrics.append(GaugeMetricFamily(f"nanobatch_{name}", in_words(name), value))
@@ -153,7 +158,7 @@ def in_words(name: str) -> str:
 
 
 def add_steps(steps: Metric, model: str, engine: Snapshot) -> None:
-    """Duration of steps: quantiles since the last scrape, sum and count of all."""
+    """Add step durations: quantiles since the last scrape, and the total sum and count."""
     label = {"model": model}
     took = [step.seconds for step in engine.steps]
     for part in (0.5, 0.95, 0.99) if took else ():

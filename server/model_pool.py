@@ -1,14 +1,14 @@
-"""The models of a server: which are loaded, who waits for one, and which has to go for it.
+"""The models of a server: which are loaded, which requests wait for one, and which is unloaded for it.
 
-    a request:  named -> borrow -> its answer -> give back
-                           |_ not loaded: wait in line -> the loader unloads what is idle, and loads it
+    a request:  named -> borrow -> answer -> give_back
+                           |_ not loaded: wait in line -> the loader unloads idle models, then loads this one
 
-A model is loaded by its first request and stays, because loading takes seconds. When the next one does
-not fit beside it, the one that was used least recently is unloaded.
+The first request for a model loads it. It stays loaded, because loading takes seconds. If another model
+does not fit next to it, the least recently used model is unloaded.
 
-The invariants. Weights, slabs and states of all loaded models together need at most `memory`. A model
-with open requests is never unloaded. And nobody waits forever: while a request waits for memory, later
-requests for the models that will give it wait behind that one.
+The invariants: weights, slabs and states of all loaded models together fit in `memory`. A model with
+open requests is never unloaded. No request waits forever: while one waits for a model to be unloaded,
+later requests for that model queue behind it.
 
 Next: `engine/turns.py`, how engines share the cores.
 """
@@ -36,33 +36,33 @@ if TYPE_CHECKING:
     from engine.model_headers import ModelFacts
     from nanobatch import Engine
 
-MAX_WAITING = 64  # requests that wait for models; more are refused
+MAX_WAITING = 64  # requests that may wait for models; more are refused
 
 
 class ServedModel(NamedTuple):
-    """A loaded model, as the requests that borrow it see it."""
+    """A loaded model that requests borrow."""
 
     name: str
     engine: Engine
     loop: Loop
-    defaults: dict[str, float]  # for settings that a request leaves out
-    max_tokens: int | None = None  # and for its own limit; None: to the end of the slot
-    # Ends the ids of its answers, so that no other engine or server gives the same
+    defaults: dict[str, float]  # sampling settings used when a request leaves them out
+    max_tokens: int | None = None  # default limit of an answer; None: the rest of the slot
+    # Suffix of the answers' ids, so that they differ from those of other engines and servers
     suffix: str = ""
 
 
 class PooledModel:
-    """A model that clients may name. Guarded by the pool's lock."""
+    """A model that clients may request. Guarded by the pool's lock."""
 
     def __init__(self, name: str, facts: ModelFacts | None = None):
         self.name = name
-        self.facts = facts  # None: of an engine that was made elsewhere
-        self.served: ServedModel | None = None  # while it is loaded
-        self.requests = 0  # open ones
-        self.used = 0.0  # when the last one ended
-        self.stage = ""  # of loading
-        self.is_leaving = False  # takes no more requests: others wait for its memory
-        self.is_checked = False  # its files can be read, so others may be unloaded for it
+        self.facts = facts  # None if the engine was created outside the pool
+        self.served: ServedModel | None = None  # set while the model is loaded
+        self.requests = 0  # number of open requests
+        self.used = 0.0  # when the last request finished
+        self.stage = ""  # the current stage of loading
+        self.is_leaving = False  # accepts no more requests, because its memory is needed
+        self.is_checked = False  # its files are readable, so other models may be unloaded for it
 
     @property
     def state(self) -> str:
@@ -76,14 +76,14 @@ class PooledModel:
 
 
 class Ticket:
-    """A request's place in the line for a model. Until it is served, it stands in for the answer."""
+    """A request's place in the queue for a model. Replaces `AnswerWriter` until the model is loaded."""
 
-    lag = 0  # bytes that wait for the client
+    lag = 0  # unsent bytes
 
     def __init__(self, pool: ModelPool, model: PooledModel):
         self.model = model
-        self.served: ServedModel | None = None  # borrowed for the request
-        self.refusal: APIError | None = None  # why it never will be
+        self.served: ServedModel | None = None  # set when the model is borrowed for the request
+        self.refusal: APIError | None = None  # set if the model cannot be loaded
         self.wake: Callable[[], None] = lambda: None
         self._pool = pool
 
@@ -92,20 +92,23 @@ class Ticket:
         return bool(self.served or self.refusal)
 
     def progress(self) -> bytes:
-        """A comment in the stream of events."""
+        """Return a comment for the event stream."""
         return f": {self._pool.progress_of(self)}\n\n".encode(errors="replace")
 
     def prefill_to_log(self, now: float) -> None:
-        """No prompt is read yet."""
+        """Return None: prefill has not started."""
 
 
 Load = Callable[[PooledModel, Callable[[str], None]], tuple["Engine", "Loop"]]
 
 
 class ModelPool:
-    """`load` makes an engine and the loop that steps it; `check` raises an error if it could not.
-    `memory` bounds all that are loaded. `unload_after`: seconds idle. `say` tells the owner what is
-    loaded and unloaded."""
+    """Load and unload models as requests need them.
+
+    `load` creates an engine and the loop that steps it; `check` raises an error if loading would fail.
+    `memory`: limit for all loaded models together. `unload_after`: seconds of idleness after which a
+    model is unloaded. `say` receives a line for each model that is loaded or unloaded.
+    """
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class ModelPool:
     ):
         self.models = list(models)
         self.default = self.models[0]
-        self.aliases = aliases  # of the default; a star is any name
+        self.aliases = aliases  # names of the default model; "*" matches any name
         self.memory = memory
         self.on_load: Callable[[ServedModel], None] = lambda served: None
         self._load = load
@@ -136,7 +139,7 @@ class ModelPool:
 
     @classmethod
     def of_one(cls, engine: Engine, loop: Loop, name: str, **options) -> ModelPool:
-        """A model that is loaded already, and stays."""
+        """Return a pool with one model that is already loaded and stays loaded."""
         pool = cls([PooledModel(name)], **options)
         pool.default.served = pool._served(pool.default, engine, loop)
         return pool
@@ -146,7 +149,7 @@ class ModelPool:
         return self
 
     def close(self) -> None:
-        """End the loader and all engines that it has loaded. A load that runs cannot be
+        """Stop the loader and close the engines that it loaded. A load in progress cannot be
         interrupted."""
         with self._changed:
             self._is_closed = True
@@ -161,7 +164,7 @@ class ModelPool:
 
     @property
     def sums(self) -> str:
-        """What the models need, and whether they fit together, in words."""
+        """A sentence about the memory that the models need, and whether they fit together."""
         needs = [f"{model.name} {readable(model.nbytes)}" for model in self.models]
         total = sum(model.nbytes for model in self.models)
         words = f"{', '.join(needs)}: {readable(total)}"
@@ -184,12 +187,12 @@ class ModelPool:
 
     @property
     def newest(self) -> PooledModel:
-        """The most recently used of the loaded models."""
+        """The most recently used loaded model."""
         here = [model for model in self.models if model.served]
         return max(here, key=lambda model: (model.requests > 0, model.used), default=self.default)
 
     def named(self, name: object) -> PooledModel:
-        """The model that a request names; without a name, the first."""
+        """Return the model with this name or alias. None means the first model."""
         if name is None:
             return self.default
         if not isinstance(name, str):
@@ -211,7 +214,7 @@ class ModelPool:
         raise APIError(404, words, "model_not_found", "model")
 
     def borrow(self, model: PooledModel) -> ServedModel | Ticket:
-        """Keep a model loaded until `give_back`, or get in line for it."""
+        """Keep a model loaded until `give_back`. If it is not loaded, return a ticket to wait for it."""
         with self._changed:
             if model.served and not model.is_leaving:
                 model.requests += 1
@@ -236,7 +239,7 @@ class ModelPool:
                 self._changed.notify_all()
 
     def leave(self, ticket: Ticket) -> None:
-        """The request is over: out of the line, or what it has borrowed goes back."""
+        """Leave the queue, or give back the model that the ticket has borrowed."""
         with self._changed:
             if ticket in self._line:
                 self._line.remove(ticket)
@@ -245,7 +248,7 @@ class ModelPool:
             self.give_back(ticket.served)
 
     def progress_of(self, ticket: Ticket) -> str:
-        """What a waiting request waits for."""
+        """Describe what a request is waiting for."""
         with self._changed:
             if ticket.model.stage:
                 return f"loading {ticket.model.name}: {ticket.model.stage}"
@@ -271,9 +274,9 @@ class ModelPool:
             act()
 
     def _next(self) -> tuple[Callable[[], None] | None, float | None]:
-        """What to do now: load, unload, or wait at most this many seconds. Serves all in line whose
-        model is there. Called under the lock."""
-        wanted = None  # the first in line that is not loaded
+        """Serve the tickets whose model is loaded. Return the next action of the loader, if any, and
+        otherwise how many seconds to wait at most. The caller holds the lock."""
+        wanted = None  # the model of the first ticket that cannot be served
         leaving: list[PooledModel] = []
         for ticket in list(self._line):
             model = ticket.model
@@ -299,7 +302,7 @@ class ModelPool:
         return lambda: self._load_model(wanted), None
 
     def _leaving_for(self, wanted: PooledModel) -> list[PooledModel]:
-        """The models that have to be unloaded for this one: idle ones first, by their last use."""
+        """Return the models to unload for this one: idle models first, least recently used first."""
         here = [model for model in self.models if model.served]
         room = self.memory - sum(model.nbytes for model in here)
         leaving = []
@@ -311,7 +314,7 @@ class ModelPool:
         return leaving
 
     def _next_idle(self) -> tuple[Callable[[], None] | None, float | None]:
-        """Nobody waits: unload what has been idle for long."""
+        """Return the next action when no request waits: unload a model that has been idle too long."""
         idle = [model for model in self.models if model.served and not model.requests]
         if not (self._unload_after and idle):
             return None, None
@@ -323,7 +326,7 @@ class ModelPool:
         return lambda: self._unload(oldest, f"idle for {self._unload_after:g} s"), None
 
     def _check(self, model: PooledModel) -> None:
-        """A spoilt model unloads no other."""
+        """Check a model's files before other models are unloaded for it."""
         try:
             self._check_files(model)
         except Exception as error:
@@ -352,9 +355,9 @@ class ModelPool:
         self._say(f"{model.name} is loaded, in {seconds:.1f} s; {engine.summary}")
 
     def _fail(self, model: PooledModel, error: BaseException) -> None:
-        """Refuse all who wait for a model that cannot be loaded."""
+        """Refuse all requests that wait for a model that cannot be loaded."""
         why = str(error)
-        # The others are mistakes of a user, or of the files
+        # Errors of these types come from the user or the files, and need no traceback
         if not isinstance(error, (ValueError, OSError, RuntimeError)):
             show_fault(f"loading {model.name} failed", error)
             why = describe(error)
@@ -372,7 +375,7 @@ class ModelPool:
             model.is_leaving = False
         served.engine.on_commit = None
         with suppress(RuntimeError):
-            served.engine.release()  # its slots are saved, and the weights go at once
+            served.engine.release()  # saves the slots, and frees the weights immediately
         served.engine.close()
         self._say(f"{model.name} is unloaded: {why}")
 

@@ -3,9 +3,9 @@
     POST /v1/chat/completions   {"messages": [{"role": "user", "content": "Why batch?"}]}
     POST /v1/completions        {"prompt": "Once upon a time"}
 
-Clients send null for a missing field, and values that ask for nothing (`"presence_penalty": 0`,
-`"tools": []`): both are accepted. Everything else is understood completely, or refused with a
-status, a message and the field's name.
+Clients send null for a missing field, and values that have no effect (`"presence_penalty": 0`,
+`"tools": []`). Both are accepted. Any other field is either supported completely, or refused with
+a status, a message and the field's name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from server.protocol_adapter import (
 )
 from text.tokenizer import ChatPrompt
 
-# Templates do not know "developer", the newer name of the system role.
+# "developer" is a newer name of the system role that templates do not know
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -48,7 +48,7 @@ ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-# In one request
+# Limits per request
 MAX_N = 16
 MAX_CHOICES = 128
 MAX_LOGIT_BIASES = 1000
@@ -70,17 +70,17 @@ CHAT_FIELDS = FIELDS | {
     "chat_template_kwargs": Field(dict, {}),
     "reasoning_effort": Field(),
 }
-# Passed to `SamplingParams` as they are, and validated there.
+# Passed to `SamplingParams` unchanged and validated there
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 PLAIN += ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# vLLM's field for the form of an answer, and the name in `SamplingParams.grammar`.
+# vLLM's field -> the key in `SamplingParams.grammar`
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "lark",
 }
-# Fields and values that ask for nothing.
+# Field -> values that have no effect
 NEUTRAL = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -124,25 +124,25 @@ def parse_request(request: BodyReader, is_chat: bool) -> ParsedRequest:
 
 
 def read_usage(options: dict) -> bool:
-    """Whether the last event of a stream has the usage."""
+    """Return True if the stream must end with an event that contains the usage."""
     if not options:
         return False
     request = BodyReader(options, "stream_options")
     usage = request.read("include_usage", bool, False)
     request.reject_unknown(
         ignored=["continuous_usage_stats"]
-    )  # more of the same, for vLLM's clients
+    )  # vLLM's option for usage in every event
     return usage
 
 
 def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
-    """The fields of `SamplingParams`."""
+    """Return the arguments for `SamplingParams`."""
     settings = request.some((*PLAIN, *GUIDED))
     guided = {name: settings.pop(name) for name in GUIDED if name in settings}
     if type(settings.get("top_k")) is int and settings["top_k"] == -1:
-        settings["top_k"] = 0  # "all" in other servers
+        settings["top_k"] = 0  # other servers use -1 for "all tokens"
     if settings.get("top_p") == 0 and not isinstance(settings["top_p"], bool):
-        settings["top_p"] = 1e-9  # the likeliest token alone
+        settings["top_p"] = 1e-9  # keeps only the likeliest token
     if "stop" in request.fields:
         settings["stop"] = read_stop(request, "stop")
     if bias:
@@ -150,7 +150,7 @@ def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
     if not all(re.fullmatch(r"-?[0-9]{1,18}", token) for token in bias):
         raise request.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
     settings["logit_bias"] = {int(token): bias[token] for token in bias}
-    # A schema is always enforced, or refused: `strict` changes nothing
+    # A schema is either enforced or refused, so `strict` has no effect
     forms = [{GUIDED[name]: value} for name, value in guided.items()]
     has_form = "response_format" in request.fields
     if has_form and (form := read_form(request, "response_format", "json_schema")):
@@ -164,7 +164,7 @@ def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
 
 
 def read_logprobs(request: BodyReader) -> int | None:
-    """Number of likeliest tokens that /v1/completions wants with each token. None: no log
+    """Return the number of alternatives per token that /v1/completions requests; None for no log
     probabilities."""
     if request.get("logprobs") is False:
         return None
@@ -172,7 +172,7 @@ def read_logprobs(request: BodyReader) -> int | None:
 
 
 def read_top(values: Mapping[str, Any]) -> int | None:
-    """The same for a chat."""
+    """Return the number of alternatives per token that a chat requests; None for no log probabilities."""
     if values["logprobs"]:
         return values["top_logprobs"]
     if values["top_logprobs"]:
@@ -182,7 +182,7 @@ def read_top(values: Mapping[str, Any]) -> int | None:
 
 
 def read_chat(request: BodyReader, values: Mapping[str, Any]) -> ParsedRequest:
-    """The messages, tools, and other variables of a template."""
+    """Parse the messages, the tools and the other variables of the chat template."""
     messages = [read_message(message) for message in conversation(request, "messages")]
     effort = values["reasoning_effort"]
     hints = {"enable_thinking": False} if effort == "none" else effort_hint(effort)
@@ -210,7 +210,7 @@ def read_message(message: BodyReader) -> dict[str, Any]:
 
 
 def read_prompts(request: BodyReader, name: str = "prompt", most: int = MAX_CHOICES) -> list:
-    """Prompts: a string, a list of strings, token ids, or a list of lists of ids."""
+    """Return the prompts: a string, a list of strings, token ids, or a list of lists of ids."""
 
     def are_ids(value: Any) -> bool:
         is_list = isinstance(value, list) and bool(value)
@@ -231,11 +231,11 @@ def read_prompts(request: BodyReader, name: str = "prompt", most: int = MAX_CHOI
 # --- answers --------------------------------------------------------------------------------------
 
 
-HOLE = "\0"  # placeholder for text; no model has this name
+HOLE = "\0"  # placeholder for the text; no model's name contains it
 
 
 class Completion(ProtocolAdapter):
-    """Bodies of an answer to /v1/completions. The chunks of a stream look like the whole."""
+    """The adapter for /v1/completions. Stream chunks have the same format as the complete body."""
 
     parse_request = staticmethod(partial(parse_request, is_chat=False))
     prompt = "prompt"
@@ -249,7 +249,7 @@ class Completion(ProtocolAdapter):
         super().__init__(parsed, name, model)
         self._usage = {"usage": None} if parsed.usage else {}
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
-        # By choice: the bytes around the text of an event
+        # Choice -> the bytes before and after the text of its events
         self._around: dict[int, list[bytes]] = {}
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
@@ -265,7 +265,7 @@ class Completion(ProtocolAdapter):
         }
 
     def changed(self, index: int, change: Change) -> bytes:
-        """The common part of a stream's thousands of events is serialized once."""
+        """Return an event. The part that all events of a choice share is serialized only once."""
         if change.kind != "delta":
             return b""
         if change.words is not None:
@@ -276,7 +276,7 @@ class Completion(ProtocolAdapter):
         return dump(change.text).join(self._around[index])
 
     def progress(self, progress: PromptProgress) -> bytes:
-        """In llama.cpp's form; two more fields for a long prompt."""
+        """Return an event in llama.cpp's format, with two more fields for a long prompt."""
         prefill = progress.prefill
         told = {
             "total": prefill.total,
@@ -316,7 +316,7 @@ class Completion(ProtocolAdapter):
 
     def _words(self, words: Sequence[Word]) -> dict:
         def best(top: Sequence[tuple[str, float]]) -> dict[str, float]:
-            # Of two tokens with the same text, the likelier one stays
+            # Reversed, so that the likeliest of several tokens with the same text is kept
             return {text: finite(logprob) for text, logprob in reversed(top)}
 
         return {
@@ -346,7 +346,7 @@ class Completion(ProtocolAdapter):
 
 
 class ChatCompletion(Completion):
-    """Bodies of an answer in a chat: a message, or the deltas of a message."""
+    """The adapter for /v1/chat/completions: a message, or the deltas of a message."""
 
     parse_request = staticmethod(partial(parse_request, is_chat=True))
     prompt = "messages"
@@ -356,7 +356,7 @@ class ChatCompletion(Completion):
     silence: ClassVar = {"delta": {}}
 
     def first(self, choices: int, usage: Callable[[], Usage]) -> bytes:
-        """The opening chunk, with the assistant's role."""
+        """Return each choice's first chunk, which contains the assistant's role."""
         said = {"delta": {"role": "assistant", "content": ""}}
         return b"".join(self._chunk(index, said) for index in range(choices))
 
@@ -401,7 +401,7 @@ class ChatCompletion(Completion):
 
 
 def called(item: Item) -> dict:
-    """A tool call so far."""
+    """Return a tool call with the arguments received so far."""
     function = {"name": item.name, "arguments": item.text}
     return {"id": item.id, "type": "function", "function": function}
 

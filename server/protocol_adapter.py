@@ -1,8 +1,8 @@
-"""What all protocols share: the parsed request, the protocol adapter, server-sent events.
+"""Code that all protocols share: the parsed request, the adapter's base class, server-sent events.
 
-OpenAI's two protocols (`openai.py`, `responses.py`) and Anthropic's (`anthropic.py`) ask for the
-same in different words. An adapter turns a body into a `ParsedRequest`, and the items of an answer
-(`choice.py`) into the events of a stream or into one JSON body.
+OpenAI's protocols (`openai.py`, `responses.py`) and Anthropic's (`anthropic.py`) express the same
+requests in different formats. An adapter converts a body to a `ParsedRequest`, and the items of an
+answer (`choice.py`) to the events of a stream or to a single JSON body.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def shutting_down() -> APIError:
     return APIError(503, "the server is shutting down", "draining", Retry_After="5")
 
 
-# json.dumps would make an encoder each time
+# Created once; json.dumps would create an encoder for each call
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def dump(body: Any) -> bytes:
-    """JSON as UTF-8. A message may quote half a surrogate pair, which UTF-8 cannot encode."""
+    """Serialize to JSON in UTF-8. Lone surrogates, which a message may quote, become question marks."""
     return ENCODER.encode(body).encode(errors="replace")
 
 
 def dump_large(body: Any) -> bytes:
-    """The same bytes for a body that may be huge: no other thread runs during `dump`."""
+    """Return the same bytes as `dump`, but let other threads run during the encoding of a huge body."""
     return "".join(ENCODER.iterencode(body)).encode(errors="replace")
 
 
@@ -39,36 +39,36 @@ def dump_large(body: Any) -> bytes:
 
 
 class ParsedRequest(NamedTuple):
-    """A validated body. Each prompt is a text, a `Chat` or token ids, and gets `n` choices."""
+    """A validated body. Each prompt is a text, a `ChatPrompt` or token ids, and gets `n` choices."""
 
     prompts: list
-    chat: ChatPrompt | None = None  # the conversation, if that is what the prompt is
-    settings: Mapping[str, Any] = {}  # for `SamplingParams`
+    chat: ChatPrompt | None = None  # the prompt, if it is a conversation
+    settings: Mapping[str, Any] = {}  # arguments for `SamplingParams`
     max_tokens: int | None = None
     n: int = 1
     stream: bool = False
-    usage: bool = False  # at the end of a stream
-    progress: bool = False  # of the prompt, in a stream
-    must_call: Sequence[dict] = ()  # one of these tools must be called
-    is_single: bool = False  # at most one call
-    fields: Mapping[str, Any] = {}  # the body's fields that are not null
+    usage: bool = False  # end a stream with the usage
+    progress: bool = False  # report the prompt's progress in a stream
+    must_call: Sequence[dict] = ()  # tools of which the model must call one
+    is_single: bool = False  # allow at most one tool call
+    fields: Mapping[str, Any] = {}  # fields of the body that the adapter needs again
 
 
 class Usage(NamedTuple):
     """Token counts of a request."""
 
     prompt: int
-    cached: int  # of the prompt
+    cached: int  # part of the prompt
     output: int
-    reasoning: int  # of the answer
+    reasoning: int  # part of the output
 
 
 class PromptProgress(NamedTuple):
-    """How far a prompt has been read, for the waiting client."""
+    """The progress of a prompt, as reported to the waiting client."""
 
     prefill: PrefillProgress
-    before: int  # waiting requests ahead of this one
-    seconds: float  # since the request came
+    before: int  # number of waiting requests ahead of this one
+    seconds: float  # since the request arrived
 
     @property
     def comment(self) -> bytes:
@@ -81,19 +81,20 @@ class PromptProgress(NamedTuple):
 
 
 class ProtocolAdapter:
-    """Parses a body of one protocol and writes one answer: a whole body, or the events of a stream.
+    """Parse a body of one protocol and write the answer, as a complete body or as a stream of events.
 
-    `parse_request` makes a `ParsedRequest` from a body, as a `BodyReader`. `whole` takes all
-    choices and their `Usage`. The events of a stream: `first`; `changed` for each change of a
-    choice's items; `last` when a choice has ended; `close` at the end, or `fail`.
+    `parse_request` makes a `ParsedRequest` from a `BodyReader`. `whole` returns a complete body from all
+    choices and their `Usage`. The other methods return the events of a stream: `first` at the start,
+    `changed` for each change of a choice's items, `last` when a choice has finished, and `close` or
+    `fail` at the end.
     """
 
-    prompt: str  # the body's field for a prompt
-    form: str  # and for a JSON schema
-    prefix: str  # of the answer's id
+    prompt: str  # the name of the body's prompt field
+    form: str  # the name of the body's field with a JSON schema
+    prefix: str  # prefix of the answer's id
 
     def __init__(self, parsed: ParsedRequest, name: str, model: str):
-        """`name`: the request's number and a suffix of this process."""
+        """`name`: the request's number with the model's suffix, unique among servers."""
         self.id = self.prefix + name
         self._name = name
         self._model = model
@@ -115,5 +116,5 @@ def event(body: dict | str) -> bytes:
 
 
 def named_event(body: dict) -> bytes:
-    """The same with the body's type as the event's name."""
+    """A server-sent event with the body's type as its name."""
     return b"event: " + body["type"].encode() + b"\n" + event(body)

@@ -2,14 +2,14 @@
 
     POST /v1/responses   {"model": "default", "input": "Why batch?"}
 
-An answer is a list of *items*: reasoning, a message, function calls. A stream has events for each:
+An answer is a list of *items*: reasoning, a message, function calls. A stream sends events for each:
 
     response.created  in_progress
     response.output_item.added      content_part.added  output_text.delta ...  output_text.done  content_part.done
     response.output_item.done
-    response.completed              the whole response once more
+    response.completed              repeats the complete response
 
-The server is stateless: each request sends the whole conversation, and fields that need stored
+The server is stateless: each request contains the whole conversation, and fields that need stored
 state (`previous_response_id`, `store`) are refused.
 """
 
@@ -40,7 +40,7 @@ NEUTRAL = {
     "stream_options": ({"include_obfuscation": False},),
     "truncation": ("disabled",),
 }
-# These need stored state
+# Fields that need stored state
 MEMORY = ("previous_response_id", "store", "conversation", "background")
 TEXTS = ("input_text", "output_text", "text")
 ITEMS = ("message", "reasoning", "function_call", "function_call_output")
@@ -57,7 +57,7 @@ def parse_request(request: BodyReader) -> ParsedRequest:
             words += "; leave it out, and send the whole conversation as input"
             raise request.unsupported(name, words)
     tools, must_call = read_tools(request)
-    # The effort is a hint, and so is the summary: reasoning is sent completely
+    # `effort` is only a hint. `summary` is ignored: reasoning is sent in full
     effort = request.inner("reasoning").get("effort")
     hints = {} if effort is None else {"enable_thinking": effort != "none", **effort_hint(effort)}
     settings = request.some(PLAIN)
@@ -79,7 +79,7 @@ def parse_request(request: BodyReader) -> ParsedRequest:
 
 
 def read_input(request: BodyReader) -> list[dict]:
-    """The items of a conversation as messages."""
+    """Convert the input to messages."""
     messages = []
     if instructions := request.text("instructions", "", TEXTS):
         messages.append({"role": "system", "content": instructions})
@@ -92,7 +92,8 @@ def read_input(request: BodyReader) -> list[dict]:
 
 
 def read_item(item: BodyReader, messages: list[dict]) -> None:
-    """Consecutive reasoning, message and calls become one message of a template."""
+    """Append an item to the messages. Consecutive reasoning, message and call items become one message,
+    as templates expect."""
     kind = item.one_of("type", ITEMS, "message")
     if kind == "message":
         role = ROLES[item.one_of("role", ROLES)]
@@ -115,7 +116,8 @@ def read_item(item: BodyReader, messages: list[dict]) -> None:
 
 
 def own_message(messages: list[dict], field: str) -> dict:
-    """The assistant's message for an item. `field`: it must not have this field yet."""
+    """Return the assistant message that an item belongs to. Start a new one if the last already has
+    this `field`."""
     last = messages[-1] if messages else {}
     is_open = last.get("role") == "assistant" and not last.get(field)
     if not is_open or (field and "tool_calls" in last):
@@ -125,13 +127,13 @@ def own_message(messages: list[dict], field: str) -> dict:
 
 # --- answers --------------------------------------------------------------------------------------
 
-# For each kind of item: its type, the prefix of its id, the type of its text
+# Item kind -> (type, prefix of the id, type of its text)
 KINDS = {
     "content": ("message", "msg", "output_text"),
     "reasoning": ("reasoning", "rs", "reasoning_text"),
     "tool_call": ("function_call", "fc", "function_call_arguments"),
 }
-# Fields of the request that the response repeats, with defaults
+# Request fields that the response repeats -> their defaults
 ECHO = {
     "instructions": None,
     "max_output_tokens": None,
@@ -150,7 +152,7 @@ ECHO = {
 
 
 class Response(ProtocolAdapter):
-    """Bodies of one answer."""
+    """The adapter for OpenAI's Responses protocol."""
 
     parse_request = staticmethod(parse_request)
     prompt = "input"
@@ -230,7 +232,7 @@ class Response(ProtocolAdapter):
         return f"{KINDS[item.kind][1]}_{self._name}_{item.place}"
 
     def _item(self, item: Item) -> dict:
-        """An item so far."""
+        """Return an item as JSON with the content received so far."""
         own = {"type": KINDS[item.kind][0], "id": self._id(item), "status": item.status}
         if item.kind == "tool_call":
             return own | {"call_id": item.id, "name": item.name, "arguments": item.text}
@@ -246,7 +248,7 @@ class Response(ProtocolAdapter):
 
 
 def part(item: Item) -> dict:
-    """The only part of a message or of reasoning."""
+    """Return the only content part of a message or of reasoning."""
     own = {"type": KINDS[item.kind][2], "text": item.text}
     if item.kind == "content":
         own |= {"annotations": [], "logprobs": []}

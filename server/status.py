@@ -1,6 +1,6 @@
-"""What a server says of itself: its models, its health, its figures, the page, and `/watch`.
+"""Read-only routes: models, health, metrics, the page and `/watch`.
 
-These routes only read. Each is answered in the server's thread.
+All of them are answered in the server's thread.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from server.watch import MAX_WATCHERS, watch
 if TYPE_CHECKING:
     from server.app import APIServer
 
-MODELS = "/v1/models"  # and below it any name of a model
-# A handler returns a response, or writes one
+MODELS = "/v1/models"  # also the parent path of each model
+# A handler returns a response, or sends it itself and returns None
 Answering = Callable[[HTTPRequest], Awaitable[Reply | None]]
 
 
 class Status:
-    """The routes that only read."""
+    """The read-only routes."""
 
     def __init__(self, server: APIServer):
         self.watchers = 0
         self.metrics = ServerMetrics()
         self._server = server
         self._born = int(time.time())
-        self._scraped: dict[str, Snapshot] = {}  # each engine at the last scrape of /metrics
+        self._scraped: dict[str, Snapshot] = {}  # model -> its engine's snapshot at the last scrape
 
     def routes(self) -> dict[str, tuple[str, Answering]]:
-        """By path: the methods and the handler."""
+        """Return path -> (methods, handler)."""
         reads = {MODELS: self.list_models, "/health": self.health}
         reads |= {"/metrics": self.write_metrics, "/": self.page}
         return {
             **{path: ("GET, HEAD", answer) for path, answer in reads.items()},
-            "/watch": ("GET", self.watch),  # the answer to a HEAD would never end
+            "/watch": ("GET", self.watch),  # no HEAD: the stream would never end
         }
 
     @property
@@ -96,7 +96,7 @@ class Status:
         seen = {
             served.name: served.engine.snapshot(self._scraped.get(served.name)) for served in loaded
         }
-        # The next scrape may never come, so keep no texts and steps for it
+        # Drop texts and steps, because the next scrape may never come
         self._scraped = {
             name: replace(engine, requests=(), ended=(), steps=()) for name, engine in seen.items()
         }
@@ -110,14 +110,14 @@ class Status:
         return Reply(text.encode(), type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def page(self, request: HTTPRequest) -> Reply:
-        """The page holds no data of this server, which it requests like any other client."""
+        """Return the page. It contains no data of this server; its script requests them like any client."""
         text, policy = live_page.live()
         headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
         headers |= {"Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}
         return Reply(text.encode(), headers=headers, type="text/html; charset=utf-8")
 
     async def watch(self, request: HTTPRequest) -> None:
-        """One model's engine: the one that `?model=` names, else the one that was used last."""
+        """Stream the engine of the model in `?model=`, or of the most recently used model."""
         if self.watchers >= MAX_WATCHERS:
             words = f"{MAX_WATCHERS} watch already"
             raise APIError(429, words, "rate_limit_exceeded", Retry_After="5")
@@ -138,13 +138,13 @@ class Status:
             self.watchers -= 1
 
     def _frame(self, model: PooledModel, served: ServedModel, before: Frame | None) -> Frame | None:
-        """Everything now, with the events since a frame before. None when the server ends, or when
-        the model was unloaded."""
+        """Return the current state with the events since `before`, or None if the server is shutting
+        down or the model was unloaded."""
         if self._server.draining or model.served is not served:
             return None
         loop = served.loop
         engine = served.engine.snapshot(before and before.engine)
         server = self._server.view(before.server.seen if before else 0)
-        if len(self._models.models) > 1:  # requests of other engines have the same numbers
+        if len(self._models.models) > 1:  # engines number their requests independently
             server = server.of_model(served.name)
         return Frame(loop.paused, loop.stepping, loop.slow, engine, server)

@@ -1,9 +1,9 @@
-"""Write the answer of one request: the events of a stream, or one JSON.
+"""Write the answer to one request, as a stream of events or as a single JSON body.
 
-The server's thread serves all clients, so it blocks for none. After a commit the engine's thread wakes
-it once for all answers with new output (`APIServer._on_commit`); each then takes its own deltas.
+The server's thread serves all clients, so it must never block. After a commit the engine's thread wakes
+it once for all answers with new output (`APIServer._on_commit`). Each answer then takes its own deltas.
 
-Next: `choice.py`, where text becomes items.
+Next: `choice.py`, which splits the text into items.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from server.metrics import ServerMetrics
 from server.protocol_adapter import PromptProgress, Usage, dump_large
 from server.submit import Submission
 
-PIECES = 64  # pieces written at once, at most
-PIECE = 256  # bytes of a piece in memory, about
-SCORE = 12  # and of each of its log probabilities
+PIECES = 64  # maximum number of pieces written at once
+PIECE = 256  # approximate bytes of a piece in memory
+SCORE = 12  # approximate bytes of a log probability in memory
 WORST = ("error", "cancelled", "length", "stop")  # finish reasons, worst first
-LOG_S = 10.0  # seconds between two log lines about one long prompt
+LOG_S = 10.0  # seconds between log lines about the same long prompt
 
 
 class AnswerWriter:
-    """The choices of a submitted request on their way to the client. Runs in the server's thread,
-    except `_whole_body`."""
+    """Write the choices of a submitted request to the client. Runs in the server's thread, except for
+    `_whole_body`."""
 
     def __init__(self, submission: Submission, writers: dict[Handle, AnswerWriter]):
-        """`writers`: all of them, by the handles of their choices."""
+        """`writers`: the handle of each choice -> its writer, for all open requests."""
         asked = submission.asked
         self.choices = submission.choices
         self.is_stream = asked.request.stream
@@ -45,22 +45,22 @@ class AnswerWriter:
         name = f"{self.choices[0].handle.id}-{served.suffix}"
         self._adapter = asked.protocol(asked.request, name, served.name)
         self.id = self._adapter.id
-        self._is_read = False  # whether the client knows that its prompt is read
+        self._is_read = False  # whether the end of prefill was reported to the client
         self._logged = -math.inf  # time of the last log line about the prompt
         self._listen()
 
     def _listen(self) -> None:
-        """Be woken for the output of all choices."""
+        """Register for the output of all choices."""
         for choice in self.choices:
             self._writers[choice.handle] = self
-        self.has_output.set()  # a commit before this line did not find us
+        self.has_output.set()  # a commit before the registration did not wake this writer
 
     async def _output(self) -> None:
         await self.has_output.wait()
-        self.has_output.clear()  # before the output is taken: the next commit sets it again
+        self.has_output.clear()  # before taking the output, so that the next commit sets it again
 
     async def whole(self) -> Reply:
-        """One JSON. It may have megabytes, so another thread makes it."""
+        """Return the complete answer. The body may have megabytes, so a worker thread serializes it."""
         while True:
             if self._submission.has_more:
                 before = len(self.choices)
@@ -71,7 +71,7 @@ class AnswerWriter:
                 break
             await self._output()
         if self._failure():
-            raise self._failure()  # without a name: a name would refer to its own traceback
+            raise self._failure()  # a local variable would form a cycle with the traceback
         body = await asyncio.to_thread(self._whole_body)
         return Reply(body, headers={"X-Request-Id": self.id})
 
@@ -82,7 +82,7 @@ class AnswerWriter:
 
     async def stream(self, request: HTTPRequest) -> None:
         """Server-sent events, one for each delta of a choice."""
-        if request.status is None:  # else it has begun while the model was loaded
+        if request.status is None:  # otherwise it started while the model was being loaded
             request.begin_events(self.id)
         left = dict(enumerate(self.choices))
         said = self._adapter.first(len(left), self._usage)
@@ -107,12 +107,12 @@ class AnswerWriter:
                     return
                 said += self._events(index, None)
                 del left[index]
-            if self.has_output.is_set():  # the rest later, so that other answers get a turn
+            if self.has_output.is_set():  # let other answers write before the rest
                 await asyncio.sleep(0)
         await request.write(said + self._adapter.close(self._usage()))
 
     def _events(self, index: int, piece: str | None) -> bytes:
-        """The events of a piece, or of a choice's end."""
+        """Return the events for a piece of text, or for the end of a choice (None)."""
         choice = self.choices[index]
         told = b""
         if self._parsed.progress and not self._is_read:
@@ -126,20 +126,20 @@ class AnswerWriter:
 
     @property
     def lag(self) -> int:
-        """Bytes waiting for a client that reads too slowly, about."""
-        if not self._parsed.stream:  # one JSON
+        """The approximate number of bytes queued for a client that reads too slowly."""
+        if not self._parsed.stream:  # a single body is counted in `HTTPRequest.left`
             return 0
         waiting = sum(choice.handle.pending for choice in self.choices)
         if not waiting:
             return 0
         wanted = self.choices[0].handle.sampling
         scores = 0 if wanted.logprobs is None else wanted.logprobs + 1
-        if wanted.grammar:  # the scores before the mask are kept, too
+        if wanted.grammar:  # the scores before masking are stored, too
             scores *= 2
         return waiting * (PIECE + SCORE * scores)
 
     def progress(self) -> bytes:
-        """While the prompt is read: an event or a comment with its progress."""
+        """Return an event or a comment with the prompt's progress; empty after the first token."""
         if self.choices[0].handle.pieces:
             return b""
         progress = self._progress
@@ -147,8 +147,11 @@ class AnswerWriter:
 
     @property
     def _progress(self) -> PromptProgress:
-        """Of the first prompt. Rows that another client wrote would confirm a guess at its prompt,
-        so they count when the whole prompt has been read."""
+        """The progress of the first prompt.
+
+        Rows that another client wrote would confirm a guess at that client's prompt, so they count as
+        done only after prefill.
+        """
         handle = self.choices[0].handle
         request = handle.request
         waiting = list(self._submission.served.engine.sched.waiting) if request.slot is None else []
@@ -163,7 +166,7 @@ class AnswerWriter:
         )
 
     def prefill_to_log(self, now: float) -> PrefillProgress | None:
-        """PromptProgress of the first prompt, if it is long and due for a log line."""
+        """Return the first prompt's progress if the prompt is long and due for a log line."""
         prefill = self.choices[0].handle.prefill
         if not prefill.is_long or now - self._logged < LOG_S:
             return None
@@ -172,10 +175,10 @@ class AnswerWriter:
 
     def _usage(self) -> Usage:
         metrics = [choice.handle.metrics for choice in self.choices]
-        prompts = metrics[:: self._parsed.n]  # of each prompt's first choice
+        prompts = metrics[:: self._parsed.n]  # the first choice of each prompt
         return Usage(
             prompt=sum(m.prompt_tokens for m in prompts),
-            # Only rows of the same client: others' would confirm a guess at their prompts
+            # Only the same client's rows, because others would confirm a guess at their prompts
             cached=sum(
                 choice.handle.request.prefix.own for choice in self.choices[:: self._parsed.n]
             ),
@@ -184,7 +187,7 @@ class AnswerWriter:
         )
 
     def _failure(self) -> APIError | None:
-        """The error to send if a choice has failed."""
+        """Return the error to send if a choice has failed."""
         for choice in self.choices:
             handle = choice.handle
             if isinstance(handle.exception, GrammarError):
@@ -199,8 +202,8 @@ class AnswerWriter:
         return None
 
     def account(self, request: HTTPRequest, server_metrics: ServerMetrics) -> None:
-        """Write this answer into the records and metrics. Times are the engine's, plus the time
-        before submission."""
+        """Add this answer to the records and metrics. Times to the first token include the time before
+        submission."""
         total = self._usage()
         model = self._submission.served.name
         metrics = [choice.handle.metrics for choice in self.choices]
@@ -230,6 +233,6 @@ class AnswerWriter:
         )
 
     def end(self) -> None:
-        """Listen to no more output."""
+        """Stop listening for output."""
         for choice in self.choices:
             self._writers.pop(choice.handle, None)

@@ -1,7 +1,7 @@
 """Submit the prompts of one request to the engine.
 
-The engine's thread steps for everybody, so a worker thread does what takes time: it reads the body
-(`tokenize_request.py`), compiles a grammar, and submits.
+The engine's thread steps for all requests, so a worker thread does the slow work: it parses and
+tokenizes the body (`tokenize_request.py`), compiles a grammar, and submits.
 
 The invariant: after `Submission.cancel` no choice of the request holds a slot.
 
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
 
 
 class Submission:
-    """One request on its way to the engine. Runs in a worker thread, except `cancel`, which any
-    thread may call."""
+    """Submit one request. Runs in worker threads; `cancel` may be called from any thread."""
 
     def __init__(self, models: ModelPool, protocol: type[ProtocolAdapter], client: str):
-        """`client`: who asks, for the policy `fair`."""
-        self.model = ""  # its name
+        """`client`: the client's address, for the policy `fair`."""
+        self.model = ""  # the model's name
         self.request: ParsedRequest | None = None  # set by `parse_and_submit`
-        self.served: ServedModel | None = None  # borrowed
-        self.ticket: Ticket | None = None  # in the line for a model that is not loaded
+        self.served: ServedModel | None = None  # the borrowed model
+        self.ticket: Ticket | None = None  # the place in the queue for a model that is not loaded
         self.asked: TokenizedRequest | None = None
-        self.choices: list[Choice] = []  # those submitted; the list only grows
+        self.choices: list[Choice] = []  # submitted so far; the list only grows
         self.began = time.perf_counter()
-        self.read_s = 0.0  # seconds from the body to submission
+        self.read_s = 0.0  # seconds from receiving the body to submission
         self._models = models
         self._protocol = protocol
         self._client = client
-        # Parsed, not submitted yet
+        # Tokenized prompts that are not submitted yet
         self._left: deque[tuple[Prompt, SamplingParams]] = deque()
         self._grammar: Grammar | None = None
-        self._is_cancelled = False  # nobody waits for the answer any more
+        self._is_cancelled = False  # set when the client no longer waits for the answer
 
     def parse_and_submit(self, body: bytes) -> None:
-        """After an exception, call `cancel`: some choices may be submitted already.
+        """Parse a body and submit its prompts, unless they need a grammar.
 
-        If the model is not loaded, the request gets a `ticket`; with the model in `served`,
-        `parse_prompts` goes on.
+        If the model is not loaded, set `ticket` and return. Once the model is in `served`, the caller
+        continues with `parse_prompts`. After an exception the caller must call `cancel`, because some
+        choices may already be submitted.
         """
         reader = read_json(body)
         model = self._models.named(reader.get("model"))
@@ -69,15 +69,18 @@ class Submission:
         self.parse_prompts()
 
     def parse_prompts(self) -> None:
-        """A grammar may take seconds to compile, and requests without one must not wait for it. So a
-        request with a grammar is only parsed here, and `submit` is called in another worker."""
+        """Tokenize the prompts, and submit them unless they need a grammar.
+
+        A grammar may take seconds to compile, and requests without one must not wait for it. So the
+        caller runs `submit` for a request with a grammar in a different thread pool.
+        """
         self.asked = tokenize(self.served, self._protocol, self.request)
         self._left.extend(self.asked.choices)
         if not self.asked.grammar:
             self.submit()
 
     def submit(self) -> None:
-        """Submit the parsed prompts. With a grammar this may take seconds."""
+        """Submit the tokenized prompts. Compiling a grammar may take seconds."""
         source = self.asked.grammar
         try:
             self._grammar = source and self.served.engine.text.grammar(source)
@@ -88,20 +91,21 @@ class Submission:
 
     @property
     def has_more(self) -> bool:
-        """Prompts wait until others of the same request have ended."""
+        """True while some prompts wait until others of the same request have finished."""
         return bool(self._left)
 
     @property
     def running(self) -> int:
-        """The number of choices that have not ended."""
+        """The number of submitted choices that have not finished."""
         return sum(choice.handle.finish_reason is None for choice in self.choices)
 
     def submit_more(self) -> None:
-        """Submit prompts in place of those that have ended."""
+        """Submit more prompts as earlier ones have finished."""
         self._submit_prompts(is_first=False)
 
     def _submit_prompts(self, is_first: bool) -> None:
-        """Of many texts only some at a time, so that others need not wait for all."""
+        """Submit prompts. Only a few embeddings run at a time, so that other requests do not wait for
+        thousands of them."""
         running = self.running
         at_once = 2 * self.served.engine.sched.slots if self.asked.is_embedding else math.inf
         while self._left and running < at_once:
@@ -109,7 +113,7 @@ class Submission:
                 self._submit_prompt(*self._left[0])
             except (ValueError, RuntimeError) as error:
                 if running and not is_first:
-                    break  # until the next of its own has ended
+                    break  # try again when one of this request's prompts has finished
                 raise self.asked.refusal_of(error) from None
             self._left.popleft()
             running += 1
@@ -117,12 +121,12 @@ class Submission:
     def _submit_prompt(self, prompt: Prompt, sampling: SamplingParams) -> None:
         engine = self.served.engine
         grammar = self._grammar and self._grammar.copy()
-        # A second parser, in the engine's thread: it stops the answer after its one call
+        # A second parser, which runs in the engine's thread and stops the answer after its first call
         ends = self._parser(prompt).ends if self.asked.request.is_single else None
         handle = engine.submit(prompt, sampling, client=self._client, grammar=grammar, ends=ends)
         words = None if sampling.logprobs is None else Words(engine.text, handle)
         self.choices.append(Choice(handle, self._parser(prompt), words))
-        if self._is_cancelled:  # meanwhile
+        if self._is_cancelled:  # `cancel` was called before the choice was in the list
             handle.cancel()
 
     def _parser(self, prompt: Prompt) -> OutputParser:
@@ -134,19 +138,19 @@ class Submission:
         output_format = self.served.engine.text.output_format
         is_strict = (
             "grammar" in self.asked.request.settings
-        )  # the answer may be JSON that is no call
+        )  # the answer may be JSON that is not a tool call
         return OutputParser(
             output_format, tools, prompt.is_thinking, self.asked.request.is_single, is_strict
         )
 
     def cancel(self) -> None:
-        """In any thread: end every choice that still runs."""
+        """Cancel all running choices. May be called from any thread."""
         self._is_cancelled = True
         for choice in list(self.choices):
             choice.handle.cancel()
 
     def give_back(self) -> None:
-        """After its end: others may use the model's memory."""
+        """Return the borrowed model to the pool after the request has finished."""
         if self.ticket:
             self._models.leave(self.ticket)
         elif self.served:

@@ -1,7 +1,7 @@
-"""Render and tokenize the prompts of a request, and check what it asks of the model.
+"""Render and tokenize the prompts of a request, and check that the model supports what it asks for.
 
-Everything here runs in a worker thread, because tokenizing a long prompt takes a second. Nothing here
-touches the engine's queue.
+All functions run in a worker thread, because tokenizing a long prompt takes a second. They do not touch
+the engine's queue.
 
 Next: `submit.py`, which hands the prompts to the engine.
 """
@@ -32,20 +32,20 @@ TOO_LONG = "context_length_exceeded"
 
 
 class TokenizedRequest(NamedTuple):
-    """What a body asks of a model: made by `tokenize`, read by `Submission` and `AnswerWriter`."""
+    """A request with its tokenized prompts, for `Submission` and `AnswerWriter`."""
 
     protocol: type[ProtocolAdapter]
     request: ParsedRequest
-    choices: list[tuple[Prompt, SamplingParams]]  # `n` for each prompt
+    choices: list[tuple[Prompt, SamplingParams]]  # `n` entries for each prompt
 
     @property
     def grammar(self) -> Mapping[str, Any] | None:
-        """All prompts of a request have the same."""
+        """The request's grammar, the same for all prompts."""
         return self.choices[0][1].grammar
 
     @property
     def is_embedding(self) -> bool:
-        """Embeddings are wanted, perhaps of thousands of texts."""
+        """True if the request asks for embeddings, of possibly thousands of texts."""
         return "embeds" in self.request.settings
 
     def refusal_of(self, error: ValueError | RuntimeError) -> APIError:
@@ -55,7 +55,7 @@ class TokenizedRequest(NamedTuple):
 def tokenize(
     served: ServedModel, protocol: type[ProtocolAdapter], request: ParsedRequest
 ) -> TokenizedRequest:
-    """Tokenize the prompts of a request, and check what it asks for."""
+    """Tokenize the prompts of a request and check its settings."""
     engine = served.engine
     asked = TokenizedRequest(protocol, request, [])
     try:
@@ -68,7 +68,7 @@ def tokenize(
                 settings["grammar"] = grammar
             for _ in range(request.n):
                 asked.choices.append((tokens, SamplingParams(**settings)))
-                # Otherwise the choices would be identical
+                # The same seed would make all choices identical
                 if type(settings.get("seed")) is int:
                     settings["seed"] += 1
                     if settings["seed"] == 2**64:
@@ -86,14 +86,14 @@ def tokenize(
 def refusal_of(
     error: ValueError | RuntimeError, protocol: type[ProtocolAdapter], settings: Mapping[str, Any]
 ) -> APIError:
-    """An error of `SamplingParams` or the engine, with the body's field that it is about."""
+    """Convert an error of `SamplingParams` or the engine to one that names the body's field."""
     if isinstance(error, QueueFull):
         return APIError(429, str(error), "rate_limit_exceeded", Retry_After="1")
     if isinstance(error, BusyError):
         return APIError(503, f"the grammar: {error}", "busy", Retry_After="1")
     if isinstance(error, RuntimeError):  # the engine has been closed
         return shutting_down()
-    # A grammar that the body does not name is the one for tool calls
+    # A grammar that is not among the settings is the one for tool calls
     kind = next(iter(settings.get("grammar", ())), "calls")
     grammars = {"calls": "tools", "json": protocol.form, "lark": "guided_grammar"}
     params = {name: name for name in settings}
@@ -104,8 +104,8 @@ def refusal_of(
 
 
 def grammar_of(engine: Engine, parsed: ParsedRequest, prompt: Prompt) -> Mapping[str, Any] | None:
-    """The grammar of an answer: calls that must come; or the request's own grammar, with optional
-    calls, and reasoning before it."""
+    """Return the grammar of an answer: either the required tool calls, or the request's own grammar with
+    optional tool calls, and with reasoning before it."""
     given = parsed.settings.get("grammar")
     if not parsed.chat:
         return given
@@ -129,7 +129,7 @@ def grammar_of(engine: Engine, parsed: ParsedRequest, prompt: Prompt) -> Mapping
 
 
 def check_tools(output_format: OutputFormat, chat: ChatPrompt, param: str) -> None:
-    """Refuse tools, unless we know how this model calls them."""
+    """Refuse tools and earlier tool calls if the model's tool format is unknown."""
     called = any("tool_calls" in each or each["role"] == "tool" for each in chat.messages)
     if (chat.tools or called) and not output_format.tools:
         field = "tools" if chat.tools else param
@@ -137,7 +137,8 @@ def check_tools(output_format: OutputFormat, chat: ChatPrompt, param: str) -> No
 
 
 def most_tokens(parsed: ParsedRequest) -> int:
-    """Maximum length of an answer: 20 log probabilities per token take kilobytes."""
+    """Return the maximum length of an answer, which log probabilities limit: 20 per token take
+    kilobytes."""
     top = parsed.settings.get("logprobs")
     if top is None:
         return sys.maxsize
@@ -145,7 +146,10 @@ def most_tokens(parsed: ParsedRequest) -> int:
 
 
 def read_prompt(engine: Engine, prompt: str | list | ChatPrompt, param: str) -> Prompt:
-    """Tokenize a prompt, if a slot has room for it and one more token. `param`: the body's field."""
+    """Tokenize a prompt. Raise APIError unless it fits in a slot with room for one more token.
+
+    `param`: the body's field, for the error.
+    """
     text = engine.text
     max_len = engine.sched.max_len
     size = len(prompt)
@@ -156,14 +160,14 @@ def read_prompt(engine: Engine, prompt: str | list | ChatPrompt, param: str) -> 
         size += len(str([prompt.tools, calls]))
     least = size if isinstance(prompt[0], int) else size // text.longest
     try:
-        # A prompt that is certainly too long is not tokenized, which would take long
+        # Skip tokenizing, which is slow, if the prompt is certainly too long
         read = text.encode_prompt(prompt, max_len) if least < max_len else None
     except TooLongError as error:
         read = None
         least = error.tokens
     except ValueError as error:
         raise invalid(param, without_folders(str(error))) from None
-    except BaseException as error:  # a Rust panic is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         words = without_folders(describe(error))
         raise invalid(param, f"{param} cannot be read: {words}") from None
     if read is None or len(read.ids) >= max_len:
@@ -177,5 +181,5 @@ def read_prompt(engine: Engine, prompt: str | list | ChatPrompt, param: str) -> 
 
 
 def count_tokens(served: ServedModel, request: ParsedRequest) -> int:
-    """The number of tokens of a prompt."""
+    """Return the number of tokens in the prompt."""
     return len(read_prompt(served.engine, request.prompts[0], "messages").ids)
