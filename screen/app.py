@@ -1,7 +1,7 @@
-"""The Textual app: place the panes, poll the engine up to ten times a second, and run actions.
+"""The Textual app: place the panes, poll the engine, and run actions.
 
-The picture depends only on `State` and on the size. Every key leads to `Session.obey` or to an
-`action_...` method. Pages are records (`page.py`); none is known here by name.
+What is drawn depends only on `State` and on the terminal's size. Every key calls `Session.obey` or
+an `action_...` method. Pages are records (`page.py`), and this module knows none of them by name.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from screen.page import Page
 from screen.state import State
 from screen.widgets import Pane, PromptBox, thrifty
 
-PANES = {  # by name
+PANES = {  # name -> draw function
     "loading": status.draw_loading,
     "small": status.draw_small,
     "status": status.draw_status,
@@ -71,11 +71,11 @@ PANES = {  # by name
     "mark": status.draw_mark,
     "settings": status.draw_settings,
 }
-# The wheel's action there
+# Pane -> the action of the mouse wheel
 WHEEL = {"slots": "choose", "timeline": "move", "streams": "choose", "step": "nudge"}
-# Painted less often while something runs
+# Panes that are painted less often while the engine is busy
 SLOW = ("rate", "batch", "ttft", "batching", "step", "requests", "sheet")
-# On a small screen, the pane to show after a command
+# On a small screen: command -> the pane that shows its effect
 BRINGS = {
     "json": "streams",
     "pause": "step",
@@ -83,22 +83,23 @@ BRINGS = {
     "resume": "timeline",
     "burst": "timeline",
 }
-# Keys of every page, besides the page's own, and the actions denied there
+# Keys that work on every page, in addition to the page's own
 ON_A_PAGE = {"escape": "close", "enter": "close", "pageup": "leaf(-1)", "pagedown": "leaf(1)"}
 ON_A_PAGE |= {"up": "scroll(-1)", "down": "scroll(1)"}
 ON_A_PAGE |= {"home": "scroll(-100000)", "end": "scroll(100000)"}
+# Actions on panes, disabled while a page is open
 OF_PANES = ("move", "nudge", "zoom", "view")
-# The actions denied to a user while a page has the strip
+# Actions that are disabled while a page has the strip
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings")
 # Black on white: Textual's own light theme is grey on grey
 PAPER = replace(BUILTIN_THEMES["textual-light"], background="#ffffff", surface="#ffffff")
 HUNG_UP = 129  # the exit code after SIGHUP
-WARNINGS = 4  # shown at a time
-TRACEBACKS = 100  # kept, the newest
+WARNINGS = 4  # number of notifications shown at a time
+TRACEBACKS = 100  # number of tracebacks kept, the newest ones
 
 
 def panes_of(menu: Menu) -> dict[str, Callable[[State, Canvas], None]]:
-    """All panes by name: those of pages are called as the pages."""
+    """Return the draw function of every pane, by name."""
     return PANES | {"keys": menu.draw_keys} | menu.panes
 
 
@@ -106,19 +107,19 @@ def panes_of(menu: Menu) -> dict[str, Callable[[State, Canvas], None]]:
 
 
 class Offer(NamedTuple):
-    """The offer to a new user, once: the page with the strip."""
+    """An offer to open the page with the strip, made once to a new user."""
 
     words: str
-    declined: str  # said when Esc declines it
-    file: Path  # exists once it was taken or declined, or anything else was fired
+    declined: str  # shown when Esc declines it
+    file: Path  # exists once the offer was accepted or declined, or the user has fired a prompt
 
 
 class Tracebacks(logging.Handler):
-    """Send tracebacks to the page of errors while the screen has the terminal."""
+    """A log handler that sends tracebacks to the errors page while the app owns the terminal."""
 
     def __init__(self, state: State):
         super().__init__()
-        self.news: list[str] = []  # not told yet
+        self.news: list[str] = []  # not shown yet
         self._state = state
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -129,7 +130,7 @@ class Tracebacks(logging.Handler):
 
 
 class Screen(App):
-    """The screen: places panes, polls for news, and runs the actions of keys."""
+    """The Textual app that shows a `Session`."""
 
     TITLE = "nanobatch"
     CSS = """
@@ -144,12 +145,12 @@ class Screen(App):
     Toast { width: 46; }
     """
     BINDINGS = (
-        # Letters typed right after these go to the prompt
+        # With priority, so that letters typed right after these keys go to the prompt
         *(Binding(k.keys, k.action, k.label, show=False, priority=True) for k in PROMPT_KEYS),
         Binding("ctrl+c", "quit", show=False, priority=True),
     )
-    AUTO_FOCUS = None  # letters are keys until the user wants to type
-    POLL_S = 0.1  # seconds between two looks at the engine client
+    AUTO_FOCUS = None  # letters are shortcuts until the user opens the prompt box
+    POLL_S = 0.1  # seconds between two polls of the engine client
 
     def __init__(
         self,
@@ -160,8 +161,8 @@ class Screen(App):
         offer: Offer | None = None,
         earlier: History | None = None,
     ):
-        """`screenshot`: take a picture after the script, and quit. `starts_strip`: begin with the
-        page that has a strip. `earlier`: prompts to recall."""
+        """`screenshot`: take a screenshot after the script, then quit. `starts_strip`: start with
+        the page that has a strip. `earlier`: prompts to recall."""
         super().__init__()
         self.register_theme(PAPER)
         self.session = session
@@ -173,25 +174,25 @@ class Screen(App):
         self._starts_strip = starts_strip
         self._script = script
         self._screenshot = screenshot
-        self._places: dict[str, Region] = {}  # of the visible panes
+        self._places: dict[str, Region] = {}  # pane -> its region, if it is visible
         self.picture = ""
         self._polls = 0
-        self._faults = 0  # number shown
-        self._untold: list[str] = []  # warnings that wait for room
-        self._shown_until: list[float] = []  # of those on the screen: when each disappears
+        self._faults = 0  # number of faults already shown
+        self._untold: list[str] = []  # warnings that wait until fewer are on the screen
+        self._shown_until: list[float] = []  # when each visible warning disappears
         self._tracebacks = Tracebacks(self.state)
         self.palette = DARK
         for key in self.menu.keys[len(PROMPT_KEYS) :]:
             self.bind(key.keys, key.action, description=key.label, show=False)
         self.prompt = PromptBox(earlier or History())
-        self._returns = False  # leave the box after a command
-        self.page: Page | None = None  # the open page, in place of all panes
-        self._top = 0  # number of its lines above the visible ones
+        self._returns = False  # leave the prompt box after a command
+        self.page: Page | None = None  # the open page, which replaces all panes
+        self._top = 0  # number of its lines scrolled off the top
         self._was_typing = False  # the page was opened from the prompt box
 
     @property
     def strip(self) -> Page | None:
-        """The page whose strip is below the panes."""
+        """The page whose strip is shown below the panes, if any."""
         return self.menu.strip if self.state.strip else None
 
     # --- panes
@@ -204,7 +205,7 @@ class Screen(App):
         yield self.prompt
 
     def draw_page(self, state: State, on: Canvas) -> None:
-        """Draw the visible lines. The heading stays, the rest can be scrolled."""
+        """Draw the visible lines of the open page. The heading does not scroll."""
         self.page.draw(state, on)
         self._top = max(0, min(self._top, -on.lines_left))
         del on.lines[1 : 1 + self._top]
@@ -212,12 +213,12 @@ class Screen(App):
 
     def on_mount(self) -> None:
         faults.LOG.addHandler(self._tracebacks)
-        self.begin_capture_print(self)  # a download's progress, or advice about a BLAS
+        self.begin_capture_print(self)  # for example download progress, or advice about a BLAS
         self.watch_theme()
         self.watch(self.screen, "focused", self.note_focus)
-        self.prompt.put(self.state.prompts[0][0])  # an example to fire
+        self.prompt.put(self.state.prompts[0][0])  # an example prompt
         self.set_interval(self.POLL_S, thrifty(self.poll))
-        # After Ctrl-Z and fg
+        # Redraw after Ctrl-Z and fg
         self.app_resume_signal.subscribe(self, lambda _: self.refresh(layout=True))
         if threading.current_thread() is threading.main_thread():
             loop = asyncio.get_running_loop()
@@ -229,8 +230,11 @@ class Screen(App):
         self.run_worker(self.play(self._script))
 
     def hang_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Quit. If the terminal is gone, Textual cannot: its writing thread has failed, and the
-        event loop may wait for it."""
+        """Quit after SIGHUP.
+
+        Textual cannot quit if the terminal is gone: its writer thread has failed, and the event
+        loop may be waiting for that thread.
+        """
 
         def leave() -> None:
             try:
@@ -256,7 +260,7 @@ class Screen(App):
         self.call_later(self.paint)  # once the size is known
 
     def places(self) -> dict[str, Region]:
-        """The region of each visible pane."""
+        """Return the region of each visible pane."""
         view = self.state.view
         slots = len(view.engine.slots) if view.engine else 0
         if is_small(*self.size) or view.stage == "failed":
@@ -279,7 +283,7 @@ class Screen(App):
         return places
 
     def place(self) -> None:
-        """Move and hide panes if their regions have changed."""
+        """Move, show and hide panes if the layout has changed."""
         places = self.places()
         if places == self._places:
             return
@@ -292,7 +296,7 @@ class Screen(App):
         self.call_after_refresh(self.paint)
 
     def poll(self) -> None:
-        """Paint if there is news; charts and the step less often than the rest."""
+        """Poll the client and paint if needed. Charts and the step are painted less often."""
         before = self.state.view
         news = self._tracebacks.news
         self._tracebacks.news = []
@@ -313,7 +317,7 @@ class Screen(App):
             self.screen.set_focus(None)
         faults = self.state.faults[self._faults :]
         self._faults += len(faults)
-        # If a question waits, the conversation says why
+        # A question that did not fit waits, and the conversation page says why
         self.warn([fault.message for fault in faults if fault.prompt or not fault.question])
         for fault in faults:
             if fault.prompt and not self.prompt.value:
@@ -321,7 +325,7 @@ class Screen(App):
         self.paint(but=SLOW if self.state.hurries and self._polls % 3 else ())
 
     def note_offer(self) -> None:
-        """Once the offer was taken or declined, or anything was fired, remember not to repeat it."""
+        """Do not repeat the offer once it was accepted or declined, or a prompt was fired."""
         if self.session.client.posted:
             self.state.offer = ""
         if self.offer and not self.state.offer:
@@ -330,8 +334,11 @@ class Screen(App):
             self.offer = None
 
     def warn(self, messages: Sequence[str]) -> None:
-        """Notify of faults. Ten thousand notices would freeze the screen, so if there are too many,
-        show the newest and the number of the others. The page with the strip reports faults itself."""
+        """Show faults as notifications.
+
+        Ten thousand notifications would freeze the app. If there are too many, show only the
+        newest, with the number of the others. The page with the strip reports faults itself.
+        """
         if self.strip:
             return
         self._untold += messages
@@ -349,7 +356,7 @@ class Screen(App):
         self._untold = []
 
     def paint(self, but: Sequence[str] = ()) -> None:
-        if not self.screen_stack:  # a timer has run out while the program ends
+        if not self.screen_stack:  # a timer fired during shutdown
             return
         self.place()
         for pane in self.screen.query(Pane):
@@ -366,8 +373,7 @@ class Screen(App):
         self.prompt.fold(self.state.typing)
 
     def say(self, message: str) -> None:
-        """Show a message for a while, next to the prompt, or as a notice if it does not fit
-        there."""
+        """Show a message next to the prompt for a few seconds, or as a notification."""
         beside = self._places.get("settings")
         is_long = beside and cell_len(message) > beside.width - 2
         if message and (is_long or self.page):
@@ -392,21 +398,21 @@ class Screen(App):
     # --- keys
 
     async def on_event(self, event: events.Event) -> None:
-        """Handle each key completely before the next.
+        """Handle each key completely before the next one.
 
-        subtle: Textual hands a key to a widget, which hands it back if it is no letter. A letter
-        typed meanwhile would overtake Backspace and Enter.
+        subtle: Textual passes a key to the focused widget, which passes it back if it is not a
+        letter. A letter typed in between would overtake Backspace and Enter.
         """
         is_new = isinstance(event, (events.Key, events.Paste)) and not event.is_forwarded
-        is_ours = len(self.screen_stack) == 1  # else the palette has the keyboard
+        is_ours = len(self.screen_stack) == 1  # otherwise the command palette has the keyboard
         if not (is_new and is_ours):
             await super().on_event(event)
-        elif self.return_code is None:  # else the screen is left
+        elif self.return_code is None:  # otherwise the app is quitting
             self.app_focus = True
             await (self.press(event) if isinstance(event, events.Key) else self.paste(event))
 
     async def press(self, event: events.Key) -> None:
-        # Outside the box a line feed is an Enter from before the screen began
+        # Outside the prompt box, a line feed is an Enter that was typed before the app started
         key = "enter" if event.key == "ctrl+j" and not self.focused else event.key
         if await self.action_own(key):
             return
@@ -415,7 +421,7 @@ class Screen(App):
             return
         if not self.page and self.is_text(event):
             await self.run_action("prompt")
-            if self.focused:  # else the page with the strip has the engine
+            if self.focused:  # otherwise a page with the strip has the engine
                 self.prompt.insert_text(event.character)
         elif await self._check_bindings(key, priority=True):
             return
@@ -425,12 +431,12 @@ class Screen(App):
             await self._check_bindings(key)
 
     async def paste(self, event: events.Paste) -> None:
-        """Insert all lines of a paste; the box itself would take only the first."""
+        """Insert a paste into the prompt box, with line ends normalized."""
         if self.focused:
             self.prompt.insert_text("\n".join(event.text.splitlines()))
 
     async def action_own(self, key: str) -> bool:
-        """Run a key of the open page. False: it has no such key."""
+        """Run the open page's own action for a key. Return False if it has none."""
         page = self.page or self.strip
         do = page.own.get(key) if page else None
         if isinstance(do, str):
@@ -442,8 +448,7 @@ class Screen(App):
         return do is not None
 
     def is_text(self, event: events.Key) -> bool:
-        """True if a letter begins a prompt although the box has no focus: letters that are no
-        keys."""
+        """True if a key begins a prompt outside the box: a letter that is not a shortcut."""
         if self.focused or self.state.view.stage == "failed":
             return False
         is_key = any(event.key in key.keys.split(",") for key in self.menu.keys)
@@ -452,8 +457,10 @@ class Screen(App):
     # --- actions
 
     async def run_action(self, *arguments, **options) -> bool:
-        """Run the action of a key, a click or the wheel, and paint. A page with the strip owns the
-        engine."""
+        """Run the action of a key, a click or the wheel, then paint.
+
+        While a page has the strip, refuse actions that affect the engine.
+        """
         action = str(arguments[0]).removeprefix("app.")
         name = action.partition("(")[0]
         is_taken = name in OF_A_USER or (name == "page" and not self.menu.is_harmless(action))
@@ -465,7 +472,8 @@ class Screen(App):
         return done
 
     def check_action(self, action: str, parameters: tuple) -> bool | None:
-        """If no model could be loaded, allow only a few actions. Typed letters are no keys."""
+        """Allow only a few actions if loading has failed, and no letter shortcuts while the user
+        types."""
         if self.page and action in OF_PANES:
             return False
         if self.state.view.stage == "failed":
@@ -473,8 +481,8 @@ class Screen(App):
         return action != "prompt" or self.focused is None
 
     def action_prompt(self, begin: str = "") -> None:
-        self.turn_to(None)  # the box is there
-        self.screen.set_focus(self.prompt)  # at once: the next letter is on the way
+        self.turn_to(None)  # close the page, which hides the prompt box
+        self.screen.set_focus(self.prompt)  # immediately: the next letter may follow
         self._returns = bool(begin)
         if begin:
             self.prompt.put(begin)
@@ -487,15 +495,15 @@ class Screen(App):
             self.prompt.select_all()  # typing replaces it
 
     def action_escape(self) -> None:
-        """In the box: stop the running answer and take back a waiting question, or leave the box.
-        While the engine is paused, always leave: keys are needed then."""
+        """Handle Esc in the prompt box: stop the running answer and take back the waiting question,
+        or leave the box. While the engine is paused, always leave, because its keys are needed."""
         if self.state.view.paused or not (self.state.chatting and self.session.stop()):
             self.action_leave()
         else:
             self.prompt.put(self.prompt.value or self.state.chats.open.take_back())
 
     def action_back(self) -> None:
-        """Go to the newest step; from there, to the panes. Decline what is offered."""
+        """Go to the newest step or, from there, back to the panes. Decline a pending offer."""
         if self.offer and self.state.offer:
             self.state.offer = ""
             self.say(self.offer.declined)
@@ -504,13 +512,13 @@ class Screen(App):
         self.state.cursor = None
 
     def action_leave(self) -> None:
-        """Leave the box. A half-typed command is deleted, a prompt stays."""
+        """Leave the prompt box. Delete an unfinished command, but keep a prompt."""
         if self.prompt.value.startswith("/"):
             self.prompt.put("")
         self.prompt.screen.set_focus(None)
 
     def action_complete(self) -> None:
-        """Complete what is in the box as far as it is unambiguous."""
+        """Complete the command in the box up to the longest unambiguous prefix."""
         found = self.menu.completions(self.prompt.value)
         if found:
             alike = sum(takewhile(bool, map(str.__eq__, min(found), max(found))))
@@ -525,8 +533,8 @@ class Screen(App):
             self.action_prompt()
 
     def action_submit(self) -> None:
-        """Run the prompt box, or begin another line after a backslash. The box keeps the focus
-        unless `/` opened it for one command."""
+        """Run the contents of the prompt box, or break the line if it ends with a backslash. The
+        box keeps the focus unless `/` opened it for one command."""
         if self.prompt.continues():
             return
         line = self.prompt.value.strip()
@@ -539,7 +547,7 @@ class Screen(App):
             self.bring("streams")
 
     def action_command(self, line: str) -> bool:
-        """Run a line. False, and a notice, if it is wrong."""
+        """Run a prompt or a command. If it is wrong, show a notification and return False."""
         name, _ = split_command(line.strip())
         posted = self.session.client.posted
         if name in ("quit", "exit"):
@@ -552,12 +560,12 @@ class Screen(App):
             return False
         if self.state.view.stage == "loading" and self.session.client.posted > posted:
             self.state.waiting.append(line)
-        self.state.chatting &= name != "json"  # its answer is among the panes
-        if not (name == "step" and self.state.inspected):  # each step shows another token
+        self.state.chatting &= name != "json"  # the answer appears in the panes
+        if not (name == "step" and self.state.inspected):  # the token inspector stays
             self.bring(BRINGS.get(name, self.state.lower))
         if name in self.menu.pages:
             self.show_page(self.menu.pages[name])
-        if self.page:  # a page shows the effect, or hides the panes with the effect
+        if self.page:  # live pages show the effect, others hide it
             said = "" if self.page.is_live else said
             if name != self.page.name and not self.page.is_live:
                 said = said or f"done behind this page: {line}"
@@ -578,13 +586,13 @@ class Screen(App):
         self.state.select(slot)
 
     def action_move(self, columns: int) -> None:
-        """Move by columns of the visible timeline; without one, by steps."""
+        """Move by columns of the timeline, or by steps if the timeline is not visible."""
         timeline = self._places.get("timeline")
         zoom = self.state.zoom_for(timeline.width - 4) if timeline else 1
         self.state.move(columns * zoom)
 
     def action_leaf(self, by: int) -> None:
-        """Scroll a page so that the last visible line becomes the first."""
+        """Scroll by a screen, so that the last visible line of a page becomes the first."""
         if self.page:
             self._top += by * max(1, self.size.height - 3)
         elif self.state.chatting:
@@ -603,7 +611,7 @@ class Screen(App):
         self.state.move(steps)
 
     def action_point(self, column: int, row: int) -> None:
-        """Put the cursor on the clicked column of the timeline, and select the slot."""
+        """Move the cursor to the clicked column of the timeline, and select the clicked slot."""
         timeline = self._places["timeline"]
         _, columns, _ = self.state.window(timeline.width - 4)
         if 0 <= column < len(columns):
@@ -613,7 +621,7 @@ class Screen(App):
                 self.action_select(slots[row])
 
     def action_go(self) -> None:
-        """From a step to the request in the selected slot; from a request to its first step."""
+        """Go from a step to the selected slot's request, or from a request to its first step."""
         state = self.state
         request = self.request()
         if not (self.page and self.page.has_request):
@@ -646,13 +654,13 @@ class Screen(App):
         self.state.has_chosen = True
 
     def bring(self, pane: str) -> None:
-        """Where panes take turns, show this one unless the user has chosen one with `v`."""
+        """If panes take turns, show this one, unless the user has chosen one with `v`."""
         state = self.state
         if not state.has_chosen and pane != state.lower and not is_wide(*self.size):
             state.lower = pane
 
     def request(self) -> RequestView | None:
-        """The request on the open page, or that of the selected slot."""
+        """Return the request on the open page, or the one in the selected slot."""
         has_request = self.page and self.page.has_request
         return self.state.open if has_request else self.state.owner(self.state.selected)
 
@@ -667,7 +675,7 @@ class Screen(App):
         self.say(f"r{request.id} is copied" if request else "there is nothing to copy yet")
 
     async def action_suspend_process(self) -> None:
-        """Ctrl-Z. The engine is paused meanwhile, so its clock stops."""
+        """Suspend the app (Ctrl-Z). Pause the engine first, so that its clock stops."""
         client = self.session.client
         view = self.state.view
         runs = view.stage == "ready" and not (view.paused or view.watches)
@@ -679,8 +687,10 @@ class Screen(App):
             client.pause(False)
 
     def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
-        """Title the picture with page, model and policy. Keep blanks as `xml:space` does, because
-        some viewers collapse the exporter's own."""
+        """Return the screen as an SVG, titled with page, model and policy.
+
+        Spaces are preserved by `xml:space`, because some viewers collapse the exporter's own.
+        """
         engine = self.state.view.engine
         policy = f", {engine.policy}" if engine else ""
         page = f": {self.page.label}" if self.page else ""
@@ -691,8 +701,8 @@ class Screen(App):
     def deliver_screenshot(
         self, filename: str | None = None, path: str | None = None, time_format: str | None = None
     ) -> str | None:
-        """Save the picture in the current folder, since Textual's may not exist; in a browser, as a
-        download."""
+        """Save the screenshot in the current folder, because Textual's default folder may not
+        exist. In a browser, download it."""
         if BROWSER:
             return super().deliver_screenshot(filename, path, time_format)
         name = filename or f"nanobatch-{datetime.now():%F-%H-%M-%S-%f}.svg"
@@ -709,7 +719,7 @@ class Screen(App):
         self.theme = name or ("textual-light" if self.current_theme.dark else "textual-dark")
 
     def action_page(self, name: str) -> None:
-        """Open or close a page. The key of a page that repeats runs its command again."""
+        """Open or close a page. If the page repeats, its key runs the command again instead."""
         page = self.menu.pages[name]
         if self.page is page and not page.repeats:
             self.turn_to(None)
@@ -726,7 +736,7 @@ class Screen(App):
         if page.is_view or page.is_strip:
             self.turn_to(None)
             self.state.chatting = page.is_view
-            if page.is_view:  # it takes what it invites
+            if page.is_view:  # a conversation invites a question, so focus the prompt box
                 self.action_prompt()
             else:
                 self.action_leave()
@@ -737,7 +747,7 @@ class Screen(App):
         self.turn_to(None)
 
     def turn_to(self, page: Page | None) -> None:
-        """Open a page in place of the open one; None: back to the panes or the prompt box."""
+        """Replace the open page by another; None returns to the panes or the prompt box."""
         before = self.page
         if not before:
             self._was_typing = self.state.typing
@@ -754,8 +764,7 @@ class Screen(App):
     # --- scripts
 
     async def play(self, script: str) -> None:
-        """Run a script such as "static burst24 step60"; then take the picture, if one is wanted,
-        and quit."""
+        """Run a script such as "static burst24 step60". With `screenshot`, take it and quit."""
         state = self.state
         await self.until(lambda: state.view.stage != "loading")
         if state.view.stage == "failed":
@@ -771,34 +780,34 @@ class Screen(App):
         if self._screenshot:
             await self.until(lambda: state.view.paused or self.session.settled)
             await self.take_picture()
-        self.session.stays = not self.strip  # from now on a user is there, who leaves pages
+        self.session.stays = not self.strip  # from now on, a user closes the pages
 
     def is_done(self, word: str) -> bool:
-        """True if a word of a script has had its effect, including the end of its experiment."""
+        """True if a word of a script has taken effect; an experiment must have finished."""
         view = self.state.view
         page = self.menu.pages.get(word)
         if not self.session.handled or view.stepping:
             return False
         if page and page.disturbs:
             return self.session.settled
-        if view.paused:  # nothing would ever come to an end
+        if view.paused:  # nothing would ever finish
             return True
         return self.session.settled if word == "wait" else not view.engine.draining_to
 
     async def take_picture(self) -> None:
-        """Take the picture and quit. The file is written at the end of the program."""
+        """Take the screenshot and quit. The file is written at exit."""
         self.picture = await self.draw_picture()
         self.exit(return_code=0)
 
     async def draw_picture(self) -> str:
-        """The screen as an SVG, once everything is painted."""
+        """Return the screen as an SVG, once everything is painted."""
         self.screen.set_focus(None)
         self.clear_notifications()
         self.state.said = ""
         self.poll()
-        if self.page:  # a film is shown at the end
+        if self.page:  # show the end of a film
             await self.action_own("end")
-        await asyncio.sleep(0.3)  # for the last paint
+        await asyncio.sleep(0.3)  # wait for the last paint
         self.paint()
         await asyncio.sleep(0.1)
         return self.export_screenshot()

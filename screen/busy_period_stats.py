@@ -1,7 +1,7 @@
-"""The statistics of a busy period: requests, tokens, time, waits, and the useful part of the work.
+"""Statistics of a busy period: requests, tokens, time, waits, and the share of useful work.
 
-Times are the engine's, so pauses and slow motion do not count; interruptions do, except in the
-makespan, which adds up undisturbed step times.
+Times are on the engine's clock, which excludes pauses and slow motion. They include interruptions,
+except for the makespan, which is the sum of undisturbed step times.
 """
 
 from __future__ import annotations
@@ -15,32 +15,34 @@ from screen.draw.style import number, span
 from screen.timeline_columns import Column
 
 Price = Callable[[int, int], float]  # (rows, chunks) -> undisturbed seconds of a step
-KEPT = 10_000  # waits and gaps of a period that are kept for percentiles
+KEPT = 10_000  # waits and gaps kept per period, for percentiles
 
 
 @dataclass
 class Period:
-    """From the first request after an idle time to the last token before the next."""
+    """A period of work, from the first request after idle time to the last token before idle
+    time."""
 
     began: float
     ended: float = 0.0
     first_step: int = 0
     last_step: int = 0
     over: bool = False
-    policies: dict[str, None] = field(default_factory=dict)  # in the order of the run
+    policies: dict[str, None] = field(default_factory=dict)  # in the order in which they ran
     requests: int = 0
-    lost: int = 0  # of these, cancelled or failed
+    lost: int = 0  # requests that were cancelled or failed
     tokens: int = 0
-    useful: int = 0  # slots at work for a request, added up over all steps
-    cells: int = 0  # all slots of all steps
-    # Of steps: (decoding rows, chunks)
+    useful: int = 0  # slots that worked for a request, summed over all steps
+    cells: int = 0  # slots × steps
+    # (decoding rows, chunks) -> number of steps
     kinds: Counter[tuple[int, int]] = field(default_factory=Counter)
     ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    # From each token to the next one of the answer
+    # Seconds between consecutive tokens of an answer
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def take_step(self, step: Column) -> None:
-        """A slot decodes in every step, so its tokens are as far apart as the ends of two steps."""
+        """Add a step. A slot decodes in every step, so the gap between its tokens is the time
+        between the ends of two steps."""
         if self.cells:
             tokens = len(step.view.decode) - len(step.view.ghosts)
             self.gaps.extend([step.ended - self.ended] * tokens)
@@ -61,12 +63,12 @@ class Period:
             self.ttfts.append(request.metrics.ttft_s)
 
     def makespan(self, price: Price) -> float:
-        """The seconds of its steps without interruptions."""
+        """Return the total seconds of the steps, without interruptions."""
         return sum(many * price(*kind) for kind, many in self.kinds.items())
 
     @property
     def figures(self) -> dict[str, str]:
-        """As texts, all but the makespan, which needs prices."""
+        """Return the figures as text by title, except the makespan, which needs prices."""
         took = self.ended - self.began
         return {
             "policy": ", ".join(self.policies),
@@ -83,7 +85,7 @@ class Period:
 
 
 def words(period: Period) -> list[str]:
-    """The same figures as phrases, the most important first."""
+    """Return the figures as phrases, the most important first."""
     figures = period.figures
     ended = f"{figures['requests']} request{'s' * (period.requests != 1)}"
     ended += f" ({figures['lost']} cut short)" if period.lost else ""

@@ -1,6 +1,6 @@
 """Conversations of this screen: questions and their answers.
 
-A model remembers nothing, so each question is sent with the turns before it. The model is shown the
+A model remembers nothing, so each question is sent with the turns before it. The model sees the
 same turns as the reader, except for dropped turns and failed answers, which the page marks.
 """
 
@@ -19,10 +19,10 @@ from text.tool_parser import split_reasoning
 class Turn:
     """A question and its answer."""
 
-    number: int  # of the question, among all of this screen's
+    number: int  # of the question, counted over all conversations
     question: str
     request: RequestView | None = None  # from the newest view; None: not queued yet
-    is_dropped: bool = False  # the model is no longer shown it
+    is_dropped: bool = False  # no longer sent to the model
     is_stopped: bool = False  # the answer was cancelled
 
     @property
@@ -32,7 +32,7 @@ class Turn:
 
 @dataclass
 class Chat:
-    """A conversation."""
+    """A conversation: its system message, its turns, and a waiting question."""
 
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
@@ -42,17 +42,17 @@ class Chat:
 
     @property
     def runs(self) -> Turn | None:
-        """The turn whose answer runs."""
+        """The turn whose answer is still running, if any."""
         return self.turns[-1] if self.turns and self.turns[-1].runs else None
 
     def take_back(self) -> str:
-        """Take the waiting question back."""
+        """Remove and return the waiting question."""
         waiting = self.waiting
         self.waiting = self.why = ""
         return waiting
 
     def messages(self, question: str) -> list[dict[str, str]]:
-        """The conversation as the model gets it, ending with this question."""
+        """Return the messages for the model, ending with this question."""
         said = Conversation()
         said.system = self.system
         for turn in self.turns:
@@ -67,10 +67,10 @@ class ChatHistory:
 
     def __init__(self) -> None:
         self.all = [Chat()]
-        self.at = 0  # the open one
+        self.at = 0  # index of the open one
         self.asked = 0  # number of questions so far
-        self.led = 0  # the question whose slot was selected last
-        self.unfolded = False  # thoughts are shown whole
+        self.led = 0  # number of the question whose slot was selected last
+        self.unfolded = False  # thoughts are shown in full
 
     @property
     def open(self) -> Chat:
@@ -94,18 +94,18 @@ class ChatHistory:
         return self.asked
 
     def refuse(self, number: int, why: str) -> None:
-        """A question was refused. `why`: it does not fit, so it waits."""
+        """Remove a refused question. If it does not fit (`why`), keep it waiting."""
         for chat in self.all:
             for turn in chat.turns:
                 if turn.number == number:
                     chat.turns.remove(turn)
                     chat.why = why
-                    if why:  # a question typed meanwhile goes with this one
+                    if why:  # a question typed in the meantime is appended
                         chat.waiting = f"{turn.question}\n{chat.waiting}".strip()
                     return
 
     def absorb(self, answers: Mapping[int, AnswerRef], requests: Mapping[int, RequestView]) -> None:
-        """`answers`: by the number of a question. `requests`: by number."""
+        """Update running turns from answers by question number and requests by request number."""
         for turn in self.running():
             answer = answers.get(turn.number)
             request = requests.get(answer.request, turn.request) if answer else None
@@ -115,7 +115,7 @@ class ChatHistory:
             turn.request = request
 
     def lose(self) -> None:
-        """The engine is gone, and so are all running answers."""
+        """Mark all running answers as failed, because the engine is gone."""
         for turn in self.running():
             if turn.request:
                 turn.request = replace(turn.request, reason="error", error="the server has gone")

@@ -1,7 +1,7 @@
-"""What a user says to the screen: prompts, commands, scripts; and the same run as a plain log.
+"""The user's prompts, commands and scripts, and the plain log of a run.
 
-A line that begins with a slash is a command, any other is a prompt. Keys, clicks, the palette and
-scripts all end in `Session.obey`, so each of them can do the same.
+A line that begins with a slash is a command; any other line is a prompt. Keys, clicks, the palette
+and scripts all call `Session.obey`, so they can do the same things.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_name(name: str, text: str, least: int, most: int) -> str:
     return text
 
 
-SETTABLE = {  # for /set: the field, and the limits
+SETTABLE = {  # for /set: name -> field, parser, limits
     "temperature": ("temperature", read_real, 0, 1_000_000),
     "max": ("max_tokens", read_whole, 1, 2**20),
     "seed": ("seed", read_whole, 0, 2**31 - 1),
@@ -51,7 +51,7 @@ SETTABLE = {  # for /set: the field, and the limits
 }
 
 
-NUMBERS = {  # the commands with a number, and the limits
+NUMBERS = {  # commands with a number -> parser, limits
     "burst": (read_whole, 1, 1000),
     "cancel": (read_whole, 0, 2**31),
     "step": (read_whole, 1, 100_000),
@@ -61,17 +61,17 @@ NUMBERS = {  # the commands with a number, and the limits
 }
 
 WATCHES = "this screen only watches: it fires prompts and cancels its own, and changes nothing else"
-SLOW = 16  # steps a second of a first burst
-# As far as the keys go
+SLOW = 16  # steps per second of the first burst
+# Limits of the keys - and +
 SLOWEST = 1
 FASTEST = 128
 
 
 class Session:
-    """An engine client and the state of a screen. Every line of a user comes here.
+    """An engine client and the state of a screen. `obey` runs every line that the user enters.
 
-    `eases`: the first burst runs in slow motion, because a small model is too fast to watch.
-    `stays`: an experiment goes on until its page is left; in a log or a script it ends by itself.
+    `eases`: run the first burst in slow motion, because a small model is too fast to watch.
+    `stays`: an experiment runs until its page is closed; in a log or a script it ends by itself.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Session:
         state.hints = self.menu.hints
         self.eases = eases
         self._seen = 0
-        # Changes of the view by commands that have not run yet
+        # View fields that queued commands will change
         self._coming: dict[str, object] = {}
         self.stays = False
-        self.has_chats = False  # on a screen prompts belong to conversations
+        self.has_chats = False  # on a screen, prompts belong to conversations
 
     @property
     def handled(self) -> bool:
@@ -100,15 +100,15 @@ class Session:
 
     @property
     def coming(self) -> View:
-        """The view as it will be after the last command: keys may come faster than views."""
+        """The view after all queued commands, because keys may come faster than views."""
         return self.state.view if self.handled else self.state.view._replace(**self._coming)
 
     def expect(self, **changes: object) -> None:
-        """Note the changes that the next command will make."""
+        """Record the changes that the next command will make."""
         self._coming = changes if self.handled else self._coming | changes
 
     def refresh(self) -> bool:
-        """Take in what is new; False if nothing is."""
+        """Absorb the newest view. Return False if nothing has changed."""
         news = self.client.news
         if news == self._seen:
             return False
@@ -122,15 +122,15 @@ class Session:
         return True
 
     def asks(self, count: int) -> list[Ask]:
-        """This many prompts, in a cycle, each with its own seed if there is one."""
+        """Return `count` prompts, repeating the list if needed. With a seed, each gets its own."""
         prompts = islice(cycle(self.state.prompts), count)
         return [
             self.state.settings.ask(prompt, most, i) for i, (prompt, most) in enumerate(prompts)
         ]
 
     def obey(self, line: str) -> str:
-        """Run a line, a prompt or a command. Return words for the user; ValueError if it is
-        wrong."""
+        """Run a prompt or a command. Return a message for the user. An invalid line is a
+        ValueError."""
         name, rest = split_command(line)
         if name is None:
             is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
@@ -149,8 +149,7 @@ class Session:
     # --- conversations
 
     def _ask(self, prompt: str) -> str:
-        """A prompt is the next question of the open conversation, or begins one if none is
-        shown."""
+        """Ask the prompt in the open conversation, or in a new one if no conversation is shown."""
         chats = self.state.chats
         if not self.has_chats:
             self.client.fire([self.state.settings.ask(prompt)])
@@ -172,7 +171,7 @@ class Session:
                 self.client.fire([ask._replace(question=self.state.chats.add(chat))])
 
     def new_chat(self, rest: str) -> str:
-        """Begin a conversation. A question that did not fit in the open one comes along."""
+        """Begin a conversation. A question that did not fit in the open one moves to it."""
         self.state.chats.begin_chat()
         self._send_waiting()
         return "a new conversation"
@@ -182,13 +181,13 @@ class Session:
         return "from the next question on"
 
     def next_chat(self, rest: str) -> None:
-        """Open the next conversation; after the last, the first."""
+        """Open the next conversation, or the first one after the last."""
         chats = self.state.chats
         chats.at = (chats.at + 1) % len(chats.all)
         self.state.select_chat()
 
     def drop_turn(self, rest: str) -> str:
-        """Drop the oldest turn, and ask a question again that did not fit."""
+        """Drop the oldest turn, and retry a question that did not fit."""
         chat = self.state.chats.open
         turns = [turn for turn in chat.turns if not (turn.is_dropped or turn.runs)]
         if not turns:
@@ -207,11 +206,11 @@ class Session:
         self._send_waiting()
 
     def toggle_thoughts(self, rest: str) -> None:
-        """Show thoughts whole, or folded."""
+        """Switch between full and folded thoughts."""
         self.state.chats.unfolded = not self.state.chats.unfolded
 
     def stop(self) -> bool:
-        """Stop the running answer of the open conversation. False if none runs."""
+        """Stop the running answer of the open conversation. Return False if there is none."""
         running = self.state.chats.open.runs
         if running and running.request and not running.is_stopped:
             running.is_stopped = True
@@ -240,7 +239,8 @@ class Session:
         return "JSON is asked for: s shows how, token by token"
 
     def run_experiment(self, experiment: Experiment) -> None:
-        """Start an experiment, and end a pause; refused if other clients would suffer."""
+        """Start an experiment and resume a paused engine. Refuse if it would disturb other
+        clients."""
         self.check_alone(experiment.what)
         self.expect(paused=False)
         self.client.run_experiment(experiment)
@@ -272,7 +272,7 @@ class Session:
         self.client.set_load(rate, self.asks(len(self.state.prompts)))
 
     def cancel(self, rest: str) -> str:
-        """Cancel all of this screen's requests, the named one, or that of the selected slot."""
+        """Cancel all of this screen's requests, the named one, or the one in the selected slot."""
         if rest == "all":
             self.client.cancel(None)
             whose = "your requests" if self.state.view.server else "requests"
@@ -312,7 +312,7 @@ class Session:
         self.client.step(steps)
 
     def slow(self, rest: str) -> str:
-        """Limit the steps per second; "off": full speed; "-" and "+": halve or double the limit."""
+        """Limit the steps per second. "off" removes the limit, "-" and "+" halve or double it."""
         now = self.coming.slow
         if rest == "off" or (not rest and now):
             rate = 0.0
@@ -328,7 +328,7 @@ class Session:
         return f"slow motion: {rate:g} steps/s" if rate else "full speed"
 
     def set_budget(self, rest: str) -> str:
-        """Set the budget of a step; "off": as the engine was made; "-" and "+": halve or double the
+        """Set the budget of a step. "off" restores the initial one, "-" and "+" halve or double the
         chunk."""
         engine = self.coming.engine
         if not rest:
@@ -371,7 +371,7 @@ class Session:
         return said
 
 
-# What each command without a page does. `quit` belongs to the screen and the log
+# The function of each command without a page. The screen and the log handle `quit` themselves
 RUN: Mapping[str, Callable[[Session, str], str | None]] = {
     "burst": Session.burst,
     "json": Session.ask_json,
@@ -404,11 +404,11 @@ def number_for(command: str, text: str) -> float:
     return read(command, text, least, most)
 
 
-# Words of a script that are no commands, and the action of each
+# Script words that are not commands, and their actions
 SCRIPTED = {"view": "view", "zoom": "zoom"}
 SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
-# The plain log runs a word when all before it has ended, so the others need a screen
+# The plain log runs a word once all earlier work has finished, so the other words need a screen
 LOGGED = ("policy", "burst", "wait", "budget")
 ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
 
@@ -422,7 +422,7 @@ on a screen or a screenshot also {", ".join(ON_A_SCREEN)}"""
 def orders_of(script: str, menu: Menu, logged: bool = False) -> list[tuple[str, str]]:
     """ "static burst24 step60" -> [("static", ""), ("burst", "24"), ("step", "60")]
 
-    An unknown word or a wrong number is a ValueError. `logged`: for a plain log.
+    An unknown word or a wrong number raises ValueError. `logged`: the script is for a plain log.
     """
     words = (*POLICIES, *LOGGED, *menu.pages, *(() if logged else ON_A_SCREEN))
     reads = {page.name: page.read for page in menu.pages.values() if page.read}
@@ -447,15 +447,15 @@ def as_command(word: str, rest: str) -> str:
 
 
 class PlainLog:
-    """The same run with a line for each event: for pipes, logs and screen readers."""
+    """Write a run as a log with a line for each event: for pipes, log files and screen readers."""
 
     def __init__(self, session: Session, write: Callable[[str], None]):
         self.session = session
-        self.write = lambda line: write(clean(line))  # a line may quote anything
-        # Open requests, as at the last line about each
+        self.write = lambda line: write(clean(line))  # a line may quote untrusted text
+        # Open requests, as last reported
         self._told: dict[int, RequestView] = {}
         self._faults = 0  # number of faults written
-        # (time, line): not written yet, because an earlier event may still come
+        # (time, line): held back, because an earlier event may still arrive
         self._late: list[tuple[float, str]] = []
         self._told_to = 0.0  # end of the last busy period that was written
         self._policy = ""
@@ -483,7 +483,7 @@ class PlainLog:
                 self._told_to = period.ended
         last = state.history[-1] if state.history else None
         if view.busy and view.engine.planned > (last.step if last else 0):
-            # A step in flight is reported after it has ended
+            # Events after the start of the step in flight are written when it has ended
             self.flush(last.view.began if last else 0.0)
         else:
             self.flush()
@@ -501,7 +501,7 @@ class PlainLog:
     def _collect_events(self, engine: Snapshot) -> None:
         """Collect the events of an engine: requests, policies, faults."""
         state = self.session.state
-        if state.view.epoch != self._epoch:  # events before that are old
+        if state.view.epoch != self._epoch:  # another engine: its earlier events are not news
             self._epoch = state.view.epoch
             self._told = {r.id: r for r in (*engine.requests, *engine.ended)}
             engine = replace(engine, ended=(), steps=())
@@ -528,7 +528,7 @@ class PlainLog:
         self._faults = len(state.faults)
 
     def obey(self, line: str) -> None:
-        """A prompt, or a command."""
+        """Run a prompt or a command, and write the answer."""
         try:
             answer = self.session.obey(line)
         except ValueError as error:
@@ -551,7 +551,7 @@ class PlainLog:
 
 
 def news_of(r: RequestView, before: RequestView | None) -> Iterator[tuple[float, str]]:
-    """The events of a request since the view `before`: (when, words)."""
+    """Yield (time, words) for each event of a request since the view `before`."""
     ttft = r.metrics.ttft_s
     if before is None:
         client = client_of(r) and f" ({client_of(r)})"
@@ -573,7 +573,8 @@ def run_plain(
 ) -> int:
     """Run the script, or the lines of standard input, until nothing is left to do.
 
-    If there is neither, one line says what to give. `stays`: there are others to watch.
+    Without any input, print what to provide. `stays`: keep running, because other clients are
+    watched.
     """
     log = PlainLog(session, write)
     state = session.state
@@ -601,7 +602,7 @@ def run_plain(
                 return 2
             if state.view.stage != "ready":
                 continue
-            # A line of a script waits until all before it has ended
+            # A line of a script waits until everything before it has finished
             while lines and (session.settled or not script):
                 log.refresh()
                 line = lines.popleft()
@@ -617,11 +618,13 @@ def run_plain(
 
 
 def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:
-    """Read standard input without waiting: the unfinished line, the lines, whether more may
-    come."""
+    """Read standard input without blocking.
+
+    Return the unfinished line, the complete lines, and whether more may come.
+    """
     if not select.select([0], [], [], 0)[0]:
         return rest, [], True
     data = os.read(0, 65536)
-    *lines, rest = (rest + (data or b"\n")).split(b"\n")  # the last line may lack its end
+    *lines, rest = (rest + (data or b"\n")).split(b"\n")  # the last line may lack its newline
     texts = [line.decode(errors="replace").strip() for line in lines]
     return rest, [text for text in texts if text], bool(data)

@@ -1,9 +1,9 @@
-"""The screen's side of an engine: what all clients share, and the client that owns an engine.
+"""The screen's access to an engine: the base of all clients, and the client that owns an engine.
 
-The screen draws ten times a second and never waits for the engine; the engine takes hundreds of
-steps a second and never waits for the screen. So they meet in two places only. Commands (fire,
+The screen draws ten times a second and never waits for the engine. The engine takes hundreds of
+steps a second and never waits for the screen. So they share only two things. Commands (fire,
 cancel, pause, another policy) are queued, and the engine's loop runs them between two steps. The
-screen reads a frozen `View`, published by one assignment.
+screen reads a frozen `View`, which is published by one assignment.
 
 Only the loop's thread steps or changes the engine.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from server.app import APIServer
 
 OTHER_RUNS = "another experiment is running; X ends it"
-DRAIN_S = 20.0  # how long clients' requests may still run at the end
+DRAIN_S = 20.0  # how long clients' requests may still run at shutdown
 
 
 class Outgrown(ValueError):
@@ -47,24 +47,25 @@ class Outgrown(ValueError):
 
 
 class EngineClient:
-    """An engine as the screen sees it: in this process, or a server's, by `/watch`.
+    """An engine as the screen sees it, in this process or behind a server's `/watch`.
 
-    `view_since` returns the view with all news since an earlier one, `start`, `drain` and `stop` are for
-    the program, and `fire` and `cancel` for requests. Only an engine in this process obeys the
-    other commands. Here is the part of the view that a client itself changes, from any thread.
+    `view_since` returns the view with everything new since an earlier one. The program calls
+    `start`, `drain` and `stop`; `fire` and `cancel` are for requests. Only an engine in this
+    process obeys the other commands. This class holds the part of the view that a client itself
+    changes, from any thread.
     """
 
     own: Collection[int]  # open requests of this screen
 
     def __init__(self) -> None:
         self.posted = 0  # number of commands so far
-        self._known = View()  # before `view_since` adds the engine's snapshot
+        self._known = View()  # the view without the engine's snapshot, which `view_since` adds
         self._news = 1
         self._lock = threading.RLock()  # held while the view changes
 
     @property
     def news(self) -> int:
-        """Changes whenever there is something new to see."""
+        """A number that changes whenever there is something new to draw."""
         return self._news
 
     def update_view(self, **changes) -> None:
@@ -84,7 +85,7 @@ class EngineClient:
             self.fault(f"not fired: {error}", ask.prompt, ask.question)
 
     def watch_model(self, name: str) -> str:
-        """Show another model of a server: the named one, or the next. Return its name."""
+        """Watch another model of a server: the named one, or the next. Return its name."""
         raise ValueError("the server has one model")
 
     def note_answer(self, ask: Ask, *answer) -> None:
@@ -94,8 +95,7 @@ class EngineClient:
 
 
 def between_steps(method: Callable) -> Callable:
-    """Queue calls of the method: the call returns at once, and the loop runs it between two
-    steps."""
+    """Make calls of the method return at once. The loop runs each call later, between two steps."""
 
     @wraps(method)
     def post(self: LocalEngineClient, *arguments, **options) -> None:
@@ -113,9 +113,9 @@ def between_steps(method: Callable) -> Callable:
 
 
 class LocalEngineClient(EngineClient):
-    """Own the engine and its loop. Other threads use the commands and `view_since`.
+    """The client that owns the engine and its loop. Other threads use commands and `view_since`.
 
-    `load`: called with `report`, for the stages of loading, and with `clock`.
+    `load`: makes the engine; called with `report`, which takes the stages of loading, and `clock`.
     `server`: accepts requests over HTTP once the model is loaded, under the model's `name`.
     """
 
@@ -128,19 +128,19 @@ class LocalEngineClient(EngineClient):
         self.loop: Loop | None = None
         self.server = server
         self._name = name
-        self._posting = threading.Lock()  # held while a command is queued, and the loop is made
-        self._early: list[Callable[[], None]] = []  # commands from before there was a loop
+        self._posting = threading.Lock()  # held while a command is queued or the loop is made
+        self._early: list[Callable[[], None]] = []  # commands posted before the loop was made
         self._stopping = False
         self._load = load
         self._advice: dict[str, float] = {}  # the model's defaults for settings, once it is loaded
         self._loader = threading.Thread(target=self._load_and_start, name="loader", daemon=True)
-        # The engine drops a handle when its request has ended, and so does this
+        # With weak values, a handle is dropped here when the engine drops it, at the request's end
         self.own: Mapping[int, Handle] = WeakValueDictionary()
         self.others = OtherPrograms()
         self._dice = random.Random(0)
         self._next_arrival = 0.0
         self._slow_once = False  # slow motion ends when the engine is idle
-        self._load_prompts: Sequence[Ask] = ()  # the steady load picks from these
+        self._load_prompts: Sequence[Ask] = ()  # the steady load draws from these
         self._experiment: Experiment | None = None
         self._records: Iterator[ExperimentRecord] = iter(())
         self._experiment_requests: set[int] = set()
@@ -158,14 +158,15 @@ class LocalEngineClient(EngineClient):
             self.engine = self._load(report=self._report, clock=self.clock)
         # A missing backend raises SystemExit
         except BaseException as error:
-            # These are a user's mistakes; all others get a traceback
+            # These are a user's mistakes; any other exception gets a traceback
             if not isinstance(error, (SystemExit, ValueError, OSError, RuntimeError)):
                 show_fault("loading failed", error)
             said = "" if isinstance(error, SystemExit) else str(error) or type(error).__name__
             self.update_view(stage="failed", error=clean(said))
             return
         gc.collect()
-        # Objects from loading are never garbage: keep the collector from scanning them in mid-step
+        # Objects from loading live until exit, so keep the collector from scanning them during a
+        # step
         gc.freeze()
         with self._posting:
             self.loop = Loop(self.engine, self._between, self.clock)
@@ -182,8 +183,8 @@ class LocalEngineClient(EngineClient):
         )
 
     def drain(self) -> None:
-        """Accept no more requests over HTTP, and let the open ones finish for `DRAIN_S`. A second
-        Ctrl-C ends them."""
+        """Stop accepting HTTP requests, and give the open ones `DRAIN_S` to finish. A second Ctrl-C
+        cancels them."""
         with suppress(KeyboardInterrupt, OSError):
             if self.server and self.loop and any(call.requests for call in self.server.view().open):
                 print(
@@ -196,8 +197,8 @@ class LocalEngineClient(EngineClient):
             self.server.close()
 
     def stop(self, patience: float) -> bool:
-        """End the loop and close the engine. False if a download or a long step did not end in
-        time."""
+        """Stop the loop and close the engine. Return False if a download or a long step did not end
+        in time."""
         self._stopping = True
         if self._loader.is_alive():
             self._loader.join(patience)
@@ -213,7 +214,7 @@ class LocalEngineClient(EngineClient):
 
     @property
     def news(self) -> int:
-        # Refused requests never reach the engine
+        # Refused requests never reach the engine, so the server counts them as changes
         return self._news + (self.server.changes if self.server else 0)
 
     def view_since(self, since: View | None = None) -> View:
@@ -230,7 +231,7 @@ class LocalEngineClient(EngineClient):
         return known._replace(engine=snapshot, **moves)
 
     def _between(self) -> float | None:
-        """Run the steady load and the experiment. Return the seconds to the next arrival."""
+        """Run the steady load and the experiment. Return the seconds until the next arrival."""
         if not self.loop.paused or self.loop.stepping:
             self._arrive()
             self._advance_experiment()
@@ -256,7 +257,7 @@ class LocalEngineClient(EngineClient):
         return ask._replace(read=text.encode_prompt(ids)._replace(shown=ask.prompt))
 
     def _tokenize_all(self, asks: Sequence[Ask]) -> list[Ask]:
-        """Tokenize prompts, up to the first that cannot be."""
+        """Tokenize prompts, and stop at the first that cannot be tokenized."""
         found = []
         for ask in asks:
             try:
@@ -277,7 +278,7 @@ class LocalEngineClient(EngineClient):
             self.note_answer(ask, handle.id)
 
     def _submit(self, ask: Ask, prefix_cache: bool = True) -> Handle:
-        """Submit with `max_tokens`, or with as many as the slot has left."""
+        """Submit a prompt with `max_tokens`, or with fewer if the slot has less room."""
         engine = self.engine
         prompt = self.tokenize(ask).read
         tokens = len(prompt.ids)
@@ -301,14 +302,14 @@ class LocalEngineClient(EngineClient):
         return handle
 
     def submit(self, ask: Ask, prefix_cache: bool = True) -> Handle:
-        """Queue a prompt of an experiment, and keep its handle. A prompt that does not fit raises.
+        """Submit a prompt of the experiment and return its handle. ValueError if it does not fit.
 
         `prefix_cache`: whether cached rows of a common prefix may be used.
         """
         return self.keep(self._submit(ask, prefix_cache))
 
     def keep(self, handle: Handle) -> Handle:
-        """A request of the experiment: it ends with the experiment."""
+        """Add a request to the experiment, so that it is cancelled when the experiment ends."""
         self.own[handle.id] = handle
         self._experiment_requests.add(handle.id)
         return handle
@@ -320,7 +321,8 @@ class LocalEngineClient(EngineClient):
 
     @between_steps
     def cancel(self, request: int | None) -> None:
-        """Cancel one of our own requests; None: all of them, and the experiment."""
+        """Cancel one of this screen's requests; None cancels all of them and ends the
+        experiment."""
         if request is None:
             self._end_experiment()
         for handle in list(self.own.values()):
@@ -338,19 +340,22 @@ class LocalEngineClient(EngineClient):
             self._next_arrival = self.clock() + self._dice.expovariate(rate)
 
     def _arrive(self) -> None:
-        """The steady load is a Poisson process: the gaps between arrivals are exponentially
-        distributed. It pauses while an experiment runs."""
+        """Fire the prompts of the steady load that are due.
+
+        The load is a Poisson process: the gaps between arrivals are exponentially distributed. It
+        pauses while an experiment runs.
+        """
         rate = self._known.load
         sched = self.engine.sched
         while rate and not self._experiment and self.clock() >= self._next_arrival:
-            if len(sched.waiting) >= sched.max_queue:  # else each arrival would be a fault
+            if len(sched.waiting) >= sched.max_queue:  # otherwise each arrival would be a fault
                 self.update_view(load=0.0)
                 self.fault(f"the steady load is off: the queue is full ({sched.max_queue:,})")
                 return
             self._fire([self._dice.choice(self._load_prompts)])
             self._next_arrival += self._dice.expovariate(rate)
 
-    # --- stopping and going
+    # --- pausing and stepping
 
     @between_steps
     def pause(self, paused: bool) -> None:
@@ -371,7 +376,7 @@ class LocalEngineClient(EngineClient):
 
     @between_steps
     def set_budget(self, budget: int | str | None) -> None:
-        """Set the budget of a step; None: as the engine was made; "-" and "+": halve or double the
+        """Set the budget of a step. None restores the initial one, "-" and "+" halve or double the
         chunk."""
         if self._is_fixed("budget"):
             return
@@ -381,8 +386,11 @@ class LocalEngineClient(EngineClient):
             self.fault(str(error), f"/budget {budget}")
 
     def turn_budget(self, budget: int | str | None) -> None:
-        """The same for an experiment, between two steps. The view says from which step on the
-        limits hold, because a replay needs the limits of its steps."""
+        """Change the budget now; the caller runs between two steps, as experiments do.
+
+        The view records the first step with the new limits, because a replay needs the limits of
+        its steps.
+        """
         now = self.engine.snapshot().limits
         turns = self._known.turns or ((1, now),)
         limits = turns[0][1].adjusted(now, budget)
@@ -402,7 +410,7 @@ class LocalEngineClient(EngineClient):
 
     @between_steps
     def switch(self, policy: str) -> None:
-        """Change to a policy once the slots are drained; "": to the next one."""
+        """Change to a policy once the slots are drained; "" changes to the next one."""
         if self._is_fixed("policy"):
             return
         names = [*POLICIES]
@@ -410,7 +418,8 @@ class LocalEngineClient(EngineClient):
         self.engine.drain(policy or following)
 
     def _is_fixed(self, setting: str) -> bool:
-        """True if the running experiment does not allow changes of the setting. A fault says why."""
+        """Report a fault and return True if the running experiment forbids a change of the
+        setting."""
         why = self._experiment.fixes.get(setting) if self._experiment else None
         if why:
             self.fault(why)
@@ -428,10 +437,10 @@ class LocalEngineClient(EngineClient):
     def inspect(
         self, page: str, measure: Callable[[Engine], object], off_the_clock: bool = False
     ) -> None:
-        """Look at the engine for a page, which finds the answer in the view under its name.
+        """Run `measure` on the engine. A page finds the result in the view under its name.
 
-        `off_the_clock`: the step in flight is read first and the clock is stopped, so no time of a
-        request or a step includes the look.
+        `off_the_clock`: first read back the step in flight and stop the clock, so that the time of
+        no request or step includes the measurement.
         """
         if off_the_clock:
             self.engine.step(plan=False)
@@ -440,11 +449,13 @@ class LocalEngineClient(EngineClient):
 
     @between_steps
     def run_experiment(self, experiment: Experiment) -> None:
-        """Start an experiment, and end a pause. If one is running already, it may take in the new
-        one; otherwise the new one is refused.
+        """Start an experiment and resume a paused engine.
+
+        If an experiment is running already, it may take in the new one; otherwise the new one is
+        refused.
 
         An experiment is a generator of records. It is resumed between two steps, so it may fire,
-        cancel and change settings; it restores those in a `finally`. When it ends, its requests are
+        cancel and change settings, which it restores in a `finally`. When it ends, its requests are
         cancelled.
         """
         if self._experiment and not self._experiment.takes_in(experiment):
@@ -459,7 +470,7 @@ class LocalEngineClient(EngineClient):
 
     @between_steps
     def end_experiment(self, name: str) -> None:
-        """End this experiment if it runs. Requests that are not its own go on."""
+        """End the named experiment if it is running. Other requests go on."""
         if self._experiment and self._experiment.record.name == name:
             self._end_experiment()
 
@@ -468,7 +479,7 @@ class LocalEngineClient(EngineClient):
             return
         try:
             record = next(self._records, None)
-        except (ValueError, QueueFull) as error:  # the experiment is impossible here
+        except (ValueError, QueueFull) as error:  # the experiment cannot run here
             self.fault(str(error))
             self._end_experiment()
         except BaseException:  # a bug in the experiment: the loop reports it
@@ -485,7 +496,7 @@ class LocalEngineClient(EngineClient):
             return
         self._experiment = None
         self.update_view(experimenting=False)
-        # The load goes on without making up for missed arrivals
+        # The load resumes without making up for missed arrivals
         self._next_arrival = max(self._next_arrival, self.clock())
         self._records.close()
         for request in self._experiment_requests.intersection(self.own):

@@ -12,7 +12,7 @@ from engine.snapshot import Limits, Snapshot
 
 
 class ExperimentRun(NamedTuple):
-    """A run of its own within an experiment: some requests under one policy."""
+    """One run within an experiment: some requests under one policy."""
 
     policy: str
     first_step: int
@@ -21,20 +21,20 @@ class ExperimentRun(NamedTuple):
 
     @property
     def stop(self) -> float:
-        """The step after the last one."""
+        """The step after the last one; infinity while the run goes on."""
         return math.inf if self.last_step is None else self.last_step + 1
 
 
 class Fault(NamedTuple):
-    """A fault, with the prompt if that could not be fired."""
+    """A fault, with the prompt if it could not be fired."""
 
     message: str
     prompt: str | None = None
-    question: int = 0  # the refused question; it waits if there is no prompt
+    question: int = 0  # the refused question; without a prompt, it waits
 
 
 class AnswerRef(NamedTuple):
-    """The request that answers a question; with its text, if a watched server shows no texts."""
+    """The request that answers a question, with the text if a watched server's frames have none."""
 
     request: int
     text: str | None = None
@@ -43,51 +43,51 @@ class AnswerRef(NamedTuple):
 
 @dataclass(frozen=True)
 class ExperimentRecord:
-    """The measurements of an experiment so far; each experiment has a record of its own."""
+    """The measurements of an experiment so far. Each experiment has a subclass."""
 
     name: ClassVar[str]  # of the experiment and of its page
-    doing: ClassVar[str] = ""  # in the first line of the screen while it runs
+    doing: ClassVar[str] = ""  # shown in the status line while it runs
     is_one_run: ClassVar[bool] = True  # False: each part is a busy period
-    stage: str = field(default="waits", kw_only=True)  # and at last "over"
+    stage: str = field(default="waits", kw_only=True)  # "over" at the end
 
     @property
     def so_far(self) -> str:
-        """The record in a few words."""
+        """A summary of the record in a few words."""
         return ""
 
     @property
     def parts(self) -> Sequence[ExperimentRun]:
-        """Runs to be compared, each with requests of its own."""
+        """The runs to compare, each with its own requests."""
         return ()
 
 
 class View(NamedTuple):
-    """All that the screen knows at one moment."""
+    """Everything that the screen knows about an engine at one moment."""
 
     stage: str = "loading"  # "loading" | "ready" | "failed"
     done: tuple[str, ...] = ()  # stages of loading; the last one is running
     error: str = ""
     paused: bool = False
     stepping: int = 0  # steps left of `/step`
-    slow: float = 0.0  # slow motion, steps a second; 0: full speed
-    load: float = 0.0  # the steady load, requests a second
+    slow: float = 0.0  # limit in steps per second; 0: full speed
+    load: float = 0.0  # the steady load, in requests per second
     faults: tuple[Fault, ...] = ()
-    handled: int = 0  # number of commands carried out
+    handled: int = 0  # number of commands that have run
     engine: Snapshot | None = None
     server: ServerView | None = None  # None: no server
-    watches: bool = False  # the engine is a server's: this screen only fires and cancels its own
+    watches: bool = False  # a server's engine: this screen only fires and cancels its own
     model: str = ""  # name of a watched model
     has_chat: bool = True  # the model has a chat template
     foreign: str = ""  # modules that run in place of ours (`base/foreign_modules.py`)
-    answers: Mapping[int, AnswerRef] = {}  # by number of the question
+    answers: Mapping[int, AnswerRef] = {}  # question number -> the request that answers it
     temperature: float = 0.0  # the model's default
-    epoch: int = 0  # changes when another process is watched, whose numbers begin again
+    epoch: int = 0  # changes with the watched process, because a new one counts from 1 again
     gone_s: float | None = None  # seconds since the server went away
     experimenting: bool = False
     record: ExperimentRecord | None = None  # of the running experiment, or of the last one
-    inspected: Mapping[str, object] = {}  # by page: what it saw of the engine last
-    others: float = 0.0  # cores that other programs use, while none is idle
-    cores: int = 0  # of this process
+    inspected: Mapping[str, object] = {}  # page -> its last measurement
+    others: float = 0.0  # cores that other programs use while no core is idle
+    cores: int = 0  # cores that this process may use
     # (first step, limits), oldest first; empty if the budget was never changed
     turns: tuple[tuple[int, Limits], ...] = ()
 

@@ -1,9 +1,9 @@
-"""A run as a file for the web page: plans, tokens, texts and times.
+"""Export a run as a file for the web page: plans, tokens, texts and times.
 
 Steps and requests are lists of fields, packed by `engine/watch_frames.py`; the file names the
-fields. Next to the engine's times are those of a clock without interruptions (`undisturbed_times.py`), so
-that a page compares policies and not the machine's load. A recording holds no client's address and
-no path, and its size is bounded.
+fields. Besides the engine's times, it has those of a clock without interruptions
+(`undisturbed_times.py`), so that a page compares policies and not the machine's load. A recording
+contains no client address and no path, and its size is bounded.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from screen.timeline_columns import Column
 from screen.undisturbed_times import Prices, on_clock
 
 FORMAT = 2
-STEPS = 5_000  # of a run, from the first one
-REQUESTS = 500  # of a run
-LETTERS = 20_000  # of each text
+STEPS = 5_000  # recorded per run, the first ones
+REQUESTS = 500  # recorded per run
+LETTERS = 20_000  # recorded per text
 FIELDS = {
     kind.__name__: watch_frames.names_of(kind) or kind._fields
     for kind in (StepView, RequestView, Metrics, Limits)
@@ -38,8 +38,8 @@ Ids = Callable[[RequestView], Sequence[int]]  # a request's prompt tokens; () if
 
 
 def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
-    """Record the parts of the last experiment, or the latest busy period. `about`: the command, the
-    machine and so on."""
+    """Return a recording of the last experiment, or of the latest busy period. `about`: the
+    command, the machine and other context."""
     costs = prices(state)
     runs = []
     for columns, requests in parts_of(state):
@@ -56,7 +56,7 @@ def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
 
 
 def parts_of(state: State) -> list[tuple[Sequence[Column], Sequence[int]]]:
-    """The steps and the requests of each run, in the order of arrival."""
+    """Return the steps and the requests of each run, in the order of arrival."""
     history = state.history
     parts = state.view.record.parts if state.view.record else ()
     if parts and history and history[-1].step < parts[-1].stop:
@@ -73,7 +73,7 @@ def run_of(
     costs: Prices,
     ids: Ids,
 ) -> dict[str, Any]:
-    """One run, with steps and requests numbered from 1, and times from 0."""
+    """Return one run, with steps and requests numbered from 1 and times from 0."""
     numbers = {request.id: number for number, request in enumerate(requests, start=1)}
     first = columns[0].view.step
     began = min([columns[0].view.began, *(request.arrived for request in requests)])
@@ -105,7 +105,7 @@ def run_of(
 
 
 def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float) -> StepView:
-    """A step with new numbers; a request that is not recorded gets 0."""
+    """Return a step with new numbers. A request that is not recorded gets 0."""
 
     def named(members: Sequence[tuple[int, ...]]) -> tuple:
         return tuple((slot, numbers.get(id, 0), *rest) for slot, id, *rest in members)
@@ -117,7 +117,7 @@ def renumbered(step: StepView, numbers: dict[int, int], first: int, began: float
 
 
 def shortened(request: RequestView, number: int, began: float, client: str) -> RequestView:
-    """A request with a new number, and a number for its client."""
+    """Return a request with a new number, bounded texts, and a number for its client."""
     return replace(
         request,
         id=number,
@@ -127,7 +127,7 @@ def shortened(request: RequestView, number: int, began: float, client: str) -> R
         arrived=request.arrived - began,
         ended=None if request.ended is None else request.ended - began,
         text=request.text[:LETTERS],
-        error=request.error and "error",  # the words may name a path
+        error=request.error and "error",  # the message may contain a path
     )
 
 
@@ -144,7 +144,7 @@ def contents(recording: dict[str, Any]) -> str:
 
 
 def as_text(recording: dict[str, Any]) -> str:
-    """As JSON with a line for each step and each request."""
+    """Return a recording as JSON, with a line for each step and each request."""
     runs = []
     for run in recording["runs"]:
         members = [f'"{name}":{in_lines(value)}' for name, value in run.items()]

@@ -1,7 +1,7 @@
 """The table of keys and pages, the footer, and the help.
 
-Footer, help, palette and keyboard are made from one table, `Menu`, so they cannot disagree: the keys
-and pages of the screen, and the experiments that `tui.py` hands to it.
+Footer, help, palette and key bindings are made from one table, `Menu`, so they cannot disagree. It
+has the keys and pages of the screen, and the experiments that `tui.py` passes to it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OTHERS = {
     "drop": "",
     "quit": "",
 }
-# Those that change the engine, so that a watched one does not obey them
+# Commands that change the engine, so a watched one does not obey them
 OF_THE_ENGINE = ("policy", "load", "pause", "resume", "step", "slow")
 ARGUMENTS = {
     "policy": POLICIES,
@@ -56,11 +56,11 @@ ARGUMENTS = {
     "budget": ("off",),
     "set": ("temperature=", "max=", "seed=", "burst=", "rate=", "client="),
 }
-# The actions that leave the engine alone
+# Actions that do not affect the engine
 HARMLESS = ("choose", "move", "leaf", "back", "nudge", "follow", "zoom", "view", "quit", "theme")
 HARMLESS += ("suspend_process", "copy", "go")
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
-# In the footer meanwhile, by action: other words and ranks
+# action -> another label and rank in the footer, while paused, in slow motion, in a conversation
 OUT_OF_A_PAUSE = {"pause": ("Go on", 1), "command('/step')": ("Step", 1), "view": ("View", 2)}
 OUT_OF_SLOW_MOTION = {
     "command('/slow off')": ("Full speed", 1),
@@ -182,9 +182,9 @@ WORDS = (
 )
 
 
-# For a step with more lines than the pane
+# The page of a step that has more lines than the pane
 STEP = Page("plan", "", "Step", "", step.draw_step)
-REQUEST = request_details.PAGE  # where a request opens
+REQUEST = request_details.PAGE  # the page that opens for a request
 PROMPT_KEYS = (
     Key("i", "i", "prompt", "Prompt", "type a prompt: Enter fires it, ctrl+j breaks the line", 3),
     Key(
@@ -199,7 +199,7 @@ HELP = "help"
 EXPERIMENTS = "Experiments"
 SCREEN = "The screen"
 QUIT = Key("q,ctrl+c", "q", "quit", "Quit", "quit at once (Ctrl-C always)", 2)
-# All keys by group, in the order of the footer and the help. A new page is a line in here.
+# All keys by group, in the order of the footer and the help. A new page is one line here.
 GROUPS: dict[str, tuple[Key | Page, ...]] = {
     "Prompts and conversations": (
         *PROMPT_KEYS,
@@ -305,7 +305,7 @@ GROUPS: dict[str, tuple[Key | Page, ...]] = {
             "e", "e", "settings", "Settings", "change temperature, longest answer, seed, burst", 12
         ),
     ),
-    EXPERIMENTS: (),  # handed to the menu
+    EXPERIMENTS: (),  # passed to `Menu`
     "Slots and steps": (
         Key("up", "↑ ↓", "choose(-1)", "Slot above", "select a slot"),
         Key("down", "↓", "choose(1)", "Slot below", ""),
@@ -375,7 +375,7 @@ GROUPS: dict[str, tuple[Key | Page, ...]] = {
 
 
 class Menu:
-    """All keys and pages of a screen, with these experiments: pages, and keys of their own."""
+    """All keys and pages of a screen, including the pages and keys of the given experiments."""
 
     def __init__(self, experiments: Sequence[Key | Page] = ()):
         help = Page(
@@ -405,22 +405,22 @@ class Menu:
         self.hints = tuple(page.hint for page in pages if page.hint)
 
     def page_of(self, action: str) -> Page | None:
-        """The page that an action opens, if any."""
+        """Return the page that an action opens, if any."""
         return next((page for page in self.pages.values() if page.shortcut.action == action), None)
 
     def is_harmless(self, action: str) -> bool:
-        """True if an action leaves the engine alone."""
+        """True if an action does not affect the engine."""
         page = self.page_of(action)
         return (not page.obey or page.has_request) if page else action.partition("(")[0] in HARMLESS
 
     def changes_engine(self, action: str) -> bool:
-        """True if an action changes the engine, except by requests."""
+        """True if an action changes the engine, other than by requests."""
         page = self.page_of(action)
         name = action.removeprefix("command('/").split()[0].rstrip("')")
         return page.disturbs if page else name in (*OF_THE_ENGINE, "budget")
 
     def pressed(self, line: str) -> str:
-        """The key for a command; without a key, the command itself; a prompt is typed."""
+        """Return how a user enters a line: the key of its command, or the line if it has no key."""
         if not line.startswith("/"):
             return "i and a prompt" if len(line) > 1 else line
         if line in ("/pause", "/resume"):
@@ -429,7 +429,7 @@ class Menu:
         return shows.get(f"command('{line}')") or shows.get(f"page('{line[1:]}')", line)
 
     def completions(self, line: str) -> list[str]:
-        """The lines that complete this one: commands and their arguments."""
+        """Return the lines that complete this one: commands and their arguments."""
         if not line.startswith("/"):
             return []
         name, blank, rest = line.removeprefix("/").partition(" ")
@@ -442,10 +442,10 @@ class Menu:
         return [line.removesuffix(last) + word for word in words]
 
     def draw_keys(self, state: State, on: Canvas) -> None:
-        """The footer. Each entry can be clicked, whether the prompt has the keyboard or not."""
+        """Draw the footer. Its entries can be clicked even while the prompt box has the focus."""
         keys = [*TYPING, *self.keys[3:]] if state.typing else list(self.keys)
         ways = {}
-        if state.strip:  # its own keys, and the harmless ones
+        if state.strip:  # the strip's own keys, and the harmless ones
             harmless = (key for key in self.keys if self.is_harmless(key.action))
             keys = [*self.strip.strip_keys(state), *harmless]
         elif state.view.paused:
@@ -474,7 +474,7 @@ class Menu:
                 pen.put(f" {key.label}", do=key.action).put(" ")
 
     def draw_help(self, state: State, on: Canvas) -> None:
-        """Keys by group, then words, then policies. The page can be scrolled."""
+        """Draw the keys by group, then the words, the commands and the policies."""
         on.title("Help: keys", "↑↓ scroll  Esc back")
         for name, entries in self.groups.items():
             keys = [entry.shortcut if isinstance(entry, Page) else entry for entry in entries]
@@ -492,13 +492,13 @@ class Menu:
 
     @property
     def words(self) -> tuple[tuple[str, str], ...]:
-        """Words of the screen and of the experiments, with their meaning."""
+        """The words of the screen and of the experiments, with their meaning."""
         pages = [page for page in self.experiments if isinstance(page, Page)]
         return (*WORDS, *(word for page in pages for word in page.explains))
 
 
 def draw_group(keys: Sequence[Key], on: Canvas) -> None:
-    """A group of keys, in two columns where there is room."""
+    """Draw a group of keys, in two columns if there is room."""
     across = 2 if on.width >= 140 else 1
     wide = on.width // across
     tall = -(-len(keys) // across)
@@ -513,7 +513,7 @@ def draw_group(keys: Sequence[Key], on: Canvas) -> None:
 
 
 def split_command(line: str) -> tuple[str | None, str]:
-    """The name of a command and the words after it; None and the prompt, if it is a prompt."""
+    """Split a command into its name and its arguments. For a prompt, return None and the prompt."""
     if not line.startswith("/") or line.startswith("//"):
         return None, line.removeprefix("/")
     name, _, rest = line[1:].partition(" ")

@@ -1,9 +1,9 @@
-"""A client for an engine in another process: a server's `/watch`.
+"""A client for an engine in another process, over the server's `/watch`.
 
-A thread receives differences of the view as server-sent events (`engine/watch_frames.py`) and adds
-them up until the screen looks. Prompts are ordinary HTTP requests, each with a connection of its
-own; closing it cancels the request. Nothing else can be changed, because others use the engine as
-well. After a disconnect the last view stays, and the thread retries.
+A thread receives changes of the view as server-sent events (`engine/watch_frames.py`) and collects
+them until the screen polls. Prompts are ordinary HTTP requests, each on its own connection; closing
+it cancels the request. Nothing else can be changed, because other clients use the engine as well.
+After a disconnect the last view stays, and the thread retries.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RETRY_S = 1.0
 SILENT_S = 5.0  # timeout: a server sends something every second
 LINE = 2**26  # bytes of an event, at most
 MODELS = 1000  # of a server, at most
-SENDERS = 64  # requests in flight; more wait here
+SENDERS = 64  # requests in flight; others wait in this client
 
 
 class Loading(ValueError):
@@ -44,7 +44,7 @@ class Loading(ValueError):
 
 
 def base_of(url: str) -> str:
-    """The base URL of a server, whatever path was given after it."""
+    """Return the base URL of a server, without a trailing `/v1` or `/watch`."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -63,7 +63,10 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 class RemoteEngineClient(EngineClient):
-    """Watch `/watch`. It has one reader: `view_since` returns all news since the last call."""
+    """A client that watches a server.
+
+    It supports one reader: `view_since` returns everything new since the last call.
+    """
 
     def __init__(self, url: str, key: str = "", ask_key: str = ""):
         """`key` is for watching, `ask_key` for firing prompts."""
@@ -72,26 +75,26 @@ class RemoteEngineClient(EngineClient):
         self._key = key
         self._ask_key = ask_key or key
         self.own: dict[int, socket.socket] = {}  # by request; closing a socket cancels it
-        self._frame: watch_frames.Frame | None = None  # news since the last look
-        self._is_fresh = False  # the connection's first frame has not come yet
+        self._frame: watch_frames.Frame | None = None  # changes since the last call of `view_since`
+        self._is_fresh = False  # the first frame of the connection has not arrived yet
         self._is_blind = False  # the frames have no texts
-        self._models: tuple[str, ...] = ()  # of the server
-        self._model = ""  # the one that is watched, once the server has said it
-        self._stream_line: socket.socket | None = None  # of the frames
-        self._is_switching = False  # to another model
+        self._models: tuple[str, ...] = ()  # names of the server's models
+        self._model = ""  # the watched model, once the server has named it
+        self._stream_line: socket.socket | None = None  # the connection of the frames
+        self._is_switching = False  # reconnecting to another model
         self._epoch = 0
         self._lost_at: float | None = None  # when the server went away
         self._asks: queue.Queue[tuple[Ask, int]] = queue.Queue()
         self._senders = 0
         self._cancels = 0
         self._ending = threading.Event()
-        # The last requests that have ended
+        # Requests that have ended recently
         self._over: deque[int] = deque(maxlen=2**12)
         self._came = threading.Condition(self._lock)  # notified of each frame
         self.update_view(watches=True, done=(f"asking {self.url}",))
 
     def start(self) -> None:
-        """Connect once in this thread, so that a wrong address or key is a ValueError at once."""
+        """Connect once in this thread, so that a wrong address or key raises ValueError at once."""
         events = None
         try:
             events = self._connect()
@@ -104,7 +107,7 @@ class RemoteEngineClient(EngineClient):
         threading.Thread(target=self._run, args=(events,), name="watch", daemon=True).start()
 
     def drain(self) -> None:
-        """Refuse: this screen has no server of its own."""
+        """Do nothing: this screen has no server of its own."""
 
     def stop(self, patience: float) -> bool:
         self._ending.set()
@@ -130,7 +133,7 @@ class RemoteEngineClient(EngineClient):
                         return
                     self._receive_frame(frame)
                 raise ConnectionError("it has ended")
-            except Exception as error:  # this thread never ends
+            except Exception as error:  # keep the thread alive and retry
                 if not self._is_switching:
                     self._lose(why(error))
             events = None
@@ -140,7 +143,7 @@ class RemoteEngineClient(EngineClient):
             self._ending.wait(RETRY_S)
 
     def _connect(self) -> Iterator[watch_frames.Frame]:
-        """The frames of a new connection, after the server has identified itself."""
+        """Connect, check that the server is a nanobatch of this version, and return its frames."""
         query = f"?model={quote(self._model)}" if self._model else ""
         answer = self._ask_for("GET", f"/watch{query}", self._key, SILENT_S)
         self._stream_line = answer.line
@@ -182,7 +185,8 @@ class RemoteEngineClient(EngineClient):
             self.update_view(stage="ready")
 
     def _lose(self, reason: str) -> None:
-        """Called once a second, so that the screen can count the seconds."""
+        """Record that the server is gone. Called once a second, because the screen shows the
+        seconds."""
         with self._lock:
             if self._frame is None:
                 words = clean(reason.removeprefix(f"--watch {self.url}: "))
@@ -211,15 +215,15 @@ class RemoteEngineClient(EngineClient):
     # --- commands
 
     def end_experiment(self, name: str) -> None:
-        """None can run here."""
+        """Do nothing: no experiment can run here."""
 
     def inspect(
         self, page: str, measure: Callable[[Engine], object], off_the_clock: bool = False
     ) -> None:
-        """Only the server can look at its engine."""
+        """Do nothing: only the server can inspect its engine."""
 
     def watch_model(self, name: str) -> str:
-        """Connect again, for another of the server's models."""
+        """Reconnect to watch another model of the server."""
         with self._lock:
             if len(self._models) < 2:
                 return super().watch_model(name)
@@ -245,8 +249,8 @@ class RemoteEngineClient(EngineClient):
                 threading.Thread(target=self._send, name="ask", daemon=True).start()
 
     def cancel(self, request: int | None) -> None:
-        """Close the connection of one of our own requests, or of all."""
-        self._cancels += request is None  # requests without a number yet
+        """Cancel one of this screen's requests, or all of them, by closing connections."""
+        self._cancels += request is None  # drops requests without a number yet
         for number, line in list(self.own.items()):
             if request in (None, number):
                 self.own.pop(number, None)
@@ -256,7 +260,7 @@ class RemoteEngineClient(EngineClient):
     def _send(self) -> None:
         while True:
             ask, cancels = self._asks.get()
-            with self._came:  # a loading server refuses requests
+            with self._came:  # wait, because a loading server refuses requests
                 self._came.wait_for(lambda: self._known.stage == "ready")
             try:
                 if cancels == self._cancels:
@@ -269,8 +273,8 @@ class RemoteEngineClient(EngineClient):
                 self.update_view(handled=self._known.handled + 1)
 
     def _stream(self, ask: Ask, cancels: int) -> None:
-        """Send a request and read its stream to the end. The screen takes the text from the
-        frames, so wait for the last one."""
+        """Send a request and read its stream to the end. Then wait for the last frame, because the
+        screen takes the text from the frames."""
         body = {
             **({"model": self._model} if self._model else {}),
             "max_tokens": ask.max_tokens,
@@ -309,7 +313,7 @@ class RemoteEngineClient(EngineClient):
                 if self._is_blind:
                     self.note_answer(ask, number, text)
         except (OSError, http.client.HTTPException):
-            if number in self.own:  # else it was cancelled here
+            if number in self.own:  # otherwise it was cancelled here
                 raise
         finally:
             if self._is_blind:
@@ -325,7 +329,7 @@ class RemoteEngineClient(EngineClient):
 
 
 def read_events(answer: http.client.HTTPResponse) -> Iterator:
-    """The data of each server-sent event; comments only keep the connection alive."""
+    """Yield the data of each server-sent event. Comments only keep the connection alive."""
     while line := answer.readline(LINE):
         if line.startswith(b"data: ") and line != b"data: [DONE]\n":
             try:
@@ -335,7 +339,7 @@ def read_events(answer: http.client.HTTPResponse) -> Iterator:
 
 
 def said(answer: http.client.HTTPResponse) -> tuple[str, str]:
-    """Why a request was refused: the message and the code."""
+    """Return the message and the code of a refused request."""
     try:
         error = json.loads(answer.read(2**16))["error"]
         return clean(error["message"]), error.get("code") or ""

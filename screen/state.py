@@ -1,6 +1,6 @@
-"""All that the picture depends on: the newest view, past steps and requests, the user's choices.
+"""The state of the screen: the newest view, past steps and requests, and the user's choices.
 
-Nothing here refers to an engine or an array, so the engine never waits for the screen and every
+Nothing here refers to an engine or an array, so the engine never waits for the screen, and every
 picture can be tested without a terminal.
 """
 
@@ -24,7 +24,7 @@ from screen.timeline_columns import Column, column, gap, last_in, merge, said_in
 from screen.undisturbed_times import KNOWN, Prices
 from screen.workload import BURST, Ask, Settings, is_mute
 
-# The fields of the state that belong to one engine
+# Fields that are reset when another engine is watched
 OF_AN_ENGINE = ("history", "requests", "ended", "calls", "owners", "_merged", "periods", "costs")
 OF_AN_ENGINE += ("records", "kept", "candidates", "cursor", "opened", "selected", "woke", "hidden")
 OF_AN_ENGINE += ("refused", "gone", "hung_up", "_inspected")
@@ -32,38 +32,37 @@ OF_AN_ENGINE += ("refused", "gone", "hung_up", "_inspected")
 
 @dataclass
 class State:
-    """All that the picture depends on. `absorb` takes in a new view; other changes are the
-    user's."""
+    """The state that the screen is drawn from. `absorb` adds a view; the user changes the rest."""
 
     model: str = "demo"
     view: View = field(default_factory=View)
     settings: Settings = field(default_factory=Settings)
     prompts: Sequence[tuple[str, int]] = BURST
     history: list[Column] = field(default_factory=list)  # a column for each step, oldest first
-    # By id, as in the newest view of each
+    # id -> the newest view of the request
     requests: dict[int, RequestView] = field(default_factory=dict)
-    ended: list[RequestView] = field(default_factory=list)  # in the order of their ends
-    # HTTP requests, in the order of their ends
+    ended: list[RequestView] = field(default_factory=list)  # in the order in which they ended
+    # Ended HTTP requests, in the order in which they ended
     calls: list[RequestRecord] = field(default_factory=list)
     refused: int = 0  # number of refused HTTP requests
-    gone: int = 0  # number that hung up
-    hung_up: set[int] = field(default_factory=set)  # the engine's requests of those
+    gone: int = 0  # number of HTTP requests whose client hung up
+    hung_up: set[int] = field(default_factory=set)  # engine requests of those clients
     faults: list[Fault] = field(default_factory=list)  # all faults so far
-    # of failures in this process
+    # failures in this process
     tracebacks: list[str] = field(default_factory=list)
     # slot -> its request, or its last one
     owners: dict[int, int] = field(default_factory=dict)
     printed: str = ""  # the last line that a library printed while loading
-    selected: int = 0  # a slot
-    cursor: int | None = None  # a step; None: always the newest one
+    selected: int = 0  # the selected slot
+    cursor: int | None = None  # the selected step; None: always the newest one
     edge: int = 0  # index of the newest visible step when the cursor was set
     zoom: int | None = None  # steps per column; None: fit the latest busy period
-    lower: str = "timeline"  # the visible pane, where panes take turns
-    opened: int | None = None  # None: the newest ended request
-    # by name of the experiment: its last record
+    lower: str = "timeline"  # the visible pane, if panes take turns
+    opened: int | None = None  # id of the open request; None: the newest ended one
+    # experiment -> its last record
     records: dict[str, ExperimentRecord] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)  # what pages remember, by name
-    # for the token inspector, by request and number of tokens: (text, probability, is allowed)
+    kept: dict[str, Any] = field(default_factory=dict)  # what pages remember, by their name
+    # for the token inspector: (request, number of tokens) -> (text, probability, is allowed)
     candidates: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(
         default_factory=dict
     )
@@ -71,29 +70,29 @@ class State:
     chatting: bool = False  # the conversation is shown in place of the panes
     typing: bool = False  # the prompt box has the focus
     has_typed: bool = False  # the prompt box has had the focus
-    # prompts and commands that wait for the model
+    # prompts and commands that wait for the model to load
     waiting: list[str] = field(default_factory=list)
     has_chosen: bool = False  # the user chose `lower`; otherwise it follows the keys
-    said: str = ""  # what the last command answered, for a while
+    said: str = ""  # the last command's message, shown for a few seconds
     strip: object | None = None  # what the page with a strip shows; None: no strip
-    hints: Sequence[str] = ()  # of pages, in the timeline before the first step
-    offer: str = ""  # of such a page, until it was taken or declined
+    hints: Sequence[str] = ()  # of pages, for the timeline before the first step
+    offer: str = ""  # text of the offer, until accepted or declined
     hidden: int = 0  # requests up to this one are ignored, with their steps
     woke: int = 0  # index of the first step of the latest busy period
     # Busy periods, the newest last
     periods: deque[Period] = field(default_factory=lambda: deque(maxlen=100))
-    # by rows: seconds of the last steps that only decoded
+    # rows -> seconds of recent steps that only decoded
     costs: dict[int, deque[float]] = field(default_factory=dict)
     _in_experiment: bool = False  # the latest busy period is the running experiment's
     _inspected: int = 0  # the request with a schema whose slot was selected last
-    _delivered: int = 0  # the engine's token count at the last look
-    # by zoom: the complete columns of the history
+    _delivered: int = 0  # the engine's token count in the last view
+    # zoom -> the complete columns of the history
     _merged: dict[int, list[Column]] = field(default_factory=dict)
 
-    KEPT = 20_000  # steps
+    KEPT = 20_000  # steps in the history
     REMEMBERED = 2_000  # ended requests that can be opened
     CANDIDATES = 1_000  # tokens for the token inspector
-    TEXTS = 2**25  # bytes of their texts
+    TEXTS = 2**25  # bytes of ended requests' texts
 
     def absorb(self, view: View) -> None:
         before = self.view
@@ -127,7 +126,7 @@ class State:
             self._shorten_history()
 
     def _meet(self, limits: Limits) -> None:
-        """Bound choices that the user made before the engine was known."""
+        """Limit choices that the user made before the engine was known."""
         self.select(self.selected)
         most = min(self.settings.max_tokens, limits.max_len)
         self.settings = self.settings._replace(max_tokens=most)
@@ -143,20 +142,20 @@ class State:
             self.select(request.slot)
 
     def _select_inspected(self) -> None:
-        """Select its slot, once."""
+        """Select the slot of the inspected request, once."""
         request = self.inspected
         if request and request.slot is not None and request.id > self._inspected:
             self._inspected = request.id
             self.select(request.slot)
 
     def select(self, slot: int) -> None:
-        """Select a slot; after the last comes the first."""
+        """Select a slot; numbers beyond the last one wrap around."""
         self.selected = slot
         if self.view.engine:
             self.selected %= len(self.view.engine.slots)
 
     def begin_anew(self) -> None:
-        """Forget all requests so far, and ignore what still comes of them."""
+        """Forget all requests so far, and ignore their later events."""
         newest = max(self.requests, default=0)
         self._forget()
         self.hidden = newest
@@ -189,8 +188,7 @@ class State:
             self._forget_requests()
 
     def _forget_requests(self) -> None:
-        """Forget the oldest ended requests if there are too many, or if their texts are too
-        large."""
+        """Forget the oldest ended requests if there are too many or their texts are too large."""
         taken = list(accumulate(request.size for request in reversed(self.ended)))
         kept = min(self.REMEMBERED, max(1, bisect_right(taken, self.TEXTS)))
         for request in self.ended[:-kept]:
@@ -216,7 +214,7 @@ class State:
             last = self.history[-1]
             self.history.append(gap(UNSEEN, news.steps[0], last, news.missed, max(0, lost)))
             self._count(self.history[-1])
-        # Requests without an end that are older than every open one have ended unseen
+        # Open requests that are older than every request of the engine have ended unseen
         if news.missed_ends:
             there = [r.id for r in news.requests] + [id for id, _ in news.queue]
             oldest = min(there, default=math.inf)
@@ -238,7 +236,7 @@ class State:
             self._merged.clear()
 
     def _end_period(self, ended: deque[RequestView], over: bool, until: float = math.inf) -> None:
-        """Count requests that ended before this time to the latest busy period."""
+        """Add the requests that ended up to `until` to the latest busy period; end it if `over`."""
         period = self.periods[-1] if self.periods else Period(math.inf)
         while ended and ended[0].ended <= until:
             request = ended.popleft()
@@ -254,7 +252,7 @@ class State:
 
     def _add(self, step: StepView, ended: deque[RequestView]) -> None:
         last = self.history[-1] if self.history else None
-        # A failed step leaves a hole in the numbers
+        # A failed step leaves a gap in the numbers
         if last and step.step > last.step + 1:
             last = gap(FAILED, step, last._replace(rows=(0,) * len(last.rows)))
             self.history.append(last)
@@ -273,9 +271,10 @@ class State:
     def _begin_period(
         self, new: Column, last: Column | None, working: Iterable[int], ended: deque[RequestView]
     ) -> None:
-        """A busy period starts at a step in which every working request was admitted after the
-        previous step began. An idle time is not needed: the second part of an experiment is fired
-        while the last ghost of the first is still in flight.
+        """Begin a busy period if every working request arrived after the previous step began.
+
+        No idle time is needed in between: the second part of an experiment is fired while the last
+        ghost of the first is still in flight.
         """
         before = last.view.began if last else -math.inf
         came = [self.requests[id].arrived for id in working if id in self.requests]
@@ -291,13 +290,13 @@ class State:
 
     @property
     def leads(self) -> bool:
-        """True if prompts open the conversation: with a chat model other than the demo."""
+        """True if a prompt opens the conversation: with a chat model other than the demo."""
         view = self.view
         return view.stage == "ready" and view.has_chat and not view.watches and self.model != "demo"
 
     @property
     def inspected(self) -> RequestView | None:
-        """The newest open request from here with a schema: the token inspector shows it."""
+        """The newest open request of this screen with a schema, for the token inspector."""
         asked = (r for r in self.requests.values() if isinstance(r.origin, Ask) and r.origin.schema)
         return max((r for r in asked if r.reason is None), key=lambda r: r.id, default=None)
 
@@ -307,7 +306,8 @@ class State:
         return self.view.busy and not (self.view.paused or self.view.slow)
 
     def tokens_per_s(self) -> float:
-        """Over the last second of the engine's clock, or since the latest busy period began."""
+        """Return the rate over the last second of the engine's clock, or since the busy period
+        began."""
         if not self.history:
             return 0.0
         now = min(self.view.engine.now, self.moment)
@@ -316,7 +316,7 @@ class State:
         return tokens / max(1e-3, now - began)
 
     def columns(self, zoom: int) -> list[Column]:
-        """The history with `zoom` steps per column. A complete column is merged once."""
+        """Return the history with `zoom` steps per column. Complete columns are cached."""
         if zoom == 1:
             return self.history
         merged = self._merged.setdefault(zoom, [])
@@ -328,12 +328,12 @@ class State:
         return [*merged, merge(rest)] if rest else merged
 
     def zoom_for(self, width: int) -> int:
-        """Steps per column: as chosen, or such that the latest busy period fits, 8 at most."""
+        """Return the steps per column: as chosen, or enough for the latest busy period, up to 8."""
         fitting = (zoom for zoom in (1, 2, 4) if len(self.history) - self.woke <= zoom * width)
         return self.zoom or next(fitting, 8)
 
     def window(self, width: int) -> tuple[int, list[Column], int | None]:
-        """Zoom, the visible columns, and the index of the cursor's column."""
+        """Return the zoom, the visible columns, and the index of the cursor's column."""
         zoom = self.zoom_for(width)
         columns = self.columns(zoom)
         if self.cursor is None:
@@ -344,16 +344,17 @@ class State:
         return zoom, columns[start:stop], at - start
 
     def index_of(self, step: int) -> int:
-        """A step's index in the history."""
+        """Return a step's index in the history."""
         return min(bisect_left(self.history, step, key=lambda c: c.step), len(self.history) - 1)
 
     def between(self, first: float, stop: float) -> list[Column]:
-        """The steps from `first` to `stop`, exclusive."""
+        """Return the steps from `first` to `stop`, exclusive."""
         ends = (bisect_left(self.history, step, key=lambda c: c.step) for step in (first, stop))
         return self.history[slice(*ends)]
 
     def move(self, steps: int) -> None:
-        """Move the cursor. Past the newest step it is removed, and the screen follows the engine."""
+        """Move the cursor. Past the newest step it disappears, and the screen follows the
+        engine."""
         if self.history:
             self.look_at(max(0, self.at + steps))
 
@@ -365,7 +366,7 @@ class State:
 
     @property
     def at(self) -> int:
-        """Index of the cursor's step, or of the newest. -1: no step has run yet."""
+        """Index of the cursor's step, or of the newest; -1 if no step has run yet."""
         return len(self.history) - 1 if self.cursor is None else self.index_of(self.cursor)
 
     @property
@@ -385,7 +386,7 @@ class State:
 
     @property
     def past(self) -> Column | None:
-        """The cursor's step."""
+        """The step under the cursor, or None."""
         return None if self.cursor is None else self.here
 
     @property
@@ -401,11 +402,11 @@ class State:
         return max(0, self.view.engine.finished - self.hidden - later)
 
     def titled(self, title: str) -> str:
-        """The title of a pane that goes back in time with the cursor."""
+        """Return the title of a pane that goes back in time with the cursor."""
         return title if self.cursor is None else f"{title} at step {self.cursor:,}"
 
     def slots(self) -> Sequence[SlotView]:
-        """The slots at the cursor's step. What a free slot remembered then is not known."""
+        """Return the slots at the cursor's step, without what free slots remembered at the time."""
         past = self.past
         if past is None:
             return self.view.engine.slots
@@ -423,7 +424,8 @@ class State:
         return out
 
     def line(self) -> tuple[int, Sequence[tuple[int, float]]]:
-        """Number of waiting requests, and (request, seconds waited) of the first of them."""
+        """Return the number of waiting requests, and (request, seconds waited) for the first
+        ones."""
         past = self.past
         if past is None:
             return self.view.engine.waiting, self.view.engine.queue
@@ -436,7 +438,7 @@ class State:
         return past.view.waiting, waits[: past.view.waiting]
 
     def then(self, request: RequestView) -> RequestView:
-        """A request as it was at the cursor, with the text of its tokens until then."""
+        """Return a request as it was at the cursor, with the text that it had by then."""
         m = request.metrics
         past = self.past
         if past is None or (request.ended or math.inf) <= past.ended:
@@ -452,12 +454,15 @@ class State:
         return replace(request, reason=None, error=None, ended=None)
 
     def reason_of(self, request: RequestView) -> str:
-        """Why it ended; empty while it is open. The engine says "cancelled" of a client that hung up."""
+        """Return the finish reason; empty while the request is open.
+
+        The engine reports "cancelled" if a client hung up; the screen tells the two apart.
+        """
         is_gone = request.reason == "cancelled" and request.id in self.hung_up
         return "hung up" if is_gone else request.reason or ""
 
     def owner(self, slot: int) -> RequestView | None:
-        """The request in a slot, or the last one."""
+        """Return the request in a slot, or its last one."""
         if self.cursor is None:
             return self.requests.get(self.owners.get(slot))
         step = last_in(self.history[: self.at + 1], slot)
@@ -465,12 +470,12 @@ class State:
         return request and self.then(request)
 
     def limits_at(self, step: int) -> Limits:
-        """The limits that a step was planned under."""
+        """Return the limits that a step was planned under."""
         held = [limits for first, limits in self.view.turns if first <= step]
         return [self.view.made_with, *held][-1]
 
     def limits_of(self, first: int, last: int) -> Limits:
-        """The limits of all these steps. ValueError if the budget changed in between."""
+        """Return the limits of all these steps. ValueError if the budget changed in between."""
         for step, limits in self.view.turns:
             if first < step <= last:
                 raise ValueError(
@@ -486,7 +491,7 @@ class State:
         return self.requests.get(self.opened) or (self.ended[-1] if self.ended else None)
 
     def steps_of(self, request: RequestView) -> list[int]:
-        """Indices of the steps in which a request was in its slot."""
+        """Return the indices of the steps in which a request was in its slot."""
         if request.slot is None or request.admitted is None:
             return []
         came = request.admitted - 1e-9
@@ -496,8 +501,11 @@ class State:
         return [i for i in mine if self.history[i].cells[request.slot].request == request.id]
 
     def phase(self, slot: SlotView) -> str:
-        """The phase of the slot in the newest step, as in Timeline and Step. The slot's own phase is the
-        next one: after the last chunk of a prompt, decode."""
+        """Return a slot's phase in the newest step, as Timeline and Step show it.
+
+        The slot's own phase is already that of the next step: decode, after the last chunk of a
+        prompt.
+        """
         if self.past or not self.history or slot.request is None:
             return slot.phase
         kind, request = self.history[-1].cells[slot.slot]
@@ -505,7 +513,7 @@ class State:
 
 
 def without(news: Snapshot, hidden: int) -> Snapshot:
-    """The news without requests up to `hidden`, and without steps that served only those."""
+    """Return the news without requests up to `hidden`, and without steps that served only those."""
     if not hidden:
         return news
     steps = []
@@ -522,7 +530,7 @@ def prompt_of(request: RequestView) -> str:
 
 
 def client_of(request: RequestView) -> str:
-    """The HTTP client; empty for a request of a screen."""
+    """Return the HTTP client; empty for a request of a screen."""
     return clean(request.client)
 
 
@@ -530,8 +538,11 @@ def client_of(request: RequestView) -> str:
 
 
 def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
-    """Prices of steps, fitted to the history. `step`: use steps with the same limits as this one;
-    None: as the newest. With another budget, chunks have another size and price."""
+    """Fit prices of steps to the history.
+
+    Use only steps with the same limits as `step`, or as the newest one: another budget changes the
+    size and the price of chunks.
+    """
     columns = state.history[-KNOWN:]
     if state.view.turns and columns:
         limits = state.limits_at(columns[-1].step if step is None else step)
@@ -540,7 +551,7 @@ def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
 
 
 def price_in(state: State) -> Callable[[Period], Price | None]:
-    """The price function of a period, by the limits of its steps."""
+    """Return a function from a period to its price function, fitted to steps with equal limits."""
     known: dict[Limits, Prices] = {}
 
     def price(period: Period) -> Price | None:

@@ -1,4 +1,4 @@
-"""Steps as columns of the timeline, slots × steps: real ones, or those of a replay.
+"""Steps as columns of the timeline, slots × steps: from a run or from a replay.
 
     continuous  0 ▒A██████▒C████████     ▒ prefill: a chunk of the prompt goes into the slot
                 1 ▒B██▒D████████████     █ decode: one more token of the answer
@@ -6,8 +6,8 @@
     static      0 ▒A██████▒C████████     ╳ blocked: the slot is free and requests wait, but the policy keeps it shut,
                 1 ▒B██╳╳╳╳▒D████████       here until the batch that was admitted together has drained
 
-Where tokens were drafted, a cell says how many came: ⁴ if three drafts were right, ¹ if none was.
-Columns are made from plans; nothing here knows a policy.
+With draft tokens, a cell shows how many tokens the step yielded: ⁴ if three drafts were accepted,
+¹ if none was. Columns are made from plans; nothing here knows a policy.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Column(NamedTuple):
     ended: float
     cells: tuple[Cell, ...]  # by slot
     tokens: int  # delivered
-    # Cells with work for a request; in a merged column, the sum of all its steps. Of a cell with
-    # draft tokens, the share of its rows that yielded a token
+    # Number of cells that worked for a request; in a merged column, summed over all its steps. A
+    # cell with draft tokens counts as the share of its rows that yielded a token
     useful: float
     view: StepView  # the step as the engine describes it; in a merged column, the last step
     rows: tuple[int, ...] = ()  # by slot: number of rows that its request has filled
@@ -49,7 +49,7 @@ class Column(NamedTuple):
 
     @property
     def lost(self) -> str:
-        """Why nothing is known of a step; empty if it is known."""
+        """Why nothing is known about a step; empty if it is known."""
         if self.cells[0].kind == FAILED:
             return "This step failed: its requests ended with it, and E shows where."
         went = f"{self.unseen:,} steps up to this one went by before the screen looked"
@@ -57,10 +57,10 @@ class Column(NamedTuple):
 
 
 def column(step: StepView, slots: int, before: Column | None = None) -> Column:
-    """A step as the timeline draws it, after `before`.
+    """Return a step as a column of the timeline that follows `before`.
 
-    The engine runs ahead and plans a step before the previous one has ended. Here it begins when
-    that one ends.
+    The engine runs ahead and plans a step before the previous one has ended. In the timeline, the
+    step begins when the previous one ends.
     """
     cells = [FREE] * slots
     rows = list(before.rows) if before else [0] * slots
@@ -99,17 +99,17 @@ def column(step: StepView, slots: int, before: Column | None = None) -> Column:
 
 
 def last_in(columns: Sequence[Column], slot: int) -> Column | None:
-    """The last step with a request in this slot."""
+    """Return the last step with a request in this slot."""
     return next((c for c in reversed(columns) if c.cells[slot].request is not None), None)
 
 
 def said_in(rows: int, prompt: int) -> int:
-    """Number of output tokens for a number of filled rows. The newest token has no row yet."""
+    """Return the number of output tokens for the filled rows. The newest token has no row yet."""
     return rows - prompt + 1 if rows >= prompt > 0 else 0
 
 
 def during(history: Sequence[Column], began: float, ended: float) -> Iterator[Column]:
-    """The steps that ran between two times."""
+    """Yield the steps that ran between two times."""
     first = bisect_left(history, began, key=lambda column: column.ended)
     for i in range(first, len(history)):
         if history[i].began >= ended:
@@ -120,8 +120,11 @@ def during(history: Sequence[Column], began: float, ended: float) -> Iterator[Co
 def spread(
     history: Sequence[Column], began: float, ended: float, part: Callable[[Column], float]
 ) -> float:
-    """Sum a quantity of the steps between two times. It is spread evenly over a step's time, or a
-    slow step would be a spike in a chart."""
+    """Sum a quantity of the steps between two times.
+
+    The quantity is spread evenly over a step's duration. Otherwise a slow step would be a spike in
+    a chart.
+    """
     total = 0.0
     for column in during(history, began, ended):
         inside = min(column.ended, ended) - max(column.began, began)
@@ -131,7 +134,7 @@ def spread(
 
 
 def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int = 0) -> Column:
-    """A column for unknown steps between `before` and `first`: missed ones, or failed ones."""
+    """Return a column for the missed or failed steps between `before` and `first`."""
     nothing = dict.fromkeys(
         ("admitted", "why", "prefill", "decode", "held", "ghosts", "blocked", "drafts"), ()
     )
@@ -152,7 +155,11 @@ def gap(kind: int, first: StepView, before: Column, missed: int = 0, tokens: int
 
 
 def merge(columns: Sequence[Column]) -> Column:
-    """Merge steps. A cell shows the most frequent kind, except that a prefill comes first."""
+    """Merge steps into one column.
+
+    A cell shows its most frequent kind, but a prefill, a missed step or a failed step takes
+    precedence.
+    """
     if len(columns) == 1:
         return columns[0]
     cells = []
@@ -167,6 +174,6 @@ def merge(columns: Sequence[Column]) -> Column:
 
 
 def useful_of(columns: Sequence[Column]) -> float:
-    """Percentage of slots × steps in which something was computed for a request."""
+    """Return the percentage of slots × steps in which something was computed for a request."""
     cells = sum(column.steps * len(column.cells) for column in columns)
     return 100 * sum(column.useful for column in columns) / cells if cells else 0.0

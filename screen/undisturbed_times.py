@@ -1,10 +1,12 @@
-"""Step times without interruptions: with measured times, a policy came out as 1.0 or 3.9 times as fast as
-another, depending on what else ran.
+"""Estimate step times without interruptions.
 
-Steps are grouped by the numbers of decoding rows and of chunks. A group's time is its 5th percentile
-(next to a busy program on each core, three of four steps are disturbed), and a straight line through
-the groups gives the cost of a step. What cannot be separated: a step that attends to more rows takes
-longer, too, so with very long answers some of the engine's own time counts as interruption.
+With measured times, a policy came out as 1.0 or 3.9 times as fast as another, depending on what
+else ran. So steps are grouped by the numbers of decoding rows and of chunks. A group's time is its
+5th percentile, because a busy program on each core disturbs three of four steps. A straight line
+through the groups gives the cost of a step.
+
+One effect cannot be separated: a step that attends to more rows takes longer, too. With very long
+answers, some of the engine's own time counts as interruption.
 """
 
 from __future__ import annotations
@@ -17,29 +19,29 @@ from statistics import fmean, linear_regression
 from engine.snapshot import StepView, percentile
 from screen.timeline_columns import Column
 
-# Number of steps that prices are fitted to, so that runs in a row have one clock
+# Number of steps that prices are fitted to; if it is large, consecutive runs share a clock
 KNOWN = 10_000
-LEAST = 1e-6  # seconds: a lower cost is lost in the noise
+LEAST = 1e-6  # seconds: lower costs are lost in the noise
 
 
 def undisturbed(times: Iterable[float], one_in: int = 20) -> float:
-    """The fast end of steps that did the same work: 19 of 20 took longer."""
+    """Return a low quantile of the times of steps that did the same work: 19 of 20 took longer."""
     return percentile(times, 1 / one_in)
 
 
 class Prices:
     """The undisturbed cost of a step: a constant, and more for each decoding row and each chunk.
 
-    `one_in`: one in this many steps that did the same is faster. With 2 it is the median, disturbed
-    or not. That splits a step's own seconds better, since few chunks are enough.
+    `one_in`: one in this many equal steps is faster than the estimate. 2 gives the median, which
+    includes disturbed steps. It splits a step's own seconds better, because few chunks are enough.
     """
 
     def __init__(self, steps: Iterable[StepView], one_in: int = 20):
         classes: dict[tuple[int, int], list[float]] = defaultdict(list)
-        # Not those that the screen missed
+        # Skip steps that the screen missed
         for step in (step for step in steps if step.decode or step.prefill):
             classes[len(step.decode), len(step.prefill)].append(step.seconds)
-        # Least squares. A class counts as often as it was seen.
+        # Least squares, weighted by how often each class was seen
         rows: list[int] = []
         seconds: list[float] = []
         for (count, chunks), times in classes.items():
@@ -67,11 +69,11 @@ class Prices:
 def on_clock(
     columns: Sequence[Column], prices: Prices
 ) -> tuple[list[Column], Callable[[float], float]]:
-    """The same steps on the clock of the prices, and a function from real time to that clock."""
+    """Return the steps on the clock of the prices, and a function from real time to that clock."""
     out = []
     now = 0.0
     for i, c in enumerate(columns):
-        # Idle times stay the same
+        # Idle times are kept
         began = now + (c.began - columns[i - 1].ended if i else 0.0)
         now = began + prices.seconds(len(c.view.decode), len(c.view.prefill))
         out.append(c._replace(began=began, ended=now))

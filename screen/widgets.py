@@ -1,7 +1,7 @@
 """Textual widgets: a pane, and the prompt box.
 
-A pane repaints only rows that have changed, and the screen takes a tenth of a core at most. If a
-pane cannot be drawn, it shows the error and the others go on.
+A pane repaints only rows that have changed, and the screen uses at most a tenth of a core. A pane
+that cannot be drawn shows the error, and the others keep working.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from screen.draw.canvas import Canvas
 from screen.draw.style import Line, clean, shorten
 from screen.state import State
 
-SHARE = 0.1  # of a core
-LONGEST = 0.5  # seconds without a look, at most
+SHARE = 0.1  # share of a core that the screen may use
+LONGEST = 0.5  # seconds between two calls, at most
 
 
 def thrifty(look: Callable[[], None]) -> Callable[[], None]:
-    """Skip looks while this thread has used more than its share of a core since the last one. So on
-    a slow machine the engine stays as fast, and the screen is drawn less often."""
+    """Skip calls while this thread has used more than its share of a core since the last one.
+
+    On a slow machine the screen is drawn less often, and the engine stays as fast.
+    """
     looked = -LONGEST
     used = 0.0
 
@@ -45,19 +47,20 @@ def thrifty(look: Callable[[], None]) -> Callable[[], None]:
 
 
 class Pane(Widget):
-    """Lines from a function of the state. Only rows that have changed are painted again.
+    """A widget that shows the lines that a function draws from the state.
 
-    `wheel` is the action of the mouse wheel, called with -1 or 1.
+    Only rows that have changed are painted again. `wheel` is the action of the mouse wheel, called
+    with -1 or 1.
     """
 
     def __init__(self, draw: Callable[[State, Canvas], None], id: str, wheel: str = ""):
         super().__init__(id=id)
         self._draw = draw
         self._wheel = wheel
-        # By row: the line and its style, and the same as a strip
+        # By row: the line and its style, and the strip made from them
         self._drawn: list[tuple[Line, Style] | None] = []
         self._strips: list[Strip] = []
-        self._fault = ""  # the function's error at the last call
+        self._fault = ""  # the error of the last draw, if it failed
 
     def paint(self) -> None:
         width, height = self.size
@@ -79,13 +82,13 @@ class Pane(Widget):
             self.refresh(*rows)
 
     def _lines(self, width: int, height: int) -> list[Line]:
-        """The function's lines, or the error if it raises."""
+        """Return the drawn lines, or the error if drawing fails."""
         on = Canvas(self.app.palette, width, height)
         try:
             self._draw(self.app.state, on)
             self._fault = ""
         except Exception as error:
-            if self._fault != describe(error):  # drawn ten times a second, and told once
+            if self._fault != describe(error):  # drawn ten times a second, reported once
                 self._fault = describe(error)
                 show_fault(f"the pane {self.id!r} cannot be drawn", error)
             on.lines.clear()
@@ -103,7 +106,7 @@ class Pane(Widget):
         self.paint()
 
     def on_hide(self) -> None:
-        """Otherwise old lines would be seen first when the pane comes back."""
+        """Drop the strips, so that old lines do not flash when the pane is shown again."""
         self._strips = []
 
     async def on_click(self, event: events.Click) -> None:
@@ -122,8 +125,8 @@ class Pane(Widget):
 
 
 class PromptBox(TextArea):
-    """The prompt box. A refused prompt comes back. Up in the first line recalls the previous
-    prompt, Down in the last line the next."""
+    """The prompt box. A refused prompt is put back. Up in the first line recalls the previous
+    prompt, Down in the last line the next one."""
 
     BINDINGS = (
         ("escape", "app.escape"),
@@ -145,8 +148,8 @@ class PromptBox(TextArea):
         )
         self.cursor_blink = False
         self.earlier = earlier
-        self._at = len(earlier.questions)  # Up and Down have led to this prompt
-        self._draft = ""  # the unfinished prompt, before Up
+        self._at = len(earlier.questions)  # index of the recalled prompt
+        self._draft = ""  # the unfinished prompt, saved by Up
 
     @property
     def value(self) -> str:
@@ -164,7 +167,7 @@ class PromptBox(TextArea):
         self.fold(self.soft_wrap)
 
     def fold(self, typing: bool) -> None:
-        """Show one line, the beginning of the text, while the keyboard is elsewhere."""
+        """Show only the beginning of the text, in one line, while the keyboard is elsewhere."""
         self.soft_wrap = typing
         if not typing:
             self.scroll_to(0, 0, animate=False)
@@ -178,13 +181,13 @@ class PromptBox(TextArea):
         self.replace(clean(text), *self.selection, maintain_selection_offset=False)
 
     def fired(self) -> None:
-        """The text was accepted: remember it and clear the box."""
+        """Remember the accepted text and clear the box."""
         self.earlier.add(self.value)
         self._at = len(self.earlier.questions)
         self.put("")
 
     def recall(self, by: int) -> None:
-        """Recall an earlier or a later prompt; after the last comes the unfinished one."""
+        """Recall an earlier or a later prompt. After the last one comes the unfinished prompt."""
         questions = self.earlier.questions
         at = max(0, min(self._at + by, len(questions)))
         if self._at == len(questions):
@@ -200,7 +203,8 @@ class PromptBox(TextArea):
         self.insert_text("\n")
 
     def continues(self) -> bool:
-        """Put a line break in the place of a backslash before the cursor, as shells do."""
+        """Replace a backslash before the cursor with a line break, as shells do. Return True if
+        so."""
         row, column = self.cursor_location
         if not self.document[row][:column].endswith("\\"):
             return False

@@ -1,4 +1,4 @@
-"""The prompts of a burst, and how prompts are sent: `Ask` and `Settings`."""
+"""The prompts of a burst, and the settings that prompts are sent with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVENING = (
     "with a good end."
 )
 
-# (prompt, max tokens). Short answers alternate with long ones, because policies differ there.
+# (prompt, max tokens). Short answers alternate with long ones, because there the policies differ.
 BURST = (
     ("Tell me a story about a fox and a lantern.", 320),
     ("What is 3 + 4?", 16),
@@ -56,11 +56,11 @@ class Ask(NamedTuple):
     seed: int | None
     schema: str = ""  # of the answer's JSON
     logprobs: int | None = None  # number of likeliest tokens
-    mute: bool = False  # one of an experiment's hundreds: not in the log
+    mute: bool = False  # not logged: an experiment has hundreds
     client: str = ""  # name of the client
-    question: int = 0  # its number, if it belongs to a conversation
+    question: int = 0  # number of the question in a conversation; 0: none
     messages: Sequence[dict[str, str]] = ()  # the conversation, ending with the prompt
-    speculate: bool = True  # may tokens of the answer be drafted?
+    speculate: bool = True  # allow draft tokens
     read: Prompt | None = None  # the tokenized prompt
 
 
@@ -75,13 +75,13 @@ class Settings(NamedTuple):
     max_tokens: int = 320
     seed: int | None = None
     burst: int = 24
-    rate: float = 2.0  # of the steady load, requests a second
-    client: str = ""  # name of this client: `fair` shares slots among clients
-    speculate: bool = True  # False: a token a step, so that all steps can be foretold
+    rate: float = 2.0  # of the steady load, in requests per second
+    client: str = ""  # used by the policy `fair`, which shares slots among clients
+    speculate: bool = True  # False: one token per step, so that steps are predictable
 
     @property
     def words(self) -> str:
-        """In the form that `/set` takes."""
+        """The settings in the form that `/set` takes."""
         seed = "none" if self.seed is None else self.seed
         temperature = "default" if self.temperature is None else f"{self.temperature:g}"
         figures = f"temperature={temperature} max={self.max_tokens} seed={seed}"
@@ -89,7 +89,7 @@ class Settings(NamedTuple):
         return f"{figures} burst={self.burst} rate={self.rate:g}{client}"
 
     def ask(self, prompt: str, most: float = math.inf, number: int = 0) -> Ask:
-        """A prompt with these settings and at most `most` new tokens; `number` is added to the
+        """Return a prompt with these settings, at most `most` new tokens, and `number` added to the
         seed."""
         seed = None if self.seed is None else self.seed + number
         most = min(most, self.max_tokens)

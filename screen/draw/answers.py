@@ -1,5 +1,4 @@
-"""The answers: each slot's text as it grows, and under a grammar the candidates of the next
-token."""
+"""The answers pane: each slot's text and, with a grammar, candidates for the newest token."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from text.tool_parser import split_output
 
 
 def draw_stream(state: State, on: Canvas, slot: int) -> None:
-    """Draw one slot's request: the prompt, and the end of its text."""
+    """Draw the request in one slot: its prompt and the end of its text."""
     request = state.owner(slot)
     is_selected = slot == state.selected
     pen = on.pen()
@@ -48,8 +47,10 @@ def draw_stream(state: State, on: Canvas, slot: int) -> None:
 
 
 def draw_token_inspector(request: RequestView, on: Canvas) -> list[Line]:
-    """Draw the newest token, and what would be likeliest without the grammar, with forbidden tokens
-    struck through. A blank is drawn as ␣."""
+    """Return a line with the newest token, and the tokens that were likeliest without the grammar.
+
+    Forbidden tokens are struck through, and a space is drawn as ␣.
+    """
     pen = Pen()
     for i, (text, probability, is_allowed) in enumerate(request.candidates):
         said = clean(repr(text)[1:-1]).replace(" ", "␣")
@@ -63,12 +64,13 @@ def draw_token_inspector(request: RequestView, on: Canvas) -> list[Line]:
 
 
 def hue_of(on: Canvas, kind: str) -> str:
-    """The colour of a part of an answer: thoughts are dim, tool calls stand out."""
+    """Return the colour of a part of an answer: thoughts are dim, tool calls stand out."""
     return {"reasoning": on.muted, "tool_call": on.accent}.get(kind, on.text)
 
 
 def draw_streams(state: State, on: Canvas) -> None:
-    """Draw all slots' texts if each has two lines, otherwise the selected slot's."""
+    """Draw the text of every slot if each has two lines, otherwise only that of the selected
+    slot."""
     count = len(state.view.engine.slots)
     across = max(1, min(count, (on.width + 2) // 30))
     tall = (on.height - 1) // math.ceil(count / across)  # lines for each slot

@@ -14,7 +14,7 @@ from screen.draw import style
 from screen.draw.style import GLYPHS, NAMES, Line, Palette, Pen, count, shorten, wrap
 
 BACK = "close"  # the action of a click on a page's note
-BEYOND = 1.01  # of its room: a higher bar ends in an arrow
+BEYOND = 1.01  # a bar that is higher than this share of its room ends in an arrow
 Legend = Iterable[tuple[str, str, str]]  # (glyph, ink, meaning)
 
 
@@ -23,10 +23,10 @@ class Figure(NamedTuple):
 
     title: str
     width: int
-    rank: int = 0  # columns of high ranks are left out first
+    rank: int = 0  # columns with the highest rank are left out first
     meaning: str = ""
     is_text: bool = False  # left-aligned, may be shortened
-    bar: bool = False  # with a rule before the column
+    bar: bool = False  # draw a vertical rule before the column
 
     def cell(self, text: str) -> str:
         if self.is_text:
@@ -36,7 +36,7 @@ class Figure(NamedTuple):
 
 
 def fitting(figures: Iterable[Figure], width: int) -> list[Figure]:
-    """The columns that fit; those of high ranks are left out first."""
+    """Return the columns that fit. Those with the highest rank are left out first."""
     shown = list(figures)
     while shown and sum(figure.width for figure in shown) > width:
         shown.remove(max(shown, key=lambda figure: figure.rank))
@@ -44,7 +44,7 @@ def fitting(figures: Iterable[Figure], width: int) -> list[Figure]:
 
 
 def in_columns(figures: Iterable[Figure], texts: Mapping[str, str]) -> str:
-    """Texts by title, each in its column."""
+    """Format texts by title, each in its column."""
     return "".join(figure.cell(texts[figure.title]) for figure in figures)
 
 
@@ -56,8 +56,8 @@ class Canvas:
         self.width = width
         self.height = height
         self.lines: list[Line] = []
-        self.names = 9  # characters of a name
-        self.has_keys = True  # a log has no keys
+        self.names = 9  # width of the names in `entry`
+        self.has_keys = True  # False in a log, which has no keys
         self.text = p.text
         self.muted = p.muted
         self.faint = p.faint
@@ -66,18 +66,18 @@ class Canvas:
 
     @property
     def lines_left(self) -> int:
-        """Number of lines left."""
+        """Number of lines left; negative if there are too many."""
         return self.height - len(self.lines)
 
     def pen(self) -> Pen:
-        """A pen for a new line, in the colour of text."""
+        """Return a pen for a new line, in the colour of text."""
         pen = Pen(self.text)
         self.lines.append(pen.line)
         return pen
 
     def heading(self, title: str, note: str = "", legend: Legend = (), do: str = "") -> None:
-        """Draw a rule: a title on the left, a note and a legend on the right. A note without an
-        action gives way to a legend that would fit without it."""
+        """Draw a rule with a title on the left, and a note and a legend on the right. A note
+        without an action is left out if the legend would only fit without it."""
         pen = self.pen().put("── ", self.faint)
         pen.put(shorten(title, self.width - 8), bold=True).put(" ")
         right = Pen()
@@ -104,12 +104,12 @@ class Canvas:
     def say(
         self, words: str, hue: str = "", bold: bool = False, indent: int = 1, do: str = ""
     ) -> None:
-        """Wrap words over any number of lines; no words, no line."""
+        """Draw wrapped text. Empty text draws no line."""
         for part in wrap(words, self.width - indent - 1) if words else ():
             self.pen().to(indent).put(part, hue, bold, do)
 
     def entry(self, name: str, words: str, hue: str = "", names: int = 0) -> None:
-        """A name, and next to it words over any number of lines."""
+        """Draw a name with wrapped text next to it."""
         names = names or self.names
         for i, part in enumerate(wrap(words, self.width - names - 2) if words else ()):
             self.pen().put(f" {'' if i else name:<{names}}", self.muted).put(part, hue)
@@ -119,7 +119,7 @@ class Canvas:
             self.entry(name, words, hue)
 
     def axis(self, *labels: tuple[int, str]) -> None:
-        """Labels under a picture, each at a column."""
+        """Draw labels below a chart, each at a column."""
         pen = self.pen()
         for column, label in labels:
             pen.to(column).put(label, self.muted)
@@ -132,8 +132,11 @@ class Canvas:
         label: str,
         hue: str = "",
     ) -> Pen:
-        """Draw vertical bars next to each other, each a height (1: `tall` lines) and a colour. An arrow
-        ends one that is too high. Return the pen of the last line, which begins with the label."""
+        """Draw vertical bars next to each other, each a height (1: `tall` lines) and a colour.
+
+        A bar that is too high ends in an arrow. Return the pen of the last line, which begins with
+        the label.
+        """
         for row in reversed(range(tall)):
             pen = self.pen().put("" if row else label, hue).to(left)
             for height, color in bars:
@@ -144,7 +147,7 @@ class Canvas:
         return pen
 
     def cut(self, note: str, do: str) -> None:
-        """Replace lines that do not fit by one that says how many; a click on it does `do`."""
+        """Replace the lines that do not fit by their number. A click on it runs `do`."""
         hidden = -self.lines_left
         if hidden > 0:
             del self.lines[self.height - 1 :]
@@ -154,8 +157,8 @@ class Canvas:
     # --- tables
 
     def columns(self, figures: Sequence[Figure], room: int = 1, more: str = "") -> list[Figure]:
-        """Write the titles of the columns that fit next to `room` cells, and `more` after them.
-        Return the columns."""
+        """Draw the titles of the columns that fit next to `room` cells, then `more`. Return the
+        columns."""
         shown = fitting(figures, self.width - room)
         titles = {each.title: each.title for each in shown}
         self.row(shown, titles, self.muted).put(more, self.muted)
@@ -169,7 +172,7 @@ class Canvas:
         bold: bool = False,
         mark: str = " ",
     ) -> Pen:
-        """Write a row: texts by column title. If the first column is a text, a mark precedes it."""
+        """Draw a row from texts by column title. A mark precedes it if the first column is text."""
         pen = self.pen()
         if shown and shown[0].is_text:
             pen.put(mark, self.accent)

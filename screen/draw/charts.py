@@ -1,4 +1,4 @@
-"""Charts: tokens a second, batch size, the histogram of TTFT, and the cost of a row.
+"""Charts: tokens per second, batch size, the histogram of TTFT, and the cost of a row.
 
 Every chart has a zero line and a readable axis.
 """
@@ -21,12 +21,12 @@ from screen.draw.style import HUES, count, number, span, style, wrap
 from screen.state import State
 from screen.timeline_columns import Column, spread
 
-# Characters of the scale, so that charts of the same time begin in the same column
+# Width of the scale, so that charts of the same time are aligned
 SCALE = 5
 
 
 def nice(top: float) -> float:
-    """The end of an axis: the next round number from `top` on."""
+    """Return the end of an axis: the smallest round number that is at least `top`."""
     scale = 10 ** math.floor(math.log10(max(top, 1e-9)))
     return next(n * scale for n in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if n * scale >= top * 0.999)
 
@@ -51,8 +51,8 @@ def draw_area(
 
 
 def stretch(state: State) -> tuple[float, float]:
-    """The time span of the charts: the latest busy period up to the cursor, its last ten seconds at
-    most."""
+    """Return the time span of the charts: the latest busy period up to the cursor, but at most its
+    last ten seconds."""
     if not state.history:
         return 0.0, 0.0
     last = state.here.ended
@@ -60,7 +60,7 @@ def stretch(state: State) -> tuple[float, float]:
 
 
 def rates_of(state: State, on: Canvas, part: Callable[[Column], float]) -> list[float]:
-    """A quantity of the steps per second, for each column of a chart."""
+    """Return a quantity of the steps as a rate per second, for each column of a chart."""
     bins = on.width - SCALE - 3
     began, last = stretch(state)
     tick = max(last - began, 0.05) / bins
@@ -69,13 +69,13 @@ def rates_of(state: State, on: Canvas, part: Callable[[Column], float]) -> list[
 
 
 def ends_of(began: float, last: float) -> tuple[str, str]:
-    """The labels of a time axis: how long ago it begins, and 0 in the same unit."""
+    """Return the labels of a time axis: how long ago it begins, and 0 in the same unit."""
     ago = span(last - began)
     return (f"−{ago}", f"0 {ago.split()[1]}") if last else ("", "")
 
 
 def only_reads(state: State) -> bool:
-    """True if recent steps have only read prompts, for `LONG_S` seconds."""
+    """True if the steps of the last `LONG_S` seconds have only prefilled."""
     began, last = stretch(state)
     recent = last - LONG_S
     if recent < began:
@@ -89,7 +89,7 @@ def prompt_tokens(column: Column) -> int:
 
 
 def draw_rate(state: State, on: Canvas) -> None:
-    """Draw output tokens a second, or prompt tokens while nothing else happens."""
+    """Draw output tokens per second, or prompt tokens while the engine only prefills."""
     title = "tokens/s"
     values = rates_of(state, on, lambda column: column.tokens)
     if only_reads(state):
@@ -110,7 +110,7 @@ def draw_batch(state: State, on: Canvas) -> None:
 
 
 def cost_of(seconds: Iterable[float]) -> float:
-    """The lower quartile of similar steps, because an interruption only makes a step longer."""
+    """Return the lower quartile of similar steps, because interruptions only make steps longer."""
     return percentile(seconds, 0.25)
 
 
@@ -124,7 +124,7 @@ def draw_cost(state: State, on: Canvas) -> None:
         on.say(words)
         return
     rows = list(costs)
-    if len(rows) > room:  # both ends, and some evenly between
+    if len(rows) > room:  # keep both ends, and some rows evenly in between
         rows = sorted({rows[round(i * (len(rows) - 1) / max(1, room - 1))] for i in range(room)})
     wide = (on.width - 6) // 2
     slowest = max(costs.values())
@@ -142,7 +142,7 @@ def draw_cost(state: State, on: Canvas) -> None:
 
 
 def lesson(costs: Mapping[int, float], runs: bool) -> str:
-    """The chart in one sentence. `runs`: something is still running."""
+    """Return what the chart teaches, in one sentence. `runs`: requests are still running."""
     if len(costs) < 2:
         seen = "No step has only decoded so far"
         if costs:
@@ -161,7 +161,7 @@ def lesson(costs: Mapping[int, float], runs: bool) -> str:
     return f"{dear}, and yield {many / few / cost:.2f} × the tokens."
 
 
-# In milliseconds: 1, 2, 5, 10, and so on
+# Edges of the bins, in milliseconds: 1, 2, 5, 10, ...
 EDGES = (*(n * 10**power for power in range(5) for n in (1, 2, 5)), 100_000, 10**9)
 # Textures of the policies, in the order of `POLICIES`
 TEXTURES = (
@@ -189,7 +189,7 @@ def draw_ttft(state: State, on: Canvas) -> None:
         names.put(" ").put(*texture).put(f" {policy} ", on.muted)
     if on.height < 3:
         return
-    last = len(EDGES) - 1  # longer waits are counted there
+    last = len(EDGES) - 1  # the last bin also counts longer waits
     bins = [min(last, bisect_left(EDGES, 1000 * r.metrics.ttft_s)) for r in requests]
     # If there is too little room, the shortest waits share a row
     low = max(min(bins), max(bins) - on.height + 3)
@@ -210,7 +210,8 @@ def draw_ttft(state: State, on: Canvas) -> None:
 
 
 def first_tokens(state: State) -> tuple[list[RequestView], int]:
-    """Requests that have a first token at the cursor, and the number of those that still wait."""
+    """Return the requests with a first token at the cursor, and the number still waiting for
+    one."""
     had = []
     waiting = 0
     for r in state.requests.values():
@@ -225,8 +226,11 @@ def first_tokens(state: State) -> tuple[list[RequestView], int]:
 
 
 def mean_note(requests: Sequence[RequestView], waiting: int, room: int) -> str:
-    """The longest note that fits. A mean without those that still wait would be too good, so the
-    note says how many they are, or leaves the mean out."""
+    """Return the longest note that fits.
+
+    A mean without the waiting requests would be too optimistic, so the note says how many still
+    wait, or leaves out the mean.
+    """
     mean = span(sum(r.metrics.ttft_s for r in requests) / len(requests))
     of = f"mean {mean} of {len(requests):,}"
     notes = (of, f"mean {mean}")

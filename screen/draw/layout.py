@@ -1,7 +1,7 @@
-"""Where each pane goes, at any size of the screen.
+"""Compute the region of each pane for any screen size.
 
-Panes never overlap, and one that is too small to say something is left out. On a small screen the
-panes of `LOWER` take turns; `v` changes to the next.
+Panes never overlap, and a pane that would be too small to read is left out. A small screen shows
+one of the panes in `LOWER` at a time; `v` switches to the next.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ STACKS = {
     "beside a talk": ("slots", "timeline", "rate", "ttft"),
 }
 CHARTS = ("charts", "lesson")
-# The panes that take turns on a small screen
+# A small screen shows one of these at a time
 LOWER = ("timeline", "streams", "step", *CHARTS, "clients")
 
 
 def arrange(
     width: int, height: int, slots: int, lower: str, server: bool = False
 ) -> dict[str, Region]:
-    """The region of each pane that fits. `lower` is one of `LOWER`."""
+    """Return the region of each pane that fits. `lower` is one of `LOWER`."""
     places = frame(width, height)
     body = height - 3
     if is_wide(width, height):
@@ -42,8 +42,8 @@ def arrange(
 
 
 def arrange_wide(width: int, body: int, slots: int, lower: str, server: bool) -> dict[str, Region]:
-    """All panes: slots, timeline and answers on the left, charts and the step on the right. `body`:
-    lines between the first one and the prompt box."""
+    """Place all panes: slots, timeline and answers on the left, charts and the step on the right.
+    `body`: number of lines between the status line and the prompt box."""
     rows = min(slots, max(4, (body - 15) // 2))
     top = 2 * rows + 5
     wide = max(40, width * 3 // 8)
@@ -69,7 +69,7 @@ def arrange_wide(width: int, body: int, slots: int, lower: str, server: bool) ->
 
 
 def arrange_chat(width: int, height: int, slots: int) -> dict[str, Region]:
-    """The regions while a conversation is open, with a strip of the engine above it, or beside it
+    """Place the panes while a conversation is open. Some engine panes are above it, or next to it
     on a wide screen."""
     places = frame(width, height)
     body = height - 3
@@ -83,18 +83,18 @@ def arrange_chat(width: int, height: int, slots: int) -> dict[str, Region]:
 
 
 def arrange_loading(width: int, height: int) -> dict[str, Region]:
-    """The regions while the model loads. Prompts can be typed already."""
+    """Place the panes while the model loads. Prompts can be typed already."""
     places = frame(width, height)
     del places["status"]
     return places | {"loading": Region(0, 0, width, height - 2)}
 
 
 def arrange_strip(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
-    """The regions while a page has a strip in place of the prompt box. Slots and timeline are always
-    visible, side by side on a small screen."""
+    """Place the panes while a page has a strip in place of the prompt box. Slots and timeline are
+    always visible, side by side on a small screen."""
     tall = 8 if width >= 80 else 9
     y = height - 1 - tall
-    # As usual, on a screen that ends at the strip's first line
+    # The usual layout, on a screen that ends where the strip begins
     places = arrange(width, y + 2, slots, lower)
     has_all = places["slots"].height == slots + 3 or is_wide(width, y + 2)
     if is_small(width, y + 2) or not has_all or "timeline" not in places:
@@ -116,7 +116,7 @@ def arrange_strip(width: int, height: int, slots: int, lower: str) -> dict[str, 
 
 
 def frame(width: int, height: int) -> dict[str, Region]:
-    """The first line, the prompt box with the settings, and the footer."""
+    """Return the regions of the status line, the prompt box, the settings and the footer."""
     y = height - 2
     beside = max(33, width // 3)
     return {
@@ -129,7 +129,7 @@ def frame(width: int, height: int) -> dict[str, Region]:
 
 
 def is_small(width: int, height: int) -> bool:
-    """True if the screen is too small for anything."""
+    """True if the screen is too small to show anything useful."""
     return width < 60 or height < 20
 
 
@@ -139,8 +139,8 @@ def is_wide(width: int, height: int) -> bool:
 
 
 def stack(place: Region, name: str) -> dict[str, Region]:
-    """One pane, or the panes of a stack: one above the other, or side by side if there are too few
-    lines. The last ones are left out first."""
+    """Place one pane, or the panes of a stack: vertically, or side by side if there are too few
+    lines. Panes that do not fit are left out, the last ones first."""
     names = STACKS.get(name, (name,))
     x, y, wide, tall = place
     out = {}

@@ -1,7 +1,7 @@
-"""A model's Markdown as lines of a terminal.
+"""Render a model's Markdown as lines of a terminal.
 
-While an answer grows, only its last block is drawn again. A link shows its text and its address;
-HTML and images are shown as source, so no word of an answer is hidden.
+While an answer grows, only its last block is rendered again. A link shows its text and its address.
+HTML and images are shown as source, so that no word of an answer is hidden.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from textual.color import Color
 
 from screen.draw.style import Line, Palette, clean, wrap
 
-# Languages that are highlighted; hostile code may keep other lexers busy for long
+# Highlighted languages; malicious code can keep other lexers busy for a long time
 LEXERS = ("python", "bash", "sh", "c", "cpp", "go", "java", "javascript", "json", "rust", "sql")
-DEEPEST = 16  # deeper, the parser skips text and lines do not fit
+DEEPEST = 16  # at deeper levels, the parser skips text and lines do not fit
 PARSER = MarkdownIt("commonmark", {"html": False})
 PARSER.enable(["strikethrough", "table"]).disable(["image", "reference"])
 
 
 def lines_of(text: str, width: int, p: Palette, hue: str, grows: bool) -> Iterator[Line]:
-    """Lines of an answer. `grows`: the last block is not complete."""
+    """Yield the lines of an answer. `grows`: the last block is not complete, so do not cache it."""
     *before, last = blocks(clean(text)) or [""]
     for block in before:
         yield from drawn(block, width, p, hue)
@@ -39,8 +39,11 @@ def lines_of(text: str, width: int, p: Palette, hue: str, grows: bool) -> Iterat
 
 
 def blocks(text: str) -> list[str]:
-    """Split text where earlier lines cannot change the form of the next: after an empty line,
-    outside of code, before a line without indent."""
+    """Split text into blocks that can be rendered on their own.
+
+    A block ends at an empty line outside of code, before a line without indent: earlier lines
+    cannot change the form of the next.
+    """
     found: list[list[str]] = [[]]
     fence = ""
     before = "text"
@@ -60,7 +63,7 @@ def blocks(text: str) -> list[str]:
 
 @lru_cache(2048)
 def drawn(text: str, width: int, p: Palette, hue: str) -> list[Line]:
-    """A block as Rich draws it in our colours."""
+    """Render a block with Rich, in our colours."""
     console = Console(width=width - 2, theme=theme_of(p, hue), _environ={})
     block = Markdown("", hyperlinks=False, code_theme=Colours(p))
     block.parsed = parse(text)
@@ -74,7 +77,8 @@ def drawn(text: str, width: int, p: Palette, hue: str) -> list[Line]:
 
 
 def parse(text: str) -> list[Token]:
-    """Parse, keeping line breaks. An entity may hide a control character."""
+    """Parse a block, keeping line breaks. The parsed text is cleaned, because an entity may encode
+    a control character."""
     found = PARSER.parse(text)
     for token in found:
         token.info = token.info if token.info in LEXERS else ""
@@ -86,7 +90,7 @@ def parse(text: str) -> list[Token]:
 
 
 class Colours(ANSISyntaxTheme):
-    """The colours of code, on a background of its own."""
+    """The colours of code, with a background that sets it apart."""
 
     def __init__(self, p: Palette):
         is_dark = Color.parse(p.back).brightness < 0.5

@@ -1,4 +1,4 @@
-"""The slots: a line for each, with the rows of its KV cache; and the queue."""
+"""The slots pane: a line for each slot, with the rows of its KV cache, and the queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from screen.draw.style import Palette, Pen, number, shorten, span
 from screen.state import State
 
 TOTALS = "page('totals')"  # opens the table of busy periods
-PROMPT_END = "┊"  # in a slot's bar, while a long prompt is read
+PROMPT_END = "┊"  # the end of a long prompt in a slot's bar, during its prefill
 CHECKPOINT = "┃"  # where a state is kept (docs/slots.md)
 
 
@@ -27,14 +27,14 @@ def aligned(values: Iterable[str], widths: Sequence[int]) -> str:
 
 
 def fit_slots(state: State, rows: int) -> range:
-    """The visible slots. If not all fit, the selected one is in the middle."""
+    """Return the visible slots. If not all fit, the selected one is in the middle."""
     count = len(state.view.engine.slots)
     first = min(max(0, state.selected - rows // 2), max(0, count - rows))
     return range(first, min(count, first + rows))
 
 
 def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
-    """Why requests wait. All wait for the same reason."""
+    """Return why requests are waiting. The reason is the same for all of them."""
     view = state.view
     past = state.past
     if view.paused and not past:
@@ -94,14 +94,14 @@ def draw_slot(state: State, on: Canvas, slot: SlotView, bar: int, widths: Sequen
             "–" if rate is None else f"{rate:,.0f}",
         )
         right = aligned(figures, widths)
-    elif slot.remembered:  # no request owns these rows; another may reuse or overwrite them
+    elif slot.remembered:  # no request owns these rows; a new one may reuse or overwrite them
         words = f"({slot.remembered:,} remembered)" if len(widths) > 1 else f"({slot.remembered:,})"
         right = f"{words:>{sum(widths)}}"
     pen.put(right, hue, *how)
 
 
 def prefill_figures(prefill: PrefillProgress, widths: Sequence[int]) -> str:
-    """The figures of a slot while a long prompt is read: progress, time left, speed."""
+    """Return the figures of a slot during a long prefill: progress, time left, speed."""
     first, *rest = widths
     left = f"{prefill.left} left" if prefill.left else f"{prefill.total:,}"
     if not rest:
@@ -118,7 +118,7 @@ def queue_line(state: State, slots: Sequence[SlotView], on: Canvas) -> None:
     pen = on.pen().put(f" queue {waiting:,}", bold=True)
     if waiting and pen.width + cell_len(why) + 14 <= on.width:
         pen.put(f"  {why}", on.bad if "shut" in why else on.muted)
-    left = waiting  # requests not named yet
+    left = waiting  # waiting requests that are not named yet
     for request, waited in line:
         text = f"  r{request} {span(waited)}"
         if pen.width + len(text) + 12 > on.width and left > 1:

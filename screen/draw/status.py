@@ -1,5 +1,4 @@
-"""The first line of the screen, the settings of the next prompt, and the screen without an
-engine."""
+"""The status line, the settings of the next prompt, and the screens without an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from screen.draw.style import clean, number, shorten, wrap
 from screen.engine_view import View
 from screen.state import State
 
-WAITING = 8  # commands shown while the model loads, the newest
+WAITING = 8  # number of commands shown while the model loads, the newest ones
 
 
 def what_is_done(view: View) -> str:
@@ -35,12 +34,12 @@ def what_is_done(view: View) -> str:
 
 
 def others_of(view: View) -> str:
-    """The cores that other programs use: they make steps slow."""
+    """Return how many cores other programs use, because they slow down steps."""
     return f"others: {view.others:.1f} of {view.cores} cores" if view.others else ""
 
 
 def draw_status(state: State, on: Canvas) -> None:
-    """Draw as many parts as fit, the first ones first."""
+    """Draw the parts of the status line that fit, in order."""
     pen = on.pen().put(" ")
     for text, *how in parts_of_status(state, on):
         if text and pen.width + cell_len(text) + 1 <= on.width:
@@ -49,7 +48,7 @@ def draw_status(state: State, on: Canvas) -> None:
 
 
 def parts_of_status(state: State, on: Canvas) -> Iterator[Sequence]:
-    """Each part as the arguments of a pen: text, colour, bold, and the action of a click."""
+    """Yield the parts as arguments of `Pen.put`: text, colour, bold, and the action of a click."""
     view = state.view
     engine = view.engine
     past = state.past
@@ -96,7 +95,7 @@ def parts_of_status(state: State, on: Canvas) -> Iterator[Sequence]:
     if engine.limits != view.made_with:
         yield f"budget {engine.limits.budget:,}", on.accent, False, "command('/budget off')"
     if state.strip:
-        return  # its page owns the keys
+        return  # the strip's page handles the keys
     if view.paused:
         yield "space: go on", on.accent, False, "pause"
     elif view.slow:
@@ -104,14 +103,14 @@ def parts_of_status(state: State, on: Canvas) -> Iterator[Sequence]:
 
 
 def step_ms(state: State) -> str:
-    """The mean time of the last 20 steps."""
+    """Return the mean time of the last 20 steps."""
     columns = state.history[max(0, state.at - 19) : state.at + 1]
     seconds = [column.view.seconds for column in columns]
     return number(1000 * sum(seconds) / len(seconds) if seconds else None)
 
 
 def draw_loading(state: State, on: Canvas) -> None:
-    """Draw the stages of loading, or the fault and its remedy."""
+    """Draw the stages of loading, or the error and its remedy."""
     view = state.view
     indent = max(2, (on.width - 70) // 2)
     say = partial(on.say, indent=indent)
@@ -145,7 +144,7 @@ def draw_mark(state: State, on: Canvas) -> None:
 
 
 def draw_settings(state: State, on: Canvas) -> None:
-    """Draw the settings of the next prompt, with a hint until the first; or the last message."""
+    """Draw the last message, or the settings of the next prompt and a hint for a new user."""
     if state.said:
         words = shorten(state.said, on.width - 2)
         on.pen().to(on.width - 1 - cell_len(words)).put(words, on.accent, do="settings")

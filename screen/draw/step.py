@@ -1,6 +1,6 @@
 """One step in words: its plan, its work, and where the time went.
 
-Times are rounded before they are added up, so the parts on the screen have the right sum.
+Times are rounded before they are added up, so that the displayed parts add up to the displayed sum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def which_step(state: State) -> str:
 
 
 def entries_of(state: State, step: StepView) -> dict[str, str]:
-    """The parts of a step, by name. Empty ones are not shown."""
+    """Return the parts of a step, by name. Empty ones are not shown."""
     chunks = [f"r{r} {a:,}–{b:,} → slot {s}" for s, r, a, b in sorted(step.prefill)]
     prefill = sum(stop - start for _, _, start, stop in step.prefill)
     decode = len(step.decode)
@@ -69,7 +69,7 @@ def entries_of(state: State, step: StepView) -> dict[str, str]:
 
 
 def drafts_line(step: StepView) -> str:
-    """ "drafted 4, 3 accepted", and in which slots."""
+    """Describe the drafts of a step: "drafted 4, 3 accepted", and in which slots."""
     if not step.drafts:
         return ""
     slots = ", ".join(f"slot {slot}: {right} of {of}" for slot, of, right in sorted(step.drafts))
@@ -77,7 +77,7 @@ def drafts_line(step: StepView) -> str:
 
 
 def admissions(step: StepView) -> str:
-    """The admitted requests with slots, grouped by reason."""
+    """Describe the admitted requests with their slots, grouped by reason."""
     slots = sorted(zip(step.admitted, step.why, strict=True))
     parts = []
     for why, some in groupby(slots, key=lambda one: one[1]):
@@ -92,7 +92,7 @@ def named(slots: Iterable[int]) -> str:
 
 
 def ranks_line(ranks: RanksView) -> str:
-    """The processes that run the model."""
+    """Describe the processes that run the model."""
     if not ranks.memory:
         return ""
     memory = ", ".join(f"{nbytes / 2**20:,.0f}" for nbytes in ranks.memory)
@@ -100,7 +100,7 @@ def ranks_line(ranks: RanksView) -> str:
 
 
 def draw_time(step: StepView, on: Canvas) -> None:
-    """Draw where a step's time went, in milliseconds and as a bar."""
+    """Draw where a step's time was spent, in milliseconds and as a bar."""
     python = {
         "plan": in_ms(step.plan_s),
         "build": in_ms(step.build_s),

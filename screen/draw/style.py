@@ -1,8 +1,7 @@
-"""How to draw: colours, pens, numbers of three digits, wrapped text, and a glyph for each kind of
-work.
+"""Drawing primitives: colours, pens, numbers, wrapped text, and a glyph for each kind of work.
 
-All text from elsewhere goes through `clean`, so no prompt and no answer can move the cursor. Words
-have the theme's own colours and hues only fill cells; glyphs tell the kinds apart without colour.
+All untrusted text goes through `clean`, so that no prompt or answer can move the cursor. Text has
+the theme's own colours, and hues only fill cells. Glyphs distinguish the kinds even without colour.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from rich.style import Style
 from textual.color import Color
 from textual.theme import Theme
 
-# Names of letters and marks that are not drawn
+# Unicode names of invisible letters and marks
 EMPTY_NAMES = re.compile("FILLER|SELECTOR|GRAPHEME JOINER|VOWEL INHERENT")
-# Code points that will never be drawn. Any other one without a name may be an emoji that is newer than
-# this Python
+# Code points that will never be visible. Any other unassigned one may be an emoji that is newer
+# than this Python
 RESERVED = re.compile("[\u2065\ufdd0-\ufdef\ufff0-\ufff8\U000e0000-\U000e0fff]")
-# Removed from ordinary text: joiners between two characters outside ASCII, as in a family of emoji,
-# and variation selectors. Terminals disagree on the width of joined emoji
+# Removed from ordinary text: variation selectors, and joiners between two characters outside ASCII,
+# as in a family emoji. Terminals disagree on the width of joined emoji
 ORDINARY = re.compile(
     "(?<=[^\x00-\x7f\u200c\u200d])[\u200c\u200d](?=[^\x00-\x7f\u200c\u200d]|$)"
     "|(?<=[^\\s\ufe0e\ufe0f\u200c\u200d])[\ufe0e\ufe0f]"
@@ -38,16 +37,16 @@ PICTURES = {"\t": "    ", "\r": "", "\x7f": "␡"}
 def clean(text: str) -> str:
     """Make text safe for the screen or a line of the log.
 
-    A terminal obeys control characters; others are invisible or change the direction of writing, so
-    a prompt could hide words. All of them are shown as such: ␛, or <U+202E>. A newline stays, and a
-    tab becomes blanks.
+    A terminal obeys control characters. Other characters are invisible or change the writing
+    direction, so a prompt could hide words. All of these are replaced by something visible: ␛, or
+    <U+202E>. A newline stays, and a tab becomes spaces.
     """
     return UNUSUAL.sub(lambda found: visible(found[0]), ORDINARY.sub("", text))
 
 
 @lru_cache(4096)
 def visible(character: str) -> str:
-    """The character if it is drawn, otherwise a sign for it."""
+    """Return the character if it is visible, otherwise a visible sign for it."""
     code = ord(character)
     if character in PICTURES:
         return PICTURES[character]
@@ -65,8 +64,8 @@ def visible(character: str) -> str:
     return f"<U+{code:04X}>" if hides else character
 
 
-# Okabe and Ito's hues for colour-blind readers, without grey and black. Hues only fill cells, because
-# yellow words on white cannot be read
+# Okabe and Ito's hues for colour-blind readers, without grey and black. Hues only fill cells,
+# because yellow text on white is unreadable
 HUES = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#0072b2", "#f0e442", "#d55e00")
 
 
@@ -78,7 +77,7 @@ def style(
     reverse: bool = False,
     do: str = "",
 ) -> Style:
-    """A style, made once. `do` is the action of a click on the text."""
+    """Return a style from the cache. `do` is the action of a click on the text."""
     return Style(
         color=color, bgcolor=back, bold=bold, reverse=reverse, meta={"do": do} if do else None
     )
@@ -97,7 +96,7 @@ class Palette(NamedTuple):
 
     @staticmethod
     def from_theme(theme: Theme) -> Palette:
-        """A theme's colours, with those of words moved towards black or white for contrast."""
+        """Return a theme's colours, with text colours moved towards black or white for contrast."""
         variables = theme.to_color_system().generate()
         names = ("foreground", "background", "text-accent", "text-error")
         text, back, accent, bad = (
@@ -137,7 +136,7 @@ class Palette(NamedTuple):
         return style(hue, back, reverse=reverse)
 
     def ground(self, kind: int, request: int) -> str:
-        """The background of a cell, or of a digit in its place."""
+        """Return the background of a cell, which a digit in the cell keeps."""
         return self.fill(request) if kind == DECODE else mixed(self.back, self.fill(request), 0.3)
 
 
@@ -152,7 +151,7 @@ def mixed(back: str, fill: str, part: float) -> str:
 
 @lru_cache(64)
 def apart(hue: str, back: str) -> str:
-    """A hue that is visible on this background: yellow on white is darkened."""
+    """Return the hue, darker or lighter if it would be invisible on this background."""
     bright = Color.parse(back).brightness
     near = abs(Color.parse(hue).brightness - bright) < 0.25
     return mixed(hue, "#000000" if bright > 0.5 else "#ffffff", 0.3) if near else hue
@@ -160,7 +159,7 @@ def apart(hue: str, back: str) -> str:
 
 @lru_cache(64)
 def text_color_on(fill: str) -> str:
-    """Black or white, whichever is readable on this hue."""
+    """Return black or white, whichever is readable on this hue."""
     return "#000000" if Color.parse(fill).brightness > 0.4 else "#ffffff"
 
 
@@ -189,45 +188,45 @@ class Pen:
 
     def bar(self, height: float | None, row: int, hue: str) -> Pen:
         """Draw one cell of a vertical bar that is `height` lines high; `row` counts from below.
-        None draws nothing, but any number draws something."""
+        None draws nothing, but any number, even 0, draws something."""
         least = int(row == 0 and height is not None)
-        # Round ties up, whatever the last bit of the sum
+        # Round ties up in spite of floating-point error in the sum
         eighths = max(least, min(8, round(8 * ((height or 0.0) - row) + 1e-6)))
         return self.put(EIGHTHS[max(0, eighths)], style(hue, hue) if eighths == 8 else hue)
 
 
 def number(value: float | None) -> str:
-    """Three digits, and none after the point from 100 on: 0.82, 12.6, 340, 1,799."""
+    """Format a number with three digits, without decimals from 100 on: 0.82, 12.6, 340, 1,799."""
     if value is None:
         return "–"
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:,.0f}"
 
 
 def span(seconds: float | None) -> str:
-    """A duration with its unit."""
+    """Format a duration with its unit."""
     if seconds is None:
         return "–"
     return f"{number(1000 * seconds)} ms" if seconds < 1 else f"{number(seconds)} s"
 
 
 def count(many: int, thing: str) -> str:
-    """ "1 token", "2,048 tokens" """
+    """Format a number with its noun: "1 token", "2,048 tokens"."""
     return f"{many:,} {thing}{'s' * (many != 1)}"
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """ "r1, r2, r5 and 3 more" """
+    """Join the names, at most `most` of them: "r1, r2, r5 and 3 more"."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def in_time(step_s: float) -> str:
-    """What bounds the prompt tokens of a step besides its budget."""
+    """Format the time limit on a step's prompt tokens, which applies besides the budget."""
     return f", and {span(step_s)} while somebody decodes" if step_s else ""
 
 
 def shorten(text: str, width: int) -> str:
-    """One line of at most `width` cells; an ellipsis at the cut."""
+    """Shorten text to one line of at most `width` cells, with an ellipsis at the cut."""
     text = " ".join(text.split())
     return (
         text
@@ -238,7 +237,7 @@ def shorten(text: str, width: int) -> str:
 
 def wrap(text: str, width: int) -> list[str]:
     """Wrap text to lines of at most `width` cells, between words where possible."""
-    # Keep a unit with its number, and a term of a sum in one piece
+    # Do not split a number from its unit, or a term of a sum
     lines = []
     for paragraph in text.split("\n"):
         line = ""
@@ -254,8 +253,8 @@ def wrap(text: str, width: int) -> list[str]:
     return lines
 
 
-# What a slot did in a step; rows from an earlier request, and rows that a free slot remembers; steps that
-# the screen has missed, and steps that raised an exception
+# The kinds of cells: what a slot did in a step; rows reused from an earlier request, and rows that
+# a free slot remembers; steps that the screen has missed, and steps that raised an exception
 NAMES = ("prefill", "decode", "held", "blocked", "ghost", "free", "reused", "remembered")
 NAMES += ("unseen", "failed")
 PREFILL, DECODE, HELD, BLOCKED, GHOST, EMPTY, REUSED, REMEMBERED, UNSEEN, FAILED = range(10)

@@ -14,7 +14,7 @@ from screen.draw.style import Palette, Pen
 from screen.state import State
 from screen.timeline_columns import Column, useful_of
 
-FIRST = (  # in the timeline before the first step
+FIRST = (  # shown in the timeline before the first step
     "b fires a burst of prompts; i types a prompt, and Enter fires it.",
     "Where no answers are in sight, v leads to them, and to other panes.",
     "space stops the engine, s takes a step: then read the step's plan.",
@@ -32,8 +32,9 @@ def draw_cells(
 ) -> None:
     """Draw one slot's line of a timeline, with each request's number after its first cell.
 
-    The first cell stays, so that a prefill of one step is visible and numbers of neighbours never
-    touch. In other cells a small number says how many tokens came where some were drafted.
+    The first cell keeps its glyph, so that a prefill of one step is visible and the numbers of
+    adjacent requests never touch. In other cells, a small number gives the number of tokens that a
+    step with draft tokens yielded.
     """
     first = 0
     for request, group in groupby(columns, key=lambda column: column.cells[slot].request):
@@ -56,7 +57,8 @@ def draw_cells(
 
 
 def tokens_of(column: Column, slot: int) -> str:
-    """A sign for the number of tokens of a step with draft tokens, where a step is a column."""
+    """Return the tokens of a step with draft tokens as a small number, if the column is one
+    step."""
     right = {drafter: right for drafter, _, right in column.view.drafts}
     is_known = column.steps == 1 and slot in right
     return style.SMALL[min(1 + right[slot], 10)] if is_known else ""
@@ -86,7 +88,7 @@ def draw_timeline(state: State, on: Canvas) -> None:
 
 
 def hints_in(state: State) -> list[str]:
-    """The text for a new user before the first step: the offer, and the first keys."""
+    """Return the text for a new user before the first step: the offer, and the first keys."""
     if state.history or state.strip:
         return []
     *keys, help = FIRST
@@ -97,7 +99,7 @@ def hints_in(state: State) -> list[str]:
 def cursor_line(state: State, on: Canvas, at: int) -> None:
     """Draw the cursor's step below the timeline."""
     label = f"▲ step {state.cursor:,}  End: follow "
-    if at + len(label) > on.width:  # the label goes to the left of its mark
+    if at + len(label) > on.width:  # move the label to the left of its mark
         at = max(0, at + 1 - len(label))
         label = f"{label[1:]}▲"
     on.pen().to(at).put(label, on.accent, True)

@@ -37,7 +37,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def draw_table(state: State, on: Canvas, most: int) -> None:
-    """Draw a line for each of the last periods."""
+    """Draw a line for each of the last `most` periods."""
     price_of = price_in(state)
     shown = on.columns(FIGURES)
     for period in [*state.periods][: -most - 1 : -1]:
@@ -48,7 +48,7 @@ def draw_table(state: State, on: Canvas, most: int) -> None:
 
 
 def farewell(state: State, width: int) -> list[str]:
-    """The lines in the terminal after the end: the last busy periods, and unfinished requests."""
+    """Return the lines printed at exit: the last busy periods, and the unfinished requests."""
     on = Canvas(DARK, width, 0)
     draw_table(state, on, 10)
     left = state.view.engine.submitted - state.view.engine.finished

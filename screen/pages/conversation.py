@@ -1,4 +1,4 @@
-"""The conversation in place of the panes, with the engine as a strip above or next to it."""
+"""The conversation, which replaces most panes. Some stay visible above or next to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from screen.commands import Session
 
 WIDEST = 100  # longer lines are hard to read
-THOUGHT = 3  # lines of a thought while the model thinks
+THOUGHT = 3  # visible lines of a thought while the model thinks
 
 
 def draw(state: State, on: Canvas) -> None:
@@ -74,7 +74,7 @@ def draw_turn(state: State, on: Canvas, turn: Turn, before: Turn | None) -> None
 
 
 def draw_thought(state: State, on: Canvas, thought: str, is_open: bool) -> None:
-    """Draw a thought, dim. A finished one is folded."""
+    """Draw a thought in a dim colour, folded once it is finished."""
     if not thought:
         return
     words = f" ▸ thought: {count(len(thought.split()), 'word')}"
@@ -85,7 +85,7 @@ def draw_thought(state: State, on: Canvas, thought: str, is_open: bool) -> None:
 
 
 def told(state: State, turn: Turn, before: Turn | None) -> str:
-    """The cost of a turn, and the tokens left in the slot."""
+    """Return the cost of a turn, and the tokens left in the slot."""
     r = turn.request
     m = r.metrics
     where = f"slot {before.request.slot}" if before else "a slot"
@@ -97,7 +97,7 @@ def told(state: State, turn: Turn, before: Turn | None) -> str:
 
 
 def draw_rest(state: State, on: Canvas, chat: Chat) -> None:
-    """Draw a waiting question, or how to begin."""
+    """Draw a waiting question, or how to begin a conversation."""
     if chat.waiting:
         on.say(f"❯ {shorten(chat.waiting, on.width - 4)}", on.muted)
         on.say(chat.why or "waits for the answer above", on.bad if chat.why else on.muted)

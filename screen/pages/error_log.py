@@ -1,4 +1,4 @@
-"""Failures in this process: requests, and tracebacks with file and line."""
+"""The errors page: failed requests, and tracebacks with file and line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from screen.draw.style import clean, listed
 from screen.page import Page
 from screen.state import State
 
-NAMED = 4  # requests with the same error that are named, at most
+NAMED = 4  # number of requests to name for the same error
 
 
 def draw(state: State, on: Canvas) -> None:
@@ -15,7 +15,7 @@ def draw(state: State, on: Canvas) -> None:
     failed = [request for request in reversed(state.ended) if request.error]
     if not (state.tracebacks or failed):
         on.say("Nothing has failed.", on.muted)
-    alike: dict[str, list[str]] = {}  # one mistake may end a whole line of requests
+    alike: dict[str, list[str]] = {}  # error -> requests: one error may fail many
     for request in failed:
         alike.setdefault(clean(request.error), []).append(f"r{request.id}")
     for error, names in alike.items():

@@ -1,4 +1,4 @@
-"""HTTP clients: their requests, and what was refused before it reached the engine."""
+"""HTTP clients and their requests, including those refused before reaching the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from screen.page import Page
 from screen.state import State
 
 CLIENTS = "page('clients')"  # opens the page
-REASON = 10  # least cells for how a request ended
+REASON = 10  # minimum width of the finish reason
 
 
 COLUMNS = (
@@ -34,7 +34,7 @@ COLUMNS = (
 
 
 def so_far(state: State, call: RequestRecord) -> RequestRecord:
-    """An open HTTP request with the engine's figures; the log has them only at its end."""
+    """Add the engine's figures to an open HTTP request, which has its own only at its end."""
     views = [state.requests[request] for request in call.requests if request in state.requests]
     if call.latency_s is not None or not views:
         return call
@@ -65,7 +65,7 @@ def values(call: RequestRecord) -> Iterable[str]:
 
 
 def draw_call(on: Canvas, call: RequestRecord, columns: Sequence[Figure], message: str) -> None:
-    """Draw one request in a line. A refused one has its message in place of figures."""
+    """Draw one request in a line. A refused one shows its message in place of figures."""
     hue = on.muted
     if call.is_refused:
         hue = on.bad
@@ -94,7 +94,7 @@ def draw(state: State, on: Canvas, whole: bool = True) -> None:
         return
     opened = server.open[::-1]
     ended = state.calls[::-1]
-    # Screens that watch are not clients
+    # Screens that watch do not count as clients
     asking = sum("/watch" not in call.route for call in opened)
     counts = {
         "open": asking,
@@ -108,7 +108,7 @@ def draw(state: State, on: Canvas, whole: bool = True) -> None:
     note += "  Esc back" * (whole and on.has_keys)
     on.heading(title, note, do=BACK if whole else CLIENTS)
     columns = on.columns(COLUMNS, REASON + 3, "  end")
-    if not whole:  # keep room for ended ones
+    if not whole:  # leave room for ended ones
         opened = opened[: max(2 * on.height // 3, on.height - 2 - len(ended))]
     calls = [*opened, *ended]
     for call in calls if whole else calls[: on.lines_left]:

@@ -1,4 +1,4 @@
-"""A request in full: figures, steps, finish reason, prompt and text; as a page and as a pane."""
+"""All details of a request, as a page and a pane: figures, steps, reason, prompt and text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def draw_request(state: State, on: Canvas) -> None:
 
 
 def draw_about(state: State, on: Canvas, r: RequestView, now: float) -> None:
-    """Draw all that is known of a request at a time."""
+    """Draw everything known about a request at a given time."""
     on.entry("figures", figures_of(state, r, now))
     on.entry("steps", steps_of(state, r, now))
     on.entry("from", client_of(r), on.muted)
@@ -82,7 +82,7 @@ def from_disk(metrics: Metrics) -> str:
 
 
 def reread_of(metrics: Metrics) -> str:
-    """Of a model with states (docs/slots.md)."""
+    """Describe the prompt tokens that were prefilled again for lack of a state (docs/slots.md)."""
     if not metrics.reread_tokens:
         return ""
     return f", read again: {count(metrics.reread_tokens, 'token')}"
@@ -95,7 +95,7 @@ def drafted_of(metrics: Metrics) -> str:
 
 
 def steps_of(state: State, request: RequestView, now: float) -> str:
-    """The slot and the steps of a request up to a time, as far as they are remembered."""
+    """Describe the slot and the remembered steps of a request, up to a given time."""
     steps = []
     for i in state.steps_of(request):
         step = state.history[i]
@@ -109,7 +109,7 @@ def steps_of(state: State, request: RequestView, now: float) -> str:
 
 
 def draw_parts(on: Canvas, text: str, is_thinking: bool) -> None:
-    """Draw an answer with reasoning and tool calls."""
+    """Draw an answer with its reasoning and tool calls."""
     names = {"content": "text", "reasoning": "thought", "tool_call": "call"}
     for kind, part in split_output(text, is_thinking):
         on.entry(names[kind], part, hue_of(on, kind))
@@ -127,12 +127,12 @@ def browse(state: State, by: int) -> None:
 
 
 def place_of(request: RequestView, order: Sequence[RequestView]) -> int | None:
-    """The request's index in this order."""
+    """Return the index of the request in this order, or None."""
     return next((i for i, r in enumerate(order) if r.id == request.id), None)
 
 
 def beside(request: RequestView, order: Sequence[RequestView], by: int) -> RequestView:
-    """The request `by` places further in this order; the first, if this one is not in it."""
+    """Return the request `by` places further on; the first one if this one is not in the order."""
     place = place_of(request, order)
     return order[0 if place is None else max(0, min(place + by, len(order) - 1))]
 
