@@ -1,1 +1,1 @@
-"""Kernels: what computes below the model, in C and in MLX."""
+"""Kernels: matrix products, attention and row operations, in C and in MLX."""

@@ -1,9 +1,9 @@
-"""How `setup.py` compiles `cpu_kernels.c`: once for each instruction set.
+"""Compile `cpu_kernels.c` once for each instruction set. Used by `setup.py`.
 
-A wheel is for all processors of an architecture, so it has a library for each instruction set, and
-`library.py` loads the best one for the processor. A library contains the hash of what it was compiled
-from, so that an edited source is noticed. Where the machine has no C compiler, zig's compiles, a wheel
-in the registry (`build_backend/backend.py`).
+A wheel supports all processors of an architecture, so it has a library for each instruction set, and
+`library.py` loads the best one for the processor. A library contains the hash of its sources, so that
+an outdated build is noticed. On a machine without a C compiler, zig's compiler is used, which pip
+can install (`build_backend/backend.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
 INCLUDED = tuple(map(SOURCE.with_name, ("delta_net.c", "experts.c")))
-# Not those of Python's own build, which differ between machines and may change bits
+# Not the flags of Python's own build, which differ between machines and may change bits
 OPTIONS = [
     "-O3",
     "-std=gnu11",
@@ -33,15 +33,15 @@ OPTIONS = [
 
 
 class Form(NamedTuple):
-    """`cpu_kernels.c` for one instruction set."""
+    """An instruction set that `cpu_kernels.c` is compiled for."""
 
-    machine: str  # the architecture; empty: any
-    features: str  # words of /proc/cpuinfo that the processor must have
-    # Of the compiler. Never "native", which means something else on each machine
+    machine: str  # the architecture, as `platform.machine()` names it
+    features: str  # required processor flags, as in /proc/cpuinfo
+    # Compiler options. Never "native", which differs on each machine
     options: str
 
 
-FORMS = {  # the best one comes first
+FORMS = {  # best first
     "avx512vnni": Form(
         "x86_64",
         "avx512f avx512bw avx512dq avx512vl avx512cd avx512_vnni avx2 fma f16c",
@@ -61,8 +61,10 @@ FORMS = {  # the best one comes first
 
 
 def forms() -> list[str]:
-    """The instruction sets to compile for. On a Mac, MLX has a fast product of its own: a wheel made with
-    NANOBATCH_PURE=1 is for that."""
+    """Return the instruction sets to compile for.
+
+    There are none on a Mac, where MLX's own product is fast, or with NANOBATCH_PURE=1, which builds a
+    wheel for Macs."""
     if sys.platform != "linux" or "NANOBATCH_PURE" in os.environ:
         return []
     return [name for name, form in FORMS.items() if form.machine == platform.machine()]
@@ -73,26 +75,26 @@ def library(form: str) -> Path:
 
 
 def source_hash(form: str) -> str:
-    """The hash of everything that a library is compiled from."""
+    """Return the hash of the sources and options that a library is compiled from."""
     sources = [path.read_text(encoding="utf-8") for path in (SOURCE, *INCLUDED)]
     made_from = [*sources, *OPTIONS, FORMS[form].options]
     return hashlib.sha256("\n".join(made_from).encode()).hexdigest()
 
 
 def compiler() -> list[str]:
-    """A C compiler, as the beginning of a command: the machine's, or zig's; empty if there is none."""
+    """Return the command of the machine's C compiler, or else zig's; empty if there is neither."""
     for command in (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]):
         if command and shutil.which(command[0]):
             return command
     if importlib.util.find_spec("ziglang"):
-        # With a target, since zig would compile for this processor alone; -s: without symbols
+        # Without a target, zig would compile for this processor only; -s strips symbols
         target = f"{platform.machine()}-linux-gnu"
         return [sys.executable, "-m", "ziglang", "cc", "-target", target, "-s"]
     return []
 
 
 def requirements() -> list[str]:
-    """Packages that the build needs."""
+    """Return the packages that the build needs."""
     return ["ziglang"] if forms() and not compiler() else []
 
 
@@ -102,6 +104,6 @@ def command(form: str, output: Path | str) -> list[str]:
         sys.exit("nanobatch: there is no C compiler: apt install gcc, or pip install ziglang")
     options = FORMS[form].options
     if "ziglang" in start:
-        options = options.replace("armv8.2-a", "generic")  # zig knows processors only
+        options = options.replace("armv8.2-a", "generic")  # zig expects a processor's name
     named = f'-DSOURCE_HASH="{source_hash(form)}"'
     return [*start, *OPTIONS, *options.split(), named, "-o", str(output), str(SOURCE)]

@@ -1,8 +1,8 @@
 """Fused attention: one operation of `cpu_kernels.c` in place of the formula in `llama.attention`.
 
-As with other operations (`row_ops.py`), MLX takes it for a product with a matrix. In place of the
-matrix there is a layer's slab, which ends with a label that `cpu_kernels.c` recognizes. Each row of x
-holds a token's queries, and the range of rows in the slab that it sees.
+As with other operations (`row_ops.py`), MLX sees a matrix product. In place of the matrix there is a
+layer's slab, which ends with a label that `cpu_kernels.c` recognizes. Each row of x holds a token's
+queries and the range of rows in the slab that the token sees.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 
 def label_rows(Dh: int, itemsize: int) -> int:
-    """The number of rows of a head that have room for the label."""
+    """Return the number of a head's rows that the label takes."""
     return -(-LINE // (Dh * itemsize))
 
 
 def label(slab: mx.array) -> None:
-    """Write the label into the last row of a layer's slab, (slots, 2 Hkv, rows, Dh), for the
-    operation to recognize it. Without our own product nobody reads it, nor in bfloat16, for which the
-    operation knows no size."""
+    """Write the label into the last row of a layer's slab, (slots, 2 Hkv, rows, Dh).
+
+    The operation recognizes the slab by it. Without our own product, or for a bfloat16 slab, which the
+    operation does not support, nothing is written."""
     if not device.is_batch_invariant() or slab.dtype == mx.bfloat16:
         return
     slots, heads, rows, Dh = slab.shape
@@ -61,7 +62,7 @@ class COperation:
 def visible_rows(
     windows: Sequence[Window], span: int | None, cap: float | None
 ) -> mx.array:  # (N, 4)
-    """For each token its slot, the first and the last row that it sees, and the cap of its scores."""
+    """Return each token's slot, the first and last row that it sees, and the cap of its scores."""
     visible = []
     for window in windows:
         for slot, start in zip(window.slots, window.starts, strict=True):

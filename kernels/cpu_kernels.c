@@ -1,55 +1,56 @@
-/* The matrix product of a server for language models: a row has the same bits however many rows there are.
+/* The matrix product of an LLM server: a row of the result has the same bits however many rows there are.
 
-   The problem. To give each sequence its next token, a model multiplies a few rows of numbers, one row for each
-   sequence, with each of its matrices of weights. A matrix has hundreds of thousands of weights, and each of them is
-   used once for each row. So with one row, or with eight, the time goes into reading the weights from memory, and
-   hardly any into arithmetic.
+   The problem. To compute the next token of each sequence, a model multiplies a few rows of numbers, one row for each
+   sequence, by each of its weight matrices. A matrix has hundreds of thousands of weights, and each of them is used once
+   for each row. So with one row, or with eight, the time goes into reading the weights from memory, and hardly any into
+   arithmetic.
 
-   A usual BLAS (the library that multiplies matrices) is made for the opposite case: hundreds of rows. Then arithmetic
-   is what takes the time, and it pays to copy the weights into another order first. With eight rows the copy takes
-   longer than the product. And a BLAS chooses how it adds numbers up by the shape of the product. Floating-point
-   addition rounds, so another order gives other last digits: a row's result depends on how many other rows there are.
+   A typical BLAS (the library that multiplies matrices) is built for the opposite case: hundreds of rows. Then arithmetic
+   dominates, and it pays to copy the weights into another order first. With eight rows the copy takes longer than the
+   product. And a BLAS chooses its order of summation by the shape of the product. Floating-point addition rounds, so
+   another order gives other last digits: a row's result depends on how many other rows there are.
 
-   The way out. This file reads the weights where they lie, once for all rows (only for many rows it copies them, a few
-   columns at a time, into the L1 cache), and makes
+   The solution. This file reads the weights in place, once for all rows (only for many rows it copies them, a few columns
+   at a time, into the L1 cache), and computes
 
        every number of the result as one sum, taken in one order.
 
-   The order depends on how the weights lie, but on nothing else: not on the number of rows, not on the row's place among
-   them, not on the thread that computes it, and not on the processor. That sentence is the proof: a product shows
-   nothing of a request's company. (What MLX does row by row, such as a norm, never did.) Each of two layouts of the
-   weights W has an order of its own. LANES is how many numbers a vector register holds, and x is one row:
+   The order depends on the layout of the weights and on nothing else: not on the number of rows, not on the row's place
+   among them, not on the thread that computes it, and not on the processor. That sentence is the proof: the result for a
+   request does not depend on the rest of its batch. (What MLX computes row by row, such as a norm, never did.) There are
+   two layouts of the weights W, each with its own order. LANES is the number of floats in a vector register, and x is one
+   row:
 
        as stored, (N, K)   y[j] = sum over k of x[k] W[j][k]   W[j] is contiguous, so we load LANES weights of one j.
-                           There are ORDER = 16 sums, whatever the processor: sum i adds up every 16th product, from
-                           k = i on. Then the upper half of the sums is added to the lower half, four times, and at
-                           last the K % 16 products that are left, one by one. Where a register holds fewer than 16
-                           numbers, the sums are made in PARTS: first those that fit, and then the others.
+                           There are ORDER = 16 partial sums on every processor: sum i adds every 16th product, starting
+                           at k = i. Then the upper half of the sums is added to the lower half, four times, and finally
+                           the remaining K % 16 products, one by one. Where a register holds fewer than 16 numbers, the
+                           sums are computed in PARTS: first the ones that fit, then the others.
 
        turned, (K, N)      y[j] = sum over k of x[k] W[k][j]   W[k] is contiguous, so we load LANES weights of one k.
-                           Each lane is another j, and adds up its products from the first k to the last. So zeros at
-                           the end of x change nothing, if W is finite there: attention may read further than a
-                           sequence is long. (`kv.py` scrubs rows that may not be finite.)
+                           Each lane is another j, and adds its products from the first k to the last. So zeros at the
+                           end of x change nothing if W is finite there: attention may read beyond the end of a
+                           sequence. (`kv.py` scrubs rows that may not be finite.)
 
-   Every multiply-add is a fused one, and is named (`fma_`): with `a * b + c` the compiler would choose, in each loop
-   anew, whether to round once or twice. (-ffp-contract=off keeps it from making one unasked. The few processors that have
-   none, x86 before 2013, round twice: there a row keeps its bits in any company, but they are not those of others.) The file
-   is compiled without -ffast-math, which lets a compiler reorder sums.
+   Every multiply-add is fused, and explicit (`fma_`): for `a * b + c` the compiler would decide in each loop whether to
+   round once or twice. (-ffp-contract=off keeps it from fusing on its own. The few processors without a fused multiply-add,
+   x86 before 2013, round twice: there a row still has the same bits in any batch, but not the bits of other processors.)
+   The file is compiled without -ffast-math, which lets a compiler reorder sums.
 
-   Weights may be packed: 16 bits each, or 8 or 4 bits with a scale and an offset for each group of them. A packed weight
-   is made into the float32 that it stands for, in a register or in a scratch, and then the sums are the same. So packed
-   weights change no bit, and take as much less time to read as they are smaller. By choice, activations are rounded to 8
-   bits, too, and multiplied as whole numbers: twice as fast, less precise, and another result. Sums of whole numbers are
-   exact, so there, too, a row has the same bits in any company and on any processor.
+   Weights may be packed: 16 bits each, or 8 or 4 bits with a scale and an offset for each group. A packed weight is
+   converted to the float32 that it stands for, in a register or in scratch memory, and then the sums are the same. So
+   packing changes no bit, and reading the weights takes less time in proportion to their size. Optionally, activations are
+   rounded to 8 bits, too, and multiplied as integers: twice as fast, less precise, and with other results. Sums of integers
+   are exact, so here, too, a row has the same bits in any batch and on any processor.
 
-   In place of a matrix there may also be the name of an operation on each row: a softmax, a gate or a norm. Each of them
-   works on one row alone, in one order. Attention is an operation, too, with the keys and values of a layer in place of a
-   matrix: it has the bits of the formula in `llama.py`, and takes about half the time. So is the gated delta rule, with the
-   states of a layer (`delta_net.c`), and a mixture of experts, with a stack of matrices (`experts.c`).
+   In place of a matrix, the caller may also name an operation on each row: a softmax, a gate or a norm. Each operation
+   works on a single row, in one order. Attention is an operation, too, with the keys and values of a layer in place of a
+   matrix: it has the bits of the formula in `llama.py`, and takes about half the time. The gated delta rule takes the states
+   of a layer instead (`delta_net.c`), and a mixture of experts takes a stack of matrices (`experts.c`).
 
-   How to read on: the vectors of each processor; packed weights; a tile, which is the part of the result that is held in registers;
-   strips and panels, which stay in the caches; operations; threads; and `cblas_sgemm`, the name by which MLX calls
-   this. */
+   The file in order: the vectors of each processor; packed weights; a tile, which is the part of the result that is held in
+   registers; strips and panels, which stay in the caches; operations; threads; and `cblas_sgemm`, the function that MLX
+   calls. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -79,22 +80,21 @@
 /* --- the vectors of each processor -------------------------------------------------------------------------------
 
    `ROWS` x `COLS` vectors are the sums of a tile. Together with one vector of x for each row and one vector of weights
-   they fill the registers: 32 of them, or 16 with AVX2. `KEEP` pins what was loaded in a register; without it
-   GCC loads it again for each use. `add_lanes` adds up the lanes of four vectors, the upper half to the lower one until
-   one is left, into four numbers. `float16s`,
-   `bfloat16s` and `bytes` make a vector of as many packed numbers; `nibbles`, of the lowest four bits of each word, and
-   `shifted` brings the next four there. */
+   they fill the registers: 32 of them, or 16 with AVX2. `KEEP` pins a loaded vector in a register; without it GCC loads
+   the vector again for each use. `add_lanes` sums the lanes of each of four vectors into four numbers: it adds the upper
+   half to the lower half until one lane is left. `float16s`, `bfloat16s` and `bytes` convert LANES packed numbers to a
+   vector; `nibbles` converts the lowest four bits of each word, and `shifted` moves the next four bits there. */
 
-enum { ORDER = 16, COLS = 4, WIDEST = 8, LINE = 16 }; /* LINE: numbers in a line of the cache */
+enum { ORDER = 16, COLS = 4, WIDEST = 8, LINE = 16 }; /* LINE: floats in a cache line */
 
-/* One number of 16 bits. (Only finite ones are loaded.) */
+/* Convert a 16-bit number. (All of them are finite.) */
 INLINE float of_bits(uint32_t bits) {
   float number;
   memcpy(&number, &bits, sizeof number);
   return number;
 }
 INLINE float bfloat16(uint16_t bits) { return of_bits((uint32_t)bits << 16); }
-INLINE float float16(uint16_t bits) { /* moved to their places in a float32, where an exponent of 0 means 2^-112 of it */
+INLINE float float16(uint16_t bits) { /* the bits at their places in a float32, whose exponents are biased by 112 more */
   float size = of_bits((uint32_t)(bits & 0x7fff) << 13) * 0x1p112f;
   return bits >> 15 ? -size : size;
 }
@@ -124,10 +124,10 @@ typedef __m512i words;
 INLINE words load_words(const void *at) { return _mm512_loadu_si512(at); }
 INLINE words shifted(words w) { return _mm512_srli_epi32(w, 4); }
 
-/* Of four bits, a group's 16 possible weights are one vector, and each number says which of them is meant. */
+/* With four bits, the 16 possible weights of a group are one vector, and each packed number is an index into it. */
 #define HAS_TABLE
 INLINE vec sixteen(void) { return _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
-INLINE vec looked_up(vec table, words w) { return _mm512_permutexvar_ps(w, table); } /* the lowest four bits alone count */
+INLINE vec looked_up(vec table, words w) { return _mm512_permutexvar_ps(w, table); } /* only the lowest four bits count */
 INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
 INLINE four add_lanes(vec a, vec b, vec c, vec d) {
@@ -220,7 +220,7 @@ INLINE float fma_one(float a, float b, float c) { return __builtin_fmaf(a, b, c)
 INLINE vec fma_(vec a, vec b, vec c) {
   return (vec){fma_one(a[0], b[0], c[0]), fma_one(a[1], b[1], c[1]), fma_one(a[2], b[2], c[2]), fma_one(a[3], b[3], c[3])};
 }
-#else /* two roundings instead of one, so other bits than on all other processors */
+#else /* two roundings instead of one, so the bits differ from all other processors */
 INLINE float fma_one(float a, float b, float c) { return a * b + c; }
 INLINE vec fma_(vec a, vec b, vec c) { return a * b + c; }
 #endif
@@ -249,45 +249,44 @@ INLINE four add_lanes(vec a, vec b, vec c, vec d) { return (four){halves_of(a), 
 #endif
 
 enum { PARTS = ORDER / LANES };
-typedef int32_t ints __attribute__((vector_size(4 * LANES))); /* also what a comparison says: all bits of a lane, or none */
+typedef int32_t ints __attribute__((vector_size(4 * LANES))); /* also the result of a comparison: all bits of a lane set, or none */
 static long at_most(long number, long limit) { return number < limit ? number : limit; }
 
 /* --- packed weights ----------------------------------------------------------------------------------------------------
 
-   MLX multiplies float32 matrices alone, and never looks at them: it hands us an address. So a packed matrix claims to be
-   a float32 one. What lies at its address is a `Packed`, and behind it the matrix.
+   MLX multiplies only float32 matrices, and never reads them: it passes an address to us. So a packed matrix claims to be
+   float32. At its address there is a `Packed`, followed by the weights.
 
-   Weights of 16 and of 8 bits lie as in a file. Those of 4 bits lie in blocks, so that to unpack LANES of them takes no
-   more than a shift. A block is 128 weights, in 16 words: the first 16 weights are the lowest four bits of its words, the
-   next 16 weights the four bits above, and so on. (A number for each weight:)
+   Weights of 16 and 8 bits are stored as in the file. Weights of 4 bits are stored in blocks, so that unpacking LANES of
+   them takes a single shift. A block is 128 weights, in 16 words: the first 16 weights are the lowest four bits of the
+   words, the next 16 weights are the four bits above, and so on. (The index of each weight:)
 
        as in a file    7 6 5 4 3 2 1 0   15 14 13 12 11 10 9 8   23 ...
        in a block      112 96 80 64 48 32 16 0   113 97 81 65 49 33 17 1   114 ...
 
-   How we know a `Packed` from numbers: it begins with a key of 128 bits, drawn when this library is loaded, which no matrix
-   of numbers begins with. So there is no list of addresses, and nothing to strike off it: a matrix is known to be packed
-   for exactly as long as its memory holds it. The key begins with a NaN, which is compared first and by itself: a matrix
-   of one number has no more.
+   How a `Packed` is told apart from numbers: it begins with a random key of 128 bits, drawn when this library is loaded.
+   So there is no list of addresses to maintain: a matrix counts as packed for exactly as long as its memory holds the key.
+   The key begins with a NaN, which is compared first and separately, because a matrix of one number has only four bytes.
 
-   A form may also be an operation. Then no matrix lies behind the `Packed`. Behind that of a norm lie the norm's weights. */
+   A form may also be an operation. Then there is no matrix after the `Packed`; a norm's weights follow it. */
 
-enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, /* of numbers; */
-       ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, ROUNDED_MXFP4, /* for activations in 8 bits: numbers of so many bits; */
-       SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY, EXPERTS }; /* of operations */
+enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, /* forms of numbers; */
+       ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, ROUNDED_MXFP4, /* weights for 8-bit activations, by their bits; */
+       SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY, EXPERTS }; /* operations */
 
 typedef struct {
   uint64_t key[2];
   int32_t form, form_of_scales; /* of the weights; of scales and offsets */
   int64_t N, K;                 /* the matrix is (N, K), row by row */
-  int32_t group, groups;        /* so many weights share a scale and an offset; so many groups has a row. Of 16 bits
-                                   a row is one group, without an offset */
+  int32_t group, groups;        /* weights that share a scale and an offset; groups in a row. With 16 bits a row is one
+                                   group, without an offset */
   int32_t shift;                /* a weight's group in its row: k >> shift */
-  int32_t scales, offsets;      /* where they lie, in lines of the cache from here on */
-  float setting;                /* of an operation: the scale of a softmax, the eps of a norm; of a matrix: if not 0, each
-                                   offset is its scale times this power of two, and none is stored */
+  int32_t scales, offsets;      /* their positions, in cache lines from here */
+  float setting;                /* the scale of a softmax or the eps of a norm; for a matrix, if not 0, each offset is its
+                                   scale times this power of two, and no offsets are stored */
 } Packed;
 enum { LINE_NBYTES = 64, BLOCK = 8 * ORDER };
-_Static_assert(sizeof(Packed) <= LINE_NBYTES, "behind it the weights begin");
+_Static_assert(sizeof(Packed) <= LINE_NBYTES, "the weights begin after it");
 
 static uint64_t key[2];
 
@@ -296,7 +295,7 @@ static __attribute__((constructor)) void draw_key(void) {
     fprintf(stderr, "nanobatch: the system has no random numbers\n");
     abort();
   }
-  key[0] |= 0x7fc000007fc00000; /* its first half is NaN, and so is its second */
+  key[0] |= 0x7fc000007fc00000; /* both halves are NaN */
 }
 
 INLINE const Packed *packed_at(const void *at) {
@@ -310,13 +309,13 @@ INLINE long bits_of(const int form) {
   return form == ROUNDED_5 ? 5 : form == ROUNDED_6 ? 6 : form == EIGHT_BITS || form == ROUNDED_8 ? 8 : form == FLOAT32 ? 32 : 16;
 }
 
-/* Bytes of a row. Of 4 bits it ends with a whole block. */
+/* Bytes of a row. With 4 bits a row is padded to whole blocks. */
 INLINE long row_nbytes(long K, const int form) {
   return form == FOUR_BITS ? (K + BLOCK - 1) / BLOCK * BLOCK / 2 : K * bits_of(form) / 8;
 }
 
-/* Scales and offsets are made float32 first, those of some groups at a time. (Behind the last of them there is memory
-   for another vector.) */
+/* Scales and offsets are converted to float32 first, GROUPS at a time. (There is memory for another vector after the last
+   of them.) */
 enum { GROUPS = 64 };
 typedef struct {
   float scale[GROUPS], offset[GROUPS];
@@ -328,9 +327,9 @@ INLINE vec widen(const void *from, long i, const int form) {
   return load((const float *)from + i);
 }
 
-/* Factors of 8 bits: in each row a byte for each group, which stands for its number less 128, and then a float16 number
-   for each SPAN weights, by which their bytes are multiplied. Such a row has whole SPANs, and its weights have six bits at
-   most: so a scale times a weight is exact. */
+/* 8-bit factors: in each row, a byte for each group, which stands for the byte minus 128, and then a float16 number for
+   each SPAN weights, by which their bytes are multiplied. K is then a multiple of SPAN, and weights have at most six bits,
+   so a scale times a weight is exact. */
 enum { SPAN = 256 };
 INLINE long factor_nbytes(const Packed *a) { return a->form_of_scales == EIGHT_BITS ? 1 : a->form_of_scales == FLOAT32 ? 4 : 2; }
 INLINE long factors_nbytes(const Packed *a) { /* of a row */
@@ -363,7 +362,7 @@ INLINE void read_factors(const Packed *a, long first, long count, Factors *to, c
     store(to->offset + i, times(load(to->scale + i), all(a->setting)));
 }
 
-typedef struct { /* what the weights of a group have in common */
+typedef struct { /* values shared by the weights of a group */
   vec scale, offset, table;
 } Group;
 
@@ -376,14 +375,14 @@ INLINE Group group_of(const Factors *factors, long i, const int form) {
   return group;
 }
 
-/* A number times its scale, and then the offset, with two roundings, as `mx.dequantize` has them. If the scale has 16
-   bits, the product is `exact`: then one operation does both, and rounds once anyway. */
+/* Multiply by the scale and add the offset, with two roundings as in `mx.dequantize`. If the scale has 16 bits, the
+   product is `exact`, so a fused multiply-add gives the same result. */
 INLINE vec scaled(vec numbers, const Group *group, const int exact) {
   if (exact) return fma_(numbers, group->scale, group->offset);
   return add(times(numbers, group->scale), group->offset);
 }
 
-/* The next LANES weights of a row: of 4 bits, what is left of a block; else they lie `at`. */
+/* The next LANES weights of a row: with 4 bits from what is `left` of a block, otherwise from memory `at`. */
 INLINE vec next(const Group *group, words *left, const char *at, const int form, const int exact) {
   if (form == EIGHT_BITS) return scaled(bytes(at), group, exact);
   if (form == FLOAT16) return times(float16s(at), group->scale);
@@ -397,12 +396,12 @@ INLINE vec next(const Group *group, words *left, const char *at, const int form,
 #endif
 }
 
-/* For so many weights all is prepared at once: a group, or a block of it. */
+/* The number of weights that are prepared at once: a group, or one block of a larger group. */
 INLINE long step_of(const Packed *a, const int form) {
   return form == FOUR_BITS && a->group > BLOCK ? BLOCK : a->group;
 }
 
-/* One weight of 16 bits: behind the last whole vector of a row. */
+/* One 16-bit weight, for the rest of a row after its last whole vector. */
 INLINE float one_unpacked(const Packed *a, long j, long k, const int form) {
   uint16_t bits = ((const uint16_t *)line(a, 1))[j * a->K + k];
   return (form == FLOAT16 ? float16(bits) : bfloat16(bits)) * ((const float *)line(a, a->scales))[j];
@@ -417,13 +416,13 @@ typedef struct { /* y = alpha x W + beta y */
   float *y;
   long ldx, ldw, ldy; /* numbers from a row to the next, of x, of w and of y */
   float alpha, beta;
-  int is_turned; /* w is (K, N), and else (N, K) */
-  const Packed *packed; /* what lies at w, if w is packed */
-  void *strips;         /* x in the order in which tiles read it, float32 or rounded to 8 bits; */
-  float *steps;         /* if rounded: of each part what 1 means, and that times its sum, (M, parts, 2); */
-  int makes_strips;     /* and whether they are made now */
-  const long *tiles;     /* attention: the first row of each tile, */
-  long tile_count;       /* and at last M */
+  int is_turned; /* w is (K, N) instead of (N, K) */
+  const Packed *packed; /* the header at w, if w is packed */
+  void *strips;         /* x in the order in which tiles read it, float32 or rounded to 8 bits */
+  float *steps;         /* for rounded x: the step of each part, and the step times the part's sum, (M, parts, 2) */
+  int makes_strips;     /* true while the strips are being written */
+  const long *tiles;     /* attention: the first row of each tile, then M */
+  long tile_count;
   const Runs *runs;      /* experts: which rows each of them multiplies */
 } Product;
 
@@ -432,7 +431,7 @@ INLINE int is_plain(const Product *p) { return p->alpha == 1 && p->beta == 0; }
 
 INLINE void put(const Product *p, long m, long j, float sum) {
   float *y = p->y + m * p->ldy + j;
-  *y = p->beta ? fma_one(p->alpha, sum, p->beta * *y) : p->alpha * sum; /* with a beta of 0, y may hold anything */
+  *y = p->beta ? fma_one(p->alpha, sum, p->beta * *y) : p->alpha * sum; /* with a beta of 0, y may be uninitialized */
 }
 
 INLINE void load_x(const float *x, long ldx, vec own[ROWS], const int rows) {
@@ -442,9 +441,9 @@ INLINE void load_x(const float *x, long ldx, vec own[ROWS], const int rows) {
   }
 }
 
-/* The sums of a tile, in PARTS. Those of one row fit into registers (if its weights are not of four bits, which need some
-   themselves). Else one part is there while a PIECE of W is read, and then the next part: meanwhile the piece stays in the
-   L1 cache, and the last part fetches the next piece. So the L2 cache gives its numbers evenly, and not in bursts. */
+/* The sums of a tile, in PARTS. The sums of one row fit into registers (except with 4-bit weights, whose unpacking needs
+   registers itself). For more rows, each part in turn is in registers while a PIECE of W is read. The piece stays in the L1
+   cache for all parts, and the last part prefetches the next piece. So the L2 cache is read evenly, not in bursts. */
 typedef vec Sums[PARTS][ROWS][COLS];
 enum { PIECE = 256, PACKED_PIECE = 4096, AHEAD = COLS / PARTS };
 
@@ -474,8 +473,8 @@ INLINE four add_columns(const vec sum[COLS], const int cols) { /* COLS, or one *
   return add_lanes(sum[0], sum[cols == COLS ? 1 : 0], sum[cols == COLS ? 2 : 0], sum[cols == COLS ? 3 : 0]);
 }
 
-/* What the numbers k..end of float32 weights w add to a tile's sums, from `part` on; the sums `before` are kept as `after`.
-   Weights are fetched ahead, so that memory is never idle: of the next COLS columns, or in pieces, of the next piece. */
+/* Add the products k..end of float32 weights w to a tile's sums, from `part` on: `after` = `before` + products. Weights
+   are prefetched so that memory is never idle: the next COLS columns, or, if W is read in pieces, the next piece. */
 INLINE void add_numbers(const Product *p, const float *x, const float *w, long k, long end, const int part,
                         vec (*before)[ROWS][COLS], vec (*after)[ROWS][COLS], const int rows, const int cols) {
   const int parts = together(rows, FLOAT32);
@@ -501,7 +500,7 @@ INLINE void add_numbers(const Product *p, const float *x, const float *w, long k
   copy(sum, after, parts, rows, cols);
 }
 
-/* The same with packed weights, from column j on; `factors` begin with group g. Rows of W are read two tiles ahead. */
+/* The same with packed weights, from column j on; `factors` begin with group g. Rows of W are prefetched two tiles ahead. */
 INLINE void add_packed(const Product *p, const float *x, long j, const Factors factors[COLS], long g, long k, long end,
                        const int part, vec (*before)[ROWS][COLS], vec (*after)[ROWS][COLS], const int rows, const int cols,
                        const int form) {
@@ -546,7 +545,7 @@ INLINE void add_packed(const Product *p, const float *x, long j, const Factors f
   copy(sum, after, parts, rows, cols);
 }
 
-/* `cols` numbers of row m of the result, from column j on: their sums, and the last products, one by one. */
+/* Write `cols` numbers of row m of the result, from column j on: add the last K % ORDER products to their sums one by one. */
 INLINE void put_row(const Product *p, long m, long j, four sums, const long cols, const int form) {
   const float *x = p->x + m * p->ldx;
   const long whole = p->K / ORDER * ORDER;
@@ -565,7 +564,7 @@ INLINE void put_row(const Product *p, long m, long j, four sums, const long cols
   }
 }
 
-/* W as stored: `cols` columns j of the result for `rows` rows from m on. `form` is that of the weights. */
+/* W as stored: compute `cols` columns of the result from j on, for `rows` rows from m on. `form` is the weights' form. */
 INLINE void stored_tile(const Product *p, long m, long j, const int rows, const int cols, const int form) {
   const float *x = p->x + m * p->ldx;
   const float *w = p->w + j * p->ldw;
@@ -599,7 +598,7 @@ INLINE void stored_tile(const Product *p, long m, long j, const int rows, const 
   for (int r = 0; r < rows; r++) put_row(p, m + r, j, add_columns(sums[0][r], cols), cols, form);
 }
 
-/* W turned: `cols` vectors of columns, from column j on. A single row has registers for WIDEST of them. */
+/* W turned: compute `cols` vectors of columns, from column j on. For a single row, WIDEST vectors fit into registers. */
 INLINE long turned_tile(const Product *p, long m, long j, const int rows, const int cols) {
   const float *x = p->x + m * p->ldx;
   const float *w = p->w + j;
@@ -633,7 +632,7 @@ INLINE long turned_tile(const Product *p, long m, long j, const int rows, const 
   return cols;
 }
 
-/* W turned, and fewer columns left than a vector has: the same sum, number by number. */
+/* W turned, with fewer columns left than a vector has: the same sum for a single number. */
 static void turned_number(const Product *p, long m, long j) {
   float total = 0;
   for (long k = 0; k < p->K; k++) total = fma_one(p->x[m * p->ldx + k], p->w[k * p->ldw + j], total);
@@ -642,16 +641,16 @@ static void turned_number(const Product *p, long m, long j) {
 
 /* --- strips: tiles of the same rows side by side ------------------------------------------------------------------------
 
-   A tile's loops are unrolled into registers if their bounds are constants. So there is a function for each height.
-   Strips of packed weights have LOW rows at most, since the groups need registers, too. As long as there are FEW rows, to
-   read the weights again for each strip takes less time than to write them down once (as measured). */
+   A tile's loops are unrolled into registers only if their bounds are constants. So there is a function for each height.
+   Strips of packed weights have at most LOW rows, because the groups need registers, too. Up to FEW rows, reading the
+   weights again for each strip takes less time than copying them once (as measured). */
 
 INLINE void stored_strip(const Product *p, long m, long j, long to, const int rows, const int form) {
   for (; j + COLS <= to; j += COLS) stored_tile(p, m, j, rows, COLS, form);
   for (; j < to; j++) stored_tile(p, m, j, rows, 1, form);
 }
 
-/* `cols` vectors of columns, of which there are up to 4; or up to 8 for a single row. Returns how many it took. */
+/* Compute up to `cols` vectors of columns: at most 4, or 8 for a single row. Returns the number computed. */
 INLINE long turned_tile_of(const Product *p, long m, long j, long cols, const int rows) {
   if (rows == 1 && cols >= 8) return turned_tile(p, m, j, rows, 8);
   if (rows == 1 && cols >= 6) return turned_tile(p, m, j, rows, 6);
@@ -692,13 +691,13 @@ static Strip *const stored_strips[][ROWS + 1] = {
 static Tile *const turned_tiles[] = HEIGHTS(turned);
 _Static_assert(sizeof turned_tiles / sizeof *turned_tiles == ROWS + 1, "a function for each height");
 
-/* How many rows the next strip takes, if so many are left: 7 are 4 + 3, not 6 + 1. */
+/* The number of rows in the next strip if `left` remain: 7 are split as 4 + 3, not 6 + 1. */
 static long next_height(long left, long most) {
   long strips = (left + most - 1) / most;
   return (left + strips - 1) / strips;
 }
 
-/* W turned, a block of rows m0..m1 and columns j0..j1. */
+/* W turned: compute rows m0..m1 and columns j0..j1. */
 static void turned_block(const Product *p, long m0, long m1, long j0, long j1) {
   long whole = j0 + (j1 - j0) / LANES * LANES;
   for (long m = m0, rows; m < m1; m += rows) {
@@ -711,26 +710,26 @@ static void turned_block(const Product *p, long m0, long m1, long j0, long j1) {
 
 /* --- W as stored: few rows and many -------------------------------------------------------------------------------------
 
-   For few rows, each strip reads the weights where they are, and unpacks them again. For more, some columns are copied or
-   unpacked into a panel that stays in the L1 cache, and all strips go over it. A panel has the order in which a tile reads
-   it: for each part of the sums LANES numbers of each column, then the next LANES of each. Before that, x is copied into
-   strips of the same order. Then a tile reads two streams. (The rows of a matrix are often a multiple of 4 KiB apart, so
-   the numbers that it reads together would share one set of the L1 cache: with AVX2 the loop is three times as slow.)
+   For few rows, each strip reads the weights in place, and unpacks them again. For more rows, some columns are copied or
+   unpacked into a panel that stays in the L1 cache, and all strips use it. A panel is stored in the order in which a tile
+   reads it: for each part of the sums, LANES numbers of each column, then the next LANES of each. Before that, x is copied
+   into strips in the same order. Then a tile reads two streams. (The rows of a matrix are often a multiple of 4 KiB apart,
+   so numbers that are read together would share one set of the L1 cache: with AVX2 the loop is three times as slow.)
 
-   If K is long, a panel is a part of it, so that the L2 cache holds the same part of x for many rows. The sums of the
-   other parts are kept meanwhile, lane by lane. */
+   If K is long, a panel covers a part of it, so that the L2 cache holds the same part of x for many rows. Between panels
+   the sums so far are kept, lane by lane. */
 
 enum {
-  WIDE = 5120, /* float32 weights, 20 KiB, that stay in the L1 cache while the strips go over them; */
-  NARROW = 16, /* and columns of packed ones */
+  WIDE = 5120, /* float32 weights (20 KiB) that stay in the L1 cache while all strips use them; */
+  NARROW = 16, /* for packed weights: this many columns */
   DEEP = 1024, /* numbers of a row in a panel: whole blocks, and at most GROUPS groups */
-  TALL = 72,   /* rows for which that is done once: whole strips */
+  TALL = 72,   /* rows that share a panel: whole strips */
 };
 
 typedef struct {
-  long j, cols;   /* columns of the result; beyond the last one, copies of it fill the last tile */
-  long k, depth;  /* the numbers k..k + depth of each */
-  float *weights; /* a tile after the other */
+  long j, cols;   /* columns of the result; copies of the last column fill the last tile */
+  long k, depth;  /* the numbers k..k + depth of each column */
+  float *weights; /* tile by tile */
 } Panel;
 
 INLINE float *column(const Panel *panel, long c) {
@@ -744,7 +743,7 @@ INLINE void unpack_as(const Packed *a, const Panel *panel, const int form) {
   for (long c = 0; c < panel->cols; c++) {
     const long j = at_most(panel->j + c, a->N - 1);
     const char *at = line(a, 1) + j * width + k0 * bits / 8;
-    const long ahead = panel->cols * width; /* what the next panel unpacks */
+    const long ahead = panel->cols * width; /* the weights of the next panel */
     float *to = column(panel, c);
     const long part = panel->depth / ORDER * COLS * LANES;
     Factors factors;
@@ -769,7 +768,7 @@ INLINE void unpack_as(const Packed *a, const Panel *panel, const int form) {
   }
 }
 
-/* Copy `depth` numbers of a row to their places in a panel or strip of `width` rows; those `ahead` are needed soon. */
+/* Copy `depth` numbers of a row to their places in a panel or strip of `width` rows; prefetch the numbers `ahead`. */
 INLINE void arrange(const float *from, long depth, float *to, const long width, long ahead) {
   for (long k = 0; k < depth; k += ORDER, to += width * LANES) {
     __builtin_prefetch(from + k + ahead);
@@ -790,10 +789,10 @@ static NOINLINE void unpack(const Product *p, const Panel *panel) {
   if (a->form == EIGHT_BITS) unpack_as(a, panel, EIGHT_BITS);
 }
 
-/* How many rows has the strip that begins with row m. */
+/* The number of rows in the strip that begins with row m. */
 static long height(const Product *p, long m) { return next_height(at_most(TALL - m % TALL, p->M - m), ROWS); }
 
-/* Copy x into the strips that begin in rows m0..m1: the part for the first panel of all strips, then that for the next. */
+/* Copy x into the strips that begin in rows m0..m1: the first panel's part for all strips, then the next panel's. */
 static void make_strips(const Product *p, long m0, long m1) {
   const long whole = p->K / ORDER * ORDER;
   for (long m = 0, rows; m < m1; m += rows) {
@@ -806,7 +805,7 @@ static void make_strips(const Product *p, long m0, long m1) {
   }
 }
 
-/* What a panel adds to the sums of a tile: from each part `count` vectors of each row and column. */
+/* Add the products of a panel to the sums of a tile: `count` vectors of each row and column in each part. */
 INLINE void add_panel(const float *x, const float *w, long count, Sums before, Sums after, const int rows,
                       const int is_first) {
 #pragma GCC unroll 4
@@ -828,7 +827,7 @@ INLINE void add_panel(const float *x, const float *w, long count, Sums before, S
   }
 }
 
-/* A strip of a panel: its numbers of the result, or as long as their sums are not complete, the sums `kept`. */
+/* Multiply a strip by a panel: write the result, or update the sums in `kept` if there are further panels. */
 INLINE void panel_strip(const Product *p, const Panel *panel, long m, Sums kept, const int rows, const int is_first) {
   const long depth = panel->depth, count = depth / ORDER, whole = p->K / ORDER * ORDER, ldy = p->ldy;
   const int is_usual = whole == p->K && is_plain(p) && panel->j + panel->cols <= p->N;
@@ -893,30 +892,31 @@ static void multiply_many(const Product *p, long j0, long j1) {
 
 /* --- activations in 8 bits ---------------------------------------------------------------------------------------------
 
-   If W was laid down for it, each part of a row of x becomes whole numbers a, -127 to 127, and a `step`: what 1 means. A part
-   is a group of W, or of larger groups FINE numbers: one number that is far larger than the others makes the step coarse for
-   all of a part. (Of SmolLM2 in groups of 64, perplexity is 0.4 % above that of float arithmetic with parts of 32, and 0.9 %
-   with parts of 64.) With w = scale q + offset, a part adds step scale (sum of q a) + step (sum of a) offset to the result.
-   Sums of whole numbers are exact in any order, so each processor takes its own instructions for them. What is left are four
-   roundings for each part, always the same: here, too, a row has its own bits.
+   If W is packed in a ROUNDED form, each part of a row of x is quantized to integers a, -127 to 127, and a `step`, so that
+   x is about a times step. A part is a group of W, or FINE numbers of a larger group, because one outlier makes the step
+   coarse for the whole part. (With SmolLM2 in groups of 64, perplexity is 0.4 % above float arithmetic with parts of 32,
+   and 0.9 % with parts of 64.) With w = scale q + offset, a part adds step scale (sum of q a) + step (sum of a) offset to
+   the result. Sums of integers are exact in any order, so each processor uses its own instructions for them. What remains
+   are four roundings for each part, always the same: here, too, a row's bits do not depend on the batch.
 
-   W lies in panels of 16 rows. A line of the cache has a word of each row, and a word has four weights of 8 bits, or eight
-   of 4: the first four of them in the lower halves of its bytes. Weights of 5 and 6 bits have their lower 4 bits in such
-   lines, and a line for the bits above follows, of so many weights as fill it: a UNIT. (Four weights of a row are an index
-   in the unit, and a byte of a word for each:)
+   W is stored in panels of 16 rows. A cache line has one word of each row, and a word has four weights of 8 bits, or eight
+   of 4 bits: the first four of them in the lower halves of its bytes. Weights of 5 and 6 bits have their lower 4 bits in
+   such lines. Another line follows, with the upper bits of all weights that fill it: together they are a UNIT. (Each number
+   below is the index of four weights of a row, one in each byte of a word:)
 
        4 bits    8 weights   | 0, 1 |
        5 bits   32           | 0, 1 | 2, 3 | 4, 5 | 6, 7 | the fifth bit of 0, of 1, ... of 7 |
        6 bits   16           | 0, 1 | 2, 3 | the upper two bits of 0, of 1, of 2, of 3 |
        8 bits    8           | 0 | 1 |
 
-   Numbers of MXFP4 lie like those of 4 bits. Each is one of 15 from 0 to 24, so its four bits say which of them it is.
+   MXFP4 weights are stored like weights of 4 bits. The four bits are an index into a table of 15 different values from 0
+   to 24.
 
-   The 16 scales of a group lie side by side, and so do the offsets. `dot` adds the products of four weights and four
+   The 16 scales of a group are contiguous, and so are the 16 offsets. `dot` adds the products of four weights and four
    numbers of x to each lane of a `partial` sum. */
 
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
-INLINE ints dot(ints sum, words w, const int8_t *x) { /* (around the intrinsic GCC 12 copies registers) */
+INLINE ints dot(ints sum, words w, const int8_t *x) { /* (with the intrinsic, GCC 12 copies registers) */
   __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*(const int8_t(*)[4])x));
   return sum;
 }
@@ -968,7 +968,7 @@ INLINE ints whole(partial sum) { return sum; }
 enum { FINE = 32 };
 INLINE long part_of(const Packed *a) { return at_most(FINE, a->group); }
 
-/* Rows are rounded in strips of ROUNDED_ROWS: there four numbers of each row are followed by the next four of each. */
+/* Round rows of x into strips of ROUNDED_ROWS rows. A strip has four numbers of each row, then the next four of each. */
 static void round_rows(const Product *p, long m0, long m1) {
   const long size = part_of(p->packed), parts = p->K / size;
   for (long m = m0; m < m1; m++)
@@ -979,28 +979,28 @@ static void round_rows(const Product *p, long m0, long m1) {
       int32_t bits[FINE], most = 0, sum = 0;
       int8_t numbers[FINE];
       memcpy(bits, x, size * sizeof *x);
-      for (long i = 0; i < size; i++) { /* without signs, floats are in the order of their bits, and a NaN is the largest */
+      for (long i = 0; i < size; i++) { /* without signs, floats compare like their bits, and a NaN is the largest */
         const int32_t number = bits[i] & 0x7fffffff;
         most = number > most ? number : most;
       }
       const int is_usual = 0x1p-100f < of_bits(most) && most < 0x7f800000;
       const float inverse = is_usual ? 127 / of_bits(most) : 0;
       for (long i = 0; i < size; i++) {
-        const float shifted = x[i] * inverse + 0x1.8p23f; /* so large that its last bits are those of the whole number */
+        const float shifted = x[i] * inverse + 0x1.8p23f; /* so large that its last bits are the rounded integer */
         memcpy(bits + i, &shifted, sizeof shifted);
         sum += numbers[i] = (int8_t)bits[i];
       }
       int8_t *to = (int8_t *)p->strips + first * p->K + part * size * rows + 4 * r;
       for (long i = 0; i < size; i += 4) memcpy(to + i * rows, numbers + i, 4);
-      step[0] = is_usual ? of_bits(most) / 127 : 0 * of_bits(most); /* what is not finite makes the row NaN */
+      step[0] = is_usual ? of_bits(most) / 127 : 0 * of_bits(most); /* a number that is not finite makes the row NaN */
       step[1] = step[0] * sum;
     }
 }
 
-/* The numbers of `steps` for a row. */
+/* The length of `steps` for a row. */
 INLINE long steps_of(const Packed *a) { return 2 * (a->K / part_of(a)); }
 
-/* MXFP4: the number that each byte, 0 to 15, stands for. Less 12, they are its sizes times two, with both signs. */
+/* MXFP4: the value of each code, 0 to 15. Minus 12, it is twice the value in the format's definition. */
 static const uint8_t of_mxfp4[16] __attribute__((aligned(16))) = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 #if defined(__AVX512BW__)
 INLINE words looked_up_bytes(words w) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const void *)of_mxfp4)), w); }
@@ -1020,7 +1020,7 @@ static NOINLINE words looked_up_bytes(words w) {
 
 INLINE long unit_of(const int form) { return form == ROUNDED_5 ? 32 : form == ROUNDED_6 ? 16 : 8; }
 
-/* The n-th four weights of each row of a unit, which begins `at`; in two planes, the lower or the upper halves of them. */
+/* The n-th four weights of each row of the unit `at`; with two planes, their lower or their upper halves. */
 typedef uint32_t uints __attribute__((vector_size(4 * LANES)));
 INLINE words weights_of(const char *at, const int n, const int form, const int plane) {
   const uints halves = (uints){0} + 0x0f0f0f0f;
@@ -1032,17 +1032,17 @@ INLINE words weights_of(const char *at, const int n, const int form, const int p
   if (form == ROUNDED_4) return (words)low;
   if (form == ROUNDED_MXFP4) return looked_up_bytes((words)low);
   const uints upper = (uints)load_words(at + unit_of(form) / 8 * LINE_NBYTES);
-  const int bit = form == ROUNDED_5 ? n : 2 * n; /* where they are in each byte of `upper`, and 4 in the weight */
+  const int bit = form == ROUNDED_5 ? n : 2 * n; /* their position in each byte of `upper`; in the weight it is 4 */
   return (words)(low | ((bit < 4 ? upper << (4 - bit) : upper >> (bit - 4)) & (form == ROUNDED_5 ? 0x10101010 : 0x30303030)));
 }
 
-/* LANES of the 16 scales or offsets of a group, from number c on: of 8 bits, bytes times their `sizes`. */
+/* LANES of the 16 scales or offsets of a group, starting with c. With 8 bits, they are bytes times their `sizes`. */
 INLINE vec factors_of(const char *at, const char *sizes, long c, const int form) {
   return form == EIGHT_BITS ? times(add(bytes(at + c), all(-128)), float16s(sizes + 2 * c)) : widen(at, c, form);
 }
 
-/* What the parts i0..i1 of x add to `rows` rows and the 16 columns of a panel. So that no 16 bits overflow, sums of FULL weights
-   are added up in 32 bits, and weights of 8 bits are multiplied in two PLANES. */
+/* Add the products of the parts i0..i1 of x to the sums of `rows` rows and the 16 columns of a panel. To avoid overflow in 16
+   bits, sums of FULL weights are added to 32-bit totals, and 8-bit weights are multiplied in two PLANES. */
 INLINE void rounded_tile(const Product *p, long m, long panel, long i0, long i1, float *sums, const int rows, const int form,
                          const long part) {
   const Packed *a = p->packed;
@@ -1054,7 +1054,7 @@ INLINE void rounded_tile(const Product *p, long m, long panel, long i0, long i1,
   const float *step = p->steps + 2 * (m * (p->K / part) + i0 * rows);
 
   const int scales = a->form_of_scales;
-  const long width = factor_nbytes(a), sizes = a->groups * ORDER; /* of 8 bits: behind them */
+  const long width = factor_nbytes(a), sizes = a->groups * ORDER; /* with 8 bits they follow the bytes */
   const long factors = panel * ORDER * factors_nbytes(a);
   const char *const scales_at = line(a, a->scales) + factors, *const offsets_at = line(a, a->offsets) + factors;
 
@@ -1110,7 +1110,7 @@ INLINE void rounded_tile(const Product *p, long m, long panel, long i0, long i1,
     for (int c = 0; c < PARTS; c++) store(sums + r * ORDER + c * LANES, own[r][c]);
 }
 
-/* For one row, whose time goes into its own instructions, the compiler knows the usual size of a part. */
+/* Pass the usual size of a part as a constant for one row, where the number of instructions limits the speed. */
 INLINE void usual_tile(const Product *p, long m, long panel, long i0, long i1, float *sums, const int rows, const int form) {
   const long usual = form == ROUNDED_6 ? 16 : FINE, part = part_of(p->packed);
   if (rows == 1 && part == usual) rounded_tile(p, m, panel, i0, i1, sums, rows, form, usual);
@@ -1138,7 +1138,7 @@ static Rounded *const rounded_tiles[][ROUNDED_ROWS + 1] = {
 static void multiply_rounded(const Product *p, long j0, long j1) {
   const Packed *a = p->packed;
   const long size = part_of(a), parts = p->K / size;
-  const long deep = p->M > ROUNDED_ROWS ? DEEP / size : parts; /* for many rows they stay in the L1 cache */
+  const long deep = p->M > ROUNDED_ROWS ? DEEP / size : parts; /* for many rows, the parts of W stay in the L1 cache */
   float sums[TALL * ORDER];
   for (long m0 = 0; m0 < p->M; m0 += TALL)
     for (long j = j0; j < j1; j += ORDER) {
@@ -1154,23 +1154,22 @@ static void multiply_rounded(const Product *p, long j0, long j1) {
 
 /* --- operations of one row ---------------------------------------------------------------------------------------------
 
-   MLX computes these number by number, and each of them in several passes. Here they are written with the operators that
-   GCC and Clang have for vectors, once for all processors. Each works on one row, x, and takes each of its sums in one
-   order:
+   MLX computes these number by number, each in several passes. Here they are written with the vector extensions of GCC and
+   Clang, once for all processors. Each operation works on one row, x, and computes each of its sums in one order:
 
-       SOFTMAX  y = e^(s x) / sum of e^(s x)               the largest x is subtracted from all first; s is the setting
+       SOFTMAX  y = e^(s x) / sum of e^(s x)               the largest x is subtracted from each first; s is the setting
        SWIGLU   y = g / (1 + e^-g) u                       the gate g is the first half of x, and u is the second
        GEGLU    y = g / (1 + e^-v) u                       v = sqrt(8 / pi) (g + 0.044715 g^3)
        SIGLU    y = 1 / (1 + e^-g) u
        NORM     y = x / sqrt(mean of x^2 + eps) weight     eps is the setting
        CAP      y = c tanh(x / c)                          c is the setting
 
-   The end of a row is filled up to a whole vector, so each number is computed in the same way wherever it stands. A softmax
-   is filled up with minus infinity, whose power is exactly 0. So is the power of what attention hides: how far attention
-   reads makes no difference. A NaN makes its whole row NaN, or in a gate its own number. */
+   The end of a row is padded to a whole vector, so each number is computed in the same way wherever it is. A softmax is
+   padded with minus infinity, whose power is exactly 0. Masked scores have the power 0, too, so it makes no difference how
+   far attention reads. A NaN makes its whole row NaN; in a gate, only its own number. */
 
 typedef float halves __attribute__((vector_size(2 * LANES)));
-typedef double doubles __attribute__((vector_size(4 * LANES))); /* half as many as LANES */
+typedef double doubles __attribute__((vector_size(4 * LANES))); /* LANES / 2 of them */
 
 INLINE vec where(ints is_so, vec yes, vec no) { return (vec)((is_so & (ints)yes) | (~is_so & (ints)no)); }
 
@@ -1191,24 +1190,24 @@ INLINE void store_some(float *to, long count, vec v) {
   for (long i = 0; i < count; i++) to[i] = some[i];
 }
 
-/* e^x is `number` times `scale`, and `over` is 1 / scale: with e^x alone, a float32 would lose digits below e^-87, and have
-   no room above e^88. Beyond FAR, e^x is taken for 0 or infinity: even x e^x is less there than any float32. */
+/* e^x is `number` times `scale`, and `over` is 1 / scale: a single float32 would lose digits below e^-87 and overflow above
+   e^88. Beyond FAR, e^x counts as 0 or infinity: below -FAR even x e^x is smaller than any float32. */
 enum { FAR = 110 };
 typedef struct {
   vec number, scale, over;
 } Power;
 
 INLINE Power power(vec x) {
-  const vec large = all(0x1.8p23f); /* so large that a sum with it is rounded to a whole number */
+  const vec large = all(0x1.8p23f); /* so large that a sum with it is rounded to an integer */
   ints is_zero = x < all(-FAR), is_infinite = x > all(FAR);
   x = where(is_zero | is_infinite, all(0), x);
   vec shifted = fma_(x, all(0x1.715476p0f), large); /* e^x = 2^n e^rest, with n = x / ln 2, rounded */
   vec n = shifted - large;
-  vec rest = fma_(n, all(-0x1.63p-1f), x); /* minus n ln 2, in two parts: n times the first is exact */
+  vec rest = fma_(n, all(-0x1.63p-1f), x); /* x - n ln 2, in two steps: n times the first constant is exact */
   rest = fma_(n, all(0x1.bd0106p-13f), rest);
 
   static const float terms[] = {1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 1.0 / 2, 1, 1};
-  vec sum = all(terms[0]); /* in the end 1 + rest + rest^2 / 2! + ... + rest^7 / 7! */
+  vec sum = all(terms[0]); /* becomes 1 + rest + rest^2 / 2! + ... + rest^7 / 7! */
 #pragma GCC unroll 7
   for (int i = 1; i < 8; i++) sum = fma_(sum, rest, all(terms[i]));
 
@@ -1218,8 +1217,8 @@ INLINE Power power(vec x) {
   return (Power){number, (vec)((127 + other) << 23), (vec)((127 - other) << 23)};
 }
 
-/* The sum of some numbers, or of their squares, as exact as a float32 can tell. Each of eight sums adds up every eighth
-   number, so zeros at the end change nothing. */
+/* The sum of numbers, or of their squares, in doubles. Each of eight partial sums adds every eighth number, so zeros at the
+   end change nothing. */
 INLINE double sum_of(const float *x, long count, const int squares) {
   enum { EIGHT = ORDER / 2, HALF = LANES / 2 };
   doubles sums[PARTS] = {0};
@@ -1243,7 +1242,7 @@ static NOINLINE void softmax(const float *x, float *y, long count, float scale) 
   vec most = all(least);
   for (long k = 0; k < count; k += LANES) {
     vec some = load_some(x + k, count - k, least);
-    most = where(some > most, some, most); /* passes over a NaN; the sum does not */
+    most = where(some > most, some, most); /* ignores a NaN; the sum does not */
   }
   float largest = least;
   for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
@@ -1262,7 +1261,7 @@ INLINE void gate(const float *x, float *y, long count, const int form) {
     if (form == GEGLU) v = all(0x1.988454p0f) * fma_(all(0.044715f) * g * g, g, g);
     Power e = power(-v);
     if (form == SIGLU) g = all(1);
-    store_some(y + k, count - k, g * e.over / (e.over + e.number) * up); /* g / (1 + e^-v), and no power too large */
+    store_some(y + k, count - k, g * e.over / (e.over + e.number) * up); /* g / (1 + e^-v), without overflow */
   }
 }
 static NOINLINE void swiglu(const float *x, float *y, long count) { gate(x, y, count, SWIGLU); }
@@ -1277,7 +1276,7 @@ static NOINLINE void norm(const float *x, float *y, long count, float eps, const
   }
 }
 
-/* tanh z is (1 - e^-2z) / (1 + e^-2z), and near 0, where that would lose digits, a polynomial. */
+/* tanh z is (1 - e^-2z) / (1 + e^-2z); near 0, where this would lose digits, a polynomial. */
 static NOINLINE void cap(const float *x, float *y, long count, float most) {
   static const float near[] = {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f};
   for (long k = 0; k < count; k += LANES) {
@@ -1291,25 +1290,26 @@ static NOINLINE void cap(const float *x, float *y, long count, float most) {
 
 /* --- attention -----------------------------------------------------------------------------------------------------------
 
-   softmax(q k^T / sqrt(Dh)) v for each token and head, as `llama.attention` has it, and with the same bits: the same sums,
-   in the same order. But the scores never leave the cache, keys and values of 16 bits become float32 where they are used,
-   and hardly anything is computed for rows that a token does not see.
+   softmax(q k^T / sqrt(Dh)) v for each token and head, as in `llama.attention`, and with the same bits: the same sums, in
+   the same order. But the scores never leave the cache, 16-bit keys and values are converted to float32 where they are
+   used, and hardly anything is computed for rows that a token does not see.
 
-   A row of x is one token: its queries, H heads of Dh numbers, and then four numbers (`SLOT` ...), which say what it
-   sees. There may follow a sink for each head, a logit that joins the softmax and takes no value. In place of a matrix there is a layer's slab, as `kv.py` draws it. The address that we are given is that of its
-   label, a `Slab`, which is the last 64 bytes of its memory.
+   A row of x is one token: its queries, H heads of Dh numbers, and then four numbers (`SLOT` ...) that say which rows it
+   sees. They may be followed by a sink for each head: a logit that joins the softmax but has no value. In place of a matrix
+   there is a layer's slab, as `kv.py` draws it. The address passed to us is that of its label, a `Slab`, which is in the
+   last 64 bytes of its memory.
 
-   Consecutive tokens of a sequence form a tile: up to QUERIES queries of one key head, which read its rows together. A
-   tile and a key head are a unit of work. Whichever thread is free takes the next unit. Units of a head follow each
-   other, so that its rows are still in a cache. */
+   Consecutive tokens of a sequence form a tile: up to QUERIES queries of one key head, which share the reading of its rows.
+   A tile and a key head are a unit of work. Whichever thread is free takes the next unit. The units of a head are
+   consecutive, so that its rows are still in a cache. */
 
-enum { SLOT, FIRST, LAST, SCORE_CAP, NUMBERS_OF_A_TOKEN }; /* the rows it sees: FIRST..LAST; SCORE_CAP: 0 if it has none */
+enum { SLOT, FIRST, LAST, SCORE_CAP, NUMBERS_OF_A_TOKEN }; /* the token sees rows FIRST..LAST; SCORE_CAP: 0 for no cap */
 enum { QUERIES = 24, FEW_STRIPS = 3, ALIGNED = 64 };
 
 typedef struct {
   uint32_t key[4];
   int32_t form, numbers;          /* ATTENTION; FLOAT32 or FLOAT16 */
-  int32_t slots, heads, rows, Dh; /* `heads` of keys, and as many of values, in each slot; `rows` of each */
+  int32_t slots, heads, rows, Dh; /* `heads` key heads and `heads` value heads in each slot; `rows` rows in each */
   float scale;
 } Slab;
 _Static_assert(sizeof(Slab) <= LINE_NBYTES && offsetof(Slab, form) == offsetof(Packed, form), "told apart by its form");
@@ -1328,8 +1328,8 @@ static void *allocate(long nbytes) {
   abort();
 }
 
-/* Memory of this thread, for `count` numbers. */
-static pthread_key_t scratch_key; /* frees it when the thread ends */
+/* `scratch` returns this thread's own memory for `count` numbers. */
+static pthread_key_t scratch_key; /* frees the memory when the thread exits */
 static __attribute__((constructor)) void make_scratch_key(void) { pthread_key_create(&scratch_key, free); }
 
 static float *scratch(long count) {
@@ -1344,7 +1344,7 @@ static float *scratch(long count) {
   return memory;
 }
 
-/* Which row of x is the first of the next tile. */
+/* The first row of x in the next tile. */
 static long tile_end(const Product *p, long m) {
   const long most = QUERIES / queries_of(p);
   long end = m + 1;
@@ -1354,9 +1354,9 @@ static long tile_end(const Product *p, long m) {
   return end;
 }
 
-/* A block of keys or of values, as the slab has it or widened to float32. Its tiles take the sums of `stored_tile` and of
-   `turned_tile`, without what a large matrix needs: a sum of 64 products is soon done, so each detour would show. While
-   few queries read the slab, memory is the limit, and the next block is fetched meanwhile. */
+/* A block of keys or values, as in the slab or widened to float32. Its tiles compute the sums of `stored_tile` and
+   `turned_tile` without the overhead for large matrices, because a sum has only about 64 products. With few queries, memory
+   is the bottleneck, so the next block is prefetched. */
 typedef struct {
   const char *at;
   long count, Dh;
@@ -1424,7 +1424,7 @@ INLINE void score(const Rows *p, const float *q, float *scores, const int count,
   for (; j < p->count; j++) score_tile(p, q, p->at + j * row, scores + j, count, 1, form);
 }
 
-/* Add the values, times their weights in `scores`, to `cols` vectors of each row of y, from number i on. */
+/* Add the values times their weights in `scores` to `cols` vectors of each row of y, starting at i. */
 INLINE void weigh_tile(const Rows *p, const float *scores, float *y, long i, const int count, const int cols, const int form) {
   const long ahead = p->count * p->Dh * nbytes_of(form);
   vec sum[ROWS][WIDEST];
@@ -1475,7 +1475,7 @@ ATTENTIONS(4) ATTENTIONS(5) ATTENTIONS(6)
 static Score *const scorers[][ROWS + 1] = {[FLOAT32] = HEIGHTS(score_FLOAT32), [FLOAT16] = HEIGHTS(score_FLOAT16)};
 static Weigh *const weighers[][ROWS + 1] = {[FLOAT32] = HEIGHTS(weigh_FLOAT32), [FLOAT16] = HEIGHTS(weigh_FLOAT16)};
 
-/* A block as float32 numbers, made in `to`. The next one is fetched meanwhile. */
+/* Convert a block to float32 in `to`, and prefetch the next one. */
 static const char *widened(const char *rows, long count, float *to) {
   const uint16_t *at = (const uint16_t *)rows;
   const long whole = count / LANES * LANES;
@@ -1492,8 +1492,8 @@ static NOINLINE void attend(const Product *p, long unit) {
   const long Dh = s->Dh, group = queries_of(p), head = unit / p->tile_count;
   const long m0 = p->tiles[unit % p->tile_count], m1 = p->tiles[unit % p->tile_count + 1], count = (m1 - m0) * group;
   const long slot = number_of(p, m0, SLOT), end = number_of(p, m1 - 1, LAST) + 1;
-  const long from = number_of(p, m0, FIRST) / ALIGNED * ALIGNED; /* so that each sum of a softmax has the same numbers */
-  const long before = p->K > p->N + NUMBERS_OF_A_TOKEN ? LINE : 0; /* places for a sink; so rows stay in their partial sums */
+  const long from = number_of(p, m0, FIRST) / ALIGNED * ALIGNED; /* so that each partial sum of the softmax adds the same numbers */
+  const long before = p->K > p->N + NUMBERS_OF_A_TOKEN ? LINE : 0; /* room for a sink; a whole line, so that rows stay in the same partial sums */
   const long T = end - from, wide = before + (T + LINE - 1) / LINE * LINE;
   if (slot < 0 || slot >= s->slots || from < 0 || T <= 0 || end > s->rows) {
     fprintf(stderr, "nanobatch: attention over rows %ld..%ld of slot %ld\n", from, end, slot);
@@ -1505,7 +1505,7 @@ static NOINLINE void attend(const Product *p, long unit) {
   float *memory = scratch(count * (wide + 2 * Dh) + block * Dh), *scores = memory + before;
   float *q = memory + count * wide, *y = q + count * Dh;
   float *wider = y + count * Dh;
-  const int widens = s->numbers == FLOAT16 && count > FEW_STRIPS * ROWS; /* once, instead of in each strip */
+  const int widens = s->numbers == FLOAT16 && count > FEW_STRIPS * ROWS; /* convert once instead of in each strip */
   const int form = widens ? FLOAT32 : s->numbers;
 
   for (long i = 0; i < count; i++)
@@ -1564,7 +1564,7 @@ static void operate(const Product *p, long m0, long m1) {
   }
 }
 
-/* The part of a product in rows m0..m1 and columns j0..j1. */
+/* Compute rows m0..m1 and columns j0..j1 of a product. */
 static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
   if (is_operation(p->packed)) {
     operate(p, m0, m1);
@@ -1583,7 +1583,7 @@ static void multiply(const Product *p, long m0, long m1, long j0, long j1) {
   multiply_few(p, m0, m1, j0, j1);
 }
 
-/* Whether x is copied into strips first: for many rows. */
+/* True if x is copied into strips first, which pays for many rows. */
 static int needs_strips(const Product *p) {
   const int form = form_of(p);
   if (p->is_turned || is_operation(p->packed)) return 0;
@@ -1594,37 +1594,37 @@ static int needs_strips(const Product *p) {
 
 #include "experts.c"
 
-/* --- threads: a product is cut into shares, and whoever is free takes the next one -------------------------------------
+/* --- threads: a product is split into shares, and each free thread takes the next one -----------------------------------
 
-   The calling thread computes, too. It never waits for a helper thread that has not started on a share: it takes shares
-   until there are none, and then waits only for shares that helpers have started on. So a helper costs nothing while
-   another program has its processor. A helper that finds no share looks for one for SPIN_NS, and then sleeps. A caller
-   that waits for a helper's last share does the same, so that the helper may have the caller's processor.
+   The calling thread computes, too. It takes shares until none is left, and then waits only for shares that helper threads
+   have started. So a helper whose core is busy with another program delays nothing. A helper that finds no share spins for
+   SPIN_NS, and then sleeps. A caller that waits for a helper's last share does the same, so that the helper may run on the
+   caller's core.
 
-   Threads sleep at semaphores. (With a condition variable of glibc, the thread that signals may have to wait for others
-   that were signalled earlier: up to 88 ms on a busy machine.)
+   Threads sleep on semaphores. (With glibc's condition variables, the signalling thread may have to wait for threads that
+   were signalled earlier: up to 88 ms on a busy machine.)
 
-   A share is a range of rows, or of columns: never a part of a sum. So it makes no difference who computes it. */
+   A share is a range of rows or columns, never a part of a sum. So it makes no difference which thread computes it. */
 
 enum {
   OWNER_SLEEPS = 1 << 20, /* added to `unfinished`, which is smaller */
   SPIN_NS = 50000,
-  ALONE = 150000, /* multiplications: a product with fewer is done before a helper would be here */
-  SHARE = 20000,         /* multiplications that a share has at least */
-  PACKED_ALONE = 400000, /* packed weights take less time: so many are multiplied alone, */
-  PACKED_SHARE = 200000, /* and so many are a share */
-  OF_A_POWER = 10,       /* of these multiplications take as long as a number of an operation */
+  ALONE = 150000, /* multiplications: a smaller product is finished before a helper would start */
+  SHARE = 20000,         /* least multiplications of a share */
+  PACKED_ALONE = 400000, /* the same two limits for packed weights, */
+  PACKED_SHARE = 200000, /* which take less time */
+  OF_A_POWER = 10,       /* the cost of one number of an operation, in multiplications */
   HEIGHT_OF_SHARE = 12,
-  WIDTH_OF_SHARE = LINE, /* no two shares write to one line of the cache */
-  MANY = 64, /* rows: then a share takes long, so there are twice as many, and nobody waits long for the last */
+  WIDTH_OF_SHARE = LINE, /* so that no two shares write to the same cache line */
+  MANY = 64, /* rows: from here on shares take long, so there are twice as many, for a shorter wait for the last */
 };
 
 static struct {
-  pthread_mutex_t owner; /* held by the thread whose product is shared out */
+  pthread_mutex_t owner; /* held by the thread whose product is being shared */
   Product product;
   int shares, by_rows;
   atomic_int untaken, unfinished; /* shares */
-  atomic_int asleep;              /* helpers that wait at `wake`, and for which nobody has posted there */
+  atomic_int asleep;              /* helpers that wait for `wake` without a pending post */
   sem_t wake, done;
 } pool = {.owner = PTHREAD_MUTEX_INITIALIZER};
 static atomic_int threads = 1;
@@ -1654,7 +1654,7 @@ static void compute_share(const Product *p, long share, long shares, int by_rows
   else multiply(p, 0, p->M, from, to);
 }
 
-/* Compute a share, if one is left. Once a share is taken, the product stays as it is until the share is finished. */
+/* Compute a share if one is left. Once a share is taken, the product does not change until the share is finished. */
 static int take_share(void) {
   if (atomic_load(&pool.untaken) <= 0) return 0;
   int left = atomic_fetch_sub(&pool.untaken, 1);
@@ -1664,10 +1664,10 @@ static int take_share(void) {
   return 1;
 }
 
-/* Each thread has a setting of its own for how it rounds, and whether it takes very small (denormal) numbers for zero. A
-   library that was compiled with -ffast-math changes the setting of the thread that loads it: then a number would depend
-   on who computes it. So the usual setting holds in a product, and the caller's own afterwards. (To take them for zero
-   everywhere would be faster in the plain form alone, and only if nearly all products of two numbers are that small.) */
+/* Each thread has its own floating-point setting: the rounding mode, and whether denormals are flushed to zero. A library
+   compiled with -ffast-math changes the setting of the thread that loads it, so a number would depend on the thread that
+   computes it. So every product runs with the default setting, and the caller's is restored afterwards. (Flushing denormals
+   everywhere would be faster only in the plain form, and only if nearly all products of two numbers are that small.) */
 #if defined(__SSE__)
 typedef unsigned Setting;
 static Setting change_setting(Setting to) {
@@ -1699,7 +1699,7 @@ static void *helper(void *nothing) {
       else { REST(); }
     }
     atomic_fetch_add(&pool.asleep, 1);
-    while (sem_wait(&pool.wake)) {} /* again, if it was interrupted */
+    while (sem_wait(&pool.wake)) {} /* repeat if interrupted by a signal */
   }
   return nothing;
 }
@@ -1709,7 +1709,7 @@ static void share_out(const Product *p, int shares, int by_rows) {
   pool.shares = shares;
   pool.by_rows = by_rows;
   atomic_store(&pool.unfinished, shares);
-  atomic_store(&pool.untaken, shares); /* from here on helpers take shares */
+  atomic_store(&pool.untaken, shares); /* from here on, helpers take shares */
   int woken = (int)at_most(atomic_load(&pool.asleep), shares - 1);
   atomic_fetch_sub(&pool.asleep, woken);
   for (int i = 0; i < woken; i++) sem_post(&pool.wake);
@@ -1730,7 +1730,7 @@ static void run_units(const Product *p, long units, double work, double alone) {
   pthread_mutex_unlock(&pool.owner);
 }
 
-/* Attention, and the gated delta rule: a unit of work is a head of a tile. */
+/* Run attention or the gated delta rule: a unit of work is one head of a tile. */
 static NOINLINE void run_heads(Product p) {
   const int is_state = is_delta(p.packed);
   long *tiles = allocate((p.M + 1) * sizeof *tiles), count = 0;
@@ -1744,9 +1744,9 @@ static NOINLINE void run_heads(Product p) {
   free(tiles);
 }
 
-/* Experts: a unit of work is a chunk of a run's columns. Many small units, because runs have different lengths. */
+/* Run experts: a unit of work is a chunk of a run's columns. Units are small, because runs have different lengths. */
 static NOINLINE void run_experts(Product p) {
-  enum { UNITS = 64 }; /* for each thread at least, if chunks are wide enough */
+  enum { UNITS = 64 }; /* at least, for each thread, if chunks are wide enough */
   Runs runs;
   find_runs(&p, &runs);
   const Stack *s = stack_of(&p);
@@ -1780,14 +1780,14 @@ static NOINLINE void run_in_strips(Product p) {
   free(p.steps);
 }
 
-/* Memory that nobody has written to, for weights: as the result of a product, since MLX frees it then. In pages of 2 MiB the
-   processor looks up few addresses, and reads up to a third faster; whether there are such pages is up to the system. */
+/* Replace the pages of fresh memory for weights by pages of 2 MiB, if the system has them. They need fewer address lookups,
+   so weights are read up to a third faster. The memory is the result of a product, so that MLX frees it. */
 static void give_memory(void *at, long nbytes) {
 #ifdef MADV_HUGEPAGE
   enum { LARGE = 1 << 21 };
   const uintptr_t begin = ((uintptr_t)at + LARGE - 1) / LARGE * LARGE, end = ((uintptr_t)at + nbytes) / LARGE * LARGE;
   if (begin >= end) return;
-  madvise((void *)begin, end - begin, MADV_DONTNEED); /* small pages that are here already */
+  madvise((void *)begin, end - begin, MADV_DONTNEED); /* drop small pages that are already mapped */
   madvise((void *)begin, end - begin, MADV_HUGEPAGE);
 #endif
 }
@@ -1811,7 +1811,7 @@ static NOINLINE void run(const Product *p) {
   }
   double work = (double)p->M * (p->makes_strips ? OF_A_POWER : p->N) * (is_operation(p->packed) ? OF_A_POWER : p->K);
   if (threads == 1 || work < (p->packed ? PACKED_ALONE : ALONE) || pthread_mutex_trylock(&pool.owner)) {
-    multiply(p, 0, p->M, 0, p->N); /* also if another thread's product is shared out just now */
+    multiply(p, 0, p->M, 0, p->N); /* also if another thread's product is being shared now */
     return;
   }
   int by_rows = p->N < WIDTH_OF_SHARE * threads || (p->is_turned && p->M >= HEIGHT_OF_SHARE * threads);
@@ -1824,10 +1824,10 @@ static NOINLINE void run(const Product *p) {
   pthread_mutex_unlock(&pool.owner);
 }
 
-/* --- laying down weights: from a file to what the products above read -----------------------------------------------------
+/* --- packing weights: from a file to the layout that the products above read ----------------------------------------------
 
-   A row of a file comes as MLX has it: numbers of some bits side by side, with scales and offsets by themselves; or in the
-   blocks of a GGUF file, each of which begins or ends with its own scales (`models/gguf_weights.py` has the formulas):
+   A row of a file has either MLX's format, with bit-packed numbers and separate scales and offsets, or the blocks of a GGUF
+   file, each of which begins or ends with its own scales (`models/gguf_weights.py` has the formulas):
 
        Q4_0   32 weights   d, 16 bytes: the lower halves are the first 16 weights             Q4_1   d, m, the same
        Q5_0   32           d, 32 fifth bits, 16 bytes                                         Q5_1   d, m, the same
@@ -1836,16 +1836,16 @@ static NOINLINE void run(const Product *p) {
        Q5_K   256          d, dmin, the same 12, 32 bytes of fifth bits, 128 bytes
        Q6_K   256          128 bytes of lower halves, 64 of upper two bits, 16 signed scales, d
 
-   SPAN weights of a row at a time become bytes, and then go where the matrix wants them. */
+   SPAN weights of a row at a time are unpacked to bytes, and then written to their places in the matrix. */
 
 enum { OF_GGUF = 100, Q4_0 = OF_GGUF, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
 
 typedef union {
   uint8_t bytes[SPAN];
-  uint32_t words[SPAN / 4]; /* of four weights each */
+  uint32_t words[SPAN / 4]; /* four weights each */
 } Numbers;
 
-/* Numbers of `bits` bits side by side: 8 of them are so many bytes. */
+/* Unpack numbers of `bits` bits: 8 of them take `bits` bytes. */
 INLINE void spread(const uint8_t *from, uint8_t *to, long count, const int bits) {
   for (long i = 0; i < count; i += 8, from += bits) {
     uint64_t eight = 0;
@@ -1854,7 +1854,7 @@ INLINE void spread(const uint8_t *from, uint8_t *to, long count, const int bits)
   }
 }
 
-/* The lower halves of `count` bytes, and then the upper ones. */
+/* Write the lower halves of `count` bytes, then the upper halves. */
 INLINE void split(const uint8_t *from, uint8_t *to, const long count) {
   for (long i = 0; i < count; i++) {
     to[i] = from[i] & 15;
@@ -1862,7 +1862,7 @@ INLINE void split(const uint8_t *from, uint8_t *to, const long count) {
   }
 }
 
-/* Blocks of 32 weights: so many bytes before the numbers, and how many of these are fifth bits. */
+/* Unpack blocks of 32 weights: `before` bytes precede the numbers; if `fifth`, the last four of them are the fifth bits. */
 INLINE void split_blocks(const uint8_t *from, uint8_t *to, long count, const int before, const int fifth) {
   for (long k = 0; k < count; k += 32, from += before + 16) {
     split(from + before, to + k, 16);
@@ -1873,7 +1873,7 @@ INLINE void split_blocks(const uint8_t *from, uint8_t *to, long count, const int
 static long block_nbytes(int source) { return (long[]){18, 20, 22, 24, 34, 144, 176, 210}[source - OF_GGUF]; }
 static long block_size(int source) { return source < Q4_K ? 32 : SPAN; }
 
-/* Up to SPAN numbers of a row, from number k on. */
+/* Unpack up to SPAN numbers of a row, from number k on. */
 static void read_numbers(const uint8_t *row, long k, long count, int source, Numbers *to) {
   uint8_t *numbers = to->bytes;
   const uint8_t *at = source < OF_GGUF ? row + k * source / 8 : row + k / block_size(source) * block_nbytes(source);
@@ -1909,7 +1909,7 @@ static void read_numbers(const uint8_t *row, long k, long count, int source, Num
   }
 }
 
-/* Write numbers of row j, from k on, as the matrix keeps them. */
+/* Write numbers of row j, from k on, in the layout of the matrix. */
 INLINE void write_numbers(const Numbers *numbers, long count, const Packed *a, long j, long k, const int form) {
   uint8_t *weights = (uint8_t *)line(a, 1);
   if (form == EIGHT_BITS) memcpy(weights + j * a->K + k, numbers->bytes, count);
@@ -1938,11 +1938,11 @@ INLINE void write_numbers(const Numbers *numbers, long count, const Packed *a, l
   }
 }
 
-/* The four bits of a number of MXFP4; 0 for what is none. */
+/* The code of an MXFP4 value; 0 for numbers that are not values of the format. */
 static const uint8_t to_mxfp4[32] = {[0] = 15, [4] = 14, [6] = 13, [8] = 12, [9] = 11, [10] = 10, [11] = 9,
                                      [13] = 1, [14] = 2, [15] = 3, [16] = 4, [18] = 5, [20] = 6, [24] = 7};
 
-/* Where scale or offset g of row j lies, and of 8 bits the number for its SPAN. */
+/* The address of scale or offset g of row j; with 8 bits, `size_at` is that of the float16 factor of its SPAN. */
 INLINE char *factor_at(const Packed *a, int lines, long j, long g) {
   const long nbytes = factor_nbytes(a), row = factors_nbytes(a);
   char *at = (char *)line(a, lines);
@@ -1955,14 +1955,14 @@ INLINE char *size_at(const Packed *a, int lines, long j, long span) {
   return at + (j / ORDER * row + a->groups) * ORDER + 2 * (span * ORDER + j % ORDER);
 }
 
-/* The scales or offsets of row j, which lie side by side in a file of MLX. */
+/* Copy the scales or offsets of row j, which are contiguous in MLX's format. */
 static void copy_factors(const Packed *a, int lines, long j, const char *from) {
   const long nbytes = factor_nbytes(a), spans = a->form_of_scales == EIGHT_BITS ? a->K / SPAN : 0;
   for (long g = 0; g < a->groups; g++, from += nbytes) memcpy(factor_at(a, lines, j, g), from, nbytes);
   for (long span = 0; span < spans; span++, from += 2) memcpy(size_at(a, lines, j, span), from, 2);
 }
 
-/* Those of the weights k..k + count of row j, from the blocks of a GGUF file. */
+/* Copy the scales and offsets of the weights k..k + count of row j from the blocks of a GGUF file. */
 static void block_factors(const Packed *a, long j, long k, long count, const uint8_t *row, int source) {
   const uint8_t *at = row + k / block_size(source) * block_nbytes(source);
   const int has_offsets = a->setting == 0;
@@ -1983,13 +1983,13 @@ static void block_factors(const Packed *a, long j, long k, long count, const uin
   }
 }
 
-/* How many bytes a row of K weights takes as it is kept. */
+/* The number of bytes of a packed row of K weights. */
 long rows_width(int form, long K) { return row_nbytes(K, form); }
 
-/* Write a `Packed`. Its weights lie in the next line of the cache; `scales` and `offsets` are counted in lines, too. With a
-   `center`, each offset is its scale times that, and none is stored. */
+/* Write a `Packed`. Its weights begin in the next cache line; `scales` and `offsets` are positions in lines, too. With a
+   `center`, each offset is its scale times the center, and no offsets are stored. */
 void rows_pack(void *at, int form, int form_of_scales, int N, int K, int group, int scales, int offsets, float center) {
-  int shift = form >= FOUR_BITS ? __builtin_ctz(group) : 30; /* a row of 16 bits is one group */
+  int shift = form >= FOUR_BITS ? __builtin_ctz(group) : 30; /* with 16 bits a row is one group */
   Packed a = {{key[0], key[1]}, form, form_of_scales, N, K, group, K / group, shift, scales, offsets, center};
   memcpy(at, &a, sizeof a);
   if (!is_rounded(form) || N % ORDER == 0) return; /* rows that fill the last panel are zeros */
@@ -2005,8 +2005,8 @@ void rows_stack(void *at, int experts, int N, int K, int lines, int bias) {
   memcpy(at, &stack, sizeof stack);
 }
 
-/* Fill `count` rows of a matrix, from row `first` on, with those of a file. `source`: the bits of a weight, or a type of GGUF,
-   whose blocks hold scales and offsets, too. */
+/* Fill `count` rows of a matrix, from row `first` on, with rows of a file. `source`: the bits of a weight, or a GGUF type,
+   whose blocks also hold scales and offsets. */
 void rows_lay(void *matrix, long first, long count, int source, const uint8_t *from, const char *scales, const char *offsets) {
   const Packed *a = matrix;
   const long row = source < OF_GGUF ? a->K * source / 8 : a->K / block_size(source) * block_nbytes(source);
@@ -2037,21 +2037,21 @@ void rows_lay(void *matrix, long first, long count, int source, const uint8_t *f
   }
 }
 
-/* --- what others call ------------------------------------------------------------------------------------------------ */
+/* --- exported functions ---------------------------------------------------------------------------------------------- */
 
 #ifndef SOURCE_HASH
 #define SOURCE_HASH ""
 #endif
-const char rows_source[65] = SOURCE_HASH; /* the hash of what this library is compiled from: `build.py` */
+const char rows_source[65] = SOURCE_HASH; /* the hash of this library's sources (`build.py`) */
 
-atomic_long rows_products; /* how many have been computed here: `device.py` looks whether MLX calls this library */
+atomic_long rows_products; /* the number of products computed: `device.py` checks that MLX calls this library */
 
-/* A child that was forked has no helpers, so it computes alone. */
+/* A forked child has no helpers, so it computes alone. */
 static void hold(void) { pthread_mutex_lock(&pool.owner); }
 static void let_go(void) { pthread_mutex_unlock(&pool.owner); }
 static void let_go_alone(void) { threads = 1; let_go(); }
 
-/* Start helpers, so that `wanted` threads compute. Called before the first product. Returns how many there are. */
+/* Start helpers, so that `wanted` threads compute. Called before the first product. Returns the number of threads. */
 int rows_start(int wanted) {
   static int is_known_to_fork;
   sigset_t all, before;
@@ -2059,7 +2059,7 @@ int rows_start(int wanted) {
   pthread_mutex_lock(&pool.owner);
   if (!is_known_to_fork) pthread_atfork(hold, let_go, let_go_alone);
   is_known_to_fork = 1;
-  if (threads == 1) { /* no helper yet, or no longer */
+  if (threads == 1) { /* no helpers: not started yet, or lost in a fork */
     pool.asleep = 0;
     sem_init(&pool.wake, 0, 0);
     sem_init(&pool.done, 0, 0);
@@ -2075,15 +2075,15 @@ int rows_start(int wanted) {
   return threads;
 }
 
-/* How many bytes a second `count` threads read together, each its own part of `nbytes`, again and again. The fastest of
-   some tries, each of which takes so many seconds: whatever else runs only makes a try longer. */
+/* `rows_read_rate`: bytes per second that `count` threads read together, each repeatedly its own part of `nbytes`. The
+   fastest of `tries`, each of which takes `seconds`, because other programs can only make a try slower. */
 typedef struct {
   const char *at;
   long nbytes, until, read;
 } Reader;
 
 static void *read_on(void *of) {
-  enum { AT_ONCE = 8, PART = 1 << 18 }; /* vectors; bytes between two looks at the clock */
+  enum { AT_ONCE = 8, PART = 1 << 18 }; /* vectors; bytes between two readings of the clock */
   Reader *reader = of;
   ints sum[AT_ONCE] = {{0}};
   do {
@@ -2093,7 +2093,7 @@ static void *read_on(void *of) {
         for (int i = 0; i < AT_ONCE; i++) sum[i] += (ints)load_words(part + i * sizeof *sum);
     }
   } while (nanoseconds() < reader->until);
-  for (int i = 0; i < AT_ONCE; i++) __asm__ volatile("" : : "m"(sum[i])); /* so that it is all read */
+  for (int i = 0; i < AT_ONCE; i++) __asm__ volatile("" : : "m"(sum[i])); /* keeps the compiler from dropping the reads */
   return NULL;
 }
 
@@ -2123,7 +2123,7 @@ double rows_read_rate(long nbytes, int count, int tries, double seconds) {
   return best;
 }
 
-/* Write a `Packed` that is an operation. The weights of a norm, `width` of them, lie in the next line. */
+/* Write a `Packed` that names an operation. The `width` weights of a norm follow in the next cache line. */
 void rows_operation(void *at, int form, int width, float setting) {
   Packed packed = {.key = {key[0], key[1]}, .form = form, .N = width, .setting = setting};
   memcpy(at, &packed, sizeof packed);
@@ -2136,12 +2136,12 @@ void rows_slab(char *memory, int numbers, int slots, int heads, int rows, int Dh
   memcpy(memory + slab_nbytes(&slab) - LINE_NBYTES, &slab, sizeof slab);
 }
 
-/* A packed matrix that is not what MLX takes it for would be read beyond its end. */
+/* True if the packed matrix has the shape that MLX passes: with any other shape it would be read beyond its end. */
 static int is_as_said(const Packed *a, const Product *p) {
   if (a->form == SOFTMAX || a->form == CAP) return p->N == p->K && is_plain(p);
   if (a->form == NORM) return p->N == p->K && p->N == a->N && is_plain(p);
   if (is_attention(a)) {
-    const long sinks = p->K - p->N - NUMBERS_OF_A_TOKEN; /* none, or one for each head */
+    const long sinks = p->K - p->N - NUMBERS_OF_A_TOKEN; /* 0, or one for each head */
     return p->N % (slab_of(p)->heads * slab_of(p)->Dh) == 0 && (sinks == 0 || sinks == p->N / slab_of(p)->Dh) && is_plain(p);
   }
   if (is_delta(a))
@@ -2166,19 +2166,19 @@ static void check(const Product *p) {
   abort();
 }
 
-/* The usual name and arguments of a product of float32 matrices: C = alpha A B + beta C, each of A and B as it is (111)
-   or transposed (112), row by row (101) or column by column (102). */
+/* The BLAS function for float32 matrices: C = alpha A B + beta C, with A and B each as stored (111) or transposed (112),
+   in row-major (101) or column-major order (102). */
 void cblas_sgemm(int order, int turn_a, int turn_b, int M, int N, int K, float alpha, const float *a, int lda,
                  const float *b, int ldb, float beta, float *c, int ldc) {
-  if (order == 102) { /* a matrix column by column is its transpose row by row, and (A B)^T = B^T A^T */
+  if (order == 102) { /* a column-major matrix is its transpose in row-major order, and (A B)^T = B^T A^T */
     cblas_sgemm(101, turn_b, turn_a, N, M, K, alpha, b, ldb, a, lda, beta, c, ldc);
     return;
   }
   if (M <= 0 || N <= 0) return;
-  if (K < 0 || alpha == 0) K = 0; /* nothing is added up */
+  if (K < 0 || alpha == 0) K = 0; /* an empty sum */
   atomic_fetch_add_explicit(&rows_products, 1, memory_order_relaxed);
   float *copy = NULL;
-  if (turn_a != 111 && K > 0) { /* rare: the numbers of a row do not lie side by side, so they are copied */
+  if (turn_a != 111 && K > 0) { /* rare: the numbers of a row are not contiguous, so they are copied */
     copy = malloc(sizeof(float) * M * K);
     if (!copy) {
       fprintf(stderr, "nanobatch: no memory for a matrix of %d x %d\n", M, K);

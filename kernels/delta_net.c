@@ -1,27 +1,27 @@
-/* The gated delta rule, included by `cpu_kernels.c`: layers that keep a matrix in place of keys and values.
+/* The gated delta rule, included by `cpu_kernels.c`: layers that keep a matrix instead of keys and values.
 
-   A head of such a layer has one matrix S, (Dk, Dv). A token with key k, query q, value v, gate g and rate b changes S and
+   A head of such a layer has one matrix S, (Dk, Dv). A token with key k, query q, value v, gate g and rate b updates S and
    then reads it:
 
        d = b (v - g S^T k)        S <- g S + k d^T        y = S^T q
 
-   The change is applied one token late. With the S of before, y is g S^T q + (q k) d, so one pass over S yields S^T k and
-   S^T q, and the same pass applies the change of the token before. The changes (k, d, g) that are not applied yet are the
+   The update is applied one token late. With the previous S, y is g S^T q + (q k) d, so one pass over S yields S^T k and
+   S^T q, and the same pass applies the update of the previous token. The updates (k, d, g) that are not applied yet are the
    log.
 
-   q, k and v are mixed with those of the three tokens before (a convolution), and q and k are normalized. All of that is
-   here, because a token needs its predecessors. The gate is g = exp(-exp(A) log(1 + exp(a + dt))), the rate is
+   q, k and v are mixed with those of the three previous tokens (a convolution), and q and k are normalized. This is done
+   here, too, because a token needs its predecessors. The gate is g = exp(-exp(A) log(1 + exp(a + dt))), the rate is
    b = 1 / (1 + exp(-beta)).
 
-   In place of a matrix of weights there are a layer's `States`: places, each with the S of all heads after `base` tokens,
-   and rings with the log and the inputs of the newest tokens. A row of x is a token: its inputs, a and beta of each value
-   head, and a move, five numbers: the token is number `ROW` of its sequence, which continues from place `FROM`, whose S is
-   that after `BASE` tokens; the S after `KEEP` tokens goes to place `TO`. So a sequence may continue from any token that
-   the log of its place reaches: rejected draft tokens leave no trace.
+   In place of a weight matrix there are a layer's `States`: places, each with the S of all heads after `base` tokens, and
+   rings with the log and the inputs of the newest tokens. A row of x is a token: its inputs, a and beta of each value head,
+   and a move of five numbers. The token is number `ROW` of its sequence. The sequence continues from place `FROM`, which
+   has the S after `BASE` tokens, and the S after `KEEP` tokens goes to place `TO`. So a sequence may continue from any token
+   in the log of its place, and rejected draft tokens leave no trace.
 
    The invariant: each number of S is one chain of operations, token by token, and each sum over S runs from its first row
-   to its last. So the bits depend neither on how tokens are cut into chunks, nor on where drafts began, nor on the width of
-   vectors. A unit of work is one key head of one sequence. */
+   to its last. So the bits do not depend on the split into chunks, on where drafts began, or on the width of vectors. A
+   unit of work is one key head of one sequence. */
 
 enum { FROM, BASE, ROW, TO, KEEP, NUMBERS_OF_A_MOVE }; /* FROM is -1 at the start of a sequence */
 enum { TAPS = 4 };
@@ -29,7 +29,7 @@ enum { TAPS = 4 };
 typedef struct {
   uint32_t key[4];
   int32_t form, slots, places; /* DELTA; the first places belong to slots, the others are checkpoints */
-  int32_t log;                 /* changes that a slot's place holds; a checkpoint holds one */
+  int32_t log;                 /* updates in the log of a slot's place; a checkpoint has one */
   int32_t Hk, Hv, Dk, Dv;      /* heads of keys and of values; Hv / Hk of these share a key head */
   const float *weights;        /* TAPS rows for the inputs; then A and dt of each value head */
 } States;
@@ -42,19 +42,19 @@ INLINE long move_of(const Product *p, long m, int which) {
   return (long)p->x[m * p->ldx + inputs_of(states_of(p)) + 2 * states_of(p)->Hv + which];
 }
 
-/* The numbers of a place: S, then rings with the inputs and the changes of the newest tokens. */
+/* The size of a place: S, then rings with the inputs and the updates of the newest tokens. */
 static long place_size(const States *s, long log) {
   const long change = (long)s->Hk * s->Dk + (long)s->Hv * s->Dv + s->Hv;
   const long size = (long)s->Hv * s->Dk * s->Dv + (log + TAPS - 1) * inputs_of(s) + log * change;
-  return (size + LINE - 1) / LINE * LINE; /* it begins with a line of the cache, and so does the label */
+  return (size + LINE - 1) / LINE * LINE; /* places and the label begin at cache lines */
 }
 static long states_size(const States *s) {
   return s->slots * place_size(s, s->log) + (s->places - s->slots) * place_size(s, 1);
 }
 
 typedef struct {
-  long log;                                         /* the length of the rings; that of inputs is TAPS - 1 more */
-  float *S, *inputs, *keys, *differences, *gates; /* of each value head; a row for each token: all inputs, k, d and g */
+  long log;                                       /* the length of the rings; the ring of inputs has TAPS - 1 more */
+  float *S, *inputs, *keys, *differences, *gates; /* S of each value head; rings with a row of inputs, k, d, g per token */
 } Place;
 
 static Place place_of(const States *s, long place) {
@@ -70,17 +70,18 @@ static float *inputs_at(const States *s, const Place *place, long row) {
   return place->inputs + row % (place->log + TAPS - 1) * inputs_of(s);
 }
 
-/* The tokens of a sequence follow each other. */
+/* The end of the sequence that begins at row m: the tokens of a sequence are consecutive. */
 static long sequence_end(const Product *p, long m) {
   long end = m + 1;
   while (end < p->M && move_of(p, end, TO) == move_of(p, m, TO)) end++;
   return end;
 }
 
-/* e^x and log(1 + x) in doubles and without fused operations, for the same bits on every processor, which a C library does
-   not have. x is limited to -700..700, and to 0..1. Both are closer than a float32 can tell. */
+/* e^x and log(1 + x) in doubles and without fused operations, for the same bits on every processor, which C libraries do
+   not guarantee. x is clamped to -700..700 for e^x, and must be in 0..1 for the logarithm. Both are more precise than a
+   float32. */
 static double exponential(double x) {
-  const double large = 0x1.8p52; /* so large that a sum with it is rounded to a whole number */
+  const double large = 0x1.8p52; /* so large that a sum with it is rounded to an integer */
   x = x < -700 ? -700 : x > 700 ? 700 : x;
   const double shifted = x * 0x1.71547652b82fep0 + large, n = shifted - large; /* e^x = 2^n e^rest */
   const double rest = (x - n * 0x1.62e42feep-1) - n * 0x1.a39ef35793c76p-33;
@@ -106,7 +107,7 @@ static float gate_of(float a, float dt, float A) {
 }
 static float rate_of(float beta) { return (float)(1 / (1 + exponential(-(double)beta))); }
 
-/* The inputs of a token from `first` on, mixed with those of the tokens `before`, and silu of that. */
+/* The convolution and its silu, for `count` inputs from `first` on; `before` has the inputs of each tap's token. */
 static void mix(const States *s, const float *const before[TAPS], long first, long count, float *to) {
   for (long i = 0; i < count; i += LANES) {
     vec sum = all(0);
@@ -125,7 +126,7 @@ static void normalize(float *x, long count, double factor) {
   for (long i = 0; i < count; i++) x[i] *= size;
 }
 
-/* The product of two vectors, as one of ORDER sums. */
+/* The dot product of two vectors, from ORDER partial sums. */
 static float product_of(const float *a, const float *b, long count) {
   vec sums[PARTS];
   float parts[ORDER], sum = 0;
@@ -140,9 +141,9 @@ static float product_of(const float *a, const float *b, long count) {
   return sum;
 }
 
-/* A sequence, one of its key heads, and the value heads that share it. What its tokens bring has a row for each token. */
+/* A sequence, one of its key heads, and the value heads that share it. q, k, v, d, g and rate have a row for each token. */
 typedef struct {
-  long start, stop, base, keep; /* tokens start..stop; the log begins at `base`; S is kept as of token `keep` */
+  long start, stop, base, keep; /* tokens start..stop; the log begins at `base`; the S after `keep` tokens is stored */
   long m, head, group;          /* the row of x of token `start` */
   Place from, to;
   float *q, *k, *qk;        /* (L, Dk), and their product */
@@ -175,12 +176,12 @@ static void prepare(const Product *p, Sequence *t) {
   }
 }
 
-typedef struct { /* what a token adds: k d^T, after S has been multiplied by g */
+typedef struct { /* the update of a token: S <- g S + k d^T */
   const float *k, *d;
   float g;
 } Change;
 
-/* Some vectors of each row of S, from `in` to `out`: apply the change, and multiply with k and q, if there are any. */
+/* Copy some vectors of each row of S from `in` to `out`; apply the update if `changes`, multiply by k and q if `asks`. */
 INLINE void read_columns(const float *in, float *out, long Dk, long Dv, Change c, const float *k, const float *q, vec *u,
                          vec *w, const int vectors, const int changes, const int asks) {
   vec ds[COLS], sums[COLS], others[COLS];
@@ -201,8 +202,8 @@ INLINE void read_columns(const float *in, float *out, long Dk, long Dv, Change c
   for (int v = 0; asks && v < vectors; v++) u[v] = sums[v], w[v] = others[v];
 }
 
-/* Some columns of the S of one value head, through the log and all tokens of the sequence. They never meet other columns,
-   so they stay in the L1 cache. */
+/* Run the log and all tokens of the sequence on some columns of the S of one value head. Columns are independent, so these
+   stay in the L1 cache. */
 INLINE void read_tokens(const Product *p, const Sequence *t, long which, long column, const int vectors) {
   const States *s = states_of(p);
   const long Dk = s->Dk, Dv = s->Dv, value = t->head * t->group + which;
@@ -291,7 +292,7 @@ static NOINLINE void change_state(const Product *p, long unit) {
   write_log(p, &t);
 }
 
-/* Write the label of a layer's states into the end of their memory. Returns how many numbers lie before it. */
+/* Write the label of a layer's states at the end of their memory. Returns the count of numbers before the label. */
 long rows_states(float *memory, const int *sizes, const float *weights) {
   States s = {.form = DELTA, .slots = sizes[0], .places = sizes[1], .log = sizes[2], .weights = weights};
   s.Hk = sizes[3], s.Hv = sizes[4], s.Dk = sizes[5], s.Dv = sizes[6];

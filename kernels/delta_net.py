@@ -1,7 +1,7 @@
-"""The gated delta rule in one operation of `delta_net.c`, as attention is one (`c_attention.py`).
+"""The gated delta rule in one operation of `delta_net.c`, similar to attention (`c_attention.py`).
 
-In place of a slab there are a layer's states, which end with a label. Each row of x holds what a token
-brings, and a move: where its sequence continues, and where its new state goes.
+In place of a slab there are a layer's states, which end with a label. Each row of x holds a token's
+inputs and a move: the place that its sequence continues from, and the place for its new state.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from kernels.device import mx
 from kernels.library import LINE
 from kernels.packed import address
 
-TAPS = 4  # of the convolution
-LOG = 16  # tokens in the log of a slot's place: a decode with up to 15 draft tokens
+TAPS = 4  # length of the convolution's kernel
+LOG = 16  # tokens in the log of a slot's place: a decode step with up to 15 draft tokens
 
 
 class Heads(NamedTuple):
-    """The heads of a layer."""
+    """The numbers and sizes of a layer's heads."""
 
-    Hk: int  # of keys and queries
-    Hv: int  # of values; Hv / Hk of these share a key head
+    Hk: int  # key heads, and query heads
+    Hv: int  # value heads; Hv / Hk of them share a key head
     Dk: int  # size of a key
     Dv: int
 
     @property
     def inputs(self) -> int:
-        """The queries, keys and values of a token."""
+        """The number of a token's inputs: its queries, keys and values."""
         return 2 * self.Hk * self.Dk + self.Hv * self.Dv
 
     def place_size(self, log: int) -> int:
-        """The numbers of a place whose log has room for this many tokens, in whole cache lines."""
+        """Return the size of a place with a log of this many tokens, rounded up to whole cache lines."""
         change = self.Hk * self.Dk + self.Hv * self.Dv + self.Hv
         size = self.Hv * self.Dk * self.Dv + (log + TAPS - 1) * self.inputs + log * change
         return -(-size // (LINE // 4)) * (LINE // 4)
 
 
 class Places(NamedTuple):
-    """The places for the states of sequences. The first ones belong to slots, the others are
+    """The places for the states of sequences. The first places belong to slots. The others are
     checkpoints, whose log has one token."""
 
     slots: int
     checkpoints: int
-    log: int  # the tokens in the log of a slot: one more than are drafted
+    log: int  # tokens in the log of a slot: one more than the most draft tokens
 
     def size(self, heads: Heads) -> int:
-        """The numbers of all places of a layer."""
+        """Return the size of all places of a layer."""
         return self.slots * heads.place_size(self.log) + self.checkpoints * heads.place_size(1)
 
     def at(self, heads: Heads, place: int) -> tuple[int, int]:
-        """The first number of a place, and the tokens in its log."""
+        """Return the offset of a place in the layer's memory, and the length of its log."""
         if place < self.slots:
             return place * heads.place_size(self.log), self.log
         begin = Places(self.slots, place - self.slots, self.log).size(heads)
@@ -62,10 +62,10 @@ class States:
     """The states of a layer."""
 
     def __init__(self, places: Places, heads: Heads, weights: mx.array):
-        """`weights`: of the convolution, (TAPS, inputs); then A and dt of each value head."""
+        """`weights`: the convolution's, (TAPS, inputs), then A and dt of each value head."""
         self.places = places
         self.heads = heads
-        self.weights = weights  # the label refers to them
+        self.weights = weights  # kept alive, because the label points to them
         self.memory = mx.zeros(places.size(heads) + LINE // 4)
         mx.eval(self.memory, weights)
         if device.is_batch_invariant():
@@ -80,21 +80,23 @@ class States:
         return self.heads.place_size(self.places.at(self.heads, place)[1])
 
     def read(self, place: int) -> mx.array:
-        """A copy of the numbers of a place."""
+        """Return a copy of the contents of a place."""
         begin, _ = self.places.at(self.heads, place)
         return mx.contiguous(self.memory[begin : begin + self.place_size(place)])
 
     def write(self, place: int, numbers: mx.array, base: int) -> None:
-        """Put them into the place of a slot. `base`: as of which token their matrices are."""
+        """Write the contents of a slot's place or of a checkpoint into the place of a slot.
+
+        `base`: the number of tokens that its matrices include."""
         if numbers.size < self.place_size(place):
             numbers = self.widened(numbers, base)
         begin, _ = self.places.at(self.heads, place)
         self.memory[begin : begin + self.place_size(place)] = numbers
 
     def widened(self, numbers: mx.array, base: int) -> mx.array:
-        """A checkpoint in the form of a slot's place: its rings become longer."""
+        """Convert a checkpoint to the layout of a slot's place, which has longer rings."""
         Hk, Hv, Dk, Dv = self.heads
-        # Of each ring, the tokens before `base` in it, and the numbers of a token
+        # For each ring: the tokens before `base` in it, and the size of a token
         rings = [(TAPS - 1, self.heads.inputs), (0, Hk * Dk), (0, Hv * Dv), (0, Hv)]
         at = Hv * Dk * Dv
         parts = [numbers[:at]]
@@ -112,8 +114,8 @@ class States:
     def change(self, x: mx.array, moves: mx.array) -> mx.array:
         """Run tokens: (N, inputs + 2 Hv), (N, 5) -> (N, Hv * Dv).
 
-        subtle: the operation writes the states in place, which MLX does not know. Whoever uses the
-        states later depends on its result.
+        subtle: the operation writes the states in place, which MLX does not know. `mx.depends` makes
+        later uses of the states wait for its result.
         """
         x = mx.concatenate([x, moves], axis=1)
         K = x.shape[1]

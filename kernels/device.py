@@ -1,7 +1,7 @@
-"""The device: MLX with a fast matrix product, free memory, one stream and one lock, and the shutdown.
+"""The device: MLX with a fast matrix product, free memory, one stream, one lock, and the shutdown.
 
-The problem. In MLX a stream belongs to the thread that made it, running out of memory is a crash, and
-a process that exits while the device works hangs. All of that is handled here.
+The problem. In MLX a stream belongs to the thread that created it, running out of memory crashes the
+process, and a process that exits while the device works hangs. This file handles all three.
 
 The invariant: only this file imports MLX, after `library.preload`. Every other file imports `mx` from
 here.
@@ -17,14 +17,15 @@ import weakref
 from pathlib import Path
 
 from base import installation, machine
-from base.strings import readable  # noqa: F401  imported from here, too
+from base.strings import readable  # noqa: F401  re-exported
 from kernels import library
 from kernels.library import Blas, preload
 
 
 def _fail(line: str) -> None:
-    """End a program of ours with one line; raise an ImportError with that line if another program
-    imported us. The thread in which a screen loads cannot end the program, so the screen shows it."""
+    """Exit with one line if this is one of our programs; otherwise raise an ImportError with that line.
+
+    In a background thread, in which the screen loads, raise a RuntimeError for the screen to show."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(line) from None
     program = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "/")
@@ -43,11 +44,9 @@ except ImportError as error:
 
 try:
     import mlx.core as mx
-    from mlx.utils import tree_flatten  # noqa: F401  imported from here
+    from mlx.utils import tree_flatten  # noqa: F401  re-exported
 except ImportError as error:
-    if (
-        sys.platform == "linux"
-    ):  # where `pip install mlx` alone installs no backend, so no libmlx.so
+    if sys.platform == "linux":  # where `pip install mlx` installs no backend and so no libmlx.so
         _fail(
             f"MLX has no backend here: run {installation.install('cpu', 'mlx[cpu]')}. "
             f"With an NVIDIA GPU write cuda instead of cpu. [{error}]"
@@ -66,7 +65,7 @@ if blas.library:
 # --- memory -------------------------------------------------------------------------------------
 
 
-is_gpu = mx.default_device().type == mx.DeviceType.gpu  # a test may set it
+is_gpu = mx.default_device().type == mx.DeviceType.gpu  # tests may set this
 
 
 def has_gpu() -> bool:
@@ -74,19 +73,21 @@ def has_gpu() -> bool:
 
 
 def is_batch_invariant() -> bool:
-    """True if a row's bits are the same in any batch: on a CPU with our own product (`cpu_kernels.c`), for
-    float32 and packed matrices."""
+    """Return True if a row has the same bits in any batch.
+
+    This holds on a CPU with our own product (`cpu_kernels.c`), for float32 and packed matrices."""
     return blas.name == "rows" and not has_gpu()
 
 
 def named() -> str:
-    """The name of the GPU, or of the library that multiplies on a CPU and its kernels."""
+    """Return the name of the GPU, or on a CPU the name of the BLAS and its kernels."""
     return str(mx.device_info().get("device_name", "GPU")) if has_gpu() else str(blas)
 
 
 def read_rate(nbytes: int, threads: int = 0, seconds: float = 0.1) -> float:
-    """Bytes a second that our own library reads from this much memory, in large pages where the system has
-    them: the fastest of ten tries. `threads`: 0 for as many as multiply."""
+    """Return the bytes per second that our own library reads from `nbytes` of memory: the best of ten tries.
+
+    The memory has large pages if the system has them. `threads`: 0 for the number that multiply."""
     read = blas.library.rows_read_rate
     read.restype = ctypes.c_double
     tries = 10
@@ -95,8 +96,8 @@ def read_rate(nbytes: int, threads: int = 0, seconds: float = 0.1) -> float:
 
 
 def free_memory() -> int | None:
-    """The bytes that are free, or None if that is not known. MLX crashes when memory runs out."""
-    # Of an Apple GPU or a CUDA card, MLX knows the total and what it has allocated itself
+    """Return the number of free bytes, or None if unknown. MLX crashes when memory runs out."""
+    # For a GPU, MLX knows only the total and its own allocations
     if has_gpu():
         info = mx.device_info()
         whole = info.get("max_recommended_working_set_size") or info.get("memory_size")
@@ -107,8 +108,8 @@ def free_memory() -> int | None:
 
 
 def limit_cache() -> None:
-    """Limit MLX's cache of freed buffers. On a GPU it keeps those of every shape that it has seen, up
-    to 1.5 times the recommended memory."""
+    """Limit MLX's cache of freed buffers. On a GPU it keeps buffers of every shape that it has seen,
+    up to 1.5 times the recommended memory."""
     if has_gpu():
         info = mx.device_info()
         whole = info.get("max_recommended_working_set_size") or info.get("memory_size") or 0
@@ -117,22 +118,23 @@ def limit_cache() -> None:
 
 # --- one device, one stream, one thread at a time -----------------------------------------------
 
-# MLX binds ordinary streams to the thread that made them. This one may be used from any thread, by one
-# at a time, which the lock ensures. So an engine can be loaded in one thread and stepped in another.
+# MLX binds ordinary streams to the thread that created them. This stream may be used from any thread,
+# but only from one at a time, which the lock ensures. So an engine can be loaded in one thread and
+# stepped in another.
 device_lock = threading.RLock()
 exiting = (
     threading.Event()
-)  # set when the program ends; loading a model then stops at the next layer
+)  # set when the program exits; loading a model then stops at the next layer
 _stream: list[mx.Stream] = []
-_open: weakref.WeakSet = weakref.WeakSet()  # engines to close before the program ends
+_open: weakref.WeakSet = weakref.WeakSet()  # engines to close before the program exits
 
 
 def device_stream() -> mx.StreamContext:
     """Use `with device_lock, device_stream():` around everything that touches an `mx.array`.
 
-    subtle: these are two context managers written in C, not one made of a generator. Ctrl-C may come
-    between any two lines of Python. In a generator that is about to release the lock, it would leave
-    the lock held.
+    subtle: these are two context managers written in C, not one generator. Ctrl-C may arrive between
+    any two lines of Python. In a generator that is about to release the lock, it would leave the lock
+    held.
     """
     if not _stream:
         _stream.append(mx.new_thread_unsafe_stream(mx.default_device()))
@@ -140,10 +142,9 @@ def device_stream() -> mx.StreamContext:
 
 
 def give_way() -> None:
-    """Let a step of another engine run now. Call it with the lock held, once, between two steps of
-    long work."""
+    """Let another engine run a step. Call this once between two steps of long work, with the lock held."""
     device_lock.release()
-    time.sleep(0.0005)  # else the thread that waits would not be there in time
+    time.sleep(0.0005)  # otherwise the waiting thread would not wake up in time
     device_lock.acquire()
 
 
@@ -156,8 +157,8 @@ def synchronize() -> None:
 def give_back() -> None:
     """Return all unreferenced memory to the system.
 
-    subtle: a server has frozen what was there after loading (`gc.freeze`), and the collector ignores
-    that. And the C library keeps freed memory for later.
+    subtle: after loading, a server freezes its objects (`gc.freeze`), and the collector ignores frozen
+    objects. And the C library keeps freed memory for later allocations.
     """
     synchronize()
     is_frozen = gc.get_freeze_count() > 0
@@ -166,13 +167,13 @@ def give_back() -> None:
     if is_frozen:
         gc.freeze()
     mx.clear_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # exists in glibc only
     if trim is not None:
         trim(0)
 
 
 def close_at_exit(engine) -> None:
-    """Close this engine before the program ends: a process that exits while the device works hangs or
+    """Close this engine before the program exits: a process that exits while the device works hangs or
     aborts."""
     _open.add(engine)
 
@@ -182,5 +183,5 @@ def _leave() -> None:
     exiting.set()
     for engine in list(_open):
         engine.close()
-    device_lock.acquire()  # and never released: from here on nothing is started
+    device_lock.acquire()  # never released, so that nothing starts from here on
     synchronize()

@@ -1,36 +1,36 @@
-/* Mixtures of experts, included by `cpu_kernels.c`: each row is multiplied with k matrices of a stack.
+/* Mixtures of experts, included by `cpu_kernels.c`: each row is multiplied by k matrices of a stack.
 
-   A row names its k experts. Multiplied row by row, an expert's weights would be read again for each row that names it, from
-   memory, and unpacked again. So the pairs of a row and an expert are sorted by expert. The pairs of one expert are a *run*,
-   and a run is one product, which reads the weights once for all its rows.
+   A row names its k experts. Row by row, an expert's weights would be read from memory and unpacked again for each row that
+   names it. So the pairs of a row and an expert are sorted by expert. The pairs of one expert are a *run*, and a run is one
+   product, which reads the weights once for all its rows.
 
-   The invariant: a run is computed by the functions of `cpu_kernels.c`, where the bits of a row do not depend on how many
-   rows there are. So they do not depend on which other rows named the same expert.
+   The invariant: a run is computed by the functions of `cpu_kernels.c`, where the bits of a row do not depend on the number
+   of rows. So they do not depend on which other rows named the same expert.
 
-   A row of x has K numbers, or K for each of its k experts, and then k numbers that name the experts. Its result has N
-   numbers for each of them. In place of a matrix there is a `Stack`, with its matrices in the lines behind it: each of them a
-   `Packed` with its weights, and perhaps a bias. A unit of work is some columns of a run. */
+   A row of x has K numbers, or K for each of its k experts, followed by k numbers that name the experts. Its result has N
+   numbers for each expert. In place of a matrix there is a `Stack`, followed by its matrices: each is a `Packed` with its
+   weights, and an optional bias. A unit of work is some columns of a run. */
 
 typedef struct {
   uint64_t key[2];
   int32_t form, experts;
   int64_t N, K;        /* of each matrix */
-  int32_t lines, bias; /* from a matrix to the next; from a matrix to its bias, in float32, or 0 if it has none */
+  int32_t lines, bias; /* cache lines from a matrix to the next, and to its float32 bias; 0 if it has no bias */
 } Stack;
 _Static_assert(sizeof(Stack) <= LINE_NBYTES && offsetof(Stack, form) == offsetof(Packed, form), "told apart by its form");
 
 struct Runs {
-  long k, apart;         /* experts of a row; numbers from the x of one expert to that of the next: 0, or K */
-  long count, chunks;    /* runs; chunks of columns of each */
-  long *experts, *first; /* of each run: its expert, and its first pair; behind the last one, the number of pairs */
-  long *pairs;           /* sorted by expert. Pair i is in row i / k */
+  long k, apart;         /* experts of a row; the distance in x from one expert's input to the next: 0 or K */
+  long count, chunks;    /* the number of runs; chunks of columns in each */
+  long *experts, *first; /* the expert and the first pair of each run; after the last run, the number of pairs */
+  long *pairs;           /* sorted by expert; pair i belongs to row i / k */
 };
 
 INLINE int is_stack(const Packed *a) { return a && a->form == EXPERTS; }
 INLINE const Stack *stack_of(const Product *p) { return (const Stack *)p->packed; }
 INLINE const Packed *matrix_of(const Stack *s, long expert) { return (const Packed *)line((const Packed *)s, 1 + expert * s->lines); }
 
-/* The numbers that a pair multiplies. */
+/* The input of a pair. */
 INLINE const float *x_of(const Product *p, long pair) {
   const Runs *runs = p->runs;
   return p->x + pair / runs->k * p->ldx + pair % runs->k * runs->apart;
@@ -65,7 +65,7 @@ static void find_runs(Product *p, Runs *runs) {
   for (long pair = 0; pair < pairs; pair++) runs->pairs[next[expert_of(p, pair)]++] = pair;
 }
 
-/* The product of a run, without x and y. */
+/* The `Product` of a run, without x and y. */
 static Product run_product(const Product *p, long run) {
   const Stack *s = stack_of(p);
   const Packed *a = matrix_of(s, p->runs->experts[run]);
@@ -83,7 +83,7 @@ static Product run_product(const Product *p, long run) {
   return own;
 }
 
-/* Round a share of the pairs to 8 bits: each run has strips of its own. */
+/* Round a share of the pairs to 8 bits. Each run has its own strips. */
 static void round_pairs(const Product *p, long share, long shares) {
   const Runs *runs = p->runs;
   const long all = runs->first[runs->count], from = all * share / shares, to = all * (share + 1) / shares;
@@ -91,7 +91,7 @@ static void round_pairs(const Product *p, long share, long shares) {
     const long first = runs->first[run], last = at_most(runs->first[run + 1], to);
     Product own = run_product(p, run);
     for (long i = from > first ? from : first; i < last; i++) {
-      own.x = x_of(p, runs->pairs[i]); /* with an `ldx` of 0 it is that of each row */
+      own.x = x_of(p, runs->pairs[i]); /* with an `ldx` of 0, every row index has this x */
       round_rows(&own, i - first, i - first + 1);
     }
   }

@@ -1,22 +1,24 @@
-"""Is MLX's fused attention right on this device?
+"""Check MLX's fused attention on this device.
 
-On some chips and for some lengths it returned garbage without an error: grouped heads in the
-two-pass kernel from 1,024 rows on, for example. So it is tried with a model's heads when the model is
-loaded. Where the result differs from the formula, `llama.Formula` runs.
+On some chips and for some lengths it returned garbage without an error, for example for grouped heads
+in the two-pass kernel from 1,024 rows on. So it is checked with a model's heads when the model is
+loaded. If its result differs from the formula, `llama.Formula` is used instead.
 """
 
 from functools import cache
 
 from kernels.device import mx
 
-LENGTHS = (64, 1024, 4096)  # rows: each takes another kernel, or another path in one
+LENGTHS = (64, 1024, 4096)  # rows: each uses another kernel, or another path in a kernel
 CHUNK = 16
-MOST_OFF = 0.05  # half precision is off by 0.01; a wrong row, by about 1
+MOST_OFF = 0.05  # the error of half precision is 0.01, that of a wrong row about 1
 
 
 @cache
 def is_right(H: int, Hkv: int, Dh: int, dtype: mx.Dtype) -> bool:
-    """Decoding and chunks, masked and causal, on views of a slab."""
+    """Return True if fused attention agrees with the formula for these heads.
+
+    Checks decode steps and chunks, with a mask and causal, on views of a slab."""
     heads = min(Hkv, 2)
     shape = (3, heads, LENGTHS[-1], Dh)
     slab = [mx.random.normal(shape, dtype, key=mx.random.key(seed)) for seed in (0, 1)]
@@ -24,7 +26,7 @@ def is_right(H: int, Hkv: int, Dh: int, dtype: mx.Dtype) -> bool:
     for T in LENGTHS:
         for B, L in ((2, 1), (1, 1), (1, CHUNK)):
             k, v = (x[1 : 1 + B, :, :T] for x in slab)
-            # The scores are peaked, so that the result is not a mean near 0
+            # Scaled so that the softmax is peaked and the result is not a mean near 0
             q = 3 * mx.random.normal((B, heads * H // Hkv, L, Dh), dtype, key=mx.random.key(2))
             behind = 5 * mx.arange(B)[:, None, None, None]  # the second sequence is shorter
             seen = mx.arange(T) <= mx.arange(T - L, T)[:, None] - behind  # (B, 1, L, T)
@@ -33,7 +35,7 @@ def is_right(H: int, Hkv: int, Dh: int, dtype: mx.Dtype) -> bool:
             for form in (mask, "causal")[: 3 - B]:
                 found = mx.fast.scaled_dot_product_attention(q, k, v, scale=Dh**-0.5, mask=form)
                 off.append(mx.max(mx.abs(found - wanted)))
-    return all(each <= MOST_OFF for each in mx.stack(off).tolist())  # NaN is not
+    return all(each <= MOST_OFF for each in mx.stack(off).tolist())  # False for NaN
 
 
 def formula(

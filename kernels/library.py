@@ -1,25 +1,25 @@
-"""Put the library of `cpu_kernels.c` under MLX, after a check that it computes what it should.
+"""Replace MLX's BLAS by the library of `cpu_kernels.c`, after checking its results.
 
 The problem. A BLAS is the library that multiplies matrices. MLX's CPU wheel for Linux brings the
 *reference* BLAS, which is 10 to 50 times slower than it could be. A tuned BLAS is fast, but its order of
 summation depends on the number of rows, so a request's last bits would depend on the other requests in
 its batch. On a Mac (Accelerate, Metal) and on CUDA none of this applies.
 
-The solution. A dynamic linker binds a name such as `cblas_sgemm` to the first library that defines it. So
-a library that is loaded *before* `mlx.core`, with its names made global, replaces the slow one. Ours sums
-in the same order for any number of rows. It is compiled at install, once for each instruction set
-(`build.py`), and all of them compute the same bits. A compiler bug, or one option too many, would make a
-library that looks right and is not, so some products and operations are computed at start, and their
-hash is compared. That takes some milliseconds. `preload` must run first: every file of ours imports `mx`
-from `device.py`, which calls it.
+The solution. The dynamic linker binds a name such as `cblas_sgemm` to the first library that defines it.
+So a library that is loaded *before* `mlx.core`, with its names made global, replaces the slow one. Ours
+sums in the same order for any number of rows. It is compiled at install, once for each instruction set
+(`build.py`), and all of these libraries compute the same bits. A compiler bug or a wrong option could
+produce a library that loads but computes wrong bits. So some products and operations are computed at
+startup and their hash is compared, which takes a few milliseconds. `preload` must run first: all our
+files import `mx` from `device.py`, which calls it.
 
-The invariant: a library that computes anything else is never used. MLX's own product takes its place, and
-the first line of a program says so.
+The invariant: a library with another hash is never used. MLX's own product is used instead, and the first
+line of a program says so.
 
     NANOBATCH_BLAS=rows               our own product, or an error that says why it cannot be loaded
-    NANOBATCH_BLAS=rows:avx2          the same for this instruction set (avx512, avx2, neon, plain)
-    NANOBATCH_BLAS=off                leave MLX as it is, and say nothing
-    NANOBATCH_BLAS=libopenblas.so.0   another library, by its path or its name: to see what is not batch-invariant
+    NANOBATCH_BLAS=rows:avx2          the same with this instruction set (avx512, avx2, neon, plain)
+    NANOBATCH_BLAS=off                keep MLX's own product, without a message
+    NANOBATCH_BLAS=libopenblas.so.0   another library, by path or name: shows results that are not batch-invariant
     NANOBATCH_THREADS=1               the number of threads of our product
 """
 
@@ -44,24 +44,23 @@ from base.machine import cores, cpuinfo
 from base.validation import read_whole
 from kernels.build import FORMS, SOURCE, library, source_hash
 
-MOST_THREADS = 16  # by default; memory bandwidth is the limit before that, and more are untested
-# The hash of what every library computes in the check, on any processor. It changes with the order of
-# a sum: the line that refuses the library names the new one.
+MOST_THREADS = 16  # by default; memory bandwidth saturates earlier, and more threads are untested
+# The hash of the check's results, the same for every library on any processor. It changes if the order
+# of a sum changes; the error message then names the new hash.
 BITS = "4e95ab827d28f73090e55f0afd7816b8"
-PLAIN_BITS = (
-    "184e2fa6abd0f01988b39ef51bd575a4"  # without fused multiply-adds; nothing else has these
-)
+PLAIN_BITS = "184e2fa6abd0f01988b39ef51bd575a4"  # only the plain form, without fused multiply-adds
 
-# Numbers and operations on rows, in the order of the `enum` in `cpu_kernels.c`
+# Forms of numbers and operations, in the order of the `enum` in `cpu_kernels.c`
 FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS = range(5)
-# For activations in 8 bits
+# Weights for 8-bit activations
 ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, ROUNDED_MXFP4 = range(5, 10)
 SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY, EXPERTS = range(10, 20)
-OF_GGUF = 100  # types of a file, from which weights are laid down; smaller: the bits of a weight
+# `source` of `rows_lay`: GGUF types from here on; a smaller number is the bits of a weight
+OF_GGUF = 100
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = range(OF_GGUF, OF_GGUF + 8)
 LINE = 64  # bytes of the header of a packed matrix; a cache line
 ORDER = 16  # the number of partial sums of a product
-WIDE = 144  # columns of a turned matrix: more vectors of any form than a tile takes, and a rest
+WIDE = 144  # columns of a turned matrix: more vectors than a tile has in any form, and a rest
 
 
 def say(line: str) -> None:
@@ -72,11 +71,11 @@ def say(line: str) -> None:
 class Blas(NamedTuple):
     """The library that multiplies under MLX."""
 
-    name: str  # "rows" is our own; else "mlx" for MLX's own, or a file
-    kernels: str = ""  # the instruction set and the threads of ours
-    why_not: str = ""  # why it is not ours, and the remedy; empty where ours is not needed
-    library: ctypes.CDLL | None = None  # our own product, loaded
-    bits: str = ""  # the hash of what ours computes in the check
+    name: str  # "rows" for our own, "mlx" for MLX's own, or the name of a file
+    kernels: str = ""  # instruction set and threads of our own library
+    why_not: str = ""  # why our own is not used, and the remedy; empty if it is not needed
+    library: ctypes.CDLL | None = None  # our own library, if loaded
+    bits: str = ""  # the hash of our library's results in the check
 
     def __str__(self) -> str:
         if self.why_not:
@@ -85,12 +84,12 @@ class Blas(NamedTuple):
 
     @property
     def products(self) -> int:
-        """The number of products that our own library has computed."""
+        """The number of products that our own library has computed so far."""
         return ctypes.c_long.in_dll(self.library, "rows_products").value
 
 
 def preload() -> Blas:
-    """Load our own library, or the one that the user names. Must run before `mlx.core` is imported."""
+    """Load our own library, or the one named by the user. Must run before `mlx.core` is imported."""
     choice = os.environ.get("NANOBATCH_BLAS", "")
     name, _, form = choice.partition(":")
     if choice == "off" or not is_needed():
@@ -108,7 +107,7 @@ def preload() -> Blas:
 
 
 def is_needed() -> bool:
-    """Only MLX's CPU wheel for Linux is slow; a CUDA wheel computes elsewhere."""
+    """Return True for MLX's CPU wheel on Linux: only its product is slow. Warn if two wheels conflict."""
     found = backends()
     if len(found) > 1:
         both = " and ".join(found)
@@ -118,15 +117,15 @@ def is_needed() -> bool:
 
 
 def backends() -> list[str]:
-    """MLX's backends that are installed. Each has a file `mlx/lib/libmlx.so`."""
+    """Return MLX's installed backends. Each of them installs the same file, `mlx/lib/libmlx.so`."""
     names = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")
     return [name for name in names if [*importlib.metadata.distributions(name=name)]]
 
 
 def load_another(file: str) -> Blas:
     try:
-        ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL).cblas_sgemm  # noqa: B018 (it has this function)
-    except (OSError, ValueError, AttributeError):  # a path that is no text is a ValueError
+        ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL).cblas_sgemm  # noqa: B018 (raises if missing)
+    except (OSError, ValueError, AttributeError):  # ValueError: a path with a null byte
         raise ImportError(
             f"NANOBATCH_BLAS={file} is no BLAS that can be loaded; name a shared library, rows or off."
         ) from None
@@ -134,11 +133,11 @@ def load_another(file: str) -> Blas:
 
 
 class Unbuilt(Exception):
-    """The product cannot be used here. The text gives the reason and the remedy."""
+    """Raised if our own library cannot be used here, with the reason and the remedy."""
 
 
 def load(name: str = "") -> Blas:
-    """Load the library of this form, or the best one for this processor, and make its names global."""
+    """Load the library for this form, or else the best one for this processor. Make its names global."""
     forms = forms_here()
     if not forms:
         raise Unbuilt(f"cpu_kernels.c knows no processor of the kind {platform.machine()}")
@@ -172,7 +171,7 @@ def remedy() -> str:
 
 
 def forms_here() -> list[str]:
-    """The forms that this processor can run, the best one first."""
+    """Return the forms that this processor can run, best first."""
     features = processor()
     return [
         name
@@ -183,7 +182,7 @@ def forms_here() -> list[str]:
 
 @cache
 def processor() -> frozenset[str]:
-    """The features of the first processor."""
+    """Return the feature flags of the first processor."""
     info = cpuinfo()
     return frozenset(info.get("flags", info.get("Features", "")).split())
 
@@ -192,8 +191,8 @@ def processor() -> frozenset[str]:
 
 
 def threads(most: int = MOST_THREADS) -> int:
-    """The number of threads that multiply: NANOBATCH_THREADS, or the number of cores available to this
-    process (`base/machine.py`), up to `most`."""
+    """Return the number of threads that multiply: NANOBATCH_THREADS, or the number of cores available to
+    this process (`base/machine.py`), up to `most`."""
     asked = os.environ.get("NANOBATCH_THREADS", "")
     if not asked:
         return min(cores(), most)
@@ -205,15 +204,15 @@ def threads(most: int = MOST_THREADS) -> int:
 
 # --- the check ----------------------------------------------------------------------------------
 
-# M, N, K: each height of a tile, incomplete vectors, and a long sum
+# M, N, K: every height of a tile, incomplete vectors, and a long sum
 SHAPES = [(1, 5, 3), (1, 9, 35), (2, 4, 16), (5, 9, 33), (6, 8, 40), (7, 37, 17), (13, 3, 20)]
 SHAPES += [(9, 130, 40), (3, 6, 1100)]
-# For packed matrices: the form of the weights, their bits, the form of the scales
+# Packed matrices: the form of the weights, their bits, the form of the scales
 PACKED = [(FLOAT16, 16, FLOAT32), (BFLOAT16, 16, FLOAT32)]
 for _scales in (FLOAT32, FLOAT16, BFLOAT16):
     PACKED += [(FOUR_BITS, 4, _scales), (EIGHT_BITS, 8, _scales)]
-# Of matrices for activations in 8 bits: form, bits, N, K, group, and what their offsets are times the
-# scales, or 0 if they have some of their own
+# Matrices for 8-bit activations: form, bits, N, K, group, and the center (each offset is its scale times
+# the center); 0 for matrices with separate offsets
 PANELS = [(ROUNDED_4, 4, 21, 2176, 64, 0), (ROUNDED_4, 4, 5, 96, 32, -8)]
 PANELS += [(ROUNDED_5, 5, 18, 128, 64, 0), (ROUNDED_5, 5, 5, 96, 32, -16)]
 PANELS += [(ROUNDED_6, 6, 5, 96, 32, 0), (ROUNDED_6, 6, 18, 48, 16, -32)]
@@ -222,7 +221,7 @@ PANELS += [(ROUNDED_MXFP4, 5, 18, 128, 32, -12)]
 
 
 def why_unfit(loaded: ctypes.CDLL, form: str) -> str:
-    """Why this library cannot be used; empty if it can."""
+    """Return why this library cannot be used; empty if it can."""
     if compiled_from(loaded) != source_hash(form):
         return f"was compiled from another {SOURCE.name}; {remedy()}"
     expected = bits_of(form)
@@ -239,16 +238,17 @@ def bits_of(form: str) -> str:
 def compiled_from(loaded: ctypes.CDLL) -> str:
     try:
         return (ctypes.c_char * 65).in_dll(loaded, "rows_source").value.decode()
-    except ValueError:  # no library of ours
+    except ValueError:  # not our library
         return ""
 
 
 def computed(library: ctypes.CDLL) -> str:
-    """The hash of what the library computes from the same numbers everywhere.
+    """Return the hash of the library's results for a fixed sequence of random numbers.
 
-    Both layouts, weights packed in each form, each operation; one row, few and many. All of it runs
-    in this thread, because helpers start afterwards. A turned matrix has copies of its columns, which
-    all have the same bits: few columns would fill no vector of AVX-512, and run none of its tiles.
+    Covers both layouts, weights packed in each form, and each operation, with one row, few rows and many.
+    Everything runs in this thread, because helpers start afterwards. A turned matrix gets copies of its
+    columns, which must all have the same bits: the original columns would fill no AVX-512 vector, and so
+    run none of its tiles.
     """
     draw = random.Random(0)
     seen = hashlib.sha256()
@@ -263,8 +263,8 @@ def computed(library: ctypes.CDLL) -> str:
         begin: int = 0,
         copies: int = 1,
     ) -> None:
-        """x (M, K) times W: (N, K), or (K, N) if turned, or the memory of a packed one, which may begin
-        at a later byte. `copies`: of each row of a turned W, side by side."""
+        """Multiply x (M, K) by W: (N, K), or (K, N) if turned, or the memory of a packed matrix, whose
+        header is at byte `begin`. `copies`: how often each row of a turned W is repeated."""
         if copies > 1:
             rows = (w[k * N : (k + 1) * N] * copies for k in range(K))
             w = array("f", b"".join(row.tobytes() for row in rows))
@@ -280,7 +280,7 @@ def computed(library: ctypes.CDLL) -> str:
             found += y[m : m + N]
             if y[m : m + wide].tobytes() != y[m : m + N].tobytes() * copies:
                 seen.update(b"one of the copies differs")
-        seen.update(str(found.tolist()).encode())  # as text, in which a NaN has no sign
+        seen.update(str(found.tolist()).encode())  # as text, where NaN has no sign
 
     for M, N, K in SHAPES:
         w = drawn(draw, N * K)
@@ -317,14 +317,14 @@ def computed(library: ctypes.CDLL) -> str:
     for operation in (SOFTMAX, SWIGLU, GEGLU, SIGLU, NORM, CAP):
         for M, N in ((1, 1), (3, 5), (4, 75)):
             K = N if operation in (SOFTMAX, NORM, CAP) else 2 * N
-            w = array("f", bytes(LINE)) + drawn(draw, N)  # of a norm, the weights
+            w = array("f", bytes(LINE)) + drawn(draw, N)  # the weights, for a norm
             at = ctypes.c_void_p(w.buffer_info()[0])
             library.rows_operation(at, operation, N, ctypes.c_float(0.3))
-            x = drawn(draw, M * K, 150)  # some powers are too large or too small for a float32
+            x = drawn(draw, M * K, 150)  # some powers overflow or underflow a float32
             if M > 1:
                 x[0] = math.nan
-                x[-1] = -math.inf  # as a masked score
-            # MLX takes a matrix of one number for a turned one
+                x[-1] = -math.inf  # like a masked score
+            # MLX passes a matrix of one number as turned
             multiply(x, w, M, N, K, turned=K == 1)
     for form, Dh, group, has_sinks in SLABS:
         x, slab = attention_of(library, draw, form, Dh, group, has_sinks)
@@ -343,13 +343,13 @@ def computed(library: ctypes.CDLL) -> str:
             K = len(x) // M
             multiply(x, states, M, heads[1] * heads[3], K, begin=len(states) * 4 - LINE)
         seen.update(states[: -LINE // 4].tobytes())
-        assert weights  # the states refer to them
+        assert weights  # still alive: the states point to them
     return seen.hexdigest()[:32]
 
 
-# Of the gated delta rule, windows: the place that a sequence continues from, its base, its tokens from start to stop,
-# and the place where its state goes, as of which token. Two prompts; a chunk that leaves a checkpoint; drafts, of which
-# some are rejected; and a fork
+# Windows of the gated delta rule: the place that a sequence continues from, its base, its tokens from start to stop,
+# the place for its new state, and the number of tokens in that state. Two prompts; a chunk that leaves a checkpoint;
+# drafts, some of which are rejected; and a fork
 STATES = [
     [(-1, 0, 0, 7, 0, 6), (-1, 0, 0, 2, 1, 1)],
     [(0, 6, 7, 12, 2, 11), (1, 1, 2, 5, 1, 2)],
@@ -359,11 +359,11 @@ STATES = [
 ]
 DRAFTS = 2
 
-# Of attention: slot, first row, last row, cap. A chunk, and single tokens
+# Tokens for attention: slot, first row, last row, cap. A chunk, and single tokens
 TOKENS = [(1, 0, row, 0) for row in range(90, 97)]
 TOKENS += [(0, 0, 0, 0), (0, 70, 99, 0), (1, 2, 65, 30)]
-HEADS = 2  # of keys
-# The form of its numbers, Dh, query heads of a key head, and whether each has a sink
+HEADS = 2  # key heads
+# Slabs: the form of the numbers, Dh, query heads per key head, and whether each has a sink
 SLABS = [(FLOAT32, 20, 1, False), (FLOAT16, 33, 3, False), (FLOAT16, 64, 7, False)]
 SLABS += [(FLOAT32, 20, 3, True), (FLOAT16, 64, 8, True)]
 
@@ -371,7 +371,7 @@ SLABS += [(FLOAT32, 20, 3, True), (FLOAT16, 64, 8, True)]
 def attention_of(
     library: ctypes.CDLL, draw: random.Random, form: int, Dh: int, group: int, has_sinks: bool
 ) -> tuple[array, array]:
-    """Random queries for attention, and the memory of a slab that ends with its label."""
+    """Return random queries for attention, and the memory of a slab that ends with its label."""
     slots, rows = 2, 105
     slab = array("B", written(drawn(draw, slots * 2 * HEADS * rows * Dh), form))
     at = ctypes.c_void_p(slab.buffer_info()[0])
@@ -386,7 +386,7 @@ def attention_of(
 def states_of(
     library: ctypes.CDLL, draw: random.Random, heads: tuple[int, int, int, int]
 ) -> tuple[array, array]:
-    """The states of a layer, two slots and a checkpoint, and its weights: heads of keys and values, and their sizes."""
+    """Return the states of a layer, with two slots and a checkpoint, and its weights. `heads`: Hk, Hv, Dk, Dv."""
     Hk, Hv, Dk, Dv = heads
     weights = drawn(draw, 4 * (2 * Hk * Dk + Hv * Dv) + 2 * Hv)
     sizes = (ctypes.c_int * 7)(2, 3, 1 + DRAFTS, *heads)
@@ -413,14 +413,14 @@ def packed(
     group: int,
     center: float = 0,
 ) -> array:
-    """The memory of a packed matrix of random numbers."""
-    rows = -(-N // ORDER) * ORDER if form >= ROUNDED_4 else N  # panels are whole
+    """Return the memory of a packed matrix of random numbers."""
+    rows = -(-N // ORDER) * ORDER if form >= ROUNDED_4 else N  # whole panels
     weights = drawn(draw, N * K) if bits == 16 else draw.randbytes(N * K * bits // 8)
     weights = written(weights, form) if bits == 16 else weights
     factors = [written(drawn(draw, N * K // group), form_of_scales) for _ in range(2)]
     sizes = [rows * library.rows_width(form, ctypes.c_long(K))]
     sizes += [len(factors[0]) // N * rows] * (1 if center else 2)
-    # The first line of weights, scales and offsets; last, the end
+    # The first cache line of weights, scales and offsets, and the end
     places = [*accumulate((-(-size // LINE) for size in sizes), initial=1)]
     matrix = array("B", bytes((places[-1] + 1) * LINE))
     at = ctypes.c_void_p(matrix.buffer_info()[0])
@@ -433,9 +433,9 @@ def packed(
 
 
 def written(numbers: array, form: int) -> bytes:
-    """The bytes of numbers in this form."""
+    """Return the bytes of numbers in this form."""
     if form == FLOAT16:
         return struct.pack(f"={len(numbers)}e", *numbers)
-    if form == BFLOAT16:  # the upper half of each
+    if form == BFLOAT16:  # the upper half of each float32
         return array("H", numbers.tobytes())[1::2].tobytes()
     return numbers.tobytes()

@@ -12,12 +12,12 @@ the same order: no bit of a result changes.
       ^ the claim begins here
 
 Weights are not in the order of the file (`cpu_kernels.c` draws theirs); `as_bytes` restores it. For
-activations in 8 bits, weights and scales are in panels of 16 rows, and as large as in the file;
+8-bit activations, weights and scales are in panels of 16 rows, and take as much memory as in the file;
 `from_panels` reads a row of them.
 
 The invariant: only a `Claim` holds an array that claims more memory than it has, because any other
-operation would read beyond its end. The array keeps the matrix's memory alive, and so does each product
-that is not computed yet. So the header stays valid as long as it may be read.
+operation would read beyond its end. The array keeps the matrix's memory alive, and so does each pending
+product. So the header stays valid as long as it may be read.
 
 Where next: `models/load.py`, which makes the matrices; `cpu_kernels.c`, which multiplies them.
 """
@@ -41,9 +41,9 @@ FORMS = {
     mx.float16: library.FLOAT16,
     mx.bfloat16: library.BFLOAT16,
 }
-FORMS |= {mx.uint8: library.EIGHT_BITS}  # of scales and offsets (`widened`)
-SPAN = 256  # weights whose scales of 8 bits are multiplied by one float16 number
-# Bits of a weight in a file -> its form for our product, in float arithmetic and for 8-bit activations
+FORMS |= {mx.uint8: library.EIGHT_BITS}  # for scales and offsets (`widened`)
+SPAN = 256  # weights whose 8-bit scales share a float16 factor
+# Bits of a weight in a file -> its form for our product: for float arithmetic, and for 8-bit activations
 FLOAT_FORMS = {
     2: library.FOUR_BITS,
     3: library.FOUR_BITS,
@@ -69,25 +69,25 @@ BITS = {
     library.ROUNDED_8: 8,
     library.ROUNDED_MXFP4: 4,
 }
-# Numbers of MXFP4 (`models/mxfp4.py`) have five bits in files, as we read them, and this center
+# MXFP4 weights (`models/mxfp4.py`) are loaded as five-bit numbers with this center
 MXFP4_CENTER = -12.0
 MXFP4_NUMBERS = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 MLX_GROUPS = (32, 64, 128)  # group sizes that MLX's own products support
 PARTS = ("weight", "scales", "offsets")
 LEAST_SHARE = 2**18  # bytes of a file that a thread copies at a time
-MOST_AT_ONCE = 2**30  # bytes of an allocation: MLX counts the numbers of an array in 32 bits
-LEAST = 16  # numbers in a row of a packed matrix; a header takes as much memory
+MOST_AT_ONCE = 2**30  # bytes of an allocation: MLX counts an array's elements in 32 bits
+LEAST = 16  # numbers in a row of a packed matrix; a header takes as much memory as 16 floats
 
 
 class Claim:
-    """An array that only MLX's products may get. To them it looks like float32 numbers."""
+    """An array that may be passed only to MLX's products, which treat it as float32 numbers."""
 
     def __init__(self, array: mx.array, N: int):
-        self.array = array  # (in, out); of a stack, its header
+        self.array = array  # (in, out); for a stack, its header
         self.N = N  # outputs
 
     def of_experts(self, x: mx.array, chosen: mx.array) -> mx.array:
-        """Multiply with matrices of a stack: (n, 1 or k, in), (n, k) -> (n, k, out)."""
+        """Multiply by the chosen matrices of a stack: (n, 1 or k, in), (n, k) -> (n, k, out)."""
         k = chosen.shape[1]
         x = mx.concatenate([x.flatten(1), chosen.astype(mx.float32)], axis=1)
         K = x.shape[1]
@@ -95,33 +95,33 @@ class Claim:
 
 
 class Blocks(NamedTuple):
-    """A type of GGUF: rows are blocks, which hold weights, scales and offsets."""
+    """A GGUF type. Its rows are blocks, which hold weights, scales and offsets."""
 
-    source: int  # as `cpu_kernels.c` calls it
-    size: int  # the weights of a block,
-    nbytes: int  # and its bytes
-    factors: mx.Dtype  # of scales and offsets in memory
+    source: int  # the type's number in `cpu_kernels.c`
+    size: int  # weights of a block
+    nbytes: int  # bytes of a block
+    factors: mx.Dtype  # the type of scales and offsets in memory
 
 
 class Matrix(NamedTuple):
     """y = x W^T + b, with W as the checkpoint stores it. Each expert has its own W.
 
-    W may be packed: `bits` bits a weight, and a scale and an offset for each `group` of weights.
+    W may be packed: `bits` bits per weight, and a scale and an offset for each `group` of weights.
     16-bit weights may have a float32 scale for each row, and no offset. Scales and offsets may be
-    bytes (`widened`). With a `center`, a power of two, each offset is that times the scale, and no
-    offsets are stored.
+    bytes (`widened`). With a `center`, each offset is the scale times the center, and no offsets are
+    stored.
     """
 
     weight: mx.array  # (..., out, in); packed (..., out, in * bits / 32), uint32
     bias: mx.array | None = None  # (..., out)
     scales: mx.array | None = None  # (..., out, in / group); None: W is not packed
-    offsets: mx.array | None = None  # the same
+    offsets: mx.array | None = None  # the same shape
     bits: int = 0
     group: int = 0
-    claim: Claim | None = None  # if it is packed for our own product; None: MLX multiplies
+    claim: Claim | None = None  # set if W is packed for our own product; None: MLX multiplies
     rounds: bool = False  # activations are rounded to 8 bits
     center: float = 0.0
-    blocks: Blocks | None = None  # `weight` holds blocks of a file (`packed`), as uint16 numbers
+    blocks: Blocks | None = None  # set if `weight` holds the blocks of a GGUF file, as uint16
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
         if self.scales is not None and not self.claim:
@@ -131,7 +131,7 @@ class Matrix(NamedTuple):
         return y if self.bias is None else y + self.bias
 
     def of_experts(self, x: mx.array, chosen: mx.array) -> mx.array:
-        """Multiply each row with the W of k experts: (n, 1 or k, in), (n, k) -> (n, k, out)."""
+        """Multiply each row by the W of k experts: (n, 1 or k, in), (n, k) -> (n, k, out)."""
         if self.claim:
             return self.claim.of_experts(x, chosen)
         x = x[..., None, :]
@@ -149,7 +149,7 @@ class Matrix(NamedTuple):
         return mx.gather_qmm(x, *arrays, rhs_indices=chosen, **how)
 
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
-        """Look up rows of the (V, D) matrix, so that a tied head and its table are one matrix."""
+        """Look up rows of a (V, D) matrix, so that a tied head and the embedding table share one matrix."""
         if self.rounds:
             weight, *factors = (from_panels(each, ids, self.group) for each in self.arrays.values())
         elif self.scales is None:
@@ -170,13 +170,13 @@ class Matrix(NamedTuple):
 
     @property
     def arrays(self) -> dict[str, mx.array]:
-        """The arrays of W."""
+        """The arrays of W by name, without missing ones."""
         named = {"weight": self.weight, "scales": self.scales, "offsets": self.offsets}
         return {name: array for name, array in named.items() if array is not None}
 
     @property
     def size(self) -> int:
-        """The number of weights. If they are packed, each scale is for a group of them."""
+        """The number of weights. For packed weights it follows from the number of scales."""
         if self.scales is None:
             return self.weight.size
         *rows, _ = self.scales.shape
@@ -184,7 +184,7 @@ class Matrix(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The numbers in a row."""
+        """The number of weights in a row."""
         if not self.bits:
             return self.weight.shape[-1]
         if self.blocks:
@@ -193,7 +193,7 @@ class Matrix(NamedTuple):
 
     @property
     def packing(self) -> tuple:
-        """The properties in which matrices must agree to be joined."""
+        """The properties that matrices must share to be joined."""
         if self.scales is None and not self.blocks:
             return ()
         scales = None if self.blocks else self.scales.dtype
@@ -201,9 +201,9 @@ class Matrix(NamedTuple):
 
 
 def joined(parts: Sequence[Matrix]) -> Matrix:
-    """Join matrices of the same input that are stored alike. The outputs are concatenated.
+    """Join matrices with the same input and `packing`, by concatenating their outputs.
 
-    So the input is read once, and one product runs instead of three. `packed` joins, too.
+    The input is then read once, and one product runs instead of three. `packed` joins, too.
     """
     if len(parts) == 1:
         return parts[0]
@@ -215,7 +215,7 @@ def joined(parts: Sequence[Matrix]) -> Matrix:
 
 
 def joined_biases(parts: Sequence[Matrix]) -> mx.array | None:
-    """Concatenate biases, with zeros for a matrix that has none."""
+    """Concatenate biases, with zeros for a matrix without one."""
     dtypes = [part.bias.dtype for part in parts if part.bias is not None]
     if not dtypes:
         return None
@@ -229,9 +229,10 @@ def joined_biases(parts: Sequence[Matrix]) -> mx.array | None:
 
 
 def packed(*parts: Matrix, rounds: bool = False, memory: Memory | None = None) -> Matrix:
-    """Copy matrices with the same input and format into one matrix in the layout that our product reads.
-    `rounds`: round activations to 8 bits, unless weights have 16 or more. A stack of experts may also have
-    float32 weights."""
+    """Copy matrices with the same input and `packing` into one matrix in our product's layout.
+
+    `rounds`: round activations to 8 bits, unless weights have 16 bits or more. A stack of experts may also
+    have float32 weights."""
     first = parts[0]
     is_few_bits = 0 < first.bits < 16
     rounds = rounds and is_few_bits
@@ -248,10 +249,10 @@ def packed(*parts: Matrix, rounds: bool = False, memory: Memory | None = None) -
     rows = rows_of(N, rounds)
     # Bytes of a row
     widths = [row_nbytes(K, form)] + [factors_nbytes(K, group, dtype)] * factors
-    # The cache lines where weights, scales and offsets of a matrix begin, and its end
+    # The first cache lines of weights, scales and offsets, and the end of the matrix
     places = [*accumulate((-(-rows * width // LINE) for width in widths), initial=1)]
     bias = joined_biases(parts)
-    at_bias = places[-1] if many and bias is not None else 0  # the product adds it
+    at_bias = places[-1] if many and bias is not None else 0  # the product of a stack adds the bias
     lines = places[-1] + (-(-N * 4 // LINE) if at_bias else 0)
     to_next = lines * LINE
     array, start = (memory or Memory()).take(LINE * bool(many) + count * to_next)
@@ -267,7 +268,7 @@ def packed(*parts: Matrix, rounds: bool = False, memory: Memory | None = None) -
     lay(parts, at, to_next)
 
     def view(dtype: mx.Dtype, line: int, *shape: int, strides: Sequence[int]) -> mx.array:
-        """A view of the part that begins at this cache line of each matrix."""
+        """Return a view of the part that begins at cache line `line` of each matrix."""
         begin = (start + line * LINE) // dtype.size
         strides = [to_next // dtype.size] * len(many) + [*strides]
         return mx.as_strided(array.view(dtype), (*many, *shape), strides, begin)
@@ -300,11 +301,12 @@ def packed(*parts: Matrix, rounds: bool = False, memory: Memory | None = None) -
 
 
 def lay(parts: Sequence[Matrix], at: int, to_next: int) -> None:
-    """Fill the rows of a matrix from its parts, or those of several matrices, `to_next` bytes apart. The
-    rows are shared among threads."""
+    """Fill the rows of a matrix, or of a stack of matrices that are `to_next` bytes apart, from its parts.
+
+    The rows are divided among threads."""
     jobs = []
     first = 0
-    held = []  # arrays that must live until their rows are copied
+    held = []  # keeps arrays alive until their rows are copied
     for part in parts:
         *many, N, _ = part.weight.shape
         arrays = [mx.contiguous(array) for array in part.arrays.values()]
@@ -326,26 +328,26 @@ def lay(parts: Sequence[Matrix], at: int, to_next: int) -> None:
         for job in jobs:
             lay_rows(*job)
         return
-    with ThreadPoolExecutor(threads) as pool:  # ctypes releases the GIL meanwhile
+    with ThreadPoolExecutor(threads) as pool:  # ctypes releases the GIL during a call
         for future in [pool.submit(lay_rows, *job) for job in jobs]:
             future.result()
 
 
 class Memory:
-    """Allocate packed matrices from large blocks, in large pages."""
+    """An allocator of packed matrices, from large blocks in large pages."""
 
     def __init__(self, expected: int = 0):
-        """`expected`: the size of all matrices together, in bytes."""
+        """`expected`: the total size of all matrices in bytes."""
         self.expected = expected
         self.array: mx.array | None = None
-        self.begin = self.end = 0  # what is left of it, in bytes
+        self.begin = self.end = 0  # the free part of the array, in bytes
 
     def take(self, nbytes: int) -> tuple[mx.array, int]:
-        """Allocate `nbytes`: returns an array of uint32, and the offset in it, aligned to a cache line."""
+        """Allocate `nbytes`. Return an array of uint32 and the byte offset in it, aligned to a cache line."""
         if self.begin + nbytes > self.end:
             size = max(nbytes, min(self.expected, MOST_AT_ONCE))
             self.expected -= size
-            # A line more for the alignment, and one at the end, because whole vectors are read
+            # One extra line for the alignment, and one at the end, because whole vectors are read
             self.array = unwritten(size + 2 * LINE)
             self.begin = -address(self.array) % LINE
             self.end = self.begin + size
@@ -354,8 +356,9 @@ class Memory:
 
 
 def unwritten(nbytes: int) -> mx.array:
-    """An array of uint32 that was never written to, in large pages where the system has them. MLX has no
-    such constructor, but it does not initialize the result of a product."""
+    """Return an uninitialized array of uint32, in large pages if the system has them.
+
+    MLX has no constructor for this, but it does not initialize the result of a product."""
     count = -(-nbytes // 4)
     claim = mx.as_strided(memory_header(), (1, count), (count, 1))
     array = (mx.ones((1, 1)) @ claim).flatten().view(mx.uint32)
@@ -372,19 +375,19 @@ def memory_header() -> mx.array:
 
 
 def form_of(bits: int, rounds: bool, center: float = 0.0) -> int | None:
-    """The form in which our product reads weights of this many bits; None for 16 bits."""
+    """Return the form in which our product reads weights of this many bits; None for 16 bits."""
     if rounds and center == MXFP4_CENTER:
         return library.ROUNDED_MXFP4
     return (ROUNDED_FORMS if rounds else FLOAT_FORMS).get(bits)
 
 
 def rows_of(N: int, rounds: bool) -> int:
-    """The number of rows in memory: panels are whole."""
+    """Return the number of rows in memory: with `rounds`, N rounded up to whole panels."""
     return -(-N // ORDER) * ORDER if rounds else N
 
 
 def from_panels(array: mx.array, ids: mx.array, group: int) -> mx.array:  # -> (..., width)
-    """Read rows from panels."""
+    """Return the rows `ids` of an array that is stored in panels."""
     width = array.shape[-1]
     panels = array.reshape(-1, width, ORDER)[ids // ORDER].flatten(-2)  # (..., width * ORDER)
     column = (ids % ORDER)[..., None, None]
@@ -396,8 +399,8 @@ def from_panels(array: mx.array, ids: mx.array, group: int) -> mx.array:  # -> (
 
 
 def parts_of(factors: mx.array, group: int) -> list[mx.array]:
-    """Split 8-bit scales or offsets into bytes and their float16 factors (`widened`); return others
-    unchanged."""
+    """Split 8-bit scales or offsets into bytes and their float16 factors (`widened`). Other types are
+    returned as the only part."""
     if factors.dtype != mx.uint8:
         return [factors]
     groups = groups_of(factors, group)
@@ -405,19 +408,19 @@ def parts_of(factors: mx.array, group: int) -> list[mx.array]:
 
 
 def factors_nbytes(K: int, group: int, dtype: mx.Dtype) -> int:
-    """The memory of a row's scales, or of its offsets."""
+    """Return the bytes of a row's scales, or of its offsets."""
     return K // group * dtype.size + (K // SPAN * 2 if dtype == mx.uint8 else 0)
 
 
 def groups_of(factors: mx.array, group: int) -> int:
-    """The number of groups in a row."""
+    """Return the number of groups in a row."""
     width = factors.shape[-1]
     each = SPAN // group
     return width * each // (each + 2) if factors.dtype == mx.uint8 else width
 
 
 def widened(factors: mx.array, group: int) -> mx.array:
-    """Convert 8-bit scales or offsets to float32; return others unchanged.
+    """Convert 8-bit scales or offsets to float32. Other types are returned unchanged.
 
     | a byte for each group: its number plus 128 | a float16 factor for each SPAN weights |
     """
@@ -430,7 +433,7 @@ def widened(factors: mx.array, group: int) -> mx.array:
 def dequantized(
     weight: mx.array, scales: mx.array, offsets: mx.array, group: int, bits: int
 ) -> mx.array:
-    """Unpack weights. Only GGUF has groups of 16."""
+    """Return unpacked weights. `mx.dequantize` does not support groups of 16, which only GGUF has."""
     if group in MLX_GROUPS:
         return mx.dequantize(weight, scales, offsets, group, bits)
     least = MLX_GROUPS[0]
@@ -441,25 +444,25 @@ def dequantized(
 
 
 def row_nbytes(K: int, form: int) -> int:
-    """The memory of a row of K weights."""
+    """Return the bytes of a row of K weights."""
     return device.blas.library.rows_width(form, ctypes.c_long(K))
 
 
 def address(array: mx.array) -> int:
-    """The address of an array whose numbers are contiguous."""
-    numbers = array.view(mx.uint8)  # there is no memoryview of bfloat16
+    """Return the address of a contiguous array."""
+    numbers = array.view(mx.uint8)  # memoryview does not support bfloat16
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(numbers)))
 
 
 def as_bytes(words: mx.array, bits: int, rounds: bool) -> mx.array:  # (..., words) -> (..., K / 4)
-    """Convert rows in memory to one byte a number. `cpu_kernels.c` draws both orders."""
+    """Convert rows of packed weights to one byte per weight. `cpu_kernels.c` draws both layouts."""
     if bits == 8:
         return words
     places = mx.arange(0, 32, 4, dtype=mx.uint32)
     if not rounds:  # (..., blocks, 8, lanes)
         numbers = mx.unflatten(words, -1, (-1, 1, ORDER)) >> places[:, None] & 15
         return mx.contiguous(numbers.astype(mx.uint8).flatten(-3)).view(mx.uint32)
-    # A unit: words with the lower four bits of two times four numbers, and one with the upper bits
+    # A unit: words with the lower four bits of eight numbers each, and one word with upper bits
     lower = {4: 1, 5: 4, 6: 2}[bits]
     unit = mx.unflatten(words, -1, (-1, lower + (bits > 4)))
     numbers = unit[..., :lower, None] >> places[:2] & 0x0F0F0F0F
@@ -472,7 +475,7 @@ def as_bytes(words: mx.array, bits: int, rounds: bool) -> mx.array:  # (..., wor
 
 
 def words(numbers: mx.array, bits: int) -> mx.array:  # (..., n), uint8 -> (..., n bits / 32)
-    """Pack numbers as MLX does: eight numbers of n bits take n bytes."""
+    """Pack numbers in MLX's format: eight numbers of n bits take n bytes."""
     if bits < 8:
         eight = mx.unflatten(numbers, -1, (-1, 8)).astype(mx.uint64)
         eight = (eight << mx.arange(0, 8 * bits, bits, dtype=mx.uint64)).sum(axis=-1)

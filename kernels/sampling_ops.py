@@ -1,5 +1,5 @@
-"""Array operations of the sampler. None sorts a long row, and none reads a result back while a step is
-prepared.
+"""Array operations of the sampler. None of them sorts a long row or waits for a result while a step is
+being prepared.
 
 Eight rows of a vocabulary of 152,000 are 1.2 million numbers, and sorting them takes ten times as long
 as the whole forward pass of a small model. `likeliest` finds the top k by block minima, and
@@ -16,30 +16,30 @@ BLOCK = 64  # rows of logits are padded to whole blocks
 
 
 def likeliest(gap: mx.array, k: int) -> mx.array:  # (n, V) -> (n, k)
-    """The ids of the k smallest gaps, the smallest first. Among equal gaps, the lowest id is first.
+    """Return the ids of the k smallest gaps, smallest first. Equal gaps are in the order of their ids.
 
-    The k smallest lie in the k blocks whose own smallest are smallest. For k = 2, in blocks of 3:
+    The k smallest gaps are in the k blocks with the smallest minima. For k = 2, in blocks of 3:
 
         gaps       5 2 7 | 4 9 8 | 1 0 6 | 3 3 9
         smallest     2       4       0       3        only blocks 0 and 2 are sorted
 
     Proof: the k minima of these blocks come before any number of another block. The same holds
-    among equal gaps, because blocks are in the order of ids. Finding the k blocks is the same task
+    for equal gaps, because blocks are in the order of ids. Finding the k blocks is the same problem
     on a shorter row.
     """
     n, V = gap.shape
-    # With this size there are about as many blocks as numbers in k blocks.
+    # This size balances the number of blocks with the size of k blocks
     size = 2 ** round(math.log2(V / k) / 2)
     if size < 4:
         return mx.argsort(gap, axis=-1)[:, :k]
     gap = padded(gap, size, math.inf)
     blocks = gap.reshape(n, -1, size)
     nearest = likeliest(blocks.min(axis=-1), k)
-    nearest = mx.sort(nearest, axis=-1)  # so that the ids below are in order, too
+    nearest = mx.sort(nearest, axis=-1)  # so that the ids below are sorted, too
     ids = nearest[:, :, None] * size + mx.arange(size)
     ids = ids.reshape(n, -1)  # (n, k * size): all tokens of these blocks
     ids = gather(ids, likeliest(gather(gap, ids), k))
-    return mx.minimum(ids, V - 1)  # only a row of NaN would choose the padding
+    return mx.minimum(ids, V - 1)  # the padding is chosen only in a row of NaN
 
 
 def keep_nearest(
@@ -47,19 +47,19 @@ def keep_nearest(
     weights: mx.array,  # (n, V): e^-gap
     total: mx.array,  # (n, 1): their sum
     count: mx.array,  # (n, 1): keep this many tokens
-    mass: mx.array | None,  # (n, 1): keep tokens until they have this part of the total
+    mass: mx.array | None,  # (n, 1): keep tokens until they reach this fraction of the total
 ) -> mx.array:  # (n, V) bool
-    """The tokens that count and mass keep, without a sort: all gaps up to some bound.
+    """Return a mask of the tokens to keep, without a sort: all tokens up to some gap, the bound.
 
-    A bound is too far if the tokens nearer than the bound are `count` already, or have the `mass`.
-    Bisection finds the farthest bound that is not. The bits of floats above 0, read as whole
-    numbers, have the order of the floats. So the bound is found bit by bit, the highest first:
+    A bound is too far if the tokens nearer than the bound already number `count` or have the `mass`.
+    Bisection finds the farthest bound that is not too far. The bits of positive floats, read as
+    integers, have the order of the floats. So the bound is found bit by bit, highest first:
 
         is 2.0 too far?        yes: the bit is 0
-        is 1.1e-19 too far?    no: the bit is 1        and so on, 31 times
+        is 1.1e-19 too far?    no: the bit is 1        repeated for 31 bits
 
-    Probabilities are counted in units of 2^-31. A sum of whole numbers is exact, in whatever order
-    a device adds.
+    Probabilities are counted in units of 2^-31. A sum of integers is exact, whatever the order in
+    which a device adds.
     """
     V = gap.shape[-1]
     unit = 2.0**31 / total
@@ -69,16 +69,15 @@ def keep_nearest(
         wanted = wanted.astype(mx.uint32)
 
     def quota(bound: mx.array) -> mx.array:  # (n, 1) -> (n, 1)
-        """The number of tokens at this bound that may be kept: 0 or less if it is too far."""
-        # Tokens at the bound, and farther ones. A guess may be NaN: then none is beyond, so the
-        # guess is too far.
+        """Return the number of tokens at this bound that may be kept: 0 or less if it is too far."""
+        # Tokens at the bound or farther. A NaN guess has no tokens beyond it, so it is too far
         beyond = added(gap >= bound)
         by_count = count - (V - beyond)
         if mass is None:
             return by_count
-        # subtle: `nearer` is the mass of all nearer tokens. Picking these out would take MLX five
-        # times as long. So every token beyond is counted as if at the bound, and taken off again.
-        # The sum may pass 2^32 and begin again at 0, but the difference is right.
+        # subtle: `nearer` is the mass of all nearer tokens. Selecting them would take MLX five times
+        # as long. So every token beyond is counted as if it were at the bound, and subtracted again.
+        # The sum may wrap around at 2^32, but the difference is right.
         each = (exp_minus(bound) * unit).astype(mx.uint32)
         nearer = added(mx.maximum(units, each))
         nearer = nearer - each * beyond.astype(mx.uint32)
@@ -93,22 +92,22 @@ def keep_nearest(
         is_near = quota(guess.view(mx.float32)) > 0
         bits = mx.where(is_near, guess, bits)
     bound = bits.view(mx.float32)
-    ties = gap == bound  # of these, the lowest ids are kept
+    ties = gap == bound  # among ties, the lowest ids are kept
     keep_ties = mx.cumsum(ties, axis=-1) <= quota(bound)
     return (gap < bound) | (ties & keep_ties)
 
 
 def exp_minus(gap: mx.array) -> mx.array:
-    """e^-gap, as a power of 1/e. On a CPU, MLX takes twice as long for an `exp`."""
+    """Return e^-gap, as a power of 1/e. On a CPU, MLX takes twice as long for `exp`."""
     return mx.power(math.exp(-1), gap)
 
 
 def fold(reduce: Callable, x: mx.array) -> mx.array:  # (n, V) -> (n, 1)
-    """The maximum or the sum of each row: down the columns of a matrix, then along the resulting
-    row.
+    """Reduce each row to its maximum or sum, in two steps: each row is reshaped to a matrix, whose
+    columns are reduced first, then the resulting row.
 
-    On a CPU this takes a third of the time. A sum is more exact, too: near the end of a long
-    float32 sum, small numbers are lost next to the sum so far.
+    On a CPU this takes a third of the time. A sum is more precise, too: near the end of a long
+    float32 sum, small numbers are lost because the sum so far is large.
     """
     matrix = x.reshape(len(x), BLOCK, -1)
     columns = reduce(matrix, axis=1)
@@ -120,7 +119,7 @@ def column(values: list[float]) -> mx.array:  # (n, 1)
 
 
 def filled(rows: Sequence[tuple[int, ...]], width: int) -> mx.array:  # (n, width)
-    """Token ids as a matrix. A short row repeats its first token to the end."""
+    """Return token ids as a matrix. Short rows are padded with their first token."""
     full = []
     for row in rows:
         first = row[:1] or (0,)

@@ -1,5 +1,5 @@
-"""What is added to logits and outlives a step: the `logit_bias` of each slot's request, and a table that
-unpacks grammar masks."""
+"""Biases on logits that outlive a step: the `logit_bias` of each slot's request, and a table that unpacks
+grammar masks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,17 +8,18 @@ from kernels.device import mx
 
 
 class SlotState:
-    """The biases that were built, by slot, and the table."""
+    """The bias array of each slot, and the table for grammar masks."""
 
     def __init__(self, slots: int, V: int):
         self._no_bias = mx.zeros(V)
-        self._biases = [({}, self._no_bias)] * slots  # each with the settings it was built for
+        self._biases = [({}, self._no_bias)] * slots  # (the request's logit_bias, its array)
         octets = mx.arange(256)[:, None]
         bits = octets >> mx.arange(8) & 1  # (256, 8)
         self._mask_of_byte = mx.where(bits == 1, 0, -math.inf)
 
     def bias(self, slot: int, wanted: Mapping[int, float]) -> mx.array:  # (V,)
-        """A request's logit_bias as array, built once: 100,000 entries take longer than a step."""
+        """Return a request's logit_bias as an array. It is built once, because building 100,000 entries
+        takes longer than a step."""
         if not wanted:
             return self._no_bias
         built_for, bias = self._biases[slot]
@@ -30,7 +31,7 @@ class SlotState:
         return bias
 
     def mask(self, masks: Sequence[bytes]) -> mx.array:  # (n, V)
-        """0 for each token that is allowed, and minus infinity for the others.
+        """Return 0 for allowed tokens and minus infinity for the others.
 
         On a CPU, looking up each byte of eight tokens takes MLX a fifth of the time of shifting bits.
         """
