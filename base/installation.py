@@ -1,5 +1,5 @@
-"""A checkout or an installed package, and what depends on it: the version, what
-to type, how to start one of our programs, how to install an extra."""
+"""Differences between a checkout and an installed package: the version, command lines,
+how to start our programs, how to install an extra."""
 
 import os
 import shlex
@@ -8,13 +8,13 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 IS_INSTALLED = __name__.startswith(
     "nanobatch."
-)  # from a wheel; an editable install is the checkout
-is_command = False  # set by the command `nanobatch`, which an editable install has, too
+)  # True in a wheel; an editable install counts as a checkout
+is_command = False  # set by the command `nanobatch`, also in an editable install
 
 
 def version() -> str:
-    """The versions of nanobatch, MLX, Python and the system: the first line of a bug report."""
-    import platform  # these are imported here, because most runs need none of them
+    """Return the versions of nanobatch, MLX, Python and the system: the first line of a bug report."""
+    import platform  # imported here, because most runs do not need it
     from importlib import metadata
 
     try:
@@ -27,7 +27,7 @@ def version() -> str:
 
 
 def version_number() -> str:
-    """The version, from `pyproject.toml` or the package's metadata."""
+    """Return the version from `pyproject.toml` or the package's metadata."""
     import tomllib
     from importlib import metadata
 
@@ -38,24 +38,24 @@ def version_number() -> str:
 
 
 def command(program: str, *arguments: str) -> str:
-    """The command line of one of our programs, such as serve.py: in a checkout, or where there is the
-    command `nanobatch`."""
+    """Return the command line that runs a program such as serve.py: `python serve.py` in a checkout,
+    `nanobatch serve` with the command."""
     word = os.path.basename(program).removesuffix(".py").replace("tui", "screen")
     start = ["nanobatch", word] if IS_INSTALLED or is_command else ["python", program]
     return shlex.join([*start, *arguments])
 
 
 def start(program: str) -> list[str]:
-    """The command that starts one of our programs as this process was started."""
+    """Return the arguments that start one of our programs with this process's Python."""
     if not IS_INSTALLED:
         return [sys.executable, os.path.join(ROOT, program)]
-    # -P: modules in the user's folder are not searched first
+    # -P: do not search the user's folder for modules
     module = program.removesuffix(".py").replace("/", ".")
     return [sys.executable, "-P", "-m", f"nanobatch.{module}"]
 
 
 def install(extra: str, package: str) -> str:
-    """The command that installs an extra: in a checkout, or next to an installed package."""
+    """Return instructions to install an extra, in a checkout or for an installed package."""
     if not IS_INSTALLED:
         return f"pip install -e '.[{extra}]' in the checkout"
     pipx = f"pipx runpip nanobatch install '{package}'"

@@ -1,9 +1,9 @@
-"""The processor of this machine, and the cores and the memory that this process may use of it.
+"""The processor of this machine, and the cores and memory that this process may use.
 
-Containers and services leave less than the machine has (Linux control groups). A group's limit holds
-for all groups in it, so each folder from the process's own group up to the root is read, in version 1
-and version 2 of these files, and the lowest limit counts. Unreadable means unlimited. Page cache counts
-as free, as in the system's own figure.
+Containers and services get less than the whole machine (Linux control groups). A group's limit applies
+to all groups in it, so every folder from the process's own group up to the root is read, for version 1
+or 2 of control groups, and the lowest limit counts. Unreadable means unlimited. Page cache counts as
+free, as in MemAvailable.
 
 `kernels/device.py` has the free memory of a GPU, `kernels/library.py` the number of threads.
 """
@@ -17,54 +17,54 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path("/")  # where the files of the system are
+ROOT = Path("/")  # the root of /proc and /sys
 
 
 def cores() -> int:
-    """The number of cores that this process may use at a time."""
+    """Return the number of cores that this process may use at a time."""
     return max(1, int(min(len(my_cores()), quota())))
 
 
 def my_cores() -> set[int]:
-    """The numbers of the cores that this process may run on."""
+    """Return the ids of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def quota(root: Path = ROOT) -> float:
-    """The processor time that the control groups allow, in cores."""
+    """Return the processor time that the control groups allow, in cores."""
     return min(map(_quota, groups("cpu", root)), default=math.inf)
 
 
 def free_memory(root: Path = ROOT) -> float:
-    """Bytes that this process may still allocate, on Linux."""
+    """Return the bytes that this process may still allocate. Linux only."""
     free = int(_named(root / "proc/meminfo")["MemAvailable"]) * 1024
     return min([free, *map(_memory, groups("memory", root))])
 
 
 def has_large_pages(root: Path = ROOT) -> bool:
-    """Can a program ask for memory in pages of 2 MiB? On Linux only."""
+    """Return True if a program can request pages of 2 MiB. False outside Linux."""
     lines = _lines(root / "sys/kernel/mm/transparent_hugepage/enabled")
     return bool(lines) and "[never]" not in lines[0]
 
 
 def cpuinfo() -> dict[str, str]:
-    """The first processor's entry in /proc/cpuinfo. Empty if there is no such file."""
+    """Return the first processor's entry in /proc/cpuinfo. Empty if there is no such file."""
     entry = "\n".join(_lines(ROOT / "proc/cpuinfo")).partition("\n\n")[0]
     pairs = (line.partition(":") for line in entry.splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def processor() -> str:
-    """The processor's name, and the number of its cores that this process may use."""
+    """Return the processor's name and the number of cores that this process may run on."""
     name = cpuinfo().get("model name") or platform.processor() or platform.machine()
     many = len(my_cores())
     return f"{name}, {many} core{'s' if many != 1 else ''}"
 
 
 def groups(kind: str, root: Path) -> Iterator[Path]:
-    """The folders of this process's control groups, for "cpu" or "memory"."""
+    """Yield the folders of this process's control groups, for "cpu" or "memory"."""
     for line in _lines(root / "proc/self/cgroup"):
         kinds, _, path = line.partition(":")[2].partition(":")
         if kinds == "":  # version 2: one tree for everything
@@ -79,9 +79,9 @@ def groups(kind: str, root: Path) -> Iterator[Path]:
 
 
 def _quota(group: Path) -> float:
-    """A group's quota in cores: microseconds of work per microseconds of its period."""
+    """Return a group's quota in cores: microseconds of processor time divided by the period."""
     older = _lines(group / "cpu.cfs_quota_us") + _lines(group / "cpu.cfs_period_us")
-    with suppress(ValueError, ZeroDivisionError):  # "max", or no such files
+    with suppress(ValueError, ZeroDivisionError):  # "max", or missing files
         allowed, period = " ".join(_lines(group / "cpu.max") or older).split()
         if int(allowed) > 0:
             return int(allowed) / int(period)
@@ -89,25 +89,25 @@ def _quota(group: Path) -> float:
 
 
 def _memory(group: Path) -> float:
-    """Bytes that a group may still take."""
+    """Return the bytes that a group may still allocate."""
     limit = _lines(group / "memory.max") or _lines(group / "memory.limit_in_bytes")
     used = _lines(group / "memory.current") or _lines(group / "memory.usage_in_bytes")
     holds = _named(group / "memory.stat")
-    with suppress(ValueError):  # "max", or no such files
+    with suppress(ValueError):  # "max", or missing files
         free = int("".join(limit)) - int("".join(used))
-        for name in ("active_file", "inactive_file"):  # version 1 has sums of the groups within
+        for name in ("active_file", "inactive_file"):  # version 1 has totals including subgroups
             free += int(holds.get(f"total_{name}", holds.get(name, 0)))
         return free
     return math.inf
 
 
 def _named(file: Path) -> dict[str, str]:
-    """Lines such as "name: 3 kB", or "name 3"."""
+    """Parse lines such as "name: 3 kB" or "name 3"."""
     return {name.rstrip(":"): value for name, value, *_ in map(str.split, _lines(file))}
 
 
 def _lines(file: Path) -> list[str]:
-    """A small file's lines; no line if it cannot be read."""
+    """Return the lines of a small file; empty if it cannot be read."""
     try:
         return file.read_text().splitlines()
     except (OSError, ValueError):

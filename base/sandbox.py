@@ -1,17 +1,17 @@
 """Run untrusted templates, tokenizers and grammars in a sandboxed child process.
 
-Jinja and llguidance cannot be interrupted: a thread that gives up on one of them leaves the work
-running in the process that serves everybody. So a child does the work first, with limits of time
-and memory that the system enforces. What the child survives may run here, too.
+Jinja and llguidance cannot be interrupted: if a thread gave up waiting for them, the work would go on
+in the process that serves all clients. So a child process does the work first, with limits on time and
+memory that the system enforces. If the child succeeds, the work may run in this process, too.
 
     this process       `Sandbox.run` sends one end of a socket and waits at the other end
     the fork server    a child that has loaded what all jobs need, and forks for each job
-    the watcher        its child, which forks once more and reports how the job ended, if the job cannot
+    the watcher        a child of the fork server; it forks the job, and reports a job that was killed
     the job            sets the limits, reads its input from the socket, writes its result
 
-Loading a tokenizer takes a second and a fork milliseconds, so the fork server stays. It has one
-thread, because forking a process with threads (this one has MLX's) is unsafe. When its socket
-closes, it ends with all its children.
+Loading a tokenizer takes a second and a fork takes milliseconds, so the fork server keeps running. It
+has a single thread, because forking a process with threads (MLX starts some in this one) is unsafe.
+When its socket closes, it exits and kills all its children.
 
 The invariant: `Sandbox.run` takes a bounded time, whatever the job does.
 """
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from base.validation import one_line
 
-STACK = 128 * 2**20  # of a job: recursive parsers need it
+STACK = 128 * 2**20  # stack of a job, for recursive parsers
 NICE = 5  # jobs yield to the server's threads
 START = 60.0  # seconds until the fork server is ready: a large tokenizer may take six
 READY = b"!\n"
@@ -45,27 +45,27 @@ GRACE = 5.0  # seconds after a job's deadline until the fork server counts as go
 class SandboxLimits(NamedTuple):
     """The limits of a job."""
 
-    seconds: float  # of processor time
-    patience: float  # seconds by the clock: on a busy machine a job may have to wait
-    memory: int  # bytes on top of the fork server's. macOS ignores this limit
-    at_once: int = 1  # jobs at the same time
+    seconds: float  # processor time
+    patience: float  # wall-clock time in seconds: on a busy machine a job may have to wait
+    memory: int  # bytes in addition to the fork server's. macOS ignores this limit
+    at_once: int = 1  # maximum number of concurrent jobs
 
 
 class LimitError(ValueError):
-    """A job that exceeds a limit. The message follows the job's name."""
+    """A job exceeded a limit. The message is a predicate, to be put after the job's name."""
 
 
 class BusyError(RuntimeError):
-    """The job could not be run: too many others are running, or the machine is too busy."""
+    """A job could not run: too many others are running, or the machine is too busy."""
 
 
 # --- in this process ------------------------------------------------------------------------------
 
 
 class Sandbox:
-    """Run jobs in processes that can be killed.
+    """Runs jobs in processes that can be killed.
 
-    `module`: its `prepare(given)` runs in the fork server and returns the function that does a job.
+    `module`: its `prepare(given)` runs in the fork server and returns the function that runs a job.
     `given`, jobs and results are sent as JSON.
     """
 
@@ -74,7 +74,7 @@ class Sandbox:
         self._first = [module, given, limits]
         self._turns = threading.BoundedSemaphore(limits.at_once)
         self._sending = threading.Lock()
-        self._fork_server: weakref.finalize | None = None  # ends it
+        self._fork_server: weakref.finalize | None = None  # kills it when called
         self._line: socket.socket | None = None
         self._unfit = ""  # why `prepare` failed
 
@@ -111,7 +111,7 @@ class Sandbox:
         if not answers:
             self.close()
             raise BusyError("the process that tries it is gone; try again")
-        # A job that has answered and was killed all the same has two lines; the last one counts
+        # A job that is killed after its answer leaves two lines; the last one counts
         answer = json.loads(answers[-1])
         if "ended" in answer:
             raise self._reason(answer["ended"])
@@ -134,8 +134,8 @@ class Sandbox:
     def _begin(self) -> None:
         """Start the fork server.
 
-        It imports packages from where this process has them, and no user's site settings. `-S`
-        skips the search for packages. A session of its own keeps Ctrl-C away.
+        It gets this process's `sys.path` and no user site settings; `-S` skips the search for
+        packages. It has its own session, so that Ctrl-C does not reach it.
         """
         self._line, theirs = socket.socketpair()
         serve = f"from {__name__} import fork_server; fork_server()"
@@ -167,11 +167,11 @@ class Sandbox:
             raise
 
     def _reason(self, code: int | str) -> Exception:
-        """The reason for which a job was ended. `code`: its exit code, or what it could still report."""
+        """Return the error for a failed job. `code`: its exit code, or the reason that it reported."""
         limits = self.limits
         if code == -signal.SIGPROF:
             return LimitError(f"takes more than {limits.seconds:g} s")
-        if code in ("memory", -signal.SIGABRT):  # Rust aborts when it gets no memory
+        if code in ("memory", -signal.SIGABRT):  # Rust aborts if an allocation fails
             return LimitError(f"takes more than {limits.memory // 2**20} MB")
         if code == -signal.SIGALRM:
             return BusyError(f"it could not be tried within {limits.patience:g} s; try again")
@@ -189,8 +189,8 @@ def end(process: subprocess.Popen, line: socket.socket) -> None:
 
 
 def fork_server() -> None:
-    """The fork server's program. Its standard input is the socket; when that closes, kill the whole
-    process group."""
+    """The main function of the fork server. Its standard input is the socket; when the socket closes, kill
+    the whole process group."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     with socket.socket(fileno=0) as line:
         module, given, limits = json.loads(line.makefile("rb").readline())
@@ -198,7 +198,7 @@ def fork_server() -> None:
             function = importlib.import_module(module).prepare(given)
         except MemoryError:
             raise
-        except BaseException as error:  # a Rust panic is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             line.sendall(f"{one_line(error)}\n".encode())
             return
         line.sendall(READY)
@@ -212,8 +212,7 @@ def fork_server() -> None:
 
 
 def watch(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.socket) -> NoReturn:
-    """The process between fork server and job: report how the job has ended, if it could not do so
-    itself."""
+    """The main function of the watcher: fork the job, and report its exit code unless it exits with 0."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     job = os.fork()
     if job == 0:
@@ -225,7 +224,7 @@ def watch(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.soc
 
 
 def run(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.socket) -> NoReturn:
-    """The main function of a job's process."""
+    """The main function of a job: set the limits, then run it in a thread with a large stack."""
     try:
         limit_process(limits)
         thread = threading.Thread(target=attempt, args=(function, end))
@@ -236,23 +235,23 @@ def run(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.socke
 
 
 def limit_process(limits: SandboxLimits) -> None:
-    """Make the system end this process when it exceeds a limit."""
+    """Make the system kill this process when it exceeds a limit."""
     os.nice(NICE)
     threading.stack_size(STACK)
     signal.setitimer(signal.ITIMER_PROF, limits.seconds)
     signal.setitimer(signal.ITIMER_REAL, limits.patience)
     most = data() + STACK + limits.memory
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_DATA, most)):
-        with suppress(ValueError, OSError):  # the limit is lower already, or the system has none
+        with suppress(ValueError, OSError):  # a lower hard limit, or an unsupported one
             resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
 
 
 def data() -> int:
-    """Bytes that this process can write to, as RLIMIT_DATA counts them."""
+    """Return the bytes that count towards RLIMIT_DATA in this process."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[5]
         return int(pages) * resource.getpagesize()
-    except OSError:  # not on macOS, which ignores the limit, too
+    except OSError:  # macOS, which also ignores the limit
         return 0
 
 
@@ -261,12 +260,12 @@ def attempt(function: Callable[[Any], Any], end: socket.socket) -> None:
         answer = {"found": function(json.load(end.makefile("rb")))}
     except MemoryError:
         answer = {"ended": "memory"}
-    except BaseException as error:  # a panic in a library's Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         answer = {"ended": one_line(error)}
     send(end, answer)
 
 
 def send(end: socket.socket, answer: Any) -> None:
-    """Send the answer on a line of its own, even after one that was cut off."""
-    with suppress(OSError):  # the parent has gone
+    """Send the answer on its own line, even if a previous answer was cut off."""
+    with suppress(OSError):  # the parent is gone
         end.sendall(b"\n" + json.dumps(answer).encode())

@@ -1,4 +1,4 @@
-"""A line of a terminal that the next one overwrites: the progress of something slow."""
+"""A status line in the terminal, which shows the progress of something slow."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import shutil
 import sys
 from typing import TextIO
 
-CLEARS = "\x1b[K"  # the rest of a terminal's line
+CLEARS = "\x1b[K"  # clears the rest of the line
 
 
 class StatusLine:
-    """One line of a terminal that is overwritten by the next one."""
+    """A line in the terminal that each call of `show` overwrites."""
 
     def __init__(self, file: TextIO | None = None):
         self._file = sys.stderr if file is None else file
         self._is_shown = False
 
     def show(self, words: str) -> None:
-        """Without words the line is cleared."""
+        """Show these words if the file is a terminal. With no words, clear the line."""
         if not self._file.isatty() or not (words or self._is_shown):
             return
         room = shutil.get_terminal_size().columns - 1

@@ -1,11 +1,11 @@
-"""Helpers for strings that arrive in pieces, or that a model wrote, and sizes in words."""
+"""Helpers for strings that arrive in pieces or that a model wrote, and for readable sizes."""
 
 import json
 from typing import Any
 
 
 def json_or_none(text: str) -> Any:
-    """Parse JSON; None if it is invalid."""
+    """Parse JSON. Return None if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -13,7 +13,7 @@ def json_or_none(text: str) -> Any:
 
 
 def beginning(mark: str, text: str) -> str:
-    """The longest end of a text that is a prefix of this mark."""
+    """Return the longest suffix of the text that is an incomplete prefix of the mark."""
     first = len(text) - len(mark) + 1
     for place in range(max(first, 0), len(text)):
         if mark.startswith(text[place:]):
@@ -22,7 +22,7 @@ def beginning(mark: str, text: str) -> str:
 
 
 def readable(nbytes: float) -> str:
-    """12345678 -> '11.8 MiB'"""
+    """Format a size: 12345678 -> '11.8 MiB'."""
     for unit in ("bytes", "KiB", "MiB"):
         if nbytes < 1000:
             return f"{nbytes:.3g} {unit}"

@@ -1,7 +1,7 @@
 """Read files of unknown origin.
 
-A file of a model folder may be missing, cut off, a pipe, a web page, or JSON with unexpected fields:
-each is a `ModelError` with the file, the field, its value and the remedy.
+A file in a model folder may be missing, cut off, a pipe, a web page, or JSON with unexpected fields.
+Each case raises a `ModelError` with the file, the field, its value and the remedy.
 """
 
 import json
@@ -9,19 +9,18 @@ from pathlib import Path
 
 from base.validation import one_line
 
-# The most bytes that a file may have: several times the largest published ones.
+# Size limits in bytes: several times the largest published files
 LARGEST = {
     "tokenizer.json": 150_000_000,  # published: 35 MB
     "model.safetensors.index.json": 30_000_000,  # some MB
     "chat_template.jinja": 1_000_000,  # some ten KB
 }
 LARGEST_OTHER = 10_000_000  # configs: about 1 MB
-LARGEST_HEADER = 100_000_000  # of a file with weights, as the format has it
+LARGEST_HEADER = 100_000_000  # header of a safetensors file; the format's own limit
 
 
 class ModelError(ValueError):
-    """A checkpoint that cannot be served. The message is one line: the file, what is wrong, what to
-    do.
+    """A checkpoint cannot be served. The message is one line: the file, the problem, the remedy.
 
     `short`: the reason in about five words, for a list of models.
     """
@@ -32,13 +31,13 @@ class ModelError(ValueError):
 
 
 def check_plain(path: Path) -> None:
-    """Refuse anything but a regular file: opening a pipe, or reading /dev/zero, may never end."""
+    """Refuse anything but a regular file: opening a pipe or reading /dev/zero may never finish."""
     if path.exists() and not path.is_file():
         raise ModelError(f"{path} is no plain file; download it again.")
 
 
 def check_size(path: Path) -> None:
-    """Refuse a file that is too large, before it is read."""
+    """Raise ModelError if a file is too large. Call it before reading the file."""
     most = LARGEST.get(path.name, LARGEST_OTHER)
     size = path.stat().st_size
     if size > most:
@@ -48,7 +47,7 @@ def check_size(path: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; ModelError if it cannot be read."""
+    """Return the text of a file. Raise ModelError if it cannot be read."""
     try:
         check_plain(path)
         check_size(path)
@@ -62,7 +61,8 @@ def read_text(path: Path) -> str:
 
 
 def read_some(path: str, most: int) -> str:
-    """The text of a file that a user names, at most this many characters: it may be /dev/zero."""
+    """Return the text of a file named by the user. Raise ValueError if it has more than `most` characters;
+    it may be /dev/zero."""
     with open(path, encoding="utf-8") as file:
         text = file.read(most + 1)
     if len(text) > most:
@@ -71,11 +71,11 @@ def read_some(path: str, most: int) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object in a file; ModelError if there is none."""
+    """Return the JSON object in a file. Raise ModelError if the file holds anything else."""
     text = read_text(path)
     try:
         value = json.loads(text)
-    # No JSON, or a number of more than 4,300 digits
+    # ValueError: invalid JSON, or a number of more than 4,300 digits
     except (ValueError, RecursionError, MemoryError) as error:
         what = what_is(text[:64].encode()) or f"not JSON ({one_line(error)})"
         raise ModelError(f"{path} is {what}; download it again.") from None
@@ -87,12 +87,14 @@ def read_json(path: Path) -> dict:
 
 
 def read_json_if_any(path: Path) -> dict:
-    """The same; an empty object if there is no such file."""
+    """Return the JSON object in a file, or an empty object if the file does not exist."""
     return read_json(path) if path.exists() else {}
 
 
 def what_is(head: bytes) -> str | None:
-    """Detect a file that is often found in place of weights, such as a web page, by its first bytes."""
+    """Recognize by its first bytes a file that is often found in place of weights, such as a web page.
+
+    Return a description, or None."""
     if head.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the file itself (run `git lfs pull`)"
     if head.lstrip().lower().startswith((b"<!doctype", b"<html")):

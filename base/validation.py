@@ -1,40 +1,41 @@
 """Check numbers from outside, and make messages safe to print.
 
-`whole` and `real` check a number of a Python program; `read_whole` and `read_real` parse text. A
-refusal is a ValueError of one line with the setting's name, the value and the limits. Quoted text comes
-from outside, too: `shown` shortens a value, `one_line` a message.
+`whole` and `real` check numbers passed by Python code; `read_whole` and `read_real` parse text. They
+raise a one-line ValueError with the setting's name, the value and the limits. Messages may quote text
+from outside, so `shown` shortens a value, and `one_line` a message.
 """
 
 import math
 import re
 
-# What a terminal obeys instead of showing it: the C0 and C1 control characters, except tab and
-# newline, and the marks that change the direction of writing or begin a line.
+# Characters that a terminal interprets: C0 and C1 control characters except tab and newline, and
+# Unicode marks that change the text direction or separate lines
 CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]"
 )
 
 
 class GrammarError(ValueError):
-    """An answer cannot continue in its request's grammar, or only too slowly."""
+    """An answer cannot be continued within its request's grammar, or only too slowly."""
 
 
 def whole(name: str, value: object, least: int, most: float = math.inf) -> int:
-    """`value`, if it is an int within the limits. A bool is not a number."""
+    """Return `value` if it is an int within the limits, else raise ValueError. A bool is rejected."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ValueError(_refusal(name, value, "a whole number", least, most))
     return int(value)
 
 
 def real(name: str, value: object, least: float, most: float) -> float:
-    """`value` as a float, if it is an int or a float within the limits. NaN never is."""
+    """Return `value` as a float if it is an int or a float within the limits, else raise ValueError. NaN
+    and bools are rejected."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ValueError(_refusal(name, value, "a number", least, most))
     return float(value)
 
 
 def check_type(name: str, value: object, kind: type, what: str) -> None:
-    """Raise ValueError if the value is not of this type. `what`: the type, in a user's words."""
+    """Raise ValueError if the value is not of this type. `what`: the type in the user's terms."""
     if not isinstance(value, kind):
         raise ValueError(f"{name} is a {type(value).__name__}; give {what}")
 
@@ -64,19 +65,20 @@ def shown(value: object, longest: int = 40) -> str:
     """The `repr` of a value, shortened to fit a message."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no int of more than 4,300 digits
+    except ValueError:  # Python formats no int of more than 4,300 digits
         text = "a number of thousands of digits"
     return text if len(text) <= longest else text[:longest] + "…"
 
 
 def printable(text: str) -> str:
-    """The text without control characters: prompts and answers must not move the cursor."""
+    """Return the text without control characters, so that prompts and answers cannot move the cursor."""
     return CONTROLS.sub("", text)
 
 
 def one_line(message: object, longest: int = 400) -> str:
-    """A message as one printable line. A long one loses its middle, because the remedy is at the end."""
+    """Return a message as one printable line. The middle of a long message is cut, because the remedy is at
+    the end."""
     line = printable(" ".join(str(message).split()))
-    if not line and isinstance(message, BaseException):  # some say nothing, such as MemoryError
+    if not line and isinstance(message, BaseException):  # some have no message, such as MemoryError
         return type(message).__name__
     return line if len(line) <= longest else f"{line[: longest // 2]} … {line[-longest // 2 :]}"

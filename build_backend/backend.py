@@ -1,4 +1,4 @@
-"""The build backend: setuptools, and a C compiler from the registry where the machine has none."""
+"""The build backend: setuptools, plus zig as a build requirement on machines without a C compiler."""
 
 import os
 from runpy import run_path
@@ -6,7 +6,7 @@ from runpy import run_path
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403 (the other hooks)
 
-requirements = run_path("kernels/build.py")["requirements"]  # a build runs in the checkout
+requirements = run_path("kernels/build.py")["requirements"]  # builds run in the root
 
 
 def get_requires_for_build_wheel(settings=None):

@@ -1,25 +1,26 @@
-"""A TCP connection between two ranks: messages go one way, and its end means that a rank is lost.
+"""A TCP connection between two ranks: messages go one way, and a closed connection means a lost rank.
 
 The problem. MLX does not notice that another process is gone: a collective operation may then wait
-forever. A heartbeat thread only proves that the thread was scheduled. It is not while another thread
-holds the GIL, or while the process is stopped or its machine swaps. Such a rank is slow, not lost.
+forever. A missing heartbeat does not prove that a rank is lost: the heartbeat thread cannot run while
+another thread holds the GIL, or while the process is stopped or its machine swaps. Such a rank is only
+slow.
 
 The solution is the operating system. A TCP connection stays open as long as the process at its other
-end exists, however slow, and is closed when that process ends in any way. That leaves a machine
-without power and a cut cable. For these, TCP keepalive probes every second and gives up after
-`SILENCE_S` (`keep_alive`). No thread of either process has to be on time for that.
+end exists, however slow, and is closed when that process exits for any reason. This leaves a machine
+without power and a cut cable. For these, TCP keepalive sends a probe every second and gives up after
+`SILENCE_S` (`keep_alive`). It does not depend on the timing of any thread.
 
-There is a heartbeat as well (`beat`), for networks that lose packets: keepalive probes are sent only
-three times, while a byte is retransmitted until it arrives. A late heartbeat does no harm, since
-keepalive takes over.
+There is a heartbeat as well (`beat`), for networks that lose packets: keepalive sends only three
+probes, but a byte is retransmitted until it arrives. A late heartbeat does no harm, because keepalive
+takes over.
 
 Port scanners and browsers connect, too. So the listening rank sends a challenge of random bytes, the
-caller answers with an HMAC under the ranks' key (`proof`), and then the listener proves itself.
+caller answers with an HMAC under the ranks' key (`proof`), and then the listener authenticates itself.
 
 The invariant: the listening end never writes messages. subtle: keepalive works only while no data is
 unacknowledged. Otherwise TCP waits for the acknowledgement, and retries for a quarter of an hour.
 
-Where next: `rendezvous.py`, which opens these connections; `group.py`, which uses them.
+Where next: `rendezvous.py`, which opens the connections; `group.py`, which uses them.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
-SILENCE_S = 4  # a machine that has been silent for this long counts as disconnected
+SILENCE_S = 4  # a machine that is silent for this long counts as disconnected
 BEAT_S = 0.5
 BEAT = "\0"
 PROOF = 32  # bytes of a challenge, and of the proof that answers it
 NAME = 32  # bytes of a connection's name
-PATIENCE_S = 5  # for a handshake
+PATIENCE_S = 5  # time limit of a handshake
 AGAIN_S = 0.05
 OTHERS = "it is no rank of these: another program, or another hostfile or NANOBATCH_RING_KEY"
 Message = list[Any] | str | None
 
 
 def connect(address: str, key: bytes, name: str, until: float) -> socket.socket:
-    """Connect to the rank at this address under this name. Retry until the clock says `until`, then
-    raise TimeoutError with the reason."""
+    """Open the connection `name` to the rank at this address. Retry until the time `until`, then raise
+    TimeoutError with the reason."""
     host, port = address.split(":")
     named = name.encode().ljust(NAME)
     why = "there is no time left"
@@ -59,7 +60,7 @@ def connect(address: str, key: bytes, name: str, until: float) -> socket.socket:
             with ExitStack() as unless:
                 connection = socket.create_connection((host, int(port)), PATIENCE_S)
                 unless.enter_context(connection)
-                # Possible on the loopback interface
+                # Possible on the loopback interface while nothing listens at the port
                 if connection.getsockname() == connection.getpeername():
                     raise ConnectionRefusedError("it has connected to itself")
                 own = proof(key, read_exactly(connection, PROOF) + named)
@@ -69,10 +70,10 @@ def connect(address: str, key: bytes, name: str, until: float) -> socket.socket:
                 unless.pop_all()
                 settle(connection)
                 return connection
-        except (BrokenPipeError, ConnectionResetError):  # closed before it had read everything
+        except (BrokenPipeError, ConnectionResetError):  # the peer closed before reading everything
             why = OTHERS
         except OSError as error:
-            if why != OTHERS:  # the more helpful reason
+            if why != OTHERS:  # keep the more helpful reason
                 why = error.strerror or str(error)
         time.sleep(AGAIN_S)
     raise TimeoutError(why)
@@ -81,9 +82,9 @@ def connect(address: str, key: bytes, name: str, until: float) -> socket.socket:
 def accept(
     servers: Sequence[socket.socket], key: bytes, names: set[str], until: float
 ) -> dict[str, socket.socket]:
-    """Accept the connections of these names. TimeoutError when the clock says `until`.
+    """Accept the connections with these names. Raise TimeoutError if some are missing at the time `until`.
 
-    Each caller has a thread of its own, so a silent one does not block the others.
+    Each caller gets its own thread, so a silent caller does not block the others.
     """
     found: dict[str, socket.socket] = {}
     proven: queue.SimpleQueue[tuple[str, socket.socket]] = queue.SimpleQueue()
@@ -100,7 +101,7 @@ def accept(
             at_last.enter_context(server)
             server.setblocking(False)
         while names - found.keys():
-            if time.monotonic() > until:  # also under constant connection attempts
+            if time.monotonic() > until:  # checked even under constant connection attempts
                 raise TimeoutError("it has not connected")
             for server in select.select(servers, [], [], AGAIN_S)[0]:
                 with suppress(OSError):  # the caller is gone already
@@ -118,8 +119,8 @@ def accept(
 
 
 def proven_name(connection: socket.socket, key: bytes, names: set[str]) -> str:
-    """The listener's side of the handshake: the connection's name, once its caller has proven that
-    it knows the key. Else OSError."""
+    """Run the listener's side of the handshake. Return the connection's name once its caller has proven
+    that it knows the key, else raise OSError."""
     challenge = secrets.token_bytes(PROOF)
     connection.sendall(challenge)
     named = read_exactly(connection, NAME)
@@ -132,13 +133,13 @@ def proven_name(connection: socket.socket, key: bytes, names: set[str]) -> str:
 
 
 def settle(connection: socket.socket) -> None:
-    """After the handshake: wait as long as it takes, and send small messages at once."""
+    """Remove the handshake's timeout, and send small messages without delay."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def proof(key: bytes, about: bytes) -> bytes:
-    """HMAC of the challenge."""
+    """Return the HMAC of the challenge."""
     return hmac.digest(key, about, "sha256")
 
 
@@ -156,8 +157,8 @@ def read_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """While no data is in flight, the system probes the other machine, and closes the connection after
-    `SILENCE_S`."""
+    """Enable TCP keepalive: while no data is in flight, the system probes the other machine, and closes
+    the connection after `SILENCE_S` without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
     for name, value in {idle: 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENCE_S - 1}.items():
@@ -165,21 +166,21 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def send(connection: socket.socket, message: Message) -> None:
-    """A lost receiver is ignored here: its own successor notices."""
+    """Send a message. A lost receiver is ignored here, because the rank after it notices the loss."""
     with suppress(OSError):
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def messages_of(connection: socket.socket) -> Iterator[Message]:
-    """Yield the messages of the previous rank, until it is gone."""
+    """Yield the messages of the previous rank until the connection closes."""
     with suppress(OSError, ValueError), connection.makefile() as messages:
         for message in messages:
             yield json.loads(message.replace(BEAT, ""))
 
 
 def beat(connection: socket.socket) -> None:
-    """Runs in a thread. subtle: a heartbeat may fall into the middle of another thread's message, so
-    it is a byte that no message contains."""
+    """Send heartbeats forever, in a thread. subtle: a heartbeat may land in the middle of another
+    thread's message, so it is a byte that no message contains."""
     with suppress(OSError):
         while True:
             time.sleep(BEAT_S)

@@ -1,5 +1,5 @@
-"""What the environment says about ranks: `mlx.launch`, `mpirun`, or a person by hand sets these variables for
-each process that shares a model. No MLX is needed to read them."""
+"""Read a process's rank from the environment variables that `mlx.launch`, `mpirun` or the user sets. Does not
+need MLX."""
 
 import os
 
@@ -7,7 +7,7 @@ from base.validation import read_whole
 
 
 def backend() -> str:
-    """The way in which ranks were started (`group.py`); empty if this process is alone."""
+    """Return MLX's backend for the ranks; empty if the model runs in a single process."""
     if int(os.environ.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         return "mpi"
     if "MLX_RANK" not in os.environ:
@@ -22,6 +22,6 @@ def backend() -> str:
 
 
 def rank() -> int:
-    """The rank of this process. Rank 0 answers, the others follow."""
+    """Return the rank of this process. Rank 0 leads; the others follow it."""
     name = "OMPI_COMM_WORLD_RANK" if backend() == "mpi" else "MLX_RANK"
     return read_whole(name, os.environ[name], 0, 1023) if backend() else 0

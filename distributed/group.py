@@ -1,38 +1,38 @@
 """One model over several processes: tensor parallelism.
 
-The problem. A model that does not fit one machine must be divided. Here each layer is: every process,
-called a *rank*, has some of the heads and some of the hidden units of the MLP, and computes their
-contribution for all tokens. Twice a layer the contributions are added up over all ranks, by MLX's own
+The problem. A model that does not fit on one machine must be divided. Here each layer is divided: every
+process, called a *rank*, has some of the heads and some of the hidden units of the MLP, and computes
+their contribution for all tokens. Twice per layer the contributions are summed over all ranks, by MLX's
 `mx.distributed`.
 
     x - norm - qkv of heads 0, 1 - attention - o of heads 0, 1 --+-- sum --- x      rank 0
                                                                  |
     x - norm - qkv of heads 2, 3 - attention - o of heads 2, 3 --+-- sum --- x      rank 1
 
-`models/sharding.py` says which heads and units a rank has.
+`models/sharding.py` decides which heads and units a rank has.
 
-Rank 0 leads. It alone has requests, texts, the scheduler, the head and the sampler. Before each step
-it broadcasts the batch as plain numbers, and at its end the tokens. The other ranks receive a batch,
-run it, and receive the next one. If each rank decided by itself what runs next, a cancel that arrives
-a moment earlier on one of them would make their steps differ, and MLX adds up the arrays of different
-steps without complaint.
+Rank 0 leads. Only rank 0 has requests, texts, the scheduler, the head and the sampler. Before each step
+it broadcasts the batch as plain numbers, and at the end of the step the tokens. The other ranks receive
+a batch, run it, and receive the next one. If each rank scheduled its own steps, a cancel that arrives a
+moment earlier on one rank would make their steps differ, and MLX would sum the arrays of different
+steps without an error.
 
 The invariant: all ranks take part in the same collective operations in the same order. A step has the
-sums, each of which depends on the one before, one operation for each chunk that yields no token (are
-its rows finite on every rank?), and one for the tokens.
+sums, each of which depends on the previous one, one operation for each chunk that yields no token (to
+check that its rows are finite on every rank), and one for the tokens.
 
-Batches do not go through MLX. Each rank has a TCP connection to the next one, and the last one to the
+Batches do not go through MLX. Each rank has a TCP connection to the next rank, and the last rank to the
 first:
 
     rank 0 --- batch ---> rank 1 --- batch ---> rank 2 --- (nothing, the goodbye, a loss) ---> rank 0
 
-The loss of a rank ends all, because its shard of the model is gone. But it is noticed, although MLX
-itself may wait forever: the connection to the next rank ends. That rank passes the news on and exits
-with the code `LOST`, and so does every rank that receives it. The leader first ends all requests with
-an error.
+The loss of a rank stops all ranks, because its shard of the model is gone. MLX itself may wait forever,
+but the loss is noticed, because the connection to the next rank closes. The next rank passes the news
+on and exits with the code `LOST`, and so does every rank that receives the news. The leader first ends
+all requests with an error.
 
-Where next: `rendezvous.py`, how ranks find each other; `models/load.py`, which reads a rank's shard
-of the weights; `Runner` in `runner.py`, which broadcasts and receives.
+Where next: `rendezvous.py`, how ranks find each other; `models/load.py`, which loads a rank's shard of
+the weights; `Runner` in `runner.py`, which broadcasts and receives.
 """
 
 from __future__ import annotations
@@ -63,21 +63,22 @@ GRACE_S = 2.0  # time for the leader's clients to receive their errors
 
 
 class Ranks:
-    """This process among those that share a model. With a single process all of this is a no-op."""
+    """This process's membership in the group that shares a model. With a single process, all methods are
+    no-ops."""
 
     def __init__(self, rank: int = 0, size: int = 1, backend: str = ""):
         self.rank = rank
         self.size = size
-        self.leads = size > 1 and rank == 0  # is this the leader of several ranks?
+        self.leads = size > 1 and rank == 0  # True on the leader of several ranks
         self.backend = backend
         # Set on the leader: ends all requests with this error
         self.end_requests: Callable[[str], None] | None = None
-        self.memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank
+        self.memory: tuple[int, ...] = ()  # bytes of weights and slab on each rank
         self._next: Sequence[socket.socket] = ()  # connections to the next rank
         self._received = queue.SimpleQueue()  # messages
         self._ends = threading.Lock()
-        self._fails_together = size > 1  # until the goodbye, the loss of one rank ends all
-        # With a GPU, most backends move numbers through host memory.
+        self._fails_together = size > 1  # until the goodbye, the loss of one rank stops all
+        # With a GPU, most backends transfer arrays through host memory
         self._stream = (
             mx.new_thread_unsafe_stream(mx.cpu)
             if has_gpu() and backend not in ("", "nccl")
@@ -87,11 +88,11 @@ class Ranks:
     # --- collective operations inside a graph
 
     def sum(self, x: mx.array) -> mx.array:
-        """The sum over all ranks, in the order of the ranks.
+        """Return the sum over all ranks, added in the order of the ranks.
 
-        subtle: with three ranks or more, a backend adds in an order that depends on a number's
-        place in the array, so a request's bits would depend on its batch. Two numbers have the same
-        sum in either order.
+        subtle: with three ranks or more, a backend's `all_sum` adds in an order that depends on a
+        number's position in the array, so a request's bits would depend on its batch. Two numbers have
+        the same sum in either order.
         """
         if self.size == 1:
             return x
@@ -102,7 +103,7 @@ class Ranks:
         )
 
     def first(self, x: mx.array) -> mx.array:
-        """The integers of rank 0, on every rank: the others add zeros."""
+        """Return rank 0's integers on every rank: a sum, to which the other ranks add zeros."""
         if self.size == 1:
             return x
         return mx.distributed.all_sum(mx.zeros_like(x) if self.rank else x, stream=self._stream)
@@ -110,7 +111,7 @@ class Ranks:
     # --- collective operations that wait for their result
 
     def gather(self, *numbers: int) -> list[list[int]]:
-        """The numbers of each rank."""
+        """Return the numbers of each rank."""
         if self.size == 1:
             return [list(numbers)]
         own = mx.array([numbers], mx.int32)
@@ -118,14 +119,15 @@ class Ranks:
             try:
                 return mx.distributed.all_gather(own, stream=self._stream).tolist()
             except RuntimeError:  # a backend may notice a lost rank before we do
-                time.sleep(NEWS_S)  # then `_listen` ends this process meanwhile
+                time.sleep(NEWS_S)  # time for `_listen` to exit this process
                 raise
 
     # --- batches
 
     def settle(self, c: Config, end_requests: Callable[[str], None]) -> str:
-        """Call this once the model is loaded. From here on, `end_requests` is called on the leader if
-        a rank is lost. Return a description of this rank."""
+        """Exchange memory sizes, once the model is loaded. Return a description of this rank.
+
+        From here on, if a rank is lost, the leader calls `end_requests` with the reason."""
         if self.size == 1:
             return ""
         self.end_requests = end_requests if self.leads else None
@@ -136,19 +138,19 @@ class Ranks:
         return f"; rank {self.rank} of {self.size} by {self.backend}: {holds}"
 
     def broadcast(self, message: Message) -> None:
-        """Send to all following ranks, by way of the next one: a batch, the goodbye (None), or why
-        all ranks end. Do not wait for them."""
+        """Send a message to the next rank, which passes it on: a batch, the goodbye (None), or the reason
+        to exit. Does not wait for the ranks."""
         send(self._next[0], message)
 
     def receive(self) -> list[Any] | None:
-        """Wait for the leader's next batch; None after the goodbye."""
+        """Wait for the leader's next batch. Return None after the goodbye."""
         batch = self._received.get()
-        if batch is None:  # all ranks up to this one have finished
+        if batch is None:  # the ranks before this one have finished
             self.broadcast(None)
         return batch
 
     def follow(self, run: Callable[[], None], summary: str) -> int:
-        """Run batches until the goodbye, and return an exit code. Ctrl-C is left to the leader."""
+        """Run batches until the goodbye, and return an exit code. Ctrl-C is ignored: the leader handles it."""
         if self.rank == 0:
             raise RuntimeError("rank 0 leads; the others follow")
         print(f"nanobatch: {summary}; follows rank 0", file=sys.stderr, flush=True)
@@ -161,7 +163,8 @@ class Ranks:
         return 0
 
     def leave(self) -> None:
-        """Shut down: the goodbye goes around, and each rank passes it on when it has finished."""
+        """Shut down: the leader sends the goodbye and waits until it comes back. Each rank passes it on
+        when it has finished."""
         if self.leads and self._fails_together:
             self.broadcast(None)
             self._received.get()
@@ -171,7 +174,8 @@ class Ranks:
     def attach(
         self, before: str, from_before: Sequence[socket.socket], to_next: Sequence[socket.socket]
     ) -> None:
-        """Use these connections from the rank `before`, and to the next one. Batches take the first."""
+        """Use these connections from the rank `before` and to the next rank. Batches are sent on the first
+        one."""
         self._next = to_next
         for connection in to_next:
             threading.Thread(target=beat, args=[connection], daemon=True).start()
@@ -179,8 +183,8 @@ class Ranks:
             threading.Thread(target=self._listen, args=[connection, before], daemon=True).start()
 
     def _listen(self, connection: socket.socket, before: str) -> None:
-        """Runs in a thread: read from the previous rank. A batch is passed on at once, a goodbye by
-        `receive`, the loss of a rank on the way out."""
+        """Receive messages from the previous rank, in a thread. A batch is passed on immediately, a goodbye
+        by `receive`, and the loss of a rank by `_end`."""
         why = f"{before} is gone, and with it a shard of the model; start all ranks again"
         for message in messages_of(connection):
             if isinstance(message, str):
@@ -196,21 +200,21 @@ class Ranks:
     # --- failures
 
     def fail(self, error: BaseException) -> None:
-        """An exception came out of a step. The other ranks are in the middle of it, so all of them
-        end."""
+        """Exit after an exception in a step. The other ranks are in the middle of the step, so they exit,
+        too."""
         if self.size == 1:
             return
         if isinstance(error, KeyboardInterrupt):
             self._end("interrupted in a step", 130)
-        time.sleep(NEWS_S)  # if the reason is a lost rank, `_listen` ends this process meanwhile
+        time.sleep(NEWS_S)  # if a rank was lost, `_listen` exits this process during this time
         self._end(one_line(f"{type(error).__name__}: {error}"), 1)
 
     def _end(self, why: str, code: int) -> NoReturn:
-        """Notify everyone who waits, then exit. Not by `sys.exit`, because the device may wait for the
-        lost rank forever."""
+        """Notify the waiting ranks and clients, then exit. Not with `sys.exit`, because the device may wait
+        for the lost rank forever."""
         with self._ends:  # never released
             try:
-                with suppress(OSError):  # what started this process may be gone, too
+                with suppress(OSError):  # the program that started this process may be gone, too
                     print(
                         f"nanobatch: rank {self.rank} of {self.size}: {why}",
                         file=sys.stderr,

@@ -1,25 +1,25 @@
 """How the processes that share a model find and authenticate each other.
 
-The problem. MLX connects the ranks by itself, and accepts the first connection as its peer: after a
-port scan or a browser's request the ranks never meet. It does not say which rank it waits for, and
-while it waits, Python handles no signal. Nor does it share its connections, and the ranks need their
-own: for batches, and to notice the loss of a neighbour.
+The problem. MLX connects the ranks itself, and accepts the first connection as its peer, so after a
+port scan or a browser's request the ranks never connect. It does not report which rank it waits for,
+and while it waits, Python handles no signals. MLX does not share its connections either, and the ranks
+need connections for batches and to notice the loss of a neighbour.
 
-The solution. The launcher leaves this process's rank in the environment, and for MLX's ring a file
-with all addresses. At these addresses the ranks connect, each to the next one, and prove to each
-other that they know the key (`channel.py`). Only then MLX's ring is made, and it never sees the
-network (`tie_ring`): each process connects its ring to itself, on the loopback interface, and then
-puts the authenticated connections in the place of MLX's.
+The solution. The launcher passes this process's rank in the environment and, for MLX's ring, a file
+with all addresses. The ranks connect at these addresses, each to the next one, and prove to each other
+that they know the key (`channel.py`). Only then is MLX's ring created, and it never uses the network
+(`tie_ring`): each process connects its ring to itself, on the loopback interface, and then replaces
+MLX's connections by the authenticated ones.
 
-    what MLX makes                               what it has afterwards
+    connections that MLX opens                   after the replacement
 
-    someone here --> rank 0 --> someone here     rank 1 ==> rank 0 ==> rank 1
-    someone here --> rank 1 --> someone here     rank 0 ==> rank 1 ==> rank 0
+    this machine --> rank 0 --> this machine     rank 1 ==> rank 0 ==> rank 1
+    this machine --> rank 1 --> this machine     rank 0 ==> rank 1 ==> rank 0
 
-So nothing listens at the addresses once the model is loaded. With another backend MLX connects all
-ranks by its own means, and afterwards the ranks open their connections.
+So nothing listens at the addresses once the model is loaded. With another backend, MLX connects the
+ranks in its own way, and the ranks open their connections afterwards.
 
-Where next: `channel.py`, for these connections; `group.py`, for what the ranks then do.
+Where next: `channel.py`, the connections; `group.py`, how the ranks use them.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from distributed.channel import accept, connect
 from distributed.group import ALONE, Ranks
 from kernels.device import mx
 
-PYTHON = [sys.executable or "python3", "-I", "-S"]  # the standard library, and nothing else
-MEET_S = 30  # how long a rank waits for its neighbours
+PYTHON = [sys.executable or "python3", "-I", "-S"]  # with the standard library only
+MEET_S = 30  # time that a rank waits for its neighbours
 LOOPBACK = "127.0.0.1"
 
 
 @functools.cache
 def join() -> Ranks:
-    """Connect to the ranks that this process was started with. Prints the ones it waits for."""
+    """Connect to the ranks that this process was started with. Print which ranks it waits for."""
     backend = environment.backend()
     nodes = read_hosts() if backend == "ring" else []
     if not backend or (backend == "ring" and not nodes):
@@ -77,7 +77,7 @@ def join() -> Ranks:
 
 
 def meet(rank: int, nodes: list[list[str]], servers: list[socket.socket]) -> Ranks:
-    """With MLX's ring: first our own connections, then the ring."""
+    """Connect with MLX's ring: open our own connections first, then create the ring."""
     size = len(nodes)
     word = os.environ.get("NANOBATCH_RING_KEY", "")
     key = hashlib.sha256(json.dumps([nodes, word]).encode()).digest()
@@ -86,7 +86,7 @@ def meet(rank: int, nodes: list[list[str]], servers: list[socket.socket]) -> Ran
         tie_ring(rank, size, *tied["ring"])
         ranks = Ranks(rank, size, "ring")
         ranks.attach(named(rank - 1, nodes), *tied["batches"])
-        if ranks.gather(rank) != [[n] for n in range(size)]:  # and all are there
+        if ranks.gather(rank) != [[n] for n in range(size)]:  # also waits for all ranks
             raise RuntimeError("MLX's ring numbers the ranks in another order")
     return ranks
 
@@ -97,11 +97,11 @@ def tie_ring(
     before: Sequence[socket.socket],
     after: Sequence[socket.socket],
 ) -> None:
-    """Make MLX's ring over existing connections from the previous rank and to the next one.
+    """Create MLX's ring on existing connections from the previous rank and to the next one.
 
-    MLX accepts one connection and opens another: here both ends are this process. Then `dup2` puts
-    our connections in the place of its file descriptors. That is early enough, since MLX reads and
-    writes nothing before it computes.
+    MLX accepts one connection and opens another: here both lead to this machine. Then `dup2` replaces
+    its file descriptors by our connections. This is early enough, because MLX does not read or write
+    before it computes.
     """
     with ExitStack() as at_last:
         own = [at_last.enter_context(reserved()) for _ in before]
@@ -128,7 +128,7 @@ def tie_ring(
         )
 
 
-# Connects to these addresses, one after the other, as soon as something listens there
+# A program that connects to the given addresses, one after another, retrying until something listens
 CALLS = """
 import socket, sys, time
 until = time.monotonic() + 30
@@ -144,11 +144,11 @@ for address in sys.argv[1:]:
 
 
 def exchange(number: int, connections: Mapping[tuple, socket.socket]) -> bool:
-    """If this file descriptor is MLX's end of a loopback connection, replace it with ours: found by the
-    address that MLX listened at, or that it has connected to."""
+    """Replace this file descriptor by our connection if it is MLX's end of a loopback connection, and return
+    True. It is recognized by the address that MLX listened at or connected to."""
     try:
         file = socket.socket(fileno=number)
-    except OSError:  # no socket
+    except OSError:  # not a socket
         return False
     connection = None
     with suppress(OSError):
@@ -156,7 +156,7 @@ def exchange(number: int, connections: Mapping[tuple, socket.socket]) -> bool:
     file.detach()
     if connection is None:
         return False
-    connection.setblocking(False)  # as MLX has it
+    connection.setblocking(False)  # like MLX's own sockets
     os.dup2(connection.fileno(), number, inheritable=False)
     connection.close()
     return True
@@ -167,10 +167,10 @@ def open_files() -> set[int]:
 
 
 def meet_by(backend: str, servers: list[socket.socket]) -> Ranks:
-    """With another backend MLX connects all ranks. Then each rank tells all others where it listens,
-    and a key, so that no other program can take a rank's place."""
+    """Connect with another backend: MLX connects all ranks. Then each rank sends all others the address
+    where it listens, and a key, so that no other program can take a rank's place."""
     key = secrets.token_hex(16)
-    here = f"{name_of(servers[0]):21} {key}".encode()  # as long on every rank
+    here = f"{name_of(servers[0]):21} {key}".encode()  # the same length on every rank
     with ends_by_signals():
         group = mx.distributed.init(strict=True, backend=backend)
         ranks = Ranks(group.rank(), group.size(), backend)
@@ -190,14 +190,14 @@ def tie(
     key_after: bytes,
     kinds: Sequence[str],
 ) -> dict[str, tuple[list[socket.socket], list[socket.socket]]]:
-    """For each kind the connections from the previous rank and to the next one: one per address.
+    """Return, for each kind, the connections from the previous rank and to the next one: one per address.
 
     `key` authenticates the previous rank, `key_after` the next one.
     """
     size = len(nodes)
     after = (rank + 1) % size
     until = time.monotonic() + MEET_S
-    accepted = queue.SimpleQueue()  # the accepted connections, or what went wrong
+    accepted = queue.SimpleQueue()  # the accepted connections, or an OSError
 
     def accept_all() -> None:
         names = {name(kind, rank, n) for kind in kinds for n in range(len(servers))}
@@ -206,7 +206,7 @@ def tie(
         except OSError as error:
             accepted.put(error)
 
-    # Connect and accept at the same time: if all connected first, all would wait
+    # Connect and accept at the same time: if every rank connected first, all would wait forever
     threading.Thread(target=accept_all, daemon=True).start()
     to_next = {}
     for kind in kinds:
@@ -225,12 +225,12 @@ def tie(
 
 
 def read_hosts() -> list[list[str]]:
-    """The addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`. Names are resolved."""
+    """Return the addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`. Names are resolved."""
     path = Path(os.environ["MLX_HOSTFILE"])
     rank = environment.rank()
     try:
         text = path.read_text()
-        # `mlx.launch -n 1` leaves it empty
+        # The file is empty with `mlx.launch -n 1`
         nodes = [[numeric(address) for address in node] for node in json.loads(text or "[]")]
         if text and (len(nodes) < 2 or not all(nodes)):
             raise ValueError("it lists no addresses of two ranks or more")
@@ -250,7 +250,7 @@ def read_hosts() -> list[list[str]]:
 
 
 def numeric(address: str) -> str:
-    """Resolve the host name: MLX wants a numeric address."""
+    """Resolve the host name of an address, because MLX needs a numeric address."""
     host, _, port = str(address).rpartition(":")
     with suppress(OSError, ValueError):
         if host and 0 < int(port) < 65536:
@@ -259,7 +259,7 @@ def numeric(address: str) -> str:
 
 
 def listens(address: str) -> socket.socket:
-    """A socket that listens at this address, alone: two programs at one port would be mixed up."""
+    """Return a socket that listens at this address. It does not share the port with another program."""
     host, _, port = address.rpartition(":")
     try:
         return socket.create_server((host, int(port)))
@@ -272,7 +272,7 @@ def listens(address: str) -> socket.socket:
 
 
 def reserved() -> socket.socket:
-    """A socket that reserves a loopback port for MLX."""
+    """Return a socket that reserves a loopback port for MLX."""
     own = socket.socket()
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     own.bind((LOOPBACK, 0))
@@ -284,19 +284,19 @@ def name_of(end: socket.socket) -> str:
 
 
 def name(kind: str, rank: int, number: int) -> str:
-    """The name of a connection to this rank."""
+    """Return the name of a connection to this rank."""
     return f"{kind} {number} to {rank}"
 
 
 def named(rank: int, nodes: list[list[str]]) -> str:
-    """A rank, for a message. Modulo: before rank 0 comes the last."""
+    """Return a rank's name for messages. Rank -1 is the last rank."""
     rank = rank % len(nodes)
     return f"rank {rank} ({nodes[rank][0]})"
 
 
 @contextmanager
 def ends_by_signals() -> Iterator[None]:
-    """Restore the default signal handlers while MLX waits: Python cannot run its own meanwhile."""
+    """Restore the default signal handlers while MLX waits, because Python cannot run its own."""
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         with suppress(ValueError):  # not in the main thread
@@ -311,8 +311,8 @@ def ends_by_signals() -> Iterator[None]:
 
 
 def own_host() -> str:
-    """This machine's address for the others: the one from which it reaches their coordinator, or any
-    other network."""
+    """Return this machine's address for the other ranks: the local address of a route to their
+    coordinator, or to any other network."""
     point = os.environ.get("MLX_JACCL_COORDINATOR") or os.environ.get("NCCL_HOST_IP")
     with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as way:
         # Nothing is sent: the system only chooses a route
