@@ -1,4 +1,4 @@
-"""The command `nanobatch` of an installed package: run the program that its first word names."""
+"""The `nanobatch` command of an installed package, which runs the program that its first argument names."""
 
 import sys
 from functools import partial
@@ -8,7 +8,7 @@ from base import installation
 from cli import options as cli
 
 PACKAGE = __name__.removesuffix("cli.command")  # empty in an editable install
-PROGRAMS = {  # the module that runs, and the options that come before the user's
+PROGRAMS = {  # word -> the module to run and the options to put before the user's
     "screen": ["tui"],
     "ask": ["ask"],
     "chat": ["ask", "--chat"],
@@ -48,7 +48,7 @@ def start(word: str, arguments: list[str]) -> int:
 
 
 def answer(word: str) -> int:
-    """Handle a word that names no program, such as --help. Return the exit code."""
+    """Handle a word that does not name a program, such as --help. Return the exit code."""
     if word in ("-h", "--help", "help"):
         print(USAGE)
     elif word == "--version":

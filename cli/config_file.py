@@ -1,8 +1,8 @@
-"""`--config FILE.toml`: options of ask, serve and the screen, by their names.
+"""`--config FILE.toml`: options for ask, serve and the screen, by their names.
 
-The top of the file is for every program, a table such as [serve] for one of them, and
-[models."owner/name"] for one model, named as `--model` takes it. Tables of programs may be in there,
-too. The more special table wins over the others, and the command line over all of them.
+Top-level options apply to every program, a table such as [serve] to one program, and
+[models."owner/name"] to one model, named as in `--model`. A model's table may contain program tables,
+too. More specific tables override general ones, and the command line overrides the file.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from base.untrusted_files import read_some
 from base.validation import shown
 
 PROGRAMS = ("ask", "serve", "screen")
-LONGEST = 1_000_000  # characters of a file
-# Read before the file is, or answered with an exit
+LONGEST = 1_000_000  # maximum characters of a file
+# Options that are parsed before the file is read, or that exit immediately
 NOT_IN_A_FILE = ("config", "book", "help", "version")
 
 
@@ -27,8 +27,11 @@ def expand(
     arguments: Sequence[str] | None,
     models: Sequence[str] = (),
 ) -> list[str]:
-    """The options of the file that `--config` names, and then the arguments. `models`: whose tables
-    count, the last most; by default that of the model which `--model` or the file names."""
+    """Return the options of the `--config` file followed by the arguments.
+
+    `models`: the models whose tables apply; later ones override earlier ones. By default the model
+    that `--model` or the file names.
+    """
     given = [*(sys.argv[1:] if arguments is None else arguments)]
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early.add_argument("--config", nargs="?", action="append", default=[])
@@ -36,7 +39,7 @@ def expand(
     known, _ = early.parse_known_args(given)
     if len(known.config) > 1:
         parser.error("--config is given twice; give one file")
-    if known.config in ([], [None]):  # the parser itself refuses one without a file
+    if known.config in ([], [None]):  # the parser itself refuses --config without a file
         return given
     file = known.config[0]
     try:
@@ -62,8 +65,8 @@ def read_toml(file: str) -> dict[str, Any]:
 
 
 def options_of(table: dict[str, Any], program: str, models: Sequence[str | None]) -> dict[str, Any]:
-    """The options for this program and these names of a model, from the file's tables. None: the
-    model that the file names."""
+    """Return the file's options for this program and these models. None stands for the model that the
+    file names."""
     tables = table.pop("models", {})
     check_table("models", tables)
     for name, value in tables.items():
@@ -71,7 +74,7 @@ def options_of(table: dict[str, Any], program: str, models: Sequence[str | None]
     options = flat(table, program)
     for model in models:
         name = model or options.get("model", "demo")
-        if isinstance(name, str):  # a server may have a list of them, and reads the tables later
+        if isinstance(name, str):  # a server with a list of models applies their tables later
             options |= flat(tables.get(name, {}), program)
     return options
 
@@ -90,7 +93,7 @@ def flat(table: dict[str, Any], program: str) -> dict[str, Any]:
 
 
 def spelled(options: dict[str, Any]) -> dict[str, Any]:
-    """Spell names with hyphens, as on the command line."""
+    """Return the options with hyphens in their names, as on the command line."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         option = name.replace("_", "-")
@@ -103,7 +106,7 @@ def spelled(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def words_of(parser: argparse.ArgumentParser, name: str, value: Any) -> Iterator[str]:
-    """An option as on the command line: a switch, a value, or several."""
+    """Yield an option's command-line arguments: a switch, a value, or several values."""
     option = f"--{name}"
     default = parser.get_default(name.replace("-", "_"))
     if isinstance(value, bool):

@@ -1,6 +1,6 @@
 """The table of local models: `python ask.py --list [DIR]`.
 
-It reads names, configs and headers, but no weights, and lists broken models, too.
+Only names, configs and headers are read, not weights. Broken models are listed, too.
 """
 
 import math
@@ -21,25 +21,25 @@ from models.load import ModelReader
 from models.model_finder import DEMO, found, is_whole, models_in
 from text.gguf_tokenizer import GgufText
 
-PATIENCE_S = 20.0  # seconds without another model, until a folder is given up
-MOST = 1_000  # lines
-NAME = 200  # characters of a path
+PATIENCE_S = 20.0  # seconds without a new model after which the search stops
+MOST = 1_000  # maximum number of lines
+NAME = 200  # maximum characters of a path
 
 
 class Listed(NamedTuple):
-    """A line of `python ask.py --list`."""
+    """A row of the table."""
 
     name: str
     family: str
     parameters: str
     quantization: str
     size: str  # on disk
-    memory: str  # of its weights
+    memory: str  # size of the weights in memory
     served: str  # "yes", or why not
 
 
 def listed() -> list[Listed]:
-    """All local models, the demo first. Only configs and headers are read."""
+    """Return all local models, the demo first."""
     lines = [_listed("demo", DEMO)]
     for name, folder in found():
         files = [] if (folder / "config.json").exists() else files_in(folder)
@@ -53,10 +53,10 @@ def listed() -> list[Listed]:
 
 
 def listed_in(folder: Path) -> tuple[list[Listed], str]:
-    """The models in a folder and below it, and why there may be more; "" if these are all.
+    """Return the models in a folder and its subfolders, and why the list is incomplete ("" if complete).
 
-    A folder of the network may be huge, or not answer at all. So it is searched in a thread, which
-    is left alone if it finds nothing more.
+    A network folder may be huge or may not respond at all. So a daemon thread searches it, and is
+    abandoned if it finds no more models for `PATIENCE_S`.
     """
     lines: list[Listed] = []
     failed: list[Exception] = []
@@ -85,7 +85,7 @@ def listed_in(folder: Path) -> tuple[list[Listed], str]:
 
 
 def _listed(name: str, place: Path) -> Listed:
-    """A model's line, with the reason if its reader refuses it."""
+    """Return a model's row, with the reason if the model cannot be loaded."""
     family = parameters = quantization = memory = "-"
     served = "yes"
     size = 0
@@ -110,7 +110,7 @@ def _listed(name: str, place: Path) -> Listed:
 
 
 def files_of(place: Path) -> list[Path]:
-    """All files of a model."""
+    """Return all files of a model."""
     if is_gguf(place):
         return parts_of(place)
     return [path for path in place.rglob("*") if path.is_file()]

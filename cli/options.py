@@ -1,9 +1,9 @@
-"""What the programs share: options, one line for a user's mistake, and exit codes.
+"""Code that the programs share: options, one-line error messages, and exit codes.
 
-Ctrl-C ends a program quietly with 130 (the screen and the server with 0, because that is the usual way
-to end them). Where the signal is ignored, as in a shell's background job, it stays so. Output whose
-reader has gone ends a program silently with 141; output that cannot be written, as on a full disk, is
-one line and 1.
+After Ctrl-C a program exits with 130 and no message (the screen and the server with 0, because this is
+the usual way to stop them). If SIGINT is ignored, as in a shell's background job, it stays ignored. A
+closed output pipe exits silently with 141. Any other failure to write output, such as a full disk,
+prints one line and exits with 1.
 """
 
 import argparse
@@ -19,21 +19,21 @@ from base.installation import command, version
 from base.validation import one_line, printable, read_whole, shown
 from distributed.environment import backend, rank
 
-BROWSER = "TEXTUAL_DRIVER" in os.environ  # textual-serve speaks to the screen through pipes
+BROWSER = "TEXTUAL_DRIVER" in os.environ  # textual-serve runs the screen through pipes
 
 
 def say(line: str) -> None:
-    """A message of a program, apart from its output."""
+    """Print a message to standard error."""
     print(f"nanobatch: {printable(str(line))}", file=sys.stderr, flush=True)
 
 
 class Unwritten(Exception):
-    """Standard output cannot be written: its reader has gone, or the disk is full."""
+    """Standard output cannot be written because the pipe is closed or the disk is full."""
 
 
 class Stream:
-    """A standard stream. Errors of standard output are `Unwritten`, so no handler takes them for
-    another file's. Errors of standard error are ignored."""
+    """A standard stream. Write errors on standard output raise `Unwritten`, so that no handler mistakes
+    them for errors of another file. Write errors on standard error are ignored."""
 
     def __init__(self, file: TextIO, is_output: bool = False):
         self._file = file
@@ -57,8 +57,8 @@ class Stream:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Run a program's `main`, and exit with its code, or with 130 after Ctrl-C."""
-    # A panic in the tokenizer's Rust is caught and reported in a line, without 100 of a backtrace
+    """Run a program's `main` and exit with its return code, or with 130 after Ctrl-C."""
+    # We catch Rust panics of the tokenizer and report them in one line, without a backtrace
     os.environ["RUST_BACKTRACE"] = "0"
     sys.stdout = sys.stdout and Stream(sys.stdout, is_output=True)
     sys.stderr = sys.stderr and Stream(sys.stderr)
@@ -76,8 +76,8 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def unwritten(error: Unwritten) -> int:
-    """The exit code of a program that cannot write its output any more."""
-    sys.stdout = None  # so that Python does not try to flush it at exit
+    """Return the exit code after standard output failed. Print the reason unless the pipe was closed."""
+    sys.stdout = None  # prevents Python from flushing it at exit
     if isinstance(error.__cause__, BrokenPipeError):
         return 141
     why = one_line(error.__cause__)
@@ -90,12 +90,12 @@ def is_folder(model: str) -> bool:
 
 
 def is_gguf_file(model: str) -> bool:
-    """A model that is a file must be GGUF."""
+    """Return True for a file. The only supported single-file format is GGUF."""
     return os.path.isfile(os.path.expanduser(model))
 
 
 def read_model(model: str) -> str:
-    """Parse `--model`. A mistake is found at once, and not by the hub after a while."""
+    """Parse `--model`. Refuse malformed names here, before a slow request to the hub."""
     is_here = model == "demo" or is_folder(model) or is_gguf_file(model)
     is_name = model.startswith("ollama:") or (model.count("/") == 1 and model[0] not in "./~")
     if not is_here and not is_name:
@@ -106,7 +106,7 @@ def read_model(model: str) -> str:
 
 
 def read_named_model(text: str) -> tuple[str, str]:
-    """What `--model` of a server takes: a model, or NAME=MODEL. Return both."""
+    """Parse a server's `--model`: MODEL or NAME=MODEL. Return the name and the model."""
     name, sign, model = text.partition("=")
     if not sign or is_folder(text) or is_gguf_file(text):
         return name_of(read_model(text)), text
@@ -116,7 +116,7 @@ def read_named_model(text: str) -> tuple[str, str]:
 
 
 def read_size(option: str, text: str) -> int:
-    """A size such as 500M or 12GB."""
+    """Parse a size such as 500M or 12GB. Return bytes."""
     from engine.slot_files import read_nbytes
 
     nbytes = read_nbytes(text)
@@ -126,7 +126,10 @@ def read_size(option: str, text: str) -> int:
 
 
 def name_of(model: str) -> str:
-    """The model's name for clients and the screen. A folder of the hub's cache is named by a hash."""
+    """Return a model's name for clients and the screen.
+
+    For a folder of the hub's cache it is owner/name, because the folder's own name is a hash.
+    """
     if not is_folder(model) and not is_gguf_file(model):
         return model
     path = os.path.abspath(os.path.expanduser(model))
@@ -142,7 +145,7 @@ def on_a_terminal() -> bool:
 
 @contextmanager
 def about(option: str, remedy: str) -> Iterator[None]:
-    """Add the option and the remedy to the message of an error."""
+    """Add the option and the remedy to an error's message."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -152,7 +155,7 @@ def about(option: str, remedy: str) -> Iterator[None]:
 
 
 def read_key(option: str, variable: str, key: str) -> str:
-    """Refuse an empty key, as of a variable that is not set: without a key everybody has access."""
+    """Check a key. An empty one, as from an unset variable, is refused: it would allow everybody access."""
     if not key or key != key.strip():
         raise ValueError(
             f"{option} or ${variable} is empty or has spaces around it; give a key, or neither"
@@ -181,7 +184,7 @@ def read_network(text: str) -> Any:
 
 
 def read_speculate(text: str) -> int | None:
-    """Parse `--speculate`. None: as many draft tokens as pay."""
+    """Parse `--speculate`. None means auto: as many draft tokens as save time."""
     try:
         return None if text == "auto" else read_whole("--speculate", text, 0, 64)
     except ValueError as error:
@@ -189,7 +192,7 @@ def read_speculate(text: str) -> int | None:
 
 
 def read_slot_cache(text: str) -> str:
-    """Parse `--slot-cache`. The folder is made and checked before anything is loaded."""
+    """Parse `--slot-cache`. Create and check the folder before the model is loaded."""
     from engine.slot_files import SlotFolder
 
     if backend():
@@ -202,12 +205,12 @@ def read_slot_cache(text: str) -> str:
 
 
 def read_state_memory(text: str) -> int:
-    """Parse `--state-memory`, in bytes."""
+    """Parse `--state-memory`. Return bytes."""
     return read_size("--state-memory", text)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `add_engine` as arguments of `Engine.load`, without the model."""
+    """Return the options of `add_engine` as arguments for `Engine.load`, without the model."""
     names = ("slots", "max_len", "policy", "step_ms", "speculate", "kv", "attention", "activations")
     return {name: getattr(args, name) for name in (*names, "slot_cache", "state_memory")}
 
@@ -219,11 +222,11 @@ class ShowVersion(argparse.Action):
 
 
 class CommandLine(argparse.ArgumentParser):
-    """Report a mistake in one line, without the usage, and exit with 2."""
+    """An argument parser that reports an error in one line, without the usage, and exits with 2."""
 
     def __init__(self, name: str, **options):
-        """`name`: of the program, such as ask.py."""
-        # Without abbreviations: what looks for --config and --book before all others knows none
+        """`name`: the program, such as ask.py."""
+        # No abbreviations, because --config and --book are also parsed earlier and in full only
         super().__init__(command(name).removeprefix("python "), allow_abbrev=False, **options)
         self.add_argument(
             "--version", action=ShowVersion, nargs=0, help="say which version this is, and exit"
@@ -237,18 +240,18 @@ class CommandLine(argparse.ArgumentParser):
 
     def parse_known_args(self, *arguments):
         try:
-            rank()  # what the environment says of ranks may be wrong, too
+            rank()  # the environment variables for ranks may be invalid, too
         except ValueError as error:
             self.error(str(error))
         return super().parse_known_args(*arguments)
 
     def error(self, message: str) -> NoReturn:
-        # What we say of a value may begin with the option, as argparse does
+        # Drop argparse's prefix if our own message begins with the option, too
         message = re.sub(r"^argument [^:]+: (?=--)", "", message)
         self.exit(2, f"nanobatch: {one_line(message)}\n")
 
     def add_read(self, name: str, read: Callable[[str], Any], says: str, **how: Any) -> None:
-        """An option whose value `read` parses. (argparse does not show the text of a ValueError.)"""
+        """Add an option that `read` parses. Errors keep its message, which argparse would not show."""
 
         def reads(text: str) -> Any:
             try:
@@ -272,7 +275,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_read("--model", read_model, says, default="demo")
 
     def add_models(self) -> None:
-        """Of a program that serves several."""
+        """Add `--model` for a program that serves several models."""
         says = (
             "a model folder, a GGUF file, a hub id such as owner/name, or 'demo'; NAME=MODEL names "
         )
@@ -282,8 +285,10 @@ class CommandLine(argparse.ArgumentParser):
     def add_engine(
         self, policies: Iterable[str], slots: str, max_len: str, has_models: bool = False
     ) -> None:
-        """The options of every program that loads a model. `slots`, `max_len`: the defaults, in words.
-        `has_models`: the program may have several."""
+        """Add the options of every program that loads a model.
+
+        `slots`, `max_len`: the defaults, in words. `has_models`: the program may have several models.
+        """
         (self.add_models if has_models else self.add_model)()
         self.add_whole("--slots", 1, 4096, f"sequences that run at once (default: {slots})")
         says = f"length of a slot, prompt and answer together (default: {max_len})"
@@ -328,7 +333,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_read("--activations", read_bits, says, default="auto", metavar="auto|8|32")
 
     def add_keys(self) -> None:
-        """The options of every program that runs a server."""
+        """Add the options of every program that runs a server."""
         says = "what clients must give ($NANOBATCH_API_KEY)"
         self._add_key("--api-key", "NANOBATCH_API_KEY", says)
         says = "shows texts to /watch; where any key is set, nothing else does"
@@ -341,6 +346,6 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--alias", help=says, **some)
 
     def _add_key(self, option: str, variable: str, says: str) -> None:
-        # argparse reads a default that is a text like an argument
+        # argparse also parses a default if it is a string
         read = partial(read_key, option, variable)
         self.add_read(option, read, says, default=os.environ.get(variable))

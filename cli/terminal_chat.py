@@ -1,4 +1,4 @@
-"""A conversation in lines: a question, the answer as it comes, and the next question.
+"""A chat in the terminal: a question, the answer as it is generated, and the next question.
 
     >>> My name is Ada.
     Hello, Ada.
@@ -7,9 +7,9 @@
     Ada.
         [read 12 of 47 tokens; 35 were still in the slot; first token after 19 ms; 3 tokens, 41 tokens/s]
 
-Each question is sent with the whole conversation before it, so the conversation grows until no slot can
-hold it. It is never cut silently: the dialogue says how many tokens are left, and the user chooses what to
-forget. What has arrived of a stopped answer stays in the conversation.
+Each question is sent with the whole conversation, which grows until it no longer fits in a slot. It is
+never truncated silently: the dialogue says how many tokens are left, and the user chooses what to forget.
+If an answer is stopped, the part that has arrived stays in the conversation.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ HELP = """/new            begin another conversation (the system message stays)
 @FILE           in a question: a text file that goes with it
 \"\"\"             begins and ends a question of several lines
 Ctrl-C          stops an answer; Ctrl-D ends"""
-# What /set changes
+# Settings that /set can change
 SETTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
 REMEDY = "/drop forgets the oldest question and asks again, /new begins anew"
-LARGEST = 10_000_000  # characters of a conversation's file
-LARGEST_FILE = 2_000_000  # characters of a file that goes with a question
-NAMED = re.compile(r"(?<!\S)@(\S+)")  # a file
-LEAST = 16  # tokens that must be left for an answer
-FEW = 0.25  # of a slot: the dialogue says how many tokens are left when it is less than this
+LARGEST = 10_000_000  # maximum characters of a saved conversation
+LARGEST_FILE = 2_000_000  # maximum characters of an attached file
+NAMED = re.compile(r"(?<!\S)@(\S+)")  # @FILE in a question
+LEAST = 16  # minimum tokens that must be free for an answer
+FEW = 0.25  # fraction of a slot below which the dialogue says how many tokens are left
 
 
 class Conversation:
-    """The conversation so far, as messages in OpenAI's form."""
+    """The conversation so far, as messages in OpenAI's format."""
 
     def __init__(self) -> None:
         self.system = ""
-        self.turns: list[dict[str, str]] = []  # of user and assistant, one after the other
+        self.turns: list[dict[str, str]] = []  # user and assistant alternate
 
     def messages(self, question: str | None = None) -> list[dict[str, str]]:
         first = [{"role": "system", "content": self.system}] if self.system else []
@@ -74,19 +74,19 @@ class Conversation:
 
     def add(self, question: str, answer: str, thought: str = "") -> None:
         reply = {"role": "assistant", "content": answer}
-        if thought:  # chat templates look for reasoning here
+        if thought:  # chat templates expect reasoning in this field
             reply["reasoning_content"] = thought
         self.turns += [{"role": "user", "content": question}, reply]
 
     def pop_oldest(self) -> str:
-        """Forget the first question and its answer. Returns the question."""
+        """Remove the first question with its answer. Return the question."""
         if not self.turns:
             raise ValueError("nothing was said yet, so there is nothing to forget")
         oldest, self.turns = self.turns[:2], self.turns[2:]
         return oldest[0]["content"]
 
     def pop_newest(self) -> str:
-        """Forget the last question and its answer. Returns the question, to be asked again."""
+        """Remove the last question with its answer. Return the question."""
         if not self.turns:
             raise ValueError("nothing was asked yet, so there is nothing to ask again")
         newest, self.turns = self.turns[-2:], self.turns[:-2]
@@ -101,7 +101,7 @@ class Conversation:
 
     @classmethod
     def load(cls, path: str) -> Conversation:
-        """Read a conversation from a file. ValueError if it holds none."""
+        """Load a conversation from a file. Raise ValueError if the file contains no conversation."""
         found = cls()
         try:
             messages = json.loads(read_some(path, LARGEST))["messages"]
@@ -122,8 +122,11 @@ class Conversation:
 
 
 class Dialogue:
-    """`read` asks for a line, and raises EOFError at the end; `write` takes text as it comes.
-    `width`: the columns of the terminal; None if there is none."""
+    """The loop that reads questions and writes answers.
+
+    `read` prompts for a line and raises EOFError at the end of input; `write` receives pieces of text.
+    `width` returns the terminal's width in columns; None turns off word wrap.
+    """
 
     def __init__(
         self,
@@ -140,10 +143,10 @@ class Dialogue:
         self.width = width
         self.status = StatusLine()
         self.talk = Conversation()
-        self.waiting = ""  # a question that did not fit the slot
+        self.waiting = ""  # a question that did not fit in the slot
 
     def run(self, questions: Sequence[str] = ()) -> int:
-        """Answer these questions, then the user's, until the end of input."""
+        """Answer these questions, then those that the user types, until the end of input."""
         first = list(questions)
         with self.engine.serving():
             while True:
@@ -174,12 +177,12 @@ class Dialogue:
             self.ask(self.attach(line))
 
     def attach(self, question: str) -> str:
-        """A question with the text files that it names as @FILE. Other @words are left alone."""
+        """Return a question with the text files that it names as @FILE. Other @words stay unchanged."""
         files = {}
         for word in NAMED.findall(question):
             path = os.path.expanduser(word)
             if not os.path.isfile(path):
-                path = path.rstrip(".,;:!?)")  # the end of a sentence
+                path = path.rstrip(".,;:!?)")  # punctuation at the end of a sentence
             if os.path.isfile(path):
                 files[path] = read_attachment(path)
         for name, text in files.items():
@@ -218,7 +221,7 @@ class Dialogue:
             raise ValueError(f"{shown(command)} is no command; /help names them")
 
     def configure(self, rest: str) -> None:
-        """Change how answers are sampled, and show it."""
+        """Change the sampling settings and show them."""
         changes = {}
         for word in rest.split():
             name, _, value = word.partition("=")
@@ -226,13 +229,13 @@ class Dialogue:
                 known = ", ".join(SETTABLE)
                 raise ValueError(f"/set {shown(word)}: give NAME=NUMBER; the names are {known}")
             changes[name] = number(value)
-        self.sampling = replace(self.sampling, **changes)  # checks all values
+        self.sampling = replace(self.sampling, **changes)  # validates all values
         values = {name: getattr(self.sampling, name) for name in SETTABLE}
         words = [f"{name}={'none' if each is None else each}" for name, each in values.items()]
         self.say(" ".join(words))
 
     def retry(self) -> None:
-        """Ask the last question again. If that fails, its first answer stays."""
+        """Ask the last question again. If that fails, keep the previous answer."""
         turns = list(self.talk.turns)
         question = self.waiting or self.talk.pop_newest()
         try:
@@ -289,8 +292,10 @@ def read_attachment(path: str) -> str:
 
 
 def with_files(question: str, files: Mapping[str, str]) -> str:
-    """A question as the model gets it: its files first, each in a fence that it does not contain. As in
-    web/talks.js."""
+    """Return the text that the model receives: the files, then the question.
+
+    Each file is in a code fence that is longer than any fence inside it, as in web/talks.js.
+    """
     parts = []
     for name, text in files.items():
         fence = "`" * (1 + max([2, *map(len, re.findall("`{3,}", text))]))
@@ -299,7 +304,7 @@ def with_files(question: str, files: Mapping[str, str]) -> str:
 
 
 def number(text: str) -> int | float | str | None:
-    """A value as it was typed. `SamplingParams` refuses what is not a number."""
+    """Parse a value. Text that is not a number stays a string, which `SamplingParams` refuses."""
     if text == "none":
         return None
     for kind in (int, float):
@@ -309,7 +314,7 @@ def number(text: str) -> int | float | str | None:
 
 
 def outgrown(tokens: int, length: int) -> str:
-    """The message for a conversation that does not fit a slot."""
+    """Return the message for a conversation that does not fit in a slot."""
     return (
         f"with this question the conversation has {tokens:,} tokens, and a slot holds {length:,}, "
         f"answer included: {REMEDY}"
@@ -317,7 +322,7 @@ def outgrown(tokens: int, length: int) -> str:
 
 
 def spoken(handle: Handle, output_format: OutputFormat) -> Iterator[tuple[ParsedPart, str]]:
-    """The parts of an answer as they arrive, each with its text for a terminal: reasoning is dim."""
+    """Yield the parts of an answer as they arrive, each with its terminal text. Reasoning is dim."""
     parser = OutputParser(output_format, is_thinking=handle.is_thinking)
     before = ""
     for piece in chain(handle, [None]):
@@ -333,13 +338,13 @@ def on_terminal(part: ParsedPart) -> str:
 
 
 def room_left(left: int, length: int) -> str:
-    """A note about the tokens that are left in a slot, if there are few."""
+    """Return a note about the tokens left in a slot; empty unless there are few."""
     few = left < FEW * length
     return f"; {left:,} tokens are left: /drop and /new make room" if few else ""
 
 
 def figures(m: Metrics, reason: str | None, where: str = "the slot") -> str:
-    """The cost of a turn, from its metrics. `where`: the slot that had its conversation."""
+    """Describe the cost of a turn. `where`: the slot that held the conversation's cached tokens."""
     read = f"read {m.prompt_tokens - m.cached_tokens:,}"
     if m.cached_tokens:
         where = "on disk" if m.cached_from == "disk" else f"still in {where}"
@@ -352,35 +357,35 @@ def figures(m: Metrics, reason: str | None, where: str = "the slot") -> str:
     return f"{read}{first}; {m.output_tokens:,} tokens{rate}{ended.get(reason, '')}"
 
 
-# --- the line that one types --------------------------------------------------------------------
+# --- the input line -----------------------------------------------------------------------------
 
-KEPT = 1000  # the newest questions
-NEWLINE = "␊"  # in a question of several lines, in place of a line's end
+KEPT = 1000  # maximum number of questions in the history
+NEWLINE = "␊"  # stands for a line break inside a question in the history
 
 
 def history_file() -> Path | None:
-    """The file of earlier questions. None with NANOBATCH_HISTORY=off."""
+    """Return the history file, or None with NANOBATCH_HISTORY=off."""
     if os.environ.get("NANOBATCH_HISTORY") == "off":
         return None
     return state_folder() / "history"
 
 
 def state_folder() -> Path:
-    """The folder of the user's state between runs."""
+    """Return the folder for per-user state that persists between runs."""
     place = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(place) / "nanobatch"
 
 
 class History:
-    """Earlier questions, the newest last, also of earlier runs. Only the user may read the file. Each
-    question is appended at once."""
+    """Questions of this and earlier runs, the newest last. Only the user may read the file. Each question
+    is appended immediately."""
 
     def __init__(self, file: Path | None = None):
         self.file = file
         self.questions: list[str] = []
         with suppress(OSError):
             if file:
-                # After a power cut a file may hold zeros, which `readline` refuses
+                # After a power failure the file may contain zero bytes, which `readline` refuses
                 text = file.read_text(encoding="utf-8", errors="replace").replace("\0", "")
                 lines = text.split("\n")
                 self.questions = [line.replace(NEWLINE, "\n") for line in lines if line]
@@ -391,12 +396,12 @@ class History:
     def add(self, question: str) -> None:
         if question.strip() and question not in self.questions[-1:]:
             self.questions.append(question)
-            if not question.startswith("/"):  # another program has other commands
+            if not question.startswith("/"):  # other programs share the file but not the commands
                 self._write(os.O_APPEND, [question])
 
     def _write(self, how: int, questions: Sequence[str]) -> None:
         lines = "".join(question.replace("\n", NEWLINE) + "\n" for question in questions)
-        with suppress(OSError):  # go on without a history
+        with suppress(OSError):  # continue without a history file
             if self.file:
                 self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 handle = os.open(self.file, os.O_CREAT | os.O_WRONLY | how, 0o600)
@@ -405,8 +410,8 @@ class History:
 
 
 def keep(history: History) -> Callable[[str], str]:
-    """Return a function like `input`, with the history on the Up and Down keys. It adds each line."""
-    with suppress(ImportError):  # a Python without it: the terminal's own line
+    """Return a function like `input` that offers the history on the Up and Down keys and extends it."""
+    with suppress(ImportError):  # some builds of Python have no readline
         import readline
 
         for question in history.questions:
@@ -421,7 +426,7 @@ def keep(history: History) -> Callable[[str], str]:
 
 
 def chat_in_terminal(engine: Engine, sampling: SamplingParams, questions: Sequence[str]) -> int:
-    """Talk with the person at this terminal."""
+    """Chat with the user in this terminal."""
     if not engine.text.has_template:
         raise ValueError("this model has no chat template, so it knows no turns: give a PROMPT")
     say(engine.summary)
@@ -431,5 +436,5 @@ def chat_in_terminal(engine: Engine, sampling: SamplingParams, questions: Sequen
 
 
 def columns() -> int | None:
-    """The width of the terminal that shows the answers; None if there is none."""
+    """Return the width of the terminal; None if standard output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -1,5 +1,5 @@
-"""Text in a terminal: word wrap for an answer that arrives in pieces, and waiting for it while a long
-prompt is read. Output to a file or a pipe is not changed."""
+"""Output of answers in a terminal: word wrap for text that arrives in pieces, and a progress line while a
+long prompt is prefilled. Output to a file or a pipe is unchanged."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.handle import Handle
 
-PROGRESS_S = 0.5  # seconds between two looks at a prompt that is being read
+PROGRESS_S = 0.5  # seconds between updates of the progress line
 PIECES = re.compile(r"\x1b\[[0-9;]*m|\n|[^\S\n]+|[^\s\x1b]+|\x1b")
 
 
 class WordWrap:
-    """Break lines between words, in a text that arrives in pieces. A word is held back until it is
+    """Break lines between words in text that arrives in pieces. The last word is held back until it is
     complete."""
 
     def __init__(self, width: int):
         self.width = width
         self._column = 0
-        self._blanks = ""  # before the word
+        self._blanks = ""  # white space before the word
         self._word = ""
-        self._cells = 0  # of the word; escape sequences take none
+        self._cells = 0  # width of the word, without escape sequences
 
     def push(self, text: str) -> str:
-        """The text that can be written now."""
+        """Add a piece and return the text that can be written now."""
         out = ""
         for piece in PIECES.findall(text):
             if piece == "\n":
@@ -42,13 +42,14 @@ class WordWrap:
         return out
 
     def flush(self) -> str:
-        """The text that is held back: the last word of a line, or of the text."""
+        """Return the text that was held back, at the end of a line or of the text."""
         out = self._end_word() + self._blanks
         self._blanks = ""
         return out
 
     def _grow(self, letters: str) -> str:
-        """Yield the parts of a word. Chinese and Japanese may be broken between any two characters."""
+        """Add letters to the word. Return the text that can be written: a line may break before any wide
+        character, such as a Chinese or Japanese one."""
         from rich.cells import cell_len
 
         if letters.isascii():
@@ -72,7 +73,7 @@ class WordWrap:
         if column > self.width and self._column:
             out = "\n" + self._word
             column = self._cells
-        # The terminal itself breaks a word that is wider than a line
+        # The terminal wraps a word that is wider than a line by itself
         self._column = column if column <= self.width else column % self.width
         self._blanks = self._word = ""
         self._cells = 0
@@ -80,7 +81,7 @@ class WordWrap:
 
 
 def wait_for_text(handle: Handle, show: Callable[[str], None]) -> None:
-    """Wait until an answer begins. Meanwhile show the progress of a long prompt."""
+    """Wait until an answer begins, and show the progress of a long prompt until then."""
     try:
         while not handle.wait_for_text(PROGRESS_S):
             if handle.prefill.is_long:
