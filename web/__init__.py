@@ -1,1 +1,1 @@
-"""The page of a run, and the scheduler that runs in it."""
+"""The web page of a run, with a scheduler that runs in the browser."""

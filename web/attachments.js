@@ -1,25 +1,25 @@
-// Text files that go with the next question. The server counts their tokens before they are sent.
+// Text files attached to the next question. The server counts their tokens before they are sent.
 
 import { buttonFor, make } from "./elements.js";
 import { count } from "./words.js";
 
-const LARGEST_FILE = 2_000_000; // bytes of a file: a request has at most 4 MiB
-const LEAST = 16; // tokens of an answer for which there must be room
+const LARGEST_FILE = 2_000_000; // bytes; a request body may have 4 MiB
+const LEAST = 16; // minimum tokens that must stay free for the answer
 
 const said = (number) => number.toLocaleString("en");
 
 export class Attachments {
-  // `counted`: the tokens of the prompt with these files; `limit`: the tokens of a slot; `say`: a line for the
-  // reader, and the error.
+  // `counted`: returns the number of prompt tokens with these files. `limit`: returns the number of tokens in a
+  // slot. `say`: shows a message; its second argument is the error, if any.
   constructor(place, { counted, limit, say }) {
     Object.assign(this, { place, counted, limit, say });
     this.files = []; // {name, text, tokens}
-    this.work = Promise.resolve(); // until all files are counted
-    this.waiting = 0; // files that are being counted
-    this.isRefused = false; // one of them was
+    this.work = Promise.resolve(); // resolves when all files are counted
+    this.waiting = 0; // number of files being counted
+    this.isRefused = false; // true if a file was refused
   }
 
-  // Files that were dropped, pasted or chosen, one after the other.
+  // Add files that were dropped, pasted or chosen. They are counted one after another.
   add(files) {
     this.isRefused = false;
     for (const file of files) {
@@ -47,7 +47,7 @@ export class Attachments {
       before = this.files.at(-1)?.total ?? (await this.counted(this.files));
       total = await this.counted([...this.files, { name: file.name, text }]);
     } catch (error) {
-      const why = error.status === 400 ? "does not fit" : "is not attached"; // longer than a slot, or no answer
+      const why = error.status === 400 ? "does not fit" : "is not attached"; // 400 means longer than a slot
       error.message = `${file.name} ${why}: ${error.message}.`;
       throw error;
     }
@@ -60,7 +60,7 @@ export class Attachments {
     this.files.push({ name: file.name, text, tokens, total });
   }
 
-  // The files, which are gone from here.
+  // Remove and return all files.
   take() {
     const files = this.files.map(({ name, text }) => ({ name, text }));
     this.put([]);

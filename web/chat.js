@@ -1,8 +1,8 @@
-// A chat with the served model, in the page that shows the server.
+// A chat with the served model on the server's page.
 //
-// The page is an ordinary client of `/v1/chat/completions`. The id of an answer contains the number of its
-// request, so the page knows which row is the reader's. Conversations stay in this browser (talks.js). Only the
-// reader drops turns from one, and a question that was refused is put back into the box.
+// The page is an ordinary client of `/v1/chat/completions`. An answer's id contains its request's number, so
+// the page can mark the user's own row. Conversations are stored in this browser (talks.js). The page never
+// drops turns on its own, and puts a refused question back into the box.
 
 import { Markdown } from "./markdown.js";
 import { copy, make, write } from "./elements.js";
@@ -13,29 +13,29 @@ import { TalkList, isTab, nameAnew, readMessages, withFiles } from "./talks.js";
 import { Attachments } from "./attachments.js";
 import { count, prefillInWords, span } from "./words.js";
 
-const TIGHT = 0.25; // of a slot: if less is left, the page says so
-const NEAR = 50; // pixels to the end of the log: if closer, scroll along with the answer
-const AT_ONCE = 0.005; // seconds: an answer this quick came in one piece, so it has no rate
-const TAB = "nanobatch-tab"; // of this tab: its conversation, and the question that is not sent
-const TEXTS = ["content", "reasoning_content"]; // of an answer
+const TIGHT = 0.25; // fraction of a slot below which the page says how much is left
+const NEAR = 50; // pixels; closer to the end of the log, it scrolls along with the answer
+const AT_ONCE = 0.005; // seconds; a faster answer arrived in one piece, so it has no meaningful rate
+const TAB = "nanobatch-tab"; // key in sessionStorage for the tab's conversation and unsent question
+const TEXTS = ["content", "reasoning_content"]; // text fields of an answer
 const OPTIONS = { stream: true, stream_options: { include_usage: true }, return_progress: true };
-const NOTHING = { text: "", files: [] }; // no question
+const NOTHING = { text: "", files: [] }; // an empty question
 
-// The lane of the server, if it may be watched.
+// The server's lane, or undefined if the page may not watch.
 const lane = () => window.nanobatch?.player.lane;
 
-// A turn as it is sent to the model, and restored after a reload.
+// Convert a turn to messages for the model.
 function messagesOf({ question, files, content, reasoning_content: thought }) {
   const answer = { role: "assistant", content: content.text, reasoning_content: thought.text };
   return [{ role: "user", content: withFiles(question, files) }, answer];
 }
 
-// Two questions that were asked while an answer ran are one.
+// Join two questions, such as those sent while an answer was running.
 function joined(one, other) {
   return { text: [one.text, other.text].join("\n").trim(), files: [...one.files, ...other.files] };
 }
 
-// How far a prompt has been read, by its stream.
+// Describe the progress of a prompt from an event of its stream.
 function readOf({ total, processed, tokens_per_second: rate, left_ms: left }) {
   return prefillInWords({ done: processed, total, tokens_per_s: rate, left_s: left / 1000 });
 }
@@ -46,18 +46,18 @@ export class Chat {
     this.parts = {};
     for (const part of place.querySelectorAll("[data-chat-part]")) this.parts[part.dataset.chatPart] = part;
     const { form, box, log, file, pick } = this.parts;
-    this.fields = [this.parts.system, this.parts.temperature, this.parts.length]; // of a conversation
+    this.fields = [this.parts.system, this.parts.temperature, this.parts.length]; // saved with a conversation
     this.model = "default";
     this.key = "";
     this.turns = [];
     this.talk = { id: nameAnew(), version: "" };
-    this.kept = ""; // the conversation as it is kept
-    this.waiting = NOTHING; // a question that waits for the answer above
-    this.isAtEnd = true; // the newest line is in sight
-    this.isTight = false; // little of the slot is left
-    this.left = null; // ends the answer that runs
-    this.isLeft = false; // the page is being left
-    this.edited = null; // the turn whose question is in the box, to be replaced
+    this.kept = ""; // the conversation as last saved
+    this.waiting = NOTHING; // a question to send after the running answer
+    this.isAtEnd = true; // the log is scrolled to the end
+    this.isTight = false; // the slot is almost full
+    this.left = null; // AbortController of the running answer
+    this.isLeft = false; // the page is being closed or hidden
+    this.edited = null; // the turn whose question is being edited
     this.list = new TalkList(this.parts, { open: (id) => this.#open(id), closed: (id) => this.#close(id) });
     this.files = new Attachments(this.parts.files, {
       counted: (files) => this.#count(files),
@@ -67,7 +67,7 @@ export class Chat {
         if (error?.status === 401) this.wantKey(this, text);
       },
     });
-    // A button is named after its method
+    // Each button's name is the name of its method
     form.onclick = ({ target }) => this[target.dataset.chatPart]?.();
     box.onkeydown = (event) => {
       if (event.key === "Escape") this.escape();
@@ -80,7 +80,7 @@ export class Chat {
       event.preventDefault();
       this.files.add(event.clipboardData.files);
     };
-    // Elsewhere the browser would leave the page for a file that was dropped
+    // By default the browser would navigate to a dropped file
     document.addEventListener("dragover", (event) => event.preventDefault());
     document.addEventListener("drop", (event) => {
       if (!event.dataTransfer.files.length) return;
@@ -101,38 +101,38 @@ export class Chat {
     this.sizes.observe(log);
     place.hidden = false;
     this.#bringBackTab();
-    document.addEventListener("visibilitychange", () => this.#keep()); // also of a page that is left
+    document.addEventListener("visibilitychange", () => this.#keep()); // also fires when the page is closed
     addEventListener("pagehide", () => {
-      this.isLeft = true; // its requests end as if the server were gone
+      this.isLeft = true; // requests are about to fail as if the server were gone
     });
     addEventListener("pageshow", () => {
       this.isLeft = false;
     });
   }
 
-  // A key was entered: send the question again that waits in the box.
+  // Use a key that the user entered, and send the question in the box again.
   useKey(key) {
     this.key = key;
     this.send();
   }
 
-  // The turns that the model sees.
+  // The turns that are sent to the model.
   get told() {
     return this.turns.filter(({ element }) => !element.matches(".dropped"));
   }
 
-  // The question that waits, and what is in the box.
+  // The waiting question together with the text in the box.
   get unsent() {
     return joined(this.waiting, { text: this.parts.box.value, files: this.files.files });
   }
 
   // --- actions
 
-  // While an answer is running, a question waits; another one is added to it.
+  // Send the text in the box. While an answer is running, it waits, joined to earlier waiting text.
   async send() {
     if (this.files.waiting) {
       await this.files.work;
-      if (this.files.isRefused) return; // the question was about it
+      if (this.files.isRefused) return; // the question probably needs the file
     }
     if (this.edited) this.#replace();
     this.waiting = joined(this.waiting, { text: this.parts.box.value, files: this.files.take() });
@@ -182,7 +182,7 @@ export class Chat {
     this.#goOnWith({ id: nameAnew(), version: "" }, []);
   }
 
-  // Ask a question again that did not fit.
+  // Drop the older half of the turns and ask the question again that did not fit.
   drop() {
     const { told } = this;
     for (const turn of told.slice(0, Math.ceil(told.length / 2))) {
@@ -193,7 +193,7 @@ export class Chat {
     this.send();
   }
 
-  // Put a question back into the box. When sent, it replaces this turn and all after it.
+  // Edit a turn's question in the box. Sending it replaces this turn and all later ones.
   #edit(turn) {
     const { box, note } = this.parts;
     if (turn || this.edited) {
@@ -232,7 +232,7 @@ export class Chat {
     return { text: question, files };
   }
 
-  // Put a question into the box, before what is in it.
+  // Put a question back into the box, before the text that is already there.
   #putBack(question) {
     const { text, files } = joined(question, this.unsent);
     this.parts.box.value = text;
@@ -242,7 +242,7 @@ export class Chat {
 
   // --- conversations
 
-  // The conversation is left for another one. What waits for its answer goes back into the box.
+  // Save and leave the conversation before another one is opened. A waiting question returns to the box.
   #leave() {
     this.#edit(null);
     this.#putBack(NOTHING);
@@ -250,7 +250,7 @@ export class Chat {
     this.stop();
   }
 
-  // Go on with a conversation: {id, version}, and its turns as they are kept.
+  // Show a conversation. `talk`: {id, version}. `turns`: the stored turns.
   #goOnWith(talk, turns) {
     this.talk = talk;
     this.kept = "";
@@ -292,7 +292,7 @@ export class Chat {
     });
   }
 
-  // A conversation was deleted.
+  // Start a new conversation if the deleted one was open.
   #close(id) {
     if (id !== this.talk.id) return;
     this.stop();
@@ -315,7 +315,7 @@ export class Chat {
     this.#keep();
   }
 
-  // What is kept. `broken`: what is said of an answer that still runs.
+  // Return the conversation in its stored form. `broken`: the note on an answer that is still running.
   #body(broken) {
     const turns = this.turns.map((turn) => ({
       question: turn.question,
@@ -328,7 +328,7 @@ export class Chat {
     return { fields: this.fields.map((field) => field.value), turns };
   }
 
-  // Keep the conversation in this browser, and in this tab which one it is.
+  // Store the conversation in the browser, and its id with the unsent question in the tab.
   #keep(broken = "broken off: the page was left") {
     const body = this.#body(broken);
     const text = JSON.stringify(body);
@@ -341,10 +341,10 @@ export class Chat {
     const tab = { id: this.talk.id, text: unsent.text, files: unsent.files, fields: body.fields };
     try {
       sessionStorage.setItem(TAB, JSON.stringify(tab));
-    } catch {} // storage may be turned off, or full
+    } catch {} // storage may be disabled or full
   }
 
-  // After a reload: the conversation of this tab, and the question that was not sent.
+  // Restore the tab's conversation and unsent question after a reload.
   #bringBackTab() {
     let tab = null;
     try {
@@ -357,9 +357,9 @@ export class Chat {
     this.#putBack(tab);
   }
 
-  // --- what the server knows
+  // --- queries to the server
 
-  // The tokens of the prompt, if the next question brings these files.
+  // Return the number of prompt tokens if these files are attached to the next question.
   async #count(files) {
     const system = this.parts.system.value.trim();
     const told = this.told.flatMap(messagesOf).map(({ role, content }) => ({ role, content }));
@@ -369,7 +369,7 @@ export class Chat {
     return (await answer.json()).input_tokens;
   }
 
-  // The tokens of a slot.
+  // Return the number of tokens in a slot.
   async #limit() {
     const answer = await ask("v1/models", { key: this.key });
     const { data } = await answer.json();
@@ -388,7 +388,7 @@ export class Chat {
     const system = this.parts.system.value.trim();
     const messages = system ? [{ role: "system", content: system }] : [];
     messages.push(...this.told.flatMap(messagesOf), { role: "user", content: withFiles(text, files) });
-    // NaN for an empty field, null in JSON
+    // An empty field gives NaN, which becomes null in JSON
     const temperature = this.parts.temperature.valueAsNumber;
     const max_tokens = this.parts.length.valueAsNumber;
     const body = JSON.stringify({ model: this.model, messages, temperature, max_tokens, ...OPTIONS });
@@ -404,12 +404,12 @@ export class Chat {
         else this.#hear(turn, data);
       }
     } catch (error) {
-      if (this.isLeft) return; // the conversation is kept as it was
+      if (this.isLeft) return; // already saved
       turn.error = error;
       turn.reason = signal.aborted ? "stopped" : `broken off: ${error.message}`;
     }
     this.left = null;
-    if (!this.turns.includes(turn)) this.#show(); // there is a new conversation
+    if (!this.turns.includes(turn)) this.#show(); // another conversation was opened
     else if (turn.error && !turn.tokens) this.#refuse(turn.error);
     else {
       this.#end(turn);
@@ -418,7 +418,7 @@ export class Chat {
     this.#ask();
   }
 
-  // The fields of a turn have the protocol's names.
+  // Add a turn. Its text fields have the protocol's names, such as `reasoning_content`.
   #begin({ question, files }) {
     const element = this.parts.turn.content.firstElementChild.cloneNode(true);
     const [owner, asked, edit, thoughts, thought, reply, figures, copies] = element.querySelectorAll("[data-of]");
@@ -436,12 +436,12 @@ export class Chat {
     return turn;
   }
 
-  // One event of the stream.
-  // What the request waits for, until its prompt is read: a model of several, to be loaded.
+  // Show a comment of the stream that says which model the request is waiting for.
   #wait(turn, words) {
     if (!turn.number && /^(loading|waiting)/.test(words)) write(turn.figures, words);
   }
 
+  // Handle one event of the stream.
   #hear(turn, { id, model, choices, usage, error, prompt_progress: progress }) {
     if (error) throw new Error(error.message);
     if (!turn.number) {
@@ -455,7 +455,7 @@ export class Chat {
       const text = choices[0]?.delta[name];
       if (!text) continue;
       turn[name].push(text);
-      turn.tokens += 1; // a piece may have several tokens; the server tells at the end
+      turn.tokens += 1; // approximate, since a piece may have several tokens; the last event has the exact count
       turn.last = performance.now();
       turn.first ??= turn.last;
     }
@@ -464,7 +464,7 @@ export class Chat {
     turn.frames.ask();
   }
 
-  // Draw what has come since the last frame.
+  // Draw the text that has arrived since the last frame.
   #draw(turn) {
     turn.content.draw();
     turn.reasoning_content.draw();
@@ -475,7 +475,7 @@ export class Chat {
     write(turn.figures, isRead ? turn.about + count(turn.tokens, "token") : `reading: ${readOf(turn.progress)}`);
   }
 
-  // The engine's own figures of an answer.
+  // Show the figures of a finished answer.
   #end(turn) {
     const { total, cache } = turn.progress;
     const length = lane()?.limits.max_len;
@@ -499,7 +499,7 @@ export class Chat {
     this.#draw(turn);
   }
 
-  // Put the question back into the box.
+  // Put a refused question back into the box and say why.
   #refuse({ name, message, code, status }) {
     const { note } = this.parts;
     this.#putBack(this.#takeBack());

@@ -1,5 +1,5 @@
-// Colours for a line of code: strings, numbers, comments, and the words that most languages keep to themselves.
-// Each line is coloured by itself, so a string of several lines is not known.
+// Syntax colouring of a line of code: strings, numbers, comments, and the keywords of common languages. Each line
+// is coloured independently, so multi-line strings are not recognized.
 
 import { make } from "./elements.js";
 
@@ -11,7 +11,7 @@ const KEPT_WORDS = `and as async await break case catch class const continue def
 const WORDS = KEPT_WORDS.trim().split(/\s+/).join("|");
 const HASHED = /^(py|python|sh|bash|zsh|shell|console|rb|ruby|ya?ml|toml|r|perl|make|makefile|dockerfile|nix)$/i;
 const DASHED = /^(sql|lua|haskell|hs|elm|ada)$/i;
-const PLAIN = /^(|text|txt|plain|markdown|md|output|log|diff)$/i; // of no language
+const PLAIN = /^(|text|txt|plain|markdown|md|output|log|diff)$/i; // plain text
 
 function pattern(comment) {
   const parts = [
@@ -25,13 +25,13 @@ function pattern(comment) {
 
 const PATTERNS = { hash: pattern("(?<!\\S)#"), dash: pattern("--"), slash: pattern("\\/\\/|\\/\\*") };
 
-// How the lines of a language are coloured; null: not at all.
+// Return the pattern that colours a language's lines; null for plain text.
 export function colouring(language) {
   if (PLAIN.test(language)) return null;
   return HASHED.test(language) ? PATTERNS.hash : DASHED.test(language) ? PATTERNS.dash : PATTERNS.slash;
 }
 
-// The parts of a line: texts, and elements where it has a colour.
+// Split a line into plain strings and coloured elements.
 export function coloured(line, wanted) {
   const parts = [];
   let at = 0;

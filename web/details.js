@@ -1,16 +1,15 @@
-// A step with its plan in words, and a request from its arrival to its last token.
+// Detail views: a step with its plan in words, and a request from its arrival to its last token.
 
 import { drawLife, drawMicroscope, hueOf } from "./draw.js";
 import { capital, costInWords, factsInWords, fateInWords, inOneLine, planInWords, shorten } from "./words.js";
 import { $, buttonFor, make, write } from "./elements.js";
 import { chip } from "./lane_view.js";
 
-const READABLE = 400; // milliseconds
-const FEW_REQUESTS = 6; // of the list, until all are asked for
-const MANY_REQUESTS = 40; // of a server's, even then
+const READABLE = 400; // minimum milliseconds that a step's text is shown while playing
+const FEW_REQUESTS = 6; // requests in the list until the user asks for all
+const MANY_REQUESTS = 40; // maximum requests in the list of a server
 
-// Steps worth a look: the hash that links to one (docs/make/annotated.py writes such links), a label, and how
-// to recognize one.
+// Example steps: [URL hash (docs/make/annotated.py writes links with it), label, test for such a step].
 const EXAMPLES = [
   ["join", "a request that joins the others", (step) => step.admitted.length > 0 && step.decode.length > 4],
   ["chunk", "a prompt in chunks", (step, lane) => step.prefill.some(
@@ -27,13 +26,13 @@ export class StepView {
   constructor(player, choose) {
     this.player = player;
     this.choose = choose;
-    this.lane = null; // of the step that is shown
-    this.index = 0; // of that step
-    this.since = 0; // when it was first shown
-    this.said = ""; // its words
-    this.examples = new Map(); // by hash: go to that step
+    this.lane = null; // lane of the step that is shown
+    this.index = 0; // index of the step that is shown
+    this.since = 0; // when the step was first shown
+    this.said = ""; // the step's text
+    this.examples = new Map(); // hash -> function that goes to that step
     $("step-microscope").onclick = (event) => this.#point(event);
-    if (player.window) return; // a server goes on
+    if (player.window) return; // a server has no fixed set of steps to link to
     this.#makeExamples($("step-examples"));
     if (player.lanes.length < 2) return;
     for (const lane of player.lanes) {
@@ -42,17 +41,17 @@ export class StepView {
     }
   }
 
-  // The first step of each kind, of the last lane that has one.
+  // Add a button for each kind of example. It shows the first such step of the last lane that has one.
   #makeExamples(place) {
     const { player } = this;
     place.append("Show me ");
     for (const [hash, name, isOne] of EXAMPLES) {
       const lane = player.lanes.findLast((each) => each.steps.some((step) => isOne(step, each)));
       const show = () => {
-        this.choose(0); // a chosen request would leave all others faint
+        this.choose(0); // a chosen request would dim all others
         player.lane = lane;
         player.goToStep(lane.steps.findIndex((step) => isOne(step, lane)));
-        // After the player's frame, in which an open request above is closed
+        // Wait for the player's frame, which closes an open request above
         requestAnimationFrame(() => $("step-panel").scrollIntoView({ block: "nearest" }));
       };
       if (!lane) continue;
@@ -63,7 +62,7 @@ export class StepView {
     window.addEventListener("hashchange", () => this.goToHash());
   }
 
-  // Whether the page's address names an example.
+  // Go to the example in the page's address. Return whether there is one.
   goToHash() {
     const show = this.examples.get(location.hash);
     show?.();
@@ -84,7 +83,7 @@ export class StepView {
     const { player } = this;
     const { lane } = player;
     if (!lane.steps.length) return;
-    // While it plays, change the step slowly enough for its words to be read
+    // While playing, change the step slowly enough for its text to be read
     const now = performance.now();
     const isSoon = player.playing && !player.window && now - this.since < READABLE;
     if (lane !== this.lane || !isSoon) {
@@ -109,21 +108,22 @@ export class StepView {
   }
 }
 
-// All requests in every lane. The chosen one is open, in the list or below the timelines.
+// The list of requests, each with all lanes. The chosen request's details are open in the list or below the
+// timelines.
 export class RequestsView {
   constructor(player, choose) {
     this.player = player;
     this.choose = choose;
     this.detail = $("request");
-    this.isWhole = false; // all are listed
+    this.isWhole = false; // true if all requests are listed
     $("every").onclick = () => {
       this.isWhole = !this.isWhole;
       player.change();
     };
-    this.rows = new Map(); // by number
+    this.rows = new Map(); // request number -> row
     this.shown = "";
-    this.said = null; // the element of the answer up to now
-    this.rest = null; // and of its rest
+    this.said = null; // element with the answer up to now
+    this.rest = null; // element with the rest of the answer
   }
 
   #rowOf(number) {
@@ -140,7 +140,7 @@ export class RequestsView {
     return row;
   }
 
-  // The newest requests of a server; of a recording the first ones, or all.
+  // Draw the newest requests of a server, or the first (or all) requests of a recording.
   draw() {
     const { player } = this;
     const numbers = player.lanes.flatMap((lane) => [...lane.requests.keys()]);
@@ -151,7 +151,7 @@ export class RequestsView {
     const list = $("requests");
     const isNew = rows.length !== list.children.length || rows[0]?.element !== list.firstChild;
     if (isNew) list.replaceChildren(...rows.map((row) => row.element));
-    if (!this.detail.isConnected) $("opened").append(this.detail); // its row is not listed any more
+    if (!this.detail.isConnected) $("opened").append(this.detail); // its row left the list
     $("every").hidden = known.length <= FEW_REQUESTS;
     write($("every"), this.isWhole ? "show fewer" : `show all ${known.length}`);
     for (const { number, button, lives, shown } of rows) {
@@ -159,7 +159,7 @@ export class RequestsView {
       player.lanes.forEach((lane, i) => {
         const request = lane.requests.get(number);
         if (!request) return;
-        // Most requests have not begun or are over, so their pictures stay
+        // Skip requests that have not started or are finished: their pictures do not change
         const now = Math.max(Math.min(player.now, request.last ?? Infinity), request.arrived);
         const key = `${now} ${player.start} ${player.end} ${player.looks}`;
         if (shown[i] !== key) drawLife(lives[i], lane, request, player, 8);
@@ -169,7 +169,7 @@ export class RequestsView {
     this.#drawDetail();
   }
 
-  // Made once for a request; its answer grows with each frame.
+  // Draw the chosen request. Its elements are created once; only the answer changes with each frame.
   #drawDetail() {
     const { player } = this;
     const known = player.lanes

@@ -1,22 +1,22 @@
 // Drawing on canvases: slots over time, single steps, and one request.
 //
-// A run has a thousand steps of eight slots, too many for elements of the page. Steps are merged into
-// stretches (recording.js), so a frame draws about two hundred rectangles. A picture depends only on a lane,
-// a time and a size. Colours come from the style sheet, and shapes tell the kinds apart without colour.
+// A run has a thousand steps with eight slots each, too many for page elements. Steps are merged into stretches
+// (recording.js), so a frame draws about two hundred rectangles. A picture depends only on a lane, a time and a
+// size. Colours come from the style sheet, and the kinds also differ in shape, for readers who see no colours.
 
 import { BLOCKED, DECODE, GHOST, HELD, PREFILL } from "./recording.js";
 
-// Okabe and Ito's hues, which colour-blind people can tell apart, a little calmer.
+// Okabe and Ito's colour-blind-safe palette, slightly desaturated.
 const HUES = ["#e3a23b", "#63b3e0", "#2fa587", "#cf86ae", "#4a83bd", "#d8cb55", "#d9713c"];
-const ON_HUE = "#16181d"; // what is written on any of them
-const LEFT = 18; // pixels: the numbers of the slots
-const GAP = 5; // pixels from one diagonal line to the next
+const ON_HUE = "#16181d"; // colour of text on these hues
+const LEFT = 18; // width in pixels of the column with slot numbers
+const GAP = 5; // pixels between diagonal lines
 
 export function hueOf(request) {
   return HUES[(request - 1) % HUES.length];
 }
 
-// The colours of the style sheet, read once per scheme, because reading them takes longer than drawing.
+// The style sheet's colours, read once per colour scheme because reading them takes longer than drawing.
 const inks = {};
 
 export function readInks() {
@@ -26,7 +26,7 @@ export function readInks() {
   }
 }
 
-// Clear a canvas and give it this size, sharp on every screen.
+// Clear a canvas and set its height. Scale it for the screen's pixel ratio, so that it is sharp.
 function prepared(canvas, height) {
   const width = canvas.clientWidth;
   const ratio = devicePixelRatio;
@@ -46,7 +46,7 @@ function fill(pen, colour, x, y, width, height) {
   pen.fillRect(x, y, width, height);
 }
 
-// Draw only in this rectangle until `restore`.
+// Clip drawing to this rectangle until `restore`.
 function clip(pen, x, y, width, height) {
   pen.save();
   pen.beginPath();
@@ -54,7 +54,7 @@ function clip(pen, x, y, width, height) {
   pen.clip();
 }
 
-// Diagonal lines at multiples of the gap, so that those of neighbours meet.
+// Fill a rectangle with diagonal lines at multiples of the gap, so that adjacent rectangles line up.
 function hatch(pen, colour, x, y, width, height) {
   clip(pen, x, y, width, height);
   pen.strokeStyle = colour;
@@ -78,7 +78,7 @@ function print(pen, size, colour, align, words, x, y) {
   pen.fillText(words, x, y);
 }
 
-// A stretch of what a slot did.
+// Draw a cell, or a stretch of equal cells, in the shape of its kind.
 function drawCell(pen, { kind, request }, x, y, width, height) {
   const hue = hueOf(request);
   if (kind === DECODE) {
@@ -100,9 +100,9 @@ function drawCell(pen, { kind, request }, x, y, width, height) {
   }
 }
 
-// Slots × time, from `start` to `end`: in full up to `now`, and faintly from there to `seen`, the latest moment
-// that was shown. `chosen`: highlight this request. `mine`: mark the slots of these requests. Return a function
-// from an x coordinate of the canvas to a time.
+// Draw slots over time, from `start` to `end`: solid up to `now`, and faint from there to `seen`, the latest
+// moment shown so far. `chosen`: highlight this request. `mine`: mark the slots of these requests. Return a
+// function that converts an x coordinate of the canvas to a time.
 export function drawTimeline(canvas, lane, player) {
   const { now, seen, start, end, chosen, mine } = player;
   const narrow = canvas.clientWidth < 560;
@@ -148,12 +148,12 @@ export function drawTimeline(canvas, lane, player) {
   return (place) => start + ((place - LEFT) / wide) * span;
 }
 
-// As `┃` on the screen: at the end of a chunk, through the whole height of the slot.
+// Draw a checkpoint (`┃` in the terminal) at the end of a chunk, over the full height of the slot.
 function drawCheckpoint(pen, x, y, row) {
   fill(pen, inks.ink, x - 1.5, y, 1.5, row);
 }
 
-// The number of the request, where the answer begins and wherever it fits.
+// Draw a stretch, with the request's number at the start of the answer and wherever else it fits.
 function drawStretch(pen, lane, stretch, x, width, row) {
   const { kind, request, slot, from } = stretch;
   const y = slot * row + 1;
@@ -163,11 +163,11 @@ function drawStretch(pen, lane, stretch, x, width, row) {
   const least = isFirst ? 7 * String(request).length + 4 : 60;
   const middle = y + row / 2 - 0.5;
   if (width >= least) print(pen, row - 3, ON_HUE, "left", request, x + 4, middle);
-  const seam = x + width - 0.75; // where the next request begins
+  const seam = x + width - 0.75; // a gap before the next stretch
   fill(pen, inks.paper, seam, y, 0.75, row - 2);
 }
 
-// Steps as equal columns around one of them: a cell for what is one or two pixels wide above.
+// Draw the steps around one step as columns of equal width: in the timeline a step is only a pixel or two wide.
 export function drawMicroscope(canvas, lane, index, chosen) {
   const narrow = canvas.clientWidth < 560;
   const row = narrow ? 22 : 18;
@@ -190,11 +190,11 @@ export function drawMicroscope(canvas, lane, index, chosen) {
       drawCell(pen, cell, x + 1, y + 1, column - 2, row - 2);
       if (cell.leaves) drawCheckpoint(pen, x + column - 1, y, row);
       if (cell.kind !== DECODE && cell.kind !== PREFILL) return;
-      pen.globalAlpha = Math.min(1, pen.globalAlpha * 2); // keep the number in a faint cell readable
+      pen.globalAlpha = Math.min(1, pen.globalAlpha * 2); // keep the number readable in a faint cell
       const ink = cell.kind === DECODE && !isAhead ? ON_HUE : inks.ink;
       const middle = x + column / 2;
       print(pen, 9, ink, "center", cell.request, middle, y + row / 2 + 0.5);
-      // Number of tokens, where some were drafted
+      // The number of tokens, if any were drafted
       if (cell.tokens) print(pen, 7, ink, "center", cell.tokens, x + column - 5, y + 5);
     });
   });
@@ -209,7 +209,7 @@ export function drawMicroscope(canvas, lane, index, chosen) {
   return { first, column, left: LEFT };
 }
 
-// A request: queued (thin), prompt (hatched), answer (full). A tick is a token.
+// Draw a request over time: queued (thin line), prompt (hatched), answer (solid), and a tick for each token.
 export function drawLife(canvas, lane, request, { start, end, now }, height, ticks = false) {
   const { pen, width } = prepared(canvas, height);
   const until = Math.min(now, request.last ?? now);
@@ -226,7 +226,7 @@ export function drawLife(canvas, lane, request, { start, end, now }, height, tic
   }
   const times = request.tokenSteps.map((index) => lane.ended[index]);
   const apart = (xOf(times.at(-1)) - xOf(times[0])) / times.length;
-  if (!ticks || apart < 2) return; // ticks side by side would hide the bar
+  if (!ticks || apart < 2) return; // dense ticks would hide the bar
   for (const at of times) {
     fill(pen, inks.paper, xOf(at) - 0.5, 1, 0.5, height - 2);
   }

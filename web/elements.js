@@ -1,9 +1,9 @@
-// Elements of the page. Texts of a recording or a server enter as text, never as markup.
+// Helpers that create elements of the page. Texts from a recording or a server are never parsed as markup.
 
-// The element with the attribute `data-NAME`.
+// Return the element with the attribute `data-NAME`.
 export const $ = (name) => document.querySelector(`[data-${name}]`);
 
-// An element with a class and children: texts, which stay texts, and elements.
+// Create an element with a class and children. Strings among the children become text nodes.
 export function make(tag, name = "", ...children) {
   const element = document.createElement(tag);
   if (name) element.className = name;
@@ -11,7 +11,7 @@ export function make(tag, name = "", ...children) {
   return element;
 }
 
-// Set a text only if it is new: most stay the same from frame to frame.
+// Set an element's text only if it changed, because most texts stay the same between frames.
 export function write(element, text) {
   if (element.firstChild?.data !== text) element.textContent = text;
 }
@@ -23,12 +23,12 @@ export function buttonFor(act, name, ...children) {
   return button;
 }
 
-// A row of a table.
+// Create a table row.
 export function rowOf(values, name = "") {
   return make("tr", name, ...values.map((value) => make("td", "", value)));
 }
 
-// Copy a text and say so; `otherwise`: what to say if the browser forbids it.
+// Copy a text to the clipboard and report it. `otherwise`: the advice to show if the browser forbids copying.
 export async function copy(text, say, otherwise) {
   try {
     await navigator.clipboard.writeText(text);

@@ -1,8 +1,8 @@
 // Be the scheduler: admit requests and cut prompts by hand.
 //
-// The prompts of the recording arrive over time, and the player admits them and sets the chunk size. A step
-// costs what such a step cost in the recording. Each policy has played the same prompts in sched.py when the
-// page was made. The player sees prompts and their lengths but not the answers' lengths, as a scheduler does.
+// The recorded prompts arrive over time; the player admits them and sets the chunk size. A step takes as long as
+// a similar step in the recording. The other policies' results were computed with sched.py when the page was made.
+// Like a scheduler, the player knows the prompts and their lengths, but not the lengths of the answers.
 
 import { Lane } from "./recording.js";
 import { drawTimeline } from "./draw.js";
@@ -10,23 +10,23 @@ import { Frames } from "./player.js";
 import { $, buttonFor, copy, make, rowOf, write } from "./elements.js";
 import { count, percent, span } from "./words.js";
 
-const SLOWER = 25; // times, than the engine would be
-const IDLE = 0.002; // seconds that pass at a time while nothing runs
-const AFTER = 1200; // milliseconds until another request may take the place of one that was pressed
+const SLOWER = 25; // slowdown factor compared with the engine
+const IDLE = 0.002; // seconds by which the clock advances while nothing runs
+const AFTER = 1200; // milliseconds before another request may take an admitted one's place
 
 // The state of the game: a scheduler without a policy.
 export class Hand {
   constructor({ requests, price, slots }) {
     this.price = price;
     this.now = 0;
-    this.cut = 64; // tokens of prompts in a step, at most
-    this.admitted = []; // with the next step
+    this.cut = 64; // maximum prompt tokens per step
+    this.admitted = []; // admissions for the next step
     this.coming = requests.map((request) => ({ ...request, read: 0, said: 0 }));
     this.line = [];
     this.slots = Array(slots).fill(null);
     this.lane = new Lane("you", { slots });
-    this.used = 0; // seconds in which slots worked, of all slots together
-    this.open = 0; // and in which they were free while requests waited
+    this.used = 0; // slot-seconds of work
+    this.open = 0; // slot-seconds that were free while requests waited
     this.arrive();
   }
 
@@ -42,7 +42,7 @@ export class Hand {
     }
   }
 
-  // Admit a request to the first free slot.
+  // Admit a request to the first free slot, if there is one.
   admit(request) {
     const slot = this.slots.indexOf(null);
     if (slot < 0 || !this.line.includes(request)) return;
@@ -52,8 +52,8 @@ export class Hand {
     this.admitted.push([slot, request.id]);
   }
 
-  // One step: each row that decodes gets a token, and prompts are read, oldest first, up to the cut. If no slot is
-  // taken, some time passes.
+  // Run one step: each decoding row gets a token, and prompts are prefilled up to the cut, oldest first. If all
+  // slots are empty, only the clock advances.
   step() {
     const working = this.slots.filter(Boolean).sort((a, b) => a.id - b.id);
     const decoding = working.filter((request) => request.read === request.prompt_tokens);
@@ -96,7 +96,7 @@ export class Hand {
   }
 }
 
-// What cost the most time, in one sentence.
+// Say in one sentence what cost the most time.
 export function whyInWords(hand) {
   const open = hand.open / (hand.now * hand.slots.length);
   if (open > 0.04) {
@@ -108,7 +108,7 @@ export function whyInWords(hand) {
   return `What cost you time: request ${last.id} ended last. Its answer has ${count(last.output_tokens, "token")}, and it waited ${span(waited)} for a slot; long answers should begin first.`;
 }
 
-// The text to share. `address`: where others can play; may be empty.
+// Return the result as text to share. `address`: the URL of the game; may be empty.
 export function scoreText(rows, address) {
   const lines = rows.map(({ policy, done, first, useful }) =>
     `${policy.padEnd(11)}${span(done).padStart(8)}   first token p95 ${span(first).padStart(7)}   slots used ${percent(useful)}`);
@@ -121,7 +121,7 @@ export class Game {
     this.hand = null;
     this.running = false;
     this.frames = new Frames((passed) => this.#frame(passed));
-    this.places = []; // of requests in line: {request, left, element}
+    this.places = []; // places in the queue: {request, left, element}
     $("game-start").onclick = () => this.press();
     $("game-copy").onclick = () => this.copy();
     document.addEventListener("keydown", (event) => this.#key(event), true);
@@ -136,7 +136,7 @@ export class Game {
 
   deal() {
     this.hand = new Hand(this.setup);
-    this.time = 0; // how far the clock on the page is, in seconds of the hand
+    this.time = 0; // the page's clock, in seconds of the game
     this.places = [];
     $("game-line").replaceChildren();
     $("game-table").hidden = true;
@@ -144,7 +144,8 @@ export class Game {
     $("game-bench").hidden = false;
   }
 
-  // While the game runs, digits admit, and the space bar pauses; else keys are the player's.
+  // While the game runs, digits admit requests, q, w and e set the cut, and the space bar pauses. Otherwise the
+  // keys control the recording's player.
   #key(event) {
     if (!this.running || event.ctrlKey || event.metaKey || event.altKey) return;
     const number = "123456789".indexOf(event.key);
@@ -188,8 +189,8 @@ export class Game {
     this.#drawLine();
   }
 
-  // A queued request keeps its place, and an admitted one leaves a gap for a moment, so that a quick second
-  // press does not admit another one.
+  // Draw the queue. A request keeps its place, and an admitted one leaves a gap for a moment, so that a quick
+  // second click does not admit another request.
   #drawLine() {
     const now = performance.now();
     const { line } = this.hand;
@@ -218,7 +219,7 @@ export class Game {
     const button = buttonFor(() => this.admit(request), "card", key, what, note);
     place.request = request;
     place.left = 0;
-    // Keep what is below from moving up
+    // Keep the elements below from moving up
     place.element.style.minHeight = `${place.element.offsetHeight}px`;
     place.element.className = "";
     place.element.replaceChildren(button);

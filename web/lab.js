@@ -1,24 +1,24 @@
-// The real scheduler in the page: sched.py over the recorded prompts, with a policy to edit.
+// The real scheduler in the page: sched.py replays the recorded prompts under a policy that readers can edit.
 //
-// Pyodide (CPython for the browser) is loaded from a public CDN only on request, at one version and checked
-// by hash. It runs sched.py, policies.py, prefix.py and simulate.py in a worker; the result is a lane like the
-// others. A policy that does not end is terminated.
+// Pyodide (CPython for the browser) is loaded from a public CDN only on request, at a pinned version and checked
+// by hash. It runs sched.py, policies.py, prefix.py and simulate.py in a worker. The result is a lane like any
+// other. A policy that does not terminate is stopped.
 
 import { Lane, named, requestOf } from "./recording.js";
 import { drawTimeline } from "./draw.js";
 import { $, copy, make, rowOf, write } from "./elements.js";
 import { count, percent, span } from "./words.js";
 
-const PATIENCE = 8000; // milliseconds for an answer
-const SOON = 250; // milliseconds from a change until it is tried
-const RUNS = 5; // the newest runs, as listed
+const PATIENCE = 8000; // timeout of a simulation in milliseconds
+const SOON = 250; // milliseconds between the last edit and the next run
+const RUNS = 5; // number of runs in the list
 const KNOBS = ["slots", "budget", "chunk", "rate"];
 const TAKEN = `# policies.py from by_arrival on, and a record for "gentle".
 # Then: python -m pytest -x course/exercises/test_1_policy.py
 
 `;
 
-// Python in a worker.
+// Python running in a worker.
 class Python {
   constructor(pyodide, sources) {
     this.pyodide = pyodide;
@@ -27,7 +27,7 @@ class Python {
     this.worker = null;
   }
 
-  // Its files, checked by the browser.
+  // Fetch Pyodide's files, whose hashes the browser checks, and start Python.
   async load(say) {
     const files = {};
     for (const [name, integrity] of Object.entries(this.pyodide.files)) {
@@ -60,7 +60,7 @@ class Python {
 
   #tell(message, patience) {
     return new Promise((give, fail) => {
-      // Whichever comes first
+      // If the worker answers first, this late `fail` has no effect
       setTimeout(() => fail(new Error("it does not come to an end, and was stopped")), patience);
       this.worker.onmessage = ({ data }) => (data.failed ? fail(new Error(data.failed)) : give(data.answer));
       this.worker.onerror = (event) => fail(new Error(event.message || "the worker did not start"));
@@ -70,13 +70,13 @@ class Python {
 }
 
 export class Lab {
-  // `recording`: the prompts to replay. `setup`: prices and files from docs/make/page.py.
+  // `recording`: contains the prompts to replay. `setup`: prices and files from docs/make/page.py.
   constructor(recording, setup) {
     this.recording = recording;
     this.setup = setup;
     this.python = new Python(setup.pyodide, setup.sources);
     this.limits = named(recording.fields.Limits, recording.runs[0].limits);
-    this.fields = $("lab-form").elements; // by their names
+    this.fields = $("lab-form").elements; // form fields by name
     this.runs = [];
     this.lane = null;
     $("lab-load").onclick = () => this.begin();
@@ -112,13 +112,13 @@ export class Lab {
     $("lab-load").hidden = true;
     $("lab-form").hidden = false;
     lines.value = this.lines;
-    lines.scrollTop = lines.scrollHeight; // the reader's own record is the last
+    lines.scrollTop = lines.scrollHeight; // the reader's own policy is at the end
     policy.append(...policies.map((name) => make("option", "", name)));
     for (const knob of [slots, budget, chunk]) knob.value = this.limits[knob.name];
     this.#showValues();
   }
 
-  // The policy as text for the checkout's first exercise.
+  // Copy the policy in the form that the checkout's first exercise expects.
   #copy() {
     const { lines } = this.fields;
     lines.select();
@@ -186,7 +186,7 @@ export class Lab {
     drawTimeline($("lab-timeline"), this.lane, { start: 0, end, now: end });
   }
 
-  // The last runs, the newest first.
+  // Add a run to the list of recent runs, the newest first.
   #list({ policy, limits, rate, lines }, lane) {
     const { steps, useful } = lane.figuresAt(lane.end);
     const name = lines === this.lines ? policy : `${policy} (edited)`;

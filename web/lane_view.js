@@ -1,4 +1,4 @@
-// A lane of the page: its head, its timeline, its queue, and its slots with growing answers.
+// The view of a lane: its heading, its timeline, its queue, and its slots with growing answers.
 //
 // Texts of a recording or a server are set as `textContent` and isolated (`<bdi>`), so neither markup nor
 // bidirectional control characters in a prompt have an effect.
@@ -8,10 +8,10 @@ import { drawTimeline, hueOf } from "./draw.js";
 import { buttonFor, make, write } from "./elements.js";
 import { count, directionOf, endOf, inOneLine, percent, prefillInWords, shorten, span } from "./words.js";
 
-const TAIL = 220; // letters of an answer that a slot can show, at most
-const QUEUE = 40; // requests in line that are named
+const TAIL = 220; // maximum characters of an answer shown in a slot
+const QUEUE = 40; // maximum number of queued requests shown
 
-// A request's number on its colour. A click selects the request.
+// Create a button with a request's number on its colour. A click selects the request.
 export function chip(request, choose) {
   const button = buttonFor(() => choose(request), "chip", request);
   button.style.setProperty("--hue", hueOf(request));
@@ -32,7 +32,7 @@ export class LaneView {
     this.element = make("div", "lane", head, this.canvas);
     this.slots = make("div", "slots");
     this.queue = make("p", "queue");
-    this.queued = null; // the queue as drawn last
+    this.queued = null; // the queue as last drawn
     this.rows = Array.from({ length: lane.slots }, (_, slot) => this.#makeRow(slot));
     const title = make("h4", "", lane.policy);
     this.answers = make("div", "answers", title, this.slots, this.queue);
@@ -42,13 +42,13 @@ export class LaneView {
   #makeRow(slot) {
     const row = { request: 0, chip: make("span", "owner"), text: make("bdi", "text") };
     row.element = make("div", "row", make("span", "slot", slot), row.chip, row.text);
-    // The row is easier to touch than the number in it
+    // The whole row is clickable, because the number is a small target
     row.element.onclick = () => row.request && this.choose(row.request);
     this.slots.append(row.element);
     return row;
   }
 
-  // A click on the timeline: go to that time and select the request there.
+  // Handle a click on the timeline: go to that time and select the request there.
   #point({ offsetX, offsetY }) {
     const { lane, player } = this;
     const time = this.timeOf(offsetX);
@@ -64,9 +64,9 @@ export class LaneView {
     const { now } = this.player;
     this.timeOf = drawTimeline(this.canvas, this.lane, this.player);
     const figures = this.lane.figuresAt(now);
-    write(this.name, this.lane.policy); // a server's may change
+    write(this.name, this.lane.policy); // a server's policy may change
     const isOver = !this.player.window && now >= this.lane.end && figures.answered === figures.requests;
-    const all = this.player.window ? "" : ` of ${figures.requests}`; // a server's are never all
+    const all = this.player.window ? "" : ` of ${figures.requests}`; // a server's total keeps growing
     const answered = `${figures.answered}${all} answered`;
     const useful = `slots used ${percent(figures.useful)}`;
     const steps = count(figures.steps, "step");
@@ -80,13 +80,13 @@ export class LaneView {
 
   #drawSlots(now) {
     const cells = this.lane.cells[this.lane.stepAt(now)];
-    // After the lane's last step nothing runs
+    // Nothing runs after the lane's last step
     const isOver = now >= this.lane.end && (!this.player.window || this.lane.rests);
     this.rows.forEach((row, slot) => {
       const cell = cells?.[slot];
       const kind = !cell || isOver ? EMPTY : cell.kind;
       const isShut = kind === BLOCKED;
-      const owner = isShut || !cell ? 0 : cell.owner; // an empty slot shows the rows of its last request
+      const owner = isShut || !cell ? 0 : cell.owner; // an empty slot shows its last request
       const request = this.lane.requests.get(owner);
       if (row.request !== owner) {
         row.request = owner;
@@ -97,12 +97,12 @@ export class LaneView {
       const said = request ? this.lane.textAt(request, now) : "";
       const text = request ? this.#textOf(request, kind, said) : isShut ? "free, but shut" : "";
       write(row.text, inOneLine(text));
-      // By the whole text: its visible part may begin with a word of the other direction
+      // Use the full text, because its visible part may begin with a word of the other direction
       row.text.dir = directionOf(said || text);
     });
   }
 
-  // The prompt while it is read, then the end of the growing answer.
+  // Return the text for a slot: the prompt during prefill, then the end of the growing answer.
   #textOf(request, kind, said) {
     if (kind === GHOST) return "a ghost: this token is dropped";
     const { playing, window } = this.player;
@@ -117,7 +117,7 @@ export class LaneView {
 
   #drawQueue(now) {
     const waiting = this.lane.waitingAt(now).map((request) => request.id);
-    // A server names only the first of a long queue, and its length
+    // For a long queue, a server sends only the first requests and the length
     const { playing, window } = this.player;
     const many = window && playing ? this.lane.inLine : waiting.length;
     const key = `${many}: ${waiting.join(" ")}`;

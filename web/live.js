@@ -1,20 +1,20 @@
-// The page's end of `/watch`: a server as a lane.
+// The client of `/watch`, which turns a server's frames into a lane.
 //
-// `fetch` reads the stream, because an `EventSource` cannot send a key in a header. Ten times a second the
-// server sends what is new (engine/watch_frames.py); it goes into a lane, on a clock that skips idle time. The
-// key stays in this page's memory, and a lane keeps a bounded number of steps.
+// The stream is read with `fetch`, because an `EventSource` cannot send a key in a header. Ten times a second the
+// server sends the changes (engine/watch_frames.py), which are added to a lane whose clock skips idle time. The
+// key is kept only in this page's memory, and a lane keeps a bounded number of steps.
 
 import { Lane, named, requestOf, unseen } from "./recording.js";
 import { isLong } from "./words.js";
 
-const REST = 0.25; // seconds: longer idle times are drawn this long
-const MOST = 6000; // steps of a lane; above that, old ones are dropped
-const KEPT = 2000; // steps that stay then
+const REST = 0.25; // seconds; longer idle times are shortened to this
+const MOST = 6000; // maximum steps in a lane, before old ones are dropped
+const KEPT = 2000; // steps that are kept when old ones are dropped
 const AGAIN = 1500; // milliseconds between attempts to reconnect
 
-const EVENT = /^(?:event: (.*)\n)?data: (.*)/; // as the server writes one: JSON has no line breaks
+const EVENT = /^(?:event: (.*)\n)?data: (.*)/; // data is one line, because JSON has no line breaks
 
-// The events of a stream, as they come: {event, data}. A comment is an event, too.
+// Yield a stream's events as {event, data}. A comment is yielded as an event, too.
 export async function* eventsOf(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -32,7 +32,7 @@ export async function* eventsOf(stream) {
   }
 }
 
-// The server's answer. A refusal is an error with the server's message.
+// Send a request and return the response. Throw an error with the server's message if it is refused.
 export async function ask(path, { key, signal, body }) {
   const headers = { "content-type": "application/json" };
   if (key) headers.authorization = `Bearer ${key}`;
@@ -43,7 +43,7 @@ export async function ask(path, { key, signal, body }) {
   throw Object.assign(new Error(error.message), { code: error.code, status: answer.status });
 }
 
-// The lane of one server, from its first frame on.
+// Builds a server's lane from the first frame on.
 export class LiveLane {
   constructor(shape, { most = MOST, kept = KEPT } = {}) {
     this.shape = shape;
@@ -52,8 +52,8 @@ export class LiveLane {
     this.lane = null;
     this.engine = null; // the newest snapshot
     this.isPaused = false;
-    this.free = null; // bytes of memory, now
-    this.skipped = null; // seconds of the engine's clock that the lane's leaves out
+    this.free = null; // bytes of free memory now
+    this.skipped = null; // seconds of the engine's clock that the lane's clock skips
   }
 
   receiveFrame(packed) {
@@ -77,14 +77,14 @@ export class LiveLane {
     }
   }
 
-  // How far each long prompt has been read, by request.
+  // Return request -> progress of each long prompt.
   #prefillsOf({ slots }) {
     const known = slots.map((values) => named(this.shape.SlotView, values));
     const told = known.map(({ request, prefill }) => [request, named(this.shape.PrefillProgress, prefill)]);
     return new Map(told.filter(([, prefill]) => isLong(prefill)));
   }
 
-  // A request's arrival on the lane's clock, as long before the next step as on the engine's.
+  // Convert a request's arrival to the lane's clock: the time to the next step is the same on both clocks.
   #arrivalOf({ came }) {
     const { steps, began, end } = this.lane;
     const next = steps.findIndex((step) => step.began >= came);
@@ -92,7 +92,7 @@ export class LiveLane {
     return Math.max(began[next] - (steps[next].began - came), began[next - 1] ?? -Infinity);
   }
 
-  // Begin and end of a step on the lane's clock; the steps themselves have the engine's times.
+  // Return the start and end of a step on the lane's clock. The step's own times are on the engine's clock.
   #timesOf({ began, ended }) {
     const last = this.lane.steps.at(-1)?.ended ?? this.skipped;
     const start = Math.max(began, last);
@@ -100,7 +100,7 @@ export class LiveLane {
     return [start - this.skipped, Math.max(start, ended) - this.skipped];
   }
 
-  // A request with its whole text: a frame has only what is new.
+  // Return a request with its complete text. A frame contains only new text.
   #joined(packed) {
     const { arrived: came, ...request } = requestOf(this.shape, packed);
     const before = this.lane.requests.get(request.id);
@@ -113,7 +113,7 @@ export class LiveLane {
     };
   }
 
-  // A new lane with the newest steps and their requests.
+  // Replace the lane by one with only the newest steps and their requests.
   #shorten() {
     const old = this.lane;
     const first = old.steps.length - this.kept;
@@ -128,15 +128,15 @@ export class LiveLane {
   }
 }
 
-// Watch the server until the page is closed, and reconnect. `greet` gets the server's first event, `show` each
-// frame, and `say` messages for the reader. `wantKey` is called if a key is missing or wrong; `useKey` takes one.
+// Watches the server until the page is closed, and reconnects. `greet` receives the first event, `show` each frame,
+// and `say` messages for the user. `wantKey` is called if a key is missing or wrong; it later calls `useKey`.
 export class Watcher {
   constructor(shape, { greet, show, say, wantKey }) {
     Object.assign(this, { shape, greet, show, say, wantKey });
     this.key = "";
-    this.model = ""; // of several; the server's choice if empty
-    this.left = new AbortController(); // ends what is being read
-    this.timer = 0; // of the next attempt
+    this.model = ""; // the model to watch; the server chooses if empty
+    this.left = new AbortController(); // aborts the current stream
+    this.timer = 0; // timer of the next attempt to connect
   }
 
   useKey(key) {
@@ -172,7 +172,7 @@ export class Watcher {
     this.timer = setTimeout(() => this.run(), AGAIN);
   }
 
-  // One stream, from its first event to its last.
+  // Handle one stream from its first event to its last.
   async #watch(signal) {
     const path = this.model ? `watch?model=${encodeURIComponent(this.model)}` : "watch";
     const answer = await ask(path, { key: this.key, signal });

@@ -1,7 +1,7 @@
-// The page: which recording, which views, which keys.
+// The page's entry point: it chooses the recording or the server, and wires views and keys.
 //
-// A page made from a recording has it in an element `recording`; the page that a server sends has none, and
-// watches the server (live.js).
+// A page made from a recording contains the recording in an element. A server's page has no such element and
+// watches the server instead (live.js).
 
 import { lanesOf } from "./recording.js";
 import { PACES, Player } from "./player.js";
@@ -15,7 +15,7 @@ import { readInks } from "./draw.js";
 import { Watcher, ask } from "./live.js";
 import { Chat } from "./chat.js";
 
-const PLAYS = 10; // seconds that a recording takes on the page, about
+const PLAYS = 10; // a recording plays for at least this many seconds, if the pace allows
 
 function dataOf(name) {
   return JSON.parse(document.getElementById(`data-${name}`)?.textContent ?? "null");
@@ -25,7 +25,7 @@ class Page {
   constructor(lanes, settings = {}) {
     this.player = new Player(lanes, () => this.draw());
     this.player.change(settings);
-    // Details of a request go below the timelines unless the list shows them
+    // A request's details are shown below the timelines unless the list has opened them
     this.choose = (request, place = $("opened")) => {
       place.append(this.requests.detail);
       this.player.change({ chosen: request });
@@ -36,7 +36,7 @@ class Page {
     this.#wire();
   }
 
-  // New lanes: a server's history was cut, or the server restarted.
+  // Show new lanes, after a server's history was shortened or the server restarted.
   setLanes(lanes) {
     this.player.change({ lanes, lane: lanes.at(-1) });
     this.views = lanes.map((lane) => new LaneView(lane, this.player, this.choose));
@@ -49,7 +49,7 @@ class Page {
 
   #wire() {
     const { player } = this;
-    // The same keys as in the terminal. `by`: number of steps
+    // The same keys as in the terminal. `by`: the number of steps
     this.keys = {
       " ": () => (player.playing ? player.pause() : player.play()),
       ArrowLeft: (by) => player.goBy(-by),
@@ -81,7 +81,7 @@ class Page {
   }
 
   #key(event) {
-    // The arrows on the scrubber are single steps, too
+    // Arrow keys move by steps even when the scrubber has the focus
     const isTyping = event.target.matches("input:not([data-scrub]), textarea, select");
     if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
     const act = this.keys[event.key];
@@ -109,16 +109,16 @@ class Page {
   }
 }
 
-// Link the files of the repository that the page names. docs/make/page.py does it if the repository has an
-// address. Without one, do it here where the address is known: on GitHub Pages, and in a checkout. Elsewhere
-// the names stay plain text.
+// Link the names of repository files. docs/make/page.py adds the links if the repository's address is known when
+// the page is made. Otherwise add them here, on GitHub Pages and in a checkout, where the address is known.
+// Anywhere else the names stay plain text.
 function leadToRepository() {
   const known = /^https:..([\w-]+)\.github\.io.([^/]+)|^file:.*.docs.index\.html/.exec(location.href);
   if (!known) return;
   const [, owner, name] = known;
   const base = owner ? `https://github.com/${owner}/${name}/blob/main` : "..";
   for (const link of document.querySelectorAll("a[data-file]")) link.href = `${base}/${link.dataset.file}`;
-  // In a copy they have to be made first
+  // In a checkout the annotated pages have to be made first
   if (owner) $("annotated")?.setAttribute("href", "annotated/index.html");
 }
 
@@ -138,9 +138,9 @@ function play(recording) {
 
 // --- a server
 
-const WINDOW = 20; // seconds of a server's time that are in sight
+const WINDOW = 20; // visible seconds of a server's timeline
 
-// The engine's line at its start, with the memory that is free now.
+// Return the engine's startup summary with the memory that is free now.
 function summaryNow(summary, free) {
   return free ? summary.replace(/[^;]+ of memory free at start/, ` ${bytes(free)} of memory free now`) : summary;
 }
@@ -174,7 +174,7 @@ function show({ lane, engine, hello, isPaused, free }) {
   write($("status"), said.join(" "));
 }
 
-// Watching and chatting may need different keys. A typed key goes to whichever asked for it.
+// Watch the server. Watching and chatting may need different keys: a typed key goes to the one that asked for it.
 function watch(shape) {
   const form = $("key-form");
   const say = (text, state = "") => {
@@ -188,11 +188,11 @@ function watch(shape) {
     $("key").focus();
   };
   const greet = (hello) => {
-    form.hidden = hello.texts; // another key may show more
+    form.hidden = hello.texts; // without texts, offer to enter the watch key
     chat.key ||= watcher.key;
     pick(hello.models, hello.model);
   };
-  // Of a server with several models: which one answers, and is watched.
+  // On a server with several models, let the user pick the one that answers and is watched.
   const pick = (names, chosen) => {
     const list = $("models");
     $("picker").hidden = names.length < 2;
@@ -204,12 +204,12 @@ function watch(shape) {
     chat.model = target.value;
     watcher.choose(target.value);
   };
-  // No model is loaded yet, so none can be watched.
+  // Fill the picker, because nothing can be watched before the first model is loaded.
   const listModels = async () => {
     try {
       const { data } = await (await ask("v1/models", { key: chat.key || watcher.key })).json();
       pick(data.filter(({ state }) => state).map(({ id }) => id), data[0].id);
-    } catch {} // a key is missing, or the server loads: watching says so
+    } catch {} // the watcher reports a missing key or a server that is still loading
   };
   const chat = new Chat($("chat"), wantKey);
   const watcher = new Watcher(shape, { greet, show, say, wantKey });

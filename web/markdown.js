@@ -1,18 +1,18 @@
-// A model's Markdown, drawn while it grows.
+// Renders a model's Markdown while it is being generated.
 //
-// A complete line is drawn once; only the newest line is drawn again, and long ones are cut into pieces, so the
-// time grows with the length of the answer, whatever it holds. Elements come from `make` and texts enter as
-// text. Links and images are shown as text with their address, bidirectional control characters are made
-// visible, and lists nest `DEEP` levels at most.
+// A complete line is drawn once. Only the newest line is redrawn, and long lines are cut into pieces, so the total
+// time is linear in the answer's length for any content. Elements are created with `make`, and text is never parsed
+// as HTML. Links and images appear as text with their address, bidirectional control characters are made visible,
+// and lists nest at most `DEEP` levels.
 
 import { buttonFor, copy, make, write } from "./elements.js";
 import { coloured, colouring } from "./code.js";
 import { inOneLine } from "./words.js";
 
-const DEEP = 6; // lists in lists; what is deeper goes on in the last one
-const MANY = 40; // parts of an element; the browser lays a changed one out anew, so another one takes the next
-const LONG = 1000; // letters of a line that are drawn anew, at most
-// The beginning of a longer line: at most 500 characters, up to a blank.
+const DEEP = 6; // maximum depth of nested lists; deeper items join the innermost list
+const MANY = 40; // maximum children of an element, because the browser lays out a changed element again
+const LONG = 1000; // maximum characters of a line that are redrawn
+// The first piece of a longer line: at most 500 characters, if possible up to a space
 const PIECE = /^.{1,500}(?<= )|^.{500}/su;
 const FENCE = /^(`{3,}|~{3,}) *([^\s`]*)[^`]*$/;
 const RULE = /^([-*_])( *\1){2,} *$/;
@@ -21,7 +21,7 @@ const ITEM = /^(?:[-*+]|(\d{1,9})[.)]) +(.*)/;
 const QUOTE = /^(?:> ?)+/;
 const MARKED = /(`{1,3})(.+?)\1|(\*\*|__)(?=\S)(.*?\S)\3|(?<!\w)([*_])(?=\S)(.*?\S)\5(?!\w)/g;
 
-// Put a text into an element: code, bold and italic words are elements of their own.
+// Add a text to an element, with child elements for code, bold and italic words.
 function filled(element, text) {
   let at = 0;
   for (const found of text.matchAll(MARKED)) {
@@ -39,16 +39,16 @@ function filled(element, text) {
 export class Markdown {
   constructor(root) {
     this.root = root;
-    this.text = ""; // the whole answer so far
-    this.fresh = ""; // its end that is not drawn yet
-    this.line = ""; // the newest line, or the end of a long one: it is drawn again
-    this.drawn = null; // its node
-    this.before = {}; // the fields below, as they were before it
-    this.block = null; // the next line may go on with it
-    this.lists = []; // the open ones: {list, indent}
-    this.fence = null; // of the open code: {mark, code, indent, wanted, rows}
+    this.text = ""; // the answer so far
+    this.fresh = ""; // text that is not drawn yet
+    this.line = ""; // the newest line (the last piece of a long one), which is redrawn
+    this.drawn = null; // the newest line's node
+    this.before = {}; // the fields below, before the newest line was drawn
+    this.block = null; // the block that the next line may continue
+    this.lists = []; // open lists: {list, indent}
+    this.fence = null; // the open code block: {mark, code, indent, wanted, rows}
     this.row = 0; // number of complete lines
-    this.isCut = false; // the line goes on in the same block
+    this.isCut = false; // the line continues in the same block
   }
 
   push(text) {
@@ -72,7 +72,7 @@ export class Markdown {
     this.drawn = this.#draw(this.line);
   }
 
-  // Draw a long line except its end, and return the end.
+  // Draw a long line except for its last piece, and return that piece.
   #cut(line) {
     let rest = line;
     while (rest.length > LONG) {
@@ -84,7 +84,7 @@ export class Markdown {
     return rest;
   }
 
-  // Put a line where it belongs and return its node, or null if there is nothing to see.
+  // Add a line to the document. Return its node, or null if the line is not visible.
   #draw(line) {
     const text = line.trimStart();
     const indent = line.length - text.length;
@@ -106,17 +106,17 @@ export class Markdown {
     return this.block;
   }
 
-  // A block of its own, in the list that its indent leads to.
+  // Add a new block, in the list that its indent selects.
   #add(block, indent) {
     this.lists = this.lists.filter((one) => one.indent < indent);
     this.block = null;
     return this.#place(this.lists).appendChild(block);
   }
 
-  // The last item of the innermost list, or the last part of the answer.
+  // Return the parent for a new block: the last item of the innermost list, or the last part of the answer.
   #place(lists) {
     const last = this.root.lastChild;
-    const hasRoom = last?.childNodes.length < MANY || last?.lastChild.className === "cells"; // a table stays whole
+    const hasRoom = last?.childNodes.length < MANY || last?.lastChild.className === "cells"; // never split a table
     return lists.at(-1)?.list.lastChild ?? (hasRoom ? last : this.root.appendChild(make("div")));
   }
 
@@ -132,9 +132,9 @@ export class Markdown {
     return isSame ? this.block : list;
   }
 
-  // A row of a table. The style sheet joins adjacent rows.
+  // Add a table row. The style sheet joins adjacent rows into a table.
   #addRow(text, indent) {
-    if (/^[-:| ]+$/.test(text)) return null; // the line below the heads
+    if (/^[-:| ]+$/.test(text)) return null; // the line below the header
     const cells = text.replace(/\|\s*$/, "").slice(1).split("|");
     const spans = cells.map((cell) => filled(make("span"), cell.trim()));
     return this.#add(make("div", "cells", ...spans), indent);
@@ -150,7 +150,7 @@ export class Markdown {
     return this.#add(make("div", "code", make("pre", "", code), copies), indent);
   }
 
-  // The code as the model wrote it, with its tabs.
+  // Return the code as the model wrote it, with its tabs.
   #source({ first, end }, indent) {
     const lines = this.text.split("\n").slice(first, end);
     return lines.map((line) => line.slice(Math.min(indent, line.length - line.trimStart().length))).join("\n");
@@ -165,7 +165,7 @@ export class Markdown {
     const skipped = this.isCut ? 0 : Math.min(indent, whole.length - text.length);
     const shown = inOneLine(whole.slice(skipped));
     const before = this.isCut || !code.firstChild ? "" : "\n";
-    const hasRoom = code.childNodes.length < MANY || code.lastChild.data === "\n"; // an empty line is never the last
+    const hasRoom = code.childNodes.length < MANY || code.lastChild.data === "\n"; // no part ends with an empty line
     const parts = wanted && !this.isCut ? coloured(shown, wanted) : [shown];
     const line = parts.some((part) => part.tagName) ? make("span", "", before, ...parts) : new Text(before + shown);
     if (hasRoom) return code.appendChild(line);

@@ -1,12 +1,12 @@
-// The clock of the page, shared by all lanes, so that two runs race on the same seconds.
+// The page's clock. All lanes share it, so that two runs race on the same clock.
 //
-// Everything drawn depends on `now`, in seconds of the run: it follows real time, slowed down, or is stopped, or
-// set by hand. Frames are drawn only when something has changed.
+// Everything drawn depends on `now`, in seconds of the run. It follows real time at a slower pace, or is paused, or
+// is set by the user. Frames are drawn only after a change.
 
 // Slowdown factors.
 export const PACES = [1, 2, 5, 10, 20, 50, 100, 200];
 
-// Call `draw` in each requested frame, with the seconds since the last one.
+// Calls `draw` in each requested frame, with the seconds since the previous one.
 export class Frames {
   constructor(draw) {
     this.draw = draw;
@@ -19,7 +19,7 @@ export class Frames {
     this.asked = true;
     requestAnimationFrame((time) => {
       this.asked = false;
-      // Do not catch up after a tab was in the background or at rest
+      // Do not catch up after the tab was in the background or idle
       const passed = Math.min(100, time - this.last) / 1000;
       this.last = time;
       this.draw(passed);
@@ -31,14 +31,14 @@ export class Player {
   constructor(lanes, draw) {
     this.lanes = lanes;
     this.now = 0;
-    this.seen = 0; // the latest moment that has been shown
-    this.playing = false; // of a server: its newest step is what is shown
-    this.window = 0; // seconds of a server that is watched; 0: all of a recording
+    this.seen = 0; // the latest time shown so far
+    this.playing = false; // for a server: follow its newest step
+    this.window = 0; // visible seconds of a watched server; 0 shows a complete recording
     this.pace = 10;
-    this.lane = lanes.at(-1); // the one whose steps are stepped through
-    this.chosen = 0; // a request
+    this.lane = lanes.at(-1); // the lane for stepping and for the detail view
+    this.chosen = 0; // number of the selected request; 0 if none
     this.mine = new Set(); // requests that this page has sent
-    this.looks = 0; // changes with the colours
+    this.looks = 0; // incremented when colours or sizes change
     this.draw = draw;
     this.frames = new Frames((passed) => this.#frame(passed));
   }
@@ -47,7 +47,7 @@ export class Player {
     return Math.max(0, ...this.lanes.map((lane) => lane.end));
   }
 
-  // Where the timelines begin: a server is shown for the last seconds only.
+  // The start of the timelines. For a server, only the last seconds are visible.
   get start() {
     return this.window ? Math.max(this.lane.began[0] ?? 0, this.end - this.window) : 0;
   }
@@ -84,12 +84,12 @@ export class Player {
     this.change({ now: time, playing: false });
   }
 
-  // Move by steps of the lane shown in detail.
+  // Move by a number of steps of the current lane.
   goBy(steps) {
     this.goToStep(Math.max(0, Math.min(this.lane.steps.length - 1, this.step + steps)));
   }
 
-  // Go to the time at which this step's tokens have come.
+  // Go to the time at which this step's tokens have arrived.
   goToStep(index) {
     const { began, ended } = this.lane;
     const isOut = ended[index] < (began[index + 1] ?? Infinity);

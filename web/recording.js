@@ -1,29 +1,29 @@
 // A run, step by step.
 //
-// A recording lists what each step did. A `Lane` takes in steps one by one and indexes them by slot, request
-// and time. A recording fills it at once, a watched server as things happen (live.js), and the scheduler in
-// the page as well (lab.js). Nothing here draws or knows a policy.
+// A recording lists what each step did. A `Lane` receives steps one by one and indexes them by slot, request and
+// time. Its steps come from a recording, a watched server (live.js), or the scheduler in the page (lab.js). This
+// module does not draw, and does not depend on a policy.
 
-// What a slot does in a step, as named by the engine and the style sheet.
+// The states of a slot in a step, with the names of the engine and the style sheet.
 export const EMPTY = "empty";
-export const BLOCKED = "blocked"; // free, but kept shut while others wait
-export const HELD = "held"; // its request is in the slot, but without a chunk in this step
-export const PREFILL = "prefill"; // a chunk of the prompt goes in
-export const DECODE = "decode"; // one more token comes out, or several with draft tokens
-export const GHOST = "ghost"; // its request had ended; that was seen one step late, and the token is dropped
+export const BLOCKED = "blocked"; // free, but the policy does not use it although requests wait
+export const HELD = "held"; // has a request in prefill that gets no chunk in this step
+export const PREFILL = "prefill"; // prefills a chunk of the prompt
+export const DECODE = "decode"; // produces a token, or several with draft tokens
+export const GHOST = "ghost"; // its request had finished, which was noticed one step late; the token is dropped
 
-// A list of values as an object, by the names of a recording's fields.
+// Return an object from a list of values and the names of its fields.
 export function named(names, values) {
   return Object.fromEntries(names.map((name, i) => [name, values[i]]));
 }
 
-// Number of the ascending `values` that are at most `limit`.
+// Count the values that are at most `limit`. `values` is in ascending order.
 function countUpTo(values, limit) {
   return values.findLastIndex((value) => value <= limit) + 1;
 }
 
-// What each token brought of a text. The engine counts characters, and JavaScript counts a character
-// beyond 65,535, such as an emoji, as two.
+// Split a text into the pieces that each token added. `lengths` are in characters, as Python counts them;
+// JavaScript's strings count a character beyond U+FFFF, such as an emoji, as two.
 function piecesOf(text, lengths) {
   const characters = Array.from(text);
   let end = 0;
@@ -33,7 +33,7 @@ function piecesOf(text, lengths) {
   });
 }
 
-// What only steps say of a request. `before`: its tokens before the lane's first step.
+// The fields of a request that are filled in from steps. `before`: its tokens before the lane's first step.
 export function unseen() {
   return {
     tokenSteps: [],
@@ -51,21 +51,21 @@ export class Lane {
     this.limits = limits;
     this.slots = limits.slots;
     this.steps = [];
-    this.began = []; // by step, in seconds
+    this.began = []; // start of each step, in seconds
     this.ended = [];
-    this.cells = []; // by step, then by slot: {kind, request, owner}; the owner is the slot's last request
-    this.useful = []; // by step: cells up to and with it that did something for a request
-    this.stretches = Array.from({ length: limits.slots }, () => []); // by slot
-    this.checkpoints = []; // where chunks left states that other prompts may start from
-    this.requests = new Map(); // by number, in the order of arrival
-    this.prefills = new Map(); // of a server, by number: how far each long prompt is now
+    this.cells = []; // [step][slot] -> {kind, request, owner}; the owner is the slot's last request
+    this.useful = []; // [step] -> number of useful cells up to and including this step
+    this.stretches = Array.from({ length: limits.slots }, () => []); // [slot] -> its stretches
+    this.checkpoints = []; // states saved after chunks, from which other prompts may start
+    this.requests = new Map(); // number -> request, in order of arrival
+    this.prefills = new Map(); // number -> current progress of a long prompt, for a server
   }
 
   get end() {
     return this.ended.at(-1) ?? 0;
   }
 
-  // Add or update a request, keeping what the steps said of it.
+  // Add or update a request, keeping the fields filled in from steps.
   know(request) {
     const known = { ...unseen(), ...this.requests.get(request.id), ...request };
     known.pieces = piecesOf(request.text, request.lengths);
@@ -73,7 +73,7 @@ export class Lane {
   }
 
   add(told, began, ended) {
-    const step = { drafts: [], checkpoints: [], ...told }; // the earliest recordings know of neither
+    const step = { drafts: [], checkpoints: [], ...told }; // missing in the oldest recordings
     const index = this.steps.length;
     const cells = this.stretches.map(() => ({ kind: EMPTY, request: 0 }));
     const put = (kind, pairs) => {
@@ -83,14 +83,14 @@ export class Lane {
     put(PREFILL, step.prefill);
     put(DECODE, step.decode);
     for (const slot of step.blocked) cells[slot].kind = BLOCKED;
-    for (const slot of step.ghosts) cells[slot].kind = GHOST; // one of those that decode
+    for (const slot of step.ghosts) cells[slot].kind = GHOST; // was DECODE
     let useful = step.prefill.length + step.decode.length - step.ghosts.length;
     for (const [slot, drafted, accepted] of step.drafts) {
       cells[slot].tokens = 1 + accepted;
       useful -= (drafted - accepted) / (1 + drafted);
     }
     for (const [slot, request] of step.checkpoints) {
-      cells[slot].leaves = true; // a checkpoint
+      cells[slot].leaves = true; // leaves a checkpoint
       this.checkpoints.push({ slot, request, at: ended });
     }
     this.steps.push(step);
@@ -105,7 +105,7 @@ export class Lane {
     this.#tellRequests(step, index, ended);
   }
 
-  // Extend a slot's stretch while it does the same for the same request.
+  // Extend a slot's last stretch if kind and request are the same; otherwise start a new one.
   #stretch(slot, cell, index) {
     const stretches = this.stretches[slot];
     const last = stretches.at(-1);
@@ -137,25 +137,25 @@ export class Lane {
 
   // --- queries
 
-  // The step that runs at this moment, or the last one before it; -1 before the first.
+  // Return the index of the step that runs at this time, or of the last one before it; -1 before the first.
   stepAt(time) {
     return countUpTo(this.began, time) - 1;
   }
 
-  // A request that had its slot before the lane's first step did not wait in this lane.
+  // Return the time of admission. A request admitted before the lane's first step did not wait in this lane.
   admittedAt({ admittedStep, slot, arrived }) {
     if (admittedStep !== null) return this.began[admittedStep];
     return Number.isInteger(slot) ? arrived : Infinity;
   }
 
-  // Number of output tokens of a request at this time.
+  // Return the number of a request's output tokens at this time.
   tokensAt(request, time) {
-    const done = countUpTo(this.ended, time); // number of steps that have ended
+    const done = countUpTo(this.ended, time); // number of finished steps
     return request.before + countUpTo(request.tokenSteps, done - 1);
   }
 
   textAt(request, time) {
-    // An end may bring more: the rest of a character whose last token never came
+    // The complete text may be longer: it ends with an incomplete character whose last token never came
     if (this.isAnswered(request, time)) return request.text;
     return request.pieces.slice(0, this.tokensAt(request, time)).join("");
   }
@@ -169,7 +169,7 @@ export class Lane {
     return all.filter((r) => r.arrived <= time && this.admittedAt(r) > time);
   }
 
-  // The figures of a lane up to a moment.
+  // Return the lane's figures at this time.
   figuresAt(time) {
     const done = countUpTo(this.ended, time);
     const all = [...this.requests.values()];
@@ -189,7 +189,7 @@ export class Lane {
     return waits.sort((a, b) => a - b);
   }
 
-  // A quantile of the waits.
+  // Return a quantile of the TTFTs.
   firstToken(part) {
     const { waits } = this;
     return waits[Math.ceil(part * waits.length) - 1];
@@ -201,13 +201,13 @@ export class Lane {
   }
 }
 
-// A request of a recording, with its metrics beside its other values.
+// Return a request of a recording, with its metrics merged into its other fields.
 export function requestOf(fields, packed) {
   const request = named(fields.RequestView, packed);
   return { ...request, ...named(fields.Metrics, request.metrics) };
 }
 
-// The lanes of a recording: one for each run, on the clock that interruptions do not reach.
+// Return a recording's lanes, one for each run. Their clock does not include interruptions of the run.
 export function lanesOf(recording) {
   const { fields, runs } = recording;
   return runs.map((run) => {

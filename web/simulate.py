@@ -1,8 +1,8 @@
 """Replay recorded prompts through the real scheduler, without a model.
 
-The page runs the scheduler's files as they are, in Pyodide (CPython for the browser), and
-`experiments/simulator.py` gives it the recorded prompts and the time of each step. Readers edit
-policies, which are functions and records. Nothing here decides anything.
+The page runs the unmodified scheduler files in Pyodide (CPython for the browser).
+`experiments/simulator.py` feeds them the recorded prompts and step times. Readers edit policies,
+which are functions and records. This module makes no scheduling decisions.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from experiments.simulator import Guest, Ran, Replay, Stuck, drafts_in
 from policies import POLICIES
 from request import Plan, Policy, Request
 
-# The policy that a reader of the page may write
+# A template for the reader's own policy
 OWN = """
 
 POLICIES["mine"] = Policy(
@@ -30,30 +30,30 @@ POLICIES["mine"] = Policy(
 
 
 class Sent(NamedTuple):
-    """A prompt that was sent, and what became of it."""
+    """A recorded prompt and its outcome."""
 
     prompt: tuple[int, ...]
     max_tokens: int
-    tokens: int  # of its answer
+    tokens: int  # number of tokens in the answer
     arrived: float
     client: str = ""
-    drafts: Sequence[tuple[int, int]] = ()  # of each step in which it decodes: drafted, accepted
+    drafts: Sequence[tuple[int, int]] = ()  # (drafted, accepted) for each decode step
 
 
 def named(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
-    """A list of values as a recording has it, by the names of its fields."""
+    """Return a recording's list of values as a dict by field name."""
     return dict(zip(names, values, strict=True))
 
 
 def sent_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Sent]:
-    """The prompts of a recorded run."""
+    """Return the prompts of a recorded run."""
     steps = [named(fields["StepView"], step) for step in run["steps"]]
     drafts = drafts_in((s["decode"], s["ghosts"], s.get("drafts", ())) for s in steps)
     out = []
     for i, packed in enumerate(run["requests"]):
         request = named(fields["RequestView"], packed)
         metrics = named(fields["Metrics"], request["metrics"])
-        # If the tokens of a prompt are unknown, its length is used
+        # If a prompt's tokens are unknown, repeat a token that no other prompt contains
         prompt = run["ids"][i] or [-1 - i] * metrics["prompt_tokens"]
         tokens = metrics["output_tokens"]
         most = run["asked"][i] or tokens
@@ -66,9 +66,9 @@ def sent_of(run: dict[str, Any], fields: dict[str, Sequence[str]]) -> list[Sent]
 def play(
     limits: dict[str, Any], policy: Policy, prompts: Sequence[Sent], price: dict[str, float]
 ) -> dict[str, list[Any]]:
-    """Each step that a scheduler with these limits plans, and when it begins and ends.
+    """Replay the prompts under a policy. Return the planned steps and their start and end times.
 
-    `price`: seconds of a step, a row, a token of a prompt.
+    `price`: seconds per step, per decoding row and per prompt token.
     """
     guests = []
     for number, sent in enumerate(prompts, start=1):
@@ -88,7 +88,7 @@ def play(
 
 
 def step_of(ran: Ran) -> dict[str, Any]:
-    """A step as a recording has it, by name."""
+    """Return a step with the field names of a recording."""
     plan = ran.plan
     return {
         "step": plan.step,
@@ -109,29 +109,29 @@ def step_of(ran: Ran) -> dict[str, Any]:
     }
 
 
-# --- what a reader of the page may change -------------------------------------------------------
+# --- the code that readers may edit -------------------------------------------------------------
 
 
 def lines() -> str:
-    """The part of `policies.py` that readers may edit, and a record of their own."""
+    """Return the part of `policies.py` that readers may edit, followed by a template for their own policy."""
     text = inspect.getsource(policies)
     return text[text.index("def by_arrival") :] + OWN
 
 
 def start() -> str:
-    """The lines and the policies that the page begins with, as JSON."""
+    """Return the initial lines and policies of the page as JSON."""
     return json.dumps({"lines": lines(), "policies": list(edited(lines()))})
 
 
 def edited(text: str) -> dict[str, Policy]:
-    """Run this text, and return its policies. Its lines are named in a traceback."""
+    """Run the reader's code and return its policies. Tracebacks name its lines."""
     names = vars(policies) | {"POLICIES": dict(POLICIES)}
     exec(compile(text, "<lines>", "exec"), names)
     return names["POLICIES"]
 
 
 def line_of(error: BaseException) -> int | None:
-    """The line of the reader's text in which the error was raised."""
+    """Return the line of the reader's code in which the error was raised, if any."""
     if isinstance(error, SyntaxError) and error.filename == "<lines>":
         return error.lineno
     frames = traceback.extract_tb(error.__traceback__)
@@ -139,7 +139,7 @@ def line_of(error: BaseException) -> int | None:
 
 
 def arrivals(prompts: Sequence[Sent], rate: float) -> list[Sent]:
-    """Poisson arrivals at this rate, with a fixed seed; 0: all at once."""
+    """Give the prompts Poisson arrival times with a fixed seed. Rate 0 sends all at once."""
     dice = random.Random(1)
     now = 0.0
     out = []
@@ -150,7 +150,7 @@ def arrivals(prompts: Sequence[Sent], rate: float) -> list[Sent]:
 
 
 def answer(question: str) -> str:
-    """Answer a question of the page. Both are JSON."""
+    """Run a simulation for the page. The question and the answer are JSON."""
     asked = json.loads(question)
     try:
         prompts = arrivals(sent_of(asked["run"], asked["fields"]), asked["rate"])

@@ -1,22 +1,22 @@
-// The conversations that this browser keeps, and their list.
+// The conversations stored in this browser, and their list.
 //
-// Each is an entry of localStorage of its own, so that a full storage or a spoilt entry costs no other one. An
-// entry has a version: a tab does not overwrite what another one has added to the same conversation.
+// Each conversation is a separate entry of localStorage, so that a full storage or a corrupt entry does not affect
+// the others. Entries have versions, so that a tab does not overwrite another tab's turns in the same conversation.
 
 import { buttonFor, make, write } from "./elements.js";
 import { count, shorten } from "./words.js";
 
 const PLACE = "nanobatch-conversation-";
-const TITLE = 60; // letters
-const LONGEST_FILE = 10_000_000; // characters of a file, as in `ask.py --chat`
+const TITLE = 60; // maximum characters of a title
+const LONGEST_FILE = 10_000_000; // maximum characters of a file, as in `ask.py --chat`
 const DAY = { month: "short", day: "numeric", hour: "numeric", minute: "2-digit" };
 
 export const nameAnew = () => Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
 
-// --- the browser's storage, which may be turned off or full
+// --- the browser's storage, which may be disabled or full
 
 export class Shelf {
-  // The identities of all conversations.
+  // The ids of all conversations.
   get all() {
     try {
       const keys = Object.keys(localStorage).filter((key) => key.startsWith(PLACE));
@@ -34,7 +34,7 @@ export class Shelf {
     }
   }
 
-  // A conversation; null if there is none, or if it is spoilt.
+  // Return a conversation, or null if it is missing or corrupt.
   read(id) {
     try {
       const kept = JSON.parse(this.text(id));
@@ -44,7 +44,7 @@ export class Shelf {
     }
   }
 
-  // Returns why it was not kept: "full", "off", or "".
+  // Store a conversation. Return "" or the reason for a failure: "full" or "off".
   put(id, text) {
     try {
       localStorage.setItem(PLACE + id, text);
@@ -66,7 +66,7 @@ export class Shelf {
 
 const areTexts = (...values) => values.every((value) => typeof value === "string");
 
-// A turn that can be shown. Storage is the user's own, and anything may be in it.
+// Return true for a valid turn. Storage may contain anything, because users can edit it.
 function isTurn(turn) {
   if (!areTexts(turn?.question, turn.content, turn.reasoning_content, turn.facts, turn.name)) return false;
   return areFiles(turn.files);
@@ -79,19 +79,19 @@ function isWhole(kept) {
   return areTexts(kept?.title) && areFields(kept.fields) && Array.isArray(kept.turns) && kept.turns.every(isTurn);
 }
 
-// What is searched.
+// Return the text that the search looks at.
 function wordsOf({ title, turns }) {
   return [title, ...turns.flatMap(({ question, content }) => [question, content])].join("\n").toLowerCase();
 }
 
-// What a tab keeps of itself.
+// Return true for the valid state of a tab.
 export function isTab(tab) {
   return areTexts(tab?.id, tab?.text) && areFields(tab.fields) && areFiles(tab.files);
 }
 
 // --- conversations as messages
 
-// A question as it is sent: its files first, each in a fence that it does not contain.
+// Return the text that is sent: the files, then the question. Each file is in a code fence longer than any inside it.
 export function withFiles(question, files) {
   const parts = files.map(({ name, text }) => {
     const marks = (text.match(/`{3,}/g) ?? []).map((mark) => mark.length);
@@ -101,7 +101,7 @@ export function withFiles(question, files) {
   return [...parts, question].filter(Boolean).join("\n\n");
 }
 
-// The system message and the turns in a file of `Save` or of the terminal's chat.
+// Parse a file saved by this page or by the terminal's chat. Return its system message and turns.
 export function readMessages(text) {
   if (text.length > LONGEST_FILE) throw new Error(`it has ${text.length} characters; at most ${LONGEST_FILE} are read`);
   const { messages } = JSON.parse(text);
@@ -122,7 +122,7 @@ export function readMessages(text) {
 
 // --- the list
 
-// `open`: called with the identity of the chosen conversation; `closed`: with one that was deleted.
+// The list of conversations. `open` is called with the id of the chosen one, `closed` with the id of a deleted one.
 export class TalkList {
   constructor(parts, { open, closed }) {
     this.shelf = new Shelf();
@@ -130,11 +130,11 @@ export class TalkList {
     this.open = open;
     this.closed = closed;
     this.current = "";
-    this.deleted = null; // {id, text}: can be brought back
+    this.deleted = null; // {id, title, text} of the last deleted conversation, for undo
     parts.search.oninput = () => this.draw();
     parts.talks.ontoggle = () => this.draw();
     parts.undo.onclick = () => this.#undo();
-    addEventListener("storage", () => this.draw()); // another tab has changed it
+    addEventListener("storage", () => this.draw()); // another tab has changed the storage
   }
 
   draw() {
@@ -166,7 +166,7 @@ export class TalkList {
     return row;
   }
 
-  // A field in place of the title. Enter takes it, Esc does not.
+  // Replace the title by an input field. Enter saves it, Esc cancels.
   #rename(id, row) {
     const field = make("input", "title");
     field.value = row.querySelector(".title").textContent;
@@ -202,8 +202,7 @@ export class TalkList {
     this.draw();
   }
 
-  // Keep a conversation, `talk`: {id, version}, and what is in it. Returns a line for the reader if something
-  // is to be said.
+  // Store a conversation: `talk` is {id, version}, `body` its content. Return a message for the user, or "".
   keep(talk, body) {
     const kept = this.shelf.read(talk.id);
     const isOther = kept && kept.version !== talk.version;

@@ -1,6 +1,6 @@
-// Steps and requests in words. Each function takes plain values and returns plain text.
+// Descriptions of steps and requests. Each function takes plain values and returns plain text.
 
-// Seconds, with three digits.
+// Format seconds with three significant digits: "12.3 ms".
 export function span(seconds) {
   if (!Number.isFinite(seconds)) return "–";
   const [value, unit] = seconds < 0.9995 ? [seconds * 1000, "ms"] : [seconds, "s"];
@@ -12,7 +12,7 @@ export function count(number, noun) {
   return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 }
 
-// A size of memory: "11.8 MiB". As in kernels/device.py.
+// Format a size of memory, as in kernels/device.py: "11.8 MiB".
 export function bytes(number) {
   const units = ["bytes", "KiB", "MiB", "GiB"];
   let power = 0;
@@ -24,7 +24,7 @@ export function bytes(number) {
   return `${shown} ${units[power]}`;
 }
 
-// The time left, as coarse as the estimate: "40 s", "6 min", "2.5 h". As in engine/prefill_progress.py.
+// Format an estimate of the time left, rounded coarsely as in engine/prefill_progress.py: "40 s", "6 min", "2.5 h".
 export function about(seconds) {
   if (seconds < 20) return `${Math.max(1, Math.ceil(seconds))} s`;
   if (seconds < 90) return `${10 * Math.ceil(seconds / 10)} s`;
@@ -32,7 +32,7 @@ export function about(seconds) {
   return `${(Math.ceil(seconds / 360) / 10).toFixed(1)} h`;
 }
 
-// How far a prompt has been read: "11,339 of 18,813 tokens, 182 tokens/s, about 6 min"
+// Describe a prompt's progress: "11,339 of 18,813 tokens, 182 tokens/s, about 6 min".
 export function prefillInWords({ done, total, tokens_per_s: rate, left_s: left }) {
   const words = `${done.toLocaleString("en")} of ${count(total, "token")}`;
   if (!Number.isFinite(rate)) return words;
@@ -41,7 +41,7 @@ export function prefillInWords({ done, total, tokens_per_s: rate, left_s: left }
   return Number.isFinite(left) ? `${speed}, about ${about(left)}` : speed;
 }
 
-// Whether a prompt is being read, and takes longer than two seconds.
+// Return true if a prompt is in prefill and takes longer than two seconds.
 export function isLong({ done, total, seconds, left_s: left }) {
   return done < total && seconds + (left ?? 0) > 2;
 }
@@ -50,14 +50,14 @@ export function percent(part) {
   return `${Math.round(100 * part)} %`;
 }
 
-// "r1", "r1 and r2", "r1, r2 and r3"
+// Join words: "r1", "r1 and r2", "r1, r2 and r3".
 export function listed(words) {
   if (words.length < 2) return words.join("");
   return `${words.slice(0, -1).join(", ")} and ${words.at(-1)}`;
 }
 
-// The beginning of a text, or its end, with an ellipsis where it is cut. An emoji is two letters to
-// JavaScript, and is not cut in half.
+// Cut a text to its beginning (`shorten`) or its end (`endOf`) with an ellipsis. An emoji has two code units in
+// JavaScript, and is never cut in half.
 export function shorten(text, most) {
   if (text.length <= most) return text;
   return `${text.slice(0, most - 1).replace(/[\ud800-\udbff]$/, "").trimEnd()}…`;
@@ -68,11 +68,11 @@ export function endOf(text, most) {
   return `…${text.slice(-most).replace(/^[\udc00-\udfff\p{M}\u200d]+/u, "")}`;
 }
 
-const UNSEEN = /[\p{Cc}\p{Zl}\p{Zp}]|(?![\u200c\u200d])\p{Cf}/gu; // joiners make emoji, and letters
+const UNSEEN = /[\p{Cc}\p{Zl}\p{Zp}]|(?![\u200c\u200d])\p{Cf}/gu; // joiners are part of emoji and of some scripts
 const RIGHT_TO_LEFT = /^\P{L}*[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u;
 
-// A text for one line of the page: a line break becomes ¶ and a tab four blanks, and characters that are invisible
-// or change the direction of writing are shown. Every font has these signs; ␊ and ␛ are boxes in most.
+// Return a text as one line: line breaks become ¶, tabs four spaces, and characters that are invisible or change
+// the writing direction become visible codes. Every font has these signs; ␊ and ␛ are missing in most.
 export function inOneLine(text) {
   const seen = (sign) => `<U+${sign.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}>`;
   return text.replaceAll("\r", "").replaceAll("\t", "    ").replaceAll("\n", "¶").replace(UNSEEN, seen);
@@ -82,12 +82,12 @@ export function directionOf(text) {
   return RIGHT_TO_LEFT.test(text.slice(0, 200)) ? "rtl" : "ltr";
 }
 
-const FEW = 2; // admissions that are told with a reason
+const FEW = 2; // with more admissions than this, their reasons are left out
 
 const r = (number) => `r${number}`;
 const namesOf = (pairs) => listed(pairs.map(([, request]) => r(request)));
 
-// The plan of a step, in sentences.
+// Return the plan of a step as a list of sentences.
 export function planInWords(lane, index) {
   const step = lane.steps[index];
   const { drafted } = spentOn(step);
@@ -146,7 +146,7 @@ export function capital(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
-// Of a step: prompt tokens read, and draft tokens.
+// Count a step's prompt tokens and draft tokens.
 function spentOn(step) {
   const read = step.prefill.reduce((sum, [, , start, stop]) => sum + stop - start, 0);
   const drafted = step.drafts.reduce((sum, [, some]) => sum + some, 0);
@@ -155,14 +155,14 @@ function spentOn(step) {
 
 function costOf(step) {
   const { read, drafted } = spentOn(step);
-  return step.cost ?? read + drafted + step.decode.length; // in old recordings, late tokens cost more
+  return step.cost ?? read + drafted + step.decode.length; // old recordings have a cost that counts late tokens more
 }
 
 function budgetOf(lane, step) {
   return step.budget ?? Math.max(lane.limits.budget, step.decode.length + lane.limits.chunk);
 }
 
-// The budget that a step spent.
+// Describe a step's duration and how it spent its budget.
 export function costInWords(lane, index) {
   const step = lane.steps[index];
   const took = span(lane.ended[index] - lane.began[index]);
@@ -172,7 +172,7 @@ export function costInWords(lane, index) {
   return `${took}; ${cost} of a budget of ${budgetOf(lane, step)}: ${step.decode.length} for answers${drafts}, ${read} for prompts`;
 }
 
-// How a request went in a lane, in one sentence.
+// Describe in one sentence how a request fared in a lane.
 export function fateInWords(lane, request) {
   if (request.before) return "It had its slot before the first step that this page knows.";
   if (request.admittedStep === null) return request.reason ? "It never had a slot." : "It waits for a slot.";
@@ -187,14 +187,14 @@ export function fateInWords(lane, request) {
   return `It ${waited}, had its first token after ${first} and its last after ${last}${longest}.`;
 }
 
-// Its tokens, in and out.
+// Describe a request's prompt and answer tokens.
 export function factsInWords({ prompt_tokens: prompt, cached_tokens: cached, output_tokens: output, reread_tokens: again }) {
   const known = cached ? `, ${cached} of them known from another prompt` : "";
   const reread = again ? `; read again: ${count(again, "token")}, for want of a checkpoint` : "";
   return `${count(prompt, "token")} of prompt${known}${reread}; ${count(output, "token")} of answer.`;
 }
 
-// One sentence that compares two lanes.
+// Compare two lanes in a short text.
 export function verdict(lanes) {
   const [slow, fast] = [...lanes].sort((a, b) => b.end - a.end);
   const times = (slow.end / fast.end).toFixed(2);

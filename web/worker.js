@@ -1,12 +1,12 @@
-// Python next to the page: Pyodide in a worker, so that a policy that does not end blocks nothing.
+// Pyodide in a worker, so that a policy that does not terminate does not block the page.
 //
-// The page passes in Pyodide's files, checked by hash, and the project's own. Each further message is a request
-// to `simulate.answer`, answered with its JSON.
+// The first message contains Pyodide's files, checked by hash, and the project's modules. Each later message is a
+// question for `simulate.answer`, and the reply is its JSON.
 
 let simulate = null;
 
 async function start({ files, sources, lock }) {
-  // Nothing else is loaded: all that Pyodide asks for is here
+  // Serve Pyodide's requests from the files in memory, so that it needs no network
   self.fetch = async (address) => {
     const name = String(address?.url ?? address).split("/").pop();
     const type = name.endsWith(".wasm") ? "application/wasm" : "application/octet-stream";
