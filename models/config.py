@@ -1,8 +1,8 @@
 """Read a model's config.json, or the metadata of a GGUF file, into a `Config`.
 
-A `Config` holds the differences between families as plain data, so the forward pass knows no family's
-name. A setting that it cannot hold is refused with the field's name and the supported values. Next:
-`weights.py` checks the tensors against the config; `load.py` makes a model of both.
+A `Config` holds the differences between families as plain data, so the forward pass never asks for a
+family's name. Unsupported settings are refused with the field's name and the supported values. Next:
+`weights.py` checks the tensors against the config; `load.py` builds a model from both.
 """
 
 import math
@@ -20,7 +20,7 @@ from models.gguf_config import described
 from models.gguf_file import is_gguf, read_gguf
 from models.rope import Rope
 
-# A layer's matrices: output size, input size
+# A layer's matrices: output size, input size (the names of sizes are in `Config.tensors`)
 ATTENTION = {
     "self_attn.q_proj": ("queries", "width"),
     "self_attn.k_proj": ("keys", "width"),
@@ -40,34 +40,34 @@ DELTA_NET = {
     "linear_attn.out_proj": ("width", "delta values"),
 }
 CONVOLUTION = {"conv.in_proj": ("three widths", "width"), "conv.out_proj": ("width", "width")}
-EXPERTS = {  # instead of one MLP: a router, and three matrices for each expert
+EXPERTS = {  # these replace the MLP: a router, and three matrices per expert
     "mlp.gate": ("experts", "width"),
     "mlp.experts.gate_proj": ("experts", "hidden", "width"),
     "mlp.experts.up_proj": ("experts", "hidden", "width"),
     "mlp.experts.down_proj": ("experts", "width", "hidden"),
 }
-SHARED_EXPERT = {  # which all tokens take
+SHARED_EXPERT = {  # every token goes through it
     "mlp.shared_expert.gate_proj": ("shared", "width"),
     "mlp.shared_expert.up_proj": ("shared", "width"),
     "mlp.shared_expert.down_proj": ("width", "shared"),
     "mlp.shared_expert_gate": ("one", "width"),
 }
-# Of each layer's own input from a table: "embeddings" are its numbers of a layer
+# Each layer's own input from a second embedding table; "embeddings" is its size per layer
 LAYER_INPUT = {
     "per_layer_input_gate": ("embeddings", "width"),
     "per_layer_projection": ("width", "embeddings"),
 }
-# In `text_config`; images are not supported
+# These configs have the language model in `text_config`; images are not supported
 WITH_TEXT_PART = ("mistral3", "gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 class AttentionHeads(NamedTuple):
-    """The heads of a layer."""
+    """The number and size of a layer's attention heads."""
 
-    H: int  # queries
-    Hkv: int  # keys, and as many values; 0 where a layer reads those of an earlier one
-    Dh: int  # numbers in each
+    H: int  # query heads
+    Hkv: int  # key heads and value heads; 0 if the layer reuses those of an earlier layer
+    Dh: int  # head size
 
 
 @dataclass(frozen=True)
@@ -78,64 +78,62 @@ class Config:
     layers: int
     D: int  # model width
     H: int  # query heads
-    Hkv: int  # key and value heads; H / Hkv query heads share one
+    Hkv: int  # key and value heads; H / Hkv query heads share each
     Dh: int  # head size
-    hidden: int  # width inside the MLP, or inside of each expert
-    V: int  # vocabulary
+    hidden: int  # hidden width of the MLP, or of each expert
+    V: int  # vocabulary size
     norm_eps: float
     max_positions: int  # the longest sequence the model was trained for
     tied: bool  # the output head is the embedding table, transposed
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: str  # of queries and keys: over each "head", over their whole "width", or "" for none
-    # The length of the sliding window, the token's own row included; None means full attention
+    qk_norm: str  # norm of queries and keys: per "head", over the full "width", or "" for none
+    # Length of the sliding window, including the token's own row; None means full attention
     window: int | None
     rope: Rope
-    whole: Collection[int] = ()  # the layers with full attention, although there is a window
-    near: Rope | None = None  # of the layers with the window, if it differs
-    # beta, L: queries at position p are multiplied by 1 + beta ln(1 + floor(p / L))
+    whole: Collection[int] = ()  # layers with full attention in a model with a sliding window
+    near: Rope | None = None  # rope of the layers with the window, if different
+    # (beta, L): queries at position p are multiplied by 1 + beta ln(1 + floor(p / L))
     growth: tuple[float, int] | None = None
-    norms_at: str = "before"  # the branches, or "after" them, or "around"
-    norms_add: bool = False  # the files hold what is added to 1
-    unturned: Collection[int] = ()  # the layers without positions (NoPE)
-    gelu: bool = False  # in the MLP, instead of SiLU
-    cap: float | None = None  # soft cap of attention's scores
-    head_cap: float | None = None  # and of the logits
-    has_head: bool = True  # an embedding model may have none
-    convolved: Collection[int] = ()  # the layers with a short convolution in place of attention
-    taps: int = 0  # of it
-    delta: Heads | None = None  # of the layers with a gated delta net in place of attention,
-    deltas: Collection[int] = ()  # which are these
-    values_tiled: bool = (
-        False  # the first value head of each key head, then the second of each (GGUF)
-    )
-    shared_expert: int = 0  # the width inside an expert that all tokens take; 0: there is none
+    norms_at: str = "before"  # or "after" or "around" a layer's two branches
+    norms_add: bool = False  # the files store norm weights minus 1
+    unturned: Collection[int] = ()  # layers without RoPE (NoPE)
+    gelu: bool = False  # the MLP uses GELU instead of SiLU
+    cap: float | None = None  # soft cap of attention scores
+    head_cap: float | None = None  # soft cap of the logits
+    has_head: bool = True  # an embedding model may have no output head
+    convolved: Collection[int] = ()  # layers with a short convolution instead of attention
+    taps: int = 0  # kernel size of that convolution
+    delta: Heads | None = None  # heads of the gated delta nets
+    deltas: Collection[int] = ()  # layers with a gated delta net instead of attention
+    # GGUF's order: the first value head of each key head, then the second of each
+    values_tiled: bool = False
+    shared_expert: int = 0  # hidden width of the expert that every token goes through; 0: none
     gated: bool = False  # attention has an output gate, whose rows are in q_proj
-    # Hkv and Dh of the layers with full attention, if layers with a window have others
+    # (Hkv, Dh) of the layers with full attention, if they differ from those with a window
     far: tuple[int, int] | None = None
-    scale: float | None = (
-        None  # of q k^T, if it is not 1 / sqrt(Dh); the norm of q takes the factor
-    )
-    v_norm: bool = False  # over each head of the values, without weights
-    v_is_k: bool = False  # in layers with full attention: values are the keys before their norm
-    reusing: int = 0  # of the last layers: each reads the rows of an earlier layer of its type
-    reusing_hidden: int = 0  # the width inside the MLP of these
-    embeddings: int = 0  # numbers that a token adds to each layer, from a table of their own
-    embeddings_V: int = 0  # rows of that table
-    scalars: bool = False  # what leaves a layer is multiplied by a number
-    # The files may hold q, k and v as one matrix, and gate and up (`Weights.split`)
+    # Scale of q k^T, if not 1 / sqrt(Dh); it is folded into the norm of q
+    scale: float | None = None
+    v_norm: bool = False  # each value head is normalized, without weights
+    v_is_k: bool = False  # in layers with full attention, values are the keys before their norm
+    reusing: int = 0  # number of last layers that read the rows of an earlier layer of their type
+    reusing_hidden: int = 0  # hidden width of the MLP in those layers
+    embeddings: int = 0  # size of a token's embedding per layer, from a second table
+    embeddings_V: int = 0  # vocabulary size of that table
+    scalars: bool = False  # each layer's output is multiplied by a learned scalar
+    # The files may store q, k and v as one matrix, and gate and up as another (`Weights.split`)
     fused: bool = False
-    experts: int = 0  # per layer; 0 means one MLP for all tokens
+    experts: int = 0  # experts per layer; 0 means one MLP for all tokens
     taken: int = 1  # experts per token
-    whole_shares: bool = False  # the shares of a token's experts are normalized to 1
-    limit: float | None = None  # of gate and up, in experts whose SwiGLU is clamped
-    sinks: bool = False  # each query head has a logit that joins its softmax
-    # Factors of modules' outputs, which are folded into their weights
+    whole_shares: bool = False  # the shares of a token's experts are normalized to sum to 1
+    limit: float | None = None  # clamp of gate and up in the SwiGLU of experts
+    sinks: bool = False  # each query head has an extra logit in its softmax
+    # Module -> factor of its output, folded into its weights
     multipliers: dict[str, float] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that the checkpoint must hold, with its shape before quantization."""
+        """Return the tensors that the checkpoint must hold, with their shapes before quantization."""
         D = self.D
         sizes = {
             "width": D,
@@ -209,7 +207,7 @@ class Config:
         return self.o_bias if "o_proj" in module else self.qkv_bias
 
     def factor(self, name: str) -> float:
-        """The factor of the output of a tensor's module."""
+        """Return the factor that is folded into a tensor: its module's output is multiplied by it."""
         module = name.split(".")[-2]
         if module == "q_norm" and self.scale:
             return self.scale * self.heads(int(name.split(".")[2])).Dh ** 0.5
@@ -217,34 +215,34 @@ class Config:
 
     @property
     def norms(self) -> dict[str, str]:
-        """The fields of `Layer` for its norms, and the checkpoint's names."""
+        """The norms of a layer: field of `Layer` -> name in the checkpoint."""
         return NORMS[self.norms_at]
 
     def heads(self, layer: int) -> AttentionHeads:
-        """The heads of a layer with attention."""
+        """Return the heads of a layer with attention."""
         is_far = self.far and (self.window is None or layer in self.whole)
         Hkv, Dh = self.far if is_far else (self.Hkv, self.Dh)
         return AttentionHeads(self.H, Hkv if layer < self.writing else 0, Dh)
 
     @property
     def writing(self) -> int:
-        """The number of the first layer that reads an earlier one's rows: all from there on do."""
+        """The number of layers that write their own rows. All layers after them reuse earlier rows."""
         return self.layers - self.reusing
 
     def slab_index(self, layer: int) -> int:
-        """The array of the slab that a layer reads: its own, or that of the last writing layer of its
-        type."""
+        """Return the index of the slab array that a layer reads: its own, or that of the last layer of
+        its type that writes rows."""
         if layer >= self.writing:
             kind = self.positions(layer)
             layer = max(i for i in range(self.writing) if self.positions(i) == kind)
         return sum(self.row(i)[0] > 0 for i in range(layer))
 
     def hidden_of(self, layer: int) -> int:
-        """The width inside a layer's MLP."""
+        """Return the hidden width of a layer's MLP."""
         return self.hidden if layer < self.writing else self.reusing_hidden or self.hidden
 
     def is_unused(self, name: str) -> bool:
-        """True for matrices and norms that checkpoints may hold, but a layer does without."""
+        """True for a matrix or norm that a checkpoint may hold although its layer does not use it."""
         place, _, module = name.removesuffix(".weight").rpartition(".")
         if module not in ("k_proj", "v_proj", "k_norm") or not (self.reusing or self.v_is_k):
             return False
@@ -253,8 +251,11 @@ class Config:
         return layer >= self.writing or (self.v_is_k and module == "v_proj" and is_far)
 
     def row(self, layer: int) -> tuple[int, int]:
-        """The row of a token in a layer, as heads and their size: keys and values, or the input of a
-        convolution. A delta net has states instead, and a layer that reads another's rows has none."""
+        """Return the shape of a token's row in a layer: (heads, head size).
+
+        A row holds keys and values, or the input of a convolution. A delta net has states instead of
+        rows, and a layer that reuses another's rows has none of its own: both have 0 heads.
+        """
         if layer in self.deltas:
             return 0, self.Dh
         if layer in self.convolved:
@@ -263,8 +264,8 @@ class Config:
         return 2 * Hkv, Dh
 
     def positions(self, layer: int) -> tuple[Rope | None, int | None]:
-        """A layer's rope, if it has positions, and its sliding window. A convolution has neither, and
-        sees its taps."""
+        """Return a layer's rope (None without positions) and its sliding window (None for full
+        attention). A convolution has no rope, and its window is its taps."""
         if layer in self.convolved:
             return None, self.taps
         slides = self.window is not None and layer not in self.whole
@@ -273,8 +274,11 @@ class Config:
 
 
 def read_config(folder: Path, has_head: bool) -> Config:
-    """The config of a folder or GGUF file. If it does not say whether the head is tied, `has_head` (the
-    weights hold an `lm_head`) decides."""
+    """Read the config of a folder or GGUF file.
+
+    `has_head`: the weights hold an `lm_head`. If the config does not say whether the head is tied,
+    this decides.
+    """
     path = folder if is_gguf(folder) else folder / "config.json"
     raw = raw_config(folder)
     name = raw.get("model_type")
@@ -330,8 +334,8 @@ def read_config(folder: Path, has_head: bool) -> Config:
 
 
 def raw_config(place: Path) -> dict[str, Any]:
-    """The fields of config.json, or of a GGUF file in their place. Of a model that also sees or hears,
-    those of the part that reads and writes text."""
+    """Return the fields of config.json, or the equivalent fields of a GGUF file. For a multimodal
+    model, return those of its language model."""
     if is_gguf(place):
         return described(read_gguf(place))
     raw = read_json(place / "config.json")
@@ -343,7 +347,7 @@ def raw_config(place: Path) -> dict[str, Any]:
 
 
 def near_family(name: object) -> str:
-    """The nearest family that is served, in words: "qwen3_5 is"."""
+    """Name the most similar supported family, in words such as "qwen3_5 is"."""
     return nearest(name, [family.removesuffix("_text") for family in FAMILIES])
 
 
@@ -354,7 +358,7 @@ def _refuse(fields: Fields, family: Family) -> None:
     if (get(act) or known[0]) not in known:
         raise fields.refuse(act, get(act), known[:1])
     for flag in ("use_bidirectional_attention", *family.refused):
-        if get(flag) and get(flag) != "vision":  # text alone stays causal
+        if get(flag) and get(flag) != "vision":  # "vision": only images are bidirectional
             raise fields.refuse(flag, get(flag), ("false, or nothing",))
     for key in ("quantization", "quantization_config"):
         if not isinstance(get(key) or {}, dict):
@@ -369,7 +373,7 @@ def _refuse(fields: Fields, family: Family) -> None:
 
 
 def _window(fields: Fields, family: Family) -> tuple[int | None, Collection[int]]:
-    """The length of the sliding window, if any layer has one, and the layers without it."""
+    """Return the length of the sliding window (None if no layer has one), and the layers without it."""
     layers = fields.number("num_hidden_layers")
     kinds = fields.get("layer_types")
     if kinds is not None:
@@ -391,7 +395,7 @@ def _window(fields: Fields, family: Family) -> tuple[int | None, Collection[int]
 
 
 def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
-    """Configs have it as `rope_scaling` with `type` or `rope_type`, or as `rope_parameters`."""
+    """Read the rope from `rope_scaling`, with `type` or `rope_type`, or from `rope_parameters`."""
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if family.two_ropes and isinstance(scaling, dict):
         full = scaling.get("full_attention")
@@ -446,7 +450,8 @@ def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
 
 
 def _yarn(inner: Fields, rope: Rope) -> Rope:
-    """The default gain grows with the logarithm of the factor, or is a quotient of two such terms."""
+    """Add YaRN's parameters to a rope. The default gain grows with the logarithm of the factor; with
+    mscale and mscale_all_dim it is the ratio of two such terms."""
     if rope.theta == 1:
         raise inner.refuse("rope_theta", rope.theta, ("with yarn, more than 1",))
     growth = math.log(max(rope.factor, 1))

@@ -1,4 +1,4 @@
-"""The short convolution that some families have in place of attention in most layers."""
+"""The short convolution that some families use instead of attention in most layers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class Convolution(NamedTuple):
-    """With three taps, for the token at position p:
+    """A gated convolution over the last tokens. With three taps, at position p:
 
         b, c, x = project(x)     u = b x     c (w0 u[p - 2] + w1 u[p - 1] + w2 u[p])
 
-    It needs the inputs u of the last tokens. So u is a row of the slab, as keys and values are: an
-    answer may continue from any row, in any slot.
+    The inputs u of earlier tokens are rows of the slab, like keys and values, so a sequence can
+    continue from any row of any slot.
     """
 
-    index: int  # in the slab
+    index: int  # of its array in the slab
     project: Matrix  # D -> 3 D
     taps: mx.array  # (taps, D)
 
@@ -36,13 +36,13 @@ class Convolution(NamedTuple):
             window.put(self.index, u[start:stop].reshape(-1, heads, Dh))
             start = stop
         positions = mx.concatenate([window.positions for window in windows])  # (N,)
-        # (N, heads): the row of position 0
+        # (N, heads): where the row of position 0 is
         first = [slot * heads * length for w in windows for slot in w.slots for _ in range(w.L)]
         first = mx.array(first)[:, None] + length * mx.arange(heads)
         rows = slab.arrays[self.index].flatten(0, 2)  # (slots * heads * (S + 1), Dh)
         total = None
         for back, weight in zip(reversed(range(len(self.taps))), self.taps, strict=True):
-            at = positions - back  # before a sequence there are zeros
+            at = positions - back  # zeros before the start of the sequence
             taken = rows[first + mx.maximum(at, 0)[:, None]].flatten(1)  # (N, D)
             part = mx.where(at[:, None] >= 0, taken.astype(u.dtype), 0) * weight
             total = part if total is None else total + part

@@ -1,8 +1,8 @@
-"""The gated delta net that Qwen 3.5 has in place of attention in three of four layers.
+"""The gated delta net that Qwen 3.5 uses instead of attention in three of four layers.
 
-A head keeps one matrix S, (Dk, Dv), in place of keys and values, and each token changes it. On a CPU one
-operation computes that (`kernels/delta_net.c`). With `--attention plain` and on a GPU it is the formula
-below, token by token.
+A head keeps one matrix S, (Dk, Dv), instead of keys and values, and each token updates it. On a CPU one
+operation computes the updates (`kernels/delta_net.c`). With `--attention plain`, and on a GPU, the formula
+below runs token by token.
 """
 
 from __future__ import annotations
@@ -22,26 +22,24 @@ if TYPE_CHECKING:
 
 
 class DeltaNet(NamedTuple):
-    """For each token, with its query q and key k normalized:
+    """The gated delta rule. For each token, with normalized query q and key k:
 
         S <- g S + k d^T,  d = rate (v - g S^T k)        norm(S^T q) silu(z)
 
-    q, k and v are silu of a convolution over four tokens. Its inputs, and what yields g and rate, are
-    one projection.
+    q, k and v are silu of a convolution over four tokens. One projection computes the inputs of the
+    convolution and the numbers from which g and rate follow.
     """
 
     index: int  # among the layers with states
     heads: Heads
-    project: (
-        Matrix | SideBySide
-    )  # D -> inputs of the convolution, and two numbers for each value head
-    weights: mx.array  # of the convolution, (TAPS, inputs); then A and dt of each value head
+    # D -> inputs of the convolution, and two numbers per value head
+    project: Matrix | SideBySide
+    weights: mx.array  # flat: taps (TAPS, inputs), then A_log and dt_bias of each value head
     z: Matrix | SideBySide  # D -> Hv * Dv
-    norm: Norm  # of a head's result
+    norm: Norm  # over each head's output
     is_formula: bool
-    order: mx.array | None = (
-        None  # (Hv,), of the value heads in z and in what follows, if it is another
-    )
+    # (Hv,): the order of value heads in z and in the output projection, if different
+    order: mx.array | None = None
 
     def __call__(
         self, x: mx.array, windows: Sequence[Window]
@@ -61,7 +59,7 @@ class DeltaNet(NamedTuple):
 
 
 def states_of(model: Model, places: Places) -> list[States]:
-    """Places for the states of each layer that has any."""
+    """Allocate the states of each layer with a delta net."""
     layers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, DeltaNet)]
     return [States(places, layer.heads, layer.weights) for layer in layers]
 
@@ -76,11 +74,11 @@ class Tokens(NamedTuple):
     k: mx.array  # (L, Hv, Dk, 1)
     v: mx.array  # (L, Hv, 1, Dv)
     g: mx.array  # (L, Hv, 1, 1)
-    rate: mx.array  # the same
+    rate: mx.array  # (L, Hv, 1, 1)
 
 
 class StateUpdate(NamedTuple):
-    """The update of the state by a token: S <- g S + k d^T"""
+    """A token's update of the state: S <- g S + k d^T"""
 
     k: mx.array  # (Hv, Dk, 1)
     d: mx.array  # (Hv, 1, Dv)
@@ -91,7 +89,10 @@ class StateUpdate(NamedTuple):
 
 
 def run_formula(states: States, x: mx.array, windows: Sequence[Window]) -> mx.array:
-    """(N, inputs + 2 Hv) -> (N, Hv * Dv)"""
+    """Compute each token's output, and write the new states.
+
+    (N, inputs + 2 Hv) -> (N, Hv * Dv)
+    """
     results = []
     for move, row, own in sequences(x, windows):
         source, base, target, keep = move
@@ -122,7 +123,7 @@ def run_formula(states: States, x: mx.array, windows: Sequence[Window]) -> mx.ar
 def sequences(
     x: mx.array, windows: Sequence[Window]
 ) -> Iterator[tuple[Sequence[int], int, mx.array]]:
-    """The move of each sequence, its first row, and its part of x."""
+    """Yield each sequence's state move, its first row, and its part of x."""
     begin = 0
     for window in windows:
         for move, row in zip(window.state_moves, window.starts, strict=True):
@@ -131,7 +132,7 @@ def sequences(
 
 
 def prepared(states: States, inputs: mx.array, rest: mx.array) -> Tokens:
-    """Queries, keys, values, gates and rates of L tokens.
+    """Return the queries, keys, values, gates and rates of L tokens.
 
     `inputs`: (TAPS - 1 + L, inputs)
     `rest`: (L, 2 Hv)
@@ -159,7 +160,7 @@ def normalized(x: mx.array) -> mx.array:
 
 
 class StateArrays:
-    """A place in a layer's states, as `delta_net.c` has it."""
+    """One place in a layer's states, in the memory layout of `delta_net.c`."""
 
     def __init__(self, states: States, place: int):
         self.states = states
@@ -169,7 +170,8 @@ class StateArrays:
         self.shapes = [*shapes, (self.log, Hk, Dk), (self.log, Hv, Dv), (self.log, Hv)]
 
     def part(self, index: int) -> slice:
-        """The part of the memory with S (0), or the rings of inputs (1), keys (2), d (3) and gates (4)."""
+        """Return the part of memory that holds S (0), or the ring of inputs (1), keys (2), d (3) or
+        gates (4)."""
         sizes = [math.prod(shape) for shape in self.shapes]
         first = self.begin + sum(sizes[:index])
         return slice(first, first + sizes[index])
@@ -182,7 +184,7 @@ class StateArrays:
         return self.array(0)
 
     def inputs(self, row: int) -> mx.array:  # (TAPS - 1, inputs)
-        """The inputs of the tokens before this row, with zeros before the first token."""
+        """Return the inputs of the last tokens before this row, with zeros before the first token."""
         rows = range(row - TAPS + 1, row)
         ring = self.array(1)
         return mx.stack(
@@ -196,7 +198,10 @@ class StateArrays:
         return StateUpdate(keys[..., None], d[:, None], gates[:, None, None])
 
     def write(self, S: mx.array, inputs: mx.array, log: Sequence[StateUpdate], base: int) -> None:
-        """`inputs`: of the TAPS - 1 tokens before `base` and of all after it, as the log."""
+        """Write the state before row `base`, and the log of the tokens from there on.
+
+        `inputs`: those of the TAPS - 1 tokens before `base`, then those of the tokens in the log.
+        """
         group = self.states.heads.Hv // self.states.heads.Hk
         columns = [[each.k[::group, :, 0] for each in log], [each.d[:, 0] for each in log]]
         columns.append([each.g[:, 0, 0] for each in log])

@@ -1,7 +1,7 @@
-"""Download a model from the hub, with its progress in one line.
+"""Download a model from the hub and show the progress in one line.
 
-The small files come first, all at once, then the weights, one file after the other. So Ctrl-C ends it at
-once, and the next run goes on with the file that was cut off.
+The small files are fetched first, in parallel, then the weights, one file at a time. So Ctrl-C takes
+effect immediately, and the next run resumes the interrupted file.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 
 from base.status_line import StatusLine
 
-LOOK_S = 0.5  # seconds between two looks at what has come
-RATE_S = 20.0  # seconds for which the rate is measured: a file grows by 10 MB at a time
+LOOK_S = 0.5  # seconds between two updates of the line
+RATE_S = 20.0  # seconds over which the rate is measured, because files grow by 10 MB at a time
 MB = 1_000_000
 
 
 def download(repo: str, small: Sequence[str], weights: str) -> Path:
-    """The folder of a repository in the hub's cache. What is there already is not fetched again.
+    """Download a repository into the hub's cache and return its folder. Skip files that are cached.
 
     `small`, `weights`: patterns of the files to fetch.
     """
     import huggingface_hub as hub
     from huggingface_hub import utils
 
-    # Theirs would overwrite our line
+    # The hub's own progress bars would overwrite our line
     bars_are_on = not utils.are_progress_bars_disabled()
     utils.disable_progress_bars()
     try:
@@ -49,9 +49,9 @@ def download(repo: str, small: Sequence[str], weights: str) -> Path:
 
 
 class DownloadProgress:
-    """A line about a download while it runs: how much of it has come, and how fast.
+    """A status line during a download: the amount downloaded so far, and the rate.
 
-    `folder`: what it grows by has come.
+    `folder`: its growth is the amount downloaded.
     """
 
     def __init__(self, repo: str, folder: Path, total: int):
@@ -63,7 +63,7 @@ class DownloadProgress:
         self.thread = threading.Thread(target=self._run, name="download progress", daemon=True)
 
     def __enter__(self) -> None:
-        if self.total and not sys.stderr.isatty():  # a log has one line for all
+        if self.total and not sys.stderr.isatty():  # a log gets one line per download
             print(f"nanobatch: {self.words(0, None)}", file=sys.stderr, flush=True)
         self.before = size_of(self.folder)
         self.thread.start()
@@ -84,18 +84,18 @@ class DownloadProgress:
             self.line.show(self.words(came, (came - before) / (now - began) if came else None))
 
     def words(self, came: int, rate: float | None) -> str:
-        """ "downloading owner/name: 512 of 942 MB, 23.0 MB/s"."""
+        """Return the text of the line, such as "downloading owner/name: 512 of 942 MB, 23.0 MB/s"."""
         done = f"{came / MB:,.0f} of " if came else ""
         speed = "" if rate is None else f", {rate / MB:,.1f} MB/s"
         return f"downloading {self.repo}: {done}{self.total / MB:,.0f} MB{speed}"
 
 
 def size_of(folder: Path) -> int:
-    """The bytes of its files."""
+    """Return the total size of a folder's files in bytes."""
     total = 0
     for path in folder.glob("*"):
         try:
             total += path.stat().st_size
-        except OSError:  # it has just got its name
+        except OSError:  # it was renamed after it was listed
             continue
     return total

@@ -1,10 +1,10 @@
-"""True if a model was made for embeddings: its files say how a vector is pooled.
+"""Check that a model was trained for embeddings: its files then say how vectors are pooled.
 
     modules.json             Transformer, Pooling, Normalize
     1_Pooling/config.json    {"pooling_mode_lasttoken": true, ...}
 
-Any model has a hidden state after the last token of a text, but it is a useful vector only if the model
-was trained for that. Others look valid, but are not, so such a model is refused.
+Any model has a hidden state after the last token of a text, but it is a useful embedding only if the
+model was trained for that. Vectors of other models look valid but are not, so those models are refused.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ OURS = "lasttoken"
 
 
 def why_not(folder: Path) -> str:
-    """The reason why a model is not an embedding model; empty if it is one."""
+    """Return why a model is not an embedding model; empty if it is one."""
     path = folder / "1_Pooling" / "config.json"
     if not path.exists():
         return "its folder has no 1_Pooling/config.json"
     given = read_json(path)
     modes = [name.removeprefix(MODE) for name in given if name.startswith(MODE) and given[name]]
-    named = given.get("pooling_mode")  # as newer versions of the library write
+    named = given.get("pooling_mode")  # written by newer versions of sentence-transformers
     modes += [named] if isinstance(named, str) else []
     if {*modes} != {OURS}:
         return f"{path} pools by {' and '.join(modes) or 'nothing'}, and only {OURS} is served"
@@ -32,8 +32,12 @@ def why_not(folder: Path) -> str:
 
 
 def check_embeds(folder: Path, wanted: bool, is_told: bool) -> None:
-    """Refuse embeddings from a model that was not trained for them, and answers from one without a
-    head."""
+    """Refuse embeddings from a model that was not trained for them, and text from a model without a
+    head.
+
+    `wanted`: the request asks for an embedding.
+    `is_told`: the user asserts that the model was trained for embeddings.
+    """
     if not wanted:
         raise ValueError(
             "this model was made for embeddings: it has no head, so it answers nothing"

@@ -1,6 +1,7 @@
-"""How each model family differs from Llama: a record for each in `FAMILIES`, at the end.
+"""How each model family differs from Llama: one record per family in `FAMILIES`, at the end.
 
-A record yields plain data, the fields of a `Config`. Only `gguf_config.py` knows a family's name, too.
+A record yields plain data, the fields of a `Config`. The only other file that knows families by name is
+`gguf_config.py`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +13,7 @@ from kernels.library import ORDER
 from models.fields import Fields
 from models.rope import Rope
 
-# Where a layer's norms are in relation to its two branches: the field of `Layer` -> the files' name
+# Where the norms are relative to a layer's two branches: field of `Layer` -> name in the checkpoint
 NORMS = {
     "before": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "after": {"attn_after": "post_attention_layernorm", "mlp_after": "post_feedforward_layernorm"},
@@ -27,31 +28,31 @@ NORMS = {
 
 @dataclass(frozen=True)
 class Family:
-    """The differences of a family from Llama. A record without arguments is Llama (docs/models.md)."""
+    """A family's differences from Llama. `Family()` is Llama itself (docs/models.md)."""
 
-    # Defaults of fields, where they differ from Llama's.
+    # Defaults of config fields, where they differ from Llama's.
     unsaid: Mapping[str, Any] = field(default_factory=dict)
     # (fields, D, Dh, tied) -> fields of `Config` that this family sets.
     own: Callable[[Fields, int, int, bool], dict[str, Any]] = lambda *_: {}
-    # If layers have a sliding window: (fields, layers) -> the layers with full attention.
+    # If some layers have a sliding window: (fields, layers) -> the layers with full attention.
     whole: Callable[[Fields, int], Collection[int]] | None = None
     # The field that names the activation, and its supported values.
     activation: tuple[str, ...] = ("hidden_act", "silu", "swish")
-    # The field that holds the width inside an MLP.
+    # The field that holds the hidden width of the MLP.
     width: str = "intermediate_size"
-    # Fields that must be false, because what they change is not implemented.
+    # Fields that must be false, because the feature they enable is not implemented.
     refused: tuple[str, ...] = ()
-    # Rope types by other names.
+    # The family's names of rope types -> the usual names.
     rope_types: Mapping[str, str] = field(default_factory=dict)
-    # May positions apply to a part of each head (partial_rotary_factor)?
+    # True if RoPE may rotate only a part of each head (partial_rotary_factor).
     turns_a_part: bool = False
-    # Have layers with a window another rope than those without one?
+    # True if layers with a sliding window have a different rope.
     two_ropes: bool = False
-    # Types of layers by other names, in `layer_types`.
+    # The family's names of layer types, in `layer_types` -> the usual names.
     layer_types: Mapping[str, str] = field(default_factory=dict)
 
 
-# --- layers without the window -------------------------------------------------------------------
+# --- layers with full attention ------------------------------------------------------------------
 
 
 def _none(fields: Fields, layers: int) -> Collection[int]:
@@ -63,7 +64,7 @@ def _all(fields: Fields, layers: int) -> Collection[int]:
 
 
 def _first(fields: Fields, layers: int) -> Collection[int]:
-    """Qwen's layers have full attention; with use_sliding_window only the first ones."""
+    """Qwen's layers all have full attention; with use_sliding_window, only the first ones do."""
     if not fields.get("use_sliding_window"):
         return range(layers)
     return range(min(layers, fields.number("max_window_layers", 28, least=0)))
@@ -82,11 +83,11 @@ def _every_sixth(fields: Fields, layers: int) -> Collection[int]:
     return range(every - 1, layers, every)
 
 
-# --- fields of a config that one family alone has ------------------------------------------------
+# --- config fields of single families ------------------------------------------------------------
 
 
 def _cap(fields: Fields, name: str, usual: float | None) -> float | None:
-    """null in the config means no cap."""
+    """Return a soft cap; None if the config says null."""
     if fields.get(name, usual) is None:
         return None
     return fields.real(name, usual)
@@ -100,14 +101,13 @@ def _gemma2(
     scaled: str = "q_proj",
     caps: tuple[float | None, float | None] = (50.0, 30.0),
 ) -> dict[str, Any]:
-    """Gemma multiplies the embedding by sqrt(D), and divides q k^T by the root of a number in its
-    config.
+    """Gemma 2 multiplies the embedding by sqrt(D), and divides q k^T by sqrt(query_pre_attn_scalar).
 
-    A tied head shares the embedding's matrix and so its factor. The last norm, which only the head
-    reads, takes the inverse.
+    A tied head shares the embedding's matrix and therefore its factor. To undo it, the inverse is
+    folded into the last norm, whose output goes only to the head.
 
-    `scaled`: the module whose weights take the factor of q k^T.
-    `caps`: defaults for scores and logits.
+    `scaled`: the module into whose weights the factor of q k^T is folded.
+    `caps`: default soft caps of scores and logits.
     """
     attn, final = caps
     return {
@@ -125,15 +125,15 @@ def _gemma2(
 
 
 def _gemma3(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
-    """Gemma 3 has a norm between q_proj and q k^T, so the norm takes the factor. Layers with a window
-    have another theta."""
+    """Gemma 3 has a norm between q_proj and q k^T, so the factor is folded into that norm. Layers with
+    a window have their own theta."""
     own = _gemma2(fields, D, Dh, tied, scaled="q_norm", caps=(None, None))
     near = _near_rope(fields, fields.real("rope_local_base_freq", 1e4, 1))
     return own | {"near": near, "qk_norm": "head"}
 
 
 def _near_rope(fields: Fields, theta: float) -> Rope:
-    """The rope of layers with a window. Since transformers 5 its theta is in `rope_parameters`."""
+    """Return the rope of layers with a window. Since transformers 5 its theta is in `rope_parameters`."""
     near = _rope_parameters(fields).get("sliding_attention")
     if isinstance(near, dict):
         theta = Fields(fields.path, near).real("rope_theta", theta, 1)
@@ -146,8 +146,10 @@ def _rope_parameters(fields: Fields) -> Fields:
 
 
 def _far(fields: Fields, v_is_k: bool) -> tuple[int, int]:
-    """Key heads and their size in layers with full attention: since transformers 5 in a list of what
-    differs, which is the same for all of these layers."""
+    """Return (Hkv, Dh) of the layers with full attention.
+
+    Since transformers 5 they are in `per_layer_config`, whose entries must all be the same.
+    """
     H = fields.number("num_attention_heads")
     Hkv = fields.number("num_key_value_heads")
     own = {"head_dim": fields.number("global_head_dim", 512)}
@@ -166,9 +168,9 @@ def _far(fields: Fields, v_is_k: bool) -> tuple[int, int]:
 
 
 def _gemma4(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
-    """Gemma 4: q k^T has no factor, since q and k have norms; heads are larger in layers with full
-    attention; the last layers read the keys and values of earlier ones; each layer has an input of its
-    own for each token."""
+    """Gemma 4. q k^T is not scaled, because q and k are normalized. Heads are larger in layers with
+    full attention. The last layers reuse the keys and values of earlier layers. Each layer has its own
+    embedding of each token."""
     layers = fields.number("num_hidden_layers")
     reusing = fields.number("num_kv_shared_layers", 0, least=0)
     if reusing >= layers:
@@ -205,11 +207,11 @@ def _gemma4(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
 
 
 def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
-    """Granite's four multipliers, as factors of the weights that they can be folded into.
+    """Granite's four multipliers, folded into weights.
 
-    Attention multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q takes the
-    quotient of the two. A tied head shares the embedding's matrix and so its factor: the last norm,
-    which only the head reads, takes the inverse.
+    Attention multiplies q k^T by `attention_multiplier` instead of 1 / sqrt(Dh), so q_proj gets the
+    ratio of the two. A tied head shares the embedding's matrix and therefore its factor. To undo it,
+    the inverse is folded into the last norm, whose output goes only to the head.
     """
     embedding = fields.real("embedding_multiplier", 1.0)
     attention = fields.real("attention_multiplier", 1.0)
@@ -227,8 +229,8 @@ def _granite(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
 
 
 def _granite4(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
-    """Granite 4 without Mamba layers and experts. Its MLP has names and a width of its own, and its
-    gate and up are one matrix; mlx-lm's conversions have Llama's names."""
+    """Granite 4 without Mamba layers and experts. Its MLP has its own names and width, and gate and up
+    are one matrix. mlx-lm's conversions use Llama's names."""
     layers = fields.number("num_hidden_layers")
     kind = fields.get("position_embedding_type", "rope")
     if kind not in ("rope", "nope", None):
@@ -240,7 +242,7 @@ def _granite4(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
 
 
 def _ministral3(fields: Fields, *_) -> dict[str, Any]:
-    """Far queries grow, so that attention over more rows stays as sharp."""
+    """Ministral 3 scales up queries at far positions, so that attention over more rows stays sharp."""
     inner = _rope_parameters(fields)
     beta = inner.real("llama_4_scaling_beta", 0.0, 0)
     if not beta:
@@ -249,15 +251,15 @@ def _ministral3(fields: Fields, *_) -> dict[str, Any]:
 
 
 def _olmo3(fields: Fields, *_) -> dict[str, Any]:
-    """Layers with a window have the plain rope, the others the scaled one."""
+    """OLMo 3: layers with a window have the default rope, and the others have the scaled rope."""
     inner = _rope_parameters(fields)
     near = _near_rope(fields, inner.real("rope_theta", fields.real("rope_theta", 10000.0, 1), 1))
     return {"qk_norm": "width", "norms_at": "after", "near": near}
 
 
 def _lfm2(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
-    """LFM2 has short convolutions in most layers. Its config has the width of an MLP before it is
-    adjusted."""
+    """LFM2 has short convolutions in most layers. Its config holds the width of the MLP before the
+    adjustment below."""
     layers = fields.number("num_hidden_layers")
     kinds = fields.get("layer_types")
     attending = fields.get("full_attn_idxs", [*range(layers)])
@@ -283,7 +285,7 @@ def _lfm2(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
 
 
 def _experts(fields: Fields, *_) -> dict[str, Any]:
-    """Qwen3's mixture of experts. Their number has another name since transformers 5."""
+    """Qwen 3's mixture of experts. Since transformers 5 their number is called num_local_experts."""
     step = fields.number("decoder_sparse_step", 1)
     if step != 1:
         raise fields.refuse("decoder_sparse_step", step, ("1, experts in all layers",))
@@ -306,7 +308,7 @@ def _qwen3_5(fields: Fields, *_) -> dict[str, Any]:
     deltas = [i for i in range(layers) if (i + 1) % every]
     if isinstance(kinds, list):
         deltas = [i for i, kind in enumerate(kinds[:layers]) if kind == "linear_attention"]
-    if layers - 1 in deltas:  # a proof that rows are finite reads the last layer's
+    if layers - 1 in deltas:  # the proof that rows are finite reads them in the last layer
         raise fields.refuse(
             "layer_types", "linear_attention", ("full_attention in the last layer",)
         )
@@ -326,7 +328,7 @@ def _qwen3_5(fields: Fields, *_) -> dict[str, Any]:
 
 
 def _gpt_oss(fields: Fields, *_) -> dict[str, Any]:
-    """gpt-oss: a sink for each query head, biases everywhere, and experts with a clamped SwiGLU."""
+    """gpt-oss has an attention sink per query head, biases everywhere, and a clamped SwiGLU in experts."""
     bias = bool(fields.get("attention_bias", True))
     own = _experts(fields) | {"qk_norm": "", "whole_shares": True, "mlp_bias": True}
     limit = fields.real("swiglu_limit", 7.0)
@@ -337,13 +339,13 @@ def _gpt_oss(fields: Fields, *_) -> dict[str, Any]:
 
 
 def _qwen3_5_moe(fields: Fields, *sizes) -> dict[str, Any]:
-    """The same with experts, of which all tokens share one."""
+    """Qwen 3.5 with experts, one of which is shared by all tokens."""
     own = _experts(fields) | _qwen3_5(fields, *sizes)
     return own | {"shared_expert": fields.number("shared_expert_intermediate_size")}
 
 
 def _smollm3(fields: Fields, *_) -> dict[str, Any]:
-    """SmolLM3 has layers without positions: those with a 0 in a list, or every nth layer."""
+    """SmolLM3 has layers without RoPE: those with a 0 in no_rope_layers, or every nth layer."""
     layers = fields.number("num_hidden_layers")
     interval = fields.number("no_rope_layer_interval", 4)
     has = fields.get("no_rope_layers")
@@ -375,7 +377,7 @@ GEMMA4_ROPE = {
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-SWIGLU_ALPHA = 1.702  # of gpt-oss (`clamped_swiglu`)
+SWIGLU_ALPHA = 1.702  # gpt-oss's (`clamped_swiglu`)
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 150_000.0,
@@ -449,7 +451,7 @@ FAMILIES = {
             "sliding_window": None,
         },
         whole=_none,
-        rope_types={"su": "longrope", "yarn": "longrope"},  # in its first configs
+        rope_types={"su": "longrope", "yarn": "longrope"},  # names in the first Phi-3 configs
         turns_a_part=True,
         own=lambda *_: {"fused": True},
     ),
@@ -488,7 +490,7 @@ FAMILIES = {
         own=_gemma2,
     ),
     "gemma4_text": GEMMA4,
-    "gemma4_unified_text": replace(  # the 12B
+    "gemma4_unified_text": replace(  # Gemma 4 12B
         GEMMA4,
         unsaid={**GEMMA4.unsaid, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
     ),

@@ -1,7 +1,7 @@
 """Typed access to the fields of a config.json.
 
-A field that is missing, has another type or is out of range raises a `ModelError` of one line, with the
-file, the field and its value.
+A missing, mistyped or out-of-range field raises a one-line `ModelError` with the file, the field and its
+value.
 """
 
 import re
@@ -42,8 +42,11 @@ class Fields:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """The name that is nearest to an unknown one, in words: "qwen3_5 is". It begins with the same maker's,
-    and with most of the same letters; among several it is the newest. Empty if there is none."""
+    """Return the known name most similar to an unknown one, in words such as "qwen3_5 is".
+
+    It begins with the same word and shares the longest prefix. Of several such names, the highest
+    version wins. Empty if no name begins with that word.
+    """
     stem = re.match(r"[a-z]+", name) if isinstance(name, str) else None
     near = [each for each in known if stem and each.startswith(stem[0])]
 

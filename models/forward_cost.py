@@ -1,15 +1,16 @@
-"""Count the bytes that a forward pass reads and its operations, and the least time for them.
+"""Count the bytes and operations of a forward pass, and the least time they take.
 
-`ModelCost` is counted once, from the model's own arrays, when it is loaded. The config is not enough:
+`ModelCost` is counted from the model's own arrays when it is loaded. The config is not enough, because
 weights may be packed, shared with the embedding, or divided among ranks. Each array is counted once,
-where `forward` uses it. `pass_cost` computes from it what one step reads and multiplies.
+where `forward` uses it. `pass_cost` derives the cost of a step from these counts.
 
-What the engine does is counted: with sliding attention, older rows are read, too, and masked. Five
-things are left out, so the cost is a lower bound: the second pass for a chunk that copies rows of its own
-pass, the rows beyond a sequence's length that neighbours make it read, experts that a GPU reads more
-than once, the logs of states, and activations.
+The counts follow what the engine does: with sliding attention it also reads older rows and masks them.
+The cost is a lower bound, because it leaves out five things: the second pass for a chunk that copies rows
+of its own pass, rows beyond a sequence's length that are read because its neighbours are longer, experts
+that a GPU reads more than once, the logs of states, and activations.
 
-All but the count of a loaded model is plain Python: a screen draws costs before MLX is loaded.
+Everything except counting a loaded model is plain Python, because a screen draws costs before MLX is
+loaded.
 """
 
 from __future__ import annotations
@@ -28,39 +29,39 @@ T = TypeVar("T")
 
 
 class ModelCost(NamedTuple):
-    """The bytes and operations of a forward pass, counted once when the model is loaded; with several
-    ranks, those of the first one's shard.
+    """The counts from which the cost of any pass follows. With several ranks, they are those of the
+    first rank's shard.
 
-    A pass reads its weights once for all tokens in it. Only tokens whose next token is sampled go
-    through the *tail*, everything after the last layer's attention. All other matrices are the
-    *body*. Experts are counted separately: each token takes some of them in each layer.
-    `..._products`: the number of weights that each token is multiplied by.
+    A pass reads its weights once for all of its tokens. Only tokens whose next token is sampled go
+    through the *tail*, which is everything after the last layer's attention. All other matrices are
+    the *body*. Experts are counted separately, because each token uses only some of them.
+    `..._products`: the number of weights by which each token is multiplied.
     """
 
-    form: str = ""  # of the weights: "float32", or "4 bits" where they are packed
+    form: str = ""  # of the weights: "float32", or "4 bits in groups of 64" if they are packed
     layers: int = 0
     body_nbytes: int = 0
     body_products: int = 0
     tail_nbytes: int = 0
     tail_products: int = 0
-    token_nbytes: int = 0  # of a token's embedding
-    row_nbytes: int = 0  # of a row in all layers with attention: the keys and values that it reads
-    last_row_nbytes: int = 0  # in the last layer
-    width: int = 0  # of all query heads of all layers with attention: the sum of H * Dh
-    last_width: int = 0  # of the last layer
-    convolution_nbytes: int = 0  # of the rows that the convolutions of a token read
-    state_nbytes: int = 0  # of a sequence: the matrices of its delta nets, read and written
-    state_products: int = 0  # of a token with these matrices
-    window: int | None = None  # rows that are seen in layers with sliding attention
-    windowed: int = 0  # layers with that window
-    experts: int = 0  # in each layer; 0: there are none
-    taken: int = 0  # by each token, in each layer
-    expert_nbytes: int = 0  # of one expert of one layer
+    token_nbytes: int = 0  # the embedding of one token
+    row_nbytes: int = 0  # the keys and values of one row, in all layers with attention
+    last_row_nbytes: int = 0  # the same in the last layer
+    width: int = 0  # the sum of H * Dh over all layers with attention
+    last_width: int = 0  # H * Dh of the last layer
+    convolution_nbytes: int = 0  # the rows that a token's convolutions read
+    state_nbytes: int = 0  # the matrices of a sequence's delta nets, read and written
+    state_products: int = 0  # products of a token with those matrices
+    window: int | None = None  # rows visible in layers with sliding attention
+    windowed: int = 0  # number of layers with sliding attention
+    experts: int = 0  # experts per layer; 0: none
+    taken: int = 0  # experts per token in each layer
+    expert_nbytes: int = 0  # one expert of one layer
     expert_products: int = 0
 
     @property
     def nbytes(self) -> int:
-        """All weights that a pass may read."""
+        """The size of all weights that a pass may read."""
         experts = self.layers * self.experts * self.expert_nbytes
         return self.body_nbytes + self.tail_nbytes + experts
 
@@ -72,12 +73,12 @@ class Member(NamedTuple):
     """One sequence in a step."""
 
     request: int | None
-    tokens: int  # computed for it
-    rows: int  # attended to by each of these; the last is the token's own
+    tokens: int  # tokens computed
+    rows: int  # rows that each of these tokens attends to, its own included
 
 
 class StepCost(NamedTuple):
-    """The bytes that a step reads, and its operations (a multiplication and an addition are two)."""
+    """The bytes that a step reads, and its operations (a multiply-add counts as two)."""
 
     tokens: int
     weights: float
@@ -98,8 +99,8 @@ class StepCost(NamedTuple):
 class Work(NamedTuple):
     """The work of a step, summed over its sequences."""
 
-    tokens: int  # computed
-    rows: int  # attended to
+    tokens: int  # tokens computed
+    rows: int  # rows attended to
     looks: int  # tokens x rows: pairs of a query and a key
     asked: int  # tokens whose logits are computed
     sequences: int = 0
@@ -116,10 +117,10 @@ class Work(NamedTuple):
 
 
 def pass_cost(model: ModelCost, work: Work, experts: Sequence[int] = ()) -> StepCost:
-    """The cost of one pass. Unless logits are needed, nothing after the keys and values of the last
-    layer is computed.
+    """Return the cost of one pass. A pass without logits ends after the keys and values of the last
+    layer.
 
-    `experts`: the number used in each layer; by default the expected number.
+    `experts`: number of distinct experts used in each layer; by default the expected number.
     """
     tokens = work.tokens
     inside = [tokens] * (model.layers - 1) + [work.asked]  # tokens after each layer's attention
@@ -144,14 +145,14 @@ def pass_cost(model: ModelCost, work: Work, experts: Sequence[int] = ()) -> Step
 
 
 def expected(model: ModelCost, tokens: int) -> float:
-    """The expected number of distinct experts of a layer, if each token chooses at random."""
+    """Return the expected number of distinct experts in a layer if each token chooses at random."""
     if not model.experts:
         return 0
     return model.experts * (1 - (1 - model.taken / model.experts) ** tokens)
 
 
 def of_rows(model: ModelCost, rows: int, length: int) -> StepCost:
-    """A step in which this many sequences decode, each of this length."""
+    """Return the cost of a decode step with this many sequences (`rows`), all of the same length."""
     looks = rows * length
     return pass_cost(model, Work(rows, looks, looks, rows, rows))
 
@@ -160,21 +161,21 @@ def of_rows(model: ModelCost, rows: int, length: int) -> StepCost:
 
 
 class Roof(NamedTuple):
-    """The roofline of this machine (`engine/roofline.py`); 0: not measured yet."""
+    """The roofline of this machine (`engine/roofline.py`). 0 means not measured yet."""
 
-    reading: float = 0.0  # bytes a second, of weights that no cache holds
-    # Bytes a second, of as many weights as the model has, which may fit a cache
+    reading: float = 0.0  # bytes per second, for weights too large for any cache
+    # Bytes per second, for as many weights as the model has; they may fit into a cache
     again: float = 0.0
-    multiplying: float = 0.0  # floating-point operations a second
-    others: float = 0.0  # cores that other programs took then
+    multiplying: float = 0.0  # floating-point operations per second
+    others: float = 0.0  # cores that other programs used during the measurement
 
     @property
     def nbytes_per_s(self) -> float:
-        """As fast as the model's weights can be read."""
+        """The bandwidth at which the model's weights can be read."""
         return max(self.reading, self.again)
 
     def joined(self, other: Roof) -> Roof:
-        """The best of two measurements."""
+        """Combine two measurements: the higher of each rate."""
         if not self.reading:
             return other
         best = Roof(*map(max, self, other))
@@ -182,7 +183,7 @@ class Roof(NamedTuple):
 
 
 class Floors(NamedTuple):
-    """The least seconds that the roofline allows for a step."""
+    """Lower bounds on the time of a step, in seconds, from the roofline."""
 
     reading: float
     multiplying: float
@@ -202,7 +203,7 @@ def floors_of(cost: StepCost, roof: Roof) -> Floors | None:
 
 
 def counted(model: Model) -> ModelCost:
-    """Count this rank's shard of the model."""
+    """Count the cost of this rank's shard of a model."""
     c = model.config
     *before, last = model.layers
     inputs = model.layer_inputs
@@ -220,7 +221,7 @@ def counted(model: Model) -> ModelCost:
     spans = [model.kinds[layer.kind].span for layer in model.layers]
     attending = [layer for layer in range(c.layers) if layer not in (*c.convolved, *c.deltas)]
     windows = [spans[layer] for layer in attending if spans[layer]]
-    # Of each array of the slab. A delta net has a state in place of rows
+    # The row of each array in the slab. A delta net has a state instead of rows
     rows = [row for layer in range(c.layers) if (row := c.row(layer))[0]]
     row_nbytes = {
         layer: math.prod(rows[model.layers[layer].index]) * model.kv_dtype.size
@@ -243,7 +244,7 @@ def counted(model: Model) -> ModelCost:
         last_width=widths.get(c.layers - 1, 0),
         convolution_nbytes=len(c.convolved) * c.taps * c.D * model.kv_dtype.size,
         state_nbytes=2 * 4 * numbers,
-        state_products=3 * numbers,  # with k and q, and k d^T
+        state_products=3 * numbers,  # S with k, S with q, and k d^T
         window=min(windows, default=None),
         windowed=len(windows),
         experts=c.experts,
@@ -254,7 +255,7 @@ def counted(model: Model) -> ModelCost:
 
 
 def leaves(part: object, kind: type[T]) -> list[T]:
-    """All objects of this kind in a part of the model."""
+    """Return all objects of this type in a part of the model."""
     if isinstance(part, kind):
         return [part]
     if isinstance(part, dict):
@@ -277,29 +278,29 @@ def matrices(part: object) -> list[Matrix]:
 
 
 def stacks(part: object) -> list[Matrix]:
-    """The matrices of experts."""
+    """Return the matrices of experts, which are stacks."""
     return [matrix for matrix in matrices(part) if matrix.weight.ndim > 2]
 
 
 def nbytes(part: object) -> int:
-    """The memory of a part's arrays, not counting those of its experts."""
+    """Return the memory of a part's arrays, experts excluded."""
     of_experts = sum(each.nbytes for each in arrays(stacks(part)))
     return sum(each.nbytes for each in arrays(part)) - of_experts
 
 
 def nbytes_of(model: Model) -> int:
-    """The memory of a model's weights. A tied head is the table, and counted once."""
+    """Return the memory of a model's weights. A tied head is the embedding table and counts once."""
     held = arrays((model.layers, model.norm, model.table, model.head, model.layer_inputs))
     return sum({id(array): array.nbytes for array in held}.values())
 
 
 def products(part: object) -> int:
-    """The number of weights by which a part multiplies each token, not counting those of its experts."""
+    """Return the number of weights by which a part multiplies each token, experts excluded."""
     return sum(matrix.size for matrix in matrices(part) if matrix.weight.ndim == 2)
 
 
 def form_of(matrices: Iterable[Matrix]) -> str:
-    """The formats of the matrices, the most frequent first."""
+    """Name the formats of the matrices, the most frequent first."""
     sizes: Counter[str] = Counter()
     for matrix in matrices:
         form = str(matrix.weight.dtype).split(".")[-1]

@@ -1,7 +1,7 @@
-"""Translate the metadata of a GGUF file into a config.json, and its tensors' names into those of safetensors.
+"""Translate a GGUF file's metadata into the fields of a config.json, and its tensor names into Hugging Face's.
 
-`config.py` then reads it like any other config. What llama.cpp decides by the architecture's name is
-decided here.
+`config.py` then reads these fields like those of any other config. Settings that llama.cpp derives from
+the architecture's name are derived here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ARCHITECTURES = {
 }
 QWEN35 = ("qwen35", "qwen35moe")
 OF_EXPERTS = ("qwen3moe", "qwen35moe", "gpt-oss")
-INTERLEAVED = ("llama", "granite", "mistral3")  # the two numbers of a plane of q and k are adjacent
+INTERLEAVED = ("llama", "granite", "mistral3")  # RoPE rotates adjacent dimensions of q and k
 FIELDS = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -57,7 +57,7 @@ OPTIONAL = {
 }
 MOST_LAYERS = 10_000
 TABLE = "token_embd.weight"
-FREQUENCIES = "rope_freqs.weight"  # the factor by which Llama 3.1 slows each plane
+FREQUENCIES = "rope_freqs.weight"  # the factors by which Llama 3.1 divides its RoPE frequencies
 MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 OF_A_LAYER = {
     "attn_norm": "input_layernorm",
@@ -92,7 +92,7 @@ QWEN35_LAYER = OF_A_LAYER | {
     "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_conv1d": "linear_attn.conv1d",
-    "ssm_a": "linear_attn.A_log",  # these two have no ending, or another
+    "ssm_a": "linear_attn.A_log",  # this name and the next do not end in .weight
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
@@ -145,7 +145,7 @@ def architecture(file: Gguf) -> str:
 
 
 def names(file: Gguf) -> dict[str, str]:
-    """GGUF's names of modules -> ours; {} is the number of a layer."""
+    """Return GGUF's module names -> ours. {} is the number of the layer."""
     arch = architecture(file)
     layer = LAYERS.get(arch, OF_A_LAYER)
     modules = MODULES | MORE_MODULES.get(arch, {})
@@ -155,7 +155,7 @@ def names(file: Gguf) -> dict[str, str]:
 
 
 def is_drafting(name: str, file: Gguf) -> bool:
-    """True for the tensors of Qwen 3.5's last layers, which draft tokens and do not run here."""
+    """True for the tensors of Qwen 3.5's multi-token prediction: its last layers, which are not used."""
     arch = architecture(file)
     count, drafting = (
         file.fields.get(f"{arch}.{name}") for name in ("block_count", "nextn_predict_layers")
@@ -167,7 +167,7 @@ def is_drafting(name: str, file: Gguf) -> bool:
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """Rename a tensor by such a table of modules, or of whole names."""
+    """Rename a tensor by the table of `names`, which lists modules and some full tensor names."""
     number = re.search(r"\.(\d{1,9})\.", name)
     layer = number[1] if number else ""
     form = name.replace(f".{layer}.", ".{}.", 1) if layer else name
@@ -177,7 +177,7 @@ def renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 def described(file: Gguf) -> dict[str, Any]:
-    """The fields of a config.json."""
+    """Return the fields of the equivalent config.json."""
     arch = architecture(file)
     own = {
         name.removeprefix(f"{arch}."): value
@@ -204,7 +204,7 @@ def described(file: Gguf) -> dict[str, Any]:
     if arch == "qwen3moe":
         raw["norm_topk_prob"] = True
     if arch == "gemma3":
-        # The largest model divides by another number, without a field for it
+        # The largest model scales queries by another number, which no field holds
         per_head = fields.number("embedding_length") / fields.number("attention.head_count")
         head = fields.number("attention.key_length", 256)
         raw["query_pre_attn_scalar"] = per_head if own["block_count"] == 62 else head
@@ -220,13 +220,13 @@ def _granite(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
         "attention_multiplier": fields.real("attention.scale", per_head**-0.5),
         "logits_scaling": fields.real("logit_scale", 1.0),
     }
-    if fields.get("rope.scaling.finetuned") is False:  # Granite 4 says so that it has no positions
+    if fields.get("rope.scaling.finetuned") is False:  # Granite 4 without RoPE
         own |= {"model_type": "granitemoehybrid", "position_embedding_type": "nope"}
     return own
 
 
 def _mistral3(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
-    """Ministral 3, or Mistral Small 3, which has plain positions."""
+    """Ministral 3, or Mistral Small 3, which uses default RoPE."""
     rope = raw["rope_scaling"] or {"rope_type": "default"}
     if rope["rope_type"] == "yarn":
         rope |= {"mscale": 1.0, "mscale_all_dim": fields.get("rope.scaling.yarn_log_multiplier")}
@@ -235,7 +235,7 @@ def _mistral3(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]
 
 
 def _olmo(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
-    """OLMo 3 is OLMo 2 with windows."""
+    """OLMo 3 is OLMo 2 with sliding windows."""
     if not fields.get("attention.sliding_window"):
         return {}
     own: dict[str, Any] = {"model_type": "olmo3"}
@@ -296,7 +296,7 @@ def _qwen35(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
 
 
 def _gemma4(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
-    """Key heads and the width of the MLP may be listed layer by layer."""
+    """Gemma 4. The number of key heads and the width of the MLP may be listed per layer."""
     layers = fields.number("block_count")
     slides = _listed(fields, "attention.sliding_window_pattern", layers)
     if slides[-1]:
@@ -350,7 +350,7 @@ def _gemma4(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
 
 
 def _listed(fields: Fields, name: str, layers: int) -> list:
-    """A field that has a value for each layer, or one for all."""
+    """Return a field's value for each layer. The file may hold a single value for all layers."""
     value = fields.get(name)
     values = value if isinstance(value, list) else [value] * min(layers, MOST_LAYERS)
     if len(values) != layers or not all(type(each) in (bool, int) for each in values):
@@ -359,8 +359,8 @@ def _listed(fields: Fields, name: str, layers: int) -> list:
 
 
 def _turning_part(file: Gguf) -> float:
-    """The part of the planes that turn: the first factors are 1, and the others so large that nothing
-    turns."""
+    """Return the fraction of planes that rotate. Their factors are 1 and come first. All other factors
+    are so large that those planes do not rotate."""
     factors = _factors(file)
     turning = factors.count(1.0)
     if not factors or any(each < 1e20 for each in factors[turning:]):
@@ -369,7 +369,7 @@ def _turning_part(file: Gguf) -> float:
 
 
 def _gpt_oss(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
-    """YaRN's bounds are not rounded, although llama.cpp does so."""
+    """gpt-oss does not round YaRN's bounds, although llama.cpp does."""
     raw["rope_scaling"] = raw["rope_scaling"] and raw["rope_scaling"] | {"truncate": False}
     return {"intermediate_size": fields.number("expert_feed_forward_length")}
 
@@ -392,7 +392,7 @@ OF_LAYERS = {
 
 
 def _refuse(fields: Fields, arch: str) -> None:
-    """Refuse settings that would change the computation."""
+    """Refuse settings that would need a different computation."""
     for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if name in OF_LAYERS.get(arch, ()):
             continue
@@ -411,7 +411,7 @@ def _refuse(fields: Fields, arch: str) -> None:
 
 
 def _factors(file: Gguf) -> list[float]:
-    """By how much each plane is slowed, if the file says so."""
+    """Return the factor by which each RoPE plane is slowed; empty if the file has none."""
     tensor = file.tensors.get(FREQUENCIES)
     if tensor is None:
         return []

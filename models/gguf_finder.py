@@ -1,4 +1,4 @@
-"""Find the GGUF files of other programs: in Ollama's store, LM Studio's folder and the hub's cache."""
+"""Find GGUF files that other programs downloaded: Ollama, LM Studio, and the hub's own client."""
 
 import os
 import re
@@ -11,30 +11,35 @@ from models.gguf_file import SPLIT
 
 OLLAMA = "ollama:"
 REGISTRY = "registry.ollama.ai"
-SERVICE = Path("/usr/share/ollama/.ollama/models")  # where Ollama keeps models as a system service
+SERVICE = Path(
+    "/usr/share/ollama/.ollama/models"
+)  # Ollama's folder when it runs as a system service
 WEIGHTS = "application/vnd.ollama.image.model"
-TYPE = re.compile(r"(?:UD-)?(?:I?Q\d\w*|B?F16|F32)(?=[.-])", re.IGNORECASE)  # in a file's name
+TYPE = re.compile(
+    r"(?:UD-)?(?:I?Q\d\w*|B?F16|F32)(?=[.-])", re.IGNORECASE
+)  # the quantization in a file's name
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The models in a folder: the first part of a split one, and no image projectors."""
+    """Return the GGUF models in a folder and its subfolders."""
     return models_among(sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]))
 
 
 def models_among(found: Iterable[Path]) -> list[Path]:
-    """Of GGUF files, those that `--model` takes."""
+    """Keep the GGUF files that `--model` takes: of a split model the first part, and no image
+    projectors."""
     parts = {path: SPLIT.search(path.name) for path in found if not path.name.startswith("mmproj")}
     return [path for path, part in parts.items() if part is None or int(part[1]) == 1]
 
 
 def type_of(path: Path) -> str:
-    """The type in a file's name, such as Q4_K_M; else the name."""
+    """Return the quantization in a file's name, such as Q4_K_M. Without one, return the name."""
     found = TYPE.findall(path.name)
     return found[-1] if found else path.name
 
 
 def chosen(folder: Path, wanted: str = "") -> Path | None:
-    """The GGUF file in a folder, or the one of the wanted type. None if there is none."""
+    """Return the only GGUF model in a folder, or the one of the wanted type. None if there is none."""
     files = files_in(folder)
     if wanted:
         files = [
@@ -56,7 +61,7 @@ def ollama_roots() -> list[Path]:
 
 
 def ollama_models() -> Iterator[tuple[str, Path]]:
-    """Each of Ollama's models: the name for `--model`, and its manifest."""
+    """Yield each of Ollama's models: its name for `--model`, and its manifest."""
     for root in ollama_roots():
         for path in sorted((root / "manifests").glob("*/*/*/*")):
             if path.is_file():
@@ -67,7 +72,7 @@ def ollama_models() -> Iterator[tuple[str, Path]]:
 
 
 def ollama_file(model: str) -> Path:
-    """The GGUF file of one of Ollama's models."""
+    """Return the GGUF file of one of Ollama's models."""
     name = model if ":" in model.removeprefix(OLLAMA) else f"{model}:latest"
     manifest = dict(ollama_models()).get(name)
     if manifest is None:

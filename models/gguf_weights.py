@@ -1,8 +1,8 @@
 """Convert the tensors of a GGUF file to MLX's quantization: integers, scales, and offsets.
 
-A weight is scale * number + offset, with a scale and an offset for each group of numbers. Each GGUF type
-can be written so without loss, because a product of two of its factors has at most 24 bits. Where the
-offset is always the same multiple of the scale, the `center`, there are no offsets:
+A weight is scale * number + offset, with one scale and one offset per group of numbers. Each supported
+type converts without loss, because a product of two of its factors has at most 24 bits. If the offset is
+always the same multiple of the scale, the `center`, no offsets are stored:
 
     type         a weight                     bits  group  scale    offset, or center
     Q4_0, Q8_0   d (q - 8), d q               4, 8  32     d        center -8, -128
@@ -10,10 +10,10 @@ offset is always the same multiple of the scale, the `center`, there are no offs
     Q4_1, Q5_1   d q + m                      4, 5  32     d        m
     Q4_K, Q5_K   (d s) q - (dmin m)           4, 5  32     d s      -dmin m
     Q6_K         (d s) (q - 32)               6     16     d s      center -32
-    MXFP4        d (q - 12)                   5     32     d        center -12; q stands for four bits
+    MXFP4        d (q - 12)                   5     32     d        center -12; four bits index q
 
-A K-quant's d and dmin are float16 numbers for 256 weights, and s and m are bytes for each group. They
-are kept in this form (`widened` in `kernels/packed.py`).
+A K-quant has float16 numbers d and dmin per 256 weights, and bytes s and m per group. They are kept in
+this form (`widened` in `kernels/packed.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from models.gguf_file import GgufTensor, read_gguf
 from models.weights import Tensor, Weights
 
 PLAIN = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
-# general.file_type -> its name; files of other types have tensors that cannot be read
+# general.file_type -> its name; files of other types contain unsupported tensor types
 FILE_TYPES = {
     0: "F32",
     1: "F16",
@@ -52,28 +52,28 @@ FILE_TYPES = {
     32: "BF16",
     38: "MXFP4_MOE",
 }
-CHUNK = 2**24  # numbers that are decoded at a time
+CHUNK = 2**24  # weights decoded at a time
 
-# Of some blocks: numbers, scales, and offsets if there are some. K-quants: numbers, scales as bytes, their
-# factor, and offsets in the same way
+# Decoded blocks: numbers, scales, and offsets if the type has them. K-quants: numbers, scales as bytes and
+# their factor, offsets as bytes and their factor
 Decoded = tuple[mx.array, ...]
 
 
-# --- from blocks of bytes to numbers --------------------------------------------------------------
+# --- decoding blocks ------------------------------------------------------------------------------
 
 
 def half(blocks: mx.array, at: int) -> mx.array:  # (n, bytes) -> (n, 1)
-    """The float16 number that each block has at this place."""
+    """Read the float16 number at this byte offset of each block."""
     return mx.contiguous(blocks[:, at : at + 2]).view(mx.float16)
 
 
 def nibbles(bytes_: mx.array) -> mx.array:  # (..., n) -> (..., 2 n)
-    """The lower four bits of all bytes, and then the upper ones."""
+    """Return the lower four bits of all bytes, followed by the upper four bits of all bytes."""
     return mx.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1)
 
 
 def bits(bytes_: mx.array) -> mx.array:  # (n, k) -> (n, 8 k)
-    """Bit by bit, the lowest first."""
+    """Unpack bytes into bits, the lowest first."""
     each = bytes_[..., None] >> mx.arange(8, dtype=mx.uint8) & 1
     return each.flatten(1)
 
@@ -96,11 +96,12 @@ def q5_1(blocks: mx.array) -> Decoded:
 
 
 def q8_0(blocks: mx.array) -> Decoded:
-    return blocks[:, 2:] ^ 128, half(blocks, 0)  # signed numbers plus 128
+    return blocks[:, 2:] ^ 128, half(blocks, 0)  # from signed numbers to numbers plus 128
 
 
 def six_bits(blocks: mx.array) -> Decoded:  # (n, bytes) -> (n, 8), (n, 1), and the same again
-    """Scales and offsets of Q4_K and Q5_K. The upper two bits of the last four are stored with the first."""
+    """Unpack the 6-bit scales and offsets of Q4_K and Q5_K. The upper two bits of the last four share
+    bytes with the first four."""
     low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = mx.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1)
     minima = mx.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1)
@@ -134,9 +135,9 @@ class BlockFormat(NamedTuple):
     decode: Callable[[mx.array], Decoded]
     bits: int
     group: int
-    factors: mx.Dtype = mx.float16  # of scales and offsets
-    center: float = 0.0  # if not 0, an offset is its scale times this
-    # Where a block has float16 numbers, in bytes; none: the C library does not read such blocks
+    factors: mx.Dtype = mx.float16  # dtype of scales and offsets
+    center: float = 0.0  # if not 0, each offset is its scale times this
+    # Byte offsets of the float16 numbers in a block; empty if the C library cannot read the blocks
     halves: tuple[int, ...] = (0,)
 
 
@@ -157,8 +158,8 @@ FORMS = {
 
 
 class GgufWeights(Weights):
-    """Like `Weights`, but a packed matrix is one tensor of the file. It is decoded when its weight is
-    taken; its scales and offsets are kept until they are taken."""
+    """The weights of a GGUF file, where a packed matrix is a single tensor. Reading its weight decodes
+    the tensor and keeps the scales and offsets until they are read, too."""
 
     described_by = "its metadata"
 
@@ -169,11 +170,11 @@ class GgufWeights(Weights):
         self._decoded: dict[str, mx.array] = {}
         self.tensors: dict[str, Tensor] = {}
         for name, tensor in file.tensors.items():
-            if name != FREQUENCIES and not is_drafting(name, file):  # the config has frequencies
+            if name != FREQUENCIES and not is_drafting(name, file):  # frequencies are in the config
                 self.tensors |= parts(tensor, renamed(name, self._names))
 
     def quantization(self, config: Config) -> str:
-        """The file's own name for it: most tensors of a small Q4_K_M are Q5_0."""
+        """Return the file's own name of its type, because most tensors of a small Q4_K_M are Q5_0."""
         kind = self.file.fields.get("general.file_type")
         named = FILE_TYPES.get(kind) if isinstance(kind, int) else None
         return named or super().quantization(config)
@@ -229,7 +230,7 @@ class GgufWeights(Weights):
         return array
 
     def _log_of_minus(self, tensor: Tensor, array: mx.array) -> mx.array:
-        """A_log of a delta net. The file holds -exp(A_log)."""
+        """Return a delta net's A_log. The file holds -exp(A_log)."""
         if not (array < 0).all():
             raise ModelError(
                 f"{tensor.path}: {tensor.name} holds numbers that are not below 0; download it again."
@@ -240,7 +241,7 @@ class GgufWeights(Weights):
 
 
 def parts(stored: GgufTensor, ours: str) -> dict[str, Tensor]:
-    """The tensors that replace one of the file, by our names."""
+    """Return the tensors into which a tensor of the file is converted, by our names."""
     kind = stored.type.name
     if kind in PLAIN:
         shape = stored.shape
@@ -262,7 +263,7 @@ def parts(stored: GgufTensor, ours: str) -> dict[str, Tensor]:
 
 
 def decoded(stored: GgufTensor) -> dict[str, mx.array]:
-    """The arrays of a tensor of the file, by the names that `parts` gives them."""
+    """Decode a tensor of the file. Return arrays by the names that `parts` gives them."""
     kind = stored.type.name
     if kind in PLAIN:
         dtype = PLAIN[kind]
@@ -282,12 +283,12 @@ def decoded(stored: GgufTensor) -> dict[str, mx.array]:
         pairs = zip(factors[::2], factors[1::2], strict=True)
         arrays = [weight, *(beside(*pair) for pair in pairs)]
     base = stored.name.removesuffix(".weight")
-    # Without offsets, the last name has no array
+    # Without offsets there is no array for the last name
     return dict(zip((stored.name, f"{base}.scales", f"{base}.biases"), arrays, strict=False))
 
 
 def beside(factors: mx.array, sizes: mx.array) -> mx.array:
-    """Concatenate bytes and their factors, row by row, as `widened` reads them."""
+    """Concatenate bytes and their factors row by row, as `widened` expects them."""
     return mx.concatenate([factors, sizes.view(mx.uint8)], axis=-1)
 
 

@@ -1,7 +1,7 @@
-"""Gemma 4's second embedding: each token adds numbers of its own to each layer.
+"""Gemma 4's per-layer embeddings: each layer adds its own embedding of each token.
 
-The table is wide (layers times E numbers a token), but only looked up, never multiplied: it costs memory
-and hardly any time.
+The table is wide (layers * E numbers per token), but it is only looked up and never multiplied, so it
+costs memory and hardly any time.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from models.ops import geglu
 
 
 class LayerInputs(NamedTuple):
-    """norm(projection(x)) + factor * table[id], E numbers for each layer, where x is the embedding"""
+    """norm(projection(x)) + factor * table[id]: E numbers per layer, where x is the token's embedding"""
 
     table: Matrix  # ids -> layers * E
     projection: Matrix  # D -> layers * E
-    norm: Norm  # of E numbers
+    norm: Norm  # over E numbers
     factor: float
 
     def __call__(self, ids: mx.array, x: mx.array, asked: Sequence[int]) -> list[mx.array]:
-        """Each layer's (N, E), and in the last layer those of the `asked` tokens."""
+        """Return each layer's input, (N, E). The last layer's has only the `asked` tokens."""
         E = self.norm.weight.size
         of_ids = self.factor * self.table.embed(ids).reshape(len(ids), -1, E)  # (N, layers, E)
         both = self.norm(self.projection(x).reshape(of_ids.shape)) + of_ids
@@ -47,7 +47,7 @@ class AddInput(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """scalar * x, in models without inputs of layers"""
+    """scalar * x, in models without per-layer embeddings"""
 
     scalar: mx.array  # (1,)
 

@@ -1,7 +1,7 @@
 """The parts of a model: projections, MLPs, experts, norms, layers.
 
-Each part is a record of arrays, made when the model is loaded. It is called with the input and returns the
-output, however its weights are stored, so `forward` need not know that. Next: `load.py`.
+Each part is a record of arrays, made when the model is loaded. Calling it with an input returns the output,
+so `forward` does not depend on how weights are stored. Next: `load.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Mlp(NamedTuple):
-    """down(silu(gate(x)) * up(x))     In some families gelu(gate(x))."""
+    """down(silu(gate(x)) * up(x)), or with gelu instead of silu in some families"""
 
     gate_up: Matrix | SideBySide  # D -> 2 * hidden
     down: Matrix  # hidden -> D
@@ -37,40 +37,42 @@ class Mlp(NamedTuple):
 
 
 class ExpertChoices:
-    """The experts to which the newest pass routes its tokens, layer by layer. A pass computes them anyway:
-    keeping them adds no node to the graph, and only `counts` waits for them.
+    """The experts to which the newest pass routes its tokens, layer by layer.
 
-    subtle: those of earlier passes are dropped. If they were never computed, they would hold the slab,
-    and the next write would copy it.
+    A pass computes them anyway, so keeping them adds no node to the graph. Only `counts` waits for them.
+
+    subtle: the choices of earlier passes are dropped. While they are not evaluated, they refer to the
+    slab, and the next write would copy it.
     """
 
     def __init__(self, layers: int):
         self._newest: deque[mx.array | None] = deque(maxlen=layers)
 
     def add(self, chosen: mx.array) -> None:  # (N, k)
-        # Without a token to sample, the last layer is not computed, and must not be read
+        # Without a token to sample, the last layer is not computed and must not be evaluated here
         self._newest.append(chosen if chosen.size else None)
 
     def counts(self) -> list[Counter[int]]:
-        """For each layer, the number of tokens of each expert. Waits for the device."""
+        """Return the number of tokens per expert, for each layer. Waits for the device."""
         chosen = list(self._newest)
         return [Counter() if each is None else Counter(each.flatten().tolist()) for each in chosen]
 
 
 class Experts(NamedTuple):
-    """The sum over a token's k best experts of share * down(silu(gate(x)) * up(x))
+    """Mixture of experts: the sum of share * down(silu(gate(x)) * up(x)) over a token's k best experts
 
-    A router chooses them. The shares are the router's softmax over all experts; in some models those
-    of the k best are normalized to 1. A token's experts, and its bits, depend on that token alone.
+    A router chooses the experts. The shares are its softmax over all experts; in some models those of
+    the k best are normalized to sum to 1. A token's experts and the bits of its result depend only on
+    that token.
     """
 
     router: Matrix  # D -> experts
     gate_up: Matrix | SideBySide  # a stack of experts: D -> 2 * hidden
-    down: Matrix  # another: hidden -> D
+    down: Matrix  # a stack of experts: hidden -> D
     k: int
     whole_shares: bool
     choices: ExpertChoices
-    limit: float | None = None  # of gate and up, in gpt-oss
+    limit: float | None = None  # clamp of gate and up in gpt-oss
 
     def __call__(self, x: mx.array) -> mx.array:  # (N, D) -> (N, D)
         shares = softmax(self.router(x))  # (N, experts)
@@ -98,7 +100,7 @@ class SharedExpert(NamedTuple):
 
 
 class SideBySide(NamedTuple):
-    """Projections of one input that cannot be joined, because they are packed differently."""
+    """Projections of the same input that cannot be one matrix, because they are packed differently."""
 
     parts: tuple[Matrix, ...]
 
@@ -124,7 +126,7 @@ class Norm(NamedTuple):
 
 
 class QKNorm(NamedTuple):
-    """Norms of queries and keys, in some families: of each head, or over all heads of a token."""
+    """Norms of queries and keys in some families: per head, or over all heads of a token."""
 
     q: Norm
     k: Norm
@@ -140,8 +142,8 @@ class QKNorm(NamedTuple):
 
 
 class ValueNorm(NamedTuple):
-    """Adds a norm of each head of the values, without weights. Where the input has no values, they are
-    the keys."""
+    """Normalize each head of the values, without weights. If the input has no values, the keys serve
+    as values."""
 
     norm: Norm
     heads: AttentionHeads
@@ -157,7 +159,7 @@ Step = Callable[[mx.array], mx.array]
 
 
 class Chain(NamedTuple):
-    """Several steps, one after the other."""
+    """Steps applied one after the other."""
 
     steps: tuple[Step, ...]
 
@@ -168,7 +170,7 @@ class Chain(NamedTuple):
 
 
 def chain(*steps: Step | None) -> Step:
-    """Join steps into one. Leave out those that are None; without any, x is returned unchanged."""
+    """Join steps into one and leave out None. Without any steps, x is returned unchanged."""
     present = tuple(step for step in steps if step is not None)
     return present[0] if len(present) == 1 else Chain(present)
 
@@ -182,25 +184,25 @@ class OutputGate(NamedTuple):
         return siglu(mx.concatenate([self.gate(x), h], axis=-1))
 
 
-# What mixes the tokens of a sequence in place of attention: (N, D) -> (N, width of `Layer.out`)
+# Mixes the tokens of a sequence instead of attention: (N, D) -> (N, input width of `Layer.out`)
 Mixer = Callable[[mx.array, "Sequence[Window]"], mx.array]
 
 
 class Layer(NamedTuple):
-    """The steps that `forward` calls. Whatever a family adds is inside them."""
+    """The steps that `forward` calls. Anything that a family adds is inside a step."""
 
-    kind: int  # its attention type: an index into the model's `kinds`
+    kind: int  # attention type: an index into the model's `kinds`
     attn_norm: Step  # (N, D) -> the same
     out: Step  # (N, H * Dh) -> (N, D)
     mlp_norm: Step  # (N, D) -> the same
     mlp: Step  # (N, D) -> the same
-    heads: AttentionHeads | None = None  # of attention
-    index: int = 0  # of its rows in the slab, or of those of the layer that it reads
+    heads: AttentionHeads | None = None  # None without attention
+    index: int = 0  # index of the slab array that it reads (`Config.slab_index`)
     qkv: Step = chain()  # (N, D) -> (N, (H + 2 Hkv) * Dh)
     qk_norm: Step = chain()  # (N, H + Hkv, Dh) -> the same
-    gate: OutputGate | None = None  # of what attention yields
-    mixer: Mixer | None = None  # in place of attention: then there are no queries, keys and values
-    # What changes the sum of all: (N, D), inputs of each layer -> (N, D)
+    gate: OutputGate | None = None  # multiplies the output of attention
+    mixer: Mixer | None = None  # replaces attention; then there are no queries, keys and values
+    # Applied to the residual stream after the MLP: (N, D), per-layer inputs -> (N, D)
     after: Callable[[mx.array, Sequence[mx.array]], mx.array] | None = None
 
 
@@ -212,17 +214,17 @@ class Model:
     layers: list[Layer]
     norm: Norm
     table: Matrix | None  # the embedding, as a projection D -> V
-    # The table, if the checkpoint ties them. On ranks other than 0 it returns x.
+    # The table itself if tied. On ranks other than 0 it returns its input.
     head: Step  # (n, D) -> (n, V)
     kinds: tuple[AttentionType, ...]  # the attention types of the layers
-    ranks: Ranks = ALONE  # that have the other shards; config and layers are those of this shard
-    choices: ExpertChoices | None = None  # of experts, if it has any
-    layer_inputs: LayerInputs | None = None  # of each layer, beside the sum of all layers before
+    ranks: Ranks = ALONE  # the ranks that share the model; config and layers are this rank's shard
+    choices: ExpertChoices | None = None  # None without experts
+    layer_inputs: LayerInputs | None = None  # per-layer embeddings, in Gemma 4
     cost: ModelCost = field(default_factory=ModelCost)  # of a forward pass
-    quantization: str = ""  # of the files: "Q4_K_M", "4-bit" or "bfloat16"
-    kv_dtype: mx.Dtype = mx.float32  # of the keys and values in the slab
-    attention: str = "formula"  # what computes it: a name in `llama.ATTENTION`
-    arithmetic: str = "float"  # of products with packed weights; "int8": with activations of 8 bits
+    quantization: str = ""  # format of the files: "Q4_K_M", "4-bit" or "bfloat16"
+    kv_dtype: mx.Dtype = mx.float32  # dtype of keys and values in the slab
+    attention: str = "formula"  # the implementation: a key of `llama.ATTENTION`
+    arithmetic: str = "float"  # "int8": products with packed weights round activations to 8 bits
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -235,18 +237,18 @@ class Model:
 
     @property
     def is_float32(self) -> bool:
-        """True if everything is computed in float32, to which our own product converts packed weights."""
+        """True if everything is computed in float32. Our own product converts packed weights to it."""
         parts = (self.layers, self.norm, self.table, self.head, self.layer_inputs)
         parts = tree_flatten(parts, is_leaf=_is_claimed)
         return all(part.dtype == mx.float32 for _, part in parts if isinstance(part, mx.array))
 
     def without_weights(self) -> Model:
-        """The model without its arrays, after it has been unloaded."""
+        """Return the model without its arrays, for use after it has been unloaded."""
         gone = {"table": None, "choices": None, "layer_inputs": None}
         return replace(self, layers=[], head=chain(), kinds=(), **gone)
 
     def for_slots_of(self, length: int) -> Model:
-        """The same model with the rope for sequences of up to this length."""
+        """Return the same model with RoPE for sequences of up to this length."""
         kinds = [
             AttentionType.for_rope(*kind[:3], kind.Dh, length, *kind[5:]) for kind in self.kinds
         ]

@@ -1,12 +1,12 @@
-"""Load a model: weights in the form that `forward` wants, and slots that fit the remaining memory.
+"""Load a model: convert its weights to the form that `forward` needs, and choose slots that fit.
 
 A checkpoint stores queries, keys and values separately, in half precision or quantized. The forward pass
-wants one matrix for each product. It stays packed if the device can multiply it so: on a GPU by MLX, on a
-CPU by our own product (`kernels/packed.py`).
+needs one matrix per product. It stays packed if the device can multiply packed weights: a GPU with MLX, a
+CPU with our own product (`kernels/packed.py`).
 
-In MLX running out of memory is no exception: the process dies. So the sizes of model and slab are computed
-before the first tensor is read, and what does not fit is refused with sizes that would. Tensors are read
-layer by layer, so that only one layer is in memory twice.
+MLX does not raise when memory runs out: the process dies. So the sizes of model and slab are computed
+before the first tensor is read, and a model that does not fit is refused with sizes that would fit. Tensors
+are read layer by layer, so that only one layer is in memory twice.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from models.rope import AttentionType, Growth
 from models.sharding import Shard
 from models.weights import Weights, usual_form
 
-CHOICES = {  # `ModelReader` says what each means
+CHOICES = {  # see `ModelReader`
     "dtype": ("auto", "float32", "checkpoint"),
     "kv": ("auto", "float32"),
     "attention": ("auto", "plain"),
@@ -79,21 +79,21 @@ def read_model(
     attention: str = "auto",
     activations: str | int = "auto",
 ) -> Model:
-    """Read the model in a folder or GGUF file for one process, without checking memory for a slab."""
+    """Read the model in a folder or GGUF file for one process, without reserving memory for a slab."""
     how = {"kv": kv, "attention": attention, "activations": activations}
     return ModelReader(folder, dtype, **how).read_model()
 
 
 class ModelReader:
-    """Reads a checkpoint's tensors and makes a model of them. Checks names and shapes at once.
+    """Reads a checkpoint and builds a model. The constructor checks all names and shapes.
 
-    `dtype`: "float32", "checkpoint" (as the files have it), or "auto" (`usual_form`).
-    `ranks`: each reads its shard.
+    `dtype`: "float32", "checkpoint" (as stored in the files), or "auto" (`usual_form`).
+    `ranks`: each rank reads its shard.
     `held`: bytes that will be freed before the model is read.
     `kv`: "float32", or "auto" (`kv_dtype`).
     `attention`: "plain", which is the formula in `llama.py`, or "auto" (`attention_form`).
-    `activations`: 8 rounds them to 8 bits where they are multiplied with weights of 8 bits or fewer;
-    32 never does; "auto" does where our own product multiplies such weights (`can_round`).
+    `activations`: 8 rounds activations to 8 bits in products with weights of 8 bits or fewer; 32 never
+    rounds; "auto" rounds if our own product multiplies such weights (`can_round`).
     """
 
     def __init__(
@@ -156,26 +156,26 @@ class ModelReader:
 
     @property
     def kv_dtype(self) -> mx.Dtype:
-        """The type in which keys and values are stored.
+        """The dtype of keys and values in the slab.
 
-        They are computed in float32. If the checkpoint has 16 bits a weight or fewer, float16 is
-        enough: it changes the logits less than one bit of a weight does. That holds for checkpoints
-        in bfloat16, too, because float16 has three more bits of precision; keys seldom need the range.
-        (What exceeds it becomes a NaN: `Window.write`.)
+        They are computed in float32. If the checkpoint has 16 bits per weight or fewer, float16 is
+        enough: it changes the logits less than one bit of a weight does. This holds for bfloat16
+        checkpoints, too, because float16 has three more bits of precision, and keys seldom need the
+        larger range. (Numbers out of range become NaN: `Window.write`.)
         """
         if self.form == "checkpoint":
             return self.weights.tensors["model.norm.weight"].dtype
         return mx.float16 if self.kv == "auto" and self.weights.are_narrow else mx.float32
 
     def attention_form(self, dtype: mx.Dtype) -> str:
-        """The implementation of attention (`llama.ATTENTION`). With a student's own core it is the
-        formula, so that a change of it shows."""
+        """Choose the implementation of attention, a key of `llama.ATTENTION`. With a student's own core
+        files it is the formula, so that changes to it take effect."""
         c = self.config
         if self.attention == "plain" or foreign():
             return "formula"
         if device.is_batch_invariant() and self.form != "checkpoint":
             return "c"
-        # MLX's fused attention knows no cap of the scores
+        # MLX's fused attention does not support soft caps
         shapes = {c.heads(layer) for layer in range(c.writing)}
         if (
             device.has_gpu()
@@ -187,25 +187,28 @@ class ModelReader:
         return "formula"
 
     def fit(self, **options) -> Sizes:
-        """Choose slots that fit next to the weights, before these are read. Refuse a slab that is too
-        large."""
+        """Choose sizes that fit next to the weights, before the weights are read. Refuse a slab that is
+        too large."""
         self.check_room()
         free = None if self.free is None else self.free - self.nbytes
         return fit(self.config, self.kv_dtype.size, free, **options)
 
     def read_model(self, between: Callable[[float], None] = lambda share: None) -> Model:
-        """`between` is called between two layers, with the share of them that has been read."""
+        """Read all weights and build the model.
+
+        `between`: called before each layer with the fraction of layers already read.
+        """
         self.check_room()
-        # Headers and whole lines of the cache are not in the estimate
+        # The estimate does not include headers and padding to cache lines
         self.memory = Memory(self.nbytes + 4 * LINE * len(self.weights.tensors))
         c = self.config
-        # While a matrix is laid down, its numbers are in memory twice, so the largest ones come first
+        # While a matrix is packed, it is in memory twice, so the largest matrices come first
         norm = self.norm("model.norm")
         table = self.linear("model.embed_tokens")
         head = None
         if self.ranks.rank == 0:
             head = table if c.tied else self.linear("lm_head")
-        # Evaluate layer by layer: else the files' arrays and ours would all be in memory together
+        # Evaluate layer by layer, or the files' arrays and ours would all be in memory at once
         positions = [(*c.positions(i), c.heads(i).Dh) for i in range(c.layers)]
         kinds = list(dict.fromkeys(positions))
         layers = []
@@ -236,7 +239,7 @@ class ModelReader:
             quantization=self.weights.quantization(self.config),
             arithmetic="int8" if self.rounds else "float",
         )
-        del self.memory  # held by the matrices
+        del self.memory  # the matrices refer to it
         cost = counted(model)
         if self.form == "float32" and self.weights.are_narrow:
             cost = cost._replace(form=f"{cost.form}, widened")
@@ -247,7 +250,7 @@ class ModelReader:
             raise RuntimeError("the program is ending")
         c = self.config
         name = f"model.layers.{index}."
-        # Norms are before or after the two branches
+        # Norms come before or after the two branches, or both
         norms = {place: self.norm(f"{name}{module}") for place, module in c.norms.items()}
         if index in c.convolved:
             return self.mixed(index, kind, norms, self.convolution(index), "conv.out_proj")
@@ -271,7 +274,7 @@ class ModelReader:
             gate = OutputGate(self.kept(gates))
         else:
             qkv = self.linear(q, *kv)
-        # Each rank computes a part of every branch
+        # Each rank computes a partial sum of every branch
         summed = self.ranks.sum if self.ranks.size > 1 else None
         layer = Layer(
             index=c.slab_index(index),
@@ -293,7 +296,7 @@ class ModelReader:
         return layer
 
     def mixed(self, index: int, kind: int, norms: dict[str, Norm], mixer: Mixer, out: str) -> Layer:
-        """A layer with something else in place of attention."""
+        """Build a layer with a convolution or a delta net instead of attention."""
         name = f"model.layers.{index}."
         layer = Layer(
             kind=kind,
@@ -338,7 +341,7 @@ class ModelReader:
         )
 
     def queries_and_gates(self, module: str) -> tuple[Matrix, Matrix]:
-        """The two halves of q_proj: in each head of the file, queries precede gates."""
+        """Split q_proj into queries and gates. In each head of the file, queries precede gates."""
         c = self.config
         both = self.part(module)
         order = c.rope.order(c.Dh)
@@ -349,7 +352,7 @@ class ModelReader:
         return chosen_rows(both, queries), chosen_rows(both, gates)
 
     def after(self, index: int) -> AddInput | Scaled:
-        """The step after a layer that changes the sum of all layers so far."""
+        """Build the step after a layer that changes the residual stream."""
         name = f"model.layers.{index}."
         scalar = self.tensor(f"{name}layer_scalar")
         if not self.config.embeddings:
@@ -359,7 +362,8 @@ class ModelReader:
         return AddInput(index, gate, projection, norm, scalar)
 
     def layer_inputs(self) -> LayerInputs:
-        """The table is not multiplied in advance: its scales would need more bits."""
+        """Load the per-layer embeddings. Their factor is not folded into the table, whose scales would
+        need more bits."""
         projection = self.linear("model.per_layer_model_projection")
         norm = self.norm("model.per_layer_projection_norm")
         table = self.linear("model.embed_tokens_per_layer")
@@ -390,7 +394,7 @@ class ModelReader:
         return Mlp(gate_up, self.linear(f"{name}down_proj"), self.config.gelu)
 
     def tensor(self, name: str) -> mx.array:
-        """A tensor in our precision, multiplied by the factor of its module."""
+        """Return a tensor in our precision, multiplied by its factor (`Config.factor`)."""
         return self.times(self.load_tensor(name), name)
 
     def times(self, array: mx.array, name: str) -> mx.array:
@@ -404,25 +408,25 @@ class ModelReader:
         return array.astype(dtype)
 
     def load_tensor(self, name: str) -> mx.array:
-        """A tensor as the files have it; queries and keys with each head in the order of `Rope.order`."""
+        """Return a tensor as stored in the files, but with heads of queries and keys in `Rope.order`."""
         return self.in_order(self.weights.read_tensor(name), name)
 
     def in_order(self, array: mx.array, name: str) -> mx.array:
         Dh = self.config.Dh
         order = self.config.rope.order(Dh)
         turns = name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
-        has_gates = self.config.gated and "q_proj" in name  # `queries_and_gates`
+        has_gates = self.config.gated and "q_proj" in name  # `queries_and_gates` orders them
         if not turns or has_gates or order == sorted(order):
             return array
         heads = array.reshape(-1, Dh, *array.shape[1:])
         return heads[:, mx.array(order)].reshape(array.shape)
 
     def linear(self, *modules: str) -> Matrix | SideBySide:
-        """A projection, or several of the same input."""
+        """Load a projection, or join several with the same input."""
         return self.joined([self.part(module) for module in modules])
 
     def joined(self, parts: list[Matrix]) -> Matrix | SideBySide:
-        """Projections of the same input, as one if they are stored alike."""
+        """Join projections of the same input into one matrix if they are packed the same way."""
         if len({part.packing for part in parts}) > 1:
             return SideBySide(tuple(self.kept(part) for part in parts))
         return self.kept(*parts)
@@ -434,21 +438,21 @@ class ModelReader:
         return joined(parts)
 
     def part(self, module: str) -> Matrix:
-        """The matrix of a module, or this rank's shard of it."""
+        """Load the matrix of a module, or this rank's shard of it."""
         name = f"{module}.weight"
         has = self.weights.tensors
         rows, columns = slice(None), slice(None)
         if self.ranks.size > 1:
             rows, columns = self.share.cut(module, self.config.Dh)
         bias = None
-        # If ranks have some columns each, their outputs are summed, so only rank 0 adds the bias
+        # If columns are divided among ranks, their outputs are summed, so only rank 0 adds the bias
         if f"{module}.bias" in has and not (self.ranks.rank and columns.stop):
             bias = self.tensor(f"{module}.bias")[rows]
         if f"{module}.scales" in has:
             return self.quantized(module, bias, rows, columns)
         weight = cut_out(self.load_tensor(name), rows, columns)
         if self.form == "packed" and weight.dtype != mx.float32 and weight.shape[-1] >= LEAST:
-            # The factor becomes a scale: multiplied in advance, the weight would need more bits
+            # The factor becomes a scale, because multiplied weights would need more bits
             scales = mx.full((*weight.shape[:-1], 1), self.config.factor(name), mx.float32)
             return Matrix(weight, bias, scales, bits=16, group=weight.shape[-1])
         return Matrix(self.times(weight, name), bias)
@@ -460,7 +464,7 @@ class ModelReader:
         rows: slice,
         columns: slice,
     ) -> Matrix:
-        """Keep a quantized matrix packed if no group is cut."""
+        """Load a quantized matrix. Keep it packed if the device can multiply it and no group is cut."""
         name = f"{module}.weight"
         bits = self.weights.tensors[name].bits
         group = self.weights.tensors[name].group
@@ -503,7 +507,7 @@ class ModelReader:
 
 
 def input_rows(heads: Heads, order: mx.array) -> mx.array:
-    """The rows of a delta net's inputs, with the value heads in this order."""
+    """Return the row indices of a delta net's inputs, with the value heads in this order."""
     keys = mx.arange(2 * heads.Hk * heads.Dk)
     values = order[:, None] * heads.Dv + mx.arange(heads.Dv)
     return mx.concatenate([keys, len(keys) + values.flatten()])
@@ -515,8 +519,11 @@ def chosen_rows(matrix: Matrix, rows: mx.array) -> Matrix:
 
 
 def cut_out(matrix: mx.array, rows: slice, columns: slice) -> mx.array:
-    """Copy these rows and columns: a view would keep the whole matrix in memory. (Some rows alone are
-    later joined with others, which copies them. A norm's weight is a vector, and never cut.)"""
+    """Return these rows and columns of a matrix. The weight of a norm is a vector and is not cut.
+
+    Columns are copied, because a view would keep the entire matrix in memory. Rows are copied later,
+    when they are joined with other matrices.
+    """
     if matrix.ndim == 1:
         return matrix
     part = matrix[..., rows, columns]

@@ -1,9 +1,10 @@
 """Choose the number of slots and their length to fit the free memory, and check that all ranks agree.
 
-In MLX running out of memory is no exception: the process dies. So the sizes of weights and slab are
-computed before a tensor is read. And MLX would add up the arrays of ranks that differ without an error.
+MLX does not raise when memory runs out: the process dies. So the sizes of weights and slab are computed
+before any tensor is read. Ranks are compared because MLX would add up arrays of different models without
+an error.
 
-The free memory itself is measured in `kernels/device.py` (a GPU's) and `base/machine.py`.
+Free memory is measured in `kernels/device.py` (GPU) and `base/machine.py`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ CORE = [
     "step_output",
     "token_choice",
 ]
+# Packages whose code a step may run
 BELOW = (
     "base",
     "cli",
@@ -52,22 +54,22 @@ BELOW = (
     "kernels",
     "models",
     "text",
-)  # packages that a step may run
+)
 
 
-# A chunk is a multiple of this many tokens, so that a slot has whole buckets of rows (`Slab`)
+# Chunks are multiples of this many tokens, so that a slot holds a whole number of buckets (`Slab`)
 GRAIN = 32
-CHECKPOINTS = 2  # for each slot, by default
+CHECKPOINTS = 2  # per slot, by default
 
 
 class Sizes(NamedTuple):
-    """The sizes of an engine."""
+    """The sizes of an engine's slab and steps."""
 
     slots: int
-    max_len: int  # of a slot, in tokens
+    max_len: int  # length of a slot in tokens
     chunk: int
     budget: int
-    checkpoints: int = 0  # states that are kept for other prompts, in a model with states
+    checkpoints: int = 0  # states kept for later prompts, in a model with states
 
 
 def fit(
@@ -81,22 +83,22 @@ def fit(
     usual_len: int = 1024,
     checkpoints: int | None = None,
     state_memory: int | None = None,
-    **other,  # options of an engine that take no memory
+    **other,  # engine options that take no memory
 ) -> Sizes:
-    """Use the sizes that are given, and choose the others to fit the memory. Raise ValueError if they
-    do not fit.
+    """Keep the given sizes and choose the others to fit into memory. Raise ValueError if they do not
+    fit.
 
-    `itemsize`: the bytes of a number in the slab.
-    `free`: the bytes available to the slab; None if unknown.
-    `state_memory`: the bytes for `checkpoints` of a model with states. By default there are
-    CHECKPOINTS for each slot.
+    `itemsize`: bytes per number in the slab.
+    `free`: bytes available for the slab; None if unknown.
+    `state_memory`: bytes for the checkpoints of a model with states. By default there are CHECKPOINTS
+    per slot.
     """
     asked = {"slots": slots, "max_len": max_len, "chunk": chunk, "budget": budget}
     for name, value in asked.items():
         if value is not None:
             validation.whole(name, value, 1, 2**31 - 1)
     if chunk is None:
-        # Longer chunks are faster on a GPU alone
+        # Longer chunks are faster only on a GPU
         chunk = 512 if has_gpu() else 128
     if chunk % GRAIN:
         raise ValueError(f"chunk = {chunk}, but it must be a multiple of {GRAIN}")
@@ -136,17 +138,18 @@ def fit(
 
 
 def usual_budget(slots: int, chunk: int) -> int:
-    """A token for each slot, and two chunks, so that two prompts are read at once."""
+    """Return the default budget: one token per slot and two chunks, so that two prompts are prefilled
+    at once."""
     return slots + 2 * chunk
 
 
 def fit_beside(model: Model, *asked: int | None) -> Sizes:
-    """Choose slots that fit next to a model that has been read."""
+    """Choose sizes that fit next to a loaded model."""
     return fit(model.config, model.kv_dtype.size, device.free_memory(), *asked)
 
 
 def agreed(model: Model, own: Sizes) -> Sizes:
-    """Give all ranks the same sizes: the smallest of each."""
+    """Return the same sizes on all ranks: the minimum of each size."""
     if model.ranks.size == 1:
         return own
     check_alike(model)
@@ -154,11 +157,12 @@ def agreed(model: Model, own: Sizes) -> Sizes:
 
 
 def described(model: Model, sizes: Sizes) -> str:
-    """A line about a model, its slab, and the memory that is free before the slab is allocated."""
+    """Describe a model, its slab, and the memory that is free before the slab is allocated, in one
+    line."""
     c = model.config
     slab = slab_of(model, sizes)
     slots = f"{sizes.slots} slot{'s' * (sizes.slots > 1)} of {sizes.max_len:,} tokens"
-    # A file with tensors of several types has a name for that, such as Q4_K_M
+    # A mixture of tensor types has its own name, such as Q4_K_M
     form = model.quantization if " and " in model.cost.form else model.cost.form
     said = [
         f"{c.model_type}, {c.layers} layer{'s' * (c.layers > 1)}",
@@ -180,12 +184,12 @@ def described(model: Model, sizes: Sizes) -> str:
 
 
 def slab_of(model: Model, sizes: Sizes) -> int:
-    """The memory of a slab of these sizes for this model."""
+    """Return the memory of this model's slab with these sizes."""
     return nbytes_with(model.config, model.kv_dtype.size, sizes)
 
 
 def nbytes_with(c: Config, itemsize: int, sizes: Sizes) -> int:
-    """The memory of a slab of these sizes, and of states."""
+    """Return the memory of slab and states with these sizes."""
     rows = slab_nbytes(*slab_shape(c, *sizes[:3]), itemsize)
     numbers = sum(heads * Dh for heads, Dh in rows_of_layers(c))
     rows = rows * numbers // (2 * c.Hkv * c.layers * c.Dh)
@@ -195,14 +199,14 @@ def nbytes_with(c: Config, itemsize: int, sizes: Sizes) -> int:
 
 
 def state_nbytes(c: Config, log: int) -> int:
-    """The memory of a place, in all layers, with this many tokens in its log."""
+    """Return the memory of one state in all layers, with this many tokens in its log."""
     return 4 * len(c.deltas) * c.delta.place_size(log)
 
 
 def sources() -> list[Path]:
-    """The source files that must be identical on all ranks, in one order."""
+    """Return the source files that must be identical on all ranks, in a fixed order."""
     checkout = Path(__file__).resolve().parents[1]
-    # In the package, nanobatch.py is called _engine.py
+    # In the installed package, nanobatch.py is called _engine.py
     core = [path for path in checkout.glob("*.py") if path.stem in (*CORE, "_engine")]
     below = [path for package in BELOW for path in checkout.glob(f"{package}/*")]
     below = [path for path in below if path.suffix in (".py", ".c")]
@@ -210,7 +214,7 @@ def sources() -> list[Path]:
 
 
 def check_alike(model: Model) -> None:
-    """Refuse ranks with another program or model: MLX would add up nonsense without an error."""
+    """Refuse ranks with different code or models, whose arrays MLX would add up without an error."""
     marks = [zlib.crc32(path.read_bytes()) for path in sources()]
     alike = {
         "version of nanobatch and MLX": (mx.__version__, marks),
@@ -220,7 +224,7 @@ def check_alike(model: Model) -> None:
             str(model.kv_dtype),
             model.arithmetic,
         ),
-        # Differ if the model was trained further
+        # Distinguishes a model from a fine-tuned version of it
         "weights": model.norm.weight.tolist(),
     }
     for what, own in alike.items():
@@ -232,24 +236,24 @@ def check_alike(model: Model) -> None:
 
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest n up to `limit` that fits, or 0. If n fits, so does every smaller one."""
+    """Return the largest n up to `limit` that fits, or 0. Every n below one that fits must fit, too."""
     return bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
 
 
 def slab_shape(c: Config, slots: int, max_len: int, chunk: int) -> tuple[int, int, int, int, int]:
-    """Arguments for `Slab`. A slot has a whole number of chunks, which leaves room for padding the last
-    one."""
+    """Return the arguments for `Slab`. A slot holds a whole number of chunks, so that the last chunk
+    can be padded."""
     chunks = -(-max_len // chunk)
     return c.layers, slots, c.Hkv, chunks * chunk, c.Dh
 
 
 def rows_of_layers(c: Config) -> list[tuple[int, int]]:
-    """The row of a token in each layer that has rows, as heads and their size."""
+    """Return (heads, head size) of a token's row, for each layer that has rows."""
     return [row for layer in range(c.layers) if (row := c.row(layer))[0]]
 
 
 def slab_nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:
-    """The memory of a slab of these sizes: keys and values."""
+    """Return the memory of a slab's keys and values."""
     length += label_rows(Dh, itemsize)
     return 2 * layers * slots * Hkv * length * Dh * itemsize
 
@@ -257,9 +261,9 @@ def slab_nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsiz
 def is_batch_invariant(model: Model) -> bool:
     """True if a request's logits have the same bits in any batch.
 
-    They have with our own product on a CPU, for float32 and packed weights, if each rank uses it. (The
-    instruction sets may differ, because what a rank adds to a sum is the same in any batch.) It is not
-    known of MLX's own products, nor of modules that run in place of ours.
+    They have with our own product on a CPU, for float32 and packed weights, if every rank uses it.
+    (Instruction sets may differ, because a rank's part of a sum is the same in any batch.) Nothing is
+    known about MLX's own products or about modules that replace ours.
     """
     is_ours = device.is_batch_invariant() and not foreign_modules.foreign()
     marks = model.ranks.gather(is_ours and model.is_float32)

@@ -1,6 +1,6 @@
 """Find local models: folders, GGUF files, the hub's cache, LM Studio, Ollama.
 
-A complete local model is used without asking the network.
+A complete local model is used without network access.
 """
 
 import os
@@ -16,23 +16,26 @@ from models.gguf_finder import OLLAMA, chosen, models_among, ollama_file
 from models.weights import MissingError, weight_files
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
-# The files that a download fetches; no other one is read
+# The files that a download fetches; no other files are read
 FILES = ("*.json", "*.jinja")
 WEIGHTS = "model*.safetensors"
-GGUF_NAME = re.compile(r"[-._]gguf\b.*$", re.IGNORECASE)  # a suffix to the model's own name
-LEVELS = 6  # of folders that are searched: owner/name below the hub's cache has four
+GGUF_NAME = re.compile(r"[-._]gguf\b.*$", re.IGNORECASE)  # a suffix after the model's own name
+LEVELS = 6  # levels of folders to search; owner/name in the hub's cache takes four
 LM_STUDIO = (Path("~/.lmstudio/models"), Path("~/.cache/lm-studio/models"))
 
 
 def find(model: str) -> Path:
-    """Find the folder or GGUF file of a model: "demo", a path, a hub id such as
-    `mlx-community/Llama-3.2-1B-Instruct-4bit`, or a name of Ollama's."""
+    """Find the folder or GGUF file of a model, and download it if necessary.
+
+    `model`: "demo", a path, a hub id such as `mlx-community/Llama-3.2-1B-Instruct-4bit`, or the name
+    of a model in Ollama's store, such as `ollama:llama3.2`.
+    """
     if model.startswith(OLLAMA):
         return ollama_file(model)
     try:
         path = DEMO if model == "demo" else Path(model).expanduser()
         exists = path.exists()
-    # An invalid file name, or an unknown user's home
+    # An invalid file name, or the home of an unknown user
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(
             f"{shown(model)} is no folder ({error.args[-1]}); name one, or a hub id."
@@ -70,12 +73,12 @@ def find(model: str) -> Path:
 
 
 def whole_or_gguf(folder: Path) -> Path:
-    """A folder with a config, or the GGUF file in it."""
+    """Return the folder if it holds a config, else the GGUF file in it."""
     return folder if (folder / "config.json").exists() else chosen(folder) or folder
 
 
 def is_whole(folder: Path) -> bool:
-    """True if a model is complete. An interrupted download leaves some of its files."""
+    """True if all files of a model are there. An interrupted download leaves only some of them."""
     if not all((folder / name).exists() for name in ("config.json", "tokenizer.json")):
         return False
     try:
@@ -83,13 +86,13 @@ def is_whole(folder: Path) -> bool:
     except MissingError:
         return False
     except ModelError:
-        return True  # reading it names the fault
+        return True  # loading the model will name the fault
     has_index = any(files.values())
     return has_index or not any("-of-" in path.name for path in files)
 
 
 def _download(repo: str) -> Path:
-    """Download a repository from the hub, or use what is cached of it."""
+    """Download a repository from the hub, or use its cached files if that fails."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -103,7 +106,7 @@ def _download(repo: str) -> Path:
         why = "is no folder here, and no valid hub id (owner/name)"
     except Exception as error:  # no network, a proxy, a full disk: something that the user can fix
         patterns = [*FILES, WEIGHTS]
-        try:  # without a network, part of an older download may be enough
+        try:  # without a network, a partial older download may be enough
             return Path(
                 huggingface_hub.snapshot_download(
                     repo, allow_patterns=patterns, local_files_only=True
@@ -119,7 +122,8 @@ def _download(repo: str) -> Path:
 
 
 def found() -> Iterator[tuple[str, Path]]:
-    """Names and folders of all models in the hub's cache and LM Studio's folder, supported or not."""
+    """Yield name and folder of every model in the hub's cache and LM Studio's folders, supported or
+    not."""
     from huggingface_hub import constants
 
     for repo in below(Path(constants.HF_HUB_CACHE), "models--*"):
@@ -142,13 +146,15 @@ def found() -> Iterator[tuple[str, Path]]:
 def below(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(path for path in folder.glob(pattern) if path.is_dir())
-    except OSError:  # not permitted
+    except OSError:  # no permission
         return []
 
 
 def models_in(root: Path) -> Iterator[Path]:
-    """The GGUF files and model folders in a folder and below it, the nearest first. Links are
-    followed, but each folder is visited once. Hidden ones are left out."""
+    """Yield the GGUF files and model folders in a folder and its subfolders, the nearest first.
+
+    Symlinks are followed, but each folder is visited once. Hidden files and folders are skipped.
+    """
     known = set()
     level = [root]
     for _ in range(LEVELS):
@@ -160,7 +166,7 @@ def models_in(root: Path) -> Iterator[Path]:
                     continue
                 known.add((status.st_dev, status.st_ino))
                 folders, files = _entries(folder)
-            except OSError:  # not permitted, or it has just gone
+            except OSError:  # no permission, or the folder was just deleted
                 if folder is root:
                     raise
                 continue
@@ -173,7 +179,8 @@ def models_in(root: Path) -> Iterator[Path]:
 
 
 def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Its folders, and those of its files that may belong to a model. It may hold a million."""
+    """Return a folder's subfolders, and its files that may belong to a model. Other files get no
+    `Path`, because there may be a million."""
     folders, files = [], []
     with os.scandir(folder) as entries:
         for entry in entries:

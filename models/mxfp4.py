@@ -1,8 +1,8 @@
-"""MXFP4, in which gpt-oss stores its experts: a weight is one of 15 numbers times a power of two.
+"""MXFP4, the format of gpt-oss's experts: a weight is one of 15 numbers times a power of two.
 
-Doubled, these numbers are whole, from -12 to 12. So MXFP4 is a quantization like any other, of 5 bits in
-groups of 32, and exact: a weight is scale * (number - 12). Next to activations of 8 bits our product keeps
-four bits, which say which of the numbers a weight is.
+Doubled, these numbers are integers from -12 to 12. So MXFP4 converts without loss to an ordinary
+quantization of 5 bits in groups of 32: a weight is scale * (number - 12). With activations of 8 bits, our
+product keeps the original four bits, which index the 15 numbers.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kernels.device import mx
 from kernels.packed import words
 
 BITS, GROUP, CENTER = 5, 32, packed.MXFP4_CENTER
-NUMBERS = packed.MXFP4_NUMBERS  # by the four bits of a file
-NAN = 255  # as a scale
+NUMBERS = packed.MXFP4_NUMBERS  # indexed by the four bits of a weight in the file
+NAN = 255  # the scale that means NaN
 
 
 class Mxfp4(NamedTuple):
-    """A part of a tensor in MXFP4."""
+    """Convert the weights or the scales of a tensor in MXFP4."""
 
     is_scales: bool
 
@@ -29,9 +29,8 @@ class Mxfp4(NamedTuple):
         if array.ndim < 3:
             return decoded(array)
         parts = []
-        for (
-            part
-        ) in array:  # of each expert by itself, since numbers take more memory than their bits
+        # One expert at a time, because unpacked numbers take more memory
+        for part in array:
             parts.append(decoded(part))
             mx.eval(parts)
         return mx.stack(parts)
@@ -44,12 +43,12 @@ def decoded(array: mx.array) -> mx.array:  # (rows, ...), bytes or words -> (row
 
 
 def powers(array: mx.array) -> mx.array:
-    """Half the power of two that a byte stands for, 2^(byte - 128), in bfloat16."""
+    """Decode scales: 2^(byte - 128) in bfloat16, half the power of two, because numbers are doubled."""
     byte = array.astype(mx.uint16)
     bits = mx.where(byte > 1, (byte - 1) << 7, mx.array(0x20, mx.uint16) << byte)
     return mx.where(byte == NAN, 0x7F80, bits).astype(mx.uint16).view(mx.bfloat16)
 
 
 def shapes(rows: tuple[int, ...], width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of weights and scales, as `Weights` hands them on."""
+    """Return the shapes of weights and scales after conversion."""
     return (*rows, width * BITS // 32), (*rows, width // GROUP)

@@ -1,13 +1,13 @@
 """The operations of a Llama that are not matrix products.
 
 The problem. `llama.py` shows what a Llama computes. Its speed depends on details that have nothing to
-do with a Llama. On a CPU, MLX computes number by number, so `cpu_kernels.c` computes float32 rows there
-(`kernels/row_ops.py`). On a GPU, a step of a few tokens takes the time to read the weights, and some
-microseconds for each kernel (a function that runs there), however little it computes. So the fewest
-kernels are fastest.
+do with a Llama. On a CPU, MLX computes one number at a time, so `cpu_kernels.c` computes float32 rows
+there (`kernels/row_ops.py`). On a GPU, a step of a few tokens takes the time to read the weights plus
+some microseconds per kernel (a function that runs on the GPU), however little the kernel computes. So
+fewer kernels are faster.
 
-The solution. Each docstring begins with the formula. The body computes it by `cpu_kernels.c`, or else with
-MLX's operations. A test compares both with the formula (`tests/models/test_ops.py`).
+The solution. Each docstring begins with the formula. The body computes it with `cpu_kernels.c`, or else
+with MLX's operations. A test compares both with the formula (`tests/models/test_ops.py`).
 
 The invariant: no result depends on what else runs in the step.
 """
@@ -22,7 +22,7 @@ from kernels.device import mx
 from kernels.library import CAP, GEGLU, NORM, SIGLU, SOFTMAX, SWIGLU
 
 
-def softmax(x: mx.array, scale: float = 1.0) -> mx.array:  # (..., T) -> (..., T), which sum up to 1
+def softmax(x: mx.array, scale: float = 1.0) -> mx.array:  # (..., T) -> (..., T), which sum to 1
     """e^(scale x) / sum(e^(scale x))"""
     if row_ops.handles(x):
         return row_ops.usual(SOFTMAX, scale)(x)
@@ -49,7 +49,7 @@ def one_kernel(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
 
 
-# On a CPU, MLX would call the machine's C++ compiler
+# Only on a GPU: on a CPU, MLX would call the machine's C++ compiler
 if mx.default_device() == mx.gpu:
     one_kernel = mx.compile(one_kernel, shapeless=True)
 

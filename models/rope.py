@@ -1,9 +1,9 @@
-"""Rotary positions: queries and keys are turned by angles that depend on their position.
+"""Rotary position embeddings (RoPE): rotate queries and keys by angles that depend on their position.
 
-Families differ in how they go beyond the length that a model was trained for, and devices in which form
-is fastest. A `Rope` is the config as plain data, an `AttentionType` is how attention treats positions in
-some of the layers. Tests compare each form with the formula or with mlx-lm (`tests/models/test_ops.py`).
-Next: `layers.py`.
+Families differ in how they extend a model beyond its trained length, and devices differ in which
+implementation is fastest. A `Rope` is the config as plain data. An `AttentionType` says how attention
+treats positions in some of the layers. Tests compare each implementation with the formula or with mlx-lm
+(`tests/models/test_ops.py`). Next: `layers.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernels.device import mx
 
 @dataclass(frozen=True)
 class Rope:
-    """The parameters that make angles of positions (`rope_frequencies`)."""
+    """The parameters from which `rope_frequencies` computes angles."""
 
     type: str
     theta: float
@@ -30,22 +30,22 @@ class Rope:
     original_length: int = 8192
     # The factor by which each plane is slowed, for sequences up to the original length
     short: tuple[float, ...] = ()
-    long: tuple[float, ...] = ()  # and for longer ones
+    long: tuple[float, ...] = ()  # the same for longer sequences
     gain: float = 1.0  # rotated vectors are multiplied by this
-    turned: int | None = None  # how many numbers of a head turn, from the first; None means all
-    interleaved: bool = False  # adjacent numbers are a plane, instead of number i and i + Dh/2
-    rounds: bool = True  # yarn: the planes at its bounds are whole numbers
-    part: float = 1.0  # of the planes, those that turn fastest; the others do not turn
+    turned: int | None = None  # number of leading dimensions that rotate; None means all
+    interleaved: bool = False  # planes are adjacent dimensions, instead of i and i + Dh/2
+    rounds: bool = True  # yarn: the bounds are rounded to whole planes
+    part: float = 1.0  # fraction of planes that rotate, the fastest first
 
     def is_too_short(self, length: int) -> bool:
-        """True beyond the trained length, for types that then turn differently."""
+        """True beyond the original length, for types that then use other frequencies."""
         return self.type in ("dynamic", "longrope") and length > self.original_length
 
     def order(self, Dh: int) -> list[int]:
-        """The order of a head's numbers in which number i and number i + Dh/2 are a plane.
+        """Return the order of a head's dimensions in which i and i + Dh/2 are a plane.
 
-        Planes that do not turn come last. The rows of q and k are put into this order when they are
-        loaded, which does not change their dot products.
+        Planes that do not rotate come last. The rows of q and k are loaded in this order, which does
+        not change their dot products.
         """
         turned = Dh if self.turned is None else self.turned
         if self.interleaved:
@@ -64,12 +64,12 @@ def rotate(
     cos: mx.array,  # (N, 1, Dh)
     sin: mx.array,  # (N, 1, Dh)
 ) -> mx.array:  # (N, heads, Dh)
-    """Number i and number i + Dh/2 of a head are a point in a plane. Turn it by the angle of its
-    position.
+    """Treat dimensions i and i + Dh/2 of a head as a point in a plane, and rotate it by the angle of
+    its position.
 
     The dot product of two rotated vectors depends only on the difference of their angles. So attention
-    sees the distance of two tokens, and not their positions. (a, b) becomes (a cos - b sin, b cos +
-    a sin); `sin` has the minus sign.
+    sees the distance between two tokens, not their positions. (a, b) becomes (a cos - b sin, b cos +
+    a sin); `sin` already has the minus sign.
     """
     a, b = mx.split(x, 2, axis=-1)
     return (x * cos + mx.concatenate([b, a], axis=-1) * sin).astype(x.dtype)
@@ -82,7 +82,7 @@ def rotate_growing(
     growth: Growth,
     positions: mx.array,  # (N,)
 ) -> mx.array:  # (N, H + Hkv, Dh)
-    """Rotate queries and keys, and multiply the queries by the factor of their position."""
+    """Rotate queries and keys, and multiply each query by the factor for its position."""
     q, k = mx.split(x, [growth.H], axis=1)
     place = mx.minimum(positions // growth.every, len(growth.factors) - 1)
     factor = growth.factors[place][:, None, None]  # (N, 1, 1)
@@ -90,34 +90,34 @@ def rotate_growing(
 
 
 class Growth(NamedTuple):
-    """Queries at position p are multiplied by 1 + beta ln(1 + floor(p / every)). The factors are a
-    table, because a logarithm's last bit differs between processors."""
+    """The factors 1 + beta ln(1 + floor(p / every)) of queries at position p. They are a table,
+    because the last bit of a logarithm differs between processors."""
 
-    factors: mx.array  # by floor(p / every)
+    factors: mx.array  # indexed by floor(p / every)
     every: int
     H: int  # the first H heads of x are queries
 
     @staticmethod
     def for_config(beta: float, every: int, H: int) -> Growth:
-        steps = range(2**20 // every + 2)  # further positions keep the last factor
+        steps = range(2**20 // every + 2)  # later positions keep the last factor
         return Growth(mx.array([1 + beta * math.log(1 + step) for step in steps]), every, H)
 
 
 class AttentionType(NamedTuple):
-    """The window and the rope of some of the layers. Most models have one kind of layer."""
+    """The sliding window and the rope of some of the layers. Most models have a single type."""
 
     rope: Rope | None  # None: no positions (NoPE)
-    span: int | None  # the sliding window, a token's own row included; None: full attention
+    span: int | None  # the sliding window, including the token's own row; None: full attention
     cap: float | None  # soft cap of the scores
     frequencies: mx.array | None  # (Dh/2,)
     periods: mx.array | None  # 1 / frequencies, for a GPU
-    growth: Growth | None = None  # of far queries
-    # (H,), by the index of a layer: logits that join the softmax of each head (`models/sinks.py`)
+    growth: Growth | None = None  # of queries at far positions
+    # Slab index of a layer -> (H,) logits that join the softmax of each head (`models/sinks.py`)
     sinks: Mapping[int, mx.array] = {}
 
     @property
     def Dh(self) -> int:
-        """The size of heads that turn."""
+        """The size of a head; 0 without RoPE."""
         return 0 if self.frequencies is None else 2 * self.frequencies.size
 
     @staticmethod
@@ -130,14 +130,13 @@ class AttentionType(NamedTuple):
         growth: Growth | None = None,
         sinks: Mapping[int, mx.array] = {},
     ) -> AttentionType:
-        """`length`: the maximum length of a sequence."""
+        """Compute the frequencies. `length`: the maximum length of a sequence."""
         if rope is None:
             return AttentionType(None, span, cap, None, None, sinks=sinks)
         frequencies = rope_frequencies(rope, Dh, length)
         periods = None
-        if (
-            device.has_gpu() and rope.gain == 1 and not growth
-        ):  # as `mx.fast.rope` wants them; no plane stands still
+        if device.has_gpu() and rope.gain == 1 and not growth:
+            # `mx.fast.rope` takes periods, so a frequency of 0 becomes a tiny one
             periods = 1 / mx.maximum(frequencies, 1e-30)
         return AttentionType(rope, span, cap, frequencies, periods, growth, sinks)
 
@@ -146,8 +145,8 @@ def turning(
     kind: AttentionType,
     positions: mx.array,  # (N,)
 ) -> Callable[[mx.array], mx.array]:  # (N, heads, Dh) -> the same
-    """A function that turns queries and keys of tokens at these positions: `rotate`, or one kernel of
-    MLX's on a GPU."""
+    """Return a function that rotates the queries and keys of tokens at these positions: `rotate`, or
+    MLX's fused kernel on a GPU."""
     rope = kind.rope
     if rope is None:
         return lambda x: x
@@ -161,7 +160,7 @@ def turning(
 
     def turn(x: mx.array) -> mx.array:
         turned = mx.fast.rope(
-            x[:, :, None],  # (N, heads, 1, Dh): each token is a sequence of one
+            x[:, :, None],  # (N, heads, 1, Dh): each token is a sequence of length 1
             x.shape[-1],
             traditional=False,
             base=None,
@@ -178,12 +177,12 @@ def rope_angles(
     kind: AttentionType,
     positions: mx.array,  # (N,)
 ) -> tuple[mx.array, mx.array]:  # (N, 1, Dh) each
-    """cos and sin of each position times each plane's frequency, for both numbers of a plane."""
+    """Return cos and sin of position * frequency, for both dimensions of each plane."""
     rope = kind.rope
     angles = positions[:, None, None] * kind.frequencies  # (N, 1, Dh/2)
     cos = mx.cos(angles)
     sin = mx.sin(angles)
-    if rope.gain != 1:  # only for planes that turn
+    if rope.gain != 1:  # only for planes that rotate
         gain = mx.where(kind.frequencies > 0, rope.gain, 1.0)
         cos = cos * gain
         sin = sin * gain
@@ -194,25 +193,26 @@ def both_of_a_plane(
     cos: mx.array,  # (..., Dh/2)
     sin: mx.array,  # (..., Dh/2)
 ) -> tuple[mx.array, mx.array]:  # (..., Dh) each
-    """cos and sin for both numbers of each plane, as `rotate` wants them: `sin` with its minus sign."""
+    """Repeat cos and sin for both dimensions of each plane, with the minus sign that `rotate` needs."""
     both_cos = mx.concatenate([cos, cos], axis=-1)
     both_sin = mx.concatenate([-sin, sin], axis=-1)
     return both_cos, both_sin
 
 
 def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2,)
-    """The angle by which each of a head's Dh/2 planes turns from one position to the next.
+    """Return the angle by which each of a head's Dh/2 planes rotates from one position to the next.
 
-    Plane i turns by theta ** (-2 i / Dh): the first by 1, which distinguishes neighbours, the last by
-    nearly 1 / theta, which takes tens of thousands of positions for a turn and distinguishes near from
-    far. If only a part of a head turns, that part is the Dh of this formula, and the other planes do
-    not turn.
+    Plane i rotates by theta ** (-2 i / Dh). The first rotates by 1, which distinguishes neighbours. The
+    last rotates by nearly 1 / theta, which takes tens of thousands of positions for a full turn and
+    distinguishes near from far. If only a part of a head rotates, Dh in this formula is the size of
+    that part, and the other planes do not rotate.
 
-    Planes that turn more slowly extend a model beyond the length it was trained for. `linear` slows all
-    of them. `llama3` and `yarn` slow only the slow ones, because the fast ones distinguish neighbours.
-    `dynamic` raises theta with `length`. `longrope` has a factor for each plane, found by search, and
-    others for sequences beyond the trained length. Here `length` is that of a slot, so all sequences of
-    an engine turn alike and may share rows. `proportional` turns the fast planes alone, as if all did.
+    Slower planes extend a model beyond its trained length. `linear` slows all of them. `llama3` and
+    `yarn` slow only the slow planes, because the fast ones distinguish neighbours. `dynamic` raises
+    theta with `length`. `longrope` has a factor for each plane, found by search, and a second set of
+    factors for sequences beyond the trained length. Here `length` is the length of a slot, so all
+    sequences of an engine rotate by the same angles and can share rows. `proportional` rotates only the
+    fast planes, at the frequencies they have when all planes rotate.
     """
     R = rope.turned or Dh
     theta = rope.theta
@@ -240,10 +240,10 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
 
 
 def slowed(rope: Rope, periods: mx.array) -> mx.array:  # (R/2,) -> the same
-    """The periods of `llama3` and `yarn`: a mixture of each frequency and the slowed one.
+    """Return the periods of `llama3` and `yarn`, which interpolate between full and slowed frequencies.
 
-    It is computed from the reciprocals, for each type as mlx-lm does: at far positions, the last digit of
-    a frequency changes the fourth digit of a logit.
+    Each type is computed from the reciprocals exactly as in mlx-lm, because at far positions the last
+    digit of a frequency changes the fourth digit of a logit.
     """
     turns = rope.original_length / (2 * mx.pi * periods)  # full turns within the trained length
     keep = kept_of_planes(rope, turns)
@@ -254,11 +254,11 @@ def slowed(rope: Rope, periods: mx.array) -> mx.array:  # (R/2,) -> the same
 
 
 def kept_of_planes(rope: Rope, turns: mx.array) -> mx.array:  # (R/2,) -> the same
-    """The share of each plane's frequency that is kept: 0 means slowed by the whole factor, 1 not at all.
+    """Return how much of each plane's frequency is kept, from 0 (slowed by the full factor) to 1 (not slowed).
 
-    With fewer turns than low_freq_factor it is 0, with more than high_freq_factor 1. In between `llama3`
-    interpolates by the number of turns, `yarn` by the number of the plane, between the bounds, which may
-    be rounded outwards.
+    A plane with fewer turns than low_freq_factor gets 0, and one with more than high_freq_factor gets 1.
+    In between, `llama3` interpolates by the number of turns, and `yarn` by the index of the plane, whose
+    bounds may be rounded outwards.
     """
     low = rope.low_freq_factor
     high = rope.high_freq_factor

@@ -1,12 +1,12 @@
 """Divide a model among several ranks (tensor parallelism).
 
 Each layer is divided: every rank has some of the heads and some of the hidden units of the MLP. For
-example, with H = 6 query heads and Hkv = 2 key heads, so G = 3:
+example, with H = 6 query heads and Hkv = 2 key heads, G = 3 query heads share a key head:
 
     2 ranks   queries 0 1 2, key 0    |  queries 3 4 5, key 1
     4 ranks   queries 0, key 0  |  queries 1 2, key 0  |  queries 3, key 1  |  queries 4 5, key 1
 
-Next: `load.py`, which reads a rank's shard of the weights; `distributed/group.py`, how ranks work together.
+Next: `load.py` reads a rank's shard of the weights; `distributed/group.py` connects the ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def evenly(count: int, ranks: int) -> list[range]:
 class Shard(NamedTuple):
     """The part of each layer that one rank has."""
 
-    queries: range  # heads
-    keys: range  # heads, and the same value heads
-    hidden: range  # units inside the MLP
+    queries: range  # query heads
+    keys: range  # key heads, and the value heads of the same numbers
+    hidden: range  # hidden units of the MLP
 
     @staticmethod
     def for_rank(c: Config, rank: int, size: int) -> Shard:
-        """With more ranks than key heads, several ranks have the same key head and divide its query
-        heads."""
+        """Compute the shard of a rank. With more ranks than key heads, several ranks have the same key
+        head and divide its query heads."""
         if size > 1 and c.qk_norm == "width":
             raise ModelError(
                 f"{c.model_type} cannot be shared: it has a norm over all heads. Start one process."
@@ -50,7 +50,7 @@ class Shard(NamedTuple):
             raise ModelError(
                 f"{c.model_type} cannot be shared: its layers have different heads. Start one process."
             )
-        # A last bit may decide which experts a token takes, and all ranks must take the same
+        # The last bit of a sum may decide which experts a token uses, and all ranks must use the same
         if size > 1 and c.experts:
             raise ModelError(
                 f"{c.model_type} cannot be shared: each process would choose experts. Start one process."
@@ -70,13 +70,13 @@ class Shard(NamedTuple):
             part = evenly(G, len(sharers))[sharers.index(rank)]
             keys = range(key, key + 1)
             queries = range(key * G + part.start, key * G + part.stop)
-        # Quantized numbers share scales in blocks
+        # Blocks of quantized weights share a scale, so they are not divided
         block = 64 if c.hidden % 64 == 0 and c.hidden >= 64 * size else 1
         hidden = evenly(c.hidden // block, size)[rank]
         return Shard(queries, keys, range(hidden.start * block, hidden.stop * block))
 
     def config(self, c: Config) -> Config:
-        """The model as this rank sees it."""
+        """Return the config of this rank's shard."""
         return replace(
             c,
             H=len(self.queries),
@@ -85,7 +85,7 @@ class Shard(NamedTuple):
         )
 
     def cut(self, module: str, Dh: int) -> tuple[slice, slice]:
-        """The rows and columns of a module's weight (out, in)."""
+        """Return the rows and columns of a module's weight (out, in) that belong to this rank."""
         own = {
             "queries": slice(self.queries.start * Dh, self.queries.stop * Dh),
             "keys": slice(self.keys.start * Dh, self.keys.stop * Dh),

@@ -1,8 +1,8 @@
 """The tensors of a model folder, checked before they are used.
 
-MLX loads lazily and checks little: after a truncated download, or with a NaN, the model would answer
-nonsense. `Weights.take` returns a tensor only if it has the shape that the config implies and its
-numbers are finite. Otherwise it raises a `ModelError` of one line.
+MLX loads lazily and checks little, so a truncated download or a NaN would make the model answer nonsense.
+`Weights` refuses tensors whose shapes differ from those that the config implies or whose numbers are not
+finite, with a one-line `ModelError`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from models import mxfp4
 from models.config import Config
 from models.mxfp4 import Mxfp4
 
-# As phi3 stores them, and Granite 4 its MLP
+# Fused matrices of Phi-3, and of Granite 4's MLP
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 LFM2_NAMES = {
-    "operator_norm": "input_layernorm",  # of LFM2
+    "operator_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w3": "mlp.up_proj",
@@ -50,30 +50,30 @@ ALTERNATE = {
     "gate_up_proj": (("gate_proj", slice(0, None, 2)), ("up_proj", slice(1, None, 2))),
     "down_proj": (("down_proj", slice(None)),),
 }
-# Of models that also see or hear, or draft
+# Prefixes of tensors that are not used: vision, audio, and multi-token prediction
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "audio_tower.")
 OTHER_PARTS += ("embed_vision.", "embed_audio.", "vision_embedder.", "visual.")
 OTHER_PARTS += tuple(f"model.{part}" for part in OTHER_PARTS)
-OTHER_PARTS += ("mtp.", "language_model.mtp.")  # drafts of Qwen 3.5
+OTHER_PARTS += ("mtp.", "language_model.mtp.")  # multi-token prediction of Qwen 3.5
 CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 DTYPES = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "U32": mx.uint32}
-DTYPES["U8"] = mx.uint8  # of MXFP4
+DTYPES["U8"] = mx.uint8  # MXFP4
 
 
 def usual_form() -> str:
-    """The default form of weights in memory.
+    """Return the default form of weights in memory.
 
-    "checkpoint": as the files have them; MLX multiplies. "float32": widened. "packed": as the files
-    have them; our own product converts them to float32 in registers. On a CPU, MLX itself is fast with
-    float32 alone.
+    "checkpoint": as stored in the files, multiplied by MLX.
+    "packed": as stored in the files; our own product converts them to float32 in registers.
+    "float32": widened at load, because on a CPU MLX is fast only with float32.
     """
     if device.has_gpu():
         return "checkpoint"
     return "packed" if device.is_batch_invariant() else "float32"
 
 
-# --- what the files say -------------------------------------------------------------------------
+# --- headers ------------------------------------------------------------------------------------
 
 
 class Tensor(NamedTuple):
@@ -83,15 +83,15 @@ class Tensor(NamedTuple):
     name: str  # in the file
     dtype: mx.Dtype
     shape: tuple[int, ...]
-    rows: slice = slice(None)  # of the tensor in the file
-    parts: tuple[Tensor, ...] = ()  # of a stack that is stored matrix by matrix
-    # Of a packed matrix, once it is checked
+    rows: slice = slice(None)  # rows of the tensor in the file
+    parts: tuple[Tensor, ...] = ()  # the matrices of a stack, if they are stored separately
+    # Set for packed matrices by `check_against`
     bits: int = 0
     group: int = 0
-    center: float = 0.0  # if not 0, an offset is its scale times this, and there are none
-    mxfp4: Mxfp4 | None = None  # if it is stored so; dtype and shape are those that it is read with
-    every: slice = slice(None)  # of the rows of each expert
-    is_last: bool = True  # nothing else reads the same tensor afterwards
+    center: float = 0.0  # if not 0, each offset is its scale times this and is not stored
+    mxfp4: Mxfp4 | None = None  # the conversion from MXFP4; dtype and shape are its result's
+    every: slice = slice(None)  # rows of each expert
+    is_last: bool = True  # no later tensor reads the same entry of the file
 
 
 class MissingError(ModelError):
@@ -99,10 +99,10 @@ class MissingError(ModelError):
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """The table of contents of a safetensors file, checked against the size of the file.
+    """Read the header of a safetensors file, and check it against the size of the file.
 
-    A safetensors file begins with the length N of a JSON text, in 8 bytes. After the JSON comes the
-    data it points to:
+    A safetensors file begins with the length N of a JSON text, in 8 bytes. The JSON is followed by the
+    data that it points to:
 
         | N (u64) | {"model.norm.weight": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}} | 32 bytes |
     """
@@ -164,7 +164,7 @@ def read_entry(path: Path, name: str, entry: dict) -> Tensor:
 
 
 def weight_files(folder: Path) -> dict[Path, set[str]]:
-    """The files to read. If there is an index, each with the tensors that should be in it."""
+    """Return a model's weight files. If there is an index, each comes with the tensors it should hold."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         found = sorted(folder.glob("model*.safetensors"))
@@ -196,8 +196,8 @@ def weight_files(folder: Path) -> dict[Path, set[str]]:
 
 
 class Weights:
-    """The tensors of a checkpoint. Names and shapes are checked at once, a tensor's numbers when it is
-    taken."""
+    """The tensors of a checkpoint. Headers are checked at once, and a tensor's numbers when it is
+    read."""
 
     described_by = "config.json"
 
@@ -220,15 +220,17 @@ class Weights:
             for name, tensor in self.tensors.items()
             if not name.startswith(OTHER_PARTS)
         }
-        # Models without a head are saved without this prefix
+        # Models without a head are saved without the prefix "model."
         if "embed_tokens.weight" in self.tensors:
             self.tensors = {f"model.{name}": tensor for name, tensor in self.tensors.items()}
         self._name_mxfp4()
-        self._arrays: dict[Path, dict[str, mx.array]] = {}  # not taken yet
+        self._arrays: dict[Path, dict[str, mx.array]] = {}  # not read yet
 
     def _name_mxfp4(self) -> None:
-        """Give tensors in MXFP4 the names and shapes of a quantization with five bits. mlx-lm has a
-        matrix and bytes as scales; gpt-oss's own files have experts with other names."""
+        """Give MXFP4 tensors the names and shapes of a 5-bit quantization.
+
+        mlx-lm stores a matrix, and scales as bytes. gpt-oss's own files have other names for experts.
+        """
         for name, tensor in list(self.tensors.items()):
             match = re.fullmatch(
                 r"(.+\.experts\.)(gate_up_proj|down_proj)_(blocks|scales|bias)", name
@@ -248,7 +250,7 @@ class Weights:
             if module == name or scales.dtype != mx.uint8 or weight is None:
                 continue
             if f"{module}.biases" in self.tensors or len(scales.shape) < 2:
-                continue  # refused later
+                continue  # `check_against` refuses it
             *rows, groups = scales.shape
             nbytes = math.prod(weight.shape[len(rows) :]) * weight.dtype.size
             if weight.shape[: len(rows)] != (*rows,) or nbytes != groups * mxfp4.GROUP // 2:
@@ -265,7 +267,7 @@ class Weights:
                 )
 
     def quantization(self, config: Config) -> str:
-        """The format of most of the numbers in the files."""
+        """Return the format of most of the weights in the files."""
         sizes: Counter[str] = Counter()
         for name, shape in config.tensors().items():
             sizes[self._stored_as(name)] += math.prod(shape)
@@ -282,20 +284,24 @@ class Weights:
         return "lm_head.weight" in self.tensors
 
     def is_converted(self, config: Config) -> bool:
-        """True of a Qwen 3.5 that mlx-lm has converted. Its norms hold their weights; those in Hugging
-        Face's form hold what is added to 1. A convolution tells which form it is."""
+        """True if mlx-lm has converted this Qwen 3.5, which the shape of a convolution reveals.
+
+        Then the files store the weights of norms. Hugging Face's files store weights minus 1.
+        """
         convolution = f"model.layers.{min(config.deltas)}.linear_attn.conv1d.weight"
         return convolution in self.tensors and self.tensors[convolution].shape[-1] == 1
 
     @property
     def are_narrow(self) -> bool:
-        """True if any matrix has fewer than 32 bits a number."""
+        """True if any matrix has fewer than 32 bits per weight."""
         matrices = [tensor for tensor in self.tensors.values() if len(tensor.shape) > 1]
         return any(tensor.dtype != mx.float32 for tensor in matrices)
 
     def nbytes(self, own: Config, form: str, has_head: bool, rounds: bool = False) -> int:
-        """The memory of a rank's shard of the model in this form (`usual_form`). `rounds`: for
-        activations of 8 bits."""
+        """Return the memory of a rank's shard of the model in this form (`usual_form`).
+
+        `rounds`: activations are rounded to 8 bits.
+        """
         return sum(
             self._nbytes(name, shape, form, own.factor(name) != 1, rounds)
             for name, shape in own.tensors().items()
@@ -305,7 +311,7 @@ class Weights:
     def _nbytes(
         self, name: str, shape: tuple[int, ...], form: str, is_multiplied: bool, rounds: bool
     ) -> int:
-        """The memory of one tensor, with its scales and offsets. If a group is cut, it is unpacked."""
+        """Return the memory of one tensor with its scales and offsets. It is unpacked if a group is cut."""
         count = math.prod(shape)
         width = shape[-1]
         tensor = self.tensors[name]
@@ -320,7 +326,7 @@ class Weights:
             return 2 * count + 4 * count // width
         scales = self.tensors[f"{name.removesuffix('.weight')}.scales"]
         size = scales.dtype.size
-        # Scales that are bytes are widened if their rows are cut, or if MLX multiplies
+        # Scales in bytes are widened if rows are cut or if MLX multiplies
         is_cut = width * tensor.bits < 32 * tensor.shape[-1]
         if (form == "packed" and is_multiplied) or (size == 1 and (form != "packed" or is_cut)):
             size = 4
@@ -340,7 +346,7 @@ class Weights:
         return math.prod(many) * rows_of(N, rounds) * row
 
     def split(self, config: Config) -> None:
-        """Replace fused tensors by their parts, under the names of other families."""
+        """Replace fused tensors by their parts, with the names that other families use."""
         shapes = config.tensors()
         for name, tensor in list(self.tensors.items()):
             module, _, kind = name.rpartition(".")
@@ -363,7 +369,7 @@ class Weights:
             del self.tensors[name]
 
     def join(self, config: Config) -> None:
-        """Give experts' matrices the names of stacks, whether the files hold mlx-lm's stacks or single
+        """Give experts' matrices the names of stacks, whether the files store stacks or single
         matrices."""
         apart: dict[str, dict[int, Tensor]] = {}
         for name in list(self.tensors):
@@ -371,7 +377,7 @@ class Weights:
             if match:
                 own = apart.setdefault(match[1] + match[3], {})
                 own[int(match[2])] = self.tensors.pop(name)
-            elif name.endswith("mlp.experts.gate_up_proj"):  # of Qwen 3.5
+            elif name.endswith("mlp.experts.gate_up_proj"):  # Qwen 3.5
                 tensor = self.tensors.pop(name)
                 count, height, width = (*tensor.shape, 0, 0, 0)[:3]
                 for part, every in (
@@ -398,8 +404,7 @@ class Weights:
             self.tensors[name] = parts[0]._replace(shape=shape, parts=parts)
 
     def check_against(self, config: Config) -> None:
-        """Refuse weights unless they hold exactly the tensors that the config implies, in their
-        shapes."""
+        """Refuse weights unless they hold exactly the tensors and shapes that the config implies."""
         last = f"model.layers.{config.layers - 1}.post_attention_layernorm.weight"
         # Checked first, so that a config with a million layers is refused quickly
         if last not in self.tensors:
@@ -421,7 +426,7 @@ class Weights:
                 (shape[0], 1, shape[1]),
                 shape[:2],
             ):
-                pass  # as torch and GGUF have it; a tap is a number either way
+                pass  # the layout of torch or GGUF, with the same numbers
             elif tensor.shape != shape:
                 raise ModelError(
                     f"{tensor.path}: {name} has the shape {tensor.shape}, but {self.described_by} implies {shape}; "
@@ -436,7 +441,7 @@ class Weights:
             if part in ("scales", "biases") and f"{module}.weight" in expected:
                 continue
             if part == "inv_freq" or (config.tied and module == "lm_head"):
-                continue  # old checkpoints have rope tables, and tied ones may hold the head twice
+                continue  # old checkpoints store rope tables, and tied ones may store the head as well
             if re.match(r"model\.layers\.\d{1,9}\.", name) and config.is_unused(module):
                 continue
             raise ModelError(
@@ -448,12 +453,12 @@ class Weights:
         return ModelError(f"{self.folder} lacks the tensor {name}; download it again.")
 
     def _packing(self, module: str, shape: tuple[int, ...]) -> tuple[int, int, float]:
-        """(bits, group size, 0) of a quantized matrix, from its shapes alone, so layers may differ.
+        """Return (bits, group size, center) of a quantized matrix. Only its shapes count, so layers may differ.
 
         `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares
         one scale. So a width of 128 in 16 words with 2 scales means 4 bits in groups of 64.
         """
-        # The caller has found weight and scales
+        # The caller has checked that weight and scales exist
         path = self.tensors[f"{module}.scales"].path
         if self.tensors[f"{module}.scales"].mxfp4:
             found = [self.tensors[f"{module}.{part}"].shape for part in ("weight", "scales")]
@@ -481,14 +486,14 @@ class Weights:
             factors = (*out, width // group)
             fits = packed == (*out, width * bits // 32) and scales == biases == factors
             if fits and bits in QUANTIZED_BITS:
-                return bits, group, 0.0  # it has offsets
+                return bits, group, 0.0  # offsets are stored
         raise ModelError(
             f"{path}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
             f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
         )
 
     def read_tensor(self, name: str) -> mx.array:
-        """Read and check one tensor. It can be taken once, since the caller then owns its memory."""
+        """Read and check one tensor. It can be read only once, because the caller then owns its memory."""
         return self._read(self.tensors[name])
 
     def _read(self, tensor: Tensor) -> mx.array:
@@ -505,7 +510,7 @@ class Weights:
         arrays = self._arrays[path]
         array = arrays[tensor.name]
         rows = tensor.rows
-        # Parts are taken in order, so the last one frees the tensor
+        # Parts are read in order, so the last one frees the tensor
         if rows.stop in (None, len(array)) and tensor.is_last:
             del arrays[tensor.name]
         array = array[rows]
@@ -517,18 +522,18 @@ class Weights:
         return array
 
     def blocks_of(self, name: str) -> Blocks | None:
-        """The type of a tensor that `packed` can take as it is in a GGUF file."""
+        """Return the type of a GGUF tensor's blocks if `packed` can read them as stored, else None."""
         return None
 
     def read_blocks(self, name: str) -> mx.array:
-        """Read and check one tensor, block by block."""
+        """Read and check one tensor in its stored blocks."""
         raise NotImplementedError
 
     def _check_numbers(self, tensor: Tensor, array: mx.array) -> None:
         """Refuse NaN and infinity.
 
-        Without their signs, the bits of floats are ordered like the numbers, with infinity and NaN above
-        all others. They are compared as integers, because MLX is 40 times as slow with float16.
+        Without the sign, the bits of floats are ordered like the numbers, with infinity and NaN above
+        all others. They are compared as integers, because MLX is 40 times slower with float16.
         """
         if array.dtype in (mx.uint32, mx.uint8):
             return
@@ -542,8 +547,7 @@ class Weights:
 
 
 def text_name(name: str) -> str:
-    """A tensor's name without what marks the part that reads and writes text, and with Llama's name for
-    a module."""
+    """Return a tensor's name without a language model's prefix, and with Llama's name for the module."""
     name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     for theirs, ours in (LFM2_NAMES | GRANITE_NAMES | GPT_OSS_NAMES).items():
         name = name.replace(f".{theirs}.", f".{ours}.")
@@ -551,7 +555,7 @@ def text_name(name: str) -> str:
 
 
 def stored_in(name: str) -> str:
-    """The name of the fused matrix that holds this tensor."""
+    """Return the name of the fused matrix that holds this tensor."""
     for fused, parts in FUSED.items():
         name = re.sub(rf"\.({'|'.join(parts)})\.", f".{fused}.", name)
     return name

@@ -1,14 +1,15 @@
-"""Render a chat template: a Jinja program that turns a conversation into one text.
+"""Render a chat template: a Jinja program that turns a conversation into a prompt.
 
 A template comes with the weights, from an untrusted author. Jinja's sandbox keeps it away from
-files and Python's internals, but it may still loop forever or make gigabytes of text. So a
-template is first checked in a child process (`untrusted_model_files.py`); one that passes is rendered
-here, in the thread of the request, never in the thread that steps.
+files and Python's internals, but it may still loop forever or produce gigabytes of text. So a
+template is first checked in a child process (`untrusted_model_files.py`). A template that passes is
+rendered here, in the thread of the request, never in the engine's thread.
 
 A template may still be slow on a client's conversation: a loop over all pairs of 10,000 messages
 makes 100 million iterations, and Jinja bounds only `range`. So `ClockChecks` inserts a check of the
-clock into every loop, macro and block, and a rendering ends after `PATIENCE` seconds of processor
-time. A check costs a third of a microsecond. A single expression between two checks is not bounded.
+clock into every loop, macro and block, and a rendering is stopped after `PATIENCE` seconds of
+processor time. A check costs a third of a microsecond. A single expression between two checks is not
+bounded.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ PATIENCE = 1.0  # seconds of processor time for a rendering; normal templates ta
 
 
 class PatienceError(jinja2.TemplateError):
-    """A rendering that takes too long."""
+    """Raised when a rendering takes too long."""
 
 
-# the deadline among a template's variables, under a name that no template can write
+# The deadline is a variable of the template, under a name that no template can refer to
 DEADLINE = "the deadline"
-CHECK = "check the clock"  # the filter that checks it, likewise
+CHECK = "check the clock"  # the filter that checks the deadline, with such a name, too
 
 
 @jinja2.pass_context
@@ -45,7 +46,7 @@ def check_clock(context: Context, _: None) -> None:
 
 
 class ClockChecks(NodeTransformer):
-    """Insert a check of the clock at the start of everything that may run repeatedly."""
+    """Insert a check of the clock at the start of every loop, macro and block."""
 
     def visit_For(self, node: nodes.For | nodes.Macro | nodes.Block) -> nodes.Node:
         at = {"lineno": node.lineno, "environment": node.environment}
@@ -58,7 +59,7 @@ class ClockChecks(NodeTransformer):
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} marks what the assistant said, for training. Replace it by its body."""
+    """Replace {% generation %}, which marks the assistant's messages for training, with its body."""
 
     tags: ClassVar = {"generation"}
 
@@ -83,7 +84,7 @@ def tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False)
 
 
 def sandbox() -> ImmutableSandboxedEnvironment:
-    """Jinja's sandbox with Hugging Face's options."""
+    """Create Jinja's sandbox with Hugging Face's options."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -95,7 +96,7 @@ def sandbox() -> ImmutableSandboxedEnvironment:
 
 
 class Template:
-    """A chat template. Making and rendering one may raise anything."""
+    """A chat template. Compiling and rendering it may raise any exception."""
 
     def __init__(self, source: str):
         made = sandbox()

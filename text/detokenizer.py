@@ -1,21 +1,22 @@
 """Streaming detokenization: token ids back to text, one token at a time.
 
 The problem. Tokens are not characters. One emoji may take four tokens, and a stop string may begin
-in the middle of one token and end in another. Yet a client wants text as soon as it is certain.
+in the middle of one token and end in another. Yet a client wants text as soon as it is final.
 
-A decoder may add or drop a space between two tokens, so each token is decoded together with the few
-before it, and what goes beyond their text is new. Three kinds of tokens wait:
+The solution. A decoder may add or drop a space between two tokens, so each token is decoded together
+with a few tokens before it, and the text beyond theirs is new. Three kinds of tokens wait:
 
-    b"\\xf0\\x9f"  bytes that end within a character wait until it is complete, or certainly broken
+    b"\\xf0\\x9f"  bytes that end within a character wait until it is complete or known to be broken
     <0xF0>       byte tokens (SentencePiece) wait until their run ends, because one broken byte changes
-                 how the whole run decodes
-    "Hel"        text that may be the start of a stop string waits until that is decided
+                 how the entire run decodes
+    "Hel"        text that may be the start of a stop string waits until it is known whether it is
 
-(`tokenizers` has a DecodeStream, which handles the first kind. With the second it raises, or shows
-text that the decoded whole does not have.)
+(`tokenizers` has a DecodeStream, which handles the first kind. With the second kind it raises, or shows
+text that does not occur when all tokens are decoded at once.)
 
-The invariant: the pieces join to the decoded whole. No piece ends within a character, and no part
-of a stop string is ever shown. A token costs the same however long the answer is.
+The invariant: the pieces join to the text of all tokens decoded at once. No piece ends within a
+character, and no part of a stop string is ever shown. The cost of a token does not depend on the length
+of the answer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from base.strings import beginning
 
 
 class StreamingDetokenizer:
-    """The text of one answer as it grows: `push` a token and get a piece, `finish` returns the
+    """Detokenizes one answer. `push` takes a token and returns a piece of text; `finish` returns the
     rest."""
 
     def __init__(
@@ -38,28 +39,27 @@ class StreamingDetokenizer:
         stops: Sequence[str] = (),
         silent: frozenset[int] | None = None,
     ):
-        """`silent`: ids of the tokens that are never shown, by default the special ones."""
+        """`silent`: ids of tokens that are never shown; by default the special tokens."""
         self._tokenizer = tokenizer
-        # Stop string -> its longest prefix that ends the text
+        # Stop string -> its longest prefix with which the text ends
         self._begun = dict.fromkeys(stops, "")
         self._silent = special_ids(tokenizer) if silent is None else silent
         self._falls_back = tokenizer.token_to_id("<0x00>") is not None
         self._context: list[int] = []  # the last tokens whose text is final
-        self._context_text = ""  # their text
-        self._waiting: list[int] = []  # the tokens whose text is not
+        self._context_text = ""  # the text of these tokens
+        self._waiting: list[int] = []  # the tokens after them, whose text is not final
         self._held = ""  # final text that may be the start of a stop string
         self._decoded = 0  # number of final characters
-        self.stop: str | None = None  # the stop string that has come
+        self.stop: str | None = None  # the stop string that ended the answer
 
     @property
     def open(self) -> int:
-        """Number of tokens that are no text yet: the next one may complete them, or they stay
-        broken."""
+        """The number of tokens whose text is not final. The next token may complete them."""
         return len(self._waiting)
 
     def push(self, token: int) -> str:
-        """Return the text that can be shown now, perhaps none. `stop` is set once a stop string has
-        come."""
+        """Add a token and return the text that can be shown now, which may be empty. Set `stop` if a
+        stop string is complete."""
         name = self._tokenizer.id_to_token(token)
         if name is None or token in self._silent:
             return ""
@@ -77,7 +77,7 @@ class StreamingDetokenizer:
         self._context += self._waiting[:count]
         self._context_text = text
         self._waiting = self._waiting[count:]
-        # Not for each token, because a context that only grows has a known text
+        # Not for each token, because a shortened context must be decoded again
         if len(self._context) > 16:
             self._context = self._context[-1:] if self._falls_back else self._context[-4:]
             self._context_text = self._decode(self._context)
@@ -88,11 +88,11 @@ class StreamingDetokenizer:
         return without_panics(self._tokenizer.decode, tokens, skip_special_tokens=False)
 
     def _complete(self) -> int:
-        """Number of waiting tokens whose text no later token can change; never all of them.
+        """Return the number of waiting tokens whose text no later token can change; never all of them.
 
         A character has at most four bytes, so try a cut before each of the last four tokens. If the
-        two sides of a cut decode to the same text as the whole does, the text before the cut is
-        final, broken or not.
+        two sides of a cut decode to the same text as all tokens together, the text before the cut
+        is final, broken or not.
         """
         text = self._decode(self._waiting)
         for count in range(len(self._waiting) - 1, max(len(self._waiting) - 5, 0), -1):
@@ -109,11 +109,11 @@ class StreamingDetokenizer:
             if stop in grown:
                 after = len(grown) - grown.index(stop) - len(stop)  # characters after it
                 found.append((after, len(stop), stop))
-            # Kept per stop string: to search the held text again for each token would cost its
-            # length times the number of stop strings
+            # Kept per stop string, because searching the held text again for each token would cost
+            # its length times the number of stop strings
             self._begun[stop] = beginning(stop, grown)
         if found:
-            # The stop string that is complete first counts, however the text was cut into tokens
+            # The stop string that is complete first wins, however the text was cut into tokens
             after, length, self.stop = max(found)
             self._held = ""
             return text[: len(text) - after - length]
@@ -121,7 +121,10 @@ class StreamingDetokenizer:
         return text.removesuffix(self._held)
 
     def finish(self, tokens: list[int]) -> str:
-        """The rest: text that did not become a stop string, and the bytes of a broken character."""
+        """Return the rest: text that did not become a stop string, and bytes of a broken character.
+
+        `tokens`: all tokens of the answer.
+        """
         if self.stop is not None:
             return ""
         shown = self._release(self._decode(tokens)[self._decoded :])
@@ -130,11 +133,14 @@ class StreamingDetokenizer:
 
 
 def without_panics(function: Callable, *arguments: Any, **options: Any) -> Any:
-    """Call a function of the tokenizer. A Rust panic is no Exception and would pass every handler."""
+    """Call a function of the tokenizer, and raise its Rust panics as RuntimeError.
+
+    A panic is not an Exception, so no handler would catch it.
+    """
     try:
         return function(*arguments, **options)
     except BaseException as error:
-        # Neither Ctrl-C nor the SystemExit of a signal handler is one
+        # Ctrl-C and the SystemExit of a signal handler are not panics
         if type(error).__name__ != "PanicException":
             raise
         raise RuntimeError(f"the tokenizer failed: {error}") from None

@@ -1,9 +1,9 @@
-"""The tokenizer in a GGUF file's metadata, as one of the library `tokenizers`.
+"""Build a tokenizer of the library `tokenizers` from the metadata of a GGUF file.
 
-"gpt2" is byte-level BPE: the file has tokens and merges, and names the way in which a text is cut into
-words first. "llama" is SentencePiece's BPE: tokens have scores, and merges follow from them. "gemma4" is
-the same with merges in the file. The file comes from an untrusted author, so its tokenizer is checked in
-a child process (`untrusted_model_files.py`) before it is used.
+"gpt2" is byte-level BPE: the file holds tokens and merges, and names the pre-tokenizer that splits a
+text into words. "llama" is SentencePiece's BPE: tokens have scores, from which the merges follow.
+"gemma4" is the same, but with merges in the file. The file comes from an untrusted author, so its
+tokenizer is checked in a child process (`untrusted_model_files.py`) before it is used.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from base.untrusted_files import ModelError
 from base.validation import shown
 from models.gguf_file import read_gguf
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, _, BYTE = range(1, 7)  # types of tokens
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, _, BYTE = range(1, 7)  # token types
 MODELS = ("gpt2", "llama", "gemma4")
 PREFIX = "tokenizer.ggml."
-SPACE = "\u2581"  # SentencePiece's
-# Control tokens that end an answer, although no field names them
+SPACE = "\u2581"  # SentencePiece's space
+# Control tokens that end an answer even if no field names them
 END_OF_TURN = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>"}
 END_OF_TURN |= {"<|endoftext|>", "<|end_of_text|>", "<turn|>", "<|return|>", "<|call|>"}
-END_OF_TURN |= {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}  # the end of a file, in code
+END_OF_TURN |= {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}  # in code, the end of a file
 
 
 class WordSplit(NamedTuple):
-    """The way a text is split into words before bytes are merged."""
+    """A pre-tokenizer: how a text is split into words before merging."""
 
-    pattern: str = ""  # empty: GPT-2's own
-    digits: bool = False  # each digit is a word
+    pattern: str = ""  # empty: GPT-2's pattern
+    digits: bool = False  # each digit is a word of its own
     composed: bool = False  # the text is normalized to NFC first
-    whole: bool = False  # a word that is a token is not merged from its parts
+    whole: bool = False  # a word that is a token skips the merges
     bos: bool = False  # a text begins with BOS, unless the file says otherwise
 
 
@@ -51,7 +51,7 @@ CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
 def pattern(number: str) -> str:
-    """Contractions, letters, numbers, signs, line ends and spaces."""
+    """Return a pattern for contractions, letters, numbers, punctuation, line ends and spaces."""
     return (
         rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
         + number
@@ -60,7 +60,11 @@ def pattern(number: str) -> str:
 
 
 def capitals(after: str, number: str) -> str:
-    """Words of capitals, then small letters; what follows a word; numbers, signs and the rest."""
+    """Return a pattern that also starts a new word where a capital follows a lowercase letter.
+
+    `after`: a pattern for what may follow a word.
+    `number`: a pattern for numbers.
+    """
     before, big, small = (
         r"[^\r\n\p{L}\p{N}]?",
         r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}",
@@ -117,7 +121,7 @@ class GgufText:
         return ModelError(f"{self.path}: {said}", f"tokenizer {shown(value)} not supported")
 
     def _list(self, name: str, kind: type) -> list:
-        """A field with a value for each token."""
+        """Return a field that has a value for each token."""
         found = self.fields.get(f"{PREFIX}{name}")
         is_list = isinstance(found, list) and found and all(type(each) is kind for each in found)
         if not is_list or (name != "tokens" and len(found) != len(self.tokens)):
@@ -128,14 +132,14 @@ class GgufText:
         return found
 
     def tokenizer(self) -> Tokenizer:
-        """Build it. With broken tables the library may raise anything."""
+        """Build the tokenizer. With broken tables the library may raise any exception."""
         made = self._bytewise() if self.is_bytewise else self._sentencepiece()
         kinds = list(zip(self.tokens, self.types, strict=True))
         special = [AddedToken(text, special=True) for text, kind in kinds if kind == CONTROL]
         made.add_special_tokens(special)
-        # SentencePiece's are matched after spaces have been replaced by SPACE
+        # Added tokens with SPACE are matched in normalized text, where SPACE has replaced spaces
         own = [text for text, kind in kinds if kind == USER_DEFINED]
-        if not self.is_bytewise and self.has_merges:  # which do not make several line ends
+        if not self.is_bytewise and self.has_merges:  # the merges do not yield runs of line ends
             own += [text for text in self.tokens if text and not text.strip("\n")]
         made.add_tokens([AddedToken(text, normalized=SPACE in text) for text in own])
         is_usual = self.words.bos if self.is_bytewise else True
@@ -201,20 +205,20 @@ class GgufText:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Every token that ends an answer: those that the fields name, and those known by name."""
+        """The tokens that end an answer: those in the file's fields, and those in `END_OF_TURN`."""
         named = {self._special(name) for name in ("eos", "eot", "eom")}
         known = {
             number
             for number, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
             if kind == CONTROL and token in END_OF_TURN
         }
-        if {"<|return|>", "<|call|>"} <= {*self.tokens}:  # Harmony: there it ends a message
+        if {"<|return|>", "<|call|>"} <= {*self.tokens}:  # Harmony, where <|end|> ends a message
             known -= {self._numbers.get("<|end|>")}
         return frozenset(named - {None} | known)
 
     @property
     def config(self) -> dict[str, Any]:
-        """Special tokens and chat templates, as a tokenizer_config.json has them."""
+        """The special tokens and chat templates, in the form of a tokenizer_config.json."""
         config: dict[str, Any] = {"chat_template": self.fields.get("tokenizer.chat_template")}
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
         for name, theirs in names.items():
@@ -231,7 +235,7 @@ class GgufText:
 
 
 def merges_of(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens whose concatenation is a token, by descending score."""
+    """Return all pairs of tokens whose concatenation is a token, by descending score."""
     numbers = {
         token: number
         for number, (token, kind) in enumerate(zip(tokens, types, strict=True))

@@ -2,24 +2,24 @@
 grammar.
 
 The problem. A program that asks for JSON wants to parse the answer. A model that is asked nicely
-writes JSON most of the time; asking again is slow and proves nothing.
+writes JSON most of the time; asking again is slow and guarantees nothing.
 
 The solution. Before each token the grammar says which tokens may come next, and all others get
-probability 0. The answer is then correct by construction. (`max_tokens` may still cut it:
+probability 0. The answer is then correct by construction. (`max_tokens` may still cut it off; then
 `finish_reason` is "length".) The library llguidance does the hard part: it parses the grammar and
 walks the tree of all tokens' bytes to find those that may come next, in about 30 microseconds.
 
     {"name": "T      any token whose bytes may be in a string, but none with a line break
     {"name": "Tom"   a comma, a brace or white space
 
-The mask of step N+1 needs the token of step N, and run-ahead starts step N+1 before that token is
-read. So the engine starts the forward pass, which needs no mask, and asks for the mask once the
-token is there.
+The mask of step N+1 needs the token of step N, but run-ahead starts step N+1 before that token is
+read. So the engine starts the forward pass, which needs no mask, and computes the mask as soon as the
+token is known.
 
 A grammar is a client's program, and llguidance cannot be interrupted. So each grammar is first
-compiled and followed for some tokens in a sandboxed process (`base/sandbox.py`). Afterwards each answer
-has a budget: `AT_FIRST` seconds of processor time and `A_TOKEN` more per token. A grammar that
-exceeds it ends its own request.
+compiled and advanced by some random tokens in a sandboxed process (`base/sandbox.py`). Afterwards each
+answer has a budget: `AT_FIRST` seconds of processor time, plus `A_TOKEN` per token. A grammar that
+exceeds its budget fails its own request.
 
 Where next: `sampling.py`, where the mask meets the logits.
 """
@@ -39,28 +39,28 @@ from typing import Any
 from base.sandbox import STACK, LimitError, Sandbox, SandboxLimits
 from base.validation import GrammarError, one_line, shown
 
-# llguidance's limits for one request, in its own units; comments say what they roughly cost.
+# llguidance's limits for one request, in its own units. Comments give the approximate cost.
 LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,  # 4 ms
-    # 1 ms. In an ambiguous grammar each item costs more, and a mask takes 20 ms. With more tokens
-    # an ordinary mask needs more items (`make`)
+    # 1 ms. In an ambiguous grammar each item costs more, and a mask takes 20 ms. With a larger
+    # vocabulary, an ordinary mask needs more items (`make`)
     "step_max_items": 5_000,
     "max_items_in_row": 2_000,
     "max_lexer_states": 20_000,  # 40 MB
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-# Seconds of processor time that a grammar may take from the thread that steps. With 152,000 tokens
-# an ordinary grammar takes 0.04 ms a token, at most 0.6.
+# Seconds of processor time that a grammar may use in the engine's thread. With a vocabulary of
+# 152,000, an ordinary grammar takes 0.04 ms per token, and at most 0.6 ms.
 AT_FIRST = 0.02
 A_TOKEN = 0.001
 SANDBOX_LIMITS = SandboxLimits(seconds=1.0, patience=5.0, memory=64 * 2**20, at_once=6)
-STEPS = 64  # tokens for which a grammar is followed in the sandbox, twice
-RULES = 500  # of a grammar in Lark's notation
+STEPS = 64  # tokens of each of the two trial runs in the sandbox
+RULES = 500  # maximum number of rules in a Lark grammar
 AT_ONCE = 2  # grammars compiled at the same time
-KNOWN = 1000  # verdicts remembered; then all are forgotten
-# Between the parts of JSON. Without a bound, a model that likes spaces would write nothing else.
+KNOWN = 1000  # cached verdicts; the cache is cleared when it is full
+# White space in JSON. Without a bound, some models would write white space without end.
 SPACE = r"[ ]|\n[ \t]{0,40}"
 
 
@@ -69,24 +69,24 @@ class Grammar:
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
-        self._left = AT_FIRST  # seconds of its budget that are left
+        self._left = AT_FIRST  # seconds left in its budget
 
     def copy(self) -> Grammar:
-        """The same state, for another answer."""
+        """Return an independent copy, for another answer."""
         return Grammar(self._matcher.deep_copy())
 
     def mask(self) -> bytes:
-        """A bit for each token that may come next, lowest first."""
+        """Return a bitmask of the tokens that may come next, lowest bit first."""
         self._left += A_TOKEN
         return self._charge(self._matcher.compute_bitmask)
 
     def masks(self, drafts: Sequence[int]) -> list[bytes]:
-        """The mask of the next place, and one after each draft that the grammar allows, up to the
-        first that it forbids. The state does not change."""
+        """Return the mask of the next token, and one after each draft token, up to the first draft
+        that the grammar forbids. The state does not change."""
         masks = [self.mask()]
         if not drafts:
             return masks
-        # The library may fail on a wrong draft, which is not an error of the answer
+        # The library may fail on a wrong draft, but that must not fail the answer
         ahead = self.copy()
         ahead._left = min(self._left, A_TOKEN)
         try:
@@ -95,29 +95,30 @@ class Grammar:
                     break
                 ahead.accept(draft)
                 masks.append(ahead.mask())
-        except BaseException:  # a Rust panic is no Exception
+        except BaseException:  # a Rust panic is not an Exception
             nothing = bytes(len(masks[0]))  # allows no token, so no draft is accepted
             masks.append(nothing)
         return masks
 
     def forced(self) -> list[int]:
-        """The tokens that must come next. Empty if llguidance fails: then the next mask says why."""
+        """Return the tokens that must come next. Empty if llguidance fails: the next `mask` raises
+        the error."""
         try:
             return self.copy()._matcher.compute_ff_tokens()
-        except BaseException:  # a panic in the library's Rust is no Exception
+        except BaseException:  # a Rust panic is not an Exception
             return []
 
     def accept(self, token: int) -> None:
-        """Advance by this token."""
+        """Advance the state by this token."""
         self._charge(self._matcher.consume_token, token)
 
     @property
     def is_complete(self) -> bool:
-        """True if nothing but the end of the answer can follow."""
+        """True if only the end of the answer can follow."""
         return self._matcher.is_stopped()
 
     def _charge(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.thread_time()  # processor time, because the machine may be busy
+        began = time.thread_time()  # not wall-clock time, because the machine may be busy
         found = function(*arguments)
         self._left -= time.thread_time() - began
         if self._matcher.is_error():
@@ -128,22 +129,22 @@ class Grammar:
 
 
 class Grammars:
-    """Compile the grammars of a model's requests.
+    """Compiles the grammars of requests to one model.
 
-    `tokenizer`: of the library tokenizers.
+    `tokenizer`: from the library `tokenizers`.
     `V`: size of the model's head, which may exceed the tokenizer's vocabulary.
-    `end_tokens`: all of them, because llguidance forbids one that it does not know.
+    `end_tokens`: all end tokens, because llguidance forbids those that it does not know.
     """
 
     def __init__(self, tokenizer: Any, V: int, end_tokens: Collection[int]):
         self._source = tokenizer
         self._V = V
         self._end_tokens = end_tokens
-        self._verdicts: dict[bytes, str] = {}  # by hash of the grammar
+        self._verdicts: dict[bytes, str] = {}  # hash of a grammar -> its fault
 
     @cached_property
     def _known(self) -> dict[str, Any]:
-        """The description of the model's tokens for llguidance."""
+        """The arguments of `read_tokens`: a description of the model's tokens for llguidance."""
         ends = [id for id in sorted(self._end_tokens) if self._source.id_to_token(id) is not None]
         if not ends:
             raise ValueError("this model names no end token, and an answer could not end")
@@ -167,13 +168,13 @@ class Grammars:
             raise ValueError(f"grammar: {one_line(error, 300)}") from None
 
     def special(self, tokens: Iterable[int]) -> set[int]:
-        """The tokens that llguidance takes for special: no text in a grammar matches them.
+        """Return the tokens that llguidance treats as special, so that no text in a grammar matches.
 
-        subtle: besides the tokenizer's special tokens these are all added tokens of the form <...>.
-        Qwen's <tool_call> is one, although its file says `"special": false`.
+        subtle: besides the tokenizer's special tokens, these are all added tokens of the form <...>,
+        such as Qwen's <tool_call>, although its file says `"special": false`.
         """
         try:
-            # Sandboxed, before llguidance reads the tokenizer here
+            # Try the tokenizer in the sandbox before llguidance reads it in this process
             if fault := self._judge({"json": "{}"}):
                 raise ValueError(fault)
             return {token for token in tokens if self._tokenizer.is_special_token(token)}
@@ -181,13 +182,13 @@ class Grammars:
             raise ValueError(f"grammar: {one_line(error, 300)}") from None
 
     def _judge(self, source: Mapping[str, Any]) -> str:
-        """The fault of a grammar (empty if it has none). Each grammar is checked once."""
+        """Return the fault of a grammar; empty if it has none. Verdicts are cached."""
         job = dict(source)
         key = hashlib.sha256(json.dumps(job).encode()).digest()
         fault = self._verdicts.get(key)
         if fault is None:
             try:
-                fault = one_line(self._sandbox.run(job), 300)  # it may quote all of the text
+                fault = one_line(self._sandbox.run(job), 300)  # it may quote the entire grammar
             except LimitError as error:
                 fault = f"it {error} to be made and tried; simplify it"
             if len(self._verdicts) >= KNOWN:
@@ -204,15 +205,15 @@ def prepare(known: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str]:
 
 
 def fault_of(tokenizer: Any, ends: Collection[int], source: Mapping[str, Any]) -> str:
-    """Compile a grammar and follow it. Returns its fault; empty if it has none."""
+    """Compile a grammar and try it. Return its fault; empty if it has none."""
     try:
         made = make(tokenizer, source)
-        # A random token, and the longest of eight: a token of blanks may have 80 bytes
+        # Random tokens, then the longest of eight each time: a token of blanks may have 80 bytes
         for draws in (1, 8):
             follow(made.copy(), tokenizer, ends, draws)
     except (ValueError, GrammarError) as error:
         return str(error)
-    except BaseException as error:  # a panic in the library's Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         if isinstance(error, MemoryError):
             raise
         return f"the library failed ({one_line(error, 300)})"
@@ -220,7 +221,7 @@ def fault_of(tokenizer: Any, ends: Collection[int], source: Mapping[str, Any]) -
 
 
 def follow(grammar: Grammar, tokenizer: Any, ends: Collection[int], draws: int) -> None:
-    """Follow a grammar with random tokens."""
+    """Advance a grammar by allowed tokens, each the longest of `draws` random tokens."""
     dice = random.Random(draws)
     for _ in range(STEPS):
         if grammar.is_complete:
@@ -234,7 +235,7 @@ def follow(grammar: Grammar, tokenizer: Any, ends: Collection[int], draws: int) 
 
 
 def draw(mask: bytes, dice: random.Random) -> int:
-    """A random token that the mask allows."""
+    """Return a random token that the mask allows."""
     bits = int.from_bytes(mask, "little")
     start = dice.randrange(bits.bit_length())
     rest = bits >> start
@@ -245,15 +246,15 @@ def draw(mask: bytes, dice: random.Random) -> int:
 
 
 def read_tokens(known: Mapping[str, Any]) -> Any:
-    """llguidance's view of the model's tokens."""
+    """Build llguidance's tokenizer."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(**known)
 
 
 def make(tokenizer: Any, source: Mapping[str, Any]) -> Grammar:
-    """Compile a grammar, and compute its first mask: it takes longest, and shows what is still
-    wrong."""
+    """Compile a grammar and compute its first mask, which takes longest and reveals remaining
+    errors."""
     from llguidance import LLMatcher, LLParserLimits
 
     items = LIMITS["step_max_items"] + tokenizer.vocab_size // 10
@@ -267,7 +268,7 @@ def make(tokenizer: Any, source: Mapping[str, Any]) -> Grammar:
 
 
 def compiled(source: Mapping[str, Any]) -> str:
-    """The grammar in llguidance's own notation."""
+    """Translate a grammar into llguidance's own notation."""
     from llguidance import LLMatcher
 
     [(kind, text)] = source.items()
@@ -285,11 +286,10 @@ def compiled(source: Mapping[str, Any]) -> str:
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
         choices = [json.dumps(choice, ensure_ascii=False) for choice in text]
-        # As a terminal it is one automaton. As a rule, each choice would be an alternative to
-        # track.
+        # A terminal is one automaton. In a rule, each choice would be an alternative to track.
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(choices)}")
-    # Each rule has a colon, and llguidance refuses two rules on a line. (A line may have a schema,
-    # with any number of colons.)
+    # Each rule has a colon, and llguidance refuses two rules on a line. (A line may contain a JSON
+    # schema with any number of colons.)
     rules = sum(":" in line for line in text.splitlines())
     if rules > RULES:
         raise ValueError(f"it has {rules:,} lines with a colon, but it may have at most {RULES}")
@@ -297,7 +297,7 @@ def compiled(source: Mapping[str, Any]) -> str:
 
 
 def reason(error: str) -> str:
-    """llguidance's error, without its internal state and without the position."""
+    """Return llguidance's error message without its internal state and without the position."""
     lines = error.strip().split("\n")
     if lines[0].startswith("NoExtension"):
         return "no answer can fit it"
@@ -307,17 +307,17 @@ def reason(error: str) -> str:
 
 @cache
 def makers() -> ThreadPoolExecutor:
-    """Two threads with large stacks that compile grammars.
+    """Return a pool of two threads with large stacks that compile grammars.
 
-    A grammar of 3,000 nested rules overflows a usual stack and ends the process. The threads are
-    kept, because each new one may get a memory arena of its own.
+    A grammar of 3,000 nested rules overflows a normal stack and kills the process. The threads are
+    kept, because each new thread may get a memory arena of its own.
     """
     pool = ThreadPoolExecutor(AT_ONCE, "grammar")
     are_there = threading.Barrier(AT_ONCE)
-    usual = threading.stack_size(STACK)  # of all threads started from here on
+    usual = threading.stack_size(STACK)  # applies to all threads started after this call
     try:
         for _ in range(AT_ONCE):
-            pool.submit(are_there.wait)  # so that each gets a thread
+            pool.submit(are_there.wait)  # so that each task starts a thread
     finally:
         threading.stack_size(usual)
     return pool

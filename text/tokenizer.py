@@ -1,8 +1,8 @@
-"""Text to token ids: the tokenizer, the chat template, the end tokens, the grammars of a model.
+"""From text to token ids: a model's tokenizer, chat template, end tokens and grammars.
 
-A model that speaks in turns wants its prompts wrapped exactly as in its training, so its own chat
-template does it. Template and tokenizer come from an untrusted author and are checked in a child
-process before they are used (`untrusted_model_files.py`). The way back is in `detokenizer.py`.
+A chat model needs prompts in exactly the format of its training, so its own chat template formats
+them. Template and tokenizer come from an untrusted author and are checked in a child process before
+they are used (`untrusted_model_files.py`). `detokenizer.py` turns token ids back into text.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from text.tool_parser import detect_format
 OURS = Path(__file__).resolve().parents[1] / "demo" / "model"
 
 
-FIRST = 100_000  # minimum number of characters that are encoded first
+FIRST = 100_000  # characters that are encoded, at least, before the length is checked
 
 
 class TooLongError(ValueError):
-    """A prompt far over the limit. `tokens`: a lower bound on its length."""
+    """Raised for a prompt far over the limit. `tokens`: a lower bound on its length."""
 
     def __init__(self, tokens: int):
         super().__init__(f"the prompt has more than {tokens:,} tokens")
@@ -53,11 +53,11 @@ class Prompt(NamedTuple):
     ids: tuple[int, ...]
     shown: str  # for display
     is_thinking: bool = False  # the prompt ends with an open reasoning mark
-    folder: Path | None = None  # of the model whose tokenizer read it
+    folder: Path | None = None  # the model whose tokenizer encoded it
 
 
 class ChatPrompt(NamedTuple):
-    """A conversation, and the other variables of a template."""
+    """A conversation and the other variables of a chat template."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -116,8 +116,8 @@ class Tokenizer:
         self._grammars = Grammars(self.tokenizer, vocabulary, self.end_tokens)
 
     def _end_tokens(self) -> frozenset[int]:
-        """All ids that end an answer: from config.json, generation_config.json and the tokenizer's
-        config."""
+        """Return all ids that end an answer, from config.json, generation_config.json and the
+        tokenizer's config."""
         ids: set[int] = set()
         for name in ("config.json", "generation_config.json"):
             path = self.folder / name
@@ -131,7 +131,7 @@ class Tokenizer:
         return frozenset(ids | ({self._special_id("eos_token")} - {None}))
 
     def special(self, name: str) -> str:
-        """`bos_token` or `eos_token` as the tokenizer's config spells it; empty if it has none."""
+        """Return `bos_token` or `eos_token` as in the tokenizer's config; empty if it has none."""
         value = self.config.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         return value if isinstance(value, str) else ""
@@ -144,10 +144,10 @@ class Tokenizer:
         return StreamingDetokenizer(self.tokenizer, stops, self._silent)
 
     def ask(self, prompt: str, raw: bool = False) -> list[int]:
-        """A prompt as a person types it: one message of a user, or plain text if it is `raw` or
-        there is no template.
+        """Encode a prompt that a person typed: as a user message, or as plain text if `raw` or without
+        a template.
 
-        If there is an unfit template, raise: its model knows no other form of a question. An empty
+        Raise if the template is unfit, because the model knows no other form of a question. An empty
         prompt gets no tokens, not even BOS, so that the engine refuses it.
         """
         if prompt:
@@ -157,7 +157,7 @@ class Tokenizer:
         return self.encode(prompt) if prompt else []
 
     def _check_known(self, prompt: str) -> None:
-        """Refuse a prompt of unknown tokens only: the answer could not depend on it."""
+        """Refuse a prompt that has only unknown tokens, because the answer could not depend on it."""
         unknown = getattr(self.tokenizer.model, "unk_token", None)
         none = unknown and self.tokenizer.token_to_id(unknown)
         if all(token == none for token in self._ids(prompt, False)):
@@ -167,22 +167,21 @@ class Tokenizer:
             )
 
     def encode(self, text: str, room: float = math.inf) -> list[int]:
-        """A plain text, with BOS if the tokenizer adds it, and never with two."""
+        """Encode plain text, with BOS if the tokenizer adds it, but never with two."""
         self._check_length(text, room)
         ids = self._ids(text, True)
         bos = self._special_id("bos_token")
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """A conversation through the model's own template, which writes BOS itself where it
-        belongs."""
+        """Encode a conversation with the model's own template, which writes BOS itself."""
         return self._ids(self.render(messages), False)
 
     def _check_length(self, text: str, room: float) -> None:
-        """Refuse a text far beyond `room` tokens by encoding only its start: to encode 1 MB takes
-        350 MB of memory.
+        """Refuse a text far beyond `room` tokens by encoding only its start, because encoding 1 MB
+        takes 350 MB of memory.
 
-        Each round doubles the start. Tokens near the cut may differ from those of the whole text, so
+        Each round doubles the start. Tokens near the cut may differ from those of the full text, so
         the start must exceed the limit by a quarter.
         """
         size = max(FIRST, 8 * room)
@@ -197,8 +196,8 @@ class Tokenizer:
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]] | ChatPrompt | Prompt,
         room: float = math.inf,
     ) -> Prompt:
-        """Read a text, chat messages or token ids. A `Prompt` is returned as it is, unless it has
-        ids that this model lacks.
+        """Encode a text, chat messages or token ids. A `Prompt` is returned unchanged if it is for this
+        model.
 
         `room`: raise TooLongError for a text far beyond this many tokens.
         """
@@ -216,7 +215,7 @@ class Tokenizer:
             text = self.render(*prompt)
             self._check_length(text, room)
             ids = self._ids(text, False)
-            # Some clients end with a message of the system
+            # Some clients end with a system message
             said = [each for each in prompt.messages if each.get("role") != "system"]
             shown = str((said or prompt.messages)[-1].get("content"))
         elif isinstance(prompt, str):
@@ -234,11 +233,11 @@ class Tokenizer:
 
     @cached_property
     def longest(self) -> int:
-        """Characters of the longest token."""
+        """The length of the longest token in characters."""
         return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def after(self, before: Sequence[int], tokens: Sequence[int]) -> list[str]:
-        """The text that each of `tokens` would add after `before`. A special token is shown by its
+        """Return the text that each of `tokens` would add after `before`. Special tokens are shown by
         name."""
         decode = self.tokenizer.decode
         known = len(decode(before, skip_special_tokens=False))
@@ -247,7 +246,7 @@ class Tokenizer:
 
     def check_ids(self, ids: Iterable[int]) -> None:
         for token in ids:
-            # MLX checks no bounds: a wrong id would read other memory
+            # MLX does not check bounds: a wrong id would read other memory
             if not 0 <= token < self.vocabulary:
                 words = f"token id {shown(token)} is outside the vocabulary of {self.vocabulary}"
                 raise ValueError(words)
@@ -265,7 +264,9 @@ class Tokenizer:
             return without_panics(
                 self.tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens
             )[0].ids
-        except Exception as error:  # a character without a token, if there is no unknown token
+        except (
+            Exception
+        ) as error:  # a character without a token, in a tokenizer without an unknown token
             why = f"the model's tokenizer cannot read this prompt ({one_line(error)})"
             raise ValueError(f"{why}; give other words, or token ids") from None
 
@@ -275,8 +276,8 @@ class Tokenizer:
 
     @cached_property
     def marks(self) -> dict[str, int]:
-        """Tokens that a grammar must name by id: marks of tool calls and reasoning, and every other
-        added token that llguidance takes for special."""
+        """The tokens that a grammar must name by id: marks of tool calls and reasoning, and all other
+        added tokens that llguidance treats as special."""
         decoder = self.tokenizer.get_added_tokens_decoder()
         added = {token.content: id for id, token in decoder.items()}
         special = self._grammars.special(added.values())
@@ -287,20 +288,20 @@ class Tokenizer:
         return self._source is not None and not self.unfit
 
     def _try_out(self, path: Path) -> tuple[str | None, str]:
-        """Check template and tokenizer in a child process. Return the template's source, and in one
-        line why it cannot be used."""
+        """Check template and tokenizer in a child process. Return the template's source, and why it
+        cannot be used in one line (empty if it can)."""
         from text.untrusted_model_files import SAMPLES, TemplateChecker
 
         source, for_tools, place = self._find_template()
         why = ""
         texts: list[str] = []
         with TemplateChecker() as child:
-            # The demo's own template is as trustworthy as this file
+            # The demo model's template ships with nanobatch, so it is trusted
             if source is not None and not is_ours(source, "chat_template.jinja"):
                 samples = [*map(self._variables, SAMPLES), self._variables(PROBE, TOOLS)]
                 why, texts = child.template(source, samples)
                 if for_tools is not None and not why:
-                    # "+" keeps the white space at the template's ends
+                    # "+" keeps the white space at both ends of a template
                     both = [text.removesuffix("\n") for text in (for_tools, source)]
                     joint = "{% if tools +%}" + "{%+ else +%}".join(both) + "{%+ endif %}"
                     fault, more = child.template(joint, samples)
@@ -313,8 +314,10 @@ class Tokenizer:
         return source, why and f"{place}: the chat template {why}; mend it, or give plain text."
 
     def _find_template(self) -> tuple[str | None, str | None, Path]:
-        """The template, the one for chats with tools if that is another, and their place: a file of
-        its own, or the tokenizer's config, alone or in a list with names."""
+        """Return the chat template, a separate one for chats with tools (or None), and their file.
+
+        They are in files of their own or in the tokenizer's config, as a text or a list with names.
+        """
         path = self.folder / "chat_template.jinja"
         source = read_text(path) if path.exists() else self.config.get("chat_template")
         for_tools = None
@@ -339,7 +342,7 @@ class Tokenizer:
     def _variables(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> dict[str, Any]:
-        """The variables of a template."""
+        """Return the variables of a template."""
         specials = {
             name: self.special(name)
             for name in self.config
@@ -361,19 +364,19 @@ class Tokenizer:
 
     @cached_property
     def output_format(self) -> OutputFormat:
-        """The marks of the model's reasoning and its tool calls."""
+        """The model's notation of reasoning and tool calls."""
         return detect_format(self._source, self.render)
 
     def is_thinking(self, prompt: Sequence[int]) -> bool:
-        """True if the prompt ends with an open reasoning mark, as some templates leave it."""
+        """True if the prompt ends with an opening reasoning mark, which some templates write."""
         if not self.output_format.reasoning:
             return False
         end = without_panics(self.tokenizer.decode, list(prompt[-16:]), skip_special_tokens=False)
         return self.output_format.is_thinking(end)
 
     def render(self, *given: Any) -> str:
-        """Render a conversation, up to where the assistant's answer begins. `given`: the fields of
-        a `ChatPrompt`."""
+        """Render a conversation up to the start of the assistant's answer. `given`: the fields of a
+        `ChatPrompt`."""
         messages, tools, options, hints = ChatPrompt(*given)
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -392,7 +395,9 @@ class Tokenizer:
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
-        if HARMONY_REASONING[0] in self._source:  # its name, which it takes from calls alone
+        if (
+            HARMONY_REASONING[0] in self._source
+        ):  # the template's name for it, read only in messages with calls
             for message in messages:
                 if "reasoning_content" in message and not message.get("content"):
                     message["thinking"] = message["reasoning_content"]
@@ -406,7 +411,7 @@ class Tokenizer:
 
 
 def is_ours(data: str | bytes, name: str) -> bool:
-    """True if this is the demo model's own file of this name, which came with the program."""
+    """True if this is the demo model's file of this name, which ships with nanobatch."""
     data = data.encode(errors="replace") if isinstance(data, str) else data
     path = OURS / name
     return path.exists() and data == path.read_bytes()

@@ -1,9 +1,9 @@
-"""How families of models write tool calls and mark their reasoning, as data.
+"""How model families write tool calls and mark reasoning, as data.
 
 A `ToolFormat` describes calls as JSON (`{"name": "add", "arguments": {"a": 1}}`) or in tags
-(`<function=add><parameter=a>1</parameter></function>`), between two marks. The text around
-them is learned from the model's own chat template, which is asked to write a call (`detect_format`
-in `tool_parser.py`). `tool_call_grammar` makes the grammar of an answer that must call a tool.
+(`<function=add><parameter=a>1</parameter></function>`), between two marks. The exact layout is
+learned from a call that the model's own chat template renders (`detect_format` in `tool_parser.py`).
+`tool_call_grammar` writes the grammar of an answer that must call a tool.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 
 class Tags(NamedTuple):
-    """The text around the name, the keys and the values of a call in tags, white space included."""
+    """The text around the name, the keys and the values of a call in tags, including white space."""
 
     before_name: str
     after_name: str
@@ -30,20 +30,20 @@ class Tags(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """A family's notation of calls: a JSON body, or tags. From `key` on, the fields are learned from the
-    model's chat template."""
+    """A family's notation of calls: a JSON body, or tags. The fields from `key` on are learned from
+    the model's chat template."""
 
     name: str
     opens: str  # the mark before a call
-    closes: str  # the mark after it, if there is one
-    # An answer may begin with a call without a mark. Then the template accepts only one call
+    closes: str  # the mark after a call; may be empty
+    # The answer may begin with a call that has no mark. Then the template accepts only one call
     is_bare: bool = False
-    is_named: bool = False  # the tool's name may precede a body that is its arguments alone
-    wrap: tuple[str, str] = ("", "")  # these may enclose a value in tags
-    key: str = "arguments"  # the name of the arguments
-    # What is written before the first body, between two, and after the last one
+    is_named: bool = False  # the tool's name may precede a body that holds only the arguments
+    wrap: tuple[str, str] = ("", "")  # marks that may enclose a value in tags
+    key: str = "arguments"  # the JSON key of the arguments
+    # The text before the first body, between two bodies, and after the last body
     layout: tuple[str, str, str] = ("", "", "")
-    # What is written between a tool's name and its arguments, if the name precedes the body
+    # The text between a tool's name and its arguments, if the name precedes the body
     after_name: str | None = None
     tags: Tags | None = None
 
@@ -68,13 +68,13 @@ REASONING_MARKS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
 )
-# Of gpt-oss. An answer is messages: <|start|>, a header with a channel, <|message|>, a body, <|end|>. The prompt
-# ends with <|start|>assistant, and the last message with <|return|> or <|call|>, which end the answer
+# The format of gpt-oss. An answer is a sequence of messages: <|start|>, a header with a channel, <|message|>, a
+# body, <|end|>. The prompt ends with <|start|>assistant. <|return|> or <|call|> ends the last message and the answer
 HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
 HARMONY_ENDS = ("<|return|>", "<|call|>")
 HARMONY = ToolFormat("Harmony", "<|start|>assistant", "<|call|>", is_named=True)
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|>")
-# Some tokenizers have marks as special tokens, which are not shown as text elsewhere.
+# Some tokenizers have marks as special tokens. These are shown, unlike other special tokens.
 MARKS = frozenset(
     [
         "[ARGS]",
@@ -95,20 +95,20 @@ MARKS = frozenset(
 class OutputFormat(NamedTuple):
     """One model's notation of reasoning and tool calls."""
 
-    reasoning: tuple[str, str] | None = None  # the marks around it
+    reasoning: tuple[str, str] | None = None  # the marks around reasoning
     tools: ToolFormat | None = None
-    why: str = ""  # if there is no tool format: why the model can be given no tools
+    why: str = ""  # why the model cannot use tools, if `tools` is None
 
     @property
     def is_harmony(self) -> bool:
         return self.reasoning == HARMONY_REASONING
 
     def is_thinking(self, prompt: str) -> bool:
-        """True if the prompt ends with an open reasoning mark, as some templates leave it."""
+        """True if the prompt ends with an opening reasoning mark, which some templates write."""
         return bool(self.reasoning) and prompt.rstrip().endswith(self.reasoning[0])
 
 
-# Mistral's templates want ids of nine letters
+# Mistral's templates require ids of nine letters
 CALL = {"id": "abcdefghi", "type": "function"}
 CALL |= {"function": {"name": "is_called", "arguments": {"n": 7}}}
 PROBE = [
@@ -121,7 +121,7 @@ LISTED = {"name": "is_listed", "description": "It adds one.", "parameters": NUMB
 TOOLS = [{"type": "function", "function": LISTED}]
 
 
-# What follows the name of a call in tags. Its one argument is n = 7
+# The text after the name in a call in tags, whose only argument is n = 7
 TAGGED = re.compile(
     r"(?P<after_name>[^<]{0,20})"
     r"(?P<before_key><[^<]{1,40}?)\bn\b(?P<after_key>\W.{0,60}?)\b7\b"
@@ -131,8 +131,11 @@ TAGGED = re.compile(
 
 
 def with_layout(format: ToolFormat, call: str, place: int) -> ToolFormat:
-    """Learn the layout from a call. `call`: the text from the opening mark on. `place`: the index of
-    the tool's name in it."""
+    """Learn the layout from a call.
+
+    `call`: the text from the opening mark on.
+    `place`: the index of the tool's name in it.
+    """
     start = call[:place]
     rest = call[place + len("is_called") :]
     if format.is_named and not start.endswith('"'):
@@ -157,7 +160,7 @@ def with_layout(format: ToolFormat, call: str, place: int) -> ToolFormat:
 
 # --- the grammar of calls -------------------------------------------------------------------------
 
-# Fixed white space in JSON: a model that may write more could write nothing else
+# White space in JSON is fixed, because some models would write it without end
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY = "(?s:.*)"  # any text
 
@@ -171,11 +174,11 @@ def tool_call_grammar(
     is_thinking: bool = False,
     marks: Mapping[str, int] = {},
 ) -> str:
-    """The grammar (`grammar.py`) of an answer that calls these tools, after reasoning if the model
-    reasons.
+    """Write the grammar (`grammar.py`) of an answer that calls these tools, after reasoning if the
+    model reasons.
 
-    `answer`: a JSON schema of what may be said instead.
-    `marks`: ids of the marks that are tokens. They are written as tokens, as in the model's
+    `answer`: a JSON schema of an answer that is allowed instead of calls.
+    `marks`: ids of the marks that are tokens. The model must write them as tokens, as in its
     training.
     """
 
@@ -223,7 +226,7 @@ def harmony_grammar(
     is_thinking: bool,
     marks: Mapping[str, int],
 ) -> str:
-    """Any number of messages of reasoning, and then one call, or the answer."""
+    """Write the grammar of any number of reasoning messages, followed by one call or the answer."""
     ways = []
     if answer is not None:
         ways.append(f"{spell(marks, '<|channel|>final<|message|>')} {as_json(answer)}")
@@ -244,8 +247,8 @@ def harmony_grammar(
 def up_to(
     name: str, opens: str, closes: str, marks: Mapping[str, int], form: str = ANY
 ) -> dict[str, str]:
-    """Rules for a text of this form between two marks. The first closing mark ends it, whether
-    written as a token or in letters, since the parser reads text and sees no difference."""
+    """Write rules for a text of this form between two marks. The first closing mark ends the text,
+    whether it is a token or spelled out, because the parser reads text and sees no difference."""
     before = spell(marks, opens)
     tokens = [mark for mark in marks if mark in closes]
     if tokens:
@@ -261,7 +264,7 @@ def up_to(
 
 
 def spell(marks: Mapping[str, int], text: str) -> str:
-    """A text in the grammar's notation, with the marks in it by their ids."""
+    """Write a text in the grammar's notation, with marks as token ids."""
     inside = sorted((mark for mark in marks if mark in text), key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, inside))})", text) if inside else [text]
     known = {mark: f"<[{marks[mark]}]>" for mark in inside}
@@ -272,7 +275,7 @@ def body_rule(
     format: ToolFormat, function: Mapping[str, Any], spelled: Callable[[str], str]
 ) -> str:
     name = function["name"]
-    # With an id it is a document of its own, so that "#" refers to it, wherever it is
+    # With an id the schema is a document of its own, so that "#" refers to it even when nested
     parameters = {"$id": f"tool:{name}", "type": "object", **function["parameters"]}
     if format.after_name is not None:
         before, id, after = format.after_name.partition(CALL["id"])
@@ -290,8 +293,13 @@ def tagged_rule(
     spelled: Callable[[str], str],
     value: Callable[[str], str],
 ) -> str:
-    """Arguments come in the order of the schema. Of a string's schema only the enumerated values or
-    the pattern are enforced. `value`: makes the rule for a text of a form, and returns its name."""
+    """Write the rule of a call in tags.
+
+    Arguments come in the order of the schema. For a string, only enumerated values or a pattern are
+    enforced.
+
+    `value`: adds the rule for a text of this form, and returns its name.
+    """
     schema = function["parameters"]
     properties = schema.get("properties", {})
     required = schema.get("required", [])
@@ -314,13 +322,13 @@ def tagged_rule(
     return " ".join([*rules, spelled(tags.end)])
 
 
-# A pattern whose anchors, if any, are at its ends
+# A pattern without anchors, except at its ends
 ANCHORED = re.compile(r"(\^?)((?:\\.|\[(?:\\.|[^]\\])*\]|[^\\[^$])*)(\$?)", re.DOTALL)
 
 
 def form_of(schema: Mapping[str, Any]) -> str:
-    """A schema's pattern as that of a whole text. llguidance has no anchors, so a pattern with one
-    in its middle, as in "^a$|b", is ignored."""
+    """Return a schema's pattern, extended to match the entire text. llguidance has no anchors, so a
+    pattern with an anchor in the middle, such as "^a$|b", is ignored."""
     pattern = schema.get("pattern")
     found = isinstance(pattern, str) and ANCHORED.fullmatch(pattern)
     if not found:
@@ -330,13 +338,13 @@ def form_of(schema: Mapping[str, Any]) -> str:
 
 
 def as_regex(pattern: str) -> str:
-    """A pattern in the grammar's notation, on one line."""
+    """Write a pattern in the grammar's notation, on one line."""
     pattern = pattern.replace("\\\n", "\n").replace("\n", r"\n")
     return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern) + "/"
 
 
 def alone(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The schema of one argument, with what it refers to."""
+    """Return the schema of one argument, including the definitions that it refers to."""
     value = schema["properties"][key]
     if '"$ref"' not in json.dumps(value):
         return value
@@ -352,7 +360,7 @@ def as_json(schema: Mapping[str, Any]) -> str:
 
 # --- JSON schemas of arguments --------------------------------------------------------------------
 
-PYTHONS = {"True": "true", "False": "false", "None": "null"}  # as templates write them, too
+PYTHONS = {"True": "true", "False": "false", "None": "null"}  # some templates write Python's names
 JSONS = {
     NoneType: "null",
     bool: "boolean",
@@ -362,14 +370,14 @@ JSONS = {
     dict: "object",
     str: "string",
 }
-OPTIONS = 100  # alternatives in a value's schema; with more it may be anything
+OPTIONS = 100  # maximum number of alternatives in a value's schema; with more, any value is allowed
 
 
 def schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """An argument's own schema, references resolved; empty (any value) if it is no valid schema."""
+    """Return an argument's schema with references resolved; empty (any value) if it is invalid."""
     try:
         value = schema["properties"][key]
-        for _ in range(8):  # a reference may lead to another one, or back
+        for _ in range(8):  # a reference may lead to another reference, or to itself
             if "$ref" not in value:
                 break
             place = value["$ref"].removeprefix("#/")
@@ -382,7 +390,7 @@ def schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def kinds_of(schema: Mapping[str, Any], key: str) -> set[str]:
-    """The JSON types that an argument may have. Empty: any."""
+    """Return the JSON types that an argument may have. Empty means any type."""
     value = schema_of(schema, key)
     options = value.get("anyOf") or value.get("oneOf")
     options = options if isinstance(options, list) else [value]
@@ -402,6 +410,6 @@ def kinds_of_one(schema: Any) -> set[str]:
 
 
 def values_of(schema: Mapping[str, Any]) -> list:
-    """All allowed values, if the schema enumerates them."""
+    """Return all allowed values if the schema enumerates them."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     return values if isinstance(values, list) else []

@@ -1,26 +1,26 @@
 """Reasoning parser and tool parser: split an answer into reasoning, content and tool calls as it
 streams.
 
-The problem. A model writes all three into one text, with marks as in its training:
+The problem. A model writes all three into one text, with the marks of its training:
 
     <think>I should add.</think>It is a sum.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
 
-A client wants them separate, and as they come. A mark may begin in one piece of text and end in
+A client wants them separately, as they stream. A mark may begin in one piece of text and end in
 another, and a model may write half a mark, a mark inside its reasoning, or a call that never ends.
-Newer models write no JSON but put each argument between tags, as it is:
+Newer models do not write JSON, but put each argument between tags without quotes:
 
     <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
 
 The solution. One state machine reads characters, not tokens, because a mark's last character may
-share a token with what follows. It is a generator that reads like a description of an answer, from
-start to end, and pauses in the middle of any line of it until more text arrives. The marks are
-data (`tool_formats.py`). The format of a model is not configured: its chat template is asked to
-write a call, and the format is the one that parses this call back. The tool's schema says whether
-an argument in tags is a string or a number.
+share a token with the text after it. It is a generator whose code reads like a description of an
+answer from start to end, and it can pause anywhere until more text arrives. The marks are data
+(`tool_formats.py`). The format of a model is detected, not configured: its chat template renders a
+call, and the format that parses this call back is the model's. The tool's schema says whether an
+argument in tags is a string or a number.
 
-The invariant: however an answer is cut into pieces, its parts join to the same texts. A character
-costs the same however long the answer is. Whatever turns out to be no call is content, completely.
-White space next to a mark belongs to the mark.
+The invariant: however an answer is cut into pieces, its parts join to the same texts. The cost of a
+character does not depend on the length of the answer. Text that turns out not to be a call is
+content, without loss. White space next to a mark belongs to the mark.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from text.tool_formats import (
 class ParsedPart(NamedTuple):
     """A piece of an answer."""
 
-    # "content", "reasoning", "tool_call" (the text is a tool's name) or "arguments" (of the newest
+    # "content", "reasoning", "tool_call" (the text is a tool's name) or "arguments" (of the latest
     # call)
     kind: str
     text: str
@@ -70,8 +70,11 @@ CALLING = re.compile("|".join(re.escape(format.opens) for format in FORMATS))
 
 
 def split_output(text: str, is_thinking: bool = False) -> list[ParsedPart]:
-    """Reasoning, content and calls of an answer, marks included, for display without knowledge of
-    the model. `is_thinking`: the prompt has opened the reasoning."""
+    """Split an answer into reasoning, content and calls, marks included, for display without
+    knowing the model.
+
+    `is_thinking`: the prompt has opened the reasoning.
+    """
     if is_harmony(text):
         return harmony_output(text)
     closing = CLOSING.search(text)
@@ -93,8 +96,8 @@ def split_output(text: str, is_thinking: bool = False) -> list[ParsedPart]:
 
 
 def split_reasoning(text: str, is_thinking: bool = False) -> tuple[str, str]:
-    """The reasoning of an answer without its marks, and the unchanged rest, which is part of the
-    next prompt."""
+    """Return the reasoning of an answer without its marks, and the unchanged rest, which becomes
+    part of the next prompt."""
     if is_harmony(text):
         parts = dict(harmony_output(text))
         return parts.get("reasoning", ""), parts.get("content", "")
@@ -111,7 +114,7 @@ def is_harmony(text: str) -> bool:
 
 
 def harmony_output(text: str) -> list[ParsedPart]:
-    """The parts of an answer in Harmony, without its marks, each kind in one."""
+    """Split an answer in Harmony into at most one part of each kind, without marks."""
     parser = OutputParser(OutputFormat(HARMONY_REASONING, HARMONY), {"": {}})
     found = dict.fromkeys(("reasoning", "content", "tool_call"), "")
     for kind, piece in parser.push(text) + parser.push(None):
@@ -119,22 +122,22 @@ def harmony_output(text: str) -> list[ParsedPart]:
     return [ParsedPart(*part) for part in found.items() if part[1]]
 
 
-# --- the machine ----------------------------------------------------------------------------------
+# --- the state machine ----------------------------------------------------------------------------
 
-# Maximum characters before a body, or in it before its arguments; and maximum white space that
+# Maximum number of characters before a body or before its arguments, and of white space that
 # belongs to a mark
 HEAD = 300
-NAME = r"[\w.-]{1,128}"  # of a tool
-KEY = r"[^<>\"\n]{1,128}"  # of an argument in tags
-# Separators of calls, and the tool's name, if it precedes the body
+NAME = r"[\w.-]{1,128}"  # a tool's name
+KEY = r"[^<>\"\n]{1,128}"  # an argument's name in tags
+# Separators between calls, and the tool's name if it precedes the body
 BEFORE = rf"[\s,;\[]*(?:({NAME})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)"
-# The start of a call in JSON, piece by piece, since an answer may end or pause after any. A body
-# that starts differently must be read whole before it is known
+# The start of a call in JSON, in pieces, because an answer may end or pause after any of them. A
+# body that starts differently is recognized only when it is complete
 GAP = r"\s{0,20}"
 BODY = [r"\{", GAP, *'"name"', GAP, ":", GAP, '"', rf"({NAME})", '"', GAP, ",", GAP]
 BODY += ['"', "(arguments|parameters)", '"', GAP, ":", GAP]
 # Models with little training on calls write them without a mark at the start of a line: bare, in a
-# list, or in a code block. Then the first argument or the end must follow, too
+# list, or in a code block. Then the start of a call includes the first argument or the end
 FENCE = "```"
 FENCED = [r"[ \t]{0,20}", *FENCE, *(f"(?i:{letter})" for letter in "json"), r"[\s\[]{1,20}"]
 LISTED = [r"[\s,;\[]{0,20}"]
@@ -143,7 +146,7 @@ LINE = r"(?:\A|(?<=\n))"
 
 
 def begun(pieces: Sequence[str]) -> str:
-    """A pattern for all prefixes of a text that is made of these pieces."""
+    """Return a pattern that matches any prefix of the concatenated pieces."""
     pattern = ""
     for piece in reversed(pieces):
         piece = piece.replace("(arguments|parameters)", "[a-z]{1,10}")
@@ -155,7 +158,7 @@ BODY_BEGINS = re.compile("".join(BODY) + r"(?=\{)")
 BODY_MAY_BEGIN = re.compile(begun(BODY) + r"\Z")
 BARE_BEGINS = re.compile(f"{LINE}(?:{''.join(FENCED)}|{LISTED[0]})(?P<body>{''.join(BARE)})")
 BARE_MAY_BEGIN = re.compile(f"{LINE}(?:{begun([*FENCED, *BARE])}|{begun([*LISTED, *BARE])})\\Z")
-# The words in the header of a message in Harmony. The recipient may precede or follow the channel
+# A word in the header of a Harmony message. The recipient may precede or follow the channel
 HEADER_WORD = re.compile(
     r"to=([\w.-]{1,140})|<\|channel\|>(\w+)|(?:<\|constrain\|>)?\w+|<\|constrain\|>"
 )
@@ -166,11 +169,11 @@ Reading = Generator[None, None, T]
 
 
 class OutputParser:
-    """Parse one answer: `push` takes a piece of its text.
+    """Parses one answer. `push` takes a piece of its text and returns the new parts.
 
-    `tools`: by name, the schema of the arguments. Without tools, calls are content.
+    `tools`: name -> schema of the arguments. Without tools, calls are content.
     `is_thinking`: the prompt has opened the reasoning.
-    `is_single`: at most one call is wanted.
+    `is_single`: stop after one call.
     `is_strict`: a call without its mark is content, because the answer may be JSON of a schema.
     """
 
@@ -183,34 +186,35 @@ class OutputParser:
         is_strict: bool = False,
     ):
         self._reader = ParserState(output_format, tools, is_thinking, is_single, is_strict)
-        # The generator refers to the state, and nothing there refers to the generator: a cycle
-        # would keep an aborted answer in memory until the collector runs.
+        # The state must not refer to the generator, which refers to the state: a cycle would keep
+        # an aborted answer in memory until the garbage collector runs.
         self._reading = self._reader.parse()
 
     @property
     def reasoning_length(self) -> int:
-        """Number of characters of reasoning, marks included."""
+        """The number of characters of reasoning, marks included."""
         return self._reader.reasoning_length
 
     @property
     def is_over(self) -> bool:
-        """True after the only call that was asked for. What follows is dropped."""
+        """True after the only call that was asked for. Later text is dropped."""
         return self._reader.is_over
 
     @property
     def is_in_call(self) -> bool:
-        """True inside the arguments of the newest call."""
+        """True inside the arguments of the latest call."""
         return self._reader.is_in_call
 
     def push(self, piece: str | None, is_cut: bool = False) -> list[ParsedPart]:
-        """The new parts of the answer. None ends it: an incomplete mark is content. But if
-        `max_tokens` cut the answer (`is_cut`), an incomplete call is dropped."""
+        """Add a piece and return the new parts of the answer. None ends the answer, and an incomplete
+        mark is content. But if `max_tokens` cut the answer off (`is_cut`), an incomplete call is
+        dropped."""
         self._reader.add(piece, is_cut)
         next(self._reading, None)
         return self._reader.pop_parts()
 
     def ends(self, piece: str) -> bool:
-        """True if the answer is over with this piece."""
+        """Add a piece and return True if the answer is then over."""
         self.push(piece)
         return self.is_over
 
@@ -218,9 +222,9 @@ class OutputParser:
 class ParserState:
     """The state of a parser.
 
-    `parse` reads the answer from start to end. It takes from `self._text` what it understands,
-    yields when it needs more text, and goes on with the next piece. So do the methods that
-    it calls, each of which reads a part of the answer.
+    `parse` reads the answer from start to end. It consumes `self._text`, yields when it needs more
+    text, and continues when the next piece is there. The methods that it calls do the same for a
+    part of the answer.
     """
 
     def __init__(
@@ -232,11 +236,11 @@ class ParserState:
         is_strict: bool,
     ):
         self.is_complete = False  # no more text will come
-        self.is_cut = False  # because of `max_tokens`
-        self.is_over = False  # what follows is dropped
-        self.is_in_call = False  # the newest call's arguments have not ended
+        self.is_cut = False  # `max_tokens` cut the answer off
+        self.is_over = False  # later text is dropped
+        self.is_in_call = False  # the latest call's arguments are incomplete
         self.reasoning_length = 0  # characters of reasoning, marks included
-        self.calls = 0  # calls so far
+        self.calls = 0  # number of calls so far
         self._marks = output_format.reasoning
         self._format = (tools and output_format.tools) or SILENT
         self._tools = tools
@@ -244,13 +248,13 @@ class ParserState:
         self._reads_bare = bool(self._format.opens and not self._format.tags and not is_strict)
         self._is_line_start = True
         self._is_fenced = False  # a code block of calls is open
-        # Text not parsed yet. If the prompt has opened the reasoning: its mark
+        # Text not parsed yet. It begins with the reasoning mark if the prompt has opened the reasoning
         self._text = self._marks[0] if is_thinking else ""
-        self._length = 0  # of all text so far
+        self._length = 0  # length of all text so far
         self._parts: list[ParsedPart] = []
         self._is_harmony = output_format.is_harmony
         self._last_message = ""  # the kind of the last message in Harmony
-        self._is_new = True  # nothing of the current message is emitted yet
+        self._is_new = True  # nothing of the current message has been emitted
 
     def add(self, piece: str | None, is_cut: bool) -> None:
         self.is_complete = piece is None
@@ -259,14 +263,14 @@ class ParserState:
         self._length += len(piece or "")
 
     def pop_parts(self) -> list[ParsedPart]:
-        """The parts since the last call."""
+        """Return the parts since the last call of this method."""
         parts = self._parts
         self._parts = []
         return parts
 
     def parse(self) -> Reading[None]:
-        """The whole answer. Reasoning may come at the start and after a mark, and so may any form
-        of a call, if the model's own format has no mark."""
+        """Parse the answer. Reasoning may come at the start and after a call, and so may a call without
+        a mark if the model's own format allows it."""
         if self._is_harmony:
             yield from self._messages()
             return
@@ -282,12 +286,14 @@ class ParserState:
             elif (opening := (yield from self._content())) is not None:
                 is_start = yield from self._calls(opening)
             if self.calls and self._is_single:
-                self.is_over = not self.is_complete  # at the end, the call may be cut off
+                self.is_over = (
+                    not self.is_complete
+                )  # at the end of the answer, the call may be cut off
                 return
 
     def _messages(self) -> Reading[None]:
-        """An answer in Harmony. Reasoning is in the channel "analysis", calls have a recipient, and all
-        else is content."""
+        """Parse an answer in Harmony. Messages in the channel "analysis" are reasoning, messages with a
+        recipient are calls, and all others are content."""
         while self._text or not self.is_complete:
             header = yield from self._wait(match_header)
             self._is_new = True
@@ -300,7 +306,7 @@ class ParserState:
             elif self._text.startswith(HARMONY.opens):
                 self._text = self._text.removeprefix(HARMONY.opens)
             else:
-                if self._text.startswith("<|start|>"):  # of another role
+                if self._text.startswith("<|start|>"):  # a message of another role
                     self._text = self._text.removeprefix("<|start|>")
                     self._say("content", "<|start|>")
                 yield from self._body(partial(self._say, "content"))
@@ -328,7 +334,7 @@ class ParserState:
             self.reasoning_length = self._length - len(self._text)
 
     def _say(self, kind: str, text: str) -> None:
-        """Emit text of a message. A blank line separates it from one of the same kind."""
+        """Emit text of a message. A blank line separates it from an earlier message of the same kind."""
         if text:
             is_next = self._is_new and self._last_message == kind
             self._is_new = False
@@ -336,7 +342,7 @@ class ParserState:
             self._emit(kind, "\n\n" * is_next + text)
 
     def _body(self, emit: Callable[[str], None]) -> Reading[None]:
-        """Emit the text up to the end of a message in Harmony, and take its mark."""
+        """Emit the text up to the end of a Harmony message, and consume the mark there."""
         while True:
             places = [(self._text.find(mark), mark) for mark in MESSAGE_ENDS if mark in self._text]
             if places:
@@ -357,7 +363,7 @@ class ParserState:
             yield
 
     def _wait(self, recognize: Callable[[str], T | None]) -> Reading[T | None]:
-        """Call `recognize` with the next text until it returns a result. It returns None as long as more
+        """Call `recognize` with the upcoming text until it returns a result. It returns None while more
         text may change the result."""
         while (found := recognize(self._text[:HEAD])) is None:
             if len(self._text) >= HEAD or self.is_complete:
@@ -370,9 +376,9 @@ class ParserState:
         return (yield from self._wait(lambda text: begins(text.lstrip(), mark)))
 
     def _consume(self, mark: str, rest: str = "") -> Reading[re.Match | None]:
-        """Take a mark, the white space before it, and a pattern that must follow. None if they do
-        not come next, which is known when something else is in the mark's place, and for `rest`
-        after `HEAD` characters at the latest."""
+        """Consume white space, a mark, and the pattern `rest` after it. Return None if they do not come
+        next: as soon as other text is in the place of the mark, and after `HEAD` characters without a
+        match of `rest`."""
         mark = mark.strip()
         pattern = re.compile(rf"\s*{re.escape(mark)}{rest}")
 
@@ -386,24 +392,24 @@ class ParserState:
         return found
 
     def _skip(self, mark: str) -> Reading[bool]:
-        """Take a mark with the white space around it, if it comes next."""
+        """Consume a mark and the white space around it. Return False if the mark does not come next."""
         if not (yield from self._consume(mark)):
             return False
         yield from self._skip_space()
         return True
 
     def _skip_space(self) -> Reading[None]:
-        """Skip the space after a mark, however long: it is dropped as it arrives, so nothing is held back."""
+        """Drop the white space after a mark as it arrives, so that a long one is not held back."""
         self._text = self._text.lstrip()
         while not self._text and not self.is_complete:
             yield
             self._text = self._text.lstrip()
 
     def _emit_up_to(self, emit: Callable[[str], None], mark: str) -> Reading[str]:
-        """Emit the text before a mark and take the mark. Return the mark with the white space
-        before it; empty if the answer ends without one.
+        """Emit the text before a mark and consume the mark. Return the mark with the white space
+        before it; empty if the answer ends without a mark.
 
-        Text that may be the start of the mark waits, and so does white space.
+        White space and text that may be the start of the mark are held back.
         """
         while not mark or mark not in self._text:
             words = self._text
@@ -420,9 +426,9 @@ class ParserState:
         return before[len(words) :] + mark
 
     def _content(self) -> Reading[str | None]:
-        """Emit content up to a call. Return what opens the call, with the white space before it;
-        None if the answer ends without one. Text that may be the start of a call waits, and so does
-        white space."""
+        """Emit content up to a call. Return the text that opens the call, with the white space before
+        it; None if the answer ends without a call. White space and text that may be the start of a call
+        are held back."""
         while not (place := self._next_call()):
             words = self._text
             left = words[self._undecided() :]
@@ -442,8 +448,8 @@ class ParserState:
         return opening
 
     def _next_call(self) -> tuple[int, int] | None:
-        """Start and end of the next call's mark. Without a mark: of what precedes the body, perhaps
-        nothing."""
+        """Return start and end of the next call's mark, or of the text before the body if the call has
+        no mark."""
         mark = self._format.opens
         place = self._text.find(mark) if mark else -1
         if self._reads_bare:
@@ -454,16 +460,17 @@ class ParserState:
         return None if place < 0 else (place, place + len(mark))
 
     def _undecided(self) -> int:
-        """The index from which the end of the text may become the start of a call."""
+        """Return the index from which the text may become the start of a call."""
         mark = self._format.opens
         place = len(self._text) - len(beginning(mark, self._text))
-        if self._reads_bare and not self._text.isspace():  # white space waits anyway
+        if self._reads_bare and not self._text.isspace():  # white space is held back anyway
             found = BARE_MAY_BEGIN.search(self._text, not self._is_line_start)
             place = min(place, after_space(found)) if found else place
         return place
 
     def _calls(self, opening: str) -> Reading[bool]:
-        """Calls after a mark, or one without. False if there is none: then the mark is content."""
+        """Parse calls after a mark, or a call without a mark. Return False if there is none, so that
+        the mark is content."""
         count = self.calls
         is_marked = bool(self._format.opens) and self._format.opens in opening
         self._is_fenced |= FENCE in opening
@@ -480,13 +487,14 @@ class ParserState:
         return self.calls > count
 
     def _is_begun(self, opening: str, rest: str) -> bool:
-        """True if this is the start of a call in which the answer was cut off."""
+        """True if this is the start of a call within which the answer was cut off."""
         closes = self._format.closes
         is_closed = len(closes) > 1 and closes in rest
         return not is_closed and (bool(opening) or rest.lstrip(" \n,;[").startswith("{"))
 
     def _call_in_tags(self) -> Reading[str | None]:
-        """One call. Return None; if it is not a call, return the text taken so far, here none."""
+        """Parse a call in tags. Return None, or an empty text if it is not a call (like
+        `_call_in_json`)."""
         tags = self._format.tags
         rest = rf"({NAME})\s*{ending(tags.after_name)}"
         found = yield from self._consume(tags.before_name, rest)
@@ -499,8 +507,8 @@ class ParserState:
         return None
 
     def _arguments(self, tags: Tags, schema: Mapping[str, Any]) -> Reading[None]:
-        """As JSON, which stays open if the answer ends in an argument. Emit strings as they come,
-        and any other value when it is complete."""
+        """Emit arguments in tags as JSON, which stays open if the answer ends within an argument. Emit
+        strings as they arrive, and other values when they are complete."""
         said = "{"
         rest = rf"({KEY})\s*{ending(tags.after_key)}"
         while found := (yield from self._consume(tags.before_key, rest)):
@@ -527,9 +535,9 @@ class ParserState:
         self._emit("arguments", json.dumps(piece, ensure_ascii=False)[1:-1])
 
     def _value(self, tags: Tags, emit: Callable[[str], None]) -> Reading[bool]:
-        """Emit a value as it comes, without the line breaks of its layout. False if the answer ends
-        in it. The closing mark may occur in the value, too: it ends the value only if the next
-        argument or the call's end follows."""
+        """Emit a value as it arrives, without the line breaks of its layout. Return False if the answer
+        ends within it. The closing mark may also occur inside the value, so it ends the value only if
+        the next argument or the end of the call follows."""
         line = "\n" if tags.after_value.startswith("\n") else ""
         mark = tags.after_value.strip()
         nexts = [tags.before_key.strip(), tags.end.strip(), self._format.closes]
@@ -548,7 +556,7 @@ class ParserState:
         return False
 
     def _call_in_json(self) -> Reading[str | None]:
-        """One call. Return None; if it is not a call, return the text taken so far."""
+        """Parse a call in JSON. Return None, or the text consumed so far if it is not a call."""
         before = yield from self._consume("", BEFORE)
         if not before:
             return ""
@@ -571,8 +579,8 @@ class ParserState:
         return None
 
     def _close(self) -> Reading[bool]:
-        """The mark after a call. It may be missing, or cut off at the end of the answer. A list of
-        calls, or their code block, may end before it."""
+        """Consume the mark after a call, and return whether it was there. It may be missing, or cut off
+        at the end of the answer. A list or code block of calls may end before it."""
         mark = self._format.closes
         yield from self._skip_space()
         is_closed = (yield from self._skip("]")) and mark == "]"
@@ -586,7 +594,8 @@ class ParserState:
         return is_closed
 
     def _late_body(self) -> Reading[str | None]:
-        """A call whose name and arguments do not come first, or not in this order."""
+        """Parse a call that does not begin with name and arguments in this order. Return None, or the
+        text consumed so far if it is not a call."""
         body = yield from self._object()
         match json_or_none(body):
             case {"name": str(name), "arguments": given} | {"name": str(name), "parameters": given}:
@@ -605,8 +614,11 @@ class ParserState:
         return None
 
     def _object(self, depth: int = 0, kind: str = "") -> Reading[str]:
-        """Take a JSON object by counting brackets outside strings. `depth`: number of its braces
-        that have been read already. `kind`: emit it as this kind as it comes."""
+        """Consume a JSON object by counting brackets outside strings, and return it.
+
+        `depth`: number of open brackets that were consumed before.
+        `kind`: if given, emit the object as this kind as it arrives.
+        """
         taken = []
         in_text = is_escaped = False
         while True:
@@ -642,7 +654,7 @@ class ParserState:
         self._emit("tool_call", tool)
 
     def _emit(self, kind: str, text: str) -> None:
-        """Join adjacent pieces of one kind, but never two calls."""
+        """Add a part to the result. Adjacent parts of the same kind are joined, except calls."""
         if kind == "content" and text:
             self._is_line_start = text.endswith("\n")
         if self._parts and self._parts[-1].kind == kind != "tool_call":
@@ -652,14 +664,14 @@ class ParserState:
 
 
 def begins(text: str, mark: str) -> bool | None:
-    """True if a text begins with this mark. None if it may with more text."""
+    """True if a text begins with this mark, None if it may with more text, else False."""
     if text.startswith(mark):
         return True
     return None if mark.startswith(text) else False
 
 
 def begins_header(text: str) -> bool | None:
-    """True if a text begins as the header of a message in Harmony. None if it may with more text."""
+    """True if a text begins like the header of a Harmony message, None if it may with more text, else False."""
     text = text.lstrip()
     is_started = begins(text, HARMONY.opens)
     rest = text.removeprefix(HARMONY.opens).lstrip()
@@ -668,7 +680,7 @@ def begins_header(text: str) -> bool | None:
 
 
 class Header(NamedTuple):
-    """Of a message in Harmony."""
+    """The header of a Harmony message."""
 
     text: str
     recipient: str
@@ -676,7 +688,7 @@ class Header(NamedTuple):
 
 
 def match_header(text: str) -> Header | bool | None:
-    """The header that a text begins with. False if there is none. None if more text must come first."""
+    """Return the header at the start of a text, False if there is none, None if more text is needed."""
     is_begun = begins_header(text)
     if not is_begun:
         return is_begun
@@ -692,23 +704,23 @@ def match_header(text: str) -> Header | bool | None:
 
 
 def after_space(found: re.Match) -> int:
-    """The index of the match, without leading white space."""
+    """Return the start of a match after its leading white space."""
     return found.end() - len(found[0].lstrip())
 
 
 def match_body_start(text: str) -> re.Match | bool | None:
-    """Match the start of a call in JSON, up to its arguments. False if the body must be read whole.
-    None if more text must come first."""
+    """Match the start of a call in JSON, up to its arguments. Return False if only the complete body
+    can tell whether it is a call, and None if more text is needed."""
     return BODY_BEGINS.match(text) or (None if BODY_MAY_BEGIN.match(text) else False)
 
 
 def ending(mark: str) -> str:
-    """A pattern for the mark after a name. Without a mark, any other tag ends the name."""
+    """Return a pattern for the mark after a name. Without a mark, any tag ends the name."""
     return re.escape(mark.strip()) or "(?=<)"
 
 
 def follows(text: str, marks: Sequence[str], is_complete: bool) -> bool | None:
-    """True if one of these marks comes next. None if more text must come first."""
+    """True if one of these marks comes next, None if more text is needed, else False."""
     found = {begins(text.lstrip(), mark) for mark in marks if mark}
     if True in found:
         return True
@@ -719,8 +731,11 @@ def follows(text: str, marks: Sequence[str], is_complete: bool) -> bool | None:
 
 
 def strip_held_space(text: str) -> str:
-    """Without trailing white space, as far as it may belong to a mark: otherwise a model that
-    writes only white space would make each token cost more than the last."""
+    """Strip trailing white space that may belong to a mark, which is at most `HEAD` characters.
+
+    Without this limit, each token of a model that writes only white space would cost more than the
+    last.
+    """
     return text[: max(len(text.rstrip()), len(text) - HEAD)]
 
 
@@ -728,11 +743,11 @@ def strip_held_space(text: str) -> str:
 
 
 def as_json_value(text: str, kinds: Collection[str]) -> str:
-    """A value as JSON: as it is, if it is JSON of one of these types; else as a string."""
+    """Return a value as JSON: unchanged if it is JSON of one of these types, else as a string."""
     source = text.strip()
     source = PYTHONS.get(source, source)
     try:
-        found = json.loads(source, parse_constant=JSONS.__getitem__)  # NaN is no JSON
+        found = json.loads(source, parse_constant=JSONS.__getitem__)  # NaN is not JSON
     except (ValueError, KeyError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     kind = JSONS[type(found)]
@@ -742,12 +757,12 @@ def as_json_value(text: str, kinds: Collection[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-# --- which format does a model speak? -------------------------------------------------------------
+# --- detecting a model's format -------------------------------------------------------------------
 
 
 def detect_format(source: str | None, render: Callable[[list, list], str]) -> OutputFormat:
-    """Detect how a model with this chat template writes reasoning and calls. `render` makes a prompt of
-    messages and tools."""
+    """Detect how a model with this chat template writes reasoning and calls. `render` renders messages
+    and tools."""
     if source is None:
         return OutputFormat(why="this model has no chat template, so it can be given no tools")
     reasoning = next((marks for marks in REASONING_MARKS if marks[1] in source), None)
@@ -774,8 +789,12 @@ def detect_format(source: str | None, render: Callable[[list, list], str]) -> Ou
 
 
 def as_written(format: ToolFormat, text: str, place: int) -> ToolFormat | None:
-    """The format with the layout of the template's call; None if the format does not parse this
-    call back. `place`: the index of the name."""
+    """Return the format with the layout of the call in `text`; None if the format does not parse this
+    call back.
+
+    `text`: a conversation with a call, rendered by the chat template.
+    `place`: the index of the tool's name in it.
+    """
     begin = text.rfind(format.opens, 0, place)
     if format.is_bare and begin < 0 and f'"{format.key}"' in text[place:]:
         begin = text.rfind("{", 0, place)
@@ -785,7 +804,7 @@ def as_written(format: ToolFormat, text: str, place: int) -> ToolFormat | None:
     if not reasoning:
         format = with_layout(format, text[begin:], place - begin)
     parser = OutputParser(OutputFormat(reasoning, format), {"is_called": {}}, is_strict=True)
-    first = dict(reversed(parser.push(text[begin:])))  # of each kind
+    first = dict(reversed(parser.push(text[begin:])))  # the first part of each kind
     is_read = first.get("tool_call") == "is_called" and json_or_none(
         first.get("arguments", "")
     ) == {"n": 7}

@@ -1,12 +1,12 @@
 """Check a model folder's chat template and tokenizer in a child process before using them.
 
-Both come from an untrusted author. A template of 30 bytes can make gigabytes of text. A tokenizer
+Both come from an untrusted author. A template of 30 bytes can produce gigabytes of text. A tokenizer
 of 5 KB, with 40 rules that each double a letter, exhausts memory at the first prompt; one with a
-broken table aborts the process. So a child renders conversations and encodes and decodes texts
-within `LIMITS` (`base/sandbox.py`); what exceeds them is refused at load.
+broken table aborts the process. So a child process renders conversations and encodes and decodes
+texts within `LIMITS` (`base/sandbox.py`). A template or tokenizer that exceeds them is not used.
 
-An author can still hide what only a rare text triggers: run a server of untrusted models with a
-memory limit of its own.
+An author can still hide a fault that only a rare text triggers, so run a server of untrusted models
+with a memory limit of its own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from base.validation import one_line
 from models.gguf_file import head_of, is_gguf
 
 LIMITS = SandboxLimits(seconds=10.0, patience=30.0, memory=512 * 2**20)
-LONGEST = LARGEST["chat_template.jinja"]  # characters of a template
-RENDERED = 2**20  # characters that a template may make of a sample conversation
-SOME = 4096  # tokens that are decoded together
+LONGEST = LARGEST["chat_template.jinja"]  # maximum length of a template in characters
+RENDERED = 2**20  # maximum length of a rendered sample conversation in characters
+SOME = 4096  # tokens decoded in one call
 PASSED: set[bytes] = set()  # digests of tokenizers and texts that passed
 
 
@@ -33,7 +33,7 @@ def turns(count: int, content: str) -> list[dict[str, str]]:
     return [{"role": roles[i % 2], "content": content} for i in range(count)]
 
 
-# A question; a system prompt; and a long talk, which shows superlinear growth.
+# A question, a system prompt, and a long conversation, which reveals superlinear growth
 SAMPLES = (
     turns(1, "What is a KV cache?"),
     [{"role": "system", "content": "Be terse."}, *turns(3, "Grüße, 中文 👩‍👩‍👧\n\n{{ 1 }}")],
@@ -58,8 +58,8 @@ class TemplateChecker:
         self._child.close()
 
     def template(self, source: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-        """The fault of a template, in words that follow "the chat template" (empty if it has none),
-        and its renderings."""
+        """Return the fault of a template, in words that follow "the chat template" (empty if it has
+        none), and its renderings."""
         if len(source) > LONGEST:
             return f"is {len(source):,} characters long, more than {LONGEST:,}", []
         try:
@@ -71,7 +71,7 @@ class TemplateChecker:
         return fault, texts
 
     def tokenizer(self, path: Path, texts: Sequence[str]) -> str:
-        """The fault of a tokenizer, in words that follow "the tokenizer"; empty if it has none."""
+        """Return the fault of a tokenizer, in words that follow "the tokenizer"; empty if it has none."""
         own = head_of(path) if is_gguf(path) else path.read_bytes()
         whole = own + "\n".join(texts).encode(errors="replace")
         digest = hashlib.sha256(whole).digest()
@@ -96,7 +96,7 @@ def prepare(_: None) -> Callable[[list], Any]:
 
 
 def render_all(source: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """The fault of a template, and its renderings."""
+    """Return the fault of a template (empty if it has none) and its renderings."""
     from text.chat_template import PATIENCE, PatienceError, Template
 
     texts: list[str] = []
@@ -111,7 +111,7 @@ def render_all(source: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, 
             raise
         except PatienceError:
             return f"takes more than {PATIENCE:g} s for a sample conversation", []
-        except Exception:  # it refuses this conversation, and may accept others
+        except Exception:  # it refuses this conversation, but may accept others
             continue
         if len(text) > RENDERED:
             return f"makes {len(text):,} characters of a sample conversation", []
@@ -120,8 +120,11 @@ def render_all(source: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, 
 
 
 def encode_and_decode(path: str, texts: Sequence[str]) -> None:
-    """Only the child's limits matter here: an exception would be raised in the parent, too, and end
-    one request."""
+    """Encode and decode texts, and decode all tokens.
+
+    Only the child's limits matter here. Exceptions are ignored, because in the parent process they
+    would fail just one request.
+    """
     from tokenizers import Tokenizer
 
     if is_gguf(Path(path)):
@@ -144,10 +147,10 @@ def encode_and_decode(path: str, texts: Sequence[str]) -> None:
 
 
 def try_call(function: Callable, *arguments: Any, **options: Any) -> Any:
-    """Call a function; None if it raises."""
+    """Call a function. Return None if it raises."""
     try:
         return function(*arguments, **options)
     except MemoryError:
         raise
-    except BaseException:  # a Rust panic is no Exception
+    except BaseException:  # a Rust panic is not an Exception
         return None
