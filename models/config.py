@@ -207,7 +207,7 @@ class Config:
         return self.o_bias if "o_proj" in module else self.qkv_bias
 
     def factor(self, name: str) -> float:
-        """Return the factor that is folded into a tensor: its module's output is multiplied by it."""
+        """Return the factor to fold into this tensor, by which its module's output is multiplied."""
         module = name.split(".")[-2]
         if module == "q_norm" and self.scale:
             return self.scale * self.heads(int(name.split(".")[2])).Dh ** 0.5

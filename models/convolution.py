@@ -36,7 +36,7 @@ class Convolution(NamedTuple):
             window.put(self.index, u[start:stop].reshape(-1, heads, Dh))
             start = stop
         positions = mx.concatenate([window.positions for window in windows])  # (N,)
-        # (N, heads): where the row of position 0 is
+        # (N, heads): the index of the row of position 0
         first = [slot * heads * length for w in windows for slot in w.slots for _ in range(w.L)]
         first = mx.array(first)[:, None] + length * mx.arange(heads)
         rows = slab.arrays[self.index].flatten(0, 2)  # (slots * heads * (S + 1), Dh)

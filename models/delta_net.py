@@ -30,7 +30,7 @@ class DeltaNet(NamedTuple):
     convolution and the numbers from which g and rate follow.
     """
 
-    index: int  # among the layers with states
+    index: int  # its number among the layers with states
     heads: Heads
     # D -> inputs of the convolution, and two numbers per value head
     project: Matrix | SideBySide

@@ -38,7 +38,7 @@ class ModelCost(NamedTuple):
     `..._products`: the number of weights by which each token is multiplied.
     """
 
-    form: str = ""  # of the weights: "float32", or "4 bits in groups of 64" if they are packed
+    form: str = ""  # format of the weights: "float32", or "4 bits in groups of 64" if packed
     layers: int = 0
     body_nbytes: int = 0
     body_products: int = 0
@@ -183,7 +183,7 @@ class Roof(NamedTuple):
 
 
 class Floors(NamedTuple):
-    """Lower bounds on the time of a step, in seconds, from the roofline."""
+    """Lower bounds on the time of a step in seconds, from the roofline."""
 
     reading: float
     multiplying: float
@@ -278,12 +278,12 @@ def matrices(part: object) -> list[Matrix]:
 
 
 def stacks(part: object) -> list[Matrix]:
-    """Return the matrices of experts, which are stacks."""
+    """Return the stacked matrices of experts."""
     return [matrix for matrix in matrices(part) if matrix.weight.ndim > 2]
 
 
 def nbytes(part: object) -> int:
-    """Return the memory of a part's arrays, experts excluded."""
+    """Return the memory of a part's arrays, without experts."""
     of_experts = sum(each.nbytes for each in arrays(stacks(part)))
     return sum(each.nbytes for each in arrays(part)) - of_experts
 
@@ -295,7 +295,7 @@ def nbytes_of(model: Model) -> int:
 
 
 def products(part: object) -> int:
-    """Return the number of weights by which a part multiplies each token, experts excluded."""
+    """Return the number of weights by which a part multiplies each token, without experts."""
     return sum(matrix.size for matrix in matrices(part) if matrix.weight.ndim == 2)
 
 

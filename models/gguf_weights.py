@@ -96,7 +96,7 @@ def q5_1(blocks: mx.array) -> Decoded:
 
 
 def q8_0(blocks: mx.array) -> Decoded:
-    return blocks[:, 2:] ^ 128, half(blocks, 0)  # from signed numbers to numbers plus 128
+    return blocks[:, 2:] ^ 128, half(blocks, 0)  # signed numbers become unsigned: plus 128
 
 
 def six_bits(blocks: mx.array) -> Decoded:  # (n, bytes) -> (n, 8), (n, 1), and the same again
@@ -174,7 +174,8 @@ class GgufWeights(Weights):
                 self.tensors |= parts(tensor, renamed(name, self._names))
 
     def quantization(self, config: Config) -> str:
-        """Return the file's own name of its type, because most tensors of a small Q4_K_M are Q5_0."""
+        """Return the file's own name for its type. (Counting tensors would mislead: most tensors of a
+        small Q4_K_M are Q5_0.)"""
         kind = self.file.fields.get("general.file_type")
         named = FILE_TYPES.get(kind) if isinstance(kind, int) else None
         return named or super().quantization(config)
@@ -241,7 +242,7 @@ class GgufWeights(Weights):
 
 
 def parts(stored: GgufTensor, ours: str) -> dict[str, Tensor]:
-    """Return the tensors into which a tensor of the file is converted, by our names."""
+    """Return the tensors that replace a tensor of the file, by our names."""
     kind = stored.type.name
     if kind in PLAIN:
         shape = stored.shape

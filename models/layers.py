@@ -59,7 +59,7 @@ class ExpertChoices:
 
 
 class Experts(NamedTuple):
-    """Mixture of experts: the sum of share * down(silu(gate(x)) * up(x)) over a token's k best experts
+    """Mixture of experts: the sum of share * down(silu(gate(x)) * up(x)) over a token's k best experts.
 
     A router chooses the experts. The shares are its softmax over all experts; in some models those of
     the k best are normalized to sum to 1. A token's experts and the bits of its result depend only on
@@ -142,8 +142,8 @@ class QKNorm(NamedTuple):
 
 
 class ValueNorm(NamedTuple):
-    """Normalize each head of the values, without weights. If the input has no values, the keys serve
-    as values."""
+    """A norm of each value head, without weights. If the input has no values, the keys are used as
+    values."""
 
     norm: Norm
     heads: AttentionHeads
@@ -200,7 +200,7 @@ class Layer(NamedTuple):
     index: int = 0  # index of the slab array that it reads (`Config.slab_index`)
     qkv: Step = chain()  # (N, D) -> (N, (H + 2 Hkv) * Dh)
     qk_norm: Step = chain()  # (N, H + Hkv, Dh) -> the same
-    gate: OutputGate | None = None  # multiplies the output of attention
+    gate: OutputGate | None = None  # applied to the output of attention
     mixer: Mixer | None = None  # replaces attention; then there are no queries, keys and values
     # Applied to the residual stream after the MLP: (N, D), per-layer inputs -> (N, D)
     after: Callable[[mx.array, Sequence[mx.array]], mx.array] | None = None
@@ -237,7 +237,8 @@ class Model:
 
     @property
     def is_float32(self) -> bool:
-        """True if everything is computed in float32. Our own product converts packed weights to it."""
+        """True if everything is computed in float32, including packed weights, which our own product
+        converts to float32."""
         parts = (self.layers, self.norm, self.table, self.head, self.layer_inputs)
         parts = tree_flatten(parts, is_leaf=_is_claimed)
         return all(part.dtype == mx.float32 for _, part in parts if isinstance(part, mx.array))

@@ -85,7 +85,7 @@ def read_model(
 
 
 class ModelReader:
-    """Reads a checkpoint and builds a model. The constructor checks all names and shapes.
+    """A reader that builds a model from a checkpoint. The constructor checks all names and shapes.
 
     `dtype`: "float32", "checkpoint" (as stored in the files), or "auto" (`usual_form`).
     `ranks`: each rank reads its shard.
@@ -408,14 +408,14 @@ class ModelReader:
         return array.astype(dtype)
 
     def load_tensor(self, name: str) -> mx.array:
-        """Return a tensor as stored in the files, but with heads of queries and keys in `Rope.order`."""
+        """Return a tensor as stored in the files. Each head of queries and keys is put in `Rope.order`."""
         return self.in_order(self.weights.read_tensor(name), name)
 
     def in_order(self, array: mx.array, name: str) -> mx.array:
         Dh = self.config.Dh
         order = self.config.rope.order(Dh)
         turns = name.split(".")[-2] in ("q_proj", "k_proj", "q_norm", "k_norm")
-        has_gates = self.config.gated and "q_proj" in name  # `queries_and_gates` orders them
+        has_gates = self.config.gated and "q_proj" in name  # reordered in `queries_and_gates`
         if not turns or has_gates or order == sorted(order):
             return array
         heads = array.reshape(-1, Dh, *array.shape[1:])

@@ -184,12 +184,12 @@ def described(model: Model, sizes: Sizes) -> str:
 
 
 def slab_of(model: Model, sizes: Sizes) -> int:
-    """Return the memory of this model's slab with these sizes."""
+    """Return the size of this model's slab in bytes, states included."""
     return nbytes_with(model.config, model.kv_dtype.size, sizes)
 
 
 def nbytes_with(c: Config, itemsize: int, sizes: Sizes) -> int:
-    """Return the memory of slab and states with these sizes."""
+    """Return the size of slab and states in bytes."""
     rows = slab_nbytes(*slab_shape(c, *sizes[:3]), itemsize)
     numbers = sum(heads * Dh for heads, Dh in rows_of_layers(c))
     rows = rows * numbers // (2 * c.Hkv * c.layers * c.Dh)
@@ -199,7 +199,7 @@ def nbytes_with(c: Config, itemsize: int, sizes: Sizes) -> int:
 
 
 def state_nbytes(c: Config, log: int) -> int:
-    """Return the memory of one state in all layers, with this many tokens in its log."""
+    """Return the size of one state over all layers in bytes. `log`: number of tokens in its log."""
     return 4 * len(c.deltas) * c.delta.place_size(log)
 
 
@@ -253,7 +253,7 @@ def rows_of_layers(c: Config) -> list[tuple[int, int]]:
 
 
 def slab_nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsize: int) -> int:
-    """Return the memory of a slab's keys and values."""
+    """Return the size of a slab's keys and values in bytes."""
     length += label_rows(Dh, itemsize)
     return 2 * layers * slots * Hkv * length * Dh * itemsize
 
@@ -261,7 +261,7 @@ def slab_nbytes(layers: int, slots: int, Hkv: int, length: int, Dh: int, itemsiz
 def is_batch_invariant(model: Model) -> bool:
     """True if a request's logits have the same bits in any batch.
 
-    They have with our own product on a CPU, for float32 and packed weights, if every rank uses it.
+    This holds with our own product on a CPU, for float32 and packed weights, if every rank uses it.
     (Instruction sets may differ, because a rank's part of a sum is the same in any batch.) Nothing is
     known about MLX's own products or about modules that replace ours.
     """

@@ -19,7 +19,7 @@ NAN = 255  # the scale that means NaN
 
 
 class Mxfp4(NamedTuple):
-    """Convert the weights or the scales of a tensor in MXFP4."""
+    """The conversion of a tensor's weights or scales from MXFP4."""
 
     is_scales: bool
 

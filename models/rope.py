@@ -111,7 +111,7 @@ class AttentionType(NamedTuple):
     cap: float | None  # soft cap of the scores
     frequencies: mx.array | None  # (Dh/2,)
     periods: mx.array | None  # 1 / frequencies, for a GPU
-    growth: Growth | None = None  # of queries at far positions
+    growth: Growth | None = None  # scales queries at far positions
     # Slab index of a layer -> (H,) logits that join the softmax of each head (`models/sinks.py`)
     sinks: Mapping[int, mx.array] = {}
 
@@ -220,7 +220,7 @@ def rope_frequencies(rope: Rope, Dh: int, length: int = 0) -> mx.array:  # (Dh/2
     if rope.type == "dynamic" and is_too_short:
         stretch = rope.factor * length / rope.original_length - (rope.factor - 1)
         theta *= stretch ** (R / (R - 2))
-    periods = theta ** (mx.arange(0, R, 2) / R)  # (R/2,): positions for one radian
+    periods = theta ** (mx.arange(0, R, 2) / R)  # (R/2,): positions per radian
     if rope.type == "longrope":
         factors = rope.long if is_too_short else rope.short
         frequencies = 1 / (periods * mx.array(factors))
@@ -268,7 +268,7 @@ def kept_of_planes(rope: Rope, turns: mx.array) -> mx.array:  # (R/2,) -> the sa
     R = 2 * turns.size
 
     def plane_with(turns: float) -> float:
-        positions = rope.original_length / (2 * math.pi * turns)  # for one radian
+        positions = rope.original_length / (2 * math.pi * turns)  # per radian
         return R * math.log(positions) / (2 * math.log(rope.theta))
 
     first, last = plane_with(high), plane_with(low)

@@ -89,7 +89,7 @@ class Tensor(NamedTuple):
     bits: int = 0
     group: int = 0
     center: float = 0.0  # if not 0, each offset is its scale times this and is not stored
-    mxfp4: Mxfp4 | None = None  # the conversion from MXFP4; dtype and shape are its result's
+    mxfp4: Mxfp4 | None = None  # conversion from MXFP4; dtype and shape are those of the result
     every: slice = slice(None)  # rows of each expert
     is_last: bool = True  # no later tensor reads the same entry of the file
 
@@ -284,7 +284,7 @@ class Weights:
         return "lm_head.weight" in self.tensors
 
     def is_converted(self, config: Config) -> bool:
-        """True if mlx-lm has converted this Qwen 3.5, which the shape of a convolution reveals.
+        """True if this Qwen 3.5 was converted by mlx-lm, judged by the shape of a convolution.
 
         Then the files store the weights of norms. Hugging Face's files store weights minus 1.
         """

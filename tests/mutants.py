@@ -490,7 +490,7 @@ MUTANTS = [
     ),
     Mutant(
         "text/tool_parser.py",
-        "ParserState.read",
+        "ParserState.parse",
         "self._length - len(self._text)",
         "self._length",
         f"{SPEECH}::test_prompt_may_open_the_reasoning",

@@ -36,7 +36,7 @@ class PatienceError(jinja2.TemplateError):
 
 # The deadline is a variable of the template, under a name that no template can refer to
 DEADLINE = "the deadline"
-CHECK = "check the clock"  # the filter that checks the deadline, with such a name, too
+CHECK = "check the clock"  # the filter that checks the deadline; no template can refer to it either
 
 
 @jinja2.pass_context
@@ -46,7 +46,7 @@ def check_clock(context: Context, _: None) -> None:
 
 
 class ClockChecks(NodeTransformer):
-    """Insert a check of the clock at the start of every loop, macro and block."""
+    """A transformer that inserts a check of the clock into every loop, macro and block."""
 
     def visit_For(self, node: nodes.For | nodes.Macro | nodes.Block) -> nodes.Node:
         at = {"lineno": node.lineno, "environment": node.environment}
@@ -59,7 +59,8 @@ class ClockChecks(NodeTransformer):
 
 
 class Generation(jinja2.ext.Extension):
-    """Replace {% generation %}, which marks the assistant's messages for training, with its body."""
+    """An extension for {% generation %}, which marks the assistant's messages for training. The tag is
+    replaced by its body."""
 
     tags: ClassVar = {"generation"}
 

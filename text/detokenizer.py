@@ -30,8 +30,8 @@ from base.strings import beginning
 
 
 class StreamingDetokenizer:
-    """Detokenizes one answer. `push` takes a token and returns a piece of text; `finish` returns the
-    rest."""
+    """The incremental detokenizer of one answer. `push` takes a token and returns new text; `finish`
+    returns the rest."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class StreamingDetokenizer:
     ):
         """`silent`: ids of tokens that are never shown; by default the special tokens."""
         self._tokenizer = tokenizer
-        # Stop string -> its longest prefix with which the text ends
+        # Stop string -> its longest prefix at the end of the text
         self._begun = dict.fromkeys(stops, "")
         self._silent = special_ids(tokenizer) if silent is None else silent
         self._falls_back = tokenizer.token_to_id("<0x00>") is not None

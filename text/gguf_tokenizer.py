@@ -34,7 +34,7 @@ SPACE = "\u2581"  # SentencePiece's space
 # Control tokens that end an answer even if no field names them
 END_OF_TURN = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>"}
 END_OF_TURN |= {"<|endoftext|>", "<|end_of_text|>", "<turn|>", "<|return|>", "<|call|>"}
-END_OF_TURN |= {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}  # in code, the end of a file
+END_OF_TURN |= {"<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"}  # code models end a file with these
 
 
 class WordSplit(NamedTuple):

@@ -39,7 +39,7 @@ from typing import Any
 from base.sandbox import STACK, LimitError, Sandbox, SandboxLimits
 from base.validation import GrammarError, one_line, shown
 
-# llguidance's limits for one request, in its own units. Comments give the approximate cost.
+# llguidance's limits for one request, in its own units, with their approximate cost.
 LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,  # 4 ms
@@ -129,7 +129,7 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles the grammars of requests to one model.
+    """A compiler for the grammars of requests to one model.
 
     `tokenizer`: from the library `tokenizers`.
     `V`: size of the model's head, which may exceed the tokenizer's vocabulary.

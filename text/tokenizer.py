@@ -36,7 +36,7 @@ from text.tool_parser import detect_format
 OURS = Path(__file__).resolve().parents[1] / "demo" / "model"
 
 
-FIRST = 100_000  # characters that are encoded, at least, before the length is checked
+FIRST = 100_000  # encode at least this many characters before judging the length of a prompt
 
 
 class TooLongError(ValueError):
@@ -52,7 +52,7 @@ class Prompt(NamedTuple):
 
     ids: tuple[int, ...]
     shown: str  # for display
-    is_thinking: bool = False  # the prompt ends with an open reasoning mark
+    is_thinking: bool = False  # the prompt ends with an opening reasoning mark
     folder: Path | None = None  # the model whose tokenizer encoded it
 
 
@@ -144,8 +144,8 @@ class Tokenizer:
         return StreamingDetokenizer(self.tokenizer, stops, self._silent)
 
     def ask(self, prompt: str, raw: bool = False) -> list[int]:
-        """Encode a prompt that a person typed: as a user message, or as plain text if `raw` or without
-        a template.
+        """Encode a prompt that a person typed: as a user message, or as plain text if `raw` is set or
+        there is no template.
 
         Raise if the template is unfit, because the model knows no other form of a question. An empty
         prompt gets no tokens, not even BOS, so that the engine refuses it.
@@ -167,7 +167,7 @@ class Tokenizer:
             )
 
     def encode(self, text: str, room: float = math.inf) -> list[int]:
-        """Encode plain text, with BOS if the tokenizer adds it, but never with two."""
+        """Encode plain text, with BOS if the tokenizer adds it, but never twice."""
         self._check_length(text, room)
         ids = self._ids(text, True)
         bos = self._special_id("bos_token")
@@ -288,8 +288,8 @@ class Tokenizer:
         return self._source is not None and not self.unfit
 
     def _try_out(self, path: Path) -> tuple[str | None, str]:
-        """Check template and tokenizer in a child process. Return the template's source, and why it
-        cannot be used in one line (empty if it can)."""
+        """Check template and tokenizer in a child process. Return the template's source and the
+        one-line reason why it cannot be used (empty if it can)."""
         from text.untrusted_model_files import SAMPLES, TemplateChecker
 
         source, for_tools, place = self._find_template()

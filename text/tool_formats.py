@@ -74,7 +74,7 @@ HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|
 HARMONY_ENDS = ("<|return|>", "<|call|>")
 HARMONY = ToolFormat("Harmony", "<|start|>assistant", "<|call|>", is_named=True)
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|>")
-# Some tokenizers have marks as special tokens. These are shown, unlike other special tokens.
+# Tokens that are shown even if the tokenizer has them as special tokens, which are hidden.
 MARKS = frozenset(
     [
         "[ARGS]",

@@ -169,7 +169,7 @@ Reading = Generator[None, None, T]
 
 
 class OutputParser:
-    """Parses one answer. `push` takes a piece of its text and returns the new parts.
+    """The parser of one answer. `push` takes a piece of its text and returns the new parts.
 
     `tools`: name -> schema of the arguments. Without tools, calls are content.
     `is_thinking`: the prompt has opened the reasoning.
@@ -186,8 +186,8 @@ class OutputParser:
         is_strict: bool = False,
     ):
         self._reader = ParserState(output_format, tools, is_thinking, is_single, is_strict)
-        # The state must not refer to the generator, which refers to the state: a cycle would keep
-        # an aborted answer in memory until the garbage collector runs.
+        # The generator refers to the state, so the state must not refer to the generator: a cycle
+        # would keep an aborted answer in memory until the garbage collector runs.
         self._reading = self._reader.parse()
 
     @property
@@ -399,7 +399,7 @@ class ParserState:
         return True
 
     def _skip_space(self) -> Reading[None]:
-        """Drop the white space after a mark as it arrives, so that a long one is not held back."""
+        """Drop the white space after a mark as it arrives, so that nothing is held back."""
         self._text = self._text.lstrip()
         while not self._text and not self.is_complete:
             yield

@@ -48,7 +48,7 @@ TEXTS = (
 
 
 class TemplateChecker:
-    """Check templates and tokenizers in a child process: `with TemplateChecker() as child`."""
+    """A child process that checks templates and tokenizers: `with TemplateChecker() as child`."""
 
     def __enter__(self) -> TemplateChecker:
         self._child = Sandbox(__name__, None, LIMITS)
