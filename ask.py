@@ -74,7 +74,7 @@ def options() -> cli.CommandLine:
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    # What follows is a prompt, even if it looks like an option
+    # Everything after "--" is a prompt, even if it looks like an option
     end = arguments.index("--") if "--" in arguments else len(arguments)
     parser = options()
     args = parser.parse_intermixed_args(config_file.expand(parser, "ask", arguments[:end]))
@@ -99,13 +99,13 @@ def main(arguments: list[str] | None = None) -> int:
         slots = args.slots or (1 if talks else min(len(prompts), 8))
         asked = {f.name: vars(args)[f.name] for f in fields(SamplingParams) if f.name in vars(args)}
         for name in ADVICE:
-            if asked[name] is None:  # left to the model's generation_config.json
+            if asked[name] is None:  # the model's generation_config.json decides
                 del asked[name]
-        SamplingParams(**asked)  # report a mistake before anything is loaded
+        SamplingParams(**asked)  # reports a mistake before anything is loaded
         options = cli.engine_options(args)
         options |= {"slots": slots, "usual_len": 8192 if talks else 1024}
         with Engine.load(args.model, **options) as engine:
-            if engine.ranks.rank:  # of several processes (distributed/group.py), one answers
+            if engine.ranks.rank:  # only rank 0 answers (distributed/group.py)
                 return engine.lifecycle.follow()
             sampling = SamplingParams(**advised(engine.text.folder) | asked)
             if talks:

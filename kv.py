@@ -29,8 +29,8 @@ exception: attention multiplies rows that it must not see by zero, but 0 x NaN i
 may hold a number that is not finite are zeroed first. A NaN in another slot does no harm, because a
 sequence reads its own slot and no other.
 
-This file knows slots, rows and lengths, never requests. Where next: `request.py` and
-`sched.py`, which assigns the slots; which of the free ones a prompt gets is decided in `prefix.py`.
+This file knows slots, rows and lengths, but no requests. Where next: `request.py`, then `prefix.py`, which
+chooses a slot for each prompt.
 """
 
 from collections.abc import Sequence
@@ -52,10 +52,10 @@ class Slab:
         layers: int,
         slots: int,
         Hkv: int,
-        length: int,  # of a slot, in rows
+        length: int,  # rows of a slot
         Dh: int,
         dtype: mx.Dtype,
-        # Heads and their size in each layer's rows, if not all are keys and values of this shape
+        # (heads, size of a head) for each layer, if the layers differ
         layer_rows: Sequence[tuple[int, int]] = (),
     ):
         if length % BUCKET:
@@ -63,39 +63,39 @@ class Slab:
         self.slots = slots
         self.length = length
         rows = length + c_attention.label_rows(Dh, dtype.size)
-        self.shape = (slots, 2 * Hkv, rows, Dh)  # of a layer with keys and values
+        self.shape = (slots, 2 * Hkv, rows, Dh)  # a layer with keys and values
         layer_rows = layer_rows or [(2 * Hkv, Dh)] * layers
         self.shapes = [(slots, heads, rows, size) for heads, size in layer_rows]
         self.dtype = dtype
         self.arrays = [mx.zeros(shape, dtype) for shape in self.shapes]
-        mx.eval(self.arrays)  # zeros are lazy, too: this takes the memory now
+        mx.eval(self.arrays)  # MLX is lazy: this allocates the memory now
         for array in self.arrays:
             c_attention.label(array)
-        # Of delta nets, layers that keep no rows (`state_places.py`); skip them on a first reading
+        # For delta nets, layers without rows (`state_places.py`); skip these on a first reading
         self.states: list[States] = []
 
     def bucket(self, rows: int) -> int:
-        """`rows`, rounded up to whole buckets, but at most the length of a slot.
+        """Round `rows` up to a whole bucket, but not beyond the length of a slot.
 
-        Buckets grow with the length, to an eighth of it at most: so shapes are few, and neighbours
-        of similar length share a matrix product.
+        Buckets grow with the length, to an eighth of it at most. That keeps the number of shapes
+        small, and neighbours of similar length can share a matrix product.
         """
         size = max(BUCKET, 2 ** rows.bit_length() // 16)
         whole = -(-rows // size) * size
         return min(self.length, whole)
 
     def written(self) -> list[mx.array]:
-        """A corner of the last layer. Its rows are written last, and MLX computes an array as a
-        whole: whoever waits for the corner waits for all writes.
+        """A corner of the last layer, to wait for. That layer is written last, and MLX computes an
+        array as a whole, so evaluating the corner waits for all writes.
 
         subtle: wait for this view, and not for the slab's arrays. `array[...] = x` makes the name
-        `array` refer to a new node of the graph (see `Window.write`). So code that kept an array to
-        wait for would wait for a later write.
+        `array` refer to a new node of the graph (see `Window.write`), so a reference to the array
+        itself would later mean a later write.
         """
         return [self.arrays[-1][:1, :1, :1]]
 
     def narrowed(self, new: mx.array) -> mx.array:
-        """Keys and values in the slab's dtype, with NaN for those out of its range.
+        """Cast keys and values to the slab's dtype. Numbers outside its range become NaN.
 
         subtle: float16 ends at 65,504, and larger numbers would become infinite. An infinite key
         may get the weight 0, and then the overflow would go unnoticed. A NaN spreads to the logits,
@@ -107,33 +107,33 @@ class Slab:
         return new + new * 0  # inf x 0 is NaN
 
     def scrub(self, slot: int, start: int, stop: int) -> None:
-        """Zero rows that may hold numbers which are not finite. Never past the slot's end, because
-        the label is there."""
+        """Zero rows that may hold NaN or infinity, but not the spare row at the slot's end, where the
+        C operation keeps its header."""
         for array in self.arrays:
             array[slot, :, start : min(stop, self.length)] = 0
 
     def proof(self, slot: int, start: int, stop: int) -> mx.array:  # ()
-        """0 if these rows are finite in every layer, else NaN: 0 x NaN is NaN, and so is 0 x inf.
+        """0 if these rows are finite in every layer, else NaN, because 0 x NaN and 0 x inf are NaN.
 
-        The last layer is enough. A token's key there is computed from its own keys and values in
-        all layers before, and from those of all tokens before it: if one of them is not finite, the
-        key is not.
+        Checking the last layer is enough. A token's key there is computed from its keys and values
+        in all earlier layers, and from those of all earlier tokens. If one of them is not finite,
+        neither is that key.
         """
         rows = self.arrays[-1][slot, :, start:stop]  # (2 Hkv, rows, Dh)
         return (rows * 0).sum()
 
     def prefix(self, slot: int, rows: int) -> list[mx.array]:  # (1, 2 Hkv, rows, Dh) each
-        """Copies of a slot's first rows. (A slice would refer to the slab, and make the next write
-        copy it all.)"""
+        """Copy a slot's first rows. (A slice would refer to the slab, and the next write would then
+        copy the whole slab.)"""
         return [mx.contiguous(array[slot : slot + 1, :, :rows]) for array in self.arrays]
 
     def fill(self, slot: int, prefix: list[mx.array]) -> None:
-        """Write the rows that `prefix` has copied from another slot into this one."""
+        """Write rows that `prefix` copied from another slot into this one."""
         for array, rows in zip(self.arrays, prefix, strict=True):
             array[slot, :, : rows.shape[2]] = rows[0]
 
     def state(self, place: int) -> list[mx.array]:
-        """Copies of the states of a place."""
+        """Copy the states of one place, a state for each delta net."""
         return [states.read(place) for states in self.states]
 
     def fill_state(self, slot: int, copies: Sequence[mx.array], base: int) -> None:
@@ -148,11 +148,11 @@ class Slab:
 
 
 class AttentionGroup(NamedTuple):
-    """Sequences of a window in neighbouring slots, with one product for their attention."""
+    """Sequences of a window in neighbouring slots, whose attention is one matrix product."""
 
     slots: slice  # one slot for each sequence
-    T: int  # the rows that each sequence reads; one alone reads up to its newest token
-    positions: mx.array  # (B, 1, L, 1): of the tokens
+    T: int  # rows that each sequence reads
+    positions: mx.array  # (B, 1, L, 1): position of each token
 
     @property
     def B(self) -> int:
@@ -163,9 +163,9 @@ class Window:
     """The rows of the slab that a prefill chunk, or decoding sequences together, write and read in
     a forward pass.
 
-    There are B sequences; `slots` names their slots. Each writes L rows, the first one at its entry
-    in `starts`. (Both are Python ints, because `+=` on an `mx.array` changes it for every other
-    holder of the array, too.)
+    There are B sequences; `slots` names their slots. Each writes L rows, beginning at its entry in
+    `starts`. (Both hold Python ints, because `+=` on an `mx.array` also changes it for everyone else
+    who holds the array.)
     """
 
     def __init__(
@@ -188,12 +188,11 @@ class Window:
         self.starts = starts
         self.B = len(slots)
         self.L = L
-        # Of each sequence, in a model with states: the place that it continues from and the tokens
-        # before its matrix there, the place where its state goes and the tokens before that matrix
+        # In a model with states, a `request.Move` for each sequence
         self.state_moves = state_moves
         positions = [start + i for start in starts for i in range(L)]
         self.positions = mx.array(positions)  # (B * L,)
-        self._rows: dict[tuple[int, int], mx.array] = {}  # by the heads of a layer and their size
+        self._rows: dict[tuple[int, int], mx.array] = {}  # by (heads, size of a head)
 
     def _decoding_rows(self, heads: int, Dh: int) -> mx.array:  # (B * L * heads, Dh)
         """The indices at which `put` writes the new rows of decoding sequences, the same in every layer.
@@ -229,13 +228,12 @@ class Window:
         """
         slab = self.slab
         new = slab.narrowed(rows)
-        if self.B == 1:  # consecutive rows of one slot
+        if self.B == 1:  # consecutive rows of one slot: a slice
             start = self.starts[0]
             stop = start + self.L
             slab.arrays[layer][self.slots[0], :, start:stop] = new.swapaxes(0, 1)  # (heads, L, Dh)
         else:  # L rows in each slot, for each head
-            # This is one operation. A scatter by arrays of slots and rows would take ten nodes of
-            # the graph.
+            # One operation. Indexing by arrays of slots and rows would add ten nodes to the graph.
             where = self._decoding_rows(*new.shape[1:])
             rows = slab.arrays[layer].flatten(0, 2)  # (slots * heads * (S + 1), Dh)
             rows = mx.put_along_axis(rows, where, new.flatten(0, 1), axis=0)
@@ -243,7 +241,7 @@ class Window:
 
     @cached_property
     def moves(self) -> mx.array:  # (B * L, 5)
-        """The moves of states, for each token: from, base, its row, to, keep."""
+        """One row for each token: its sequence's `Move`, with the token's row in the middle."""
         return mx.array(
             [
                 (source, base, row, target, keep)
@@ -255,7 +253,7 @@ class Window:
         )
 
     def read(self, layer: int, group: AttentionGroup) -> list[mx.array]:
-        """The keys and values that a group reads: views of the slab, (B, Hkv, T, Dh) each."""
+        """Return the keys and values of a group as views of the slab, (B, Hkv, T, Dh) each."""
         rows = self.slab.arrays[layer][group.slots, :, : group.T]
         return mx.split(rows, 2, axis=1)
 
@@ -263,9 +261,10 @@ class Window:
     def groups(self) -> list[AttentionGroup]:
         """The sequences that share a product in the formula for attention, and how far they read.
 
-        Neighbours whose lengths fall into the same bucket share one, and read as far as the longest
-        of them. If all sequences did, the short ones would wait for the longest. On a GPU all
-        neighbours do, because there one more product costs more than reading less saves.
+        Neighbours whose lengths fall into the same bucket form a group, and read as far as the
+        longest of them. With one group for all, short sequences would read as many rows as the
+        longest. On a GPU all neighbours form one group, because another product costs more there
+        than reading fewer rows saves.
 
         How far a sequence reads does not change its results: the rows that it must not see have the
         weight 0, and in our matrix product (`cpu_kernels.c`) adding 0 changes no sum.

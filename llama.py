@@ -20,7 +20,7 @@ The notation, used everywhere in this project (all terms: GLOSSARY.md):
     decode   one new token for a sequence, or more with draft tokens
     window   the rows that a chunk, or decoding sequences together, write in a forward pass
     group    neighbouring sequences of a window whose attention is one product, over T rows of each
-    kind     an attention type: RoPE and sliding window of some layers (most models have one)
+    kind     an attention type: the RoPE and sliding window of some layers (most models have one type)
 
 The invariant: a token's logits depend on the model and on the tokens before it in its own sequence,
 and on nothing else: not on the neighbours, not on the slot, and not on the timing. Where
@@ -28,9 +28,9 @@ and on nothing else: not on the neighbours, not on the slot, and not on the timi
 The proof is one sentence, in `kernels/cpu_kernels.c`: every number of a matrix product is one sum,
 computed in one order.
 
-`attention` below is the reference. On a CPU with our own matrix product one C operation with the same
-bits runs in its place (`kernels/c_attention.py`); on a GPU, MLX's kernel where it is right. A model knows
-from its loading which one it is (`ATTENTION`); with `--attention plain` it is the formula everywhere.
+`attention` below is the reference. On a CPU with our own matrix product, one C operation with the same
+bits runs instead (`kernels/c_attention.py`); on a GPU it is MLX's kernel, for models that it supports.
+The choice is made when a model is loaded (`ATTENTION`); `--attention plain` chooses the formula.
 
 Where next: `kv.py`, which holds the keys and values.
 """
@@ -56,12 +56,12 @@ def forward(
     asked: Sequence[int],
 ) -> mx.array:  # (n, D)
     """Run the tokens of all windows, one after the other, through the model. Return the final
-    hidden states at `asked`; `model.head(states)` turns them into logits, (n, V).
+    hidden states at `asked`; `model.head(hidden)` turns them into logits, (n, V).
 
-    `windows`: each chunk of a prompt has one of its own; decoding sequences with the same number of
+    `windows`: each chunk of a prompt has its own window; decoding sequences with the same number of
     new tokens share one.
-    `asked`: indices into the N tokens: those whose next token is to be sampled. Ascending, without
-    duplicates.
+    `asked`: the indices, among the N tokens, of those whose next token is to be sampled. Ascending,
+    without duplicates.
 
     Norms, projections and the MLP treat each token by itself. So each weight is read once for all N
     tokens. Only attention needs to know which sequence a token belongs to. What a layer calls
@@ -90,7 +90,7 @@ def forward(
         if layer.gate:
             h = layer.gate(h, normed)
         if layer is model.layers[-1]:
-            # All keys and values are stored. Only tokens whose next one is sampled go on.
+            # All keys and values are written. Only tokens whose next one is sampled continue.
             x = only(x, asked)  # (n, D)
             h = only(h, asked)  # (n, H * Dh)
         x = x + layer.out(h)
@@ -106,14 +106,14 @@ def heads(
     x: mx.array,  # (N, D)
     turn: Callable[[mx.array], mx.array],
 ) -> tuple[mx.array, mx.array, mx.array]:  # (N, H, Dh), twice (N, Hkv, Dh)
-    """Each token's queries, keys and values, head by head.
+    """Return each token's queries, keys and values, split into heads.
 
     `turn`: RoPE. It rotates queries and keys by position, so that scores depend on distances.
     """
     c = layer.heads
     qkv = layer.qkv(x).reshape(-1, c.H + 2 * c.Hkv, c.Dh)
     qk, v = mx.split(qkv, [c.H + c.Hkv], axis=1)
-    qk = turn(layer.qk_norm(qk))  # queries and keys together: one operation instead of two
+    qk = turn(layer.qk_norm(qk))  # queries and keys in one operation
     q, k = mx.split(qk, [c.H], axis=1)
     return q, k, v
 
@@ -129,14 +129,14 @@ def attend(
     """Write the new keys and values into the slab, and let each token attend to the rows of its slot.
     All windows write before the first one reads (`Window.write` says why)."""
     sizes = [window.B * window.L for window in windows]
-    if k.size:  # else it reads the rows of an earlier layer
+    if k.size:  # else this layer reads the rows of an earlier one
         for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
             window.write(layer.index, new_k, new_v)
     return attention.run(layer.index, q)
 
 
 class Formula:
-    """`attention`, for each group of each window."""
+    """Attention by the formula, group by group."""
 
     def __init__(self, kind: AttentionType, H: int, windows: Sequence[Window]):
         self.kind = kind
@@ -144,8 +144,8 @@ class Formula:
         self.masks = [[self.mask(group, H) for group in window.groups] for window in windows]
 
     def mask(self, group: AttentionGroup, H: int) -> mx.array:  # (B, 1, L, T)
-        """The mask that is added to the scores of each token, the same for all heads: 0 for a row that is
-        seen, and minus infinity for any other."""
+        """The mask that is added to the scores of each token in all heads: 0 for a row that the token
+        sees, and minus infinity for any other."""
         return mx.where(seen(group.positions, group.T, self.kind.span), 0.0, -mx.inf)
 
     def run(self, layer: int, q: mx.array) -> mx.array:
@@ -173,29 +173,29 @@ def attention(
 ) -> mx.array:  # (B * L, H * Dh)
     """softmax(q k^T / sqrt(Dh) + mask) v
 
-    Each token's query is compared with the keys of the tokens that it sees: all up to itself, or,
-    with a span (sliding window), the last of them. The result weights the values. The mask is 0 for
-    these keys, and minus infinity for all others, so that their weight is 0.
+    Each token's query is compared with the keys of the tokens that it sees: all tokens up to itself,
+    or only the last `span` with a sliding window. The softmax of these scores weights the values.
+    The mask is 0 for keys that are seen, and minus infinity for the rest, whose weights become 0.
 
-    G = H / Hkv query heads share a key head. They are adjacent, so they fold into the
-    rows of one matrix product, and each key is read once for all of them.
+    G = H / Hkv query heads share a key head. They are adjacent, so they become rows of one matrix
+    product, and each key is read once for all of them.
     """
     count, H, Dh = q.shape
     B, Hkv, T, _ = k.shape
     L = count // B
     scale = Dh**-0.5
-    # subtle: cast before k is transposed. Afterwards the copy would be made in the other layout,
-    # which has another order of sums.
+    # subtle: cast before transposing k. A cast of the transposed array would be laid out differently,
+    # and the product would add in a different order.
     k = k.astype(q.dtype)
     v = v.astype(q.dtype)
-    if L > 1:  # a chunk; with one token a sequence, the numbers are in order
+    if L > 1:  # with one token per sequence, the numbers are in this order already
         q = q.reshape(B, L, H, Dh).swapaxes(1, 2)  # (B, H, L, Dh)
     q = q.reshape(B, Hkv, -1, Dh)  # (B, Hkv, G * L, Dh)
     scores = q @ k.swapaxes(-1, -2)  # (B, Hkv, G * L, T)
     if kind.cap:
         scores = capped(scores * scale, kind.cap)
         scale = 1.0
-    scores = scores.reshape(B, H, L, T) + mask  # in float32, as the mask is
+    scores = scores.reshape(B, H, L, T) + mask  # in float32, like the mask
     weights = softmax(scores, scale).astype(q.dtype)
     sums = weights.reshape(B, Hkv, -1, T) @ v  # (B, Hkv, G * L, Dh)
     if L > 1:
@@ -204,15 +204,15 @@ def attention(
 
 
 class MlxKernel(Formula):
-    """The same in one kernel of a GPU, which keeps no scores."""
+    """MLX's fused kernel on a GPU, which does not store the scores."""
 
     def mask(self, group: AttentionGroup, H: int) -> mx.array | str:
-        """True for a row that is seen. For one sequence that sees all its rows, "causal" is enough."""
+        """True where a token sees a row. A single sequence without a span needs only "causal"."""
         if group.B == 1 and self.kind.span is None:
             return "causal"
         visible = seen(group.positions, group.T, self.kind.span)  # (B, 1, L, T)
         B, _, L, T = visible.shape
-        # subtle: a view would be copied for each head in each layer; this is one copy for all
+        # subtle: the kernel would copy a view for each head in each layer; this copies it once
         return mx.contiguous(mx.broadcast_to(visible, (B, H, L, T)))
 
     def of_group(self, q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str) -> mx.array:
@@ -228,10 +228,10 @@ ATTENTION = {"c": COperation, "formula": Formula, "kernel": MlxKernel}
 
 
 def seen(positions: mx.array, T: int, span: int | None) -> mx.array:  # (B, 1, L, 1) -> (B, 1, L, T)
-    """A token at position p sees row j if j <= p. So it sees no later token, and no row of a
-    previous owner.
+    """True where a token at position p sees row j, which is where j <= p. So it sees no later token,
+    and no row of the slot's previous owner.
 
-    `span`: how many rows it sees, its own included; None means all rows of its sequence.
+    `span`: the number of rows it sees, including its own. None: all rows of its sequence.
     """
     rows = mx.arange(T)
     visible = rows <= positions
@@ -246,6 +246,6 @@ def only(x: mx.array, places: Sequence[int]) -> mx.array:  # (N, ...) -> (n, ...
 
 def cut(x: mx.array, sizes: Sequence[int]) -> list[mx.array]:  # (N, ...) -> (size, ...) each
     if len(sizes) == 1:
-        return [x]  # no node of the graph
+        return [x]  # adds no node to the graph
     ends = list(accumulate(sizes))
     return mx.split(x, ends[:-1])

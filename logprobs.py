@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities for some rows, still on the device: the chosen token's, then the top ones,
-    then those that would be the top without the grammar, if there is one."""
+    """Log probabilities of some rows, still on the device: of the chosen token, then of the most likely
+    tokens, then, under a grammar, of the tokens that would be the most likely without it."""
 
     picks: Sequence[SamplingRow]
-    most: int  # of the top
+    most: int  # number of most likely tokens
     ids: mx.array  # (n, 1 + most), or (n, 1 + 2 most) with a grammar
-    values: mx.array  # of the same shape
+    values: mx.array  # the same shape
 
     def by_row(self) -> Iterator[tuple[SamplingRow, StepOutput]]:
-        """Each row with its token and the log probabilities."""
+        """Yield each row with its token and log probabilities."""
         all_ids = self.ids.tolist()
         all_values = self.values.tolist()
         for pick, ids, values in zip(self.picks, all_ids, all_values, strict=True):

@@ -19,7 +19,7 @@ not on its neighbours in the batch, not on its slot, and not on when it arrived.
 samples at random needs a seed for that.)
 
 Where next: `engine/`, which has what an engine needs around this: handles and snapshots, the thread
-that calls `step`, and the model's life from load to unload (`engine/model_lifecycle.py`).
+that calls `step`, and loading and unloading the model (`engine/model_lifecycle.py`).
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class Engine:
     is held then, so it may do anything, except wait for results in the thread of a `Loop`.
     """
 
-    model: Model  # set by `Lifecycle`, as the next six are
+    model: Model  # this and the next six are set by `Lifecycle`
     text: Tokenizer
     runner: RunnerProtocol | None  # None while the model is unloaded
     drafter: Drafter
     step_time: StepTime
-    is_batch_invariant: bool  # the bits of a request's logits are independent of its neighbours
+    is_batch_invariant: bool  # no bit of a request's logits depends on its neighbours
     summary: str
 
     def __init__(
@@ -125,13 +125,13 @@ class Engine:
         self.clock = clock
         self.ranks = model.ranks
         self.sched = Scheduler(sizes.slots, sizes.max_len, policy_of(policy), max_queue=max_queue)
-        self.changed = threading.Condition()  # guards all that is not an array; waiters sleep on it
+        self.changed = threading.Condition()  # guards everything but arrays, and wakes waiters
         self.slot_cache = SlotCache(slot_cache, self.ranks.size, self.changed)
         self.driver = Driver(self.changed)
         self.on_commit: Callable[[list[Handle]], None] | None = None
         self.registry = RequestRegistry(model.cost)
-        self._unstarted: Plan | None = None  # planned, but not yet started
-        self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # not committed, oldest first
+        self._unstarted: Plan | None = None  # planned, but not started yet
+        self._in_flight: deque[tuple[Plan, RunningStep]] = deque()  # oldest first
         self.lifecycle = Lifecycle(self, speculate, step_ms)
         self.lifecycle.serve(model, text, sizes, runner)
         self.summary += self.ranks.settle(model.config, partial(self._end_all, "error"))
@@ -151,7 +151,7 @@ class Engine:
         prefix_cache: bool = True,
         speculate: bool = True,
     ) -> Handle:
-        """Queue a prompt: a text, chat messages, or token ids as they are. Never waits for a step.
+        """Queue a prompt: a text, chat messages, or token ids. Does not wait for a step.
 
         `client`: any name for the user. The policy `fair` shares the slots among clients.
         `origin`: any value; observers find it in `Snapshot`.
@@ -174,7 +174,7 @@ class Engine:
         with defer_interrupt(), self.changed:
             if self.driver.is_closed:
                 raise RuntimeError("the engine is closed; load another")
-            if self.lifecycle.is_reloading or self.text is not text:  # ids of the old tokenizer
+            if self.lifecycle.is_reloading or self.text is not text:  # another tokenizer's ids
                 raise RuntimeError("the engine reads another model; try again in a while")
             id = self.sched.submitted + 1
             shares = prefix_cache and self.prefix_cache
@@ -188,8 +188,8 @@ class Engine:
         return handle
 
     def step(self, plan: bool = True) -> bool:
-        """Plan, run and commit once. With `plan=False`, only read back what is in flight. False if there
-        was nothing to do.
+        """Plan, run and commit once. With `plan=False`, only read back what is in flight. Return False if
+        there was nothing to do.
 
         With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1
         on the device, and Python's work overlaps with the device's (on a CPU, only a little).
@@ -200,7 +200,7 @@ class Engine:
                                            ^ N's tokens are read here, and N+1 already runs
         """
         if plan and self.lifecycle.needs_slab:
-            self.lifecycle.open_files()  # a folder may be slow: no lock is held
+            self.lifecycle.open_files()  # without a lock, because a folder may be slow
         with self._changing(), device_lock, device_stream():  # one thread at a time
             try:
                 planned = self._plan() if plan else None
@@ -212,10 +212,10 @@ class Engine:
                 if self._in_flight and not self._may_stay_in_flight(planned):
                     self._commit()
             except BaseException as error:
-                self._fail(error)  # ends requests, and not the engine
-                if not isinstance(error, Exception):  # such as SystemExit: for the whole program
+                self._fail(error)  # ends requests, but not the engine
+                if not isinstance(error, Exception):  # SystemExit, for instance
                     raise
-                return True  # something was done, but it failed
+                return True
         return worked or (plan and self.slot_cache.wait(self.sched.running.values()))
 
     def _plan(self) -> Plan | None:
@@ -223,9 +223,9 @@ class Engine:
         if self.lifecycle.needs_slab and not self.lifecycle.restore():
             return None
         with self.changed:
-            room = self.step_time.prompt_tokens(self.sched.running.values())
-            plan = self.sched.plan(self.clock(), room)
-            self._unstarted = plan  # until it runs, for `_fail`
+            limit = self.step_time.prompt_tokens(self.sched.running.values())
+            plan = self.sched.plan(self.clock(), limit)
+            self._unstarted = plan  # for `_fail`, until it is started
             self.registry.blocked = plan.blocked if plan else ()
             return plan
 
@@ -270,13 +270,13 @@ class Engine:
         self._in_flight.popleft()
 
     def _sampling_rows(self, member: Chunk | Decode) -> list[SamplingRow]:
-        """How the tokens of a request are sampled. A failing grammar ends only its own request."""
+        """Describe how the tokens of a request are sampled. A failing grammar ends only its request."""
         handle = self.registry.open.get(member.request.id)
-        if handle is None:  # the request has ended, and the tokens of its rows will be dropped
+        if handle is None:  # the request has ended, and its tokens will be dropped
             return [SamplingRow(member.slot, SamplingParams(), 0, 0)] * (1 + len(member.draft))
-        try:  # what the grammar allows after each token of a draft
+        try:  # the tokens that the grammar allows at each row
             masks = handle.grammar.masks(member.draft) if handle.grammar else ()
-        except BaseException as error:  # a panic in a Rust library is not an Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             masks = ()
             let_go(error)
             with self.changed:
@@ -296,7 +296,7 @@ class Engine:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Around a change: Ctrl-C waits for its end, then `on_commit` is called, without a lock."""
+        """Hold back Ctrl-C during a change, and then call `on_commit`, without a lock."""
         try:
             with defer_interrupt():
                 yield
@@ -305,7 +305,7 @@ class Engine:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Around a change of the model: no step runs, and none is in flight."""
+        """Keep all steps out while the model is changed."""
         with self._changing(), device_lock, device_stream():
             while self._in_flight:
                 self._commit()
@@ -340,7 +340,7 @@ class Engine:
             self.sched.start_over()
 
     def _end(self, handle: Handle, reason: str, error: BaseException | str | None = None) -> None:
-        """End a request from outside a commit, in any thread. Called under the lock."""
+        """End a request outside a commit, in any thread. The caller holds the lock."""
         if handle.finish_reason is None:
             handle.close(error)
             self.sched.finish(handle.request, reason, self.clock())
@@ -348,7 +348,7 @@ class Engine:
         self.changed.notify_all()
 
     def _end_all(self, reason: str, error: str | None = None) -> None:
-        """End every open request, and accept no other."""
+        """End every open request, and accept no more."""
         with self._changing(), self.changed:
             self.driver.is_closed = True
             for handle in list(self.registry.open.values()):
@@ -357,7 +357,7 @@ class Engine:
     # --- for any thread
 
     def cancel(self, handle: Handle) -> None:
-        """End a request now, whatever it is doing. After its end, this does nothing."""
+        """End a request in any phase. Does nothing if it has already ended."""
         with self._changing(), self.changed:
             if handle.id in self.registry.open:
                 self._end(handle, "cancelled")
@@ -367,21 +367,21 @@ class Engine:
         handles: list[Handle] = []
         try:
             for prompt in prompts:
-                with defer_interrupt():  # a request that has been submitted is in the list
+                with defer_interrupt():  # so that each submitted request is in the list
                     handles.append(self.submit(prompt, sampling))
             return [handle.result() for handle in handles]
         finally:
-            for handle in handles:  # after a rejected prompt or Ctrl-C; otherwise all have ended
+            for handle in handles:  # only open after a rejected prompt or Ctrl-C
                 handle.cancel()
 
     def embed(self, texts: Sequence, dimensions: int | None = None) -> list[Sequence[float]]:
-        """An L2-normalized vector for each text or list of token ids. `dimensions`: keep only the
-        first components, for models that were trained for that (Matryoshka)."""
+        """Return an L2-normalized vector for each text or list of token ids. `dimensions`: keep only
+        the first components, for models trained for that (Matryoshka)."""
         results = self.generate(texts, SamplingParams(embeds=True))
         return [result.unit_vector(dimensions) for result in results]
 
     def serving(self) -> Loop:
-        """Inside `with engine.serving():` a thread steps the engine whenever there is work."""
+        """Step the engine in a thread: `with engine.serving(): ...`."""
         return Loop(self)
 
     @property
@@ -389,7 +389,7 @@ class Engine:
         return bool(self.sched.waiting or self.sched.running or self._in_flight)
 
     def snapshot(self, since: Snapshot | None = None) -> Snapshot:
-        """What the engine is doing now, and what has happened since an earlier snapshot."""
+        """Return what the engine is doing now, and what has happened since an earlier snapshot."""
         with self.changed:
             return self.registry.snapshot(self, since)
 
@@ -399,7 +399,7 @@ class Engine:
             self.sched.drain(policy_of(to))
 
     def set_budget(self, budget: int, chunk: int) -> None:
-        """Bound each step that is planned from now on, and each chunk of a prompt."""
+        """Limit the tokens of each future step, and of each chunk."""
         with self.changed:
             self.sched.set_budget(budget, chunk)
 
@@ -417,8 +417,8 @@ class Engine:
         report: Report = lambda stage: None,
         **options,
     ) -> Engine:
-        """An engine for a folder, a hub id, a GGUF file or "demo", with the options of `Engine`. `kv`,
-        `attention` and `activations`: as `ModelReader` takes them. `report` gets a line for each stage."""
+        """Load a folder, a hub id, a GGUF file or "demo", with the options of `Engine`. `kv`, `attention`
+        and `activations` are passed to `ModelReader`. `report` receives a line for each stage."""
         source = ModelSource(str(model), dtype, kv, attention, activations, report, options)
         checked = source.check()
         engine = cls(checked.read_model(), checked.text, sizes=checked.sizes, **options)
@@ -426,17 +426,17 @@ class Engine:
         return engine
 
     def release(self) -> None:
-        """Unload weights and slab. The next request's first step reads the weights again."""
+        """Unload weights and slab. The first step of the next request loads them again."""
         self.lifecycle.unload()
 
     def reload(self, model: str | Path | None = None, **sizes: int | None) -> None:
-        """Serve another model, or read this one again, with other sizes (slots, max_len, usual_len,
-        chunk, budget) if given. The other model is checked before this one is unloaded. If it cannot
-        be read all the same, this one is read again. Meanwhile no request is accepted."""
+        """Load another model, or this one again, with new sizes (slots, max_len, usual_len, chunk,
+        budget) if given. The new model is checked before this one is unloaded. If it fails to load
+        even so, this one is loaded again. No request is accepted during a reload."""
         self.lifecycle.reload(model, sizes)
 
     def close(self) -> None:
-        """End every open request as cancelled, and leave the device idle. May be called twice."""
+        """Cancel every open request, and leave the device idle. May be called twice."""
         self._end_all("cancelled")
         self.driver.stop()
         with device_lock:  # no step runs

@@ -1,4 +1,4 @@
-"""Chapter 3, third part: admission policies. How many requests are admitted, and which is next?
+"""Chapter 3, fourth part: admission policies. How many requests are admitted, and which is next?
 
 The problem. Requests wait in the queue, and some slots are free. An early first token for one, or a
 full batch for all? First come, first served, or the short ones first? No choice is right for every
@@ -12,7 +12,7 @@ The invariant: no request waits forever. Under `fair`, a client without a slot i
 once by each other client. Under `short`, a request of n tokens is overtaken only by those that
 arrive within the next n steps. No state is kept for a client without a waiting request.
 
-Where next: `prefix.py`, which chooses the slot of a request.
+Where next: `sampling.py`, chapter 4.
 """
 
 from collections import Counter
@@ -48,19 +48,19 @@ def by_turns(scheduler: Scheduler) -> Iterator[Request]:
     for request in scheduler.waiting.values():
         queue = queues.setdefault(request.client, [])
         since = now if queue else max(request.queued.came, request.queued.turn)
-        # The slots of its client once those before it have been admitted
+        # The client's slots, counting its earlier requests in the queue as admitted
         slots = held[request.client] + len(queue)
         line.append((slots, since, request.id, request))
         queue.append(request)
     for _, since, _, request in sorted(line):
-        if since < now:  # the first of its client in this step
+        if since < now:  # the client's first request in this step
             for other in queues[request.client]:
                 other.queued.turn = now
         yield request
 
 
 def by_length(scheduler: Scheduler) -> Iterator[Request]:
-    """The shortest prompt is next, with aging: each step in the queue counts as one token less."""
+    """The shortest prompt is next. Aging: each step in the queue counts as one token less."""
     line = scheduler.waiting.values()
     return iter(sorted(line, key=lambda request: len(request.prompt) + request.queued.came))
 

@@ -62,7 +62,7 @@ class Bigrams:
 
     def __init__(self, tokens: Iterable[int]):
         self.tokens = list(tokens)
-        # No loop: a prompt may have a hundred thousand tokens, and all decoding requests would wait
+        # Not in a Python loop: a prompt may have 100,000 tokens, and all decoding requests wait for it
         self.after = dict(zip(pairwise(self.tokens), count(2), strict=False))
 
     def add(self, token: int) -> None:
@@ -74,17 +74,17 @@ class Bigrams:
 class PromptLookup:
     """The draft source of one answer (`Drafting.source`).
 
-    `grammar`: where the answer is in its grammar, if it has one.
+    `grammar`: the state of the answer's grammar, if it has one.
     """
 
     def __init__(self, grammar: Grammar | None = None):
         self.text: Bigrams | None = None  # prompt and answer, once there is a token to draft
         self.matches = 0  # the length of the current run of matches
-        # Of matches, by the length of the run before: first by Laplace's rule of succession
+        # The chance of a match after n matches, initially by Laplace's rule of succession
         self.rates = [(n + 1) / (n + 2) for n in range(MOST)]
         self.copied = 0.5  # the share of matches among the newest tokens
         self._grammar = grammar
-        self._at: int | None = None  # the pointer: the index of the token that may come next
+        self._at: int | None = None  # the pointer: the index of the predicted token
         self._read = 0  # tokens of the answer that have been read
         self._sure = 0  # the index after the last forced token
 
@@ -93,15 +93,15 @@ class PromptLookup:
         self._push(prompt[-1])
 
     def follow(self, answer: Sequence[int]) -> None:
-        """Read the tokens that are new in an answer."""
+        """Process the new tokens of an answer."""
         for token in answer[self._read :]:
             is_match = self._push(token)
             self._read += 1
-            weight = max(RECENT, 1 / (self._read + 2))  # the mean of the first tokens
+            weight = max(RECENT, 1 / (self._read + 2))  # a plain mean over the first tokens
             self.copied += weight * (is_match - self.copied)
 
     def _push(self, token: int) -> bool:
-        """Append a token to the text. Returns True if it is a match."""
+        """Append a token to the text. Return True if it is a match."""
         text = self.text
         is_match = self._is_match(token)
         if self._at is None and text.tokens:
@@ -121,14 +121,14 @@ class PromptLookup:
         return is_match
 
     def forced(self, most: int) -> list[int]:
-        """The tokens that the grammar forces."""
+        """Return the tokens that the grammar forces, at most `most`."""
         tokens = [] if self._grammar is None else self._grammar.forced()
         if tokens:
             self._sure = self._read + len(tokens)
         return tokens[:most]
 
     def draft(self, most: int) -> list[int]:
-        """The tokens at the pointer."""
+        """Return the tokens from the pointer on, at most `most`."""
         if self._at is None:
             return []
         return self.text.tokens[self._at : self._at + most]
@@ -140,7 +140,7 @@ class PromptLookup:
 
     @property
     def may_be_forced(self) -> bool:
-        """True if the grammar is to be asked as soon as the newest token is known."""
+        """True if the grammar may force a token after the newest one."""
         if self._grammar is None:
             return False
         unforced = self._read - self._sure
@@ -148,14 +148,14 @@ class PromptLookup:
 
     @property
     def next_chance(self) -> tuple[float, int]:
-        """The chance of a pointer after the next token, and the length of its run."""
+        """The chance that the next token leaves a pointer, and the length of its run then."""
         if self._at is None:
             return self.copied, 0
         return self.chances(1)[0], self.matches + 1
 
     @property
     def gains(self) -> bool:
-        """True if enough of its tokens are copies to be worth longer steps."""
+        """True if enough tokens are copies to make longer steps worthwhile."""
         return self.copied >= GAINS or (self._grammar is not None and self._sure > 0)
 
 
@@ -169,9 +169,9 @@ class Drafter:
         if most is not None and most < 0:
             raise ValueError(f"speculate = {most}, but it must be at least 0")
         self.most = most
-        # Seconds of a step, and of each of its rows
+        # Seconds of a step without rows, and of each row
         self._step_s = self._row_s = 0.0
-        self._sums = [0.0] * 5  # of steps, rows, rows squared, seconds, rows times seconds
+        self._sums = [0.0] * 5  # steps, rows, rows squared, seconds, rows times seconds
         self._last = 0.0  # when the newest step was read
         self._owed = 0.0  # the slowdown of requests that gain nothing, in steps
 
@@ -212,17 +212,16 @@ class Drafter:
         return self._step_s + self._row_s * rows
 
     def _must_wait(self, requests: Iterable[Request]) -> bool:
-        """True if requests that gain nothing have been slowed by as much as is allowed."""
+        """True if requests that gain nothing have been slowed down as much as is allowed."""
         return self.most is None and self._owed > 0 and not self._all_gain(requests)
 
     def _all_gain(self, requests: Iterable[Request]) -> bool:
-        # Another thread may end a request meanwhile
+        # Read `source` once: another thread may end the request
         known = [request.drafting.source for request in requests]
         return all(lookup is not None and lookup.gains for lookup in known)
 
     def _paying(self, chances: Sequence[float], rows: int, expected: float) -> tuple[int, float]:
-        """The number of draft tokens that pay off, and the tokens that the step is then expected to
-        yield.
+        """Return the number of draft tokens that pay off, and the expected tokens of the step with them.
 
         A draft token is accepted only if all before it are. With a chance of c for one more token,
         one more row pays off if (expected + c) / (seconds + seconds of a row) is above expected /
@@ -252,7 +251,7 @@ class Drafter:
         return gain > SLOWDOWN * rows * self._seconds(rows)
 
     def _gain(self, lookup: PromptLookup, rows: int) -> float:
-        """The expected gain of draft tokens in a step with this many rows: tokens times seconds."""
+        """The expected gain of drafting in a step with this many rows, in tokens times seconds."""
         if lookup.may_be_forced:
             return math.inf
         chance, matches = lookup.next_chance
@@ -260,8 +259,8 @@ class Drafter:
         return chance * ((expected - rows) * self._seconds(rows) - count * self._row_s * rows)
 
     def _follow(self, request: Request) -> PromptLookup | None:
-        """The draft source of a request, once it has read the newest tokens of the answer."""
-        lookup = request.drafting.source  # another thread may end the request meanwhile
+        """Bring a request's draft source up to date with its answer, and return it."""
+        lookup = request.drafting.source  # read once: another thread may end the request
         if lookup is None or request.slot is None:
             return None
         if lookup.text is None:
@@ -279,7 +278,7 @@ class Drafter:
         if plan.chunks or self.most is not None:
             return
         rows = len(plan.decodes) + plan.draft_tokens
-        if self._sums[0]:  # another program may have had the processor
+        if self._sums[0]:  # limit outliers: another program may have had the processor
             seconds = min(seconds, OUTLIER * self._seconds(rows))
         newest = (1, rows, rows * rows, seconds, rows * seconds)
         self._sums = [(1 - RECENT) * a + b for a, b in zip(self._sums, newest, strict=True)]

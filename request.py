@@ -10,7 +10,7 @@ What it knows lies in small records, by who decides about them:
     Queued       its place in line      `policies.py`
     Admission    its slot               `Scheduler.plan`
     progress     the request itself     `Scheduler.plan`, `Scheduler.commit`
-    PrefixState  rows it did not read   `Scheduler.plan`, from `prefix.py`
+    PrefixReuse  its cached rows        `Scheduler.plan`, from `prefix.py`
     Drafting     its draft tokens       `prompt_lookup.py`
     End          the reason             `Scheduler.finish`
 
@@ -21,7 +21,7 @@ the answer. `Committed` says how the step has ended.
 At the end of the file are the seams, functions that others pass to the scheduler: an admission policy,
 a source of draft tokens, a search on disk, a reader of tokens, the states of a recurrent model.
 
-Where next: `sched.py`, which decides.
+Where next: `prefix.py`, which finds the rows that a prompt can reuse; then `sched.py`, which decides.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Queued:
-    """A request's place in the queue, as the policies count it."""
+    """When a request joined the queue, for the admission policies."""
 
-    came: int = 0  # steps planned before it arrived
-    turn: int = 0  # under `fair`: the last step that admitted its client while this one waited
+    came: int = 0  # number of steps planned before it arrived
+    turn: int = 0  # under `fair`: the last step that admitted its client while it waited
 
 
 class Admission(NamedTuple):
@@ -52,19 +52,19 @@ class Admission(NamedTuple):
     at: float
     policy: str
     slot: int
-    why: str  # why this slot
+    why: str  # why this slot was chosen
 
 
 @dataclass(slots=True)
-class PrefixState:
-    """The part of a request that comes from the prefix cache."""
+class PrefixReuse:
+    """What a request reuses from the prefix cache."""
 
     trail: Trail = field(default_factory=Trail)  # its prompt's path in the prefix tree
     cached: int = 0  # prompt tokens found in the prefix cache, in memory or on disk
     cached_from: str = ""  # "slot" (its own) | "other_slot" | "disk"
-    own: int = 0  # of these, the tokens whose rows the same client wrote
-    reread: int = 0  # tokens read again, because no saved state reached as far as the cached rows
-    restored: RestoredRows | None = None  # found on disk when it was admitted
+    own: int = 0  # the cached tokens whose rows the same client wrote
+    reread: int = 0  # tokens prefilled again, because no saved state reached as far as the rows
+    restored: RestoredRows | None = None  # rows found on disk at admission
 
     @property
     def rows_on_disk(self) -> int:
@@ -94,17 +94,17 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
     arrived: float
-    prefix_cache: bool = True  # may it share rows with other prompts?
-    client: str = ""  # any name for the user; all without a name are one client
+    prefix_cache: bool = True  # False: it shares no rows with other prompts
+    client: str = ""  # any name for the user; requests without a name count as one client
     # Progress, planned and committed
     prefilled: int = 0  # prompt tokens in the slab once all planned steps have run
-    proven: int = 0  # rows of its slot, from the first on, that are known to be finite
+    proven: int = 0  # the first rows of its slot that are known to be finite
     planned: int = 0  # output tokens of all planned steps, the newest step's draft included
     answer: list[int] = field(default_factory=list)  # output tokens read back so far
-    # The others' records
+    # Records of other parts of the engine
     queued: Queued = field(default_factory=Queued)
     admission: Admission | None = None
-    prefix: PrefixState = field(default_factory=PrefixState)
+    prefix: PrefixReuse = field(default_factory=PrefixReuse)
     drafting: Drafting = field(default_factory=Drafting)
     end: End | None = None
 
@@ -130,44 +130,44 @@ class Request:
 
     @property
     def has_next(self) -> bool:
-        """False once the last token that it may have is planned."""
+        """False once the last of its `max_tokens` is planned."""
         return self.planned < self.max_tokens
 
     @property
     def is_reading(self) -> bool:
-        """True during prefill, unless its cached rows are still loading."""
+        """True during prefill, except while cached rows are still loading from disk."""
         return self.phase == "prefill" and not self.waits_for_disk
 
     @property
     def waits_for_disk(self) -> bool:
-        """True while rows of its prompt are searched on disk and read."""
+        """True while rows of its prompt are loading from disk."""
         return self.prefix.restored is not None and not self.prefix.restored.is_ready
 
     @property
     def next_row(self) -> int:
-        """The row of the newest planned token. The prompt's last token yields the first of them."""
+        """The row of the newest planned token. (The first one is planned with the prompt's last chunk.)"""
         return len(self.prompt) + self.planned - 1
 
     def reuse_rows(self, chunk: Chunk, own: int) -> None:
-        """Count the cached rows before the first chunk. `own`: of the rows in memory, those that the
-        same client wrote.
+        """Count the cached rows before the first chunk. `own`: the rows in memory that the same client
+        wrote.
 
-        Clients are told of their own rows alone, because any other number would confirm a guess at
+        Clients are told only of their own rows, because any other number would confirm a guess at
         another client's prompt.
         """
-        state = self.prefix
-        state.cached = chunk.start
-        state.cached_from = chunk.cached_from
-        saved = state.restored.own if state.restored else 0
-        state.own = min(chunk.start, max(own, saved))
-        state.restored = None
-        # Rows copied from elsewhere may still be in flight themselves
+        reuse = self.prefix
+        reuse.cached = chunk.start
+        reuse.cached_from = chunk.cached_from
+        saved = reuse.restored.own if reuse.restored else 0
+        reuse.own = min(chunk.start, max(own, saved))
+        reuse.restored = None
+        # Rows copied from another slot are not proven yet: the step that writes them may be in flight
         self.proven = chunk.rows_in_place
 
     def append_token(self, token: int) -> None:
         """Append a token to the answer. Its finite logits prove that all rows before it are finite.
 
-        -1: the logits were not finite. Some row is the cause, so none counts as proven any more.
+        -1 means that the logits were not finite. Any row may be the cause, so no row counts as proven.
         """
         if token < 0:
             self.proven = 0
@@ -176,17 +176,17 @@ class Request:
         self.proven = len(self.prompt) + self.committed - 1
 
     def settle_draft(self, proposed: int, accepted: int) -> None:
-        """Count the draft of a step, and plan on from what is committed: none of its tokens is in
-        flight any more."""
+        """Count the draft tokens of a step. Planning continues from the committed tokens, because a
+        step with a draft is the only one in flight."""
         self.drafting.proposed += proposed
         self.drafting.accepted += accepted
         self.planned = self.committed
 
     def requeue(self, trail: Trail) -> None:
-        """Return to the queue: the slab is new. A request that has yielded a token cannot return."""
+        """Return to the queue, because the slab is new. Not possible once a token was committed."""
         assert self.committed == 0, self
         self.admission = None
-        self.prefix = PrefixState(trail)
+        self.prefix = PrefixReuse(trail)
         self.prefilled = self.proven = self.planned = 0
 
     def check_invariants(self) -> None:
@@ -203,7 +203,7 @@ class Request:
 
 
 class Chunk(NamedTuple):
-    """A part of a prompt, prompt[start:stop], to be written into the slot's rows start..stop."""
+    """A part of a prompt, prompt[start:stop], that goes into the slot's rows [start:stop]."""
 
     request: Request
     slot: int
@@ -212,7 +212,7 @@ class Chunk(NamedTuple):
     # Where the rows [0:start] come from, if they are not in the slot already
     copied_from: int | None = None  # another slot
     restored: RestoredRows | None = None  # disk
-    draft: tuple[int, ...] = ()  # nothing is drafted after a prompt
+    draft: tuple[int, ...] = ()  # always empty: drafts begin with the second token of an answer
 
     @property
     def tokens(self) -> int:
@@ -220,12 +220,12 @@ class Chunk(NamedTuple):
 
     @property
     def emits(self) -> bool:
-        """The last chunk of a prompt yields a token, the one that follows the prompt."""
+        """True for the last chunk of a prompt, which yields the answer's first token."""
         return self.stop == len(self.request.prompt)
 
     @property
     def index(self) -> int:
-        """The index, in the answer, of the token that it yields."""
+        """The index in the answer of the token that it yields."""
         return 0
 
     @property
@@ -234,24 +234,24 @@ class Chunk(NamedTuple):
 
     @property
     def rows_in_place(self) -> int:
-        """Of the rows before it, those that its slot holds already."""
+        """The rows before it that are already in its slot."""
         return self.start if self.is_in_place else 0
 
     @property
     def cached_from(self) -> str:
-        """The source of the rows before it, as `PrefixState` names it."""
+        """The source of the rows before it, as in `PrefixReuse.cached_from`."""
         if self.is_in_place:
             return "slot" if self.start else ""
         return "disk" if self.restored else "other_slot"
 
 
 class Move(NamedTuple):
-    """The change of a sequence's state in a step, in a model with states."""
+    """What a step does with a sequence's state, in a model with states (`state_places.py`)."""
 
     source: int  # the place to continue from; -1 at the beginning of a text
-    base: int  # its matrix is that after this many tokens
-    target: int  # the place where the state goes
-    keep: int  # whose matrix will be that after this many tokens
+    base: int  # tokens that the matrix in that place includes
+    target: int  # the place where the new state goes
+    keep: int  # tokens that the matrix there will include
 
 
 class Decode(NamedTuple):
@@ -268,12 +268,12 @@ class Decode(NamedTuple):
 
     @property
     def index(self) -> int:
-        """The index, in the answer, of the first token that it yields."""
+        """The index in the answer of the first token that it yields."""
         return self.position + 1 - len(self.request.prompt)
 
     @property
     def is_known(self) -> bool:
-        """True if the newest token has been read back: no step before this one is in flight."""
+        """True if the newest token has been read back: no earlier step of this request is in flight."""
         return self.index == self.request.committed
 
 
@@ -288,15 +288,15 @@ class Plan:
     scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first
     chunks: tuple[Chunk, ...]
     decodes: tuple[Decode, ...]
-    # In prefill, but without a chunk: the budget was spent, a common prefix is being written, or rows
-    # are read from disk
+    # Requests in prefill that get no chunk: the budget is spent, another prompt writes a common
+    # prefix, or rows are loading from disk
     held: tuple[Request, ...]
-    blocked: tuple[int, ...]  # free slots that the policy or a drain keeps free
+    blocked: tuple[int, ...]  # slots that stay free because of the policy or a drain
     waiting: int  # requests left in the queue
-    policy: str  # the policy's name at that time
-    budget: int  # the most tokens that it might have had
-    overwritten: tuple[Remembered, ...] = ()  # what this step makes slots forget
-    moves: Mapping[int, Move] = field(default_factory=dict)  # of states, by slot
+    policy: str  # the name of the policy in force
+    budget: int  # the most tokens it could have had
+    overwritten: tuple[Remembered, ...] = ()  # content that this step overwrites
+    moves: Mapping[int, Move] = field(default_factory=dict)  # by slot, in a model with states
 
     @property
     def emitters(self) -> tuple[Chunk | Decode, ...]:
@@ -310,12 +310,12 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Computed in this step."""
+        """The number of tokens computed in this step."""
         rows = len(self.decodes) + self.draft_tokens
         return rows + sum(chunk.tokens for chunk in self.chunks)
 
     def is_due(self, eager_first_token: bool) -> bool:
-        """True if its tokens must be read before the next step is planned: with draft tokens, always.
+        """True if its tokens must be read before the next step is planned, as always with draft tokens.
 
         `eager_first_token`: also if one of them is the first of an answer.
         """
@@ -325,10 +325,10 @@ class Plan:
 
 
 class Committed(NamedTuple):
-    """The outcome of a step. `Scheduler.commit` makes it, and observers read it."""
+    """The outcome of a step. `Scheduler.commit` returns it, and observers read it."""
 
     ended: list[Request]
-    ghosts: tuple[int, ...]  # slots whose request had ended before: their tokens were dropped
+    ghosts: tuple[int, ...]  # slots whose request had already ended: their tokens were dropped
     drafts: tuple[tuple[int, int, int], ...]  # (slot, draft tokens, accepted)
 
 
@@ -336,58 +336,59 @@ class Committed(NamedTuple):
 
 
 class QueueFull(RuntimeError):
-    """The queue has reached its limit. Raised at once; other requests are not affected."""
+    """The queue is full. Raised by `submit`; other requests are not affected."""
 
 
 class Policy(NamedTuple):
     """An admission policy (`policies.py`)."""
 
     name: str
-    does: str  # a description of one sentence, for users
+    does: str  # a one-sentence description for users
     room: Callable[[int, int], int]  # (free slots, running requests) -> how many to admit now
-    # Yields the waiting requests in the order of admission. The scheduler takes no more than it
-    # admits, so `next` may count each of them as admitted.
+    # Yields the waiting requests in the order of admission. The scheduler admits each request that it
+    # takes from the iterator, so `next` may count them as admitted.
     next: Callable[[Scheduler], Iterator[Request]]
 
 
-# Called with the decoding requests and the rows that are left in the budget. Returns draft tokens by
-# request id, for requests whose tokens have all been read, and at most as many as `max_tokens` leaves.
-# So no draft gets a row beyond the slot's end.
+# Called with the decoding requests and the rows left in the budget. Returns draft tokens by request id,
+# only for requests whose tokens have all been read back. A draft is shorter than what is left of
+# `max_tokens`, so it gets no row beyond the slot's end.
 ProposeDrafts = Callable[[Sequence[Request], int], Mapping[int, tuple[int, ...]]]
-# Called with a request and the fewest rows that are worth reading. Returns what is on disk.
+# Called with a request and the fewest rows that are worth loading. Returns the rows found on disk, if any.
 FindSaved = Callable[[Request, int], "RestoredRows | None"]
-Tokens = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]  # by slot: a token for each row
-Accept = Callable[[Request, int], str | None]  # delivers a token; returns why the answer ends
+Tokens = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]  # by slot, the token of each row
+Accept = Callable[
+    [Request, int], str | None
+]  # delivers a token; returns why the answer ends, or None
 
 
 class StateCounts(NamedTuple):
-    """Counts of checkpoints, states that any prompt may start from (`state_places.py`)."""
+    """Counts of checkpoints: saved states that any prompt may start from (`state_places.py`)."""
 
     made: int = 0
-    restored: int = 0  # a prompt has started from one
-    dropped: int = 0  # for a newer one, or because it was not proven to be finite
-    reread: int = 0  # prompt tokens whose rows the same client wrote, read again for want of one
+    restored: int = 0  # prompts that started from one
+    dropped: int = 0  # replaced by a newer one, or not proven to be finite
+    reread: int = 0  # tokens prefilled again without one, although the client's own rows were there
 
 
 class Stateless:
-    """The states of a model that has none, because all layers keep rows. Otherwise
-    `state_places.py` answers."""
+    """What the scheduler asks about states, for a model without any: all its layers keep rows.
+    `state_places.py` has the other implementation."""
 
     def clear(self, prefixes: Prefixes) -> None:
         """Forget all states."""
 
     def end_of_chunk(self, request: Request, start: int, stop: int) -> int:
-        """The end of a chunk of a prompt, at most `stop`."""
+        """Where a chunk of a prompt should end, at or before `stop`."""
         return stop
 
     def plan(self, chunks: Sequence[Chunk], decodes: Sequence[Decode]) -> Mapping[int, Move]:
-        """By slot, the place from which each sequence continues, and the place for its new state."""
+        """Return by slot the place that each sequence continues from, and the place for its new state."""
         return {}
 
     def leave(self, request: Request) -> None:
-        """A request leaves its slot."""
+        """Called when a request leaves its slot."""
 
     def view(self) -> tuple[Mapping[int, tuple[int, ...]], StateCounts]:
-        """For observers: by slot the rows of its text at which there is a checkpoint, and what has
-        happened so far."""
+        """Return, for observers, the rows at which each slot's text has a checkpoint, and the counts."""
         return {}, StateCounts()

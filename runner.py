@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kernels import device
 from kernels.delta_net import LOG, Places
 from kernels.device import device_lock, device_stream, mx
+from kernels.slot_biases import SlotBiases
 from kv import Slab, Window
 from llama import forward
 from logprobs import Logprobs
@@ -36,7 +37,7 @@ from models.delta_net import states_of
 from models.layers import Model
 from models.memory import Sizes, rows_of_layers, slab_shape
 from request import Chunk, Decode, Move, Plan
-from sampling import PENALTY_CONTEXT, SamplingRow, SlotState, sample
+from sampling import PENALTY_CONTEXT, SamplingRow, sample
 from sampling_params import SamplingParams
 from step_output import StepOutput
 
@@ -59,15 +60,15 @@ class Prefill(NamedTuple):
     # Where the rows [0:start] come from first, if they are not in the slot
     copied_from: int | None = None  # another slot
     restored: RestoredRows | None = None  # disk
-    move: Move | None = None  # of its state, in a model with states
+    move: Move | None = None  # in a model with states
 
 
 class Decoding(NamedTuple):
-    """A sequence whose newest token goes into a row, and its draft tokens into the rows after it."""
+    """One decode: a sequence's newest token goes into a row, and its draft tokens into the next rows."""
 
     slot: int
     row: int
-    ids: tuple[int, ...]  # of these tokens; empty if the newest one is still on the device
+    ids: tuple[int, ...]  # these tokens; empty if the newest one is still on the device
     move: Move | None = None
 
 
@@ -123,9 +124,9 @@ SamplingRows = Mapping[int, Sequence[SamplingRow]]  # by slot: the sampling of e
 def sampling_rows(
     member: Chunk | Decode, sampling: SamplingParams, seed: int, masks: Sequence[bytes]
 ) -> list[SamplingRow]:
-    """How the tokens of a request that has just been planned are sampled.
+    """Describe how the tokens that a plan asks of one request are to be sampled.
 
-    `masks`: what its grammar allows at each row, as far as it allows the draft tokens.
+    `masks`: the tokens that its grammar allows at each row, up to the first draft token that it forbids.
     """
     request = member.request
     before: tuple[int, ...] = ()
@@ -149,48 +150,48 @@ class RunningStep:
 
     batch: ForwardBatch
     began: float
-    # Of the n rows that are sampled. A slot with draft tokens has several, and is named once
+    # The slots whose n rows are sampled. A slot with draft tokens has several rows, and appears once
     slots: list[int] = field(default_factory=list)
-    states: list[mx.array] = field(default_factory=list)  # (n, D), in one part for each pass
-    logits: list[mx.array] = field(default_factory=list)  # (n, V), alike
-    # (), by slot: 0 if the rows of a chunk without a token to sample are finite
+    hidden: list[mx.array] = field(default_factory=list)  # (n, D), one part for each pass
+    logits: list[mx.array] = field(default_factory=list)  # (n, V), one part for each pass
+    # By slot, for each chunk without a sampled token: a scalar that is 0 if its rows are finite
     proofs: Mapping[int, mx.array] = field(default_factory=dict)
     # (slots, 1 + draft tokens): the token of each row. -1 where no token is sampled, or where the
     # logits were not finite
     tokens: mx.array | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
-    # (D,), by slot, to embed a prompt
+    # By slot, the last hidden state of a prompt to embed, (D,)
     vectors: Mapping[int, mx.array] = field(default_factory=dict)
-    build_s: float = 0.0  # while Python built the graph
-    device_s: float = 0.0  # while MLX took the graph into its queue (`Runner._enqueue`)
-    wait_s: float = 0.0  # while Python waited for the previous pass (`Runner._start`)
+    build_s: float = 0.0  # Python builds the graph
+    device_s: float = 0.0  # MLX takes the graph into its queue (`Runner._enqueue`)
+    wait_s: float = 0.0  # Python waits for the previous pass (`Runner._start`)
 
     @property
     def finite(self) -> list[int]:
-        """The slots of finite chunks without a sampled token. Only valid after `read_back`."""
+        """The slots whose chunks are proven to be finite. Only valid after `read_back`."""
         return [slot for slot, proof in self.proofs.items() if proof.item() == 0]
 
     def read_back(self) -> tuple[list[list[int]], dict[tuple[int, int], StepOutput]]:
-        """Wait for the step. Returns the tokens by slot and, by slot and index in the answer, the
-        outputs that are more than a token."""
-        # Python blocks here, in `_start` and in `_enqueue`
+        """Wait for the step. Return the tokens by slot, and the outputs that are more than a token by
+        slot and index in the answer."""
+        # Python blocks only here, in `_start` and in `_enqueue`
         mx.eval(self.tokens, self.logprobs, self.vectors, self.proofs)
         outputs = {}
         for part in self.logprobs:
             for row, output in part.by_row():
                 outputs[row.slot, row.index] = output
         tokens = self.tokens.tolist()
-        for slot, state in self.vectors.items():
-            vector = array("f", bytes(memoryview(state)))
-            outputs[slot, 0] = StepOutput(tokens[slot][0], state=vector)
+        for slot, hidden in self.vectors.items():
+            vector = array("f", bytes(memoryview(hidden)))
+            outputs[slot, 0] = StepOutput(tokens[slot][0], vector=vector)
         return tokens, outputs
 
 
 def by_known_tokens(
     decodes: Sequence[Decoding],
 ) -> Iterator[tuple[list[int], list[int], list[int], list[Move | None]]]:
-    """Group the decoding sequences by the number of token ids that are known of each, and yield the
-    slots, rows, ids and moves of each group."""
+    """Group the decoding sequences by their number of known token ids, and yield the slots, rows, ids
+    and moves of each group."""
 
     def known(decode: Decoding) -> int:
         return len(decode.ids)
@@ -207,7 +208,7 @@ class Runner:
         self.model = model.for_slots_of(sizes.max_len)
         self.ranks = model.ranks
         self.clock = clock
-        self._device_s = 0.0  # of the step that is being started
+        self._device_s = 0.0  # for the step that is being started
         self._wait_s = 0.0
         self.waits = os.environ.get("NANOBATCH_WAIT") != "off"  # see `_start`
         self._shape = slab_shape(model.config, sizes.slots, sizes.max_len, sizes.chunk)
@@ -217,18 +218,18 @@ class Runner:
 
     def reset(self) -> None:
         """Make a new, empty slab."""
-        self._reading: Sequence[mx.array] = ()  # until these are computed, the slab is read
-        self.slab = None  # free the old one before a new one is made
+        self._reading: Sequence[mx.array] = ()  # the results whose computation still reads the slab
+        self.slab = None  # free the old slab before allocating a new one
         rows = rows_of_layers(self.model.config)
         self.slab = Slab(*self._shape, self.model.kv_dtype, rows)
         self.slab.states = states_of(self.model, Places(*self._places))
         self._newest = mx.zeros(self.slab.slots, mx.int32)  # (slots,): each slot's newest token
-        self._slot_state = SlotState(self.slab.slots, self.model.config.V)
+        self._slot_biases = SlotBiases(self.slab.slots, self.model.config.V)
 
     def warm_up(self) -> None:
         """Run a prompt of one token and one decode, because first steps are slow."""
         if self.ranks.rank:
-            return  # rank 0 sends it these batches
+            return  # rank 0 sends these batches
         with device_lock, device_stream():
             rows = {0: [SamplingRow(0, SamplingParams(), 0, 0)]}
             moves = [Move(-1, 0, 0, 0), Move(0, 0, 0, 1)]
@@ -238,7 +239,7 @@ class Runner:
             self.reset()
 
     def run(self, batch: ForwardBatch, rows: SamplingRows) -> RunningStep:
-        """Both halves of a step, one after the other."""
+        """Start both halves of a step."""
         return self.start_sampling(self.start_forward(batch), rows)
 
     def start_forward(self, batch: ForwardBatch) -> RunningStep:
@@ -259,10 +260,10 @@ class Runner:
         """The second half: sample a token for each row, and start that, too."""
         resumed = self.clock()
         tokens, step.logprobs, step.vectors = self._sample(step, rows)
-        step.states = step.logits = []  # they are large, and belong to the graph from here on
+        step.hidden = step.logits = []  # they are large, and only the graph still needs them
         if self.ranks.size > 1:
-            tokens = self.ranks.first(tokens)  # those of rank 0, on every rank
-        # With draft tokens, only `commit` finds the newest token; the next batch then contains it
+            tokens = self.ranks.first(tokens)  # rank 0's tokens, on every rank
+        # With draft tokens, only `commit` can tell the newest token; the next batch contains its id
         first = tokens[:, 0]
         self._newest = mx.where(first >= 0, first, self._newest)
         self._enqueue(tokens, self._newest, step.logprobs, step.vectors)
@@ -276,29 +277,29 @@ class Runner:
         """Build and start the passes of a step."""
         for prefills, decodes in step.batch.passes():
             ids, windows, asked, slots = self._gather(prefills, decodes)
-            states = forward(self.model, ids, windows, asked)  # (n, D)
+            hidden = forward(self.model, ids, windows, asked)  # (n, D)
             if asked:
-                logits = self.model.head(states)  # (n, V)
+                logits = self.model.head(hidden)  # (n, V)
                 self._start([logits])
                 step.slots += slots
-                step.states.append(states)
+                step.hidden.append(hidden)
                 step.logits.append(logits)
-            else:  # the states are never computed: start what has been written
+            else:  # hidden states are not needed, so start the writes
                 self._start(self.slab.written())
 
     def _gather(
         self, prefills: Sequence[Prefill], decodes: Sequence[Decoding]
     ) -> tuple[mx.array, list[Window], list[int], list[int]]:
-        """The input of one pass: the chunks, then the decoding sequences.
+        """Collect the input of one pass: the chunks, then the decoding sequences.
 
         Returns the tokens of all windows, one window after the other; the windows; the indices of
-        the tokens whose next token is sampled; and the slots of these, each once.
+        the tokens whose next token is sampled; and the slots of these tokens, each once.
         """
         ids: list[mx.array] = []
         windows: list[Window] = []
         asked: list[int] = []
         slots: list[int] = []
-        count = 0  # of the tokens in `ids`
+        count = 0  # tokens in `ids`
         for prefill in prefills:
             self._copy_prefix(prefill)
             padded = self._padded(prefill)
@@ -309,38 +310,38 @@ class Runner:
                 asked.append(count + len(prefill.ids) - 1)
                 slots.append(prefill.slot)
             count += len(padded)
-        for these, rows, known, moves in by_known_tokens(decodes):
-            # Ids that are not known here are still on the device
-            newest = mx.array(known) if known else self._newest[mx.array(these)]
-            windows.append(Window(self.slab, these, rows, newest.size // len(these), moves))
+        for group, rows, known, moves in by_known_tokens(decodes):
+            # An id that is not known here is still on the device
+            newest = mx.array(known) if known else self._newest[mx.array(group)]
+            windows.append(Window(self.slab, group, rows, newest.size // len(group), moves))
             ids.append(newest)
             asked += range(count, count + newest.size)
-            slots += these
+            slots += group
             count += newest.size
         return mx.concatenate(ids), windows, asked, slots
 
     def _prove(self, prefills: Sequence[Prefill]) -> dict[int, mx.array]:
-        """By slot, the proof that a chunk's rows are finite (`RunningStep.proofs`). A chunk with a sampled
-        token needs none."""
+        """Start the proofs that chunks are finite (`RunningStep.proofs`). A chunk with a sampled token
+        needs none, because finite logits prove it."""
         proofs = {}
         for prefill in prefills:
             if not prefill.emits:
                 stop = prefill.start + len(prefill.ids)
                 proof = self.slab.proof(prefill.slot, prefill.start, stop)
-                proofs[prefill.slot] = self.ranks.sum(proof)  # each rank has heads of its own
+                proofs[prefill.slot] = self.ranks.sum(proof)  # each rank has other heads
         if proofs:
             self._enqueue(*proofs.values())
-            self._reading = [*self._reading, *proofs.values()]  # they read the slab, too
+            self._reading = [*self._reading, *proofs.values()]  # proofs read the slab, too
         return proofs
 
     def _padded(self, prefill: Prefill) -> list[int]:
-        """The token ids of a chunk. On a GPU zeros follow, so that there are few widths.
+        """The token ids of a chunk, padded with zeros on a GPU, so that there are few widths.
 
-        A GPU prepares its kernels for each shape anew. The padding's keys land in rows that the
-        sequence has yet to reach and will overwrite.
+        A GPU prepares its kernels for each new shape. The keys of the padding land in rows that the
+        sequence will overwrite later.
         """
         width = len(prefill.ids)
-        if device.has_gpu() and not self.slab.states:  # which padding would change
+        if device.has_gpu() and not self.slab.states:  # padding would change the states
             rounded = -(-width // PADDING) * PADDING
             width = min(rounded, self.slab.length - prefill.start)
         return [*prefill.ids, *[0] * (width - len(prefill.ids))]
@@ -348,29 +349,29 @@ class Runner:
     def _sample(
         self, step: RunningStep, rows: SamplingRows
     ) -> tuple[mx.array, list[Logprobs], dict[int, mx.array]]:
-        """Sample a token for each row that is asked for one, -1 for the others: (slots, 1 + draft
-        tokens). Also returns the log probabilities and the vectors that are wanted. On a rank that
-        follows, all tokens are -1."""
+        """Sample the tokens of all slots, (slots, 1 + draft tokens), with -1 where none is sampled. Also
+        return the log probabilities and vectors that requests asked for. On any rank but the first,
+        all tokens are -1."""
         most = max([1, *(len(decode.ids) for decode in step.batch.decodes)])
         sampled = mx.full((self.slab.slots, most), -1, mx.int32)
         if not step.slots or self.ranks.rank:
             return sampled, [], {}
         all_rows: list[SamplingRow] = []
-        columns: list[int] = []  # of each row, among those of its slot
+        columns: list[int] = []  # the index of each row within its slot
         for slot in step.slots:
             all_rows += rows[slot]
             columns += range(len(rows[slot]))
-        tokens, logprobs = sample(mx.concatenate(step.logits), all_rows, self._slot_state)
+        tokens, logprobs = sample(mx.concatenate(step.logits), all_rows, self._slot_biases)
         sampled[mx.array([row.slot for row in all_rows]), mx.array(columns)] = tokens
-        last_states = mx.concatenate(step.states)
+        hidden = mx.concatenate(step.hidden)
         vectors = {}
         for i, row in enumerate(all_rows):
             if row.sampling.embeds:
-                vectors[row.slot] = last_states[i].astype(mx.float32)
+                vectors[row.slot] = hidden[i].astype(mx.float32)
         return sampled, logprobs, vectors
 
     def _copy_prefix(self, prefill: Prefill) -> None:
-        """Copy another slot's first rows, or rows from disk, if this chunk continues from there."""
+        """Fill in the rows before this chunk, if they come from another slot or from disk."""
         if prefill.restored:
             prefix = prefill.restored.prefix(prefill.start)
             self.slab.fill_state(prefill.slot, prefill.restored.states(), prefill.restored.base)
@@ -397,7 +398,7 @@ class Runner:
         began = self.clock()
         if self.waits:
             mx.eval(self._reading)
-        self._reading = []  # these may be views of the slab: drop them before it is written
+        self._reading = []  # they may be views of the slab: drop them before it is written
         self._wait_s += self.clock() - began
         self._enqueue(*results)
         self._reading = results
@@ -415,7 +416,7 @@ class Runner:
     # --- several processes (`distributed`)
 
     def follow(self) -> None:
-        """The loop of every rank but the first: run the batches of rank 0 until there are no more."""
+        """The loop of every rank but the first: run the batches that rank 0 sends."""
         with device_lock, device_stream():
             while message := self.ranks.receive():
                 scrubs, prefills, decodes = message

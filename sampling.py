@@ -49,7 +49,7 @@ from kernels.sampling_ops import (
     likeliest,
     padded,
 )
-from kernels.slot_biases import SlotState
+from kernels.slot_biases import SlotBiases
 from logprobs import Logprobs, measure
 from sampling_params import SHORT_LIST, SamplingParams
 from token_choice import argmax, inverse_cdf, uniform
@@ -64,8 +64,8 @@ class SamplingRow(NamedTuple):
     slot: int
     sampling: SamplingParams
     seed: int
-    index: int  # the token is the request's index-th, from 0
-    before: tuple[int, ...] = ()  # with a penalty: the prompt's last tokens, and the answer so far
+    index: int  # the token's index in the answer, from 0
+    before: tuple[int, ...] = ()  # with a penalty: the end of the prompt, and the answer so far
     mask: bytes | None = None  # one bit per token id, 1 if the grammar allows it; lowest bit first
 
     @property
@@ -74,7 +74,7 @@ class SamplingRow(NamedTuple):
 
 
 def sample(
-    logits: mx.array, picks: Sequence[SamplingRow], state: SlotState
+    logits: mx.array, picks: Sequence[SamplingRow], biases: SlotBiases
 ) -> tuple[mx.array, list[Logprobs]]:  # (n, V) -> (n,)
     """Sample a token for each row, and measure log probabilities where `logprobs` asks for them.
 
@@ -93,9 +93,9 @@ def sample(
         x = logits if len(groups) == 1 else logits[mx.array(rows)]
         unmasked = x
         if has_mask:
-            x = x + state.mask([pick.mask for pick in members])
+            x = x + biases.mask([pick.mask for pick in members])
         if group != "greedy":
-            x = apply_penalties(x.astype(mx.float32), members, state)
+            x = apply_penalties(x.astype(mx.float32), members, biases)
             spread = Spread.from_logits(x)
         if group in ("greedy", "edited"):
             best, ids = argmax(x)
@@ -105,7 +105,7 @@ def sample(
         if has_logprobs:
             free = Spread.from_logits(unmasked.astype(mx.float32)) if has_mask else None
             logprobs.append(measure(spread, members, ids, x.shape[-1], free))
-        # Comparisons with NaN are False: it could go unnoticed. But the maximum of its row is NaN.
+        # Comparisons with NaN are False, so a NaN could go unnoticed. But it makes the maximum NaN.
         tokens.append(mx.where(mx.isfinite(best), ids.astype(mx.int32), -1))
         order += rows
     tokens = mx.concatenate(tokens)  # (n, 1), in the order of the groups
@@ -115,12 +115,12 @@ def sample(
 
 
 def apply_penalties(
-    x: mx.array, picks: Sequence[SamplingRow], state: SlotState
+    x: mx.array, picks: Sequence[SamplingRow], biases: SlotBiases
 ) -> mx.array:  # (n, V) -> (n, V)
     """Add logit_bias, then the penalties for tokens that occurred before."""
     settings = [pick.sampling for pick in picks]
     if any(s.logit_bias for s in settings):
-        x = x + mx.stack([state.bias(pick.slot, pick.sampling.logit_bias) for pick in picks])
+        x = x + mx.stack([biases.bias(pick.slot, pick.sampling.logit_bias) for pick in picks])
     if any(s.repetition_penalty != 1 for s in settings):
         penalty = column([s.repetition_penalty for s in settings])
         recent = filled([pick.before[-PENALTY_CONTEXT:] for pick in picks], PENALTY_CONTEXT)
@@ -130,10 +130,10 @@ def apply_penalties(
     if any(s.counts for s in settings):
         answers = [pick.answer for pick in picks]
         counts = [len(answer) for answer in answers]
-        width = SHORT_LIST * (1 + max(counts) // SHORT_LIST)  # so that the shapes are few
+        width = SHORT_LIST * (1 + max(counts) // SHORT_LIST)  # to keep the number of shapes small
         tokens = filled(answers, width)  # (n, width)
         is_said = mx.arange(width) < column(counts)
-        # All entries of a token that occurs several times have the same value: any may be the last
+        # A repeated token gets the same value each time, so the order of the writes does not matter
         presence = column([s.presence_penalty for s in settings])
         once = gather(x, tokens) - presence * is_said[:, :1]
         x = mx.put_along_axis(x, tokens, once, axis=-1)
@@ -152,11 +152,11 @@ class Spread(NamedTuple):
         gap       1.9    0      0.7    inf
         weight    0.15   1      0.50   0          total 1.65
 
-    MLX computes only what is evaluated. If no token needs a probability, weights cost nothing.
+    MLX computes only what is used: if no token needs a probability, the weights cost nothing.
     """
 
     best: mx.array  # (n, 1): the largest logit
-    gap: mx.array  # (n, V): how far a logit is below the largest. Here V means whole blocks
+    gap: mx.array  # (n, V): distance from the largest logit, with V padded to whole blocks
     weights: mx.array  # (n, V): e^-gap
     total: mx.array  # (n, 1): the sum of the weights
 
@@ -169,7 +169,7 @@ class Spread(NamedTuple):
         return Spread(best, gap, weights, total=fold(mx.sum, weights))
 
     def only(self, ids: mx.array) -> Spread:
-        """The same for some tokens of each row: `ids`, gap and weights are (n, k)."""
+        """Keep some tokens of each row: `ids`, and the gap and weights of the result, are (n, k)."""
         gap = gather(self.gap, ids)
         return self._replace(gap=gap, weights=exp_minus(gap))
 
@@ -177,8 +177,8 @@ class Spread(NamedTuple):
 class Filters(NamedTuple):
     """The points where the filters stop, from each row's likeliest token down.
 
-    A filter stops after a number of tokens, after a probability mass, or at a gap. Each setting becomes
-    one of these three, so a new filter is a few lines in `from_settings`.
+    A filter stops after a number of tokens, after a probability mass, or at a gap. Each setting is turned
+    into one of these three, so a new filter takes a few lines in `from_settings`.
     """
 
     count: mx.array  # (n, 1): keep this many tokens
@@ -191,7 +191,7 @@ class Filters(NamedTuple):
         counts = [min(s.top_k or V, V) for s in settings]
         mass = None
         if any(s.top_p < 1 for s in settings):
-            # 1.5 keeps everything. Below 1e-30 a float32 may become 0, which keeps nothing.
+            # 1.5 keeps every token. Below 1e-30 a float32 may become 0, which would keep none.
             mass = column([max(s.top_p, 1e-30) if s.top_p < 1 else 1.5 for s in settings])
         gaps = []
         if any(s.min_p for s in settings):
@@ -236,12 +236,12 @@ def draw(spread: Spread, picks: Sequence[SamplingRow], group: str) -> mx.array: 
 
 
 def keep_first(spread: Spread, filters: Filters) -> mx.array:  # (n, k) bool
-    """The tokens that count and mass keep, where the tokens are sorted.
+    """True for the tokens that count and mass keep, in sorted rows.
 
         probability    0.4   0.3   0.2   0.06    top_k = 3 keeps three
         above          0     0.4   0.7   0.9     top_p = 0.6 keeps two
 
-    The mass keeps a token if the tokens above have less than top_p together.
+    The mass keeps a token if the tokens above it add up to less than top_p.
     """
     keep = mx.arange(spread.gap.shape[-1]) < filters.count
     if filters.mass is not None:

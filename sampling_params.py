@@ -1,5 +1,5 @@
-"""The sampling parameters of a request. A `SamplingParams` is checked when it is made, and immutable, so a
-wrong setting is refused with its name and its limits before it reaches a batch."""
+"""The sampling parameters of a request. A `SamplingParams` is immutable and checked when it is created, so a
+wrong setting is refused, with its name and limits, before it reaches a batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 from base.untrusted_files import ModelError, read_json_if_any
 from base.validation import one_line, real, shown, whole
 
-GRAMMAR = 32_768  # characters of a schema or another grammar, at most
-SHORT_LIST = 64  # for a top_k up to this, this many tokens are sorted
-LIMITS = {  # for each field that is a number: the check, the least and the most
+GRAMMAR = 32_768  # most characters of a schema or another grammar
+SHORT_LIST = 64  # up to this top_k, only this many tokens are sorted
+LIMITS = {  # for each numeric field: check, minimum, maximum
     "max_tokens": (whole, 1, math.inf),
     "temperature": (real, 0, 1_000_000),
     "top_p": (real, 0, 1),
@@ -35,17 +35,17 @@ ADVICE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def advised(folder: Path) -> dict[str, float]:
-    """The default settings of a request, in every program: those of `generation_config.json`, else
-    greedy.
+    """Return the default settings of a request in every program: those of `generation_config.json`, or
+    else greedy.
 
-    A small model answers most questions rightly at temperature 0 and few at 1 (docs/command-line.md).
+    A small model answers most questions correctly at temperature 0, but few at 1 (docs/command-line.md).
     """
     path = folder / "generation_config.json"
     advice = read_json_if_any(path)
     found = {name: advice[name] for name in ADVICE if advice.get(name) is not None}
     if advice.get("do_sample") is False:
         found["temperature"] = 0.0
-    # In this file, as `transformers` reads it, an omitted temperature means 1
+    # In transformers, an omitted temperature in this file means 1
     found.setdefault("temperature", 1.0 if advice.get("do_sample") is True else 0.0)
     try:
         SamplingParams(**found)
@@ -56,38 +56,38 @@ def advised(folder: Path) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The settings by which a request's tokens are sampled and its answer ends. The default is greedy."""
+    """How a request's tokens are sampled, and when its answer ends. The default is greedy."""
 
-    max_tokens: int | None = 128  # None means to the end of the slot
+    max_tokens: int | None = 128  # None: up to the end of the slot
     temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0  # the most likely tokens that together reach this probability; 1 keeps all
-    top_k: int = 0  # the k most likely tokens; 0 keeps all
-    # Tokens at least this fraction as likely as the most likely one; 0 keeps all
+    top_p: float = 1.0  # keep the most likely tokens, up to this total probability; 1 keeps all
+    top_k: int = 0  # keep the k most likely tokens; 0 keeps all
+    # Keep tokens that are at least this fraction as likely as the most likely one; 0 keeps all
     min_p: float = 0.0
     seed: int | None = None  # None: random
     # Texts and token ids that end the answer, and are not part of its text
     stop: str | int | Sequence[str | int] = ()
-    # Recent tokens' logits are divided (or, if negative, multiplied) by this
+    # Divide the logits of recent tokens by this (multiply, if negative)
     repetition_penalty: float = 1.0
-    # Subtracted from the logit of each token in the answer: once, and for each occurrence
+    # Subtract these from the logit of each token in the answer: once, or for each occurrence
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    # Added to these tokens' logits; -1000 forbids one
+    # Token id -> number to add to its logit; -1000 forbids the token
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    # The chosen token's log probability, and those of the n most likely
+    # Return the log probability of each token, and of the n most likely ones
     logprobs: int | None = None
-    ignore_eos: bool = False  # go on after the model's own end token
-    # Return the prompt's vector instead of an answer. All other settings are ignored
+    ignore_eos: bool = False  # continue after the model's end token
+    # Return the prompt's vector instead of an answer; all other settings are ignored
     embeds: bool = False
-    # Structured output: {"json": a schema}, {"regex": a text}, {"choice": several texts} or {"lark":
-    # a grammar in Lark's notation}
+    # Structured output: {"json": schema}, {"regex": pattern}, {"choice": texts} or {"lark": grammar in
+    # Lark's notation}
     grammar: Mapping | None = None
 
     def __post_init__(self):
-        vars(self).update(self._checked())  # this class is frozen
+        vars(self).update(self._checked())  # not by assignment, because the class is frozen
 
     def _checked(self) -> dict[str, Any]:
-        """The normalized fields. A ValueError names the field and its limits."""
+        """Return the normalized fields. Raise ValueError with the field and its limits."""
         checked: dict[str, Any] = {}
         for name, (check, least, most) in LIMITS.items():
             value = getattr(self, name)
@@ -101,7 +101,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} = {shown(value)}, but it must be True or False")
-        if self.embeds:  # the step that ends the prompt is the last one; its token is dropped
+        if self.embeds:  # one step after the prompt is enough; its token is dropped
             checked["max_tokens"] = 1
         checked |= self._checked_stop()
         checked["logit_bias"] = self._checked_bias()
@@ -135,10 +135,10 @@ class SamplingParams:
             t: real(f"logit_bias for token {t}", b, -(10**9), 10**9)
             for t, b in self.logit_bias.items()
         }
-        return MappingProxyType(biases)  # a copy that cannot change
+        return MappingProxyType(biases)  # an immutable copy
 
     def _checked_grammar(self) -> Mapping[str, str | tuple[str, ...]]:
-        """The grammar as an immutable text, or texts."""
+        """Return the grammar as an immutable text, or several."""
         forms = "{'json': schema}, {'regex': text}, {'choice': texts} or {'lark': grammar}"
         entries = [*self.grammar.items()] if isinstance(self.grammar, Mapping) else []
         if len(entries) != 1 or entries[0][0] not in ("json", "regex", "choice", "lark"):
@@ -167,17 +167,17 @@ class SamplingParams:
 
     @property
     def counts(self) -> bool:
-        """True if a token's logit depends on its count in the answer."""
+        """True if a token's logit depends on how often it occurs in the answer."""
         return bool(self.presence_penalty or self.frequency_penalty)
 
     @cached_property
     def looks_back(self) -> bool:
-        """True if sampling a token needs the tokens before it."""
+        """True if sampling a token depends on the tokens before it."""
         return self.repetition_penalty != 1 or self.counts
 
     @cached_property
     def group(self) -> str:
-        """The kind of work that sampling a token takes. It depends on these settings alone."""
+        """The sampling group (`sampling.py`). It depends only on these settings."""
         edited = self.logit_bias or self.looks_back or self.logprobs is not None
         if self.temperature == 0:
             return "edited" if edited else "greedy"

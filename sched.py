@@ -1,4 +1,4 @@
-"""Chapter 3, second part: what runs next. The scheduler knows requests, slots and a budget, but no model, no
+"""Chapter 3, third part: what runs next. The scheduler knows requests, slots and a budget, but no model, no
 array and no clock.
 
 The problem. A device is fast when it works on many sequences at once, but requests arrive at any
@@ -44,8 +44,7 @@ The invariants, which `check_invariants` asserts:
     0 <= committed <= planned <= max_tokens; planned is at most two steps ahead, or one with a draft
     the queue is in the order of arrival
 
-Where next: `policies.py`, the admission policies. Then `prefix.py`, which tells the scheduler which
-slot suits a new prompt, and which slot holds the rows of its prefix.
+Where next: `policies.py`, the admission policies.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class Scheduler:
     ):
         check_positive(slots=slots, max_len=max_len, max_queue=max_queue)
         self.draft = draft
-        self.find_saved: FindSaved | None = None  # set by an engine with a slot cache
+        self.find_saved: FindSaved | None = None  # set by the engine if it has a slot cache
         self.states = Stateless()
         self.max_queue = max_queue
         self.policy = policy
@@ -110,21 +109,21 @@ class Scheduler:
     # --- plan and commit
 
     def plan(self, now: float, prompt_tokens: int = UNLIMITED) -> Plan | None:
-        """Decide the next step. None if there is nothing to do.
+        """Decide the next step. Return None if there is nothing to do.
 
-        `prompt_tokens`: the most that are read in this step if somebody decodes in it.
+        `prompt_tokens`: the limit on prompt tokens in a step in which another request decodes.
         """
         admitted = self._admit(now) if self.waiting else []
         running = list(self.running.values())
         decoding = [r for r in running if r.phase == "decode" and r.has_next]
         reading = [r for r in running if r.is_reading]
-        room = max(self.budget - len(decoding), self.chunk)  # one whole chunk always fits
+        limit = max(self.budget - len(decoding), self.chunk)  # one whole chunk always fits
         if decoding and reading:
-            room = min(room, prompt_tokens)
-        chunks = self._chunks(reading, room)
+            limit = min(limit, prompt_tokens)
+        chunks = self._chunks(reading, limit)
         if not (chunks or decoding):
             return None
-        left = room - sum(chunk.tokens for chunk in chunks)
+        left = limit - sum(chunk.tokens for chunk in chunks)
         drafts = self.draft(decoding, left) if decoding else {}
         decodes = [Decode(r, r.slot, r.next_row, drafts.get(r.id, ())) for r in decoding]
         self.steps += 1
@@ -140,19 +139,19 @@ class Scheduler:
             blocked=tuple(self.free) if self.waiting else (),
             waiting=len(self.waiting),
             policy=self.policy.name,
-            budget=len(decoding) + room,
+            budget=len(decoding) + limit,
             overwritten=self.prefixes.pop_overwritten() if chunks else (),
             moves=self.states.plan(chunks, decodes),
         )
         for member in plan.emitters:
-            # From here to its commit, the request is one token ahead, or more with draft tokens.
+            # Until its commit, the request is one token ahead, or more with draft tokens.
             member.request.planned += 1 + len(member.draft)
         return plan
 
     def commit(self, plan: Plan, tokens: Tokens, accept: Accept, now: float) -> Committed:
         """Give each request its sampled tokens, and free the slots of requests that finish.
 
-        `tokens`: by slot, the token of each of its rows. Those after a rejected draft token are
+        `tokens`: by slot, the token of each of its rows. Tokens after a rejected draft token are
         dropped.
 
         Results belong to requests, not to slots: when a token is read back, its slot may have a new
@@ -166,7 +165,7 @@ class Scheduler:
             sampled = tokens[member.slot][: 1 + len(draft)]
             accepted = 0
             if request.end:
-                ghosts.append(member.slot)  # it ended after this step had been planned
+                ghosts.append(member.slot)  # the request ended after this step was planned
             elif draft and min(sampled) < 0:
                 self._retry_without_draft(member)
             else:
@@ -185,10 +184,10 @@ class Scheduler:
     def _admit(self, now: float) -> list[Request]:
         """Give free slots to waiting requests."""
         free = self.free
-        # Until its first chunk is planned, a running request's slot keeps what it held before, and
-        # loses it then
+        # A running request's slot keeps its old rows until the first chunk is planned, and is about
+        # to lose them
         running = [r.slot for r in self.running.values() if r.prefilled]
-        admitted = list(islice(self.policy.next(self), self._room()))
+        admitted = list(islice(self.policy.next(self), self._admissible()))
         for request in admitted:
             del self.waiting[request.id]
             slot, why = self.prefixes.choose_slot(request.prefix.trail, free, running)
@@ -206,17 +205,17 @@ class Scheduler:
         taken = {request.slot for request in self.running.values()}
         return [slot for slot in self.prefixes.by_use if slot not in taken]
 
-    def _room(self) -> int:
+    def _admissible(self) -> int:
         """The number of requests that may be admitted now."""
         free = self.slots - len(self.running)
-        room = 0 if self.draining_to else self.policy.room(free, len(self.running))
-        return max(0, min(free, room))
+        count = 0 if self.draining_to else self.policy.room(free, len(self.running))
+        return max(0, min(free, count))
 
     # --- chunks
 
     def _chunks(self, requests: Sequence[Request], left: int) -> list[Chunk]:
-        """Share the rest of the step's budget among prompts, given oldest first: decide, then apply
-        what was decided."""
+        """Share the rest of the step's budget among the prompts, given oldest first. Decide all chunks,
+        then apply them."""
         chunks = self._allot(requests, left) if requests else []
         for chunk in chunks:
             self._apply(chunk)
@@ -235,19 +234,19 @@ class Scheduler:
                3 | S[4:6] L[12:18]
                4 | L[18:24]
 
-        If the budget runs out, a chunk is shortened. However many requests decode, `left` has room
-        for one whole chunk, unless that would take too long for them. So no step has more tokens
-        than max(budget, decoding rows + chunk).
+        If the budget runs out, a chunk is shortened. However many requests decode, `left` allows one
+        whole chunk, unless that would take too long for them. So no step has more tokens than
+        max(budget, decoding rows + chunk).
 
         A new prompt waits while another one with a common prefix of a chunk or more is in prefill.
-        So of eight prompts that arrive together with a common prefix, the oldest computes it, and
+        So if eight prompts with a common prefix arrive together, the oldest computes the prefix, and
         the other seven copy its rows.
         """
         oldest = requests[0]
         unread = {request: self._tokens_left(request) for request in requests}
         kept = min(left - left // 2, self.chunk, unread[oldest])
         chunks: list[Chunk] = []
-        trails = [oldest.prefix.trail]  # of prompts that are in prefill in this step
+        trails = [oldest.prefix.trail]  # the prompts that are in prefill in this step
         for request in sorted(requests, key=unread.__getitem__):
             trail = request.prefix.trail
             want = self._want(request, chunks)
@@ -264,7 +263,7 @@ class Scheduler:
         return chunks
 
     def _tokens_left(self, request: Request) -> int:
-        """The tokens of a prompt that are neither in the slab nor on disk."""
+        """The number of tokens of a prompt that are neither in the slab nor on disk."""
         rows = request.prefilled
         if rows == 0:
             rows, _ = self.prefixes.match(request.prefix.trail, range(self.slots), request.slot)
@@ -272,32 +271,32 @@ class Scheduler:
         return len(request.prompt) - rows
 
     def _want(self, request: Request, before: Sequence[Chunk]) -> Chunk:
-        """The rest of a prompt, from its first row that is not cached.
+        """Return the rest of a prompt, from its first row that is not cached.
 
-        `before`: the chunks of this step so far. Rows that one of them writes can be copied, too.
+        `before`: the chunks of this step so far. The rows that they write can be copied, too.
         """
         start, copied_from, restored = request.prefilled, None, None
         if start == 0:
             written = {chunk.slot: (chunk.request.prefix.trail, chunk.stop) for chunk in before}
-            state = request.prefix
-            start, copied_from = self.prefixes.best_source(state.trail, request.slot, written)
-            # Reading from disk pays off only for a chunk or more
-            if state.rows_on_disk >= start + self.chunk:
-                start, copied_from, restored = state.rows_on_disk, None, state.restored
+            reuse = request.prefix
+            start, copied_from = self.prefixes.best_source(reuse.trail, request.slot, written)
+            # Loading from disk pays off only for a chunk or more
+            if reuse.rows_on_disk >= start + self.chunk:
+                start, copied_from, restored = reuse.rows_on_disk, None, reuse.restored
         return Chunk(request, request.slot, start, len(request.prompt), copied_from, restored)
 
     def _cut(self, want: Chunk, left: int) -> Chunk:
-        """As much of it as `left` of the budget allows, perhaps nothing."""
+        """Shorten a chunk to what is left of the budget, perhaps to nothing."""
         stop = min(want.stop, want.start + min(left, self.chunk))
         return want._replace(stop=self.states.end_of_chunk(want.request, want.start, stop))
 
     def _apply(self, chunk: Chunk) -> None:
-        """Record that the slot will hold the prompt up to the end of this chunk."""
+        """Record that the slot holds the prompt up to the end of this chunk."""
         request, slot = chunk.request, chunk.slot
         trail = request.prefix.trail
         if request.prefilled == 0:
             request.reuse_rows(chunk, self.prefixes.rows_of(request.client, trail))
-            self.prefixes.assign(slot, request.client, chunk.rows_in_place, worth=self.chunk)
+            self.prefixes.assign(slot, request.client, chunk.rows_in_place, save_from=self.chunk)
             if chunk.copied_from is not None:
                 self.prefixes.use(chunk.copied_from)
         request.prefilled = chunk.stop
@@ -312,7 +311,7 @@ class Scheduler:
         runs in order, so the next owner's rows are written later.
         """
         if request.end:
-            return  # already
+            return
         request.end = End(reason, now)
         self.waiting.pop(request.id, None)
         if self.running.pop(request.id, None):
@@ -320,28 +319,28 @@ class Scheduler:
             self._end_drain()
 
     def _leave_slot(self, request: Request) -> None:
-        """Record what the slot holds, and which of its rows are to be zeroed.
+        """Record what the slot holds, and which of its rows must be zeroed.
 
         The prefix cache keeps the rows that are proven to be finite (`prove`,
-        `Request.append_token`). All others may hold NaN, and are zeroed before the next owner
+        `Request.append_token`). The others may hold NaN, and are zeroed before the next owner
         writes: the rows of a chunk in flight, of a ghost, or of draft tokens after the end of the
         answer.
         """
         slot = request.slot
         if request.prefilled == 0:
-            return  # nothing was written: the slot is as it was before
+            return  # nothing was written
         self.prefixes.use(slot)
         if request.prefix_cache:
             self.prefixes.record_answer(slot, request.prefix.trail, request.answer, request.proven)
         self.states.leave(request)
-        # Without a token nothing shows what a padded chunk has left; with one, what was planned since
+        # Rows are unproven if no token was committed, or if later ones were planned
         if request.committed == 0 or request.next_row > request.proven:
-            # A GPU pads a chunk: it writes less than a chunk of rows more
+            # On a GPU, padding may add up to a chunk of rows
             written = request.prefilled + request.planned
             self._to_scrub[slot] = (request.proven, written + self.chunk)
 
     def prove(self, plan: Plan, finite: Collection[int]) -> None:
-        """Record that the chunks in these slots are finite, and so are all rows before them.
+        """Record that the chunks in these slots, and all rows before them, are finite.
 
         A request that was cancelled in the meantime leaves its rows in the prefix cache, unless the
         slot has a new owner.
@@ -354,12 +353,12 @@ class Scheduler:
                     self._leave_slot(request)
 
     def _scrubs(self, running: Sequence[Request]) -> tuple[tuple[int, int, int], ...]:
-        """The rows that are to be zeroed now, because a running request is about to write there."""
+        """The rows that must be zeroed now, because a running request is about to write there."""
         dirty = [r.slot for r in running if r.prefilled and r.slot in self._to_scrub]
         return tuple((slot, *self._to_scrub.pop(slot)) for slot in dirty)
 
     def _retry_without_draft(self, decode: Decode) -> None:
-        """Repeat a decode without its draft, because a row is not finite. No token of it is taken.
+        """Repeat a decode without its draft, because a row is not finite. None of its tokens is taken.
 
         subtle: a row does not see the draft tokens after it: their weight is 0. But 0 x NaN is NaN. So
         a rejected token whose keys are not finite corrupts the valid rows before it in the same
@@ -372,10 +371,10 @@ class Scheduler:
     # --- the queue, and the policy
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Its worst case must fit a slot, so nothing is ever evicted."""
+        """Queue a request. Prompt and `max_tokens` must fit a slot, so no request is ever evicted."""
         check_fits(request, self.max_len)
-        # Requests that the next step admits do not count
-        waiting = len(self.waiting) - self._room()
+        # Requests that the next step admits do not count as waiting
+        waiting = len(self.waiting) - self._admissible()
         if waiting >= self.max_queue:
             limit = f"max_queue is {self.max_queue}"
             raise QueueFull(f"{waiting} requests are waiting, and {limit}; try later")
@@ -401,20 +400,20 @@ class Scheduler:
     # --- sizes, starting over, and checking
 
     def resize(self, slots: int, max_len: int, chunk: int, budget: int) -> None:
-        """Start over with a slab of this size, and these limits on chunk and step."""
+        """Start over with a slab of this size, and new limits on chunk and step."""
         self.set_budget(budget, chunk)
         self.slots = slots
         self.max_len = max_len
         self.start_over()
 
     def set_budget(self, budget: int, chunk: int) -> None:
-        """Bound each step that is planned from now on, and each chunk of a prompt."""
+        """Limit the tokens of each future step, and of each chunk."""
         check_positive(budget=budget, chunk=chunk)
         self.budget = budget
         self.chunk = chunk
 
     def start_over(self) -> None:
-        """Begin with a new slab. All requests return to the queue, in the order of arrival."""
+        """Start over with an empty slab. All requests return to the queue, in the order of arrival."""
         self.waiting = OrderedDict(sorted((self.running | self.waiting).items()))
         self.running.clear()
         self.prefixes = Prefixes(self.slots, min(SEGMENT, self.chunk))
@@ -428,9 +427,9 @@ class Scheduler:
 def extend_answer(
     request: Request, sampled: Sequence[int], draft: Sequence[int], accept: Accept
 ) -> tuple[int, str | None]:
-    """Append sampled tokens to an answer, up to the first that differs from the draft token in its
-    place: the rows after that one read a wrong token. Returns the number of draft tokens that were
-    right and are not the last, and why the answer ends, or None. (`accept` ends it at -1.)"""
+    """Append sampled tokens to an answer, up to and including the first one that differs from the draft:
+    the rows after it were computed from a wrong token. Return the number of accepted draft tokens, and
+    why the answer ends, or None. (`accept` ends it at -1.)"""
     for i, token in enumerate(sampled):
         request.append_token(token)
         reason = accept(request, token)
@@ -443,7 +442,7 @@ def extend_answer(
 
 
 def check_fits(request: Request, max_len: int) -> None:
-    """Raise ValueError for a request whose worst case is longer than a slot."""
+    """Raise ValueError if a prompt and its `max_tokens` do not fit a slot."""
     prompt = len(request.prompt)
     total = prompt + request.max_tokens
     if total > max_len:
@@ -452,7 +451,7 @@ def check_fits(request: Request, max_len: int) -> None:
 
 
 def check_positive(**limits: int) -> None:
-    """Raise ValueError for a limit that would admit nothing."""
+    """Raise ValueError for a limit below 1."""
     for name, value in limits.items():
         if value < 1:
             raise ValueError(f"{name} = {value:,}, but it must be at least 1")

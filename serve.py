@@ -76,7 +76,7 @@ def options() -> cli.CommandLine:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """A wrong value gets one line and exit code 2, before anything is loaded."""
+    """Parse the options. A wrong value ends the program with one line and exit code 2."""
     parser = options()
     args = parser.parse_args(config_file.expand(parser, "serve", arguments))
     args.models = named_once(parser, args.model)
@@ -99,7 +99,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def named_once(parser: cli.CommandLine, models: list[tuple[str, str]]) -> dict[str, str]:
-    """The models of `--model` by name."""
+    """Return the models of all `--model` options, by name."""
     found: dict[str, str] = {}
     for name, model in models:
         if name in found:
@@ -115,7 +115,7 @@ def is_loopback(host: str) -> bool:
 
 
 def options_of(args: argparse.Namespace, name: str, model: str) -> argparse.Namespace:
-    """The options of one model of several: its tables in the file of `--config` count, too."""
+    """Return the options of one of several models, with its own tables in the `--config` file."""
     parser = options()
     own = parser.parse_args(config_file.expand(parser, "serve", args.given, (model, name)))
     own.model = model
@@ -135,7 +135,7 @@ def say(words: str, is_last: bool = True) -> None:
 
 
 def follow(args: argparse.Namespace) -> int:
-    """On every rank but the first (`distributed/group.py`): no server, but a shard of the model."""
+    """Run a shard of the model, without a server, on every rank but the first (`distributed/group.py`)."""
     try:
         engine = load(args)
         return engine.lifecycle.follow()
@@ -145,7 +145,7 @@ def follow(args: argparse.Namespace) -> int:
 
 
 def bind(args: argparse.Namespace, host: str, port: int, given: str) -> APIServer:
-    """Bind the port before anything is loaded. `given`: the options that name it."""
+    """Bind the port before anything is loaded. `given`: the options, for the error message."""
     keys = (args.api_key, args.watch_key)
     names = (tuple(args.allow_host), tuple(args.alias))
     options = Options(host, port, *keys, *names, tuple(args.trust_proxy), args.max_tokens)
@@ -176,19 +176,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def serve(server: APIServer, args: argparse.Namespace) -> int:
-    """From a bound socket to the end of the last answer. Return the exit code.
+    """Serve until the last answer has ended. Return the exit code.
 
     subtle: a signal is recorded and raises nothing. An exception could come at any line, even after
     a lock was taken and before its release was certain; the server then waited forever.
     """
-    signals = SimpleQueue()  # the first lets answers end, the second ends them
+    signals = SimpleQueue()  # the first lets answers finish, the second ends the process
     is_awaited = False
     overdue = math.inf
 
     def on_signal(number: int, _) -> None:
         nonlocal overdue
-        # A download, or a layer being read, cannot be interrupted, but the process can end. So it
-        # can if the main thread does not come to the first signal, or hangs after it.
+        # Exit at once during a download or while a layer is read, which cannot be interrupted, and if
+        # the main thread does not handle the first signal, or hangs after it
         is_lost = not is_awaited and not signals.empty()
         if server.models is None or is_lost or time.monotonic() > overdue:
             os._exit(0)
@@ -226,7 +226,7 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
 
 
 def find_models() -> dict[str, str]:
-    """All models of this machine that can be served, the demo last."""
+    """Find all models on this machine that can be served; the demo comes last."""
     if environment.backend():
         return {"demo": "demo"}
     from cli import model_list
@@ -299,7 +299,7 @@ def open_pool(server: APIServer, args: argparse.Namespace, found: dict[str, str]
 
 
 def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, **how) -> Engine:
-    """Load an `Engine`. This is the first code that imports MLX. `report` receives the stages."""
+    """Load an `Engine`. No earlier code imports MLX. `report` receives the stages of loading."""
     if report:
         report("starting MLX")
         library.say = how["report"] = report  # its messages belong among the stages of loading
@@ -308,17 +308,17 @@ def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, 
     options = cli.engine_options(args)
     options |= {"slots": args.slots or 4, "usual_len": 8192, "max_queue": args.max_queue}
     engine = Engine.load(args.model, **options, **how)
-    # Otherwise a bug in `forward` would look like a wrong option
+    # A bug in `forward` must not look like a wrong option
     with error_reports.shown("the first step failed"):
         engine.runner.warm_up()
     if engine.text.has_template:
         with suppress(ValueError):
             engine.text.render([{"role": "user", "content": "compiles the template"}])
-    # llguidance reads the tokenizer again while holding the GIL: with 152,000 tokens for a second
+    # Do it now: llguidance holds the GIL while it reads the tokenizer, a second for 152,000 tokens
     with suppress(ValueError, BusyError):  # a request with a grammar gets the reason
         engine.text.grammar({"json": "{}"})
     gc.collect()
-    # What loading has left is never garbage, so the collector need not search it during a step
+    # Objects from loading are never garbage: the collector need not search them during a step
     gc.freeze()
     return engine
 

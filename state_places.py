@@ -1,19 +1,20 @@
-"""The states of delta nets: which place holds the state of which text, as a database's snapshot and log.
+"""The states of delta nets: which place holds the state of which text, as a snapshot and a log.
 
 The problem. A layer with a gated delta net keeps one matrix a head, which each token overwrites. So a prompt
 that shares its first 1,000 tokens with a conversation of 3,000 finds the rows of other layers in a slot, but
 no state after 1,000 tokens.
 
-The solution. Each slot has a place for the state of its sequence, and there are some more: checkpoints. A
-place holds the state after `base` tokens, and a log of what the tokens from there to `newest` change; it
-serves any number of tokens in between. A decode keeps the state as of its first token: so rejected draft
-tokens and ghosts leave no trace. A chunk keeps it as of its last token. A chunk whose end is worth keeping
-writes into a checkpoint, from which its sequence goes on in its slot's place: nothing is copied. What is
-worth keeping: the end of a prompt, where prompts part, and each `chunk` tokens of a long prompt.
+The solution. Each slot has a place for the state of its sequence, and there are extra places, the
+checkpoints. A place holds the state after `base` tokens, and a log of what the tokens from `base` to
+`newest` change, so it can serve any number of tokens in between. A decode keeps the state before its
+first token, so rejected draft tokens and ghosts leave no trace. A chunk keeps the state before its last token.
+A chunk whose end is worth keeping writes into a checkpoint, and the next step of its sequence reads that
+checkpoint and writes into the slot's place, so nothing is copied. Worth keeping are the end of a prompt,
+the point where prompts diverge, and points within a long prompt.
 
-A slot's own place serves prompts in that slot alone; a checkpoint serves all.
+A slot's own place serves only prompts in that slot; a checkpoint serves all prompts.
 
-The invariants: a state depends on the first tokens of its text alone; no place is read by one sequence
+The invariants: a state depends only on the first tokens of its text; no place is read by one sequence
 and written by another in the same step.
 """
 
@@ -27,7 +28,7 @@ from request import Chunk, Decode, Move, Request, StateCounts, Stateless
 
 
 class Place:
-    """The state after `base` tokens of a text, and a log up to `newest`."""
+    """A place for the state after `base` tokens of a text, and a log of the tokens up to `newest`."""
 
     def __init__(self, number: int):
         self.number = number
@@ -42,8 +43,8 @@ class Place:
         self.record(Trail(), 0, 0)
 
     def serves(self, trail: Trail, most: int, segment: int) -> int:
-        """The most tokens of a prompt, up to `most`, after which this is its state; 0 if there are none.
-        A text of less than a segment is not recognized."""
+        """Return the most tokens of a prompt, up to `most`, whose state is here; 0 if there are none.
+        A text shorter than a segment is not recognized."""
         tokens = min(self.newest, most)
         count = tokens // segment
         if tokens < self.base or not count or count > min(len(self.trail.nodes), len(trail.nodes)):
@@ -57,23 +58,23 @@ class Place:
 class Fork(NamedTuple):
     """The point where a prompt parts from the texts in the slots."""
 
-    rows: int = 0  # that it has in common with one of them
-    own: int = 0  # alike, but only with those of the same client
+    rows: int = 0  # rows that it shares with any slot
+    own: int = 0  # rows that it shares with a slot of the same client
 
 
 class Running(NamedTuple):
-    """A sequence that has begun."""
+    """The state of a sequence whose first chunk is planned."""
 
     place: Place | None  # where its state is; None before its first token
-    fork: int  # the rows that it has in common with another text
-    left: int  # the tokens before its newest checkpoint
+    fork: int  # the rows that it shares with another text
+    left: int  # tokens before its newest checkpoint
 
 
 class StatePlaces(Stateless):
-    """The places of all slots, and the checkpoints, the least recently used first."""
+    """A place for each slot, and the checkpoints, the least recently used first."""
 
     def __init__(self, slots: int, checkpoints: int, chunk: int, log: int):
-        """`log`: the tokens that the log of a slot's place has room for."""
+        """`log`: the number of tokens that fit into a place's log."""
         self.slots = slots
         self.chunk = chunk
         self.log = log
@@ -87,13 +88,13 @@ class StatePlaces(Stateless):
         self.own = [Place(slot) for slot in range(self.slots)]
         self.checkpoints = [Place(self.slots + i) for i in range(self.count)]
         self.running: dict[int, Running] = {}  # by slot
-        self.forks: dict[int, Fork] = {}  # by slot: of a prompt that has not begun
+        self.forks: dict[int, Fork] = {}  # by slot, for prompts that have not begun
 
     # --- prefix caching
 
     def serving(self, trail: Trail, rows: int, slot: int | None) -> list[Served]:
-        """How many of a text's first rows each state serves, if it serves any: first the slot's own, then
-        the checkpoints, the most recently used first."""
+        """Return how many of a text's first rows each state serves, if any: first the slot's own state,
+        then the checkpoints, the most recently used first."""
         own = [] if slot is None else [self.own[slot]]
         found = []
         for place in (*own, *reversed(self.checkpoints)):
@@ -102,7 +103,8 @@ class StatePlaces(Stateless):
         return found
 
     def end_of_chunk(self, request: Request, start: int, stop: int) -> int:
-        """End a chunk where this prompt parts from another, so that the next one like it finds a state."""
+        """End a chunk where this prompt diverges from another one, so that the next prompt with their
+        common prefix finds a state."""
         if request.slot in self.running:
             fork = self.running[request.slot].fork
         else:
@@ -115,7 +117,7 @@ class StatePlaces(Stateless):
     # --- a step
 
     def plan(self, chunks: Sequence[Chunk], decodes: Sequence[Decode]) -> Mapping[int, Move]:
-        """The moves of a step, by slot."""
+        """Decide where each state of this step comes from and goes, by slot."""
         for chunk in chunks:
             if chunk.slot not in self.running:
                 self._begin(chunk)
@@ -141,7 +143,7 @@ class StatePlaces(Stateless):
         return moves
 
     def _begin(self, chunk: Chunk) -> None:
-        """Find the state that a prompt starts from."""
+        """Find the state that a prompt starts from, and count the tokens to prefill again."""
         fork = self.forks.pop(chunk.slot)
         place = None
         if chunk.restored is not None:
@@ -160,24 +162,25 @@ class StatePlaces(Stateless):
         self.running[chunk.slot] = Running(place, fork.rows, chunk.start)
 
     def _is_worth(self, chunk: Chunk) -> bool:
-        """True if a checkpoint at the end of this chunk is worth a place. Those within a prompt are as far
-        apart as half of what is before them: so a long prompt does not drop those of all others."""
+        """True if a checkpoint at the end of this chunk is worth a place. Within a prompt, the distance
+        between checkpoints grows with their depth, so that a long prompt does not take all places."""
         running = self.running[chunk.slot]
         trail = chunk.request.prefix.trail
         if not trail.nodes or chunk.stop < self.prefixes.segment:
-            return False  # it would not be recognized
+            return False  # no prompt would recognize it
         is_far = chunk.stop - running.left >= max(self.chunk, running.left // 2)
         is_wanted = is_far or chunk.stop in (running.fork, len(trail.tokens))
         return is_wanted and self.prefixes.reach(trail, chunk.stop, None).rows < chunk.stop
 
     def _free_checkpoint(self, busy: Collection[Place | None]) -> Place | None:
-        """The checkpoint to give up: one whose rows are gone, else one of a single slot whose own place is
-        further in the same text, and else the state of a common prefix, or the only one of an answer of
-        one token; among equals, the least recently used."""
+        """Choose the checkpoint to give up: the one worth least, and among equals the least recently
+        used."""
         free = [place for place in self.checkpoints if place not in busy]
         return min(free, key=self._worth, default=None)
 
     def _worth(self, place: Place) -> int:
+        """0: no slot has its rows. 1: one slot does, whose own place is further in the same text. 2: any
+        other, such as the state of a common prefix."""
         count = place.newest // self.prefixes.segment
         end = place.trail.nodes[count - 1 : count] if count else ()
         slots = [slot for node in end for slot in node.slots]
@@ -197,7 +200,7 @@ class StatePlaces(Stateless):
             self.checkpoints.append(place)
 
     def _move(self, request: Request, start: int, stop: int, target: Place, keep: int) -> Move:
-        """Record what a step does with the state of a sequence."""
+        """Record where a step puts the state of a sequence."""
         place, fork, left = self.running[request.slot]
         assert (start == 0) if place is None else place.base <= start <= place.newest, request
         number, base = (-1, 0) if place is None else (place.number, place.base)
@@ -210,7 +213,7 @@ class StatePlaces(Stateless):
         return Move(number, base, target.number, keep)
 
     def leave(self, request: Request) -> None:
-        """A request has ended. Of its states remain those whose rows are proven to be finite."""
+        """Keep the states of an ended request only as far as its rows are proven to be finite."""
         own = self.own[request.slot]
         running = self.running.pop(request.slot, None)
         for place in (own, *self.checkpoints):
@@ -244,8 +247,8 @@ class StatePlaces(Stateless):
 
 
 def check_apart(moves: Mapping[int, Move]) -> None:
-    """Assert that no place is read by one sequence and written by another. The order of sequences in a
-    pass is not defined."""
+    """Assert that no place is read by one sequence and written by another, because the order of
+    sequences within a pass is not defined."""
     for slot, move in moves.items():
         for other, theirs in moves.items():
             is_apart = move.target not in (theirs.source, theirs.target)

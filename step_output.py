@@ -1,5 +1,5 @@
-"""The output of a step for one request: token, log probabilities, a prompt's vector. Plain Python, without
-MLX."""
+"""What a step yields for one request: a token, its log probabilities, a prompt's vector. Plain Python,
+without MLX."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from base.validation import whole
 
 
 class TokenLogprob(NamedTuple):
-    """A token's log probability, and the most likely tokens with theirs: under a grammar, among the
-    allowed tokens."""
+    """The log probabilities of a token and of the most likely tokens. Under a grammar, only the allowed
+    tokens count."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
-    free: tuple[tuple[int, float], ...] = ()  # the top as it would be without the grammar
+    free: tuple[tuple[int, float], ...] = ()  # the most likely tokens without the grammar
 
 
 class StepOutput(NamedTuple):
     """The output of one row of a step."""
 
     token: int  # -1 if the logits were not finite
-    logprob: TokenLogprob | None = None  # if it asked for them
-    state: array | None = None  # if it asked for a vector: the prompt's last state, (D,)
+    logprob: TokenLogprob | None = None  # if the request asked for log probabilities
+    vector: array | None = None  # if it asked for a vector: the prompt's last hidden state, (D,)
 
 
-TokenLogprobs = list[TokenLogprob]  # of all tokens of an answer
+TokenLogprobs = list[TokenLogprob]  # for each token of an answer
 
 
-def unit_vector(state: Sequence[float], dimensions: int | None = None) -> array:
-    """The vector of a text as its owner gets it: a state, or its first `dimensions` numbers, with the
-    length 1."""
+def unit_vector(vector: Sequence[float], dimensions: int | None = None) -> array:
+    """Scale a vector, or its first `dimensions` numbers, to length 1."""
     if dimensions is not None:
-        state = state[: whole("dimensions", dimensions, 1, len(state))]
-    length = math.sqrt(math.fsum(x * x for x in state))
+        vector = vector[: whole("dimensions", dimensions, 1, len(vector))]
+    length = math.sqrt(math.fsum(x * x for x in vector))
     if not math.isfinite(length):
         raise RuntimeError("the model computed a vector with a number that is not finite")
-    return array("f", [x / length for x in state] if length else state)
+    return array("f", [x / length for x in vector] if length else vector)

@@ -13,8 +13,8 @@ from kernels.sampling_ops import BLOCK, added, gather, padded
 def argmax(x: mx.array) -> tuple[mx.array, mx.array]:  # (n, V) -> (n, 1) twice
     """The largest number of each row, and its first id.
 
-    The CPU's form finds the first of the best blocks, and then the id within that block. MLX needs
-    a third of the time for the maximum of each column, so a block is a small matrix.
+    On a CPU, first find the best block (the first one, if several are equal), then the id within it. A
+    block is a small matrix, because MLX takes the maximum of columns in a third of the time.
     """
     if has_gpu():
         best = x.max(axis=-1, keepdims=True)
@@ -32,7 +32,7 @@ def inverse_cdf(
     weights: mx.array,  # (n, V)
     u: mx.array,  # (n, 1)
 ) -> mx.array:  # (n, 1)
-    """Draw from a distribution: the index where the running sum of the weights passes u times their sum.
+    """Draw from a distribution: return the index where the running sum of weights passes u times the total.
 
         weights    | 0.5    | 0.3    | 0.2 |      u = 0.6 draws the second
         sums       0        0.5      0.8   1
@@ -51,7 +51,7 @@ def inverse_cdf(
         first = place * BLOCK
         block = gather(level, first + mx.arange(BLOCK))  # (n, BLOCK)
         sums = mx.cumsum(block, axis=-1)
-        # Rounding may put the mark at an end of the block, where a token may have been filtered.
+        # Rounding may put the mark at the end of the block, on a token that is filtered out.
         end = sums[:, -1:] * (1 - 2**-22)
         mark = mx.clip(mark, 0, end)
         inside = mx.minimum(added(sums <= mark), BLOCK - 1)
@@ -61,9 +61,9 @@ def inverse_cdf(
 
 
 def uniform(seed: int, index: int) -> float:
-    """The index-th number of a seed's own sequence, above 0 and below 1: a hash, without a state.
+    """Hash a seed and an index to a number above 0 and below 1.
 
-    The number has 22 bits, so that u times a float32 sum is always below the sum.
+    It has 22 bits, so that u times a float32 sum is always below the sum.
     """
     x = seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03
     x = (x + 0x8CB92BA72F3D8DD7) % 2**64

@@ -66,7 +66,7 @@ from screen.workload import BURST, CHUNK, Ask, Settings
 if TYPE_CHECKING:
     from nanobatch import Engine
 
-# In the order of the footer and the help
+# In the order in which footer and help list them
 MENU = Menu(
     (
         *race.PAGES,
@@ -78,9 +78,9 @@ MENU = Menu(
         tour.PAGE,
     )
 )
-TALK = 2048  # tokens of a slot and of an answer, except for the demo
-PROMPTS = 10_000_000  # characters of their file
-WRITTEN = ("screenshot", "record")  # options whose file is written at the end
+TALK = 2048  # tokens per slot and per answer, except for the demo
+PROMPTS = 10_000_000  # most characters of a --prompts file
+WRITTEN = ("screenshot", "record")  # options that write a file at the end
 
 
 # --- the command line ---------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def options() -> cli.CommandLine:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse options. A wrong value is one line and exit code 2, before any screen opens."""
+    """Parse the options. A wrong value ends the program with one line and exit code 2."""
     parser = options()
     args = parser.parse_args(config_file.expand(parser, "screen", arguments))
     args.max_queue = 256
@@ -161,7 +161,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_tour(args: argparse.Namespace) -> None:
-    """Refuse options that do not go with the tour, which fires prompts of its own."""
+    """Refuse options that the tour cannot honour, because it sends its own prompts."""
     others = ("script", "prompts", "screenshot", "serve", "watch")
     given = [name for name in others if getattr(args, name)]
     if args.tour and given:
@@ -169,7 +169,7 @@ def check_tour(args: argparse.Namespace) -> None:
 
 
 def tour_offer() -> Offer | None:
-    """The offer of the tour; None if nothing can be remembered of it."""
+    """Return the offer of the tour, or None if its answer could not be saved."""
     folder = state_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ def tour_offer() -> Offer | None:
 
 
 def read_prompts(file: str | None) -> list[str]:
-    """The lines of the file of `--prompts`."""
+    """Read the lines of the `--prompts` file."""
     if not file:
         return []
     with about(f"--prompts {shown(file)}", "name a text file with a prompt in each line"):
@@ -193,16 +193,16 @@ def read_prompts(file: str | None) -> list[str]:
 def load_engine(
     args: argparse.Namespace, report: Callable[[str], None], clock: Callable[[], float]
 ) -> Engine:
-    """Load the engine. This is the first code that imports MLX."""
+    """Load the engine. No earlier code imports MLX."""
     report("starting MLX")
     from kernels import library
 
-    library.say = report  # its messages belong to the stages of loading
+    library.say = report  # show its messages among the stages of loading
     from kernels import device
     from nanobatch import Engine
 
     options = cli.engine_options(args) | {"usual_len": TALK}
-    # The demo's prompts and answers are short: with these, they fill a slot, and some take two chunks
+    # The demo's texts are short: with these sizes they fill a slot, and some prompts take two chunks
     if args.model == "demo":
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
@@ -213,7 +213,7 @@ def load_engine(
 
 
 def open_client(args: argparse.Namespace) -> LocalEngineClient | RemoteEngineClient:
-    """A client with an engine of its own, or of a server. The port of `--serve` is bound here,
+    """Return a client with its own engine, or of a server. The port of `--serve` is bound here,
     before anything is loaded."""
     if args.watch:
         return RemoteEngineClient(
@@ -229,7 +229,7 @@ def open_client(args: argparse.Namespace) -> LocalEngineClient | RemoteEngineCli
 
 
 def failed(state: State) -> int:
-    """The exit code after the screen: 2, and the reason, if the model could not be loaded."""
+    """Return the exit code after the screen. If the model could not be loaded, print why and return 2."""
     if state.view.stage != "failed":
         return 0
     cli.say(state.view.error or state.printed)
@@ -237,7 +237,7 @@ def failed(state: State) -> int:
 
 
 def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
-    """The last run as a recording, and a description of its contents."""
+    """Return the last run as a recording, and a description of it."""
     session.refresh()
     engine = session.client.engine if isinstance(session.client, LocalEngineClient) else None
     about = {
@@ -251,7 +251,7 @@ def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
     def ids(request: RequestView) -> Sequence[int]:
         is_ours = engine and isinstance(request.origin, Ask)
         found = engine.text.ask(request.prompt) if is_ours else ()
-        # In a conversation more than the question was read
+        # In a conversation, the prompt is more than the question
         return found if len(found) == request.metrics.prompt_tokens else ()
 
     recording = record.record(session.state, about, ids)
@@ -259,7 +259,7 @@ def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
 
 
 def write_files(args: argparse.Namespace, session: Session, picture: str) -> bool:
-    """Write the files of the options. False, with a line for each reason, if one could not be."""
+    """Write the files that options ask for. If one cannot be written, print why and return False."""
     makers = {
         "screenshot": lambda: (picture, ""),
         "record": lambda: recording_of(args, session),
@@ -285,7 +285,7 @@ def write_files(args: argparse.Namespace, session: Session, picture: str) -> boo
 
 
 def command_of(args: argparse.Namespace) -> str:
-    """The command for the same run, without folders and keys."""
+    """Return the command that repeats the run, without folders and API keys."""
     words: list[str] = []
     if args.model != "demo":
         words += ["--model", cli.name_of(args.model)]
@@ -302,7 +302,7 @@ def command_of(args: argparse.Namespace) -> str:
 
 
 def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
-    """Run the screen. Return the exit code, and the picture if one was wanted."""
+    """Run the screen. Return the exit code, and the picture if one was asked for."""
     offer = tour_offer() if session.eases else None
     earlier = History(history_file())
     app = Screen(session, args.script, bool(args.screenshot), args.tour, offer, earlier)
@@ -319,13 +319,13 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
 
 
 def print_if_possible(line: str) -> None:
-    """Print a line; a server goes on if its log cannot be written."""
+    """Print a line. A server continues even if its log cannot be written."""
     with suppress(cli.Unwritten):
         print(line, flush=True)
 
 
 def run_log(args: argparse.Namespace, session: Session) -> int:
-    """Run as a plain log."""
+    """Run without a screen, and print a log."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     write = print_if_possible if args.serve else partial(print, flush=True)
     try:

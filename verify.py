@@ -73,25 +73,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "json": {"temperature": 0.9, "grammar": {"json": NUMBERS}},
     "embedding": {"embeds": True},
 }
-# Values of neighbours, in the place of those above; each has one of the biases, too
+# Neighbours choose from these values and biases instead
 OTHERS = {"temperature": (0.4, 1.4), "top_p": (0.3, 0.98), "repetition_penalty": (1.05, 1.4)}
 BIASES = ({}, {token: 2.0 - token % 4 for token in range(250)}, {32: -3.0, 101: 2.0})
 ALPHABET = "Say the alphabet from f."
-QUESTIONS = {  # each with some of the settings
+QUESTIONS = {  # question -> the names of its settings
     "Count from 3 to 12.": "greedy penalties regex",
     "Tell me a story about a fox and a lantern.": "drawn filtered json bias",
     f"Repeat: {ANIMALS}.": "greedy drawn penalties",
     "Tell me a long story about a fox.": "greedy filtered regex",
     ALPHABET: "drawn embedding",
 }
-ROWS = {"Tell me a long story about a fox.": 240, ALPHABET: 490}  # of a lengthened prompt
-TOKENS = 48  # of an answer at most: a grammar may end it earlier
-LIKELIEST = 10  # alternatives compared at each position, next to the chosen token
-LENGTH = 1024  # of a slot
+ROWS = {"Tell me a long story about a fox.": 240, ALPHABET: 490}  # length of a padded prompt
+TOKENS = 48  # per answer; a grammar may end it earlier
+LIKELIEST = 10  # alternatives to compare at each position, besides the chosen token
+LENGTH = 1024  # tokens per slot
 SLOTS = 8
 THREADS = ("1", "3")
-WAYS: dict[str, dict[str, Any]] = {  # what is compared with the answers alone: an engine's options
-    "company": {},  # among neighbours, as in all but the last two
+WAYS: dict[
+    str, dict[str, Any]
+] = {  # name -> options of the engine whose answers are compared with the answers alone
+    "company": {},  # among neighbours, as in all ways but the last two
     "chunks": {"chunk": 32, "budget": 40},
     "slots": {"slots": 13},
     **{name: {"policy": name} for name in POLICIES if name != DEFAULT},
@@ -99,13 +101,13 @@ WAYS: dict[str, dict[str, Any]] = {  # what is compared with the answers alone: 
     "prefix_cache": {"prefix_cache": True},
     "slot_cache": {"prefix_cache": True, "slots": 3, "chunk": 32},  # rows restored from disk
     "draft tokens": {"speculate": 15},
-    "widened": {"dtype": "float32"},  # where they are packed
+    "widened": {"dtype": "float32"},  # for packed weights
     "threads": {},  # other processes, with 1 thread and with 3
-    "prefill": {},  # each answer is read as a prompt
+    "prefill": {},  # each answer becomes a prompt
     "checkpoint": {"prefix_cache": True},  # while another answer to the same prompt is running
-    "fork": {"prefix_cache": True},  # while others that begin alike are running
+    "fork": {"prefix_cache": True},  # while prompts with a common prefix are running
 }
-OF_STATES = ("checkpoint", "fork")  # tried by default if the model keeps states
+OF_STATES = ("checkpoint", "fork")  # only for models with states
 
 
 class Case(NamedTuple):
@@ -122,10 +124,10 @@ class Tally(NamedTuple):
     way: str
     answers: int = 0
     numbers: int = 0
-    differ: int = 0  # answers
+    differ: int = 0  # answers that differ
     place: int = 0  # the earliest token that differs, counted from 1
-    by: float = 0.0  # the largest difference of two log probabilities of one token
-    first: str = ""  # the first of these, as a sentence
+    by: float = 0.0  # the largest difference between two log probabilities of one token
+    first: str = ""  # the first difference, as a sentence
     note: str = ""  # what else ran, or why nothing was compared
 
     def add(self, ask: Case, right: Bits, other: Bits, error: str | None = None) -> Tally:
@@ -144,7 +146,7 @@ class Tally(NamedTuple):
 
 
 def asks(engine: Engine) -> list[Case]:
-    """Each question with each of its settings that the model supports."""
+    """Return each question with each of its settings that the model supports."""
     found = []
     for seed, (question, settings) in enumerate(QUESTIONS.items()):
         prompt = lengthened(engine, question)
@@ -264,7 +266,7 @@ def compare_one(args: argparse.Namespace, way: str, asked: Sequence[Case]) -> Ta
             metrics += [handle.metrics for handle in handles]
             for ask, handle in zip(asked, handles, strict=True):
                 tally = tally.add(ask, ask.alone, Bits.from_handle(handle), handle.error)
-        if way == "prefix_cache":  # conversations go on, too, from rows that were decoded
+        if way == "prefix_cache":  # also continue conversations from decoded rows
             tally = compare_prefill(engine, tally, asked)
             reused = f"{sum(m.cached_tokens for m in metrics):,} tokens reused"
             is_from_states = bool(engine.model.config.delta)
@@ -277,9 +279,9 @@ def compare_one(args: argparse.Namespace, way: str, asked: Sequence[Case]) -> Ta
 
 
 def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tally:
-    """A decoded token has the bits of one that follows the same tokens as a prompt."""
+    """Compare each decoded token with the first token after the same tokens as a prompt."""
     for ask in asked:
-        if ask.setting != "greedy":  # any other sampling depends on the position in the answer
+        if ask.setting != "greedy":  # other sampling depends on the position in the answer
             continue
         ids = engine.text.encode_prompt(ask.prompt)[0]
         for place in range(1, len(ask.alone.tokens), 7):
@@ -293,8 +295,8 @@ def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tall
 def compare_beside(
     engine: Engine, tally: Tally, asked: Sequence[Case], dice: random.Random
 ) -> Tally:
-    """A prompt starts from a state that another one has left on its way: at its end, or where the two
-    part. The other goes on meanwhile."""
+    """Start a prompt from a checkpoint of another one that is still running: at the end of that prompt,
+    or where the two diverge."""
     running = SamplingParams(max_tokens=2 * TOKENS, ignore_eos=True)
     for ask in asked:
         ids = engine.text.encode_prompt(ask.prompt)[0]
@@ -318,7 +320,7 @@ def compare_beside(
 def compare_restored(
     args: argparse.Namespace, options: dict[str, Any], asked: Sequence[Case]
 ) -> Tally:
-    """Every question finds rows that an engine before has saved, of its prompt and of its answer."""
+    """Ask each question again with rows that an earlier engine saved, of the prompt and the answer."""
     tally = Tally("slot_cache")
     dice = random.Random(tally.way)
     restored = 0
@@ -336,7 +338,7 @@ def compare_restored(
 
 
 def compare_threads(args: argparse.Namespace, asked: Sequence[Case]) -> Tally:
-    """The number of threads is fixed per process, so each number has its own."""
+    """Ask with other numbers of threads. The number is fixed per process, so each has its own process."""
     if device.has_gpu() or device.blas.name != "rows":
         raise ValueError("threads are counted for our own product")
     tally = Tally("threads", note=f"{' and '.join(THREADS)} in place of the usual")
@@ -442,7 +444,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_whole("--rounds", 1, 1000, says, default=1)
     parser.add_attention()
     add("--json", action="store_true", help="write the receipt as JSON")
-    add("--answers", action="store_true", help=argparse.SUPPRESS)  # alone, for `compare_threads`
+    add(
+        "--answers", action="store_true", help=argparse.SUPPRESS
+    )  # only print the answers, for `compare_threads`
     args = parser.parse_args(arguments)
     args.ways = args.ways and args.ways.split(",")
     for way in args.ways or ():

@@ -257,7 +257,7 @@ class Handle:
                 self.error += "; if a key exceeds float16, try --kv float32"
             return "error"
         if self.sampling.embeds:
-            self.vector = output.state
+            self.vector = output.vector
             return "stop"
         if self.times:
             insort(self._gaps, now - self.times[-1])

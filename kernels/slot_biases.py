@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from kernels.device import mx
 
 
-class SlotState:
+class SlotBiases:
     """The bias array of each slot, and the table for grammar masks."""
 
     def __init__(self, slots: int, V: int):

@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "sched.py",
         "Scheduler.submit",
-        "len(self.waiting) - self._room()",
+        "len(self.waiting) - self._admissible()",
         "len(self.waiting)",
         f"{SCHED}::test_queue_limit_ignores_requests_with_a_free_slot",
     ),
@@ -287,7 +287,7 @@ MUTANTS = [
     ),
     Mutant(
         "kernels/slot_biases.py",
-        "SlotState.bias",
+        "SlotBiases.bias",
         "built_for is not wanted",
         "not built_for",
         f"{SAMPLING}::test_next_request_in_a_slot_has_its_own_bias",

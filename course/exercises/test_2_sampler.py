@@ -35,7 +35,7 @@ from short_failures import not_done
 import ask
 import sampling
 from kernels.device import mx
-from sampling import SamplingRow, SlotState, sample
+from sampling import SamplingRow, SlotBiases, sample
 from sampling_params import SamplingParams
 from server.body_reader import APIError, read_json
 from server.openai import parse_request
@@ -54,7 +54,7 @@ def drawn(**options) -> set[int]:
         SamplingRow(slot, SamplingParams(**options), seed=5, index=slot) for slot in range(DRAWS)
     ]
     logits = mx.broadcast_to(logits, (DRAWS, 256))
-    return set(sample(logits, picks, SlotState(DRAWS, 256))[0].tolist())
+    return set(sample(logits, picks, SlotBiases(DRAWS, 256))[0].tolist())
 
 
 @pytest.mark.parametrize("a, kept", [(0.0, 5), (0.2, 4), (0.3, 3), (0.5, 2), (1.0, 2)])
@@ -88,7 +88,7 @@ def test_a_neighbour_with_min_p_or_none_gets_its_own_filter():
         SamplingRow(i, SamplingParams(temperature=1.0, **settings[i % 4]), seed=5, index=i)
         for i in range(DRAWS)
     ]
-    tokens = sample(logits, picks, SlotState(DRAWS, 256))[0].tolist()
+    tokens = sample(logits, picks, SlotBiases(DRAWS, 256))[0].tolist()
     assert [set(tokens[i::4]) for i in range(4)] == [set(range(n)) for n in (3, 2, 5, 2)]
 
 

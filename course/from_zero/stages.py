@@ -338,7 +338,7 @@ and back from places to ids""",
             Task(
                 "sched.Scheduler._admit",
                 """Take requests out of the queue, in the order of `self.policy.next(self)`, as many as
-                `self._room()` says. Each one gets a slot (`self.prefixes.choose_slot(request.prefix.trail,
+                `self._admissible()` says. Each one gets a slot (`self.prefixes.choose_slot(request.prefix.trail,
                 free)` chooses among the free ones, and says why), which goes into its `Admission`
                 with the time and the policy's name, and is in `self.running` from now on.
                 Return them.""",
@@ -360,9 +360,9 @@ and back from places to ids""",
                 window of its own; then all of its decodes, a slot and a row each, in one window. The newest
                 token of each slot is on the device, in `self._newest` (slots,). Asked are the last token
                 of each prefill that `emits` one, and each token that decodes. `self.model.head` makes
-                logits of their states. Start the pass: `self._start([logits])`; if nothing is asked,
+                logits of their hidden states. Start the pass: `self._start([logits])`; if nothing is asked,
                 `self._start(self.slab.written())`. Append what is asked: its slots to `step.slots`, and
-                its states and logits, in the same order, to `step.states` and `step.logits`. (Leave
+                its hidden states and logits, in the same order, to `step.hidden` and `step.logits`. (Leave
                 `batch.passes`, `_gather` and `_padded` aside: they are for what is switched off.)""",
                 (
                     "Count the tokens as you go: `asked` are places among all tokens of the pass.",
@@ -375,9 +375,9 @@ if step.batch.decodes:
     decoding = [each.slot for each in step.batch.decodes]; rows = ...
     ids.append(self._newest[mx.array(decoding)]); windows.append(...)
     asked += range(count, count + len(decoding)); slots += decoding
-states = forward(self.model, mx.concatenate(ids), windows, asked)
-logits = self.model.head(states)
-start it; step.slots += slots; step.states.append(states); step.logits.append(logits)""",
+hidden = forward(self.model, mx.concatenate(ids), windows, asked)
+logits = self.model.head(hidden)
+start it; step.slots += slots; step.hidden.append(hidden); step.logits.append(logits)""",
                 ),
             ),
             Task(
@@ -388,13 +388,13 @@ start it; step.slots += slots; step.states.append(states); step.logits.append(lo
                 `sample` returns them; and an empty dict. If nothing was asked: all -1, and the others
                 empty. (Leave draft tokens and vectors aside.)""",
                 (
-                    "`sample(logits, rows, self._slot_state)` returns tokens (n,) and log "
+                    "`sample(logits, rows, self._slot_biases)` returns tokens (n,) and log "
                     "probabilities. It wants the sampling rows in the order of the logits.",
                     "`mx.full((slots, 1), -1, mx.int32)`, and then `sampled[mx.array(slots), 0] = tokens`.",
                     """sampled = mx.full((self.slab.slots, 1), -1, mx.int32)
 if not step.slots: return sampled, [], {}
 ordered = [rows[slot][0] for slot in step.slots]
-tokens, logprobs = sample(step.logits[0], ..., self._slot_state)
+tokens, logprobs = sample(step.logits[0], ..., self._slot_biases)
 sampled[...] = tokens; return sampled, logprobs, {}""",
                 ),
             ),

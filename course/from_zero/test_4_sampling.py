@@ -127,7 +127,7 @@ def draws(*settings: dict, slots: Sequence[int] = range(DRAWS)) -> list[int]:
     for row, slot in enumerate(slots):
         options = SamplingParams(**settings[row % len(settings)])
         picks.append(SamplingRow(slot, options, seed=row % 50, index=row // 50))
-    state = sampling.SlotState(DRAWS, 300)
+    state = sampling.SlotBiases(DRAWS, 300)
     tokens = sampling.sample(logits_of(DRAWS), picks, state)[0].tolist()
     assert {*tokens} <= {*IDS}, "a token came that is not likely"
     return [IDS.index(token) for token in tokens]
@@ -165,7 +165,7 @@ def test_filters():
         assert {*tokens[row::5]} == likely, each[row]
     assert_likely(tokens[1::5], [p / 0.9 for p in (0.4, 0.3, 0.2)])
     picks = [SamplingRow(0, SamplingParams(temperature=1, top_k=100), 0, i) for i in range(DRAWS)]
-    alike, _ = sampling.sample(mx.zeros((DRAWS, 300)), picks, sampling.SlotState(1, 300))
+    alike, _ = sampling.sample(mx.zeros((DRAWS, 300)), picks, sampling.SlotBiases(1, 300))
     assert {*alike.tolist()} == {*range(100)}, "top_k = 100"
 
 
@@ -183,7 +183,7 @@ def test_draws_do_not_depend_on_the_company():
 
 def test_seeds():
     """With your sampler, the same seed says the same again."""
-    state = sampling.SlotState(1, V)
+    state = sampling.SlotBiases(1, V)
     warm = SamplingParams(temperature=0.9, top_p=0.95)
 
     def story(seed: int) -> list[int]:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "annotated"
 STYLE = ROOT / "docs" / "make" / "annotated.css"
 # In the order in which they are read
-CORE = ["llama", "kv", "request", "sched", "policies", "prefix", "sampling", "runner", "nanobatch"]
+CORE = ["llama", "kv", "request", "prefix", "sched", "policies", "sampling", "runner", "nanobatch"]
 CORE += ["prompt_lookup"]
 # What is marked in a paragraph. All but code and emphasis are moments of the run, with the names
 # that EXAMPLES in web/details.js has. Code comes first, so that a word within it is no link.

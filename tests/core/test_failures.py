@@ -24,7 +24,7 @@ FEW = exactly(6)
 # Each part of a step: the function that raises.
 PARTS = {
     "plan": (Scheduler, "plan"),
-    "a policy": (Scheduler, "_room"),
+    "a policy": (Scheduler, "_admissible"),
     "order": (ForwardBatch, "from_plan"),
     "forward": (runner, "forward"),
     "a sampler": (runner, "sample"),

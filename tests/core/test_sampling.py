@@ -13,7 +13,7 @@ import sampling
 from kernels.device import mx
 from models.load import read_model
 from nanobatch import Engine, Model, SamplingParams, Tokenizer
-from sampling import SamplingRow, SlotState, apply_penalties, sample
+from sampling import SamplingRow, SlotBiases, apply_penalties, sample
 from token_choice import inverse_cdf
 
 DRAWS = 20_000
@@ -80,7 +80,7 @@ def test_frequencies_of_20000_draws(name):
     for start in range(0, DRAWS, batch):
         picks = [SamplingRow(slot, asked, seed=11, index=start + slot) for slot in range(batch)]
         tokens, _ = sample(
-            mx.broadcast_to(mx.array(logits), (batch, V)), picks, SlotState(batch, V)
+            mx.broadcast_to(mx.array(logits), (batch, V)), picks, SlotBiases(batch, V)
         )
         counts += np.bincount(np.array(tokens), minlength=V)
     assert counts.sum() == DRAWS
@@ -102,7 +102,7 @@ def test_penalties_count_the_answer_alone():
     picks = [
         SamplingRow(slot, asked, 0, len(said), (9, *said)) for slot, said in enumerate(answers)
     ]
-    x = apply_penalties(mx.zeros((3, 8)), picks, SlotState(3, 8)).tolist()
+    x = apply_penalties(mx.zeros((3, 8)), picks, SlotBiases(3, 8)).tolist()
     assert x[0] == [0] * 8
     assert x[1] == [0, 0, 0, 0, 0, -1.5, 0, 0]
     assert x[2] == [0, 0, 0, 0, 0, -2.0, -1.5, 0]
@@ -161,7 +161,7 @@ def picks_of(kinds: list[str], at: int = 0) -> list[SamplingRow]:
 
 def outcome(logits: np.ndarray, picks: list[SamplingRow], slots: int = 32) -> dict[int, tuple]:
     """By slot: the token, and the bits of its log probabilities, as far as it asked for them."""
-    tokens, parts = sample(mx.array(logits), picks, SlotState(slots, logits.shape[-1]))
+    tokens, parts = sample(mx.array(logits), picks, SlotBiases(slots, logits.shape[-1]))
     measured = {row.slot: output.logprob[:2] for part in parts for row, output in part.by_row()}
     found = {}
     for pick, token in zip(picks, tokens.tolist(), strict=True):
@@ -266,7 +266,7 @@ def test_filter_ties_keep_the_lowest_ids(options, kept, how):
         SamplingRow(i, SamplingParams(temperature=1, **options), seed=1, index=i)
         for i in range(200)
     ]
-    tokens, _ = sample(mx.array(logits), picks, SlotState(200, V))
+    tokens, _ = sample(mx.array(logits), picks, SlotBiases(200, V))
     assert sorted(set(tokens.tolist())) == kept
 
 
@@ -344,7 +344,7 @@ def test_no_sampling_sorts_a_large_vocabulary(monkeypatch):
 
 def test_logit_bias_is_built_once():
     """100,000 entries took a second in each step."""
-    state = SlotState(2, V)
+    state = SlotBiases(2, V)
     first, other = [SamplingParams(logit_bias={5: 1.0}).logit_bias for _ in range(2)]
     built = state.bias(0, first)
     assert state.bias(0, first) is built and built.tolist()[:7] == [0, 0, 0, 0, 0, 1, 0]

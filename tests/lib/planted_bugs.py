@@ -17,7 +17,7 @@ from engine.disk_prefix_cache import RestoredRows
 from kernels import c_attention
 from kernels.device import mx
 from kernels.packed import Matrix
-from kernels.slot_biases import SlotState
+from kernels.slot_biases import SlotBiases
 from nanobatch import Model, SamplingParams
 from prefix import Prefixes
 from runner import Runner
@@ -220,7 +220,7 @@ def mask_of_a_neighbour(mask: Callable) -> Callable:
 
 def vector_of_a_neighbour(sampled: Callable) -> Callable:
     def planted(self, step, rows):
-        step.states = [mx.roll(states, 1, axis=0) for states in step.states]
+        step.hidden = [mx.roll(part, 1, axis=0) for part in step.hidden]
         return sampled(self, step, rows)
 
     return planted
@@ -295,8 +295,8 @@ FAULTS = {
     "the first one's temperature": ("company", sampling, "draw", first_setting("temperature")),
     "the first one's top_p": ("company", sampling, "draw", first_setting("top_p")),
     "the first one's seed": ("company", sampling, "draw", first_seed),
-    "an old owner's bias": ("company", SlotState, "bias", old_bias),
-    "a neighbour's grammar": ("company", SlotState, "mask", mask_of_a_neighbour),
+    "an old owner's bias": ("company", SlotBiases, "bias", old_bias),
+    "a neighbour's grammar": ("company", SlotBiases, "mask", mask_of_a_neighbour),
     "an embedding is a neighbour's": ("company", Runner, "_sample", vector_of_a_neighbour),
     "a restored slot lacks its last row": ("slot_cache", RestoredRows, "prefix", without_last_row),
 }

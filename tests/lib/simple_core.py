@@ -228,7 +228,7 @@ class Scheduler:
     def _admit(self, now):
         admitted = []
         free = self.free
-        room = self._room()
+        room = self._admissible()
         for request in list(self.policy.next(self))[:room]:
             self.waiting.pop(request.id)
             slot, why = self.prefixes.choose_slot(request.prefix.trail, free)
@@ -326,12 +326,12 @@ class Runner:
             ids.append(self._newest[mx.array(decoding)])
             asked += range(count, count + len(decoding))
             slots += decoding
-        states = forward(self.model, mx.concatenate(ids), windows, asked)
+        hidden = forward(self.model, mx.concatenate(ids), windows, asked)
         if asked:
-            logits = self.model.head(states)
+            logits = self.model.head(hidden)
             self._start([logits])
             step.slots += slots
-            step.states.append(states)
+            step.hidden.append(hidden)
             step.logits.append(logits)
         else:
             self._start(self.slab.written())
@@ -342,7 +342,7 @@ class Runner:
         if not slots:
             return sampled, [], {}
         logits = step.logits[0]
-        tokens, logprobs = sample(logits, [rows[slot][0] for slot in slots], self._slot_state)
+        tokens, logprobs = sample(logits, [rows[slot][0] for slot in slots], self._slot_biases)
         sampled[mx.array(slots), 0] = tokens
         return sampled, logprobs, {}
 
