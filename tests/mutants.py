@@ -386,14 +386,14 @@ MUTANTS = [
     Mutant(
         "server/app.py",
         "APIServer._on_commit",
-        "answer and (answer.parsed.stream or handle.request.finish_reason)",
-        "answer",
+        "writer and (writer.is_stream or handle.request.finish_reason)",
+        "writer",
         "tests/server/test_delta.py::test_one_wake_up_per_step",
     ),
     Mutant(
         "server/app.py",
         "APIServer._complete",
-        "answer.forget()",
+        "request.answer.end()",
         "",
         "tests/server/test_memory.py::test_no_leak_from_ended_requests",
     ),

@@ -84,8 +84,8 @@ def test_mistakes_lose_points(tmp_path, monkeypatch):
     says why."""
     folder = full_book(tmp_path / "ben")
     change(folder, "sched.Scheduler._allot", LEFT, "pass")
-    wrong = "self.model.head(mx.concatenate([states, states]))[: len(states)]"
-    change(folder, "runner.Runner._forward", "self.model.head(states)", wrong)
+    wrong = "self.model.head(mx.concatenate([hidden, hidden]))[: len(hidden)]"
+    change(folder, "runner.Runner._forward", "self.model.head(hidden)", wrong)
     stand_in = overlay.functions(grade.STAND_INS.read_text())["rotate"]
     with (folder / "rope.py").open("a") as file:
         file.write(f"\n\n{ast.unparse(stand_in)}\n")
