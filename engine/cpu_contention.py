@@ -1,8 +1,8 @@
-"""Measure whether other programs take the cores, because a step then takes longer and the engine looks slow.
+"""Detect whether other programs use the cores, which makes steps slower than the engine alone would be.
 
-The busy seconds of all cores (`/proc/stat`), less those of this process, went to other programs. They
-matter only while no core was idle. Elsewhere, as on a Mac, the load average is used, less this
-process's share. A sample reads one small file, at most once a second.
+The busy time of all cores (`/proc/stat`) minus this process's own time went to other programs. It matters
+only if no core was idle. On other systems, such as macOS, the load average minus this process's share is
+used instead. A sample reads one small file, at most once per second.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import NamedTuple
 
 from base.machine import my_cores
 
-EVERY = 1.0  # seconds between two samples
+EVERY = 1.0  # seconds between samples
 MINUTE = 60.0  # the period of the load average
-LEAST = 0.25  # of all cores: less is normal background load
-IDLE = 0.15  # of all cores: above this, no program waits for a core
+LEAST = 0.25  # fraction of all cores: less is normal background load
+IDLE = 0.15  # fraction of all cores: with more idle time, no program waits for a core
 
 
 class Worked(NamedTuple):
-    """Seconds of all cores together, since boot."""
+    """Busy and idle seconds of the cores since boot, summed."""
 
     busy: float
     idle: float
 
 
 def counted(text: str, cores: set[int], ticks: float) -> Worked | None:
-    """Parse `/proc/stat` for these cores; None if it does not list them."""
+    """Sum the times of these cores in the text of `/proc/stat`. Return None if it does not list them."""
     busy = idle = 0.0
     seen = 0
     for line in text.splitlines():
@@ -53,7 +53,7 @@ def read_worked(cores: set[int]) -> Worked | None:
 
 
 class OtherPrograms:
-    """Measure how many cores other programs use."""
+    """Measures how many cores other programs use."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class OtherPrograms:
         self._looked = now()
         self._used = mine()
         self._worked = read(self._cores)
-        self._mean = 0.0  # cores that this process used, averaged as the load is
+        self._mean = 0.0  # cores used by this process, averaged like the load
         self._others = 0.0
 
     def used_cores(self) -> float:
-        """The number of cores that other programs used lately while no core was idle; else 0."""
+        """Return the number of cores that other programs used recently; 0 if they used few, or some cores were idle."""
         passed = self._now() - self._looked
         if passed >= EVERY:
             used = self._mine()

@@ -1,8 +1,8 @@
-"""Defer Ctrl-C to the end of a step: Python raises KeyboardInterrupt at any line of the main thread, also
-between the two halves of a change.
+"""Defer Ctrl-C to the end of a step. Python may raise KeyboardInterrupt at any line of the main thread, and
+would leave a change half done.
 
-Inside `with defer_interrupt():` our handler notes the signal, and the program's own handler is called after the
-block. A second Ctrl-C takes effect at once. Other threads do not need this, because Python handles
+Inside `with defer_interrupt():` our handler records the signal, and the program's own handler is called after
+the block. A second Ctrl-C takes effect immediately. Other threads do not need this, because Python handles
 signals in the main thread only.
 """
 
@@ -16,27 +16,27 @@ from contextlib import AbstractContextManager, nullcontext
 
 
 def defer_interrupt() -> AbstractContextManager:
-    """Until the end of the block, Ctrl-C is only noted. Python handles signals in the main thread
-    alone, so in other threads there is nothing to do."""
+    """Return a context manager that defers Ctrl-C to the end of the block. Outside the main thread, where
+    Python handles no signals, it does nothing."""
     is_main = threading.current_thread() is threading.main_thread()
     return DeferredInterrupt() if is_main else nullcontext()
 
 
 class DeferredInterrupt:
-    """Inside this block, in the main thread, Ctrl-C is noted (`is_pending`) and takes effect at the end.
+    """Defers Ctrl-C in the main thread to the end of the block. Until then `is_pending` records it.
 
-    `wake`: called at Ctrl-C, for a block that sleeps.
+    `wake`: called on Ctrl-C, for a block that sleeps.
     """
 
     def __init__(self, wake: Callable[[], None] | None = None):
         self.is_pending = False
         self._wake = wake
-        self._before = None  # the program's own handler, while ours is in its place
+        self._before = None  # the program's own handler, while ours is installed
 
     def __enter__(self) -> DeferredInterrupt:
         if threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGINT)
-            if callable(before):  # else the signal is ignored, or ends the process without Python
+            if callable(before):  # otherwise ignored, or handled outside Python
                 self._before = before
                 signal.signal(signal.SIGINT, self._defer)
         return self
@@ -52,7 +52,7 @@ class DeferredInterrupt:
         if self.is_pending:
             if self._before is signal.default_int_handler:
                 os._exit(130)
-            self._before(number, frame)  # a program that counts signals decides for itself
+            self._before(number, frame)  # a program with its own handler decides
         self.is_pending = True
         if self._wake is not None:
             self._wake()

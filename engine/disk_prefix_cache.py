@@ -1,11 +1,11 @@
-"""The slot cache on disk: prefixes that slots have cached outlive the process.
+"""The slot cache on disk: the prefixes cached in slots outlive the process.
 
-A slot's rows are saved when another prompt overwrites them, before the slab is freed, and at the end. A
-prompt that begins like a saved slot gets its rows from there (`Scheduler._cut` decides it). Threads list
-the folder, write and read its files (`engine/slot_files.py`); the thread that steps only copies rows from
-the slab, and into it.
+A slot's rows are saved when another prompt overwrites them, before the slab is freed, and at shutdown. A
+prompt with the same prefix as a saved slot gets its rows from the file (`Scheduler._cut` decides this).
+Background threads list the folder and read and write its files (`engine/slot_files.py`); the thread that
+steps only copies rows out of the slab and into it.
 
-Where next: `prefix.py`, the same for slots in memory.
+Where next: `prefix.py`, the cache in memory.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ from sched import Scheduler
 if TYPE_CHECKING:
     from kv import Slab
 
-WAIT_S = 0.1  # a step that waits for rows returns at least as often
-PATIENCE_S = 10  # a folder that has done nothing for this long does not answer
-WRITES = 2  # copies of slots that wait to be written, at most
-SHARE = 8  # a file is read if at least 1/SHARE of its rows are of use
+WAIT_S = 0.1  # the longest wait of a step for rows
+PATIENCE_S = 10  # a folder without progress for this long counts as stalled
+WRITES = 2  # maximum number of slot copies waiting to be written
+SHARE = 8  # a file is loaded only if at least 1/SHARE of its rows can be used
 NAMES = {mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
-# The bits as numbers; their dtype and shape
+# (the bits as unsigned integers, the dtype, the shape)
 SavedLayer = tuple[mx.array, mx.Dtype, tuple[int, ...]]
 
 
 class Found(NamedTuple):
-    """The saved slot that is best for a prompt."""
+    """The best saved slot for a prompt."""
 
-    rows: int = 0  # that can be used
-    own: int = 0  # rows of this prompt that its own client has saved
-    base: int = 0  # of the states that belong to them
-    # Kept as long as its arrays are: other requests may need them
+    rows: int = 0  # usable rows
+    own: int = 0  # rows of this prompt that its own client saved
+    base: int = 0  # the base of the saved states
+    # The file's arrays, shared with other requests and kept while one of them uses it
     load: Future[list[SavedLayer]] | None = None
 
 
 class RestoredRows:
-    """The first rows of a saved slot, for one prompt."""
+    """The search for a saved slot with a prefix of a prompt, and the rows that it finds."""
 
     def __init__(self, cache: SlotCache, search: Future[Found]):
         self._cache = cache
@@ -78,17 +78,17 @@ class RestoredRows:
 
     @property
     def is_ready(self) -> bool:
-        """True once the search is over, whether it has found rows or not."""
+        """True once the search has finished, with or without rows, or the folder has stalled."""
         return self._search.done() or self._cache.is_stalled
 
     @property
     def rows(self) -> int:
-        """The number of rows that can be used."""
+        """The number of usable rows."""
         return self._found.rows
 
     @property
     def own(self) -> int:
-        """The most rows of this prompt that a file of its own client holds."""
+        """The most rows of this prompt in any file of its own client."""
         return self._found.own
 
     @property
@@ -97,11 +97,11 @@ class RestoredRows:
 
     @property
     def base(self) -> int:
-        """The tokens before the matrices of `states`."""
+        """The number of tokens that the matrices of `states` include."""
         return self._found.base
 
     def prefix(self, rows: int) -> list[mx.array]:  # (1, heads, rows, Dh) each
-        """As `Slab.prefix` has it."""
+        """Return the saved rows in the format of `Slab.prefix`."""
         found = []
         for numbers, dtype, shape in self._found.load.result():
             if len(shape) > 1:
@@ -109,17 +109,19 @@ class RestoredRows:
         return found
 
     def states(self) -> list[mx.array]:  # (numbers,) each
-        """As `Slab.state` has them."""
+        """Return the saved states in the format of `Slab.state`."""
         layers = self._found.load.result()
         return [numbers.view(dtype) for numbers, dtype, shape in layers if len(shape) == 1]
 
 
 class SlotCache:
-    """`setting`: DIR[:SIZE], or None, and then nothing is saved or found.
-    `changed`: is notified when rows have been read.
+    """Saves the prefixes of slots to a folder, and finds them for new prompts.
 
-    The invariant: only threads of the cache's own wait for the folder, and no lock is held meanwhile.
-    A folder that does not answer delays a request by PATIENCE_S at most.
+    `setting`: DIR[:SIZE], or None to disable the cache.
+    `changed`: notified when rows have been loaded.
+
+    The invariant: only the cache's own threads wait for the folder, and without holding a lock. A folder
+    that stalls delays a request by at most PATIENCE_S.
     """
 
     def __init__(self, setting: str | None, ranks: int, changed: threading.Condition):
@@ -129,19 +131,19 @@ class SlotCache:
         self._changed = changed
         self._is_closed = False
         self._key = ""
-        self._layers: list[tuple[int, int]] = []  # of each layer: heads, and their size
+        self._layers: list[tuple[int, int]] = []  # (heads, head size) of each layer
         self._dtype = ""
-        # Of each layer with states: the numbers of a slot's place, and of a checkpoint
+        # For each layer with states: the size of a slot's place, and of a checkpoint
         self._states: list[tuple[int, int]] = []
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the next attributes
         self._saved: dict[str, SavedSlot] = {}  # by name, as last listed
         self._unusable: set[str] = set()  # names
-        self._jobs: set[Future] = set()  # in threads, and not done
+        self._jobs: set[Future] = set()  # unfinished jobs in threads
         self._reading: WeakValueDictionary[str, Future[list[SavedLayer]]] = WeakValueDictionary()
-        self._listing = threading.Lock()  # for one thread at a time
+        self._listing = threading.Lock()  # one thread lists at a time
         self._listed = -math.inf  # when the last listing began
         self._writing: list[Future] = []
-        self._failure = ""  # why the last slot was not saved
+        self._failure = ""  # why the last save failed
         self._is_behind = False  # slots were dropped because too many waited to be written
 
     @property
@@ -150,11 +152,11 @@ class SlotCache:
 
     @property
     def is_stalled(self) -> bool:
-        """True if threads have waited for the folder for PATIENCE_S."""
+        """True if threads have been waiting for the folder for PATIENCE_S."""
         return bool(self._jobs) and time.monotonic() - self._folder.answered > PATIENCE_S
 
     def open(self, model: Model, max_len: int, slab: Slab) -> None:
-        """Save and find slots of this model from now on."""
+        """Save and find slots of this model from here on."""
         if self._folder is None:
             return
         self._key = key_of(model.for_slots_of(max_len))
@@ -168,8 +170,8 @@ class SlotCache:
         self._start(self._folder.make_room, 0)
 
     def _start(self, work: Callable[..., Any], *arguments: Any) -> Future:
-        """Call a function in a thread. Not in one of a pool: Python waits for these when it ends, also
-        for a folder that does not answer."""
+        """Call a function in a new thread. Not in a thread pool: at exit Python waits for pool threads, even
+        if the folder has stalled."""
         job: Future = Future()
 
         def run() -> None:
@@ -185,14 +187,14 @@ class SlotCache:
             job.set_result(result)
 
         with self._lock:
-            if not self._jobs:  # else a folder that does not answer would look alive
+            if not self._jobs:  # otherwise a stalled folder would look alive
                 self._folder.answered = time.monotonic()
             self._jobs.add(job)
         threading.Thread(target=run, name="slot cache", daemon=True).start()
         return job
 
     def _settle(self) -> bool:
-        """Wait for all threads. False if the folder does not answer."""
+        """Wait for all threads. Return False if the folder stalls."""
         while jobs := set(self._jobs):
             if self.is_stalled:
                 say(f"{self._folder.path} has not answered for {PATIENCE_S} s; slots are not saved")
@@ -203,8 +205,8 @@ class SlotCache:
     # --- reading
 
     def find(self, request: Request, least: int) -> RestoredRows | None:
-        """Search for the saved slot with the most rows of a prompt, if these are at least as many, and
-        not the whole prompt. None if there is nothing to wait for."""
+        """Start to search for the saved slot with the most rows of a prompt, at least `least` and fewer than
+        the whole prompt. Return None if there is nothing to wait for."""
         is_long = request.prefix_cache and len(request.prompt) > least
         if self._folder is None or not is_long or self.is_stalled:
             return None
@@ -226,7 +228,7 @@ class SlotCache:
             self._changed.notify_all()
 
     def _search(self, prompt: bytes, owner: str, least: int) -> Found:
-        """Find the best file for a prompt, and read it."""
+        """Find the best file for a prompt, and load it."""
         self._list(time.monotonic())
         with self._lock:
             known = list(self._saved.values())
@@ -249,10 +251,10 @@ class SlotCache:
         return Found(rows, own, best.base, load) if load.result() else Found()
 
     def _read(self, saved: SavedSlot) -> list[SavedLayer]:
-        """Read a file. No layers if it cannot be used.
+        """Load a file. Return an empty list if it cannot be used.
 
-        subtle: `mx.array` copies numbers into memory of MLX and adds no operation to a stream, so it
-        needs no `device_lock`, and other rows are not held up. What follows does (`RestoredRows.prefix`).
+        subtle: `mx.array` copies numbers into MLX's memory and adds no operation to a stream, so it needs no
+        `device_lock` and delays no step. Later operations need it (`RestoredRows.prefix`).
         """
         try:
             check_room(2 * self._folder.size(saved.name))  # the file, and its arrays
@@ -277,12 +279,12 @@ class SlotCache:
             say(f"{saved.rows:,} tokens are not read: {error}")
         except (OSError, Damaged) as error:
             self._ignore(saved.name, error)
-        except Exception as error:  # else those who wait for the same file would wait forever
+        except Exception as error:  # else requests waiting for the same file would hang
             show_fault(f"{saved.name} cannot be read", error)
         return []
 
     def _list(self, asked: float) -> None:
-        """See which files have come and gone until `asked`, or later."""
+        """Update the list of saved slots, unless a listing began at `asked` or later."""
         with self._listing:
             if self._listed >= asked:
                 return
@@ -304,7 +306,7 @@ class SlotCache:
             self._listed = began
 
     def _ignore(self, name: str, error: OSError | Damaged) -> None:
-        """Do not read an unusable file again. One that has vanished is a miss."""
+        """Mark a file as unusable, and remove it if it is damaged. A file that has vanished is only a miss."""
         if isinstance(error, FileNotFoundError):
             return
         self._unusable.add(name)
@@ -315,7 +317,7 @@ class SlotCache:
     # --- writing
 
     def save(self, slab: Slab, slots: Iterable[Remembered]) -> None:
-        """Copy what slots remember, and write it in threads. More than WRITES at once are dropped."""
+        """Copy the cached rows of slots, and write them in threads. Drop slots if WRITES are waiting."""
         for _, each in groupby(slots, key=lambda remembered: remembered.slot):
             self._writing = [write for write in self._writing if not write.done()]
             if len(self._writing) < WRITES:
@@ -327,11 +329,11 @@ class SlotCache:
             self._is_behind = True
 
     def save_all(self, runner: RunnerProtocol | None, sched: Scheduler) -> None:
-        """Save what all slots remember, one after the other, and return when it is written."""
+        """Save the cached rows of all slots, one after another. Return when they are written."""
         if self._folder is None or self._is_closed:
             return
         for slot in range(sched.slots):
-            if not self._settle():  # no lock is held: the folder may be slow
+            if not self._settle():  # without a lock, because the folder may be slow
                 return
             with device_lock, device_stream():
                 with self._changed:
@@ -341,12 +343,12 @@ class SlotCache:
         self._settle()
 
     def close(self, runner: RunnerProtocol | None, sched: Scheduler) -> None:
-        """Save what all slots remember, and nothing after that."""
+        """Save the cached rows of all slots. Later saves are ignored."""
         self.save_all(runner, sched)
         self._is_closed = True
 
     def _save(self, slab: Slab, remembered: Remembered) -> None:
-        """Copy a slot's rows, and start to write them, unless they are saved already."""
+        """Copy a slot's rows and start writing them, unless they are already saved."""
         if self._folder is None or self._is_closed:
             return
         tokens = array("i", remembered.tokens).tobytes()
@@ -390,7 +392,7 @@ class SlotCache:
             self._folder.write(saved, tensors)
             with self._lock:
                 self._saved[saved.name] = saved
-            for name in shorter:  # the new file begins with all that they hold
+            for name in shorter:  # the new file includes their rows
                 self._folder.remove(name)
             self._failure = ""
         except OSError as error:
@@ -404,21 +406,21 @@ def say(line: str) -> None:
 
 
 def check_room(nbytes: int) -> None:
-    """Raise MemoryError if a copy of this size would not fit: in MLX that would end the process."""
+    """Raise MemoryError if a copy of this size would not fit, because MLX would crash the process."""
     free = device.free_memory()
     if free is not None and nbytes > free // 2:
         raise MemoryError(f"{readable(nbytes)} are needed, and {readable(free)} of memory are free")
 
 
 def key_of(model: Model) -> str:
-    """A hash of all that the bits of a token's keys and values depend on, but for the tokens: weights,
-    config, dtypes, positions, and the program that computes."""
+    """Return a hash of everything except the tokens that determines the bits of keys and values: weights,
+    config, dtypes, positions, and the code that computes them."""
     blas = device.blas
     facts = [mx.__version__, blas.name, blas.bits, str(device.has_gpu()), repr(model.config)]
     for path in sources():
         if path.parent.name in ("kernels", "models") or path.stem in ("llama", "kv"):
             facts.append(f"{path.name} {zlib.crc32(path.read_bytes())}")
-    for name, value in vars(model).items():  # such as kv_dtype and attention
+    for name, value in vars(model).items():  # kv_dtype, attention, ...
         if isinstance(value, (bool, str, mx.Dtype)):
             facts.append(f"{name} {value}")
     held = arrays((model.layers, model.norm, model.table, model.head, model.kinds))
@@ -434,7 +436,7 @@ def key_of(model: Model) -> str:
 
 
 def plain(held: Sequence[mx.array]) -> list[mx.array]:
-    """The same bytes, in a form that a `memoryview` can have."""
+    """Return the arrays as uint8, which `memoryview` supports."""
     found = [mx.contiguous(each).flatten().view(mx.uint8) for each in held]
     mx.eval(found)
     return found

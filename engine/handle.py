@@ -1,5 +1,5 @@
-"""A request for its owner: text that streams, a `Result` at the end, `Metrics`. Plain Python, without
-MLX. Observers get snapshots instead (`engine/snapshot.py`)."""
+"""The handle of a request: streamed text, a `Result` at the end, and `Metrics`. Plain Python without MLX.
+Observers use snapshots instead (`engine/snapshot.py`)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Delta(NamedTuple):
-    """What commit has added to an answer since its owner took the last delta."""
+    """The text that was added to an answer since the last delta."""
 
     text: str
-    is_last: bool  # the request has ended, and no text is left
-    has_more: bool  # text is left
+    is_last: bool  # True if the request has ended and no text is left
+    has_more: bool  # True if there is more text to take
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,17 @@ class Result:
     metrics: Metrics
     logprobs: list[TokenLogprob] | None
     error: str | None
-    vector: array | None = None  # of a prompt without an answer, as the model computed it
+    vector: array | None = None  # an embedding, as the model computed it
 
     def unit_vector(self, dimensions: int | None = None) -> array:
-        """The vector with length 1, or its first `dimensions` numbers."""
+        """Return the vector, or its first `dimensions` numbers, scaled to length 1."""
         if self.vector is None:
             raise RuntimeError(f"a text has no vector: {self.error or self.finish_reason}")
         return unit_vector(self.vector, dimensions)
 
 
 class Handle:
-    """One request as its owner sees it: iterate over it for text, or wait for its `result`. Any
-    thread may.
+    """A submitted request. Iterate over it to stream the text, or wait for its `result`. Thread-safe.
 
     The engine's thread only appends to a handle, and never calls the owner's code.
     """
@@ -60,11 +59,11 @@ class Handle:
         engine: Engine,
         request: Request,
         sampling: SamplingParams,
-        prompt: str,  # as a person would read it
-        origin: Any = None,  # shown to those who watch
+        prompt: str,  # readable text
+        origin: Any = None,  # shown to observers
         grammar: Grammar | None = None,
-        is_thinking: bool = False,  # the prompt has opened a block of reasoning
-        ends: Callable[[str], bool] | None = None,  # True for the last piece
+        is_thinking: bool = False,  # the prompt opens a reasoning block
+        ends: Callable[[str], bool] | None = None,  # returns True for the last piece
     ):
         self.id = request.id
         self.request = request
@@ -73,7 +72,7 @@ class Handle:
         self.origin = origin
         self.grammar = grammar
         self.is_thinking = is_thinking
-        # True if sampling depends on the tokens before
+        # True if sampling depends on earlier tokens
         self.looks_back = sampling.looks_back or grammar is not None
         self._is_last_piece = ends
         self.seed = (
@@ -82,19 +81,19 @@ class Handle:
         self.logprobs = TokenLogprobs()
         self.vector: array | None = None
         self.error: str | None = None  # why the request failed, in one line
-        self.exception: BaseException | None = None  # that ended the request
+        self.exception: BaseException | None = None  # the exception behind `error`
         self._engine = engine
         self.prefill_clock = PrefillClock()
         self._end_tokens = sampling.stop_tokens | (
             frozenset() if sampling.ignore_eos else engine.text.end_tokens
         )
         self._stream = engine.text.stream(sampling.stop_texts)
-        # The text; a piece never ends within a character
+        # The text in pieces, which never end within a character
         self.pieces: list[str] = []
-        self._taken = 0  # pieces that `take_delta` has returned
-        self.lengths: list[int] = []  # by token: the number of characters that came with it
+        self._taken = 0  # number of pieces that `take_delta` has returned
+        self.lengths: list[int] = []  # number of characters that came with each token
         self.times: list[float] = []  # when each token was committed, on the engine's clock
-        # Seconds between tokens, sorted: watchers ask for percentiles often
+        # Seconds between tokens; sorted, because observers often ask for percentiles
         self._gaps: list[float] = []
 
     @property
@@ -111,15 +110,15 @@ class Handle:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the answer, if one did."""
+        """The stop string that ended the answer, or None."""
         return self._stream.stop
 
     def cancel(self) -> None:
-        """End this request now, whatever it is doing. After its end, this does nothing."""
+        """Cancel the request, in any phase. Does nothing if it has ended."""
         self._engine.cancel(self)
 
     def __iter__(self) -> Iterator[str]:
-        """The text while it is generated, in pieces that never end within a character."""
+        """Yield the text as it is generated, in pieces that never end within a character."""
         seen = 0
 
         def has_news() -> bool:
@@ -133,11 +132,11 @@ class Handle:
             seen += 1
 
     def wait_for_text(self, timeout: float | None = None) -> bool:
-        """Wait for the first piece of text, or for the end. False after `timeout` seconds."""
+        """Wait for the first text or the end of the request. Return False after `timeout` seconds."""
         return self._wait(lambda: bool(self.pieces) or self.finish_reason is not None, timeout)
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the end. Raises TimeoutError after `timeout` seconds."""
+        """Wait for the end of the request. Raise TimeoutError after `timeout` seconds."""
         if not self._wait(lambda: self.request.finish_reason is not None, timeout):
             raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
         logprobs = None if self.sampling.logprobs is None else list(self.logprobs)
@@ -160,11 +159,11 @@ class Handle:
         return len(self.pieces) - self._taken
 
     def take_delta(self, most: int) -> Delta:
-        """The text of all commits since the last call, of at most `most` pieces. Never waits.
+        """Return the text since the last call, at most `most` pieces of it. Never waits.
 
-        For one reader. Commit only appends, so whatever a slow reader leaves is in its next delta.
+        For a single reader. Commit only appends, so a slow reader gets the rest in the next delta.
         """
-        has_ended = self.finish_reason is not None  # before the pieces: none comes after the end
+        has_ended = self.finish_reason is not None  # read first: no piece is added after the end
         pieces = self.pieces[self._taken : self._taken + most]
         self._taken += len(pieces)
         has_more = self._taken < len(self.pieces)
@@ -195,7 +194,7 @@ class Handle:
 
     @property
     def prefill(self) -> PrefillProgress:
-        """How far the prompt has been read by now."""
+        """The progress of the prompt's prefill now."""
         return self.prefill_at(self._engine.clock())
 
     # --- called by the engine and its registry
@@ -204,11 +203,11 @@ class Handle:
         r = self.request
         admitted = r.admission.at if r.admission else now
         found = self.prefill_clock.progress(len(r.prompt), r.prefix.cached, admitted, now)
-        # The first token is handed out a moment before its step is recorded
+        # The first token is delivered shortly before its step is recorded
         return found._replace(done=found.total, left_s=0.0) if r.committed else found
 
     def view(self) -> RequestView:
-        """This request as observers see it."""
+        """Return a frozen view of this request for observers."""
         r = self.request
         return RequestView(
             id=r.id,
@@ -230,7 +229,7 @@ class Handle:
         )
 
     def _candidates(self) -> tuple[tuple[str, float, bool], ...]:
-        """The newest token, and the likeliest others, had there been no grammar."""
+        """Return the newest token and the tokens that would be most likely without the grammar."""
         count = min(len(self.logprobs), len(self.tokens))
         if self.grammar is None or not count or self.finish_reason:
             return ()
@@ -248,8 +247,9 @@ class Handle:
         return tuple(seen)
 
     def append_token(self, output: StepOutput, now: float) -> str | None:
-        """Append a token to the answer. Return why the answer ends with it, or None. The token of a
-        prompt without an answer is dropped, and its vector kept."""
+        """Append a token to the answer. Return the finish reason if the answer ends with it, else None.
+
+        For an embedding, keep the vector instead of the token."""
         token = output.token
         if token < 0:
             self.error = "the model computed a number that is not finite"
@@ -282,18 +282,18 @@ class Handle:
         return "stop" if stops else None
 
     def close(self, error: BaseException | str | None) -> None:
-        """End from outside a commit. `error`: what went wrong, if anything did."""
+        """End the request outside a commit. `error`: the failure, or None for a cancel."""
         if isinstance(error, BaseException):
             self.exception = error
             error = describe(error)
         self.error = error
         try:
             self.flush()
-        except BaseException as fault:  # a panic in the tokenizer's Rust is not an Exception
+        except BaseException as fault:  # a Rust panic in the tokenizer is not an Exception
             show_fault(f"the last text of request {self.id} is lost", fault)
 
     def flush(self) -> None:
-        """At the end: the text that was held back."""
+        """Append the text that was held back, at the end of the answer."""
         ended_by_token = self.tokens and self.tokens[-1] in self._end_tokens
         self._show(self._stream.finish(self.tokens[:-1] if ended_by_token else self.tokens))
 

@@ -1,5 +1,5 @@
-"""Decide when an idle engine's weights are unloaded (`Engine.release` does it). The first step of the next
-request loads them again (`model_lifecycle.py`), and a request that arrives meanwhile waits in the queue."""
+"""Decide when to unload an idle engine's weights, with `Engine.release`. The first step of the next request
+loads them again (`model_lifecycle.py`); requests wait in the queue until then."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Idle:
-    """A loop's `between`: release the engine after this many seconds without work, and say so."""
+    """A loop's `between` callback that releases the engine after `seconds` without work, and reports it."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Idle:
         self._is_away = False
 
     def __call__(self) -> float | None:
-        """Return the seconds until the next look; None: when something happens."""
+        """Return the seconds until the next check, or None to wait for an event."""
         engine = self._engine
         if self._is_away and not engine.lifecycle.is_unloaded:
             self._is_away = False
@@ -45,7 +45,7 @@ class Idle:
         left = self._since + self._seconds - self._now()
         if left > 0:
             return left
-        with suppress(RuntimeError):  # a request has just come
+        with suppress(RuntimeError):  # a request has just arrived
             engine.release()
             self._is_away = True
             idle = f"idle for {self._seconds:g} s"

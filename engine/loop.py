@@ -1,19 +1,19 @@
-"""The one thread that steps an engine, and runs the commands of others between two steps.
+"""The thread that steps an engine, and runs the commands of other threads between two steps.
 
 The problem. An engine is stepped by one thread at a time, but many threads use it: clients submit and
-cancel, a screen pauses, takes a single step, changes the policy. If each of them called the engine
-while it steps, they would wait for a step each time, and a pause in the middle of a step would show
-half a step.
+cancel, and the screen pauses, runs single steps, and changes the policy. If each of them called the
+engine during a step, it would wait for the step each time, and a pause in the middle of a step would
+show half a step.
 
-The solution. A loop has a thread of its own. Commands of other threads are queued, and the loop runs
-them between two steps. While there is nothing to do the thread sleeps on the engine's own condition,
-`engine.changed`: so a `submit` from anywhere wakes it, and an idle engine costs nothing.
+The solution. A loop has its own thread. Commands of other threads are queued, and the loop runs them
+between two steps. While there is nothing to do, the thread sleeps on the engine's condition,
+`engine.changed`. So a `submit` from any thread wakes it, and an idle engine costs nothing.
 
-    turn:  commands -> one step, unless paused -> `between`, the watcher's own work -> sleep until something changes
+    turn:  commands -> one step, unless paused -> the `between` callback -> sleep until something changes
 
-A user may pause it, take single steps, or limit it to a number of steps a second (`slow`). Then each
-step is read back before the next one is planned, and the engine's clock is stopped in between: what is
-seen belongs to one step, and the figures measure what the engine does.
+A user may pause the loop, run single steps, or limit the steps per second (`slow`). Then each step is
+read back before the next one is planned, and the engine's clock is stopped in between, so that a view
+shows a single step, and the figures do not include pauses.
 
 The invariant: while a loop runs, a thread that waits for a request sleeps, and does not step the
 engine itself.
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 
 class Stopwatch:
-    """A clock for an engine: seconds since the start, without pauses, so that TTFT and tokens/s do not
-    depend on them."""
+    """An engine's clock: seconds since the start without pauses, so that TTFT and tokens/s do not depend
+    on pauses."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now = now
         self._began = now()
-        self._lost = 0.0  # seconds of all earlier pauses
+        self._lost = 0.0  # total seconds of earlier pauses
         self._stopped = None  # when the current pause began
-        self._lock = threading.Lock()  # other threads read it while it is stopped and started
+        self._lock = threading.Lock()  # other threads read the clock while it is stopped or resumed
 
     def __call__(self) -> float:
         with self._lock:
@@ -55,12 +55,12 @@ class Stopwatch:
 
     @property
     def real(self) -> float:
-        """Seconds since it was made, pauses included."""
+        """Seconds since the clock was created, including pauses."""
         return self._now() - self._began
 
     @property
     def stopped_s(self) -> float:
-        """The seconds of all pauses."""
+        """The total seconds of all pauses."""
         with self._lock:
             return self._lost + (0.0 if self._stopped is None else self.real - self._stopped)
 
@@ -81,15 +81,15 @@ class Stopwatch:
 
 
 class Driver:
-    """Who steps an engine: a loop's thread or, without a loop, whoever waits for a request."""
+    """Decides which thread steps an engine: the loop's or, without a loop, one that waits for a request."""
 
     def __init__(self, changed: threading.Condition):
-        self.is_closed = False  # the engine is, and takes no loop
+        self.is_closed = False  # True once the engine is closed; no loop may start then
         self._changed = changed
         self._loop: Loop | None = None
 
     def attach(self, loop: Loop | None) -> None:
-        """From now on this loop steps the engine, and those who wait sleep. None: they step it."""
+        """Let this loop step the engine, while waiting threads sleep. None: waiting threads step it."""
         with self._changed:
             if loop and self.is_closed:
                 raise RuntimeError("the engine is closed")
@@ -101,7 +101,7 @@ class Driver:
     def wait(
         self, ready: Callable[[], bool], step: Callable[[], object], timeout: float | None = None
     ) -> bool:
-        """Wait until `ready()`: sleep if a loop steps the engine, else step it here. False after
+        """Wait until `ready()`: sleep if a loop steps the engine, otherwise step it here. Return False after
         `timeout` seconds."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not ready():
@@ -118,17 +118,17 @@ class Driver:
         return True
 
     def stop(self) -> None:
-        """End the loop, if there is one."""
+        """Stop the loop if there is one."""
         if (loop := self._loop) is not None:
             loop.stop()
 
 
 class Loop:
-    """Steps an engine in a thread of its own, from `start` to `stop`, or inside a `with` block.
+    """Steps an engine in its own thread, from `start` to `stop` or inside a `with` block.
 
     `between` is called after each step, and whenever the loop wakes up. It returns the seconds after
-    which it must be called again, or None. `clock` is the engine's clock, if that can be stopped.
-    `turns` is shared with the loops of other engines; None: there is no other.
+    which it must be called again, or None. `clock` is the engine's clock if it can be stopped.
+    `turns` is shared with the loops of other engines; None if this is the only engine.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class Loop:
     ):
         self.engine = engine
         self.paused = False
-        self.stepping = 0  # steps still to be run by hand
-        self.slow = 0.0  # slow motion, in steps a second; 0: as fast as it can
+        self.stepping = 0  # remaining single steps while paused
+        self.slow = 0.0  # slow motion in steps per second; 0: full speed
         self._next = 0.0  # when the next step of slow motion is due
         self._between = between
         self._clock = clock or Stopwatch()
@@ -151,21 +151,21 @@ class Loop:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Loop:
-        with defer_interrupt():  # an engine that has a loop must have its thread, too
+        with defer_interrupt():  # an engine must not have a loop without a running thread
             self.engine.driver.attach(self)
             self._stopping = False
             self._thread = threading.Thread(target=self._run, name="nanobatch", daemon=True)
             try:
                 self._thread.start()
-            except BaseException:  # the system has no more threads
+            except BaseException:  # the system has no thread left
                 self._thread = None
                 self.engine.driver.attach(None)
                 raise
         return self
 
     def stop(self, patience: float | None = None) -> bool:
-        """Ask the thread to end, and wait for it. False if it runs on after `patience` seconds: a step
-        cannot be interrupted."""
+        """Ask the thread to stop, and wait for it. Return False if it is still running after `patience`
+        seconds, because a step cannot be interrupted."""
         with defer_interrupt(), self.engine.changed:
             self._stopping = True
             self.engine.changed.notify_all()
@@ -176,7 +176,7 @@ class Loop:
         return not thread.is_alive()
 
     def sleep(self, until: Callable[[], bool], seconds: float) -> None:
-        """For another thread, which waits for what this one does."""
+        """Put another thread to sleep until `until()` is true or `seconds` have passed."""
         changed = self.engine.changed
 
         def wake() -> None:
@@ -197,7 +197,7 @@ class Loop:
         try:
             self.start()
             return self.engine
-        except BaseException:  # Ctrl-C: nothing else would stop the thread
+        except BaseException:  # on Ctrl-C nothing else would stop the thread
             self.stop()
             raise
 
@@ -211,19 +211,19 @@ class Loop:
 
     @property
     def paused_s(self) -> float:
-        """The seconds of all pauses."""
+        """The total seconds of all pauses."""
         return self._clock.stopped_s
 
-    # --- for any thread; these return at once
+    # --- for any thread; these return immediately
 
     def call(self, act: Callable[[], None]) -> None:
-        """Run this between two steps. It may step the engine, but not wait for it."""
+        """Run a function between two steps. It may step the engine, but not wait for a request."""
         with self.engine.changed:
             self._commands.append(act)
             self.engine.changed.notify_all()
 
     def pause(self) -> None:
-        """Run no other step than the one that runs now."""
+        """Pause after the current step."""
         self._set_pace(True, 0)
 
     def resume(self) -> None:
@@ -237,7 +237,7 @@ class Loop:
         with self.engine.changed:
             self.paused = paused
             self.stepping = stepping
-            self.call(lambda: None)  # the loop wakes up, and stops or starts the clock
+            self.call(lambda: None)  # wakes the loop, which stops or starts the clock
 
     # --- the thread
 
@@ -257,14 +257,14 @@ class Loop:
 
     def _is_awake(self) -> bool:
         due = self._due()
-        # Single steps wake it even if there is nothing to do: `_step` drops them
+        # Single steps wake the loop even if there is nothing to do, so that `_step` drops them
         must_step = due == 0 and (self.stepping or self.engine.has_work)
         # The clock stops until the next step of slow motion
         must_stop_clock = due and not self._clock.is_stopped
         return bool(self._stopping or self._commands or must_step or must_stop_clock)
 
     def _due(self) -> float | None:
-        """The seconds to the next step; None while paused."""
+        """Return the seconds until the next step is due; None while paused."""
         if self.paused and not self.stepping:
             return None
         if self.slow and self.engine.has_work:
@@ -272,8 +272,8 @@ class Loop:
         return 0.0
 
     def turn(self) -> float | None:
-        """Run the commands, a step, and the watcher's own work. Return the seconds until the next turn, or
-        None: when something changes."""
+        """Run the commands, a step, and `between`. Return the seconds until the next turn, or None to sleep
+        until something changes."""
         while self._commands:
             self._guarded(self._commands.popleft())
         if self.paused or self.slow:
@@ -302,12 +302,13 @@ class Loop:
             self.stepping = max(0, self.stepping - 1) if worked else 0
 
     def _read_back(self) -> None:
-        """Commit the step that is in flight, if there is one. Until the next step, slots and
-        committed steps agree."""
+        """Commit the step in flight, if there is one. Until the next step, the slots then match the committed
+        steps."""
         self.engine.step(plan=False)
 
     def _guarded(self, act: Callable[[], float | None]) -> float | None:
-        """Call a function. Its failure is recorded, and the thread goes on: others wait for it."""
+        """Call a function. Record an exception instead of raising it, because other threads rely on this
+        one."""
         try:
             return act()
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""What is known of a model before it is loaded: its files' headers say how much memory it will need."""
+"""Facts about a model before it is loaded: the headers of its files tell how much memory it will need."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ READER = ("dtype", "kv", "attention", "activations")  # options of `ModelReader`
 
 
 class ModelFacts(NamedTuple):
-    """Of a model with the slots that it will have."""
+    """A model's files and memory, with the slots that it will have."""
 
     place: Path
     size: int  # bytes of its files
-    nbytes: int  # of weights, slab and states in memory
+    nbytes: int  # bytes of weights, slab and states in memory
     slots: int
     max_len: int
     quantization: str
@@ -28,9 +28,10 @@ class ModelFacts(NamedTuple):
 
     @classmethod
     def from_files(cls, model: str, options: Mapping[str, Any], free: float | None) -> ModelFacts:
-        """Read headers. `options`: of `Engine.load`. `free`: bytes for this model; None if unknown.
-        ValueError if it does not fit alone."""
-        place = model_finder.find(model)  # it may have to be downloaded
+        """Read the headers of a model's files. Raise ValueError if the model does not fit.
+
+        `options`: the options of `Engine.load`. `free`: bytes available for the model; None if unknown."""
+        place = model_finder.find(model)  # may download it
         how = {name: options[name] for name in READER if name in options}
         with device_lock, device_stream():
             reader = ModelReader(place, **how)

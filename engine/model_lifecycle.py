@@ -1,6 +1,6 @@
-"""The life of the model that an engine serves: unloaded, read again, exchanged for another.
+"""The lifecycle of an engine's model: unloading it, loading it again, replacing it by another one.
 
-`model_source.py` says where a model comes from; `idle_unload.py` decides when a server unloads it.
+`model_source.py` knows where a model comes from; `idle_unload.py` decides when a server unloads it.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 
 class Lifecycle:
-    """The model of an engine. Only this sets what depends on it: the engine's `model`, `text`, `runner`,
-    `drafter`, `step_time`, `is_batch_invariant` and `summary`, its scheduler's sizes, and the key of its
-    slot cache.
+    """Manages the model of an engine. Only this class sets the attributes that depend on the model: the
+    engine's `model`, `text`, `runner`, `drafter`, `step_time`, `is_batch_invariant` and `summary`, its
+    scheduler's sizes, and the key of its slot cache.
 
-    `speculate`, `step_ms`: as `Engine` takes them.
+    `speculate`, `step_ms`: the arguments of `Engine`.
 
-    The invariant: no lock is held while folders are listed and files are checked, because a folder of
-    a network may not answer. Only the tensors are read under `device_lock`.
+    The invariant: no lock is held while folders are listed and files are checked, because a network folder
+    may not respond. Only the tensors are loaded under `device_lock`.
     """
 
     def __init__(self, engine: Engine, speculate: int | Drafter | None, step_ms: int | None):
-        self.source: ModelSource | None = None  # None: the engine was given a model without files
-        self.is_reloading = False  # then no request is accepted
-        self.needs_slab = False  # True when the slab was unloaded, or lost with a failed step
-        # Weak, so that an engine that is dropped frees its slab at once
+        self.source: ModelSource | None = None  # None: the engine's model has no files
+        self.is_reloading = False  # while True, no request is accepted
+        self.needs_slab = False  # True if the slab was unloaded, or lost in a failed step
+        # Weak, so that dropping an engine frees its slab immediately
         self._engine: Engine = weakref.proxy(engine)
         self._speculate = speculate
         self._step_ms = step_ms
@@ -60,7 +60,7 @@ class Lifecycle:
 
     @property
     def free_memory(self) -> int | None:
-        """The bytes of memory that are free now; None if that is not known."""
+        """The number of free bytes of memory; None if unknown."""
         return device.free_memory()
 
     def serve(
@@ -69,7 +69,7 @@ class Lifecycle:
         """Serve this model from here on, with a slab of these sizes."""
         engine = self._engine
         summary = memory.described(model, sizes)
-        if text.folder.suffix == ".gguf":  # perhaps one of several files in a folder
+        if text.folder.suffix == ".gguf":  # the folder may have several such files
             summary = f"{text.folder.name}; {summary}"
         with device_lock, device_stream():
             runner = runner or Runner(model, sizes, engine.clock)
@@ -101,10 +101,10 @@ class Lifecycle:
             return asked
         return Drafter(0 if asked is None and not is_batch_invariant else asked)
 
-    # --- unload, and read again with the next request
+    # --- unload, and load again with the next request
 
     def unload(self) -> None:
-        """Unload weights and slab, unless a request is open."""
+        """Unload weights and slab. Raise RuntimeError if a request is open."""
         self._save_slots()
         with self._engine.between_steps():
             self._unload()
@@ -126,8 +126,8 @@ class Lifecycle:
         self._engine.slot_cache.save_all(self._engine.runner, self._engine.sched)
 
     def open_files(self) -> None:
-        """Before a step and without a lock: if requests wait for a model that is unloaded, open its
-        files. `restore` reads them, or raises what is wrong with them."""
+        """Check the model's files if requests wait for an unloaded model. Called before a step, without a
+        lock. `restore` then loads the tensors, or raises the error that was found here."""
         if not (self.is_unloaded and self._engine.has_work):
             return
         opened: Future[Checked] = Future()
@@ -138,8 +138,8 @@ class Lifecycle:
         self._opened = opened
 
     def restore(self) -> bool:
-        """In a step: read weights that were unloaded, and replace a slab that is lost. False if there is
-        no need yet."""
+        """Load unloaded weights, and replace a lost slab. Called in a step. Return False if this is not needed
+        yet."""
         if not self._engine.has_work:
             return False
         if not self.is_unloaded:
@@ -148,7 +148,7 @@ class Lifecycle:
             return True
         opened = self._opened
         self._opened = None
-        if opened is None:  # the first request has come since `open_files`
+        if opened is None:  # the first request arrived after `open_files`
             return False
         self._serve(opened.result())
         return True
@@ -157,14 +157,14 @@ class Lifecycle:
         self.serve(checked.read_model(), checked.text, checked.sizes)
 
     def _check_again(self) -> Checked:
-        """The files of the same model, for a slab of the same sizes."""
+        """Check the files of the same model again, for a slab of the same sizes."""
         source = self.source._replace(asked=self._sizes._asdict())
         return source.check(text=self._engine.text)
 
     # --- another model
 
     def reload(self, model: str | Path | None, sizes: Mapping[str, int | None]) -> None:
-        """Serve another model, or the same one with other sizes (`Engine.reload`)."""
+        """Serve another model, or the same model with other sizes (`Engine.reload`)."""
         engine = self._engine
         with engine.changed:
             self._check_unused()
@@ -178,7 +178,7 @@ class Lifecycle:
                 self._serve(checked)
             self.source = checked.source
         except BaseException:
-            if self.is_reloading:  # else it was refused, and the weights are still there
+            if self.is_reloading:  # else nothing was unloaded yet
                 checked = self._check_again()
                 with engine.between_steps():
                     self._serve(checked)
@@ -187,7 +187,7 @@ class Lifecycle:
             self.is_reloading = False
 
     def _check_unused(self) -> None:
-        """Raise an error if weights and slab have to stay."""
+        """Raise RuntimeError if weights and slab cannot be unloaded."""
         engine = self._engine
         if engine.driver.is_closed:
             raise RuntimeError("the engine is closed; load another")
@@ -198,15 +198,16 @@ class Lifecycle:
         if requests := len(engine.registry.open):
             raise RuntimeError(f"requests that are open: {requests}; wait for their end, or cancel")
 
-    # --- the end
+    # --- shutdown
 
     def follow(self) -> int:
-        """Run a rank other than rank 0 until the end. Returns the program's exit code."""
+        """Run a rank other than rank 0 until shutdown. Return the program's exit code."""
         engine = self._engine
         return engine.ranks.follow(engine.runner.follow, engine.summary)
 
     def close(self) -> None:
-        """Save what the slots remember, and leave the device idle, once no step can run any more."""
+        """Save the cached rows of all slots, and wait for the device. Call this when no step can run any
+        more."""
         engine = self._engine
         with defer_interrupt():
             engine.slot_cache.close(engine.runner, engine.sched)
@@ -216,7 +217,7 @@ class Lifecycle:
 
 
 def state_places(model: Model, sizes: Sizes) -> Stateless:
-    """Where a model's states are kept, if it has any."""
+    """Return the places for a model's states, if it has states."""
     if not model.config.delta:
         return Stateless()
     return StatePlaces(sizes.slots, sizes.checkpoints, sizes.chunk, LOG)

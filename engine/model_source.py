@@ -1,7 +1,7 @@
-"""Where an engine's model comes from, so that it can be unloaded and read again. Before a tensor is read,
+"""The source of an engine's model, so that it can be unloaded and loaded again. Before a tensor is loaded,
 everything is checked: names and shapes, the tokenizer, and the memory.
 
-`model_lifecycle.py` unloads it and reads it again.
+`model_lifecycle.py` unloads the model and loads it again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from models.memory import Sizes, described
 from text.tokenizer import Tokenizer
 
 Report = Callable[[str], None]  # receives a line for each stage
-SILENT_S = 2.0  # while weights are read, a line comes at most this often
+SILENT_S = 2.0  # least time between two lines while weights are loaded
 
 
 class ModelSource(NamedTuple):
-    """A model's files, and the sizes that were asked for."""
+    """A model's files, and the requested sizes."""
 
     model: str  # a folder, a hub id, or "demo"
     dtype: str
@@ -34,26 +34,26 @@ class ModelSource(NamedTuple):
     attention: str
     activations: str | int
     report: Report
-    asked: Mapping[str, Any]  # slots, max_len and so on, as `fit` takes them
-    files: Mapping[Path, tuple[int, int]] = {}  # of the model that was read, as `files_of` has them
+    asked: Mapping[str, Any]  # slots, max_len, ...: the arguments of `ModelReader.fit`
+    files: Mapping[Path, tuple[int, int]] = {}  # the result of `files_of` when the model was loaded
 
     def with_changes(
         self, model: str | Path | None, sizes: Mapping[str, int | None]
     ) -> ModelSource:
-        """Another model, or the same with other sizes (`Engine.reload`)."""
+        """Return the source of another model, or of the same model with other sizes (`Engine.reload`)."""
         if unknown := sizes.keys() - {*Sizes._fields, "usual_len"}:
             raise ValueError(f"reload knows no size {min(unknown)!r}; see Engine")
         return self._replace(model=str(model or self.model), asked={**self.asked, **sizes})
 
     def check(self, held: int = 0, text: Tokenizer | None = None) -> Checked:
-        """Check everything before a tensor is read. No lock is needed: no array is touched.
+        """Check everything before a tensor is loaded. Needs no lock, because it touches no array.
 
-        `held`: bytes that will be free by then.
-        `text`: the tokenizer of a model that is read again from the same files.
+        `held`: bytes that will be freed before the model is loaded.
+        `text`: the tokenizer, if the model is loaded again from the same files.
         """
         self.report(f"finding {self.model}")
         ranks = join()
-        folder = models.find(self.model)  # it may have to be downloaded
+        folder = models.find(self.model)  # may download it
         files = files_of(folder)
         how = {"kv": self.kv, "attention": self.attention, "activations": self.activations}
         reader = ModelReader(folder, self.dtype, ranks, held, **how)
@@ -67,14 +67,14 @@ class ModelSource(NamedTuple):
 
 
 def files_of(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Size and time of change of each file in a model folder, or of a GGUF file's parts."""
+    """Return the size and modification time of each file in a model folder, or of each part of a GGUF file."""
     files = parts_of(folder) if is_gguf(folder) else folder.iterdir()
     states = {path: path.stat() for path in files if path.is_file()}
     return {path: (state.st_size, state.st_mtime_ns) for path, state in states.items()}
 
 
 class Checked(NamedTuple):
-    """A model that can be read, and the sizes that fit next to it."""
+    """A checked model, ready to be loaded, and the sizes that fit into memory with it."""
 
     source: ModelSource
     reader: ModelReader

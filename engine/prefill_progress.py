@@ -1,8 +1,8 @@
-"""How far a prompt has been read, how fast, and when it will be done.
+"""The progress of a prompt's prefill: tokens done, rate, and time left.
 
-The time left comes from the prices of tokens (`step_time.py`), because neither rate so far says it: later
-tokens cost more, and a prompt that is read beside others will be read faster when they are done.
-Cached tokens count as done, but not in the rate.
+The time left comes from the estimated prices of tokens (`step_time.py`), because the rate so far does not
+predict it: later tokens cost more, and a prompt gets faster when other prompts are finished. Cached tokens
+count as done, but not in the rate.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-LONG_S = 2.0  # a prompt that takes longer than this is shown
-RECENT = 16  # chunks: the rate is measured over the newest ones
+LONG_S = 2.0  # progress is shown for prompts that take longer than this
+RECENT = 16  # number of newest chunks that the rate is measured over
 
 
 class PrefillProgress(NamedTuple):
-    """How far one prompt has been read."""
+    """The progress of one prompt's prefill."""
 
-    done: int = 0  # prompt tokens with rows in the slot, cached ones included
+    done: int = 0  # prompt tokens with rows in the slot, including cached ones
     total: int = 0  # tokens of the prompt
-    cached: int = 0  # of those: taken over from an earlier prompt
-    seconds: float = 0.0  # since it got its slot
+    cached: int = 0  # tokens reused from an earlier prompt
+    seconds: float = 0.0  # since the request was admitted to its slot
     tokens_per_s: float | None = None  # over the newest chunks
-    left_s: float | None = None  # until the last token of the prompt is read; None: not known yet
+    left_s: float | None = None  # estimated seconds until the prefill is complete; None: unknown
 
     @property
     def is_long(self) -> bool:
-        """True while it is being read, if that takes longer than two seconds."""
+        """True during a prefill that takes longer than LONG_S in total."""
         return self.done < self.total and self.seconds + (self.left_s or 0.0) > LONG_S
 
     @property
     def words(self) -> str:
-        """ "11,339 of 18,813 tokens, 182 tokens/s, about 6 min" """
+        """The progress in words: "11,339 of 18,813 tokens, 182 tokens/s, about 6 min"."""
         words = f"{self.done:,} of {self.total:,} tokens"
         return f"{words}, {self.pace}" if self.pace else words
 
     @property
     def pace(self) -> str:
-        """ "182 tokens/s, about 6 min"; less as long as that is not known."""
+        """The rate and time left: "182 tokens/s, about 6 min". Unknown parts are left out."""
         if self.tokens_per_s is None:
             return ""
         digits = 1 if self.tokens_per_s < 10 else 0
@@ -47,7 +47,7 @@ class PrefillProgress(NamedTuple):
 
     @property
     def left(self) -> str:
-        """The time left, rounded up, as coarse as the estimate: "40 s", "6 min", "2.5 h"."""
+        """The time left, rounded up coarsely, because it is an estimate: "40 s", "6 min", "2.5 h"."""
         seconds = self.left_s
         if seconds is None:
             return ""
@@ -64,21 +64,21 @@ UNREAD = PrefillProgress()
 
 
 class PrefillClock:
-    """When each of the newest chunks of one prompt was done."""
+    """Records when the newest chunks of a prompt were computed."""
 
     def __init__(self) -> None:
-        self.left_s: float | None = None  # after the newest chunk, estimated
-        self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # (moment, tokens done)
+        self.left_s: float | None = None  # estimated seconds left after the newest chunk
+        self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)  # (time, tokens done)
 
     def record_chunk(self, start: int, stop: int, began: float, ended: float) -> None:
-        """Record that the chunk prompt[start:stop] was read."""
-        if not self._marks or self._marks[-1][1] != start:  # the first one, or read once more
+        """Record that the chunk prompt[start:stop] was computed."""
+        if not self._marks or self._marks[-1][1] != start:  # the first chunk, or a restart
             self._marks.clear()
             self._marks.append((began, start))
         self._marks.append((ended, stop))
 
     def progress(self, total: int, cached: int, admitted: float, now: float) -> PrefillProgress:
-        """How far the prompt has been read at `now`. `admitted`: when the request got its slot."""
+        """Return the progress at the time `now`. `admitted`: when the request got its slot."""
         seconds = max(0.0, now - admitted)
         if not self._marks:
             return PrefillProgress(cached, total, cached, seconds)
@@ -86,6 +86,6 @@ class PrefillClock:
         if last <= since:
             return PrefillProgress(done, total, cached, seconds)
         left = self.left_s
-        if left is not None:  # a chunk has been under way since then
+        if left is not None:  # subtract the time since the newest chunk
             left = max(0.0, left - max(0.0, now - last))
         return PrefillProgress(done, total, cached, seconds, (done - first) / (last - since), left)

@@ -1,5 +1,5 @@
-"""The handles of all open requests, and recent events for observers, in bounded memory. A `Log` has
-the newest entries and counts all of them, so that an observer knows how many it missed."""
+"""The handles of all open requests, and recent events for observers, in bounded memory. A `Log` keeps
+the newest entries and counts all entries, so that an observer knows how many it missed."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 
 class Log(Generic[T]):
-    """The newest entries of a long list, and the number of all.
+    """A list that keeps only its newest entries, and counts all that were added.
 
-    `kept`: the most entries. Together they may take `room` bytes, as `size` measures them. The newest
-    entry is kept in any case.
+    `kept`: the maximum number of entries. `room`: their maximum total size in bytes, measured by `size`.
+    The newest entry is always kept.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Log(Generic[T]):
         self._kept = kept
         self._room = room
         self._size = size
-        self._taken = 0  # bytes
+        self._taken = 0  # bytes of all entries
 
     def add(self, entry: T) -> None:
         self._entries.append(entry)
@@ -65,7 +65,7 @@ class Log(Generic[T]):
         return len(self._entries) > self._kept or self._taken > self._room
 
     def since(self, count: int) -> tuple[T, ...]:
-        """All but the first `count` entries, oldest first, as far as they are kept."""
+        """Return the entries added after the first `count`, oldest first, as far as they are kept."""
         new = min(self.count - count, len(self._entries))
         return tuple(reversed(tuple(islice(reversed(self._entries), new))))
 
@@ -73,8 +73,8 @@ class Log(Generic[T]):
 class RequestRegistry:
     """The handles of all open requests, and recent events for observers, in bounded memory."""
 
-    QUEUE = 32  # waiting requests that are shown
-    TEXTS = 2**22  # bytes of prompts and answers that are kept
+    QUEUE = 32  # number of waiting requests in a snapshot
+    TEXTS = 2**22  # bytes of prompts and answers kept for ended requests
 
     def __init__(self, model: ModelCost) -> None:
         self.model = model
@@ -85,13 +85,13 @@ class RequestRegistry:
         self.ended: Log[RequestView] = Log(500, self.TEXTS, lambda view: view.size)
         self.faults: Log[str] = Log(100)
         self.output_tokens = 0
-        self._recorded_tokens = 0  # of these, in all recorded steps
+        self._recorded_tokens = 0  # the part of `output_tokens` in recorded steps
         self.prompt_tokens = 0
         self.steps_s = 0.0
-        self.blocked: tuple[int, ...] = ()  # slots that the newest plan has kept free
+        self.blocked: tuple[int, ...] = ()  # slots that the newest plan kept free
 
     def record_fault(self, what: str, error: BaseException) -> None:
-        """Record a failure outside of any request: a line of it for snapshots, the rest on stderr."""
+        """Record a failure outside any request: one line for snapshots, the traceback on stderr."""
         self.faults.add(f"{what}: {describe(error)}")
         show_fault(what, error)
 
@@ -102,23 +102,25 @@ class RequestRegistry:
         request: Request,
         token: int,
     ) -> str | None:
-        """Hand a request its token; returns why it ends with it, or None. What goes wrong here is
-        its own failure. `outputs`: those that are more than a token, by slot and index."""
+        """Deliver a token to its request. Return the finish reason if the request ends with it, else None.
+
+        An exception fails only this request. `outputs`: outputs with more than a token, such as log
+        probabilities, by slot and index."""
         handle = self.open[request.id]
         self.output_tokens += not handle.sampling.embeds
         self._news[handle.id] = handle
         try:
             output = outputs.get((request.slot, len(request.answer) - 1), StepOutput(token))
             return handle.append_token(output._replace(token=token), clock())
-        except BaseException as error:  # a panic in the tokenizer's Rust is not an Exception
+        except BaseException as error:  # a Rust panic in the tokenizer is not an Exception
             handle.error = describe(error)
             handle.exception = error
-            if not isinstance(error, GrammarError):  # that is its client's mistake
+            if not isinstance(error, GrammarError):  # which is the client's mistake
                 show_fault(f"request {request.id} failed when its token became text", error)
             return "error"
 
     def record(self, plan: Plan, run: RunningStep, done: Committed, times: StepTimes) -> float:
-        """Record a committed step, and retire the requests that it ended. Returns its seconds."""
+        """Record a committed step, and retire the requests that it ended. Return the step's seconds."""
         for request in done.ended:
             self.retire(request.id)
         tokens = self.output_tokens - self._recorded_tokens
@@ -128,18 +130,18 @@ class RequestRegistry:
         self.steps_s += step.seconds
         for _, id, start, stop in step.prefill:
             self.prompt_tokens += stop - start
-            if handle := self.open.get(id):  # else it has ended meanwhile
+            if handle := self.open.get(id):  # it may have ended during the step
                 handle.prefill_clock.record_chunk(start, stop, step.began, step.ended)
         return step.seconds
 
     def record_time_left(self, left_s: Mapping[int, float]) -> None:
-        """Record the seconds until prompts are read, by request."""
+        """Record the estimated seconds of prefill left, by request."""
         for id, seconds in left_s.items():
             self.open[id].prefill_clock.left_s = seconds
 
     def lost_with(self, plans: Sequence[Plan], all_end: bool) -> list[Handle]:
-        """The open requests that cannot go on after these steps have failed: those with a chunk in one,
-        and those with a token planned, because they cannot begin again."""
+        """Return the open requests that are lost with these failed steps: requests with a chunk in one of
+        them, and requests with planned tokens, because these cannot be restarted."""
         failed = {chunk.request.id for plan in plans for chunk in plan.chunks}
         found = []
         for handle in self.open.values():
@@ -149,22 +151,21 @@ class RequestRegistry:
         return found
 
     def retire(self, id: int) -> None:
-        """Forget a request that ended: its owner has the handle, and observers get a view of it."""
+        """Drop the handle of a request that ended, and keep a view of the request for observers."""
         handle = self.open.pop(id, None)
         if handle is not None:
-            # A handle would keep the engine, and all its log probabilities
+            # Not the handle, which would keep the engine and all log probabilities alive
             self.ended.add(handle.view())
             self._news[id] = handle
-            handle.grammar = None  # it takes megabytes, and its owner may keep the handle
-            handle.request.drafting.source = None  # as many
+            handle.grammar = None  # megabytes, and the owner may keep the handle
+            handle.request.drafting.source = None  # megabytes, too
             handle.request.prefix.restored = None
 
     def notify(
         self, on_commit: Callable[[list[Handle]], None] | None, lock: AbstractContextManager
     ) -> None:
-        """Call `on_commit`, outside the lock, with the handles that have new output or have ended
-        since the last call. What it raises is recorded, and disturbs no request; Ctrl-C goes to the
-        program."""
+        """Call `on_commit`, outside the lock, with the handles that got output or ended since the last call.
+        Its exceptions are recorded and affect no request, except KeyboardInterrupt, which is raised."""
         with lock:
             news = list(self._news.values())
             self._news.clear()
@@ -178,7 +179,7 @@ class RequestRegistry:
             self.record_fault("on_commit failed", error)
 
     def snapshot(self, engine: Engine, since: Snapshot | None) -> Snapshot:
-        """As `Engine.snapshot` returns it."""
+        """Return the snapshot for `Engine.snapshot`."""
         sched = engine.sched
         now = engine.clock()
         seen = Seen() if since is None else since.seen

@@ -1,10 +1,10 @@
-"""The roofline: how fast this machine reads weights and multiplies them at most, by the engine's own product.
+"""The roofline: the highest rates at which this machine reads weights and multiplies them.
 
-A step with few rows is limited by memory bandwidth. It is measured with more bytes than any cache holds,
-and again with as many as the model has, which may fit a cache: on a CPU our C library reads them and does
-nothing else, elsewhere products with one row do. A product of two square matrices is limited by arithmetic.
-Each figure is the fastest of some short tries, because interruptions only make a try longer. All this
-takes less than a second and at most a quarter of the free memory.
+A step with few rows is limited by memory bandwidth. The bandwidth is measured with more bytes than any cache
+holds, and again with the size of the model, which may fit into a cache. On a CPU our C library only reads the
+bytes; on other devices a product with one row reads them. A product of two square matrices is limited by
+arithmetic. Each figure is the fastest of several short tries, because interruptions can only make a try
+slower. The measurement takes less than a second and at most a quarter of the free memory.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from nanobatch import Engine
 
 WIDE = 1024  # length of a row
-PIECE = 2**24  # bytes read by a try
-LARGE = 2**28  # bytes: more than most caches hold
+PIECE = 2**24  # bytes of a try
+LARGE = 2**28  # bytes; larger than most caches
 LARGEST = 2**32
 LEAST_S = 0.0005  # a shorter try is mostly launch overhead
 TRIES_S = 0.1  # time for each figure
 
 
 def measure_roofline(engine: Engine, others: float = 0.0) -> None:
-    """Measure between two steps. Later snapshots of this engine have the result.
+    """Measure the roofline. Call this between two steps. Later snapshots of this engine have the result.
 
-    `others`: the number of cores that other programs take meanwhile, as far as that is known.
+    `others`: the number of cores that other programs use, if known.
     """
     with device_lock, device_stream():
         found = Roof(*measure(engine.model.cost.nbytes, engine.model.dtype), others)
@@ -46,7 +46,8 @@ def measure_roofline(engine: Engine, others: float = 0.0) -> None:
 
 
 def measure(nbytes: int, dtype: mx.Dtype) -> tuple[float, float, float]:
-    """Bytes per second; the same for `nbytes` read again and again; operations per second in `dtype`."""
+    """Return bytes per second from memory, bytes per second for `nbytes` read repeatedly, and operations per
+    second in `dtype`."""
     free = free_memory()
     most = LARGE if free is None else min(LARGEST, max(2**20, free // 8))
     large = min(LARGE, most)
@@ -59,7 +60,8 @@ def measure(nbytes: int, dtype: mx.Dtype) -> tuple[float, float, float]:
 
 
 def reading(nbytes: int, most: int, piece: int = PIECE) -> float:
-    """Bytes per second, by products. While a try is too short and memory allows, try with more."""
+    """Return bytes per second, measured by products. If a try is too short, retry with more bytes, up to
+    `most`."""
     rows = max(1, min(nbytes, piece) // (4 * WIDE))
     count = max(1, nbytes // piece)
     x = mx.ones((1, WIDE))
@@ -72,7 +74,7 @@ def reading(nbytes: int, most: int, piece: int = PIECE) -> float:
 
 
 def multiplying(dtype: mx.Dtype, most: int, side: int = 256) -> float:
-    """Operations per second: a multiplication and an addition are two."""
+    """Return operations per second. A multiply-add counts as two operations."""
     x = mx.ones((side, side), dtype)
     weight = mx.ones((side, side), dtype)
     mx.eval(x, weight)
@@ -83,7 +85,7 @@ def multiplying(dtype: mx.Dtype, most: int, side: int = 256) -> float:
 
 
 def quickest(pairs: Sequence[tuple[mx.array, mx.array]]) -> float:
-    """Seconds of the fastest product x W^T. The pairs are tried in turn."""
+    """Return the seconds of the fastest product x W^T. The pairs take turns."""
     turn = cycle(pairs)
     x, weight = pairs[0]
     mx.eval(x @ weight.T)  # warm up

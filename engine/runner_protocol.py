@@ -1,5 +1,5 @@
-"""The device half of an engine as a protocol: `runner.Runner`, or what stands in for it in a fault injection
-(`experiments/fault_injection.py`) and in tests."""
+"""The protocol of an engine's device half: implemented by `runner.Runner`, and by its replacements in fault
+injection (`experiments/fault_injection.py`) and tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class RunnerProtocol(Protocol):
-    slab: Slab | None  # None for a runner without one
+    slab: Slab | None  # None if the runner has no slab
 
     def start_forward(self, batch: ForwardBatch) -> RunningStep: ...
 

@@ -1,4 +1,4 @@
-"""What a screen knows of a server and of its HTTP requests: frozen records, which `/watch` sends, too."""
+"""Frozen records of a server and its HTTP requests, for the screen. `/watch` sends them, too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One HTTP request. Times are wall-clock times, whatever the engine's clock does."""
+    """One HTTP request. Times are on the wall clock, not on the engine's clock."""
 
     number: int
     at: float  # seconds since 1970
@@ -16,20 +16,20 @@ class RequestRecord:
     id: str = ""  # the id in the response: chatcmpl-12-7f3a
     requests: tuple[int, ...] = ()  # the engine's request ids, one per choice
     stream: bool = False
-    status: int | None = None  # 499 if the client hung up before there was one
-    reason: str = ""  # finish reason, or the code of the error
-    message: str = ""  # of an error
+    status: int | None = None  # 499 if the client disconnected before the response
+    reason: str = ""  # finish reason, or the error's code
+    message: str = ""  # error message
     hung_up: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
-    draft_tokens: int = 0  # proposed for the answers
-    accepted_tokens: int = 0  # of these
+    draft_tokens: int = 0  # draft tokens proposed
+    accepted_tokens: int = 0  # draft tokens accepted
     ttft_s: float | None = None
     prompt_tps: float | None = None
     generation_tps: float | None = None
     latency_s: float | None = None
-    model: str = ""  # whose engine answers
+    model: str = ""  # the model that answers
 
     @property
     def is_refused(self) -> bool:
@@ -38,20 +38,20 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class ServerView:
-    """The server at one moment, and the requests that have ended since a watcher's last frame."""
+    """The server's state, and the requests that ended since a watcher's last frame."""
 
     address: str
     draining: bool
     connections: int
     watchers: int
     open: tuple[RequestRecord, ...]
-    ended: tuple[RequestRecord, ...]  # since, oldest first
-    missed: int  # ended since, and dropped already
-    seen: int  # number of all ended ones
-    free_memory: int | None = None  # bytes, now; None if that is not known
+    ended: tuple[RequestRecord, ...]  # since the last frame, oldest first
+    missed: int  # requests that ended since then, but are no longer kept
+    seen: int  # number of requests that have ended in total
+    free_memory: int | None = None  # bytes; None if unknown
 
     def of_model(self, name: str) -> ServerView:
-        """For a watcher of this model's engine, which knows no requests of others."""
+        """Return the view for a watcher of this model's engine, without other engines' request ids."""
 
         def own(records: tuple[RequestRecord, ...]) -> tuple[RequestRecord, ...]:
             return tuple(

@@ -1,18 +1,18 @@
-"""SavedSlot slots as files: safetensors in a folder that is private and has a limited size.
+"""Saved slots as files: safetensors in a private folder of limited size.
 
-    header      8 bytes: its length; then JSON: dtype, shape and place of each tensor, and metadata
+    header      8 bytes: its length; then JSON: dtype, shape and offsets of each tensor, and metadata
     tokens      (rows,) int32
     layers.N    (2 Hkv, rows, Dh): the keys, then the values, of one layer
-    states.N    (numbers,): the place of a state, of one layer that has one; `base` in the metadata
+    states.N    (numbers,): the state of one layer, for layers with states; `base` is in the metadata
     digest      (32,) uint8: BLAKE2b of all bytes before it
 
-A file is written under another name and then renamed, so it is whole or not there. Its name begins with
-the model's key, and several servers may share a folder without locks: the same name is the same content,
-and a file that vanishes is a miss.
+A file is written under a temporary name and then renamed, so it is never incomplete. Its name begins with
+the model's key. Several servers may share a folder without locks: equal names mean equal content, and a
+file that vanishes is a miss.
 
-`header_of` writes safetensors' header by hand. Threads write while the device computes, so they may touch
-no array of MLX, as its `save_safetensors` would. The `safetensors` package would be a dependency for these
-ten lines, and the digest would need a second pass.
+`header_of` writes the safetensors header itself. Threads write while the device computes, so they must not
+touch MLX arrays, as MLX's `save_safetensors` would. The `safetensors` package would be a dependency for ten
+lines of code, and the digest would need a second pass.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from typing import Any, NamedTuple
 from base.validation import shown
 
 DIGEST = 32  # bytes
-LARGEST_HEADER = 2**20  # bytes: some 200 for each layer
-LARGEST_FOLDER = 8 * 2**30  # bytes, by default
-STALE_S = 3600  # a temporary file that has not grown for this long has no writer any more
+LARGEST_HEADER = 2**20  # bytes; about 200 are used per layer
+LARGEST_FOLDER = 8 * 2**30  # default limit in bytes
+STALE_S = 3600  # a temporary file unchanged for this long no longer has a writer
 STEM = r"[0-9a-f]{16}-[0-9a-f]{32}"
 SAVED = re.compile(rf"{STEM}\.safetensors")
 TEMPORARY = re.compile(rf"{STEM}\.[0-9a-f]{{16}}\.tmp")
 UNITS = {"M": 2**20, "G": 2**30, "T": 2**40}
-FORMATS = {"F16": "H", "BF16": "H", "F32": "I", "I32": "i", "U8": "B"}  # how memory is cast
-BLOCK = 2**24  # bytes that are read at once
+FORMATS = {"F16": "H", "BF16": "H", "F32": "I", "I32": "i", "U8": "B"}  # dtype -> memoryview format
+BLOCK = 2**24  # bytes per read
 
 
 class Damaged(ValueError):
-    """A file that is cut off, changed, or not a saved slot."""
+    """A file is cut off, changed, or not a saved slot."""
 
 
 class SavedTensor(NamedTuple):
-    dtype: str  # as safetensors names it
+    dtype: str  # the name in safetensors
     shape: tuple[int, ...]
     data: memoryview
 
 
 class SavedSlot(NamedTuple):
-    """A saved slot, as its file's beginning describes it."""
+    """The description of a saved slot, from the beginning of its file."""
 
     name: str
-    key: str  # of the model and its arithmetic
-    owner: str  # the hash of the client whose prompt it was
+    key: str  # hash of the model and its arithmetic
+    owner: str  # hash of the client that sent the prompt
     tokens: bytes  # int32
-    base: int = 0  # the fewest of these that a prompt must have in common: the base of the states
+    base: int = 0  # the base of the states: a prompt must share at least this many tokens
 
     @property
     def rows(self) -> int:
@@ -69,7 +69,7 @@ class SavedSlot(NamedTuple):
 
 
 def read_setting(text: str) -> tuple[str, int]:
-    """DIR[:SIZE] as a folder and bytes."""
+    """Parse DIR[:SIZE] into a folder and a size in bytes."""
     folder, colon, size = text.rpartition(":")
     if not colon or "/" in size:
         return text, LARGEST_FOLDER
@@ -82,15 +82,16 @@ def read_setting(text: str) -> tuple[str, int]:
 
 
 def read_nbytes(text: str) -> int | None:
-    """A size such as 500M or 20G. None if it is not one."""
+    """Parse a size such as 500M or 20G into bytes. Return None if the text is not a size."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT])(?:i?B)?", text, re.IGNORECASE)
     return int(float(found[1]) * UNITS[found[2].upper()]) if found else None
 
 
 class SlotFolder:
-    """`setting`: DIR[:SIZE]. A ValueError if others than the user could read the folder.
+    """The folder of saved slots. Raises ValueError if other users could read it.
 
-    `answered`: when the folder last did what it was asked. A folder of a network that is gone never does.
+    `setting`: DIR[:SIZE].
+    `answered`: when the last file operation succeeded. On a lost network folder they hang forever.
     """
 
     def __init__(self, setting: str):
@@ -111,7 +112,7 @@ class SlotFolder:
             )
 
     def names(self, key: str) -> set[str]:
-        """The saved slots of a model. (To open a named pipe would block.)"""
+        """Return the names of a model's saved slots. Only regular files, because opening a pipe would block."""
         start = f"{key[:16]}-"
         try:
             found = [each.name for each in os.scandir(self.path) if each.is_file()]
@@ -121,7 +122,7 @@ class SlotFolder:
         return {name for name in found if name.startswith(start) and SAVED.fullmatch(name)}
 
     def read_head(self, name: str) -> SavedSlot:
-        """What the beginning of a file says. Only `read_tensors` checks the digest."""
+        """Read the beginning of a file, without checking the digest (`read_tensors` does)."""
         with open(self.path / name, "rb") as file:
             size = header_size(file.read(8))
             nbytes = os.fstat(file.fileno()).st_size - 8 - size
@@ -134,7 +135,7 @@ class SlotFolder:
         return (self.path / name).stat().st_size
 
     def read_tensors(self, saved: SavedSlot) -> dict[str, SavedTensor]:
-        """All tensors of a file, once its digest and its tokens have been checked."""
+        """Return all tensors of a file. Raise Damaged if its digest or tokens are wrong."""
         data = self._bytes_of(saved.name)
         size = 8 + header_size(data)
         key, owner, base, tensors = parsed(bytes(data[8:size]), len(data) - size)
@@ -150,7 +151,7 @@ class SlotFolder:
         return found
 
     def _bytes_of(self, name: str) -> memoryview:
-        """The content of a file, read block by block."""
+        """Return the content of a file, read in blocks so that `answered` shows progress."""
         with open(self.path / name, "rb") as file:
             data = memoryview(bytearray(os.fstat(file.fileno()).st_size))
             start = 0
@@ -162,7 +163,7 @@ class SlotFolder:
     def write(self, saved: SavedSlot, tensors: Mapping[str, SavedTensor]) -> None:
         """Make room for a file, and write it atomically."""
         written = {"tokens": SavedTensor("I32", (saved.rows,), memoryview(saved.tokens)), **tensors}
-        digest = SavedTensor("U8", (DIGEST,), memoryview(bytes(DIGEST)))  # its place
+        digest = SavedTensor("U8", (DIGEST,), memoryview(bytes(DIGEST)))  # filled in at the end
         metadata = {"key": saved.key, "owner": saved.owner, "base": str(saved.base)}
         header = header_of(metadata, {**written, "digest": digest})
         nbytes = len(header) + DIGEST + sum(tensor.data.nbytes for tensor in written.values())
@@ -185,8 +186,9 @@ class SlotFolder:
 
     def make_room(self, nbytes: int) -> None:
         """Delete the least recently used files, of any model, until there is room for this many bytes.
-        Temporary files count, and are deleted when they are stale: also after the clock was set back,
-        which makes them files of the future."""
+
+        Temporary files count, and stale ones are deleted. `abs`: after the clock was set back, a stale file
+        has a time in the future."""
         files = []
         for entry in os.scandir(self.path):
             with suppress(FileNotFoundError):
@@ -238,17 +240,18 @@ def header_size(head: bytes | memoryview) -> int:
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor is in the data after the header."""
+    """The position of a tensor in the data after the header, in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
-    stop: int  # the byte after the last one
+    stop: int  # exclusive
 
 
 def parsed(header: bytes, nbytes: int) -> tuple[str, str, int, dict[str, TensorPlace]]:
-    """The key, the owner, the base, and the place of each tensor among `nbytes` of data. Only the digest tells
-    whether a number has changed, but all that is computed with them afterwards must be possible."""
+    """Return the key, the owner, the base, and the place of each tensor in `nbytes` of data.
+
+    Only the digest detects changed numbers. This checks the structure, so that later code can rely on it."""
     try:
         entries = json.loads(header)
         metadata = entries.pop("__metadata__")
@@ -267,7 +270,7 @@ def parsed(header: bytes, nbytes: int) -> tuple[str, str, int, dict[str, TensorP
 
 
 def place_of(entry: Mapping[str, Any], nbytes: int) -> TensorPlace:
-    """Check an entry of a header. Raise ValueError, or what Python raises for another structure."""
+    """Check an entry of a header. Raise ValueError, KeyError or TypeError if it is malformed."""
     dtype = entry["dtype"]
     shape = entry["shape"]
     start, stop = entry["data_offsets"]
@@ -280,7 +283,7 @@ def place_of(entry: Mapping[str, Any], nbytes: int) -> TensorPlace:
 
 
 def common_bytes(one: bytes, other: bytes) -> int:
-    """The length of the longest common prefix, found by bisection: bytes are compared quickly."""
+    """Return the length of the longest common prefix. Bisection is fast, because comparing bytes is fast."""
     low = 0
     high = min(len(one), len(other))
     while low < high:
@@ -293,7 +296,7 @@ def common_bytes(one: bytes, other: bytes) -> int:
 
 
 def digest_of(*parts: str | bytes) -> str:
-    """A hash of length-prefixed parts, in hexadecimal."""
+    """Return a hash of length-prefixed parts, in hexadecimal."""
     state = blake2b(digest_size=DIGEST)
     for part in parts:
         data = part.encode() if isinstance(part, str) else part

@@ -1,8 +1,8 @@
-"""Frozen views of an engine, in plain numbers without arrays or handles: a screen can draw them while the
+"""Frozen views of an engine, as plain numbers without arrays or handles. The screen can draw them while the
 engine runs, and a server can send them to another machine.
 
 `Engine.snapshot()` returns a `Snapshot` with a view of each slot, of each visible request, and of each
-step since the last one.
+step since the last snapshot.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ if TYPE_CHECKING:
 
 
 def percentile(values: Iterable[float], part: float) -> float | None:
-    """The nearest-rank percentile: of 1 to 100, 95 for 0.95. None if there is no value."""
+    """Return the nearest-rank percentile: 95 for the values 1 to 100 and 0.95. None if there are no values."""
     ordered = sorted(values)
     return ordered[max(1, math.ceil(part * len(ordered))) - 1] if ordered else None
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Times in seconds; None where there is no such thing. `itl` is the inter-token latency."""
+    """Metrics of one request. Times are in seconds, None if not available. `itl`: inter-token latency."""
 
     queued_s: float | None
     ttft_s: float | None  # submit to first token
-    tokens_per_s: float | None  # after the first
+    tokens_per_s: float | None  # from the first token to the last
     itl_mean_s: float | None
     itl_p95_s: float | None
     itl_max_s: float | None
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    draft_tokens: int = 0  # proposed
-    accepted_tokens: int = 0  # of these
+    draft_tokens: int = 0  # draft tokens proposed
+    accepted_tokens: int = 0  # draft tokens accepted
     cached_from: str = ""  # "slot" (the request's own) | "other_slot" | "disk"
-    reread_tokens: int = 0  # prompt tokens whose rows were there, but no state
+    reread_tokens: int = 0  # prompt tokens whose rows were cached, but without a state
 
 
 NARROWEST = 16  # the narrowest chunk that can be set
-WIDEST = 8  # the widest, as a multiple of the engine's own
+WIDEST = 8  # the widest chunk that can be set, as a multiple of the engine's default
 
 
 class Limits(NamedTuple):
-    """The limits of an engine now: its slots, budget and policy, as last changed."""
+    """The limits of an engine: slots, chunk, budget and queue."""
 
     slots: int
     max_len: int
     chunk: int
     budget: int
     max_queue: int
-    eager_first_token: bool  # a step with a first token is read before the next one is planned
+    eager_first_token: bool  # a step with a first token is committed before the next one is planned
 
     @staticmethod
     def from_scheduler(sched: Scheduler, eager_first_token: bool) -> Limits:
@@ -74,17 +74,17 @@ class Limits(NamedTuple):
 
     @property
     def budgets(self) -> tuple[int, int]:
-        """The smallest and the largest budget that can be set: a row for each slot, and the narrowest
-        or the widest chunk."""
+        """The smallest and largest budgets that can be set: a row for each slot, plus the narrowest or
+        widest chunk."""
         least = min(NARROWEST, self.chunk)
         return self.slots + least, self.slots + min(self.max_len, WIDEST * self.chunk)
 
     def with_budget(self, budget: int | None) -> Limits:
-        """The same with another budget; None: as the engine was made.
+        """Return these limits with another budget, or unchanged for None.
 
-        A step always has room for one whole chunk, however small the budget is, and a prompt has at
-        most one chunk in a step. So the chunk changes with the budget: it gets what a row for each
-        slot leaves.
+        A step always has room for one full chunk, however small the budget is, and a prompt has at most
+        one chunk in a step. So the chunk changes with the budget: it is the budget minus a row for each
+        slot.
         """
         if budget in (None, self.budget):
             return self
@@ -97,7 +97,7 @@ class Limits(NamedTuple):
         return self._replace(budget=budget, chunk=budget - self.slots)
 
     def adjusted(self, now: Limits, budget: int | str | None) -> Limits:
-        """The same with another budget. "-" and "+": with a chunk half as wide as now, or twice."""
+        """Return these limits with another budget. "-" and "+" halve or double the chunk of `now`."""
         if budget not in ("-", "+"):
             return self.with_budget(budget)
         least, most = self.budgets
@@ -110,21 +110,21 @@ class Limits(NamedTuple):
 class RanksView(NamedTuple):
     """The processes that share the model (`distributed/group.py`)."""
 
-    backend: str = ""  # empty: there is one process
-    memory: tuple[int, ...] = ()  # bytes of weights and slab, of each rank
+    backend: str = ""  # empty for a single process
+    memory: tuple[int, ...] = ()  # bytes of weights and slab on each rank
 
 
 class ExpertsView(NamedTuple):
-    """Which experts a step took."""
+    """The experts that a step used."""
 
     step: int
-    # By layer: (expert, number of tokens), the most used first
+    # For each layer: (expert, number of tokens), most used first
     layers: tuple[tuple[tuple[int, int], ...], ...]
 
 
 @dataclass(frozen=True)
 class SlotView:
-    """One slot at one moment."""
+    """The state of one slot."""
 
     slot: int
     # "free" | "blocked" (free, but the policy admits no waiting request) | "prefill" | "decode"
@@ -133,11 +133,11 @@ class SlotView:
     used: int = 0  # rows in the slab
     prompt_tokens: int = 0
     output_tokens: int = 0
-    reused: int = 0  # rows of an earlier prompt and its answer
-    # Rows in a free slot: of its last prompt and answer
+    reused: int = 0  # rows reused from an earlier prompt and its answer
+    # Rows in a free slot that are still cached, from its last prompt and answer
     remembered: int = 0
-    checkpoints: tuple[int, ...] = ()  # rows at which a state of this text is kept
-    prefill: PrefillProgress = UNREAD  # how far the prompt has been read, and how fast
+    checkpoints: tuple[int, ...] = ()  # rows with a checkpoint of the state
+    prefill: PrefillProgress = UNREAD
 
     @staticmethod
     def from_scheduler(
@@ -156,7 +156,7 @@ class SlotView:
             slot=slot,
             phase=owner.phase,
             request=owner.id,
-            # The newest token's key and value are not there yet
+            # The newest token's key and value are not computed yet
             used=owner.prefilled + max(0, owner.committed - 1),
             prompt_tokens=len(owner.prompt),
             output_tokens=owner.committed,
@@ -168,13 +168,13 @@ class SlotView:
 
 @dataclass(frozen=True)
 class RequestView:
-    """One request at one moment, its text included."""
+    """The state of one request, including its text."""
 
     id: int
     prompt: str
-    client: str  # who asked
-    origin: Any  # what was given to `submit`
-    policy: str  # the one that admitted it; empty as long as it waits
+    client: str  # the client that sent it
+    origin: Any  # the argument of `submit`
+    policy: str  # the policy that admitted it; empty while it waits
     slot: int | None
     arrived: float
     metrics: Metrics
@@ -183,73 +183,72 @@ class RequestView:
     lengths: tuple[int, ...] = ()  # the number of characters that came with each token
     reason: str | None = None
     error: str | None = None
-    # With a grammar: the newest token, and its probability among those that were allowed. Then the
-    # likeliest others, had there been no grammar: each with its probability, and whether allowed
+    # With a grammar: the newest token with its probability among the allowed tokens, then the most
+    # likely tokens without the grammar. (text, probability, is it allowed)
     candidates: tuple[tuple[str, float, bool], ...] = ()
-    is_thinking: bool = False  # the prompt has opened a block of reasoning
-    max_tokens: int = 0  # 0: not known
+    is_thinking: bool = False  # the prompt opens a reasoning block
+    max_tokens: int = 0  # 0: unknown
 
     @property
     def admitted(self) -> float | None:
-        """When it got its slot."""
+        """When the request got its slot, or None."""
         waited = self.metrics.queued_s
         return None if waited is None else self.arrived + waited
 
     @property
     def size(self) -> int:
-        """Bytes that its texts take."""
+        """The size of its texts in bytes."""
         return sum(map(getsizeof, (self.prompt, self.text, self.lengths)))
 
 
 class StepTimes(NamedTuple):
-    """When a step reached each of its stages, on the engine's clock."""
+    """When a step reached each stage, on the engine's clock."""
 
-    built: float  # the runner began to build it
-    waited: float  # the engine began to wait for its tokens
+    built: float  # the runner began to build the graph
+    waited: float  # the engine began to wait for the tokens
     read: float
     committed: float
 
 
 @dataclass(frozen=True)
 class StepView:
-    """One step as it was run: which request did what, and how long each stage took."""
+    """A committed step: the work of each request, and the time of each stage."""
 
     step: int
     admitted: tuple[tuple[int, int], ...]  # (slot, request)
-    why: tuple[str, ...]  # for each of these: why this slot
-    # (slot, request, start, stop): which piece of which prompt
+    why: tuple[str, ...]  # for each admitted request: why it got this slot
+    # (slot, request, start, stop): the chunk prompt[start:stop]
     prefill: tuple[tuple[int, int, int, int], ...]
     decode: tuple[tuple[int, int], ...]  # (slot, request)
-    # (slot, request): in a slot, but without a chunk in this step
+    # (slot, request): prompts in a slot without a chunk in this step
     held: tuple[tuple[int, int], ...]
-    # Slots whose request had ended before this step: their tokens were dropped
+    # Slots whose request had already ended, so that the step's tokens for them were dropped
     ghosts: tuple[int, ...]
     blocked: tuple[int, ...]  # free slots for which the policy admitted no waiting request
-    waiting: int  # requests in the queue afterwards
-    policy: str  # the one that the step was planned under
-    tokens: int  # that were delivered
-    budget: int  # the most tokens that it might have had
-    began: float  # on the engine's clock: planned
-    ended: float  # committed
-    # Where the time of the thread that steps went. The five add up to `seconds`.
-    plan_s: float  # Python decided what the step does
-    build_s: float  # Python built the step's graph
-    # MLX took the graph's operations into its queue (`mx.async_eval`). On a CPU the queue is short,
-    # and Python blocks until there is room, so the device does nearly all of its work in this time.
-    # On a GPU this is the launch of kernels, and the device's own time is in `wait_s`. (No GPU has
-    # been measured.)
+    waiting: int  # length of the queue after admission
+    policy: str  # the policy that planned the step
+    tokens: int  # number of tokens delivered
+    budget: int  # maximum number of tokens in the step
+    began: float  # when it was planned, on the engine's clock
+    ended: float  # when it was committed
+    # The time of the stepping thread. The five stages add up to `seconds`
+    plan_s: float  # planning in Python
+    build_s: float  # building the graph in Python
+    # Passing the graph's operations to MLX (`mx.async_eval`). On a CPU its queue is short, and Python
+    # blocks until there is room, so the device does nearly all of its work in this time. On a GPU this
+    # is the launch of kernels, and the device's time is in `wait_s`. (Not measured on a GPU.)
     device_s: float
-    # Python waited until the device had done the rest (`mx.eval`), and read the tokens
+    # Waiting for the device to finish (`mx.eval`), and reading the tokens
     wait_s: float
-    commit_s: float  # Python delivered the tokens
+    commit_s: float  # delivering the tokens
     # (slot, draft tokens, accepted)
     drafts: tuple[tuple[int, int, int], ...] = ()
-    # (slot, request, row): a chunk leaves a checkpoint at this row, in a model with states
+    # (slot, request, row): chunks that leave a checkpoint at this row, in a model with states
     checkpoints: tuple[tuple[int, int, int], ...] = ()
 
     @staticmethod
     def from_plan(plan: Plan, **rest: Any) -> StepView:
-        """A plan in plain numbers, once it has been run. `rest`: the fields that a plan lacks."""
+        """Return the view of a plan that has been run. `rest`: the fields that a plan lacks."""
         return StepView(
             plan.step,
             admitted=tuple((r.slot, r.id) for r in plan.admitted),
@@ -274,7 +273,7 @@ class StepView:
     def from_commit(
         plan: Plan, run: RunningStep, done: Committed, tokens: int, times: StepTimes
     ) -> StepView:
-        """A step of the engine. `tokens`: the number that was delivered."""
+        """Return the view of a committed step. `tokens`: the number of tokens delivered."""
         return StepView.from_plan(
             plan,
             ghosts=done.ghosts,
@@ -290,7 +289,7 @@ class StepView:
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens that were read."""
+        """The number of prompt tokens in the step's chunks."""
         return sum(stop - start for *_, start, stop in self.prefill)
 
     @property
@@ -299,7 +298,7 @@ class StepView:
 
     @property
     def computed(self) -> int:
-        """Tokens of the budget that it used."""
+        """The number of tokens that count towards the budget."""
         return self.prompt_tokens + len(self.decode) + self.draft_tokens
 
     @property
@@ -308,18 +307,19 @@ class StepView:
 
     @property
     def python_s(self) -> float:
-        """Python's own work on the step."""
+        """The seconds of Python's work: planning, building and committing."""
         return self.plan_s + self.build_s + self.commit_s
 
     @property
     def seconds(self) -> float:
-        """What it took of the engine's time. From `began` to `ended` is longer: the next step is
-        planned meanwhile."""
+        """The engine's time for this step. `ended - began` is longer, because the next step is planned before
+        this one is committed."""
         return self.python_s + self.device_s + self.wait_s
 
 
 class Seen(NamedTuple):
-    """How far an observer has seen: numbers of steps, ends and faults, and the newest request."""
+    """What an observer has seen so far: the counts of steps, ended requests and faults, and the newest
+    request."""
 
     steps: int = 0
     ended: int = 0
@@ -329,38 +329,38 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine at one moment, and what has happened since the observer's last snapshot."""
+    """The state of the engine, and the events since the observer's last snapshot."""
 
     now: float
     limits: Limits
     policy: str
-    draining_to: str | None  # the policy that takes over when all that runs has ended
+    draining_to: str | None  # the next policy, once all running requests have ended
     slots: tuple[SlotView, ...]
     waiting: int  # the length of the queue
     queue: tuple[tuple[int, float], ...]  # its head: (request, seconds waited), oldest first
-    # All in a slot, and those that have come into the queue since
+    # Requests in slots, and requests that joined the queue since the last snapshot
     requests: tuple[RequestView, ...]
-    ended: tuple[RequestView, ...]  # since, oldest first
-    missed_ends: int  # ends since that are no longer kept
-    steps: tuple[StepView, ...]  # since, oldest first
-    missed: int  # steps since that are no longer kept
-    # Failures since, outside of any request: in `on_commit`, or in a command of an observer
+    ended: tuple[RequestView, ...]  # ended since then, oldest first
+    missed_ends: int  # number that ended since then, but are no longer kept
+    steps: tuple[StepView, ...]  # committed since then, oldest first
+    missed: int  # number of steps since then that are no longer kept
+    # Failures since then outside any request: in `on_commit`, or in an observer's command
     faults: tuple[str, ...]
     planned: int  # the newest step, which may still be in flight
     submitted: int
     finished: int
     output_tokens: int
-    prompt_tokens: int  # read by all steps so far: cached tokens do not count
-    steps_s: float  # the seconds of all steps so far
+    prompt_tokens: int  # in all steps so far, without cached tokens
+    steps_s: float  # total seconds of all steps so far
     seen: Seen
     ranks: RanksView
     model: ModelCost
     roof: Roof
     states: StateCounts
-    step_s: float = 0.0  # what a step may take now while somebody decodes; 0: as long as it takes
+    step_s: float = 0.0  # the current time limit of a step while a request decodes; 0: no limit
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Of all prompts that are being read now."""
+        """The total rate of all prompts in prefill."""
         reading = [slot.prefill for slot in self.slots if slot.prefill.done < slot.prefill.total]
         return sum(each.tokens_per_s or 0.0 for each in reading)

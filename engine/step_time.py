@@ -1,22 +1,22 @@
-"""How long a step may take, and how many prompt tokens fit into that time.
+"""The time limit of a step, and the number of prompt tokens that fit into it.
 
-The problem. While a long prompt is read, everybody else waits for the steps that read it. A budget in
-tokens does not bound that wait: 128 tokens take 10 ms with one model and 2 s with another, and late
-tokens of a prompt several times as long as early ones, because each attends to all before it.
+The problem. During the prefill of a long prompt, all other requests wait for its steps. A budget in tokens
+does not bound this wait: 128 tokens take 10 ms with one model and 2 s with another, and late tokens of a
+prompt take several times as long as early ones, because each token attends to all earlier ones.
 
-The solution. While somebody decodes, a step takes at most `--step-ms`, by default the larger of 200 ms and
-four times a step without a chunk. What a step takes is learned from the steps with chunks:
+The solution. While a request decodes, a step takes at most `--step-ms`, by default the larger of 200 ms and
+four times a step without a chunk. The cost of a step is learned from the steps with chunks:
 
     seconds = pace x (base + token x tokens + look x looks)
 
-`tokens`: computed in the step. `looks`: pairs of a token and a row before it. The three prices are
-fitted to the newest few hundred steps, by least squares of the relative error. They begin with a usual
-proportion, which counts for little once tokens at several depths have been read. `pace` is the median of
-measured / fitted over the newest steps, so that the fit follows at once when other programs take the
-cores, and one interrupted step changes nothing. The same prices say when a prompt will have been read.
+`tokens`: the number of tokens in the step. `looks`: the number of pairs of a token and an earlier row. The
+three prices are fitted to the newest few hundred steps, by least squares of the relative error. A prior with
+typical proportions matters little once there are tokens at several depths. `pace` is the median of
+measured / fitted over the newest steps, so that the estimate adapts quickly when other programs use the
+cores, and a single interrupted step changes nothing. The same prices predict the end of a prefill.
 
-The invariant: no token depends on any of this. Only an engine whose bits do not depend on the batch has a
-step time by default.
+The invariant: no token depends on these estimates. So only an engine whose bits do not depend on the batch has
+a step limit by default.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from sched import UNLIMITED, Scheduler
 
 USUAL_S = 0.2
 MOST_MS = 3_600_000  # an hour
-TIMES = 4  # a step with a chunk next to one without, at most
-LEAST = 4  # prompt tokens of a step, however short it has to be: so many cost little more than one
+TIMES = 4  # default limit, as a multiple of a step without a chunk
+LEAST = 4  # prompt tokens of a step under any limit: they cost little more than one token
 FORGET = 0.003  # the weight of the newest step in the fit
-NEWEST = 9  # steps whose median counts as the present
-RECENT = 64  # steps whose mean counts for what is to come: interrupted steps count, too
-PRIOR = 0.03  # the weight of the usual proportion, in steps
-LOWEST = 0.01  # no price is lower, as a part of the usual one
-BASE = 12.0  # what a step costs besides its tokens, in tokens
-LOOK = 5.0  # what a multiplication costs in attention, as a multiple of one by weights
+NEWEST = 9  # number of newest steps that a median covers
+RECENT = 64  # number of steps in the mean pace, which includes interrupted steps, for predictions
+PRIOR = 0.03  # the weight of the prior, in steps
+LOWEST = 0.01  # the lowest price, as a fraction of the typical one
+BASE = 12.0  # the typical fixed cost of a step, in tokens
+LOOK = 5.0  # the typical cost of a multiplication in attention, relative to one with weights
 ANSWERS = 0.1  # the weight of the newest answer in the mean length
 EVERY_S = 0.5
-FEW = 3  # steps with chunks before anything is estimated
-PART = 0.1  # of a prompt: chunks as deep as that must have been seen
-FINER = 8  # estimates go forward until a prompt is longer by an eighth
+FEW = 3  # number of steps with chunks before the first estimate
+PART = 0.1  # an estimate needs chunks at this fraction of the prompt or later
+FINER = 8  # one stage of a simulation makes a prompt longer by at most an eighth
 
 
 class Reading(NamedTuple):
-    """A prompt and its answer, in steps that are played forward."""
+    """A prompt and its answer in a simulation of future steps."""
 
     request: int
-    done: float  # prompt tokens
+    done: float  # prompt tokens computed
     total: int
-    answer: float  # tokens after the first one
+    answer: float  # answer tokens left after the first one
 
     @property
     def unread(self) -> float:
@@ -65,9 +65,9 @@ class Reading(NamedTuple):
 
 
 class StepTime:
-    """How long steps take, and how long they may.
+    """Estimates the time of steps, and limits it.
 
-    `limit_ms`: as `Engine` takes it. `is_batch_invariant`: there is a limit by default.
+    `limit_ms`: the engine's `step_ms`. `is_batch_invariant`: True if there is a limit by default.
     """
 
     def __init__(
@@ -79,26 +79,26 @@ class StepTime:
         self._is_batch_invariant = is_batch_invariant
         products = model.body_products + model.layers * model.taken * model.expert_products
         far = max(1.0, products / max(1.0, LOOK * model.width))
-        self._usual = (BASE, 1.0, 1.0 / far)  # the proportion of the three prices
-        self._prices = (0.0, 0.0, 0.0)  # of a step, a token, a look, in seconds
+        self._usual = (BASE, 1.0, 1.0 / far)  # typical proportions of the three prices
+        self._prices = (0.0, 0.0, 0.0)  # seconds of a step, a token, a look
         self._is_fitted = True
-        # Sums over steps of x seconds and of x x^T, with x = (1, tokens, looks). Both are divided by the
-        # square of what such a step usually takes
+        # Sums over steps of x seconds and of x x^T, with x = (1, tokens, looks), both divided by the
+        # square of the step's expected seconds
         self._sums = [0.0] * 3
         self._products = [[0.0] * 3 for _ in range(3)]
-        # Of the newest steps with chunks: tokens, looks, seconds
+        # (tokens, looks, seconds) of the newest steps with chunks
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=RECENT)
         self._pace = 1.0  # the median of measured / fitted
         self._mean_pace = 1.0
-        self._answer = math.inf  # tokens that an answer usually has: others wait for its slot
-        self._estimated = -math.inf  # when that was
+        self._answer = math.inf  # mean length of an answer in tokens
+        self._estimated = -math.inf  # time of the last estimate
         self._without: deque[float] = deque(maxlen=NEWEST)  # seconds of steps without a chunk
-        self._count = 0  # steps with chunks
-        self._deepest = 0  # row of a prompt
+        self._count = 0  # number of steps with chunks
+        self._deepest = 0  # the last row of a prompt in any chunk
 
     @property
     def limit_s(self) -> float:
-        """The seconds that a step may take while somebody decodes."""
+        """The time limit of a step in seconds, while a request decodes."""
         if self._limit_ms is not None:
             return self._limit_ms / 1000
         if not self._is_batch_invariant:
@@ -106,13 +106,14 @@ class StepTime:
         return max(USUAL_S, TIMES * median(self._without)) if self._without else USUAL_S
 
     def prompt_tokens(self, requests: Iterable[Request]) -> int:
-        """The prompt tokens that fit into the next step if somebody decodes in it (`Scheduler.plan`)."""
+        """Return the number of prompt tokens that fit into the next step (`Scheduler.plan`). Unlimited if no
+        request decodes."""
         reading = [r.prefilled for r in requests if r.phase == "prefill"]
         rows = [r.next_row for r in requests if r.phase == "decode" and r.has_next]
         return self._fitting(len(rows), sum(rows), max(reading, default=0)) if rows else UNLIMITED
 
     def _fitting(self, rows: int, looks: float, depth: float) -> int:
-        """Prompt tokens at this depth, next to this many decoding rows."""
+        """Return the number of prompt tokens at this depth that fit into a step with these decoding rows."""
         limit = self.limit_s
         if not self._count or limit == math.inf:
             return UNLIMITED
@@ -121,11 +122,11 @@ class StepTime:
         return max(LEAST, min(UNLIMITED, int(left / (token + look * depth))))
 
     def learn(self, plan: Plan, done: Committed, seconds: float) -> None:
-        """Learn from a step that has been committed."""
+        """Update the estimates with a committed step."""
         for request in done.ended:
             usual = request.committed if math.isinf(self._answer) else self._answer
             self._answer = usual + ANSWERS * (request.committed - usual)
-        if seconds <= 0:  # by a clock that does not move
+        if seconds <= 0:  # the clock stands still
             return
         if not plan.chunks:
             self._without.append(seconds)
@@ -137,7 +138,7 @@ class StepTime:
         if self._count:
             scale = self._seconds(plan.tokens, looks) * self._pace
         self._recent.append((plan.tokens, looks, seconds))
-        if self._count >= NEWEST:  # an outlier counts, but not for as much as it took
+        if self._count >= NEWEST:  # clip outliers
             seconds = min(max(seconds, scale / 2), 2 * scale)
         x = (1 / scale, plan.tokens / scale, looks / scale)
         keep = 1 - FORGET
@@ -148,15 +149,15 @@ class StepTime:
         self._is_fitted = False
 
     def _seconds(self, tokens: float, looks: float) -> float:
-        """The fitted seconds of a step, at a pace of 1."""
+        """Return the fitted seconds of a step, at a pace of 1."""
         base, token, look = self._fit()
         return base + token * tokens + look * looks
 
     def _fit(self) -> tuple[float, float, float]:
-        """The prices, fitted to all steps so far.
+        """Return the prices, fitted to all steps so far.
 
-        Minimize the sum of ((seconds - fitted) / usual seconds)^2 over steps, and of
-        PRIOR x (price / usual - 1)^2 over prices, where the usual prices have the usual proportion.
+        They minimize the sum of ((seconds - fitted) / expected seconds)^2 over steps, plus the sum of
+        PRIOR x (price / typical - 1)^2 over prices, where the typical prices have the typical proportions.
         """
         if self._is_fitted:
             return self._prices
@@ -165,7 +166,7 @@ class StepTime:
         along = sum(v[i] * b[i] for i in three)
         scale = along / sum(v[i] * A[i][j] * v[j] for i in three for j in three)
         usual = [scale * each for each in v]
-        # In usual prices, all numbers are near 1
+        # In units of the typical prices, all numbers are near 1
         left = [[usual[i] * A[i][j] * usual[j] for j in three] for i in three]
         for i in three:
             left[i][i] += PRIOR
@@ -180,20 +181,21 @@ class StepTime:
         self._is_fitted = True
         return self._prices
 
-    # --- when a prompt will have been read
+    # --- the time left in a prefill
 
     def estimates(self, sched: Scheduler, now: float) -> dict[int, float]:
-        """As `seconds_left`, but only every EVERY_S: an estimate takes a millisecond."""
+        """Return `seconds_left`, or an empty dict within EVERY_S of the last estimate, which takes a
+        millisecond."""
         if now - self._estimated < EVERY_S:
             return {}
         self._estimated = now
         return self.seconds_left(sched)
 
     def seconds_left(self, sched: Scheduler) -> dict[int, float]:
-        """By request: the seconds until its prompt has been read, as far as they can be known.
+        """Return the estimated seconds until the end of each prefill, by request.
 
-        The steps to come are played forward, with the prices of steps and the scheduler's limits. What
-        arrives later is not known.
+        Simulates the next steps with their fitted prices and the scheduler's limits, without requests that
+        may arrive later. Requests that cannot be estimated yet are left out.
         """
         found: dict[int, float] = {}
         running = list(sched.running.values())
@@ -222,16 +224,16 @@ class StepTime:
         return found
 
     def _reading(self, r: Request, done: int) -> Reading:
-        """An answer is as long as answers usually are. One that is longer already will go on for as long
-        again."""
+        """Return a request for the simulation. Its answer is expected to have the mean length, or to double
+        if it is longer already."""
         left = max(self._answer - r.planned, self._answer / 4, r.planned)
         return Reading(r.id, done, len(r.prompt), min(left, r.max_tokens - 1 - r.planned))
 
     def _next_steps(
         self, reading: Collection[Reading], answers: Collection[Reading], sched: Scheduler
     ) -> tuple[float, float, dict[int, float]]:
-        """The seconds and the number of the steps until something ends, or a prompt is so much deeper that
-        its tokens cost more; and what a step reads of each prompt."""
+        """Simulate the next stage: equal steps until a prompt or an answer ends, or a prompt's tokens become
+        more expensive. Return its seconds, its number of steps, and each prompt's tokens in a step."""
         rows = len(answers)
         room = float(max(sched.budget - rows, sched.chunk))
         if rows:
@@ -247,7 +249,7 @@ class StepTime:
 
 
 def allotted(reading: Collection[Reading], room: float, chunk: int) -> dict[int, float]:
-    """The tokens of each prompt in a step, as `Scheduler._allot` shares them."""
+    """Return the tokens of each prompt in a step, shared like in `Scheduler._allot`."""
     oldest, *others = reading
     kept = min(oldest.unread, chunk, room / 2) if others else 0.0
     shares = {}
@@ -260,7 +262,8 @@ def allotted(reading: Collection[Reading], room: float, chunk: int) -> dict[int,
 
 
 def solved(A: list[list[float]], b: list[float]) -> list[float]:
-    """The x of at least LOWEST with the least x^T A x - 2 b^T x: what falls below is kept there."""
+    """Return the x that minimizes x^T A x - 2 b^T x with every x[i] at least LOWEST. Components that would be
+    lower are fixed at LOWEST."""
     kept: set[int] = set()
     while True:
         free = [i for i in range(len(b)) if i not in kept]

@@ -1,8 +1,8 @@
-"""Several engines on one machine take turns by time: a step is a turn, and who has had least goes next.
+"""Fair sharing of one device by several engines: a step is a turn, and the engine with the least time is next.
 
-A step of a large model takes as long as many of a small one, so the engines are not called in a circle,
-but each turn is measured. An engine that was idle begins with as much as the one that is furthest behind:
-it has no claim to the time that it did not want.
+A step of a large model takes as long as many steps of a small one. So instead of round robin, the time of
+each turn is measured. An engine that was idle starts with the time of the engine with the least, because it
+has no claim to time that it did not need.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
-GRACE_S = 0.002  # between two of its steps an engine that is behind is waited for this long
-IDLE_S = 0.5  # an engine that was away for longer has no claim to the time meanwhile
+GRACE_S = 0.002  # time to wait for an engine with less time between two of its steps
+IDLE_S = 0.5  # an engine that ran no step for longer counts as idle
 
 
 class Turns:
-    """Shared by the loops of all engines."""
+    """Decides whose turn it is. Shared by the loops of all engines."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now
         self._changed = threading.Condition()
-        self._spent: dict[Hashable, float] = {}  # seconds of all turns
+        self._spent: dict[Hashable, float] = {}  # total seconds of all turns
         self._left: dict[Hashable, float] = {}  # when the last turn ended
         self._waiting: set[Hashable] = set()
         self._running: Hashable | None = None
 
     @contextmanager
     def turn(self, who: Hashable) -> Iterator[bool]:
-        """Wait for a turn. The value says whether others are waiting or were just here, so that this
-        turn must not leave work on the device that it is not charged for."""
+        """Wait for a turn, which lasts until the end of the block. Yield True if other engines are active:
+        then the turn must leave no work on the device, because it would not be charged for it."""
         with self._changed:
             own = self._spent.setdefault(who, 0.0)
             others = self._others(who, IDLE_S)
@@ -55,13 +55,13 @@ class Turns:
                 self._changed.notify_all()
 
     def forget(self, who: Hashable) -> None:
-        """Its engine has been closed."""
+        """Remove an engine that was closed."""
         with self._changed:
             self._spent.pop(who, None)
             self._left.pop(who, None)
 
     def _others(self, who: Hashable, seconds: float) -> set[Hashable]:
-        """Who else waits, runs, or was here so many seconds ago."""
+        """Return the other engines that wait, run, or had a turn within the last `seconds`."""
         since = self._now() - seconds
         here = self._waiting | {other for other, left in self._left.items() if left >= since}
         if self._running is not None:
@@ -69,6 +69,6 @@ class Turns:
         return here - {who}
 
     def _is_behind(self, who: Hashable) -> bool:
-        """True if somebody else has had less time. Of two with equal times both may go."""
+        """Return True if another active engine has had less time. With equal times, either may go."""
         own = self._spent[who]
         return any(self._spent[other] < own for other in self._others(who, GRACE_S))

@@ -1,10 +1,9 @@
 """Frames for watchers as JSON: `Sender` packs a frame, `Receiver` rebuilds the same frozen views.
 
-A view is packed as a list of its fields without names: most of a frame are steps, and names would
-triple its size. The types of the fields say how to rebuild it. Frames are differences: events since
-the frame before, and of open requests only new text. The invariant:
-`Receiver.unpack(Sender.pack(frame))` equals the frame, after JSON. `PROTOCOL` detects another
-version.
+A view is packed as a list of its fields without their names, which would triple the size of a frame. The
+types of the fields define how to rebuild it. Frames are incremental: they have the events since the last
+frame, and only the new text of open requests. The invariant: `Receiver.unpack(Sender.pack(frame))` equals
+the frame, after JSON. `PROTOCOL` detects another version.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from base.validation import shown
 from engine.server_snapshot import ServerView
 from engine.snapshot import RequestView, Snapshot
 
-STEPS = 4096  # unread steps that are kept, the newest
-ENDS = 500  # unread ends of requests that are kept
+STEPS = 4096  # the newest unread steps that are kept
+ENDS = 500  # the newest unread ended requests that are kept
 LARGEST = 2**64  # largest number in a frame
-SLOTS = 4096  # as in the command line
+SLOTS = 4096  # the command line's limit
 
 
 class Frame(NamedTuple):
-    """Everything that a watcher receives at a time."""
+    """The state of the loop, the engine and the server, as a watcher receives it."""
 
     paused: bool
     stepping: int
@@ -36,7 +35,7 @@ class Frame(NamedTuple):
 
 
 def packed(value: Any) -> Any:
-    """For types that JSON lacks: a view becomes the list of its fields, anything else a string."""
+    """Convert a value for JSON: a view to the list of its fields, any other unsupported type to a string."""
     names = names_of(type(value))
     return [getattr(value, name) for name in names] if names else str(value)
 
@@ -46,7 +45,7 @@ ENCODE = json.JSONEncoder(separators=(",", ":"), default=packed).encode
 
 @cache
 def names_of(kind: type) -> tuple[str, ...]:
-    """The fields of a dataclass or a NamedTuple, in order; empty for other types."""
+    """Return the field names of a dataclass or NamedTuple, in order; empty for other types."""
     if is_dataclass(kind):
         return tuple(field.name for field in fields(kind))
     return getattr(kind, "_fields", ())
@@ -54,14 +53,14 @@ def names_of(kind: type) -> tuple[str, ...]:
 
 @cache
 def hints_of(kind: type) -> tuple[Any, ...]:
-    """The types of these fields."""
+    """Return the types of the fields in `names_of`."""
     names = names_of(kind)
     hints = get_type_hints(kind) if names else {}
     return tuple(hints[name] for name in names)
 
 
 def unpack(kind: Any, data: Any) -> Any:
-    """Rebuild a view of this type. ValueError if the data do not fit."""
+    """Rebuild a view of this type. Raise ValueError if the data do not match."""
     if (hints_of(kind) or get_origin(kind) is tuple) and not isinstance(data, list):
         raise ValueError(f"a frame has {shown(data)} where a list belongs")
     if hints := hints_of(kind):
@@ -75,10 +74,10 @@ def unpack(kind: Any, data: Any) -> Any:
 
 
 def plain(kind: Any, data: Any) -> Any:
-    """A number, a string or None, as the type says. `Any` is anything."""
+    """Check that the data is a number, string or None of this type, and return it. `Any` allows anything."""
     if kind is Any:
         return data
-    kinds = get_args(kind) or (kind,)  # of a union
+    kinds = get_args(kind) or (kind,)  # the types of a union, or a single type
     if float in kinds:  # JSON may write 1.0 as 1
         kinds += (int,)
     if (isinstance(data, bool) and bool not in kinds) or not isinstance(data, kinds):
@@ -89,7 +88,7 @@ def plain(kind: Any, data: Any) -> Any:
 
 
 def _shape(kind: Any) -> Any:
-    """All names and types inside a view."""
+    """Return all names and types inside a view, recursively."""
     inner = [_shape(hint) for hint in (hints_of(kind) or get_args(kind))]
     return (
         str(getattr(kind, "__name__", kind)),
@@ -98,21 +97,21 @@ def _shape(kind: Any) -> Any:
     )
 
 
-PROTOCOL = zlib.crc32(repr(_shape(Frame)).encode())  # another version has other fields
+PROTOCOL = zlib.crc32(repr(_shape(Frame)).encode())  # changes with the fields
 
 
 class Sender:
-    """The server's end, for one watcher: remembers how much of each open request's text has been
-    sent."""
+    """The server's end of a connection to one watcher. It remembers how much of each open request's text
+    has been sent."""
 
     def __init__(self, texts: bool):
         self._texts = texts
-        self._sent: dict[int, tuple[int, int]] = {}  # by request: characters of its text, tokens
+        self._sent: dict[int, tuple[int, int]] = {}  # by request: characters and tokens sent
 
     def pack(self, frame: Frame) -> str:
         engine = frame.engine
         server = frame.server
-        if not self._texts:  # no texts
+        if not self._texts:
             opened = tuple(map(without_texts, server.open))
             server = replace(server, open=opened, ended=tuple(map(without_texts, server.ended)))
             engine = replace(engine, faults=("",) * len(engine.faults))
@@ -124,7 +123,7 @@ class Sender:
         return ENCODE(frame._replace(engine=engine, server=server))
 
     def _cut(self, request: RequestView, sent: dict[int, tuple[int, int]]) -> RequestView:
-        if not self._texts:  # lengths of pieces would reveal much of a text
+        if not self._texts:  # the lengths, too, because they reveal much of a text
             return replace(
                 request,
                 prompt="",
@@ -135,7 +134,7 @@ class Sender:
                 origin=None,
                 error=request.error and "error",
             )
-        # An origin may be anything, and JSON cannot write all keys
+        # An origin may have any type, and JSON does not support all keys of a dict
         if isinstance(request.origin, dict):
             request = replace(request, origin=str(request.origin))
         if request.id not in sent:
@@ -150,13 +149,13 @@ def without_texts(record):
 
 
 class Receiver:
-    """The watcher's end: joins the texts."""
+    """The watcher's end of a connection. It joins the texts of successive frames."""
 
     def __init__(self) -> None:
         self._known: dict[int, RequestView] = {}
 
     def unpack(self, data: list) -> Frame:
-        """Rebuild a frame, with the whole text of each open request."""
+        """Rebuild a frame, with the full text of each open request."""
         frame = unpack(Frame, data)
         engine = frame.engine
         check_slots(engine)
@@ -175,7 +174,7 @@ class Receiver:
 
 
 def check_slots(engine: Snapshot) -> None:
-    """Refuse more slots than an engine can have, and slots that do not exist."""
+    """Raise ValueError for more slots than an engine can have, and for slots that do not exist."""
     count = engine.limits.slots
     if not 1 <= count <= SLOTS or [slot.slot for slot in engine.slots] != [*range(count)]:
         raise ValueError(f"a frame has {len(engine.slots)} slots, and {count:,} in its limits")
@@ -187,13 +186,13 @@ def check_slots(engine: Snapshot) -> None:
         raise ValueError(f"a frame names slots from {min(named)} to {max(named)} of {count}")
 
 
-# --- frames that wait to be drawn ---------------------------------------------------------------------
+# --- frames waiting to be drawn -----------------------------------------------------------------------
 
 
 def join_frames(before: Frame | None, frame: Frame) -> Frame:
-    """Two frames as one: the later state, with the events of both."""
+    """Join two frames into one with the later state and the events of both."""
     new = frame.engine
-    if before is None:  # what ended long before is no news
+    if before is None:  # the first frame: earlier events do not count as missed
         new = replace(new, missed=0, missed_ends=0, faults=())
         return frame._replace(engine=new, server=replace(frame.server, missed=0))
     old = before.engine
@@ -204,7 +203,7 @@ def join_frames(before: Frame | None, frame: Frame) -> Frame:
     requests = {request.id: request for request in (*old.requests, *new.requests)}
     for request in ended:
         requests.pop(request.id, None)
-    # A screen in a stopped terminal draws nothing, and all this would pile up
+    # Bounded, because events would pile up while a stopped terminal draws nothing
     engine = replace(
         new,
         requests=tuple(requests.values()),
@@ -220,7 +219,7 @@ def join_frames(before: Frame | None, frame: Frame) -> Frame:
 
 
 def without_events(frame: Frame) -> Frame:
-    """The same state without the events that led to it."""
+    """Return the same state without the events that led to it."""
     engine = replace(
         frame.engine, requests=(), ended=(), missed_ends=0, steps=(), missed=0, faults=()
     )
