@@ -1,1 +1,2 @@
-"""What there is to do: the ladder, the blank book, exercises; and how a reader's chapters run in place of ours."""
+"""The course: the ladder, the blank book, the exercises, and the overlay that runs a reader's
+chapters."""

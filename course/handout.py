@@ -2,9 +2,10 @@
 
     python course/handout.py ../handout
 
-Left out are our bodies of all functions of the stages, the hints, and hidden checks. For later stages
-course/from_zero/stand_ins.py stands in, and small_llama.py says what is right. The folder needs neither
-this checkout nor a compiler: its README.md says how to begin.
+The folder contains neither the bodies of our functions for the stages, nor the hints, nor hidden
+checks. course/from_zero/stand_ins.py replaces later stages, and small_llama.py computes the
+expected results. The folder needs neither this checkout nor a compiler; its README.md says how to
+begin.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ FILES += (
     "course/run.py",
 )
 FILES += ("tests/lib/harness.py", "tests/lib/scheduler_story.py")
-ANSWERS = ("hidden*", "work", "grade.py", "rubric.md", "stage.svg", "*.md")  # of course/from_zero
+# excluded from course/from_zero
+ANSWERS = ("hidden*", "work", "grade.py", "rubric.md", "stage.svg", "*.md")
 BUILT = ("__pycache__", "*.so", "*.pyc", ".*")
 
 
 def without_hints(text: str) -> str:
-    """stages.py, in which each task has an empty tuple for hints."""
+    """Return the text of stages.py with an empty tuple of hints in each task."""
     lines = text.splitlines()
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     hints = [call.args[2] for call in calls if ast.unparse(call.func) == "Task"]

@@ -1,14 +1,14 @@
-"""The overlay: core files of a student's folder run in place of ours.
+"""Run core files of a student's folder in place of ours.
 
-A student who writes the core anew (course/from_zero) wants to run it with everything around it: the
-screen, the benchmark, the server. `run.py` puts the folder first on Python's path, and child processes
-inherit that. A function is blank if its body is `raise NotImplementedError("stage 3: ...")`. Each chapter
-ends with `fill_blanks(__name__)`, which puts our code into what is blank; that calls the student's other
-functions.
+A student who rewrites the core (course/from_zero) wants to run it with everything around it: the
+screen, the benchmark, the server. `run.py` puts the folder first on Python's path, and child
+processes inherit that. A function is blank if its body is `raise NotImplementedError("stage 3:
+...")`. Each chapter ends with `fill_blanks(__name__)`, which puts our code into the blank
+functions. Our code then calls the student's other functions.
 
-The rest of nanobatch knows nothing of this. It only sees that files which are not ours run
-(`base/foreign_modules.py`): then the first line says so, and `engine.is_batch_invariant` is False, because our
-proof is about our files.
+The rest of nanobatch does not know about this. It only detects that files other than ours are
+running (`base/foreign_modules.py`). In that case the first line of the output says so, and
+`engine.is_batch_invariant` is False, because our proof is about our files.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ CHAPTERS = (
     "course.from_zero.reference.eight_bits",
     "course.from_zero.reference.ranks",
 )
-PACKAGE = "models.py"  # in a student's folder: our package `models`, with their ops.py and rope.py
-PATIENCE_S = 10  # for a step of another book
+PACKAGE = "models.py"  # a student's package `models`, with the student's ops.py and rope.py
+PATIENCE_S = 10  # limit for a step of a student's book
 raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def module_name(chapter: str) -> str:
-    """The module of a chapter such as "ops"."""
+    """Return the module of a chapter such as "ops"."""
     return next(name for name in CHAPTERS if name.rpartition(".")[2] == chapter)
 
 
@@ -65,12 +65,12 @@ def our_file(module: str) -> Path:
 
 
 def file_in(folder: Path, module: str) -> Path:
-    """The file of a chapter in a student's folder, which has no subfolders."""
+    """Return the file of a chapter in a student's folder, which has no subfolders."""
     return folder / f"{module.rpartition('.')[2]}.py"
 
 
 def functions(text: str) -> dict[str, Function]:
-    """All functions of a chapter, by name: "forward", "Window.write"."""
+    """Return all functions of a chapter, by name: "forward", "Window.write"."""
     found = {}
     for node in ast.parse(text).body:
         if isinstance(node, Function):
@@ -84,7 +84,7 @@ def functions(text: str) -> dict[str, Function]:
 
 @cache
 def blanks(text: str) -> dict[str, int]:
-    """The functions that are still blank, and the stage of each."""
+    """Return the functions that are still blank, each with its stage."""
     found = {}
     for name, node in functions(text).items():
         if len(node.body) == 1 + (ast.get_docstring(node) is not None):
@@ -95,15 +95,16 @@ def blanks(text: str) -> dict[str, int]:
 
 
 def has_reference() -> bool:
-    """False in a handout (course/handout.py): there our functions are blank, too."""
+    """False in a handout (course/handout.py), where our functions are blank, too."""
     return not blanks(our_file("llama").read_text(encoding="utf-8"))
 
 
-# --- our functions in the place of others -------------------------------------------------------
+# --- replacing functions ------------------------------------------------------------------------
 
 
 def function_of(module: ModuleType, name: str) -> FunctionType:
-    """The function with a name such as "Window.write"; a property's, too."""
+    """Return the function with a name such as "Window.write". For a property, this is its
+    getter."""
     try:
         found = attrgetter(name)(module)
     except AttributeError as error:
@@ -113,16 +114,16 @@ def function_of(module: ModuleType, name: str) -> FunctionType:
 
 @cache
 def codes(file: Path) -> dict[str, CodeType]:
-    """The code of a file's functions, by name, as it is when the file is run."""
+    """Compile a file, and return the code objects of its functions by name."""
     found = [compile(file.read_bytes(), str(file), "exec", dont_inherit=True)]
-    for code in found:  # it grows during the loop
+    for code in found:  # the list grows during the loop
         found += [const for const in code.co_consts if isinstance(const, CodeType)]
     return {code.co_qualname: code for code in found}
 
 
 @contextmanager
 def swapped(names: Iterable[str], file: Path | None = None) -> Iterator[None]:
-    """Inside, these functions ("kv.Window.write") have the code of this file, or else ours."""
+    """Within the block, these functions ("kv.Window.write") have the code of `file`, or ours."""
     before = []
     try:
         for each in names:
@@ -149,7 +150,7 @@ def fill_blanks(name: str) -> None:
 
 
 def opened() -> Book | None:
-    """The book that `run.py` has opened for this process."""
+    """Return the book that `run.py` has opened for this process."""
     book = Book(Path(os.environ.get("PYTHONPATH", "").partition(os.pathsep)[0]).resolve())
     return book if sys.flags.safe_path and book.folder != ROOT and book.files else None
 
@@ -169,12 +170,12 @@ class Book:
                 yield f"{file.stem}.{name}", stage
 
     def blanks_of_engine(self) -> dict[str, int]:
-        """Without those of stages 9 to 12, which no engine runs."""
+        """Return the blank functions of stages 1 to 8; no engine runs the others."""
         found = dict(self.blanks())
         return {name: stage for name, stage in found.items() if stage < 9}
 
     def check_whole(self) -> None:
-        """Refuse blanks in a handout, which has no reference for them."""
+        """Refuse blanks in a handout, because it has no reference to replace them."""
         left = [*self.blanks_of_engine()]
         if left and not has_reference():
             count = f"{len(left)} functions are blank, {left[0]} among them"
@@ -182,14 +183,16 @@ class Book:
             raise ValueError(f"{self.folder.name}: {count}; {wants}")
 
     def environment(self) -> dict[str, str]:
-        """Of a process in which these chapters run, and its children. (By PYTHONSAFEPATH a program's own
-        folder is not first.)"""
+        """Return the environment of a process that runs these chapters, and of its children.
+
+        PYTHONSAFEPATH keeps a program's own folder from being first on the path.
+        """
         path = [str(self.folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
         path = os.pathsep.join(filter(None, path))
         return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": path}
 
     def __str__(self) -> str:
-        """What runs: which book, and what in it is ours."""
+        """Name the book, and say how much of it is still ours."""
         left = self.blanks_of_engine()
         named = f"book {self.folder.name}"
         if not left:
@@ -201,7 +204,8 @@ class Book:
 
 
 def check_book(folder: str) -> Path:
-    """A folder with chapters in it that are Python, and no other modules; or a ValueError."""
+    """Return the path of a student's folder. ValueError unless it holds chapters, and no other
+    modules."""
     path = Path(folder).expanduser().resolve()
     files = Book(path).files
     if not files:
@@ -234,7 +238,7 @@ def check_book(folder: str) -> Path:
 
 @cache
 def start_watch() -> None:
-    if "pytest" not in sys.modules:  # it has a clock of its own
+    if "pytest" not in sys.modules:  # pytest has a timeout of its own
         threading.Thread(target=watch, name="patience", daemon=True).start()
 
 
@@ -246,12 +250,12 @@ class Endless(RuntimeError):
 def watch() -> None:
     """Raise an exception in a thread whose step never ends.
 
-    A plan holds the engine's lock, for which the screen waits: so a loop without an end would be a
-    program that cannot be left. As an exception it is a mistake like any other.
+    A step holds the engine's lock, and the screen waits for that lock. So with an endless loop the
+    program could not be quit. With the exception, it is a mistake like any other.
     """
     steps: dict[
         int, tuple[FrameType, float]
-    ] = {}  # by thread: its step, and when it was first seen
+    ] = {}  # thread -> its step, and when that step was first seen
     while True:
         time.sleep(PATIENCE_S / 20)
         before, steps = steps, {}
@@ -270,14 +274,16 @@ def watch() -> None:
 
 
 def seconds_of(thread: int) -> float:
-    """The processor time of a thread, where that is known: on a busy machine each step takes long."""
+    """Return a thread's processor time if the platform has it: on a busy machine each step takes
+    long."""
     if hasattr(time, "pthread_getcpuclockid"):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()
 
 
 def step_of(frame: FrameType | None) -> FrameType | None:
-    """The step that a thread is in; None if it is in none, or in a debugger."""
+    """Return the frame of the step that a thread is in; None outside of a step, or in a
+    debugger."""
     while frame is not None:
         file = os.path.basename(frame.f_code.co_filename)
         if file == "bdb.py":

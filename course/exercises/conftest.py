@@ -1,7 +1,7 @@
-"""Where the exercises find what the project's tests share."""
+"""Make the helpers of the project's tests importable for the exercises."""
 
 # isort: off
-from kernels import device  # noqa: F401 (first, as in a program of ours: else MLX would run on the slow BLAS)
+from kernels import device  # noqa: F401 (first, or MLX would run on the slow BLAS)
 
 # isort: on
 import sys

@@ -1,7 +1,7 @@
-"""How an exercise says what is missing, or wrong: in one line, without a traceback.
+"""Report what is missing or wrong in an exercise in one line, without a traceback.
 
 `from None`: some hints are given while an exception is handled. Without it, that exception's
-traceback would stand above the hint.
+traceback would precede the hint.
 """
 
 from typing import NoReturn

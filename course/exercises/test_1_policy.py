@@ -3,13 +3,14 @@
     python -m pytest -x course/exercises/test_1_policy.py
 
 The task. Under `continuous`, requests that arrive together are admitted together, as many as there
-are free slots. The steps that read their prompts are long, and all that decode next to them wait. And
-a client with many long prompts takes all slots: `fair` counts slots, whatever is in them. Write the
-policy `gentle`. Whenever a slot is free one newcomer may take it, one a step. It is a request of the
-client whose running requests have the fewest tokens in their prompts; of equals the first in line.
-Three slots; A and B are client X's, C and D client Y's. A's prompt has 4 tokens, the others 2, and
-each answer 3 (d is a decode; p is a chunk that ends its prompt, where the essay of `sched.py` writes P
-for all chunks):
+are free slots. The steps that prefill their prompts are long, and every request that decodes has to
+wait for them. Also, a client with many long prompts can take all slots: `fair` counts slots, but
+not what is in them. Write the policy `gentle`. If a slot is free, it admits one request per step: a
+request of the client whose running requests have the fewest tokens in their prompts. If several
+clients have the fewest, it takes the first request in line. In the example there are three slots. A
+and B are client X's requests, C and D client Y's. A's prompt has 4 tokens, the others have 2, and
+each answer has 3. (d is a decode, and p is the chunk that ends a prompt; the essay of `sched.py`
+writes P for all chunks.)
 
     1 | A:p
     2 | A:d C:p            Y has no tokens in a slot, and X has 4
@@ -18,15 +19,16 @@ for all chunks):
     5 | B:d D:d
     6 | B:d
 
-Read first: the essay at the top of `sched.py`, then `Scheduler._admit` and `policies.py`; `by_turns` is
-nearest. (Counting tokens is what the Virtual Token Counter does: Sheng et al., "Fairness in serving
-large language models", 2024.)
+Read first: the essay at the top of `sched.py`, then `Scheduler._admit` and `policies.py`, where
+`by_turns` is the closest example. (The Virtual Token Counter counts tokens in a similar way: Sheng
+et al., "Fairness in serving large language models", 2024.)
 
-Where: `policies.py`, a function and one record in `TABLE`, with a name, a sentence for people, and two
-answers: how many may come in now, and who is next. No other file knows what a policy does.
+Where: in `policies.py`, a function and one record in `TABLE`, with a name, a sentence for users,
+and two answers: how many requests may be admitted now, and which request is next. No other file
+knows what a policy does.
 
-How to know: the command above, and `python -m pytest tests/core/test_sched.py`. In the screen, `p`
-shows the new name.
+How to check: run the command above and `python -m pytest tests/core/test_sched.py`. On the screen,
+`p` shows the new name.
 """
 
 from scheduler_story import Story
@@ -49,7 +51,7 @@ def story() -> Story:
 
 
 def test_gentle_admits_one_newcomer_a_step():
-    """Four prompts of two clients that come at once: the timeline at the top of this file."""
+    """Four prompts of two clients follow the timeline at the top of this file."""
     gentle = story()
     for prompt, client in ((4, "X"), (2, "X"), (2, "Y"), (2, "Y")):
         gentle.submit(prompt, 3, prefix_cache=False, client=client)
@@ -57,7 +59,7 @@ def test_gentle_admits_one_newcomer_a_step():
 
 
 def test_gentle_counts_tokens():
-    """Y has more requests in slots than X, and fewer tokens."""
+    """Y has more requests in slots than X, but fewer tokens."""
     gentle = story()
     for prompt, client in ((4, "X"), (1, "Y"), (1, "Y"), (2, "X"), (2, "Y")):
         gentle.submit(prompt, 9 if prompt < 4 else 20, prefix_cache=False, client=client)

@@ -3,13 +3,13 @@
     python -m pytest -x course/exercises/test_2_sampler.py
 
 The task. `min_p` keeps the tokens that are at least a fraction m as likely as the likeliest one.
-That is right where the model is sure; where it is not, too few are kept. `top_a` keeps the tokens
-whose probability is at least
+That works well if the model is sure; if it is not, too few tokens are kept. `top_a` keeps the
+tokens whose probability is at least
 
     a x p x p        p is the probability of the likeliest token, at temperature 1
 
-So where the model is sure (p near 1) it keeps what `min_p` would, and where it is not, many more.
-Give every request a `SamplingParams(top_a=0.3)`; 0 keeps all. With a = 0.3:
+So if the model is sure (p near 1), it keeps the same tokens as `min_p`, and if it is not, many
+more. Give every request a `SamplingParams(top_a=0.3)`; 0 keeps all tokens. With a = 0.3:
 
     probability   0.50   0.30   0.10   0.06   0.04
     a x p x p     0.075                               keeps three
@@ -18,11 +18,12 @@ Read first: the essay at the top of `sampling.py`, then `Spread` and `Filters`. 
 probability is e^-gap / total, so the likeliest token has the probability 1 / total. What is the
 largest gap that `top_a` keeps? It depends on `total`.
 
-Where: a field of `SamplingParams` and its limits (0 to 1) in `LIMITS`, both in `sampling_params.py`;
-one more gap in `Filters.from_settings` in `sampling.py`, next to that of `min_p`; in `ask.py` an option
-`--top-a`; and its name in `PLAIN` of `server/openai.py`, so that clients over HTTP may ask for it.
+Where: a field of `SamplingParams` and its limits (0 to 1) in `LIMITS`, both in
+`sampling_params.py`; one more gap in `Filters.from_settings` in `sampling.py`, next to that of
+`min_p`; an option `--top-a` in `ask.py`; and its name in `PLAIN` of `server/openai.py`, so that
+HTTP clients can send it.
 
-How to know: the command above, and `python -m pytest tests/core/test_sampling.py`.
+How to check: run the command above and `python -m pytest tests/core/test_sampling.py`.
 """
 
 import json
@@ -46,7 +47,7 @@ MESSAGE = {"role": "user", "content": "Why?"}
 
 
 def drawn(**options) -> set[int]:
-    """The tokens of 1,000 draws. A token of 4 % is among them, or something is wrong."""
+    """Return the tokens of 1,000 draws, which are enough to draw a token of 4 %."""
     if "top_a" not in {field.name for field in fields(SamplingParams)}:
         not_done("sampling_params.py: SamplingParams has no field top_a")
     logits = mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251]))
@@ -72,15 +73,15 @@ def test_top_a_looks_at_probabilities_at_temperature_1():
 )
 @pytest.mark.parametrize("how", ["sorted", "bisected"])
 def test_top_a_works_beside_the_other_filters(other, how, monkeypatch):
-    """These take other branches of `draw`: a short list, a long list that is sorted, and one that is
-    bisected."""
+    """The filters take different branches of `draw`: a short list, a long list that is sorted, and
+    one that is bisected."""
     monkeypatch.setattr(sampling, "SORTABLE", sampling.SORTABLE if how == "sorted" else 0)
     others = min(other.get("top_k", 5), 2 if other.get("top_p") == 0.75 else 5)
     assert drawn(temperature=1.0, top_a=0.3, **other) == set(range(min(3, others)))
 
 
 def test_a_neighbour_with_min_p_or_none_gets_its_own_filter():
-    """Requests share a group, with their settings as columns."""
+    """Requests share a group, with their settings in columns."""
     drawn(top_a=0.3)
     settings = [{"top_a": 0.3}, {"min_p": 0.5}, {}, {"top_a": 0.3, "min_p": 0.5}]
     logits = mx.broadcast_to(mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251])), (DRAWS, 256))
@@ -108,7 +109,7 @@ def test_top_a_is_checked_and_is_an_option_of_the_command_line():
 
 
 def test_a_client_may_ask_for_top_a_over_http():
-    """As a client writes it: the body of a request, in both of OpenAI's forms."""
+    """A client can send it in the body of a request, in both of OpenAI's forms."""
     drawn(top_a=0.3)
     for body, is_chat in (({"prompt": "Why?"}, False), ({"messages": [MESSAGE]}, True)):
         body = json.dumps({"model": "demo", "top_a": 0.3, **body})

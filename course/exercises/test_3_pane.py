@@ -2,33 +2,34 @@
 
     python -m pytest -x course/exercises/test_3_pane.py
 
-The task. The slab is the scarcest memory of an engine. Draw a pane `memory` that says how its rows
-are used, of all slots together: by requests that run (used), by what free slots remember of earlier
-prompts (remembered), and by nothing (free). A line for each, with its percentage and a bar, under a
-heading:
+The task. The slab is the scarcest memory of an engine. Draw a pane `memory` that shows how the rows
+of all slots are used: by running requests (used), by earlier prompts that free slots remember
+(remembered), or not at all (free). Draw a heading, and below it a line for each with its percentage
+and a bar:
 
     ── Memory ─────────────── 8 slots × 1,024 rows ──
      used          37 % ███████████
      remembered    12 % ███
      free          51 % ███████████████
 
-Round each percentage by itself. When the cursor stands in the past (arrow keys), the pane shows
-that step, as the others do. But what free slots remembered then is not known any more, and a pane
-must not lie. So there the last two lines are one: `free or remembered`. A pane may be given any
-width and height: what finds no room is left out, and no line is longer than the width.
+Round each percentage separately. If the cursor is in the past (arrow keys), the pane shows that
+step, as the other panes do. But what free slots remembered at that time is no longer known, and a
+pane must not show wrong numbers. So the last two lines become one: `free or remembered`. A pane can
+have any width and height: leave out what does not fit, and never draw a line that is longer than
+the width.
 
 Read first: `draw_rate` in `screen/draw/charts.py`, the smallest chart; `Canvas` in `screen/draw/canvas.py`, on
 which it draws, and `Pen` in `screen/draw/style.py`; `State.slots` and `State.past` in `screen/state.py`.
 
-Where: a function `draw_memory` in `screen/draw/charts.py`; in `screen/app.py` its name in `PANES`; in
-`screen/draw/layout.py` its name in `CHARTS`. Then `LOWER`, which is made of them, has it too, and `v`
-leads there.
+Where: a function `draw_memory` in `screen/draw/charts.py`; its name in `PANES` of `screen/app.py`
+and in `CHARTS` of `screen/draw/layout.py`. `LOWER`, which includes `CHARTS`, then has it, too, and
+`v` leads to the pane.
 
-How to know: the command above, and `python -m pytest tests/screen -k "pane or memory"` (all of that
-folder takes minutes). One of these compares each pane with a picture, and there is none of yours
-yet. Let it be drawn, and look at it: `NANOBATCH_GOLDEN=write python -m pytest tests/screen -k
-memory` writes `tests/screen/golden/pane-memory-80x24.txt`. Then `python tui.py`, `b`, and `v` until
-it shows.
+How to check: run the command above and `python -m pytest tests/screen -k "pane or memory"` (the
+whole folder takes minutes). One of these tests compares each pane with a picture, and yours has
+none yet. Write it, and look at it: `NANOBATCH_GOLDEN=write python -m pytest tests/screen -k memory`
+writes `tests/screen/golden/pane-memory-80x24.txt`. Then run `python tui.py`, and press `b`, and `v`
+until the pane appears.
 """
 
 import re
@@ -54,7 +55,7 @@ def draw(state, width: int = 60, height: int = 8) -> list[str]:
 
 
 def shares(lines: list[str]) -> dict[str, int]:
-    """What the pane says: {"used": 37, ...}"""
+    """Parse the percentages of the pane: {"used": 37, ...}"""
     found = re.findall(
         r"^ *(used|remembered|free|free or remembered) +(\d+) %", "\n".join(lines), re.MULTILINE
     )
@@ -72,7 +73,7 @@ def truth(slots, max_len: int, past: bool = False) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def stage() -> Stage:
-    """Some requests have ended, others run."""
+    """A stage on which some requests have ended and others run."""
     stage = Stage(slots=4).load()
     stage.session.obey("/burst 12")
     stage.turns(60)
@@ -87,8 +88,8 @@ def test_the_pane_tells_the_truth_about_every_row(stage):
 
 
 def test_the_pane_goes_back_in_time_with_the_cursor(stage):
-    """A pane that shows now, beside panes that show then, would lie; so would one that says 0 % for
-    "not known"."""
+    """A pane that shows the present next to panes that show the past would be wrong. So would a
+    pane that says 0 % for an unknown share."""
     draw(stage.state)
     now = shares(draw(stage.state))
     stage.state.cursor = stage.state.history[0].step
@@ -109,7 +110,7 @@ def test_no_line_of_the_pane_is_longer_than_it(stage):
 
 
 def test_the_pane_is_empty_handed_before_anything_ran():
-    """Nothing is used, and nothing is divided by zero."""
+    """Before the first step nothing is used, and nothing is divided by zero."""
     assert shares(draw(Stage(slots=2).load().state)) == {"used": 0, "remembered": 0, "free": 100}
 
 

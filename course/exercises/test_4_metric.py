@@ -2,28 +2,30 @@
 
     python -m pytest -x course/exercises/test_4_metric.py
 
-The task. `python serve.py` has a page /metrics, which Prometheus reads. It does not say how often
-clients hung up, and an owner wants to know: people who leave have waited too long. Add the counter
+The task. `python serve.py` serves a page /metrics for Prometheus. It does not say how often clients
+hung up. An operator wants to know that, because people who leave have waited too long. Add the
+counter
 
     # TYPE nanobatch_hung_up_total counter
     nanobatch_hung_up_total 3.0
 
-A client may hang up before its answer has begun (then the status is 499), or in the midst of a
-stream, whose status was 200 long before. Both count. An answer that the server itself cancels,
-because it is ending, does not: its client was still there. A counter begins at 0, is there from the
-first look on, and never goes down.
+A client may hang up before its answer has begun (then the status is 499), or in the middle of a
+stream, whose status 200 was sent long before. Both count. An answer that the server itself cancels
+while it shuts down does not count, because its client was still there. A counter starts at 0, is
+listed from the start, and never goes down.
 
 Read first: `RequestRecord` in `engine/server_snapshot.py`, `ServerMetrics` in `server/metrics.py`.
 
-Where: `ServerMetrics` in `server/metrics.py`: it names its counters in `__init__`, and counts in `count`.
+Where: `ServerMetrics` in `server/metrics.py`, which names its counters in `__init__` and updates
+them in `count`.
 
-How to know: the command above, and `python -m pytest tests/server/test_serve.py -k metrics`. Then try
-it. Start `python serve.py`, and in another terminal ask for more than you want to read:
+How to check: run the command above and `python -m pytest tests/server/test_serve.py -k metrics`.
+Then try it. Start `python serve.py`, and in another terminal request more than you want to read:
 
     curl -N localhost:8000/v1/completions -H 'Content-Type: application/json' \
         -d '{"prompt": "A", "max_tokens": 999, "ignore_eos": true, "stream": true}'
 
-Press Ctrl-C while it tells, and look at http://127.0.0.1:8000/metrics.
+Press Ctrl-C during the answer, and look at http://127.0.0.1:8000/metrics.
 """
 
 import re
@@ -43,7 +45,7 @@ def call(number: int, **fields) -> RequestRecord:
 
 
 def told(figures: ServerMetrics) -> int:
-    """What /metrics says."""
+    """Return the counter's value in /metrics."""
     lines = figures.text({}, {}).splitlines()
     values = [line.split()[1] for line in lines if line.split()[0] == NAME]
     if not values:
@@ -64,14 +66,14 @@ def test_the_metric_counts_those_who_hang_up_before_and_during_an_answer():
     assert told(figures) == 1
     figures.count(call(2, status=200, reason="cancelled", hung_up=True, stream=True))
     assert told(figures) == 2
-    # In the midst of its own prompt: nothing had to be cancelled
+    # Hung up while sending its prompt, so there was nothing to cancel
     figures.count(call(3, status=499, hung_up=True))
     assert told(figures) == 3
 
 
 def test_the_metric_counts_nobody_else():
-    """Not an answer that was read to its end, not a refusal, not an error, not what the server
-    itself cancelled."""
+    """Complete answers, refusals, errors, and answers that the server itself cancelled do not
+    count."""
     figures = ServerMetrics()
     told(figures)
     others = [

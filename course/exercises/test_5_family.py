@@ -8,19 +8,19 @@ The task. Serve MiniCPM. It is a Llama with three multipliers, given in its conf
     scale_depth      what attention and the MLP add to the stream is multiplied by scale_depth / sqrt(layers)
     dim_model_base   what goes into the head, tied or not, is divided by hidden_size / dim_model_base
 
-Nothing of that has to be done in every step. A product with a number can be folded into the weights
-while they are loaded, so `forward` stays as it is. One family does so already: granite.
+None of this has to be done in every step. A multiplication by a number can be folded into the
+weights when they are loaded, so `forward` does not change. One family does so already: granite.
 
-Read first: docs/models.md, then what `models/families.py` does about granite, and `tensor` in
-`models/load.py`. What if the head is tied to the embedding, so that one array has to be both?
-(There mlx-lm's minicpm does not divide at all. The published model does. For greedy answers it
-makes no difference; for scores and for sampling it does.)
+Read first: docs/models.md, then what `models/families.py` does for granite, and `tensor` in
+`models/load.py`. What if the head is tied to the embedding, so that one array has to be both? (In
+that case mlx-lm's minicpm does not divide at all, but the published model does. That makes no
+difference for greedy answers, but it does for scores and for sampling.)
 
-Where: `models/families.py`. A record in `FAMILIES`, and for its `own` a function like
-granite's: it gets the config's fields, and returns what the family has of its own.
+Where: in `models/families.py`, a record in `FAMILIES`, and for its `own` a function like granite's,
+which takes the config's fields and returns what is specific to the family.
 
-How to know: the command above. To make it a supported family it needs an entry in `CONFIGS` of
-`tests/lib/parity.py` and a line in docs/models.md, too; `python -m pytest` says so.
+How to check: run the command above. A supported family also needs an entry in `CONFIGS` of
+`tests/lib/parity.py` and a line in docs/models.md; `python -m pytest` says so.
 """
 
 import numpy as np
@@ -69,8 +69,7 @@ def scores(folder) -> np.ndarray:
 
 
 def compare(ours: np.ndarray, wanted: np.ndarray, hint: str) -> None:
-    """All of a prompt's logits, to 1e-3. A multiplier that is off by a factor moves them by far
-    more."""
+    """Compare all logits of a prompt, to 1e-3. A wrong multiplier changes them by far more."""
     off = np.abs(ours - wanted).max()
     if off >= 1e-3 * max(1, np.abs(wanted).max()):
         not_right(f"logits differ by up to {off:.3g}: {hint}")
@@ -85,7 +84,7 @@ def test_the_familys_scores_are_those_of_mlx_lm(folder):
 
 
 def test_a_tied_head_has_the_scores_of_an_untied_one_that_holds_the_same_numbers(folder, tmp_path):
-    """One array is the embedding and the head, and only the embedding is multiplied by
+    """One array is both the embedding and the head, but only the embedding is multiplied by
     scale_emb."""
     weights = mx.load(str(folder / "model.safetensors"))
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
@@ -100,7 +99,8 @@ def test_a_tied_head_has_the_scores_of_an_untied_one_that_holds_the_same_numbers
 
 
 def test_the_family_answers_as_mlx_lm_does(folder):
-    """Greedy, three prompts at once, unless mlx-lm's two best tokens are nearer than rounding."""
+    """Compare greedy answers to three prompts at once, up to the first near tie of mlx-lm's two
+    best tokens."""
     prompts, reference = [(5, 9, 200), tuple(range(30, 90)), (77,)], Reference(folder)
     with Engine(
         read_model(folder), Tokenizer(folder, 272), slots=2, max_len=128, chunk=32

@@ -1,13 +1,13 @@
-"""What is done of a book, stage by stage, and what fails first.
+"""Check a book, stage by stage, and say what fails first.
 
     python course/from_zero/check.py mine              all stages, up to the first that is not done
-    python course/from_zero/check.py mine 6            one stage, whatever the others do
+    python course/from_zero/check.py mine 6            one stage, independent of the others
     python course/from_zero/check.py mine --hint       a hint for what fails; --hint 2 and 3 say more
-    python course/from_zero/check.py anna ben carl     a line for each book: who is where
+    python course/from_zero/check.py anna ben carl     a line for each book: its progress
 
-A stage is a file of tests: `test_6_continuous_batching.py`. Each is run by pytest, in a process of
-its own, which ends at the first test that fails. A process that crashes or never ends is a line like
-any other. For whole tracebacks, one test or a debugger, run such a file yourself:
+A stage is a file of tests, such as `test_6_continuous_batching.py`. pytest runs each file in a
+process of its own and stops at the first test that fails. A process that crashes or hangs is
+reported in one line. For full tracebacks, a single test or a debugger, run such a file yourself:
 
     python course/run.py mine -m pytest course/from_zero/test_6_continuous_batching.py -k cancel --pdb
 """
@@ -29,24 +29,24 @@ from course.from_zero.start import MADE_OF, mark
 
 
 def blank_tasks(folder: Path, stage: Stage) -> list[Task]:
-    """What of a stage is not written."""
+    """Return the tasks of a stage that are still blank."""
     left = {name for name, _ in overlay.Book(folder).blanks()}
     return [task for task in stage.tasks if task.name in left]
 
 
 def run_stage(folder: Path, stage: Stage) -> tuple[bool, str]:
-    """True if the written functions of a stage pass, and a line for each check."""
+    """Return whether the written functions of a stage pass, and a line for each check."""
     checks = run(folder, [stage.tests], "-x")
     said = "".join(f"{line}\n" for check in checks for line in check.lines())
     return not any(check.outcome == "failed" for check in checks), said
 
 
 def check_stage(folder: Path, stage: Stage) -> bool:
-    """Say how a stage stands. Is it done?"""
+    """Print the state of a stage. Return True if it is done."""
     blank = blank_tasks(folder, stage)
     is_right = True
     said = ""
-    if len(blank) < len(stage.tasks):  # what is written of a stage is tried
+    if len(blank) < len(stage.tasks):  # run the checks if anything is written
         is_right, said = run_stage(folder, stage)
     state = "done" if is_right else "not right yet"
     if is_right and (blank or "waits for stage" in said):
@@ -59,8 +59,11 @@ def check_stage(folder: Path, stage: Stage) -> bool:
 
 
 def failing(folder: Path, stage: Stage, said: str) -> list[Task]:
-    """The functions that a hint should be about: the one that a traceback names, or those that the
-    test is about, or the first that is blank, or all of the stage."""
+    """Return the functions that a hint should be about.
+
+    These are the one that a traceback names, or those that the failing test is about, or the first
+    blank one, or all of the stage.
+    """
     about = re.search(r"^   ✗ .*\((.*)\)$", said, re.MULTILINE)
     about = about[1].split(", ") if about else []
     places = re.findall(r", line \d+, in (\w+)$", said, re.MULTILINE)
@@ -81,7 +84,7 @@ def give_hints(folder: Path, stage: Stage, number: int) -> None:
 
 
 def first_open(folder: Path) -> Stage | None:
-    """The first stage that is not done, if any."""
+    """Return the first stage that is not done, if any."""
     for stage in STAGES:
         if blank_tasks(folder, stage) or not run_stage(folder, stage)[0]:
             return stage
@@ -89,7 +92,7 @@ def first_open(folder: Path) -> Stage | None:
 
 
 def show_class(books: list[str]) -> None:
-    """Who is where."""
+    """Print the progress of each book."""
     width = max(map(len, books))
     for shown in books:
         try:

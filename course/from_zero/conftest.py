@@ -1,8 +1,8 @@
-"""The stages' tests run on our own chapters, or on a student's, by `course/run.py`.
+"""Run the stages' tests on our own chapters or, with `course/run.py`, on a student's.
 
-A student's functions run up to the stage that is tried, and ours in the place of all later ones (in a
-handout, those of stand_ins.py). A test of a function that is still blank is skipped: `about` names the
-functions that a test tries, or it tries all of its stage.
+The student's functions are used up to the stage under test, and ours for all later stages (in a
+handout, those of stand_ins.py). A test of a blank function is skipped. The marker `about` names the
+functions that a test covers; without it, a test covers all functions of its stage.
 """
 
 import os
@@ -16,10 +16,10 @@ import pytest
 from course import overlay
 from course.from_zero.stages import STAGES, Stage, names
 
-BLANK = set()  # functions of the student's chapters
+BLANK = set()  # blank functions of the student's chapters
 if BOOK := overlay.opened():
-    sys.path.insert(0, str(BOOK.folder))  # before what pytest's option `pythonpath` names
-    os.environ.setdefault("PYTEST_TIMEOUT", "60")  # seconds for a test, which takes one
+    sys.path.insert(0, str(BOOK.folder))  # before the folders of pytest's option `pythonpath`
+    os.environ.setdefault("PYTEST_TIMEOUT", "60")  # seconds per test; a test takes about one
     BLANK = {name for name, _ in BOOK.blanks()}
 
 FAKES = Path(__file__).with_name("stand_ins.py")
@@ -37,7 +37,7 @@ def stage_of(item: pytest.Item | pytest.FixtureRequest) -> Stage:
 
 
 def about(item: pytest.Item) -> set[str]:
-    """The functions that a test tries."""
+    """Return the functions that a test covers."""
     mark = item.get_closest_marker("about")
     return set(mark.args) if mark else {task.short for task in stage_of(item).tasks}
 
@@ -65,7 +65,7 @@ def later_stages_are_ours(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
-    """What came out, and what should have. Of two drawings, where they begin to differ."""
+    """Show the actual and the expected value. For two drawings, show where they begin to differ."""
     if op != "==":
         return None
     if is_drawing(left) and is_drawing(right):

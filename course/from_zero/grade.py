@@ -3,10 +3,10 @@
     python course/from_zero/grade.py submission --json results.json
     python course/from_zero/grade.py submission --json results.json --hidden ../checks --seed anna
 
-Each stage's checks run in a process of their own, with limits of processor time and memory. At last
-all of them run on a copy without the student's functions: a check that passes there, too, does not
-count. `--hidden` names a folder with further checks, such as `hidden_example/`. What this does not
-guard against: course/README.md.
+Each stage's checks run in a process of their own, with limits on processor time and memory. All
+checks also run on a copy without the student's functions, and a check that passes there does not
+count. `--hidden` names a folder with additional checks, such as `hidden_example/`. course/README.md
+says what this does not guard against.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from course.from_zero.run_stage_tests import Check, run
 from course.from_zero.stages import STAGES, Stage, Task, tasks
 from course.from_zero.start import OUR_PACKAGE, blank
 
-POINTS = 10  # a stage
-HIDDEN_POINTS = 5  # its hidden checks
-WORK_POINTS = 5  # as much work as the reference, or less
+POINTS = 10  # per stage
+HIDDEN_POINTS = 5  # for the hidden checks of a stage
+WORK_POINTS = 5  # for doing no more work than the reference
 WORK = Path(__file__).with_name("work") / "test_8_work.py"
 STAND_INS = Path(__file__).with_name("stand_ins.py")
 
 
 def without_bodies(folder: Path, copy: Path) -> Path:
-    """A copy of the chapters, in which all functions of the stages raise an error."""
+    """Copy the chapters, with all functions of the stages replaced by an error. Return the copy."""
     copy.mkdir()
     (copy / overlay.PACKAGE).write_text(OUR_PACKAGE)
     for file in overlay.Book(folder).files:
@@ -52,7 +52,7 @@ def without_bodies(folder: Path, copy: Path) -> Path:
 
 
 def pass_without(folder: Path, files: list[Path], **limits) -> set[str]:
-    """The checks in these files that pass without the student's functions."""
+    """Return the checks in these files that pass without the student's functions."""
     with TemporaryDirectory() as scratch:
         copy = without_bodies(folder, Path(scratch, folder.name))
         return passed(run(copy, files, **limits))
@@ -63,7 +63,7 @@ def passed(checks: list[Check]) -> set[str]:
 
 
 def stand_ins(folder: Path, stage: Stage) -> list[Task]:
-    """The stage's functions that were copied from those that a handout brings for later stages."""
+    """Return the functions of a stage that were copied from a handout's stand-ins."""
     ours = overlay.functions(STAND_INS.read_text(encoding="utf-8"))
     found = []
     for task in stage.tasks:
@@ -98,7 +98,10 @@ def parts(hidden: Path | None, show: str) -> Iterator[Part]:
 
 
 def tried(folder: Path, part: Part, without: set[str], **limits) -> tuple[list[str], float]:
-    """What to say of the checks, and the share of the points. `without`: see `pass_without`."""
+    """Run the checks of a part. Return lines for the student, and the share of the points.
+
+    `without`: the checks that pass without the student's functions.
+    """
     stage = part.stage
     left = blank_tasks(folder, stage)
     blanks = [f"   · {task.name.replace('.', '.py, ', 1)} is blank" for task in left]
@@ -120,7 +123,10 @@ def tried(folder: Path, part: Part, without: set[str], **limits) -> tuple[list[s
 
 
 def work(folder: Path, part: Part, without: set[str], **limits) -> tuple[list[str], float]:
-    """Work in proportion to the reference's in the same run: no seconds, so no machine matters."""
+    """Compare the work with the reference's in the same run.
+
+    Work is not measured in seconds, so the machine does not matter.
+    """
     if any(blank_tasks(folder, stage) for stage in STAGES[: part.stage.number]):
         return ["   · Counted when stages 1 to 8 are written."], 0.0
     lines, share = tried(folder, part, without, **limits)
@@ -157,7 +163,7 @@ def grade(folder: str, hidden: Path | None, show: str, **limits) -> dict:
             print(f"{part.number:>4} {test['score']:g} of {part.points}", flush=True)
     except ValueError as error:
         said = str(error)
-    # Students read this line, so hidden checks are not in it
+    # Students read this line, so it does not include hidden checks
     shown = [test for test in tests if test["visibility"] == "visible"]
     score, most = (round(sum(test[key] for test in shown), 2) for key in ("score", "max_score"))
     return {

@@ -1,9 +1,9 @@
-"""Run files of checks on a student's chapters, in a process of its own.
+"""Run files of checks on a student's chapters, in a separate process.
 
 `run` starts this file as a program, and reads a signed line for each check. The key comes through
-standard input and is read before any line of the student's: what the student's code prints, or writes
-into the file of results, counts for nothing. A check that has begun and has no result is the one in
-which the process ended.
+standard input and is read before any student code runs. So nothing that the student's code prints,
+or writes into the file of results, can count as a result. A check that has begun but has no result
+is the one in which the process died.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from course import overlay
 from course.overlay import ROOT
 
 BLANK = re.compile(r"stage (\d+): (\S+) is blank")
-MOST_TEXT = 4_000  # characters of what a check says
-MOST_FILE = 50_000_000  # bytes of what a student's code may write
+MOST_TEXT = 4_000  # characters of a check's output
+MOST_FILE = 50_000_000  # bytes that a student's code may write to a file
 
 
 class Check(NamedTuple):
-    """What came out of a check."""
+    """The outcome of a check."""
 
     name: str
-    # "passed", "failed", "skipped", or "waits" for another stage; "begun" if the process ended in it
+    # "passed", "failed", "skipped", or "waits" for another stage; "begun" if the process died in it
     outcome: str
-    says: str = ""  # what it asks for
+    says: str = ""  # what the check requires
     text: str = ""  # what is wrong, and what was printed
 
     def lines(self) -> list[str]:
@@ -57,14 +57,17 @@ class Check(NamedTuple):
         return [f"   {mark} {self.says or self.name}", *text]
 
 
-# --- the process that asks ----------------------------------------------------------------------
+# --- the parent process -------------------------------------------------------------------------
 
 
 def run(
     folder: Path, tests: list[Path], *options: str, seconds: int = 0, **settings
 ) -> list[Check]:
-    """`options`: pytest's. `seconds`: of processor time, 0 for no limit.
-    `settings`: those of `main`."""
+    """Run tests on a student's folder, and return a check for each.
+
+    `options` are pytest's. `seconds` limits the processor time; 0 means no limit. `settings` go to
+    `main`.
+    """
     key = secrets.token_bytes(32)
     with TemporaryDirectory() as scratch, open(f"{scratch}/output", "w+b") as output:
         results = Path(scratch, "results")
@@ -81,12 +84,12 @@ def run(
         try:
             process.communicate(key, timeout=4 * seconds or None)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGXCPU)  # it says where it is
+            process.send_signal(signal.SIGXCPU)  # faulthandler then prints where it is
             with suppress(subprocess.TimeoutExpired):
                 process.wait(5)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # whatever was left running
+                os.killpg(process.pid, signal.SIGKILL)  # including processes that it left running
         code = process.wait()
         found, is_whole = read_results(results, key)
         if is_whole:
@@ -100,7 +103,7 @@ def run(
 
 
 def read_results(file: Path, key: bytes) -> tuple[list[Check], bool]:
-    """The newest line of each check, and whether the end is there."""
+    """Return the newest line of each check, and whether the end was written."""
     found = {}
     with suppress(FileNotFoundError):
         for line in file.read_bytes().splitlines():
@@ -122,17 +125,17 @@ def why_ended(code: int, seconds: int) -> str:
 
 
 def where(stderr: str, folder: Path) -> str:
-    """The student's own lines in a dump of `faulthandler`."""
+    """Return the student's own lines in a dump of `faulthandler`."""
     lines = re.findall(r'File "(.*)", line (\d+) in (\S+)', stderr)
     own = [line for line in lines if Path(line[0]).parent == folder]
     return "".join(f"{Path(f).name}, line {n}, in {name}\n" for f, n, name in own[:3])
 
 
-# --- the process that is asked ------------------------------------------------------------------
+# --- the child process --------------------------------------------------------------------------
 
 
 class Report:
-    """A plugin for pytest that writes the outcome of each test."""
+    """A pytest plugin that writes the outcome of each test."""
 
     def __init__(self, folder: Path, results: str, key: bytes):
         self.folder = folder
@@ -159,7 +162,7 @@ class Report:
             if blank and isinstance(error, NotImplementedError):
                 outcome = "waits"
                 text = f"waits for stage {blank[1]}: {blank[2]}"
-                report.outcome = "skipped"  # so -x goes on
+                report.outcome = "skipped"  # so that -x continues
                 report.longrepr = ("", 0, text)
             self.write(item.nodeid, outcome, says(item, is_wrong=True), f"{text}\n{printed}")
         elif report.when == "call" or report.skipped:
@@ -167,7 +170,7 @@ class Report:
         return report
 
     def mistake(self, error: BaseException) -> str:
-        """What a test says is wrong; or an exception, and where in the student's chapters it was."""
+        """Describe a failed assertion, or an exception with its place in the student's chapters."""
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [frame for frame in frames if Path(frame.filename).parent == self.folder]
         tests = [frame for frame in frames if frame.name.startswith("test_")]
@@ -196,7 +199,7 @@ def limit(seconds: int, gigabytes: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (MOST_FILE, MOST_FILE))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-    if sys.platform == "linux":  # a Mac refuses
+    if sys.platform == "linux":  # macOS refuses this limit
         memory = int(gigabytes * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
@@ -218,7 +221,7 @@ def main(
     except (Exception, SystemExit) as error:
         report.write("import", "failed", "The chapters can be imported.", report.mistake(error))
     else:
-        # As a plugin, because hidden checks lie elsewhere
+        # Load conftest.py as a plugin, because hidden checks are in another folder
         settings = ["-p", "no:cacheprovider", "-p", "course.from_zero.conftest", "--noconftest"]
         settings += [f"--rootdir={ROOT}", f"--config-file={ROOT}/pyproject.toml", "--tb=native"]
         if pytest.main([*settings, *options], plugins=[report]) > pytest.ExitCode.TESTS_FAILED:
@@ -229,4 +232,4 @@ def main(
 if __name__ == "__main__":
     main(*sys.argv[1:3], **json.loads(sys.argv[3]))
     sys.stdout.flush()
-    os._exit(0)  # whatever the student's engine has left running
+    os._exit(0)  # even if the student's engine has left threads running

@@ -1,4 +1,5 @@
-"""What the stages' tests share: the demo model, engines, stories of a scheduler, and comparisons."""
+"""Helpers of the stages' tests: the demo model, engines, stories of a scheduler, and
+comparisons."""
 
 import os
 import random
@@ -22,11 +23,11 @@ from nanobatch import Engine, Handle, SamplingParams
 from request import Request
 from text.tokenizer import Tokenizer
 
-SEED = os.environ.get("NANOBATCH_SEED", "")  # a student's name: other shapes, numbers and prompts
+SEED = os.environ.get("NANOBATCH_SEED", "")  # a student's name, to vary shapes, numbers and prompts
 
 
 def varied(*choices):
-    """The first; with a seed, any of them."""
+    """Return the first choice; with a seed, a random one."""
     return random.Random(f"{SEED} {choices}").choice(choices) if SEED else choices[0]
 
 
@@ -44,14 +45,15 @@ ANSWERS = {
     "Is fox in this list: owl, fox, bee?": "owl, fox: yes, fox is in the list.",
     "Name the months from March to June.": "March, April, May, June.",
 }
-MOST_STEPS = 3_000  # an engine that has not ended by then will not end
+MOST_STEPS = 3_000  # an engine that has not finished by then never will
 
 
 # --- comparing ----------------------------------------------------------------------------------
 
 
 def assert_close(found: mx.array, wanted: mx.array, what: str, tolerance: float = 1e-4) -> None:
-    """Are these numbers the same, but for rounding? Else say where they begin to differ."""
+    """Assert that the numbers are the same up to rounding. Otherwise say where they begin to
+    differ."""
     __tracebackhide__ = True
     assert isinstance(found, mx.array), f"{what}: {found!r} came out, and should be an mx.array"
     assert found.shape == wanted.shape, (
@@ -61,7 +63,7 @@ def assert_close(found: mx.array, wanted: mx.array, what: str, tolerance: float 
     wanted = wanted.astype(mx.float32)
     size = mx.where(mx.isfinite(wanted), mx.abs(wanted), 0).max().item()
     is_close = mx.abs(found - wanted) <= tolerance * max(1.0, size)
-    is_close = is_close | (found == wanted)  # infinities, too
+    is_close = is_close | (found == wanted)  # infinities are close, too
     if mx.all(is_close).item():
         return
     first = mx.argmin(is_close).item()
@@ -79,13 +81,14 @@ def drawn(shape: Sequence[int], seed: int) -> mx.array:
 
 
 def numbered(count: int) -> mx.array:  # (count, 2, 4)
-    """Keys of two heads: those of token i hold the number i, and i + 10."""
+    """Return keys of two heads: token i has the number i in head 0, and i + 10 in head 1."""
     k = mx.arange(1, count + 1)[:, None, None] + 10 * mx.arange(2)[None, :, None]
     return mx.broadcast_to(k, (count, 2, 4)).astype(mx.float32)
 
 
 def row_pictures(arrays: Sequence[mx.array], place: str, most: int = 16) -> list[str]:
-    """A line for each slot or page, and head, with anything in it. All numbers of a row must be alike."""
+    """Draw a line for each head of a slot or page that holds anything. The numbers of a row must be
+    equal."""
     lines = []
     for layer, array in enumerate(arrays):
         heads = array.shape[1] // 2
@@ -127,7 +130,7 @@ def logits(
     start: int = 0,
     asked: Sequence[int] | None = None,
 ) -> mx.array:  # (n, V)
-    """These tokens go into slot 0, from row `start` on."""
+    """Return the logits of tokens that go into slot 0, from row `start` on."""
     model, _ = demo()
     window = kv.Window(slab or new_slab(), [0], [start], len(ids))
     asked = range(len(ids)) if asked is None else asked
@@ -135,7 +138,7 @@ def logits(
 
 
 def our_logits(ids: Sequence[int]) -> mx.array:  # (N, V)
-    """By code that shares nothing with the chapters: a handout has it, too."""
+    """Compute logits by code that shares nothing with the chapters. A handout has it, too."""
     return small_llama.forward(ids, [small_llama.Rows().at(0, len(ids))])
 
 
@@ -150,7 +153,7 @@ def new_engine(slots: int, policy: str = "continuous", **options) -> Iterator[En
 
 
 def run_all(engine: Engine) -> None:
-    """Step until nothing is left. What fails in a step fails here."""
+    """Step until nothing is left to do. An exception in a step is raised here."""
 
     def fail(error: BaseException) -> None:
         raise error
@@ -169,7 +172,7 @@ def ask(engine: Engine, prompt: str = SUM, **settings) -> Handle:
 
 
 def steps_for(engine: Engine, prompts: Iterable[str]) -> int:
-    """Answer all of them at once, rightly. How many steps does it take?"""
+    """Answer all prompts at once, and check the answers. Return the number of steps."""
     handles = {prompt: ask(engine, prompt) for prompt in prompts}
     run_all(engine)
     for prompt, handle in handles.items():

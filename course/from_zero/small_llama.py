@@ -1,7 +1,7 @@
-"""The demo model without an engine: what the checks of stages 9 to 12 run.
+"""The demo model without an engine, for the checks of stages 9 to 12.
 
-MLX's own functions stand for norm, rotation and attention, and any window that can `write` and `read`
-holds the keys and values. So these stages need none of the others.
+Norm, rotation and attention are MLX's own functions, and any window that can `write` and `read` may
+hold the keys and values. So these stages depend on none of the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,8 @@ def weights() -> dict[str, mx.array]:
 
 
 def weights_of(layer: int) -> dict[str, mx.array]:
-    """By short name: "q_proj" (H * Dh, D), "down_proj" (D, hidden), "input_layernorm" (D,)."""
+    """Return a layer's weights by short name: "q_proj" (H * Dh, D), "down_proj" (D, hidden),
+    "input_layernorm" (D,)."""
     prefix = f"layers.{layer}."
     found = weights().items()
     return {name.split(".")[-2]: each for name, each in found if name.startswith(prefix)}
@@ -39,7 +40,7 @@ def norm(x: mx.array, weight: mx.array) -> mx.array:
 
 
 def block(x: mx.array, w: dict[str, mx.array], attend: Callable) -> mx.array:  # (N, D)
-    """One layer. `attend` makes (N, H * Dh) of queries, keys and values."""
+    """Run one layer. `attend` turns queries, keys and values into (N, H * Dh)."""
     h = norm(x, w["input_layernorm"])
     h = attend(h @ w["q_proj"].T, h @ w["k_proj"].T, h @ w["v_proj"].T)
     x = x + h @ w["o_proj"].T
@@ -96,8 +97,11 @@ def turn(x: mx.array, window: "Window") -> mx.array:
 
 
 class Window:
-    """The common part of windows: each of B sequences has L new tokens, whose rows begin at its entry
-    in `starts`. The groups are those of `kv.Window`, but each sequence is one by itself."""
+    """The base of windows. Each of B sequences has L new tokens, whose rows begin at its entry in
+    `starts`.
+
+    The groups are like those of `kv.Window`, but each sequence has a group of its own.
+    """
 
     def __init__(self, starts: Sequence[int], L: int):
         self.starts = starts
@@ -117,7 +121,7 @@ class Rows(Window):
         self.kept = [mx.zeros((1, 0, 0, DH))] * LAYERS  # (1, heads of keys and values, rows, Dh)
 
     def at(self, start: int, L: int) -> "Rows":
-        """The next tokens go into rows from `start` on. Later rows are dropped."""
+        """Let the next tokens go into rows from `start` on. Later rows are dropped."""
         super().__init__([start], L)
         return self
 
@@ -132,7 +136,7 @@ class Rows(Window):
 
 
 def answer(prompt: Sequence[int], step: Callable = forward, most: int = 40) -> list[int]:
-    """Greedy, one token a step. `step` makes logits of ids and windows."""
+    """Return the greedy answer, one token per step. `step` computes logits from ids and windows."""
     rows = Rows()
     said: list[int] = []
     new = list(prompt)

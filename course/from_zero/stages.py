@@ -1,9 +1,9 @@
 """The stages: what is blank, what each function must do, and three hints for each.
 
-No program by itself: `start.py` writes the tasks into the blank book, `check.py` tries what was
-written and gives hints. Each function comes with what it must do in a *first* engine. Ours does
-more (draft tokens, shared beginnings, grammars, a GPU's needs): all of that is switched off in the blank
-book until you want it.
+This file is not a program: `start.py` writes the tasks into the blank book, and `check.py` checks
+what was written and gives hints. Each task says what a function must do in a *first* engine. Ours
+does more (draft tokens, shared prefixes, grammars, what a GPU needs), but all of that is switched
+off in the blank book until you want it.
 
 Stages 1 to 8 are functions of the engine's own files. Stages 9 to 12 have chapters of their own, in
 `reference/`, which no engine imports.
@@ -16,10 +16,10 @@ from course.overlay import module_name, our_file
 
 
 class Task(NamedTuple):
-    """A function to be written."""
+    """A function for the student to write."""
 
     name: str  # chapter and function: "kv.Window.write"
-    does: str  # stands in the blank book, in place of the body
+    does: str  # text in the blank book, in place of the body
     hints: tuple[str, ...]  # the last of three is nearly the answer; a handout has none
 
     @property
@@ -32,7 +32,7 @@ class Task(NamedTuple):
 
     @property
     def reference(self) -> Path:
-        """The file with our function in it."""
+        """The file that contains our function."""
         return our_file(module_name(self.chapter))
 
 
@@ -40,7 +40,7 @@ class Stage(NamedTuple):
     number: int
     name: str
     minutes: int
-    runs: str  # what runs after it
+    runs: str  # what works after it
     tasks: tuple[Task, ...]
 
     @property
@@ -857,12 +857,12 @@ return x + all_sum((gate * mx.sigmoid(gate) * ...) @ w["down_proj"].T)""",
 
 
 def names(first: int = 1) -> list[str]:
-    """The functions that are written from this stage on."""
+    """Return the functions that are written from this stage on."""
     return [task.name for stage in STAGES[first - 1 :] for task in stage.tasks]
 
 
 def tasks(first: int = 1) -> dict[str, dict[str, tuple[int, Task]]]:
-    """By chapter and function, from this stage on: the stage, and the task."""
+    """Return chapter -> function -> (stage, task), from this stage on."""
     found: dict[str, dict[str, tuple[int, Task]]] = {}
     for stage in STAGES:
         for task in stage.tasks:

@@ -1,7 +1,7 @@
 """Stand-ins for later stages in a handout, where our functions are left out.
 
 Each does just enough for the checks of earlier stages: one sequence at a time, no run-ahead.
-Like a student's, the code is put into the chapters (`overlay.swapped`), so names are those of a chapter.
+`overlay.swapped` puts the code into the chapters, so it uses the names of a chapter.
 """
 # ruff: noqa: F821
 

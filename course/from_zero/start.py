@@ -1,11 +1,11 @@
 """Make a blank book.
 
     python course/from_zero/start.py mine
-    python course/from_zero/start.py late --from 5      stages 1 to 4 are written already, by us
+    python course/from_zero/start.py late --from 5      stages 1 to 4 are written already
 
-It has our chapters as they are today: essays, names, shapes, docstrings. The stages'
-functions are blank, and say what they must do. All others stand, and so does each check of bounds: MLX has none,
-and a wrong row would be a write into other memory. Where next: README.md in this folder.
+The book has our current chapters: essays, names, shapes, docstrings. The functions of the stages
+are blank and say what they must do. All other functions stay, and so does every bounds check: MLX
+has none, and a wrong row would be a write into other memory. Where next: README.md in this folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from course.from_zero.stages import STAGES, Task, tasks
 from course.overlay import CHAPTERS, PACKAGE, file_in, functions, has_reference, our_file
 
 MADE_OF = "made-of.txt"
-# The end of a chapter
+# Appended to each chapter
 STAND_IN = """
 
 # What is blank above runs with our code
@@ -40,7 +40,7 @@ from course.overlay import ROOT
 
 __path__ = [str(Path(__file__).parent), str(ROOT / "models")]
 '''
-# Of the engine: switched off in the blank book, until it is wanted
+# Engine defaults that are switched off in the blank book, until they are wanted
 SWITCHES = {
     r"(prefix_cache: bool) = \w+": r"\1 = False",
     r"(speculate: int \| Drafter \| None) = \w+": r"\1 = 0",
@@ -48,7 +48,7 @@ SWITCHES = {
 
 
 def task_of(task: Task, stage: int, indent: int) -> list[str]:
-    """The lines that replace a body."""
+    """Return the lines that replace a function's body."""
     margin = " " * indent
     says = " ".join(task.does.split())
     lines = textwrap.wrap(f"Stage {stage}. {says}", 96 - indent, break_on_hyphens=False)
@@ -58,21 +58,21 @@ def task_of(task: Task, stage: int, indent: int) -> list[str]:
 
 
 def blank(text: str, wanted: dict[str, tuple[int, Task]]) -> str:
-    """A chapter, in which the bodies of these functions are tasks."""
+    """Return the chapter with tasks in place of the bodies of these functions."""
     lines = text.splitlines()
     nodes = functions(text)
     for name in sorted(wanted, key=lambda name: -nodes[name].lineno):
         node = nodes[name]
         stage, task = wanted[name]
         has_docstring = ast.get_docstring(node) is not None
-        # A comment before the first statement goes with it
+        # A comment before the first statement is removed with it
         last_kept = node.body[0].end_lineno if has_docstring else header_end(lines, node)
         lines[last_kept : node.end_lineno] = task_of(task, stage, node.body[0].col_offset)
     return "\n".join(lines) + "\n"
 
 
 def filled(text: str, name: str, other: str) -> str:
-    """A chapter, in which a blank function has the body that it has in another text."""
+    """Return the chapter with the body of a blank function taken from another text."""
     lines = text.splitlines(keepends=True)
     end = functions(text)[name].end_lineno
     theirs = functions(other)[name]
@@ -82,7 +82,7 @@ def filled(text: str, name: str, other: str) -> str:
 
 
 def header_end(lines: list[str], node: ast.FunctionDef) -> int:
-    """The last line of `def ...:`, counted from 1."""
+    """Return the last line of `def ...:`, counted from 1."""
     at = node.lineno
     while not re.search(r":\s*(#.*)?$", lines[at - 1]):
         at += 1
@@ -90,7 +90,7 @@ def header_end(lines: list[str], node: ast.FunctionDef) -> int:
 
 
 def blank_book(first: int = 1) -> dict[str, str]:
-    """All chapters with a function that some stage asks for, by the name of the file."""
+    """Return the text of every chapter that has a function of some stage, by file name."""
     book = {}
     blanks = tasks(first)
     for chapter in CHAPTERS:
@@ -100,14 +100,15 @@ def blank_book(first: int = 1) -> dict[str, str]:
         text = our_file(chapter).read_text(encoding="utf-8")
         if chapter == "nanobatch":
             for switch, off in SWITCHES.items():
-                text, count = re.subn(switch, off, text, count=1)  # the first is the engine's
+                text, count = re.subn(switch, off, text, count=1)  # the first match is the engine's
                 assert count == 1, switch
         book[f"{name}.py"] = blank(text, blanks.get(name, {}))
     return book
 
 
 def mark() -> str:
-    """Which version a book was made of (in a handout, too): a later one may name things in other ways."""
+    """Return a checksum of the blank book (in a handout, too), because later versions may rename
+    things."""
     return f"{zlib.crc32(''.join(blank_book().values()).encode()):08x}"
 
 
@@ -142,8 +143,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name, text in blank_book(args.first).items():
             (folder / name).write_text(text + STAND_IN, encoding="utf-8")
         (folder / PACKAGE).write_text(OUR_PACKAGE)
-        if has_reference():  # in a handout it is handed in
-            (folder / ".gitignore").write_text("*\n")  # so ruff leaves it alone, too
+        if has_reference():  # in a handout, students hand the folder in
+            (folder / ".gitignore").write_text("*\n")  # ruff respects it, too
         (folder / MADE_OF).write_text(f"{mark()}\n")
     except OSError as error:
         print(f"start.py: {folder}: {error.strerror}; name another folder", file=sys.stderr)

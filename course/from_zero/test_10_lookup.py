@@ -23,7 +23,7 @@ def tokens(text: str) -> list[int]:
 
 @pytest.mark.about("draft")
 def test_draft():
-    """What came after the newest two tokens the last time is the draft, up to `most` tokens."""
+    """The draft is what followed the newest two tokens the last time, up to `most` tokens."""
     texts = ("abcdab", "abxabyab", "abxxab", "aaaa", "abcabd", "ab", "a")
     found = [f"{text}: {letters(lookup.draft(tokens(text), 3))}" for text in texts]
     assert found == [
@@ -40,7 +40,7 @@ def test_draft():
 
 @pytest.mark.about("accept")
 def test_accept():
-    """Drafted tokens count as long as the model says the same; then what the model says instead."""
+    """Drafted tokens are accepted while the model agrees; then comes the model's own token."""
     cases = (("", "x"), ("fox", "foxy"), ("fox", "fo.y"), ("fox", "f.xy"), ("fox", ".oxy"))
     found = [f"{a!r} {b!r}: {letters(lookup.accept(tokens(a), tokens(b)))}" for a, b in cases]
     assert found == [
@@ -53,7 +53,8 @@ def test_accept():
 
 
 class Model:
-    """Says `wanted` after `prompt`, and nonsense after anything else. It draws its steps."""
+    """A model that says `wanted` after `prompt`, and nonsense after anything else. It draws its
+    steps."""
 
     def __init__(self, prompt: str, wanted: str):
         self.text = tokens(prompt + wanted)
@@ -77,7 +78,8 @@ class Model:
 
 @pytest.mark.about("answer")
 def test_steps():
-    """The newest token and its draft go in together, and the next ones begin after what was right."""
+    """The newest token and its draft go in together, and the next step begins after what was
+    right."""
     model = Model("owl,fox;", "owl,fix,fox. ")
     said = model.answer(4)
     assert model.lines == [
@@ -95,7 +97,7 @@ def test_steps():
 
 @pytest.mark.about("answer")
 def test_ends():
-    """An answer ends within a draft, too: with the end's token, or at max_tokens."""
+    """An answer may end within a draft: at an end token or at max_tokens."""
     assert Model("ab.c", "ab. ").answer(5) == "ab."
     assert Model("abcdab", "cdabcdab. ").answer(4, max_tokens=3) == "cda"
     model = Model("abcdab", "cdabcdab. ")
@@ -104,7 +106,7 @@ def test_ends():
 
 
 def test_random():
-    """Whatever is drafted, the answer is the one without drafts."""
+    """Whatever is drafted, the answer is the same as without drafts."""
     dice = random.Random(7)
     for number in range(60):
         prompt = "".join(dice.choices("abc", k=dice.randint(1, 9)))
@@ -115,7 +117,7 @@ def test_random():
 
 
 def demo_answer(prompt: str, most: int) -> tuple[list[int], list[int]]:
-    """The answer, and the number of tokens that go in at each step after the prompt."""
+    """Return the answer, and the number of tokens that go in at each step after the prompt."""
     rows = Rows()
     sizes = []
 

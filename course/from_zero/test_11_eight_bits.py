@@ -13,7 +13,7 @@ from kernels.device import mx
 
 @pytest.mark.about("quantize")
 def test_codes():
-    """The largest number of a row is 127 or -127 as a code, and the scale is a 127th of it."""
+    """The largest number of a row has the code 127 or -127, and the scale is 1/127 of its size."""
     for row, wanted, scale in (
         ([0.31, -1.20, 0.05, 2.54], [16, -60, 2, 127], 0.02),
         ([-254.0, 127.0, 0.9, 3.1], [-127, 64, 0, 2], 2.0),
@@ -27,7 +27,8 @@ def test_codes():
 
 @pytest.mark.about("quantize")
 def test_alone():
-    """A row's codes and scale are those that it has alone: no row or head shares a scale."""
+    """A row has the same codes and scale alone as next to others: no rows or heads share a
+    scale."""
     x = mx.exp(drawn((5, 3, 1), 3)) * drawn((5, 3, 8), 4)
     codes, scale = eight_bits.quantize(x)
     assert scale.shape == (5, 3, 1), "a scale for each row and head"
@@ -40,7 +41,7 @@ def test_alone():
 
 @pytest.mark.about("quantize", "dequantize")
 def test_error():
-    """What is read is off by half a scale at most, however large or small the numbers are."""
+    """Numbers are read with an error of at most half a scale, however large or small they are."""
     size = mx.exp(8 * drawn((64, 3, 1), 1))
     x = size * drawn((64, 3, 32), 2)
     codes, scale = eight_bits.quantize(x)
@@ -52,7 +53,7 @@ def test_error():
 
 @pytest.mark.about("quantize", "dequantize")
 def test_not_finite():
-    """A row with NaN or infinity is not read as numbers, and harms no other row."""
+    """A row with NaN or infinity is not read as finite numbers, and does not affect other rows."""
     for bad in (math.nan, math.inf, -math.inf):
         x = mx.ones((3, 1, 4))
         x[1, 0, 2] = bad
@@ -70,7 +71,7 @@ def write(slots: list[int], starts: list[int], k: mx.array) -> eight_bits.SmallS
 
 @pytest.mark.about("write")
 def test_write():
-    """Rows land in their slots, and their scales next to them."""
+    """Rows are written to their slots, and their scales next to them."""
     slab = write([3, 1], [6, 3], numbered(4))
     assert row_pictures([127 * scale for scale in slab.scales], "slot")[::2] == [
         "layer 1, k, slot 1, head 0  .  .  .  3  4  .  .  .  .  .  .  .  .  .  .  .",
@@ -83,7 +84,7 @@ def test_write():
 
 @pytest.mark.about("write", "read")
 def test_read():
-    """What is read is what was written, but for half a scale."""
+    """What is read is what was written, up to half a scale."""
     k = drawn((10, 2, 4), 5)
     slab = write([3, 1], [0, 0], k)
     window = eight_bits.SmallWindow(slab, [3, 1], [4, 4], 1)
@@ -95,7 +96,7 @@ def test_read():
 
 
 def test_logits():
-    """Logits move a little, the answers stay, and the memory is little more than a quarter."""
+    """Logits change a little, answers do not, and the memory is little more than a quarter."""
     print("                               logits off by    likeliest tokens that differ")
     for prompt in ("What is 17 + 6?", "Tell me a story about a fox.", "Count from 3 to 20."):
         ids = tokenizer().ask(prompt)

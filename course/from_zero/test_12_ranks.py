@@ -14,7 +14,7 @@ from kernels.device import mx
 
 @pytest.mark.about("route")
 def test_route():
-    """A request goes where the fewest tokens are to be computed before its first."""
+    """A request goes to the replica that has the fewest tokens to compute before its first."""
     a, b = [1, 2, 3, 4, 5, 6], [1, 2, 9]
     cases = (
         (Replica(0, []), Replica(0, [])),
@@ -32,7 +32,7 @@ def test_route():
 
 @pytest.mark.about("route")
 def test_replicas():
-    """Turns of a talk find their beginning again, and both replicas have work."""
+    """Turns of a chat go where their prefix is cached, and both replicas have work."""
     texts: list[list[list[int]]] = [[], []]
     work = [0, 0]
     for turn in (1, 2, 3):
@@ -49,7 +49,8 @@ def test_replicas():
 
 @pytest.mark.about("shard")
 def test_shard():
-    """Rows of what heads and hidden numbers come out of, columns of what they go into."""
+    """Weights that yield heads or hidden numbers are cut by rows, weights that take them by
+    columns."""
     weight = 10 * mx.arange(6)[:, None] + mx.arange(4)  # 42 is in row 4, column 2
     found = []
     for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "o_proj", "down_proj"):
@@ -72,16 +73,17 @@ def test_shard():
 
 
 def attend(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
-    """A stand-in for attention, head by head: three query heads to each key head."""
+    """A stand-in for attention, head by head, with three query heads for each key head."""
     heads = mx.repeat((k + v).reshape(len(k), -1, 32), 3, axis=1)
     return q * heads.reshape(q.shape)
 
 
 def on_ranks(x: mx.array, size: int) -> tuple[list[mx.array], list[list[mx.array]]]:
-    """What `block` returns on each rank, and its parts of each sum.
+    """Return the results of `block` on each rank, and each rank's parts of the sums.
 
-    Without processes: the ranks run one after the other, again and again. What the others gave to a
-    sum the last time, they give now. So after a round, one sum more is right on all of them.
+    There are no processes: the ranks run one after the other, several times. In each sum, the parts
+    of the other ranks are those of the round before. So after each round, one more sum is right on
+    all ranks.
     """
     layer = weights_of(0)
     parts: list[list[mx.array]] = [[] for _ in range(size)]
@@ -104,7 +106,7 @@ def add(parts: list[mx.array], others: list[list[mx.array]], part: mx.array) -> 
 
 @pytest.mark.about("block")
 def test_block():
-    """One rank, or two, make the same of x, with two sums of parts; x itself is in no sum."""
+    """One rank and two ranks compute the same, with two sums of parts. x itself is in no sum."""
     x = drawn((3, 192), 1)
     wanted = block(x, weights_of(0), attend)
     for size in (1, 2):
@@ -115,7 +117,7 @@ def test_block():
 
 
 def test_processes():
-    """Two processes, over MLX's ring: the tokens of one."""
+    """Two processes over MLX's ring give the same tokens as one."""
     alone = answer(tokenizer().ask(SUM))
     try:
         first, second = launch(SUM)

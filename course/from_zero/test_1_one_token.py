@@ -27,7 +27,7 @@ from kernels.device import mx
 
 
 def attention_by_hand(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> mx.array:
-    """Token by token and head by head."""
+    """Compute attention token by token and head by head."""
     count, H, Dh = q.shape
     L = count // len(k)
     G = H // k.shape[1]
@@ -42,14 +42,14 @@ def attention_by_hand(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> 
 
 
 def check_attention(H: int, Hkv: int, B: int, L: int, T: int) -> None:
-    """The new tokens of each sequence are its last ones. If the result is wrong: is it what a usual
-    mistake would yield?"""
+    """Check attention for new tokens at the end of each sequence. If the result is wrong, compare
+    it with those of common mistakes."""
     Dh = varied(8, 4, 12)
     q = drawn((B * L, H, Dh), 1)
     k = drawn((B, Hkv, T, Dh), 2)
     v = drawn((B, Hkv, T, Dh), 3)
     seen = mx.arange(T) <= mx.arange(T - L, T)[:, None]
-    # 100 changes no weight; but e^100 is infinite, if softmax does not subtract the largest score
+    # 100 changes no weight, but e^100 is infinite if softmax does not subtract the largest score
     mask = mx.broadcast_to(mx.where(seen, 100.0, -mx.inf), (B, 1, L, T))
     heads = mx.arange(H) % Hkv
     mistakes = {
@@ -80,7 +80,7 @@ GROUPED = varied((6, 2), (6, 3), (8, 2), (12, 4))  # H, Hkv
 
 @pytest.mark.about("attention")
 def test_values_are_weighed():
-    """A query weighs the values by their keys."""
+    """A query weights the values by their keys."""
     check_attention(H=1, Hkv=1, B=1, L=1, T=4)
 
 
@@ -99,17 +99,17 @@ def test_grouped_query_attention():
 
 @pytest.mark.about("attention")
 def test_batch():
-    """Of several sequences none sees another."""
+    """Sequences of a batch do not see each other."""
     check_attention(*GROUPED, B=3, L=1, T=7)
     check_attention(*GROUPED, B=2, L=3, T=7)
 
 
 @pytest.mark.about("heads")
 def test_heads():
-    """Queries and keys are normed and turned, values are not."""
+    """Queries and keys are normalized and rotated, values are not."""
     model, _ = demo()
     H, Hkv, Dh = model.config.H, model.config.Hkv, model.config.Dh
-    qkv = drawn((5, (H + 2 * Hkv) * Dh), 4)  # of 5 tokens
+    qkv = drawn((5, (H + 2 * Hkv) * Dh), 4)  # for 5 tokens
     layer = SimpleNamespace(qkv=lambda x: qkv, qk_norm=lambda x: x + 1, heads=model.layers[0].heads)
     q, k, v = llama.heads(layer, drawn((5, model.config.D), 5), turn=lambda x: 3 * x)
     each = qkv.reshape(5, H + 2 * Hkv, Dh)
@@ -126,14 +126,14 @@ def test_logits():
 
 @pytest.mark.about("forward")
 def test_asked():
-    """Only the tokens that are asked come out."""
+    """Only the tokens that are asked for come out."""
     few = logits(ids_of(), asked=[3, 7])
     assert_close(few, our_logits(ids_of())[mx.array([3, 7])], "the logits of tokens 3 and 7", 1e-3)
 
 
 @pytest.mark.about("forward")
 def test_positions():
-    """Positions are those of the windows, wherever these begin."""
+    """Positions come from the windows, wherever these begin."""
     ids = ids_of()
     slab = new_slab()
     logits(ids[:5], slab)
@@ -144,7 +144,7 @@ def test_positions():
 
 
 def test_one_token():
-    """One token says something."""
+    """The most likely token begins the answer."""
     found = logits(ids_of(), asked=[len(ids_of()) - 1])
     token = mx.argmax(found).item()
     assert ANSWERS[SUM].startswith(text_of([token]))

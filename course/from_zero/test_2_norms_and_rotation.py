@@ -33,7 +33,7 @@ def test_norm():
 
 @pytest.mark.about("rms_norm")
 def test_norm_of_zeros():
-    """eps keeps a small row small, and a row of zeros from being divided by zero."""
+    """eps keeps a small row small, and prevents a division by zero."""
     norm = ops.rms_norm(mx.ones(2), 1e-2)
     assert_close(norm(mx.zeros((1, 2))), mx.zeros((1, 2)), "the norm of zeros")
     assert_close(norm(mx.array([[0.1, 0.1]])), mx.full((1, 2), 0.5**0.5), "the norm of 0.1, 0.1")
@@ -41,8 +41,8 @@ def test_norm_of_zeros():
 
 @pytest.mark.about("swiglu")
 def test_swiglu():
-    """The gate opens for what is above zero: gate / (1 + e^-gate) * up."""
-    gate_up = mx.array([[0.0, 1.0, -1.0, 9.0, 5.0, 2.0, 2.0, 3.0]])  # 4 gates, then 4 of up
+    """The gate opens for numbers above zero: gate / (1 + e^-gate) * up."""
+    gate_up = mx.array([[0.0, 1.0, -1.0, 9.0, 5.0, 2.0, 2.0, 3.0]])  # 4 of gate, then 4 of up
     half = 1 / (1 + math.exp(-1))
     wanted = mx.array([[0.0, half * 2, -(1 - half) * 2, 27 / (1 + math.exp(-9))]])
     assert_close(ops.swiglu(gate_up), wanted, "swiglu")
@@ -52,18 +52,18 @@ def test_swiglu():
 
 @pytest.mark.about("rotate")
 def test_rotate():
-    """A turn turns number i and number i + Dh/2 as a point in a plane."""
-    angles = mx.array([[[0.0, math.pi / 2]], [[math.pi, 0.0]]])  # of 2 tokens, in 2 planes
+    """Numbers i and i + Dh/2 are rotated as a point in a plane."""
+    angles = mx.array([[[0.0, math.pi / 2]], [[math.pi, 0.0]]])  # for 2 tokens, in 2 planes
     cos, sin = rope.both_of_a_plane(mx.cos(angles), mx.sin(angles))
     x = mx.broadcast_to(mx.array([1.0, 2.0, 3.0, 4.0]), (2, 3, 4))  # the points (1, 3), (2, 4)
     turned = [[1.0, -4.0, 3.0, 2.0], [-1.0, 2.0, -3.0, 4.0]]
-    wanted = mx.broadcast_to(mx.array(turned)[:, None], (2, 3, 4))  # alike in 3 heads
+    wanted = mx.broadcast_to(mx.array(turned)[:, None], (2, 3, 4))  # the same in 3 heads
     assert_close(rope.rotate(x, cos, sin), wanted, "what was turned")
 
 
 @pytest.mark.about("rope_angles")
 def test_rope_angles():
-    """Position 0 is not turned, and position p by p times each plane's frequency."""
+    """Position 0 is not rotated, and position p is rotated by p times each plane's frequency."""
     kind = demo()[0].kinds[0]
     cos, sin = rope.rope_angles(kind, mx.array([0, 1, 40, 300]))
     for row, p in enumerate((0, 1, 40, 300)):
@@ -75,7 +75,7 @@ def test_rope_angles():
 
 
 def test_an_answer():
-    """An answer comes out, with your norms and your rotation."""
+    """The answer is right with your norms and your rotation."""
     slab = new_slab()
     said = answer(ids_of(), lambda ids, windows: logits(ids, slab, windows[0].starts[0]))
     assert text_of(said) == ANSWERS[SUM]

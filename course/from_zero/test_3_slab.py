@@ -26,7 +26,7 @@ from kernels.device import mx
 
 
 def rows_seen(slots: list[int], starts: list[int], L: int, span: int | None = None) -> list[str]:
-    """A line for each token: x for a row that it sees."""
+    """Draw a line for each token, with an x for each row that it sees."""
     positions = kv.Window(new_slab(3), slots, starts, L).positions.reshape(-1, 1, L, 1)
     seen = llama.seen(positions, 6, span)
     assert isinstance(seen, mx.array) and seen.shape == (len(slots), 1, L, 6), (
@@ -37,7 +37,7 @@ def rows_seen(slots: list[int], starts: list[int], L: int, span: int | None = No
 
 @pytest.mark.about("seen")
 def test_causal_mask():
-    """A token sees itself and all before it."""
+    """A token sees itself and all tokens before it."""
     three_tokens_from_row_2 = [
         "xxx...",
         "xxxx..",
@@ -53,7 +53,7 @@ def test_causal_mask():
 
 @pytest.mark.about("seen")
 def test_sliding_window():
-    """With a span, a token sees the last rows only."""
+    """With a span, a token sees only the last rows."""
     a_span_of_2 = [
         ".xx...",
         "..xx..",
@@ -63,8 +63,8 @@ def test_sliding_window():
 
 
 def rows_after(slots: list[int], starts: list[int], L: int) -> list[str]:
-    """Write new tokens into layer 1 of an empty slab: token i has the number i in each key's head 0,
-    i + 10 in head 1, and in its values 20 more."""
+    """Write new tokens into layer 1 of an empty slab, and draw its rows. Token i has the number i
+    in head 0 of its key, i + 10 in head 1, and 20 more in its value."""
     slab = kv.Slab(2, 3, 2, 1024, 4, mx.float32)  # layers, slots, Hkv, rows, Dh
     k = numbered(len(slots) * L)
     mx.eval(slab.arrays, k)
@@ -80,7 +80,7 @@ def rows_after(slots: list[int], starts: list[int], L: int) -> list[str]:
 
 @pytest.mark.about("write")
 def test_write_a_chunk():
-    """A chunk lands in its slot and its rows, in every head."""
+    """A chunk is written to its slot and its rows, in every head."""
     three_tokens_from_row_2_of_slot_1 = [
         "layer 1, k, slot 1, head 0  .  .  1  2  3  .  .  .  .  .",
         "layer 1, k, slot 1, head 1  .  . 11 12 13  .  .  .  .  .",
@@ -96,7 +96,7 @@ def test_write_a_chunk():
 
 @pytest.mark.about("write")
 def test_write_several_sequences():
-    """Tokens of several sequences land each in its own slot."""
+    """Tokens of several sequences are each written to their own slot."""
     two_tokens_each = [
         "layer 1, k, slot 1, head 0  .  .  .  1  2  .  .  .  .  .",
         "layer 1, k, slot 1, head 1  .  .  . 11 12  .  .  .  .  .",
@@ -122,7 +122,7 @@ def test_write_several_sequences():
 
 @pytest.mark.about("read")
 def test_read():
-    """What was written is read: the first T rows of a group's slots, in every head."""
+    """What was written is read back: the first T rows of a group's slots, in every head."""
     slab = kv.Slab(2, 4, 2, 32, 4, mx.float32)
     slab.arrays[1] = drawn(slab.shape, 9)
     window = kv.Window(slab, [1, 2], [4, 5], 1)
@@ -133,7 +133,7 @@ def test_read():
 
 
 def test_earlier_owner():
-    """Rows of an earlier owner do not show."""
+    """Rows of an earlier owner have no effect."""
     slab = new_slab()
     for layer in range(len(slab.arrays)):
         slab.arrays[layer] = 5 * drawn(slab.shape, 11)
@@ -141,7 +141,7 @@ def test_earlier_owner():
 
 
 class Noted(kv.Window):
-    """A window that writes down what it does."""
+    """A window that records its reads and writes."""
 
     def __init__(self, did: list[str], *rest):
         super().__init__(*rest)
@@ -173,7 +173,7 @@ def test_several_windows():
     assert_close(model.head(states), alone, "the logits of three prompts", 1e-3)
     assert did == (["write"] * 3 + ["read"] * 3) * len(model.layers)
 
-    # Now one token of each decodes. The sequences of slots 0 to 2 are prompts 1, 2 and 0
+    # Now each sequence decodes one token. Slots 0 to 2 hold prompts 1, 2 and 0
     decoding = kv.Window(slab, [0, 1, 2], [len(prompts[i]) for i in (1, 2, 0)], 1)
     states = llama.forward(model, mx.array([5, 6, 7]), [decoding], range(3))
     for i, prompt, token in ((0, 1, 5), (1, 2, 6), (2, 0, 7)):
@@ -182,7 +182,7 @@ def test_several_windows():
 
 
 def test_kv_cache():
-    """The same tokens, and each step computes one."""
+    """The tokens are the same, and each step computes only one."""
     slab = new_slab()
     said = answer(ids_of(), lambda ids, windows: logits(ids, slab, windows[0].starts[0]))
     assert text_of(said) == ANSWERS[SUM]

@@ -18,15 +18,15 @@ from sampling import SamplingRow
 
 
 def assert_same(found: Sequence[float], wanted: Sequence[float], when: str) -> None:
-    """Count where thousands of numbers differ. pytest's own diff of such lists, which `-v` and CI ask
-    for, takes hours."""
+    """Count the differences of long lists, because pytest's own diff of these, which `-v` and CI
+    ask for, takes hours."""
     differing = sum(a != b for a, b in zip(found, wanted, strict=True))
     assert differing == 0, f"{when}, {differing} of {len(wanted)} numbers are others"
 
 
 @pytest.mark.about("argmax")
 def test_argmax():
-    """The best of a row is its largest number, and of equals the first."""
+    """The best of a row is its largest number; among equal numbers, the first."""
     best, ids = token_choice.argmax(
         mx.array([[1.0, 3.0, 2.0], [0.0, 9.0, 9.0], [-1.0, -2.0, -1.5]])
     )
@@ -36,14 +36,14 @@ def test_argmax():
 
 @pytest.mark.about("argmax")
 def test_argmax_of_nan():
-    """If a NaN is in a row, its best is no number: else the mistake would not show."""
+    """The best of a row with a NaN is not finite, because otherwise the fault would stay hidden."""
     best, _ = token_choice.argmax(mx.array([[1.0, math.nan, 2.0]]))
     assert not mx.isfinite(best).item()
 
 
 @pytest.mark.about("uniform")
 def test_noise_depends_on_seed_and_index():
-    """Noise depends on seed and index alone, and lies above 0 and, as a float32, below 1."""
+    """Noise depends only on seed and index. It is above 0 and, as a float32, below 1."""
     first = [token_choice.uniform(seed, index) for seed in range(64) for index in range(64)]
     again = [token_choice.uniform(seed, index) for seed in range(64) for index in range(64)]
     assert_same(again, first, "asked again")
@@ -58,8 +58,8 @@ def test_noise_depends_on_seed_and_index():
 
 @pytest.mark.about("uniform")
 def test_noise_is_even():
-    """Eight equal parts of 0 to 1 get as much of it each, and so do the differences from one index
-    to the next, and from one seed to the next."""
+    """Noise is spread evenly over eight parts of 0 to 1, and so are its differences from one index
+    to the next and from one seed to the next."""
     rows = [[token_choice.uniform(seed, index) for index in range(64)] for seed in range(64)]
     values = [*chain(*rows)]
     indices = [(b - a) % 1 for a, b in pairwise(values)]
@@ -73,8 +73,8 @@ def test_noise_is_even():
 
 @pytest.mark.about("inverse_cdf")
 def test_land():
-    """A mark lands where the running sum passes it, and never on a weight of 0."""
-    weights = mx.array([[0.0, 5.0, 0.0, 3.0, 2.0, *[0.0] * 59]])  # whole blocks, as they always are
+    """The mark falls where the running sum passes it, never on a weight of 0."""
+    weights = mx.array([[0.0, 5.0, 0.0, 3.0, 2.0, *[0.0] * 59]])  # always whole blocks
     marks = {0.0: 1, 0.3: 1, 0.499: 1, 0.501: 3, 0.6: 3, 0.799: 3, 0.801: 4, 0.9999999: 4, 1.0: 4}
     assert {u: token_choice.inverse_cdf(weights, mx.array([[u]])).item() for u in marks} == marks
     many = mx.zeros((2, 5120))
@@ -83,7 +83,7 @@ def test_land():
     assert token_choice.inverse_cdf(many, mx.array([[0.5], [0.75]])).tolist() == [[4321], [4000]]
 
 
-IDS = (42, 7, 250, 3, 199)  # the tokens that are likely
+IDS = (42, 7, 250, 3, 199)  # the likely tokens
 PROBABILITIES = (0.4, 0.3, 0.2, 0.06, 0.04)
 
 
@@ -96,10 +96,10 @@ def logits_of(rows: int) -> mx.array:
 
 @pytest.mark.about("keep_first")
 def test_keep_first():
-    """top_k keeps a number of tokens, top_p a part of the probability."""
+    """top_k keeps a number of tokens, top_p a share of the probability."""
 
     def kept(*settings: dict, ids: Sequence[int] = IDS) -> list[int]:
-        """How many of these tokens, in each row."""
+        """Return how many of these tokens are kept in each row."""
         spread = sampling.Spread.from_logits(logits_of(len(settings)))
         spread = spread.only(mx.broadcast_to(mx.array(ids), (len(settings), len(ids))))
         filters = sampling.Filters.from_settings(
@@ -121,8 +121,8 @@ DRAWS = 4_000
 
 
 def draws(*settings: dict, slots: Sequence[int] = range(DRAWS)) -> list[int]:
-    """The tokens of 4,000 rows, with settings in turn: 0 is the likeliest token. Row i has a
-    seed and an index of its own."""
+    """Return the tokens of 4,000 rows, which use the settings in turn. 0 is the likeliest token.
+    Each row has its own seed and index."""
     picks = []
     for row, slot in enumerate(slots):
         options = SamplingParams(**settings[row % len(settings)])
@@ -143,7 +143,7 @@ def assert_likely(tokens: Sequence[int], probabilities: Sequence[float]) -> None
 
 @pytest.mark.about("draw")
 def test_temperature():
-    """Tokens come as often as they are likely, at each temperature."""
+    """At each temperature, tokens are drawn as often as they are likely."""
     both = draws({"temperature": 1.0}, {"temperature": 2.0})
     assert_likely(both[0::2], PROBABILITIES)
     roots = [math.sqrt(p) for p in PROBABILITIES]
@@ -152,7 +152,7 @@ def test_temperature():
 
 @pytest.mark.about("draw")
 def test_filters():
-    """Each row has filters of its own, and they look at temperature 1."""
+    """Each row has its own filters, which are applied at temperature 1."""
     each = (
         {"temperature": 2.0, "top_p": 0.6},
         {"temperature": 1.0, "top_k": 3},
@@ -171,7 +171,7 @@ def test_filters():
 
 @pytest.mark.about("draw")
 def test_draws_do_not_depend_on_the_company():
-    """A draw depends on seed and index, and not on slot or neighbours."""
+    """A draw depends on seed and index, but not on slot or neighbours."""
     warm = {"temperature": 1.0}
     alone = draws(warm)
     assert_same(draws(warm), alone, "drawn again")
@@ -182,7 +182,7 @@ def test_draws_do_not_depend_on_the_company():
 
 
 def test_seeds():
-    """With your sampler, the same seed says the same again."""
+    """With your sampler, the same seed gives the same answer."""
     state = sampling.SlotBiases(1, V)
     warm = SamplingParams(temperature=0.9, top_p=0.95)
 
@@ -193,7 +193,7 @@ def test_seeds():
             start = windows[0].starts[0]
             row = SamplingRow(0, warm, seed, start)
             token, _ = sampling.sample(logits(ids, slab, start)[-1:], [row], state)
-            return mx.where(mx.arange(V) == token, 1.0, 0.0)[None]  # the largest is this one
+            return mx.where(mx.arange(V) == token, 1.0, 0.0)[None]  # argmax gives this token
 
         return answer(ids_of("Tell me a story about a fox."), step)
 

@@ -25,7 +25,7 @@ from sampling import SamplingRow
 
 @pytest.mark.about("_admit")
 def test_static_batching():
-    """A batch is admitted, and the next one when all of it has ended."""
+    """A batch is admitted, and the next one only when all of it has ended."""
     tale = Tale(slots=2, policy="static")
     tale.submit_all((3, 2), (3, 5), (3, 2))
     first, second = tale.sched._admit(0.0)
@@ -37,7 +37,7 @@ def test_static_batching():
 
 @pytest.mark.about("_admit")
 def test_admission():
-    """Who is admitted has a slot, a moment and a policy, and is in line no more."""
+    """An admitted request has a slot, a time and a policy, and no longer waits."""
     tale = Tale(slots=2, policy="static")
     tale.submit_all((3, 2), (3, 2), (3, 2))
     first, second = tale.sched._admit(now=5.0)
@@ -51,7 +51,7 @@ def test_admission():
 
 @pytest.mark.about("_admit")
 def test_the_policy_says_who_is_next():
-    """The policy says who is next."""
+    """The policy decides who is next."""
     tale = Tale(slots=1, policy="short")
     tale.submit(9, 2)
     short = tale.submit(2, 2)
@@ -59,7 +59,7 @@ def test_the_policy_says_who_is_next():
 
 
 def run(runner: Runner, prefills: Sequence[Prefill], *decodes: tuple[int, int], **settings) -> dict:
-    """Run a step of a runner with 3 slots. Returns the tokens by slot. `decodes`: slots and rows."""
+    """Run a step of a runner with 3 slots. Return the tokens by slot. `decodes`: slots and rows."""
     order = ForwardBatch((), prefills, [Decoding(slot, row, ()) for slot, row in decodes])
     slots = [prefill.slot for prefill in prefills if prefill.emits]
     slots += [slot for slot, _ in decodes]
@@ -77,7 +77,7 @@ COUNT = varied("Count from 5 to 9.", "Spell lantern.")
 
 
 def parts(prompt: str) -> list[str]:
-    """The answer, token by token."""
+    """Return the answer, token by token."""
     said = demo()[1].tokenizer.encode(ANSWERS[prompt], add_special_tokens=False)
     return [text_of([token]) for token in said.ids]
 
@@ -101,7 +101,7 @@ def test_prompts_of_different_lengths():
 
 @pytest.mark.about("_forward", "_sample")
 def test_chunks():
-    """A chunk that does not end its prompt says nothing, and others decode next to it."""
+    """A chunk that does not end its prompt yields no token, and others decode next to it."""
     runner = new_runner()
     one = ids_of(SUM)
     two = ids_of(COUNT)
@@ -114,7 +114,8 @@ def test_chunks():
 
 @pytest.mark.about("_forward")
 def test_every_pass_is_started():
-    """`self._start` is called in each step, though nothing may be asked: else nothing is written."""
+    """`self._start` is called in each step, even if nothing is asked for. Otherwise nothing is
+    written."""
     runner = new_runner()
     start = runner._start
     started: list[tuple] = []
@@ -127,7 +128,7 @@ def test_every_pass_is_started():
 
 @pytest.mark.about("_sample")
 def test_logprobs():
-    """Who asks for log probabilities gets them."""
+    """A request that asks for log probabilities gets them."""
     logprobs = run(new_runner(), [Prefill(2, ids_of(), 0, emits=True)], logprobs=2)
     assert [*logprobs] == [(2, 0)], "by slot and index"
     likeliest, value = logprobs[2, 0].top[0]
@@ -136,7 +137,7 @@ def test_logprobs():
 
 
 def test_answers_in_batches():
-    """Six prompts, three at a time, have the answers that they have alone."""
+    """Six prompts, three at a time, get the same answers as alone."""
     with new_engine(slots=3, policy="static", run_ahead=False) as engine:
         steps = steps_for(engine, ANSWERS)
     with new_engine(slots=1, policy="serial", run_ahead=False) as engine:

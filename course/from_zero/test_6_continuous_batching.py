@@ -13,7 +13,7 @@ from request import Request
 
 @pytest.mark.about("next_row")
 def test_next_row():
-    """The newest token goes into the row after all before it."""
+    """The newest token goes into the row after all tokens before it."""
     request = Request(1, (5, 6, 7), 10, 0.0)
     rows = []
     for request.planned in (1, 2, 9):
@@ -23,7 +23,7 @@ def test_next_row():
 
 @pytest.mark.about("plan", "commit", "finish")
 def test_continuous_batching():
-    """The timeline at the top of sched.py comes out."""
+    """The steps are those of the timeline at the top of sched.py."""
     tale = Tale(slots=2)
     tale.submit_all((3, 3), (3, 5), (3, 2))
     tale.should_be("""
@@ -38,7 +38,7 @@ def test_continuous_batching():
 
 @pytest.mark.about("commit", "plan")
 def test_ends():
-    """Answers end by themselves or at max_tokens, and one token may be all."""
+    """Answers end at an end token or at max_tokens, even after one token."""
     tale = Tale(slots=3, budget=20)
     stops = tale.submit(3, 9, eos=2)
     full = [tale.submit(2, 1), tale.submit(4, 3, eos=3), tale.submit(1, 2)]
@@ -48,7 +48,7 @@ def test_ends():
          3 | C:d D:d
     """)
     assert stops.finish_reason == "stop"
-    # The last token that C may say is an end, too
+    # C's last possible token is an end token, too
     assert [request.finish_reason for request in full] == ["length", "stop", "length"]
     assert None not in [request.end for request in (stops, *full)]
 
@@ -67,7 +67,7 @@ def test_plan():
 
 @pytest.mark.about("plan")
 def test_room():
-    """One whole chunk always fits, unless it would take too long for those that decode."""
+    """One whole chunk always fits, unless it would take too long for the requests that decode."""
     for prompt_tokens, tokens in ((2**63, 3), (2, 2)):
         tale = Tale(slots=4, chunk=3, budget=2)
         tale.submit_all((1, 4), (1, 4), (1, 4))
@@ -80,7 +80,7 @@ def test_room():
 
 @pytest.mark.about("plan")
 def test_held():
-    """Who is in prefill and has no chunk is held."""
+    """A request in prefill without a chunk is held."""
     tale = Tale(slots=3, chunk=4, budget=4)
     tale.submit_all((2, 2), (2, 2), (3, 2))
     plan = tale.sched.plan(0.0)
@@ -90,7 +90,7 @@ def test_held():
 
 @pytest.mark.about("plan")
 def test_nobody():
-    """Without requests nothing is planned, and no slot is blocked while none waits."""
+    """Without requests nothing is planned, and no slot is blocked unless a request waits."""
     tale = Tale(slots=2, policy="serial")
     assert tale.sched.plan(0.0) is None
     tale.submit(3, 2)
@@ -99,7 +99,7 @@ def test_nobody():
 
 @pytest.mark.about("plan")
 def test_max_tokens():
-    """No token is planned after the last one, though none has been read."""
+    """No token is planned after the last one, even if none has been read."""
     tale = Tale(slots=1)
     request = tale.submit(3, 2)
     plans = [tale.sched.plan(0.0) for _ in range(3)]
@@ -109,7 +109,7 @@ def test_max_tokens():
 
 @pytest.mark.about("commit")
 def test_commit():
-    """A commit hands out tokens, and says who has ended, now or before."""
+    """A commit hands out tokens, and reports which requests have ended, now or before."""
     tale = Tale(slots=3)
     first = tale.submit(3, 1)
     second = tale.submit(3, 5)
@@ -128,7 +128,7 @@ def test_commit():
 
 @pytest.mark.about("finish")
 def test_cancel():
-    """A request that is cancelled leaves the line, or its slot."""
+    """A cancelled request leaves the queue, or its slot."""
     tale = Tale(slots=1)
     first, second, third = [tale.submit(3, 5) for _ in range(3)]
     tale.step()
@@ -150,7 +150,7 @@ def test_cancel():
 
 @pytest.mark.about("finish")
 def test_drain():
-    """When the last request has left, a change of the policy comes true (`_end_drain`)."""
+    """When the last request has left, a pending change of policy takes effect (`_end_drain`)."""
     tale = Tale(slots=2)
     request = tale.submit(3, 5)
     tale.step()
@@ -178,7 +178,7 @@ def test_scrub():
 
 @pytest.mark.about("_leave_slot", "plan")
 def test_scrub_in_mid_prompt():
-    """Also if a request is cancelled before a token has shown that its rows are numbers."""
+    """Rows are also zeroed after a cancel, if no token has shown yet that they are finite."""
     tale = Tale(slots=1, chunk=4)
     request = Story.submit(tale, 9, 4)
     tale.fails.add(request.id)
@@ -194,7 +194,7 @@ def test_scrub_in_mid_prompt():
 
 
 def test_random():
-    """Requests at random moments: every plan keeps every invariant."""
+    """With requests at random times, every plan keeps every invariant."""
     for seed in range(25):
         dice = random.Random(f"{SEED}{seed}" if SEED else seed)
         tale = Tale(dice.randint(1, 4), chunk=dice.choice((2, 4, 8)), budget=dice.randint(1, 20))
@@ -212,7 +212,7 @@ def test_random():
 
 
 def test_fewer_steps():
-    """Six prompts in two slots: the same answers, in fewer steps."""
+    """Six prompts in two slots get the same answers in fewer steps."""
     with new_engine(slots=2, policy="static", run_ahead=False) as engine:
         batches = steps_for(engine, ANSWERS)
     with new_engine(slots=2, run_ahead=False) as engine:

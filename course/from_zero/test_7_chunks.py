@@ -10,7 +10,7 @@ from course.from_zero.shared_by_tests import ANSWERS, SUM, Tale, ask, new_engine
 
 
 def cuts(tale: Tale) -> list[str]:
-    """A line for each step, to the end."""
+    """Run to the end. Return a line for each step."""
     tale.drawn()
     lines = []
     for plan in tale.plans:
@@ -53,7 +53,7 @@ def test_budget():
 
 @pytest.mark.about("_allot")
 def test_short_first():
-    """A short prompt does not wait for a long one, and leaves half to the oldest."""
+    """A short prompt does not wait for a long one, and leaves half of the budget to the oldest."""
     tale = Tale(slots=2, chunk=8, budget=8)
     tale.submit(24, 1)
     tale.step()
@@ -75,7 +75,7 @@ def test_short_first():
 
 @pytest.mark.about("_allot")
 def test_nothing_is_kept_in_vain():
-    """What the oldest cannot use is not kept for it."""
+    """Budget that the oldest prompt cannot use is not reserved for it."""
     tale = Tale(slots=3, chunk=8, budget=8)
     tale.submit_all((10, 1), (12, 1), (9, 1))
     assert cuts(tale) == timeline("""
@@ -94,7 +94,7 @@ def test_nothing_is_kept_in_vain():
 
 @pytest.mark.about("_cut", "_allot")
 def test_a_long_prompt():
-    """A long prompt in chunks says what it says as a whole."""
+    """A long prompt in chunks gets the same answer as a whole."""
     story = "Once there was a fox. The fox was kind, and went to the lake with a lantern. " * 8
     said = []
     for chunk in (32, 128):

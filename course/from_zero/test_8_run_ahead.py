@@ -25,8 +25,8 @@ from sampling import SamplingRow
 
 
 def starts_and_reads(run_ahead: bool, eager_first_token: bool, later: bool = False) -> list[str]:
-    """What happens in an answer of four tokens, in order. `later`: another prompt comes after two
-    steps."""
+    """Return the starts and reads of an answer of four tokens, in order. `later`: another prompt
+    arrives after two steps."""
     lines: list[str] = []
 
     def note(what: str) -> None:
@@ -84,7 +84,7 @@ def test_first_token():
 
 @pytest.mark.about("start_sampling")
 def test_flight():
-    """A flight holds a token of each slot that was asked, and -1 for the others."""
+    """A started step holds a token for each slot that was asked for, and -1 for the others."""
     runner = Runner(demo()[0], Sizes(slots=3, max_len=128, chunk=32, budget=64))
     enqueue = runner._enqueue
     started: list[object] = []
@@ -114,7 +114,7 @@ def test_flight():
 
 
 def test_ghosts():
-    """A ghost's token is dropped: A ends with its second token, and runs once more."""
+    """A ghost's token is dropped: A ends with its second token, but runs once more."""
     tale = Tale(slots=1, lag=1)
     first = tale.submit(3, 9, eos=2)
     tale.submit(3, 2)
@@ -129,7 +129,7 @@ def test_ghosts():
 
 
 def test_a_ghost_of_nan():
-    """A ghost whose numbers are not finite does not reach the others."""
+    """A ghost with non-finite numbers does not affect the others."""
     tale = Tale(slots=1, lag=1)
     tale.fails.add(tale.submit(3, 9).id)
     second = tale.submit(2, 2)
@@ -156,7 +156,7 @@ def test_failure():
 
 @pytest.mark.about("step")
 def test_exit():
-    """SystemExit ends the requests, too, but is for the whole program: it is raised again."""
+    """SystemExit ends the requests, too, and is raised again to end the program."""
 
     def leave(order: ForwardBatch) -> None:
         raise SystemExit(3)
@@ -188,7 +188,7 @@ def test_lock():
 
 @pytest.mark.about("step")
 def test_plan_false():
-    """`plan=False` plans nothing, and what is in flight is read."""
+    """`plan=False` plans nothing, but the step in flight is read."""
     with new_engine(slots=1) as engine:
         engine.eager_first_token = False
         commits: list = []

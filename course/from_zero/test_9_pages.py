@@ -21,7 +21,8 @@ def check_pages(pool: pages.Pool, count: int) -> None:
 
 
 def story(pool: pages.Pool, *events: tuple[str, int]) -> list[str]:
-    """A line for each event: a sequence grows to some rows, or leaves (0 rows). A square is a page."""
+    """Return a line for each event: a sequence grows to some rows, or leaves (0 rows). A square is
+    a page."""
     lines = []
     for name, rows in events:
         sequence = "AB".index(name)
@@ -36,7 +37,7 @@ def story(pool: pages.Pool, *events: tuple[str, int]) -> list[str]:
 
 @pytest.mark.about("grow", "leave")
 def test_block_tables():
-    """A sequence takes a page when its next row needs one, and leaves all of them at once."""
+    """A sequence takes a page when its next row needs one, and gives all of them back at once."""
     came = story(
         pages.Pool(1, 6, 1, 4),
         ("A", 16), ("A", 17), ("B", 40), ("A", 30), ("B", 65), ("A", 0), ("B", 65),
@@ -72,7 +73,7 @@ def test_place():
 
 @pytest.mark.about("write")
 def test_write():
-    """New rows land where the block table says, in every head, also across the end of a page."""
+    """New rows are written where the block table says, in every head, also across a page's end."""
     pool = pool_with({7: [4, 0, 2], 8: [1]})
     k = numbered(19)
     pages.PagedWindow(pool, [7], [14], 19).write(1, k, k + 20)
@@ -112,7 +113,7 @@ def test_read():
 
 
 class Service:
-    """Answers prompts, as many at once as there are pages for; or slots, if `most` is given."""
+    """A service that answers as many prompts at once as its pages can hold, or at most `most`."""
 
     def __init__(self, size: int, most: int = 99):
         self.pool = pages.Pool(LAYERS, size, HKV, DH)
@@ -145,7 +146,7 @@ class Service:
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
     def step(self, texts: list[list[int]], running: list[int], starts: list[int]) -> list[int]:
-        """What is new of each text goes in, and its next token comes out."""
+        """Put the new tokens of each text in. Return the next token of each."""
         ids: list[int] = []
         ends = []
         windows = []
@@ -161,7 +162,7 @@ class Service:
 
 
 def test_more_at_once():
-    """The tokens are those of each prompt alone, and far more requests fit into the same memory."""
+    """Each prompt gets the same tokens as alone, and far more requests fit into the same memory."""
     prompts = [tokenizer().ask(prompt) for prompt in ANSWERS]
     alone = [answer(prompt) for prompt in prompts]
     slots, paged, small = Service(16, most=2), Service(16), Service(7)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-if not sys.flags.safe_path:  # by itself, on our chapter
+if not sys.flags.safe_path:  # started directly, on our chapter
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 PATIENCE_S = 30
@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def be_a_rank(prompt: str) -> dict:
-    """What this process has to say in the end."""
+    """Run one rank. Return its tokens, and what it sent and held."""
     from course.from_zero import small_llama
     from course.from_zero.reference import ranks
     from kernels.device import mx
@@ -50,7 +50,7 @@ def be_a_rank(prompt: str) -> dict:
 
 
 def launch(prompt: str, size: int = 2) -> list[dict]:
-    """Start the ranks, and wait for what they say. If one fails, all end."""
+    """Start the ranks, and return their results. If one fails, all are killed."""
     with ExitStack() as at_last:
         folder = at_last.enter_context(TemporaryDirectory())
         sockets = [at_last.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(size)]

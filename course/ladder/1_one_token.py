@@ -15,7 +15,7 @@ stop.
 This is called greedy decoding. Everything that a serving engine does is this loop, for many lists
 at a time, without doing anything twice.
 
-The function is `forward` in `llama.py`. We use the real one, and read it later. It wants three
+The function is `forward` in `llama.py`. We use the real one, and read it later. It needs three
 things besides the model:
 
 - The tokens' numbers.
@@ -24,13 +24,14 @@ things besides the model:
   for each step, and throws it away. The next rung asks what that costs.
 - The places of the tokens whose next token is wanted. Here that is the last one.
 
-For each of these it yields a *state*: some hundred numbers that say what has been understood so
-far. The model's *head* compares a state with every token of the vocabulary. That makes the scores.
+For each of these tokens it yields a *state*: a few hundred numbers that represent what the model
+has understood so far. The model's *head* compares a state with every token of the vocabulary. That
+gives the scores.
 
-To put a list of tokens through the model, all side by side, is a *prefill*. On this rung every step
-is a prefill, and computes all tokens of the list: look at the column of tokens computed. (The time
-grows with them. You see that in a longer answer, such as rung 2 has.) Below, the program draws a
-character for each step: ▒ for a prefill. The digit in ▒1▒▒ is the request's number, written over
+Putting a list of tokens through the model, all side by side, is called a *prefill*. On this rung
+every step is a prefill that computes all tokens of the list: look at the column of tokens computed.
+(The time grows with them, as you will see in the longer answer of rung 2.) Below, the program draws
+a character for each step: ▒ for a prefill. The digit in ▒1▒▒ is the request's number, written over
 its second step.
 
 The demo model is a toy that tells stories, counts, spells and reverses words, and adds up numbers
@@ -51,16 +52,16 @@ MODEL, TEXT = load()
 
 
 def new_slab(length: int) -> Slab:
-    """Room for this many tokens.
+    """Return a slab with room for this many tokens.
 
-    (Rounded up to a multiple of 32, because attention reads 32 rows at a time.)
+    The length is rounded up to a multiple of 32, because attention reads 32 rows at a time.
     """
     shape = slab_shape(MODEL.config, 1, length, 32)
     return Slab(*shape, MODEL.dtype)
 
 
 def next_token(ids: list[int]) -> int:
-    """All tokens go in, and the best next one comes out."""
+    """Put all tokens in, and return the best next one."""
     slab = new_slab(len(ids))
     # All tokens go into slot 0, from row 0 on. (These are lists, because a window can hold several
     # sequences: rung 3.)

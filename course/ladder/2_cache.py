@@ -2,14 +2,14 @@
 
     python course/ladder/2_cache.py
 
-Rung 1 put the whole list of tokens through the model in every step. Almost all of that had been
-done before. A token's path through the model depends on the tokens before it, and never on those
-behind it. So what was computed for the old tokens is still right when a new token comes.
+Rung 1 put the whole list of tokens through the model in every step. Almost all of that work had
+been done before. A token's path through the model depends on the tokens before it, and never on
+those after it. So what was computed for the old tokens is still right when a new token comes.
 
-Where does the new token need the old ones at all? In attention alone. There its *query* is compared
+Where does the new token need the old ones at all? Only in attention. There its *query* is compared
 with the *key* of each token before it, and the result weights their *values*. So two vectors of
-each old token are enough in each layer: its key and its value. A KV cache keeps them, and does no
-more than that:
+each old token are enough in each layer: its key and its value. A KV cache keeps them, and does
+nothing else:
 
     step   goes into the model            is in the slab already         tokens computed
        1   What is 17 + 6?                                               11
@@ -19,14 +19,14 @@ more than that:
 Step 1 is a prefill (▒), as before. The other steps are of a new kind, *decode* (█): the newest
 token goes in, alone, and the next one comes out.
 
-Compared with rung 1 the slab is made once. Only the tokens from `start` on go in, and they are
-written to the rows from `start` on: a row of the slab holds what is kept of one token. After a
+Compared with rung 1, the slab is made only once. Only the tokens from `start` on go in, and they
+are written to the rows from `start` on: a row of the slab holds what is kept of one token. After a
 step, everything but the newest token is in the slab. The newest token has come out of the model,
 but it has not yet gone in.
 
-The program tells the same story twice: first without keeping anything, then with the cache. The
-answers are equal, token for token. Without the cache, each step computes one token more than the
-step before. With it, each step computes one token. On a quiet machine the milliseconds follow.
+The program tells the same story twice: first without a cache, then with it. The answers are equal,
+token for token. Without the cache, each step computes one token more than the step before. With it,
+each step computes one token. On an idle machine, the times show the difference.
 """
 
 import time
@@ -46,26 +46,26 @@ MODEL, TEXT = load()
 
 
 class Answer(NamedTuple):
-    """The answer's tokens, and for each of them what its step took."""
+    """The tokens of an answer, and what each of its steps took."""
 
     tokens: list[int]
-    computed: list[int]  # how many tokens went into the model
+    computed: list[int]  # number of tokens that went into the model
     ms: list[float]
 
 
 def new_slab(length: int) -> Slab:
-    """Room for this many tokens.
+    """Return a slab with room for this many tokens.
 
-    (Rounded up to a multiple of 32, because attention reads 32 rows at a time.)
+    The length is rounded up to a multiple of 32, because attention reads 32 rows at a time.
     """
     shape = slab_shape(MODEL.config, 1, length, 32)
     return Slab(*shape, MODEL.dtype)
 
 
 def next_token(ids: list[int], slab: Slab, start: int) -> int:
-    """The tokens from `start` on go in, and the best next one comes out.
+    """Put the tokens from `start` on in, and return the best next one.
 
-    The tokens before `start` are in the slab.
+    The tokens before `start` are in the slab already.
     """
     new = ids[start:]  # in all steps but the first, this is one token
     window = Window(slab, slots=[0], starts=[start], L=len(new))
@@ -76,7 +76,7 @@ def next_token(ids: list[int], slab: Slab, start: int) -> int:
 
 
 def answer(prompt: str, timeline: Timeline, keeps: bool) -> Answer:
-    """`keeps`: what is in the slab is used in the next step."""
+    """Answer a prompt. `keeps`: use the rows in the slab in the next step."""
     ids = TEXT.ask(prompt)
     length = len(ids)
     computed = []

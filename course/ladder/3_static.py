@@ -2,32 +2,32 @@
 
     python course/ladder/3_static.py
 
-For each token a machine reads every weight of the model. That reading takes most of the time, and
-it costs the same for four sequences as for one: each weight is read once, and multiplied with four
-vectors instead of one. So we answer several prompts at a time. That is a batch.
+For each token, a machine reads every weight of the model. That takes most of the time, and it costs
+the same for four sequences as for one: each weight is read once, and multiplied by four vectors
+instead of one. So we answer several prompts at a time. That is a batch.
 
 A batch of what shape? The simplest is a rectangle. Two things do not fit into it:
 
-- The prompts have different lengths. So the short ones are padded with zeros at their right end, up
-  to the longest. The padding's keys land in rows after the prompt. No token sees a row that comes
-  after its own, and the answer's tokens write over those rows, one by one.
+- The prompts have different lengths. So the short ones are padded with zeros at their right end, to
+  the length of the longest. The padding's keys are written to rows after the prompt. No token sees
+  a row that comes after its own, and the answer's tokens overwrite those rows, one by one.
 - The answers have different lengths. So an answer that ends early stays in the batch as a *ghost*
   (▚) until the whole batch is done: its last token goes in again and again, and what comes out is
-  dropped. Meanwhile requests 5 to 8 wait. (Elsewhere this is padding, too: `generate` of Hugging
-  Face's transformers gives a sequence that has finished pad tokens until the longest has.)
+  dropped. Meanwhile, requests 5 to 8 wait. (Others call this padding, too: `generate` in Hugging
+  Face's transformers gives a finished sequence pad tokens until the longest one has finished.)
 
 slot 0  ▒1██████████████████████████████████████████████▒5█████████████████████████████████████████
 slot 1  ▒2███████████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▒6███████████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚
 slot 2  ▒3█████████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▒7████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚
 slot 3  ▒4███████████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▒8█████████▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚▚
 
-This is static batching. Compared with rung 2 the slab has several slots, one for each sequence, and
-a sequence is a record, which keeps prompt and answer apart. `next_token` has become two functions,
-`prefill` and `decode`. In `prefill` the prompts go in side by side, each through a window of its
-own. In `decode` one window holds the newest token of every slot.
+This is static batching. Compared with rung 2, the slab has several slots, one for each sequence,
+and a sequence is a record that keeps prompt and answer apart. `next_token` has become two
+functions, `prefill` and `decode`. In `prefill` the prompts go in side by side, each through a
+window of its own. In `decode` one window holds the newest token of every slot.
 
-Two figures say what the rectangle wastes. Some percent of all slots x steps are *useful*: in the
-others ghosts ran. And some of all tokens that were computed were padding, or a ghost's.
+Two figures show what the rectangle wastes: the percentage of slots x steps that is *useful*,
+because ghosts run in the others, and the number of computed tokens that are padding or a ghost's.
 """
 
 import time
@@ -46,7 +46,7 @@ MODEL, TEXT = load()
 
 @dataclass
 class Sequence:
-    number: int  # the request's
+    number: int  # of the request
     prompt: list[int]
     answer: list[int] = field(default_factory=list)  # so far
     has_ended: bool = False
@@ -62,7 +62,7 @@ def new_slab(slots: int) -> Slab:
 
 
 def prefill(slab: Slab, batch: list[Sequence]) -> list[int]:
-    """The prompts go in, padded to a rectangle; the first token of each answer comes out."""
+    """Put the prompts in, padded to a rectangle. Return the first token of each answer."""
     longest = max(sequence.length for sequence in batch)
     ids = []
     windows = []
@@ -79,7 +79,7 @@ def prefill(slab: Slab, batch: list[Sequence]) -> list[int]:
 
 
 def decode(slab: Slab, batch: list[Sequence]) -> list[int]:
-    """The newest token of each sequence goes in; the next one of each comes out."""
+    """Put the newest token of each sequence in. Return the next one of each."""
     slots = list(range(len(batch)))
     newest = [sequence.answer[-1] for sequence in batch]
     rows = [sequence.length - 1 for sequence in batch]  # all before the newest are in the slab
@@ -90,7 +90,7 @@ def decode(slab: Slab, batch: list[Sequence]) -> list[int]:
 
 
 def commit(batch: list[Sequence], tokens: list[int]) -> None:
-    """Each sequence gets its token. What a ghost has sampled is dropped."""
+    """Give each sequence its token. The token of a ghost is dropped."""
     for sequence, token in zip(batch, tokens, strict=True):
         if sequence.has_ended:
             continue
@@ -99,7 +99,7 @@ def commit(batch: list[Sequence], tokens: list[int]) -> None:
 
 
 def draw(timeline: Timeline, batch: list[Sequence], kind: str) -> None:
-    """A column of the picture: what each slot does in this step."""
+    """Draw a column of the picture: what each slot does in this step."""
     cells = {}
     for slot, sequence in enumerate(batch):
         shown = "ghost" if sequence.has_ended else kind
@@ -108,7 +108,7 @@ def draw(timeline: Timeline, batch: list[Sequence], kind: str) -> None:
 
 
 def serve(batch: list[Sequence], timeline: Timeline) -> int:
-    """From the prompts to the end of the longest answer. Returns how many tokens were computed."""
+    """Run a batch until its longest answer has ended. Return the number of tokens computed."""
     slab = new_slab(len(batch))
     longest = max(sequence.length for sequence in batch)
     draw(timeline, batch, "prefill")
@@ -139,7 +139,7 @@ def main() -> None:
         written = sum(len(answer) for answer in answers)
         took = rate(written, len(timeline.steps), seconds)
         timeline.show(f"{slots} at a time, {took}, {timeline.useful:.0f} % useful")
-        needed = sum(sequence.length - 1 for sequence in sequences)  # the last one never goes in
+        needed = sum(sequence.length - 1 for sequence in sequences)  # the last token never goes in
         wasted = computed - needed
         print(f"        {computed} tokens computed, {wasted} of them padding or a ghost's")
     show_answers(TEXT, PROMPTS, answers)

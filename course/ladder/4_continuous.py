@@ -2,18 +2,18 @@
 
     python course/ladder/4_continuous.py
 
-On rung 3 a batch came and went as a whole. But nothing in the model asks for that. A sequence owns
+On rung 3, a batch came and went as a whole. But nothing in the model requires that. A sequence owns
 a *slot*: some rows of the slab. It needs these rows and no others, so it may begin and end at any
-step. Only one thing has to change: we decide before each step, and not before each batch, what goes
-in. A step has three parts:
+step. Only one thing has to change: we decide what goes in before each step, not before each batch.
+A step has three parts:
 
     plan     free slots are given to requests that wait; sequences that have a slot already decode
     run      one forward pass: prompts and newest tokens lie side by side in it
     commit   every sequence gets its token; a sequence that has ended leaves its slot
 
-The part that decides is a *scheduler*. This one takes some 20 lines, and it knows no model and no
-array. It knows the rule of rung 3, too: "static" admits nothing while anything runs. Two lines of
-`plan` are the whole difference between the policies.
+The part that decides is a *scheduler*. This one has about 20 lines, and it does not know about
+models or arrays. It also has the rule of rung 3: "static" admits nothing while anything runs. Two
+lines of `plan` are the whole difference between the policies.
 
 static:
 
@@ -29,9 +29,10 @@ slot 1  ▒2███████████████▒6██████�
 slot 2  ▒3█████████████▒5█████████████████████████████████████████
 slot 3  ▒4███████████████▒7████████▒8█████████····················
 
-Compared with rung 3 padding and ghosts have gone. A prompt goes in with its own length. The window
+Compared with rung 3, padding and ghosts are gone. A prompt goes in with its own length. The window
 of the newest tokens names only the slots that decode. So under "static" the same slots stay without
-a request as on rung 3, but there they computed in vain (a ghost), and here they do nothing: such a
+a request as on rung 3. There they computed in vain (a ghost), and here they do nothing: such a slot
+is *blocked* (╳) while requests wait for the batch, and *free* (·) if none waits.
 slot is *blocked* (╳) while requests wait for the batch, and *free* (·) when none waits.
 """
 
@@ -53,7 +54,7 @@ MODEL, TEXT = load()
 
 @dataclass
 class Sequence:
-    number: int  # the request's
+    number: int  # of the request
     prompt: list[int]
     answer: list[int] = field(default_factory=list)  # so far
 
@@ -64,20 +65,20 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step, decided: for each slot that takes part, the sequence that owns it."""
+    """A step that has been decided: slot -> sequence, for each slot that takes part."""
 
-    prefills: dict[int, Sequence]  # the prompt goes in
-    decodes: dict[int, Sequence]  # the newest token goes in
+    prefills: dict[int, Sequence]  # whose prompts go in
+    decodes: dict[int, Sequence]  # whose newest tokens go in
 
 
 class Scheduler:
     def __init__(self, policy: str, line: list[Sequence]):
         self.policy = policy
         self.line = deque(line)
-        self.running: dict[int, Sequence] = {}  # by slot
+        self.running: dict[int, Sequence] = {}  # slot -> sequence
 
     def plan(self) -> Plan:
-        """Sequences that run decode. Then free slots go to those that wait."""
+        """Let running sequences decode. Then give free slots to waiting ones."""
         decodes = dict(sorted(self.running.items()))  # neighbouring slots share one product
         free = [slot for slot in range(SLOTS) if slot not in self.running]
         if self.policy == "static" and self.running:
@@ -90,7 +91,7 @@ class Scheduler:
         return Plan(prefills, decodes)
 
     def commit(self, tokens: dict[int, int]) -> None:
-        """Each sequence gets its token. A slot is free as soon as its sequence has ended."""
+        """Give each sequence its token. A slot is free as soon as its sequence has ended."""
         for slot, token in tokens.items():
             sequence = self.running[slot]
             sequence.answer.append(token)
@@ -99,7 +100,7 @@ class Scheduler:
 
 
 def run(slab: Slab, plan: Plan) -> dict[int, int]:
-    """One forward pass for all of them. By slot: the token that comes next."""
+    """Run one forward pass for all of them. Return slot -> next token."""
     ids = []
     windows = []
     asked = []  # places in `ids`
@@ -107,7 +108,7 @@ def run(slab: Slab, plan: Plan) -> dict[int, int]:
         ids += sequence.prompt
         window = Window(slab, slots=[slot], starts=[0], L=sequence.length)
         windows.append(window)
-        asked.append(len(ids) - 1)  # of a prompt, its last token
+        asked.append(len(ids) - 1)  # the last token of the prompt
 
     rows = []
     for sequence in plan.decodes.values():
@@ -121,12 +122,12 @@ def run(slab: Slab, plan: Plan) -> dict[int, int]:
     states = forward(MODEL, mx.array(ids), windows, asked)  # (n, D)
     scores = MODEL.head(states)  # (n, V)
     tokens = mx.argmax(scores, axis=-1).tolist()
-    slots = [*plan.prefills, *plan.decodes]  # as they were asked
+    slots = [*plan.prefills, *plan.decodes]  # in the order of `asked`
     return dict(zip(slots, tokens, strict=True))
 
 
 def draw(timeline: Timeline, plan: Plan, waiting: int) -> None:
-    """A column of the picture: what each slot does in this step."""
+    """Draw a column of the picture: what each slot does in this step."""
     cells = {}
     for slot in range(SLOTS):
         if slot in plan.prefills:

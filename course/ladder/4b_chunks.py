@@ -2,16 +2,16 @@
 
     python course/ladder/4b_chunks.py
 
-On rung 4 a prompt goes in as a whole, in one step. A prompt of 600 tokens makes a step that takes
-as long as forty others, and all who decode next to it wait: no reader gets a token until that step
-is over. The step is long because of one prompt. So we cut the prompt into *chunks*, and let in one
-chunk a step.
+On rung 4, a prompt goes in as a whole, in one step. A prompt of 600 tokens makes a step that takes
+as long as forty others, and all requests that decode next to it wait: no reader gets a token until
+that step is over. The step is long because of one prompt. So we cut the prompt into *chunks*, and
+put in one chunk per step.
 
-What has to change? Less than one would think. A window says from which row on it writes, so a part
-of a prompt can be written like a whole one: rows 0 to 63 in this step, rows 64 to 127 in the next.
-What a chunk's tokens look back on is in the slab already. And a chunk that does not end its
-prompt yields nothing: only the prompt's last token predicts the next one. With a prompt of 203
-tokens:
+What has to change? Less than one would think. A window says at which row it begins to write, so a
+part of a prompt can be written like a whole one: rows 0 to 63 in this step, rows 64 to 127 in the
+next. The earlier tokens that a chunk looks back on are in the slab already. A chunk that does not
+end its prompt yields nothing: only the prompt's last token predicts the next one. With a prompt of
+203 tokens:
 
     step    slot 0              slot 1                 in slot 0
        1    decode              prompt[0:64]
@@ -19,13 +19,14 @@ tokens:
        3    decode              prompt[128:192]        whatever slot 1 is doing
        4    decode              prompt[192:203]  -> the first token of its answer
 
-Compared with rung 4 a sequence knows how many tokens of its prompt are in the slab (`done`), and
+Compared with rung 4, a sequence knows how many tokens of its prompt are in the slab (`done`), and
 `chunk_of` cuts the next piece: these are the 15 lines. `plan` and `commit` are as before. A step
-now has an upper end: one chunk, and one token for each neighbour. That is the *budget* of a step,
+now has an upper limit: one chunk, and one token for each neighbour. That is the *budget* of a step,
 which the next rung's scheduler turns into a setting.
 
-The program serves three short prompts, and in step 6 a long one comes: first with chunks as long as
-the longest prompt, so that nothing is cut, then with chunks of 64 tokens. Look at the longest step.
+The program serves three short prompts, and in step 6 a long one arrives: first with chunks as long
+as the longest prompt, so that nothing is cut, then with chunks of 64 tokens. Look at the longest
+step.
 """
 
 import time
@@ -45,7 +46,7 @@ PROMPTS = [
     "Count from 3 to 20.",
     "What is a slot?",
     "Is fox in this list: owl, fox, bee?",
-    "What is 17 + 6?",  # this one comes later, at the end of the long talk
+    "What is 17 + 6?",  # this one arrives later, at the end of a long conversation
 ]
 SLOTS = 4
 LONGEST = 1024
@@ -54,7 +55,7 @@ MODEL, TEXT = load()
 
 @dataclass
 class Sequence:
-    number: int  # the request's
+    number: int  # of the request
     prompt: list[int]
     done: int = 0  # tokens of the prompt that are in the slab
     answer: list[int] = field(default_factory=list)  # so far
@@ -69,7 +70,7 @@ class Chunk:
 
 
 def chunk_of(sequence: Sequence, most: int) -> Chunk:
-    """The next piece of a prompt, `most` tokens at most."""
+    """Cut the next piece of a prompt, at most `most` tokens."""
     start = sequence.done
     ids = sequence.prompt[start : start + most]
     sequence.done += len(ids)
@@ -78,10 +79,10 @@ def chunk_of(sequence: Sequence, most: int) -> Chunk:
 
 
 def run(slab: Slab, chunks: dict[int, Chunk], decodes: dict[int, Sequence]) -> dict[int, int]:
-    """One forward pass for all of them. By slot: the token that comes next, if one is asked."""
+    """Run one forward pass for all of them. Return slot -> next token, where one is asked for."""
     ids = []
     windows = []
-    asked = {}  # by slot: the place in `ids`
+    asked = {}  # slot -> place in `ids`
     for slot, chunk in chunks.items():
         ids += chunk.ids
         windows.append(Window(slab, slots=[slot], starts=[chunk.start], L=len(chunk.ids)))
@@ -96,7 +97,7 @@ def run(slab: Slab, chunks: dict[int, Chunk], decodes: dict[int, Sequence]) -> d
         windows.append(Window(slab, slots=list(decodes), starts=rows, L=1))
     states = forward(MODEL, mx.array(ids), windows, list(asked.values()))  # (n, D)
     scores = MODEL.head(states)  # (n, V)
-    mx.eval(scores, slab.arrays)  # where nothing is asked, rows have to be written all the same
+    mx.eval(scores, slab.arrays)  # rows must be written even if nothing is asked for
     if not asked:
         return {}
     tokens = mx.argmax(scores, axis=-1).tolist()
@@ -104,14 +105,15 @@ def run(slab: Slab, chunks: dict[int, Chunk], decodes: dict[int, Sequence]) -> d
 
 
 def serve(most: int) -> list[Sequence]:
-    """Each step: one chunk of each prompt that is not read yet, and a token of each answer."""
+    """Serve all prompts. A step runs one chunk of each unfinished prompt, and a token of each
+    answer."""
     talk = TEXT.encode_chat([*TALK, {"role": "user", "content": PROMPTS[-1]}])
     prompts = [*(TEXT.ask(prompt) for prompt in PROMPTS[:-1]), talk]
     sequences = [Sequence(number, list(ids)) for number, ids in enumerate(prompts, 1)]
-    running = dict(enumerate(sequences[:-1]))  # by slot
+    running = dict(enumerate(sequences[:-1]))  # slot -> sequence
     slab = Slab(*slab_shape(MODEL.config, SLOTS, LONGEST, 32), MODEL.dtype)
     timeline = Timeline(SLOTS)
-    longest = 0  # tokens of a step
+    longest = 0  # most tokens of a step
     began = time.perf_counter()
     while running:
         reading = {slot: s for slot, s in running.items() if s.done < len(s.prompt)}
@@ -124,7 +126,7 @@ def serve(most: int) -> list[Sequence]:
             running[slot].answer.append(token)
             if token in TEXT.end_tokens:
                 del running[slot]
-        if len(timeline.steps) == 6:  # now the long one comes
+        if len(timeline.steps) == 6:  # now the long one arrives
             running[SLOTS - 1] = sequences[-1]
     seconds = time.perf_counter() - began
     written = sum(len(sequence.answer) for sequence in sequences)

@@ -2,27 +2,27 @@
 
     python course/ladder/5_run_ahead.py
 
-Rung 4 and a half cut each prompt into *chunks*, and the others decode next to them. But it gave
-every prompt a chunk in each step: ten long prompts would make a long step all the same. So a step
-has a *budget* of tokens, and prompts share it in the order in which they came.
+Rung 4 and a half cut each prompt into *chunks*, and the others decoded next to them. But it gave
+every prompt a chunk in each step: ten long prompts would still make a long step. So a step has a
+*budget* of tokens, and prompts share it in the order in which they arrived.
 
-The device, too, has to wait: so far we read a step's tokens, then plan and build the next step
-while the device stands still. But the newest tokens, which the next step needs, are on the device
-already. So step N + 1 is started before N's tokens are read, and Python's work hides behind the
-device's. The price: an answer's end is seen one step late. By then its sequence has been planned
-once more. It runs as a *ghost* (▚), and that token is dropped.
+The device has to wait, too: so far we read a step's tokens, then plan and build the next step while
+the device is idle. But the newest tokens, which the next step needs, are on the device already. So
+step N + 1 is started before N's tokens are read, and Python's work is hidden behind the device's.
+The price: an answer's end is seen one step late. By then its sequence has been planned once more.
+It runs as a *ghost* (▚), and that token is dropped.
 
     device   |   run N             |   run N+1           |   run N+2
     Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...
 
-Compared with rung 4 and a half the scheduler is the real one (`sched.py`). It does what ours did, in
-a class of its own, and knows of a budget for each step, and of tokens that are planned but not yet
-read. `run` starts a step and returns at once; `commit` waits for its tokens.
+Compared with rung 4 and a half, the scheduler is the real one (`sched.py`). It does what ours did,
+in a class of its own, and also handles a budget for each step, and tokens that are planned but not
+yet read. `run` starts a step and returns at once; `commit` waits for its tokens.
 
-The program serves the same requests twice, and says which share of the time Python takes for itself:
-that is the most that running ahead can hide. A GPU works meanwhile, so there nearly all of it is
-gained. A CPU gains nothing (two quiet cores took 0.25 s both times, and Python's share was 15 %):
-there Python and the device share the cores, and MLX's queue holds too little to work on by itself.
+The program serves the same requests twice, and prints Python's share of the time, which is the most
+that running ahead can hide. A GPU works in parallel, so there nearly all of it is gained. A CPU
+gains nothing (two idle cores took 0.25 s both times, and Python's share was 15 %), because Python
+and the device share the cores, and MLX's queue holds too little work.
 """
 
 import time
@@ -45,7 +45,7 @@ PROMPTS = [
     "Count from 3 to 20.",
     "What is a slot?",
     "Is fox in this list: owl, fox, bee?",
-    "What is 17 + 6?",  # this one comes later, at the end of the long talk
+    "What is 17 + 6?",  # this one arrives later, at the end of a long conversation
 ]
 SLOTS = 3
 LONGEST = 1024
@@ -60,10 +60,10 @@ class Engine:
         self.slab = Slab(*shape, MODEL.dtype)
         self.newest = mx.zeros(SLOTS, mx.int32)  # by slot, on the device
         self.runs_ahead = runs_ahead
-        self.flights: deque[tuple[Plan, mx.array]] = deque()  # steps that are started, and not read
+        self.flights: deque[tuple[Plan, mx.array]] = deque()  # steps that are started but not read
         self.timeline = Timeline(SLOTS)
-        self.most = 0  # tokens in a step
-        self.device_s = 0.0  # in which Python waited for the device
+        self.most = 0  # most tokens in a step
+        self.device_s = 0.0  # time that Python waited for the device
 
     def submit(self, ids: list[int]) -> Request:
         request = Request(
@@ -77,7 +77,7 @@ class Engine:
         return request
 
     def turn(self) -> bool:
-        """Plan, run, commit. False if there was nothing to do."""
+        """Plan, run, commit. Return False if there was nothing to do."""
         plan = self.sched.plan(time.perf_counter())
         if plan:
             sampled = self.run(plan)
@@ -89,9 +89,9 @@ class Engine:
         return plan is not None or is_due
 
     def run(self, plan: Plan) -> mx.array:  # (n,)
-        """Start a step. A token comes out for each of the plan's emitters, in their order.
+        """Start a step. Return a token for each of the plan's emitters, in their order.
 
-        The tokens are a promise: the device computes them while Python goes on.
+        The array is lazy: the device computes the tokens while Python goes on.
         """
         ids = []
         windows = []
@@ -119,15 +119,15 @@ class Engine:
         self.most = max(self.most, count)
         states = forward(MODEL, mx.concatenate(ids), windows, asked)  # (n, D)
         scores = MODEL.head(states)  # (n, V)
-        sampled = mx.zeros(0)  # no token, if no prompt has come to its end and nothing decodes
+        sampled = mx.zeros(0)  # no tokens if no prompt ends and nothing decodes
         if asked:
             sampled = mx.argmax(scores, axis=-1)
-            slots = [member.slot for member in plan.emitters]  # as they were asked
+            slots = [member.slot for member in plan.emitters]  # in the order of `asked`
             self.newest[mx.array(slots)] = sampled
         began = time.perf_counter()
         mx.async_eval(
             sampled, self.newest
-        )  # a GPU starts, and we go on; a CPU does most of it here
+        )  # a GPU starts while we go on; a CPU does most of the work here
         self.device_s += time.perf_counter() - began
         return sampled
 
@@ -136,14 +136,15 @@ class Engine:
         began = time.perf_counter()
         sampled = sampled.tolist()  # here Python waits
         self.device_s += time.perf_counter() - began
-        tokens = {}  # by slot
+        tokens = {}  # slot -> its tokens
         for member, token in zip(plan.emitters, sampled, strict=True):
-            tokens[member.slot] = [token]  # of draft tokens there would be several
+            tokens[member.slot] = [token]  # with draft tokens there would be several
         self.draw(plan)
         self.sched.commit(plan, tokens, why_it_ends, time.perf_counter())
 
     def draw(self, plan: Plan) -> None:
-        """A column of the picture. A sequence that has ended meanwhile ran as a ghost."""
+        """Draw a column of the picture. A sequence that has ended in the meantime ran as a
+        ghost."""
         cells = {}
         for chunk in plan.chunks:
             cells[chunk.slot] = ("prefill", chunk.request.id)
@@ -162,7 +163,7 @@ def serve(runs_ahead: bool, title: str) -> list[Request]:
     began = time.perf_counter()
     requests = [engine.submit(TEXT.ask(prompt)) for prompt in PROMPTS[:-1]]
     while engine.turn():
-        if len(engine.timeline.steps) == 6:  # now the last one comes, a long talk
+        if len(engine.timeline.steps) == 6:  # now the last one arrives, a long conversation
             question = {"role": "user", "content": PROMPTS[-1]}
             ids = TEXT.encode_chat([*TALK, question])
             requests.append(engine.submit(ids))

@@ -19,12 +19,13 @@ slot 5  ▒6███████████████···········�
 slot 6  ▒7████████······································
 slot 7  ▒8█████████·····································
 
-Compared with rung 4 a request needs no slot, only free pages: all eight run at once, where there was
-room for three. (A slot of the picture is only a place in the batch.) The price: attention wants the
-rows of a sequence in one piece. So `read` copies them out of their pages, in every layer, in every
-step. A slot is read where it is.
+Compared with rung 4, a request needs no slot, only free pages: all eight run at once, where there
+was room for three. (A slot in the picture is only a place in the batch.) The price: attention needs
+the rows of a sequence in one piece. So `read` copies them out of their pages, in every layer, in
+every step. A slot is read in place.
 
-The forward pass is the real one. It asks a window to write and to read, and does not care where.
+The forward pass is the real one. It asks a window to write and to read, and does not care where the
+rows are.
 """
 
 import time
@@ -40,12 +41,12 @@ from models.memory import slab_shape
 PAGE = 32  # rows
 PAGES = 12
 MODEL, TEXT = load()
-MODEL = replace(MODEL, attention="formula")  # which reads what a window hands to it
+MODEL = replace(MODEL, attention="formula")  # it reads whatever a window returns
 
 
 @dataclass
 class Sequence:
-    number: int  # the request's
+    number: int  # of the request
     prompt: list[int]
     answer: list[int] = field(default_factory=list)  # so far
     table: list[int] = field(default_factory=list)  # its pages, in order
@@ -76,21 +77,21 @@ class PagedWindow:
             self.slab.arrays[layer][self.table[entry], :, place] = new[i]
 
     def read(self, layer: int, group: AttentionGroup) -> list[mx.array]:
-        """The gather: copies of all pages, one after the other."""
+        """Gather the rows: copy all pages, one after the other."""
         pages = [self.slab.arrays[layer][page, :, :PAGE] for page in self.table]
         rows = mx.concatenate(pages, axis=1)[None, :, : group.T]  # (1, 2 Hkv, T, Dh)
         return mx.split(rows, 2, axis=1)
 
 
 def step(slab: Slab, running: list[Sequence], free: list[int]) -> list[int]:
-    """One forward pass: prompts and newest tokens go in, each into pages of its own sequence."""
+    """Run one forward pass. Each prompt or newest token goes into the pages of its own sequence."""
     ids = []
     windows = []
     asked = []
     for sequence in running:
         new = sequence.answer[-1:] or sequence.prompt
         while len(sequence.table) * PAGE < sequence.length:
-            sequence.table.append(free.pop(0))  # an IndexError if none is free
+            sequence.table.append(free.pop(0))  # raises IndexError if none is free
         start = sequence.length - len(new)
         windows.append(PagedWindow(slab, sequence.table, start, len(new)))
         ids += new

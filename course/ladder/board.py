@@ -1,9 +1,9 @@
-"""What the rungs share: the demo model, some prompts, and the picture that each of them draws.
+"""Code that the rungs share: the demo model, some prompts, and the picture that each rung draws.
 
-No rung is about this file. The picture is a timeline, in the words and characters in which the
-screen (`tui.py`) draws the engine. A line is a slot, the place of one sequence. A column is a step,
-and each character says what a slot did in that step. In ▒1██ the digit is the request's number,
-written over the request's second step.
+You need not read this file to understand the rungs. The picture is a timeline, with the words and
+characters of the screen (`tui.py`). A line is a slot, the place of one sequence. A column is a
+step, and each character says what a slot did in that step. In ▒1██ the digit is the request's
+number, written over the request's second step.
 
     ▒ prefill   a prompt goes in, or a part of one, all tokens side by side
     █ decode    the answer's newest token goes in, the next one comes out
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-# The checkout, from which nothing is installed:
+# Import from this checkout, which need not be installed:
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from models.layers import Model
@@ -40,18 +40,19 @@ PROMPTS = [
     "Count from 5 to 9.",
 ]
 GLYPH = dict(zip(NAMES, GLYPHS, strict=True))
-WIDTH = 96  # steps in a line; a longer run goes on below
+WIDTH = 96  # steps in a line; a longer run continues below
 
 
 def load() -> tuple[Model, Tokenizer]:
-    """The demo model: 2.7 million weights. It tells stories, counts, spells, and adds up to 99."""
+    """Load the demo model: 2.7 million weights. It tells stories, counts, spells, and adds up to
+    99."""
     model = read_model(DEMO)
     text = Tokenizer(DEMO, model.config.V)
     return model, text
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Run a rung. If its output goes into `head`, it ends when `head` does, without an error."""
+    """Run a rung. If its output is piped into `head`, it ends with `head`, without an error."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()
@@ -63,13 +64,13 @@ class Timeline:
         self.steps: list[list[Cell]] = []  # in each step, a cell for each slot
 
     def step(self, cells: Mapping[int, Cell]) -> None:
-        """One step, by slot. Slots that are not named were free."""
+        """Add a step. Slots that are not named were free."""
         column = [cells.get(slot, ("free", 0)) for slot in range(self.slots)]
         self.steps.append(column)
 
     @property
     def useful(self) -> float:
-        """In how many percent of slots x steps something was computed for a request."""
+        """The percentage of slots x steps in which something was computed for a request."""
         kinds = [kind for column in self.steps for kind, _ in column]
         useful = kinds.count("prefill") + kinds.count("decode")
         return 100 * useful / len(kinds)
@@ -87,7 +88,7 @@ class Timeline:
         print("        " + "  ".join(legend))
 
     def picture(self, slot: int) -> str:
-        """All steps of a slot. A request's number follows its first step, if it fits."""
+        """Draw all steps of a slot. A request's number follows its first step, if it fits."""
         cells = [column[slot] for column in self.steps]
         owners = [owner for _, owner in cells]
         glyphs = [GLYPH[kind] for kind, _ in cells]
@@ -103,7 +104,7 @@ class Timeline:
 
 
 def show_answers(text: Tokenizer, prompts: Sequence[str], answers: Sequence[Sequence[int]]) -> None:
-    """Under each prompt its answer, without the token that ends it."""
+    """Print each prompt and its answer, without the token that ends it."""
     print()
     for number, prompt in enumerate(prompts, 1):
         tokens = list(answers[number - 1])
@@ -113,7 +114,8 @@ def show_answers(text: Tokenizer, prompts: Sequence[str], answers: Sequence[Sequ
 
 
 def rate(tokens: int, steps: int, seconds: float) -> str:
-    """Steps come first: they are the same on every machine, however busy. The seconds are not."""
+    """Format a rate. Steps come first, because they are the same on every machine, unlike
+    seconds."""
     return f"{steps} steps for {tokens} tokens, {tokens / steps:.1f} a step ({seconds:.2f} s)"
 
 

@@ -46,11 +46,13 @@ class Mistake(NamedTuple):
 MISTAKES = [
     Mistake("llama.attention", " / Dh**0.5", "", "not divided by sqrt"),
     Mistake("llama.attention", " + mask", "", "the mask is not added"),
-    Mistake("rope.rope_angles", "positions.res", "(positions + 1).res", "Position 0 is not turned"),
-    Mistake("ops.rms_norm", " + eps", "", "eps keeps a small row small"),
-    Mistake("llama.seen", "rows <= at", "rows <= at + 1", "A token sees itself and all before"),
     Mistake(
-        "kv.Window.write", "[slot, :, rows] = self", "[0, :, rows] = self", "lands in its slot"
+        "rope.rope_angles", "positions.res", "(positions + 1).res", "Position 0 is not rotated"
+    ),
+    Mistake("ops.rms_norm", " + eps", "", "eps keeps a small row small"),
+    Mistake("llama.seen", "rows <= at", "rows <= at + 1", "A token sees itself and all tokens"),
+    Mistake(
+        "kv.Window.write", "[slot, :, rows] = self", "[0, :, rows] = self", "written to its slot"
     ),
     Mistake("sampling.draw", "uniform(pick.seed", "uniform(pick.slot", "not on slot or neighbours"),
     Mistake("sampling.keep_first", " - shares", "", "top_k keeps"),
@@ -59,7 +61,7 @@ MISTAKES = [
     ),
     Mistake("runner.Runner._forward", "(count - 1)", "(0)", "side by side"),
     Mistake("sched.Scheduler._admit", "[:room]", "[: len(free)]", "when all of it has ended"),
-    Mistake("request.Request.next_row", " - 1", "", "the row after all before it"),
+    Mistake("request.Request.next_row", " - 1", "", "the row after all tokens before"),
     Mistake("sched.Scheduler._leave_slot", "(0, self.max_len)", "(0, 0)", "rows of NaN are left"),
     Mistake("sched.Scheduler.commit", "== request.max", "> request.max", "timeline"),
     Mistake("sched.Scheduler._allot", "left -= chunk.tokens", "pass", "may have"),
@@ -95,10 +97,10 @@ MISTAKES = [
         "sched.Scheduler._admit",
         "self.policy.next(self)",
         "self.waiting.values()",
-        "The policy says who is next",
+        "The policy decides who is next",
     ),
-    Mistake("sched.Scheduler.commit", "ended.append(request)", "pass", "who has ended"),
-    Mistake("sched.Scheduler.finish", "self._end_drain()", "pass", "the policy"),
+    Mistake("sched.Scheduler.commit", "ended.append(request)", "pass", "requests have ended"),
+    Mistake("sched.Scheduler.finish", "self._end_drain()", "pass", "change of policy"),
     Mistake("sched.Scheduler.plan", " if self.waiting else ", " or ", "nobody waits"),
     Mistake(
         "runner.Runner.start_sampling",
@@ -116,14 +118,14 @@ MISTAKES = [
         "True",
         "No token is planned after the last one",
     ),
-    Mistake("sched.Scheduler._allot", "(left + 1) // 2", "0", "leaves half to the oldest"),
+    Mistake("sched.Scheduler._allot", "(left + 1) // 2", "0", "leaves half of the budget"),
     Mistake("sched.Scheduler._allot", "(left + 1) // 2", "left", "does not wait for a long one"),
     Mistake("sched.Scheduler._allot", "kept = 0", "pass", "is cut into chunks"),
     Mistake(
         "llama.forward",
         "mx.concatenate([window.positions for window in windows])",
         "mx.arange(ids.size)",
-        "Positions are those of the windows",
+        "Positions come from the windows",
     ),
     Mistake(
         "llama.attend",
@@ -135,7 +137,7 @@ MISTAKES = [
         "token_choice.argmax",
         "x.max(axis=-1, keepdims=True)",
         "gather(x, mx.argmax(mx.where(x == x, x, 0), axis=-1, keepdims=True))",
-        "the mistake would not show",
+        "the fault would stay hidden",
     ),
     Mistake(
         "runner.Runner._forward",
@@ -143,16 +145,16 @@ MISTAKES = [
         "(self.slab.w",
         "`self._start` is called",
     ),
-    Mistake("sched.Scheduler.plan", "if r not in with_chunk", "if False", "has no chunk is held"),
     Mistake(
-        "nanobatch.Engine.step", "except BaseException", "except Exception", "it is raised again"
+        "sched.Scheduler.plan", "if r not in with_chunk", "if False", "without a chunk is held"
     ),
+    Mistake("nanobatch.Engine.step", "except BaseException", "except Exception", "is raised again"),
     Mistake("pages.Pool.grow", "-(-rows // PAGE)", "rows // PAGE", "when its next row needs one"),
     Mistake(
         "sched.Scheduler._allot",
         "self._cut(wanted[0], (left + 1) // 2).tokens",
         "(left + 1) // 2",
-        "What the oldest cannot use",
+        "Budget that the oldest",
     ),
     Mistake(
         "nanobatch.Engine.step", "_in_flight) > 1", "_in_flight) > 2", "so are all steps before it"
@@ -165,26 +167,35 @@ MISTAKES = [
     ),
     Mistake("pages.Pool.leave", "self.free += ", "", "of 6 pages each"),
     Mistake("pages.Pool.place", "row % PAGE", "row", "row 37 is in page 2"),
-    Mistake("pages.PagedWindow.write", "sequence, row)", "sequence, start)", "New rows land where"),
+    Mistake(
+        "pages.PagedWindow.write",
+        "sequence, row)",
+        "sequence, start)",
+        "New rows are written where",
+    ),
     Mistake("pages.PagedWindow.read", "array(table)", "array(sorted(table))", "in their order"),
     Mistake("lookup.draft", "len(text) - 3", "len(text) - 2", "newest two tokens"),
     Mistake("lookup.draft", "range(len(text) - 3, -1, -1)", "range(len(text) - 2)", "the last"),
-    Mistake("lookup.accept", "right + 1", "max(1, right)", "what the model says instead"),
-    Mistake("lookup.accept", "drafted[right] == sampled[right]", "True", "Drafted tokens count"),
+    Mistake("lookup.accept", "right + 1", "max(1, right)", "the model's own token"),
+    Mistake(
+        "lookup.accept", "drafted[right] == sampled[right]", "True", "Drafted tokens are accepted"
+    ),
     Mistake("lookup.answer", " - 1)\n        for", ")\n        for", "is skipped"),
-    Mistake("lookup.answer", "                break\n", "                pass\n", "ends within"),
+    Mistake("lookup.answer", "                break\n", "                pass\n", "end within"),
     Mistake("lookup.answer", "min(most, max_tokens - len(said) - 1)", "most", "at max_tokens"),
-    Mistake("eight_bits.quantize", "axis=-1, keep", "axis=(0, -1), keep", "that it has alone"),
-    Mistake("eight_bits.quantize", "/ 127", "/ 128", "is 127 or -127"),
-    Mistake("eight_bits.quantize", "mx.round(", "(", "is 127 or -127"),
+    Mistake("eight_bits.quantize", "axis=-1, keep", "axis=(0, -1), keep", "codes and scale alone"),
+    Mistake("eight_bits.quantize", "/ 127", "/ 128", "code 127 or -127"),
+    Mistake("eight_bits.quantize", "mx.round(", "(", "code 127 or -127"),
     Mistake("eight_bits.quantize", "mx.abs(x)", "x", "127 or -127"),
-    Mistake("eight_bits.SmallWindow.write", "i * self.L, (", "0, (", "Rows land in their slots"),
+    Mistake(
+        "eight_bits.SmallWindow.write", "i * self.L, (", "0, (", "Rows are written to their slots"
+    ),
     Mistake(
         "eight_bits.SmallWindow.read", "self.slots[group.slots.start]", "0", "the keys of slot 3"
     ),
-    Mistake("ranks.route", "replica.waiting + ", "", "where the fewest tokens"),
-    Mistake("ranks.route", "max(shared, same)", "same", "where the fewest tokens"),
-    Mistake("ranks.shard", 'in ("o_proj", "down_proj")', '== "o_proj"', "Rows of what heads"),
+    Mistake("ranks.route", "replica.waiting + ", "", "that has the fewest tokens"),
+    Mistake("ranks.route", "max(shared, same)", "same", "that has the fewest tokens"),
+    Mistake("ranks.shard", 'in ("o_proj", "down_proj")', '== "o_proj"', "Weights that yield heads"),
     Mistake("ranks.shard", "if weight.ndim == 1", "if False", "a norm is whole"),
     Mistake("ranks.block", "x = x + all_sum(h @", "x = x + (h @", "how often each rank"),
     Mistake("ranks.block", "x + all_sum(h @ w", "all_sum(x + h @ w", "x itself is in no sum"),

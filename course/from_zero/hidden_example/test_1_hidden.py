@@ -1,6 +1,6 @@
-"""Hidden checks, an example: copy the folder, change the numbers, and keep it.
+"""An example of hidden checks: copy the folder, change the numbers, and keep it.
 
-They are written like the stages' own, one file for each stage, and see the same names.
+Hidden checks are written like the stages' own, one file for each stage, and can use the same names.
 """
 
 import random
@@ -24,6 +24,6 @@ def test_other_shapes():
 
 
 def test_other_tokens():
-    """The logits of any tokens are right, and not those of a prompt alone."""
+    """The logits of random tokens are right, not only those of a prompt."""
     ids = [dice.randrange(1500) for _ in range(40)]
     assert_close(logits(ids), our_logits(ids), "the logits", 1e-3)

@@ -1,4 +1,4 @@
-"""Hidden checks of stage 3, an example."""
+"""An example of hidden checks for stage 3."""
 
 import random
 
@@ -20,7 +20,7 @@ dice = random.Random(3)
 
 @pytest.mark.about("write")
 def test_neighbours_keep_their_rows():
-    """A write touches its own rows, and no others."""
+    """A write changes its own rows and no others."""
     for _ in range(8):
         slab = kv.Slab(1, 5, 2, 32, 4, mx.float32)
         slab.arrays[0] = drawn(slab.shape, 31)
@@ -37,7 +37,7 @@ def test_neighbours_keep_their_rows():
 
 
 def test_a_neighbour_of_nan():
-    """A neighbour whose numbers are not finite does not reach the others."""
+    """A neighbour with non-finite numbers does not affect the others."""
     slab = new_slab(slots=2)
     for layer in range(len(slab.arrays)):
         slab.arrays[layer][1] = mx.nan

@@ -1,4 +1,4 @@
-"""Hidden checks of stage 5, an example."""
+"""An example of hidden checks for stage 5."""
 
 import random
 
@@ -13,7 +13,7 @@ dice = random.Random(5)
 
 @pytest.mark.about("_forward", "_sample")
 def test_any_slots_and_cuts():
-    """Two prompts in any slots, each cut anywhere, begin their answers as they should."""
+    """Two prompts in random slots, each cut at a random place, begin with the right tokens."""
     for _ in range(5):
         prompts = dice.sample([*ANSWERS], 2)
         slots = dice.sample(range(3), 2)

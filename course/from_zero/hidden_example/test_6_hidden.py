@@ -1,4 +1,4 @@
-"""Hidden checks of stage 6, an example."""
+"""An example of hidden checks for stage 6."""
 
 import random
 

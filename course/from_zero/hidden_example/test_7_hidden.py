@@ -1,4 +1,4 @@
-"""Hidden checks of stage 7, an example."""
+"""An example of hidden checks for stage 7."""
 
 import random
 
@@ -9,7 +9,7 @@ from course.from_zero.shared_by_tests import Tale
 
 @pytest.mark.about("_cut", "_allot")
 def test_nobody_starves():
-    """A long prompt goes on in each step, though short ones keep coming."""
+    """A long prompt advances in each step, although short ones keep arriving."""
     for seed in range(10):
         dice = random.Random(f"hidden {seed}")
         tale = Tale(slots=6, max_len=200, chunk=dice.randint(4, 9), budget=dice.randint(1, 12))

@@ -1,10 +1,11 @@
-"""Hidden checks of stage 8, an example."""
+"""An example of hidden checks for stage 8."""
 
 from course.from_zero.shared_by_tests import ANSWERS, SUM, ask, new_engine, run_all
 
 
 def test_planted_neighbours():
-    """An answer is the same next to its own prompt with other settings, and next to ends and cancels."""
+    """An answer stays the same next to its own prompt with other settings, and next to requests
+    that end or are cancelled."""
     with new_engine(slots=4, budget=40) as engine:
         warm = [ask(engine, temperature=1.5, seed=seed, max_tokens=seed) for seed in range(1, 6)]
         mine = ask(engine)
@@ -18,7 +19,8 @@ def test_planted_neighbours():
 
 
 def test_cancel_in_flight():
-    """Who is cancelled while a step is in flight gets no token of it, and the next owner of the slot does."""
+    """A request cancelled while a step is in flight gets no token of it, but the slot's next owner
+    gets its tokens."""
     with new_engine(slots=1) as engine:
         engine.eager_first_token = False
         first = ask(engine)

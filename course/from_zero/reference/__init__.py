@@ -1,5 +1,5 @@
-"""Stages 9 to 12, written by us. `start.py` makes blank chapters of these files; no engine imports
-them. Those of a student's folder are found first."""
+"""Our solutions of stages 9 to 12. `start.py` makes blank chapters from these files, and no engine
+imports them. A student's own chapters are found first."""
 
 from course import overlay
 

@@ -1,7 +1,7 @@
 """Stage 11: keys and values in 8 bits.
 
-The problem. The memory of the keys and values decides how many sequences fit, and each step reads
-it all. But attention does not need numbers as exact as that.
+The problem. The memory of the keys and values limits how many sequences fit, and each step reads
+all of it. But attention does not need such precise numbers.
 
 The solution. Store whole numbers from -127 to 127, and a scale for each row and head:
 
@@ -11,18 +11,20 @@ The solution. Store whole numbers from -127 to 127, and a scale for each row and
 
 A head of 64 numbers takes 64 + 4 bytes in place of 256 (float32) or 128 (float16).
 
-The invariant: what a row is read as depends on that row alone. So an answer depends on its own
-sequence, whoever is in the batch, and however its prompt is cut into chunks. And a row that holds
-NaN or infinity is read as NaN: a fault must not become a number that looks right.
+The invariant: the values that are read for a row depend only on that row. So an answer depends only
+on its own sequence, whatever else is in the batch and however its prompt is cut into chunks. Also,
+a row that holds NaN or infinity is read as NaN: a fault must not become a number that looks right.
 
-The price: keys and values are off by up to half a scale, so logits move, and an answer may change
-where two tokens were nearly equally likely.
+The price: keys and values are off by up to half a scale, so logits change, and an answer may change
+where two tokens were almost equally likely.
 
-Where it loses: one large number in a row makes the scale large, and all others coarse. Keys have
-such channels in some models; so there engines take a scale for each channel, or 16 bits for some
-layers. And for a short sequence nothing is gained: the weights are most of what a step reads.
+Where it loses: one large number in a row makes the scale large, and all other numbers coarse. The
+keys of some models have such channels, so engines use a scale for each channel there, or 16 bits
+for some layers. For a short sequence nothing is gained, because the weights are most of what a step
+reads.
 
-Where next: docs/slots.md for what a row takes, and `vllm/model_executor/layers/quantization/kv_cache.py`.
+Where next: docs/slots.md for the size of a row, and
+`vllm/model_executor/layers/quantization/kv_cache.py`.
 """
 
 from collections.abc import Sequence
@@ -33,19 +35,19 @@ from kv import AttentionGroup
 
 
 def quantize(x: mx.array) -> tuple[mx.array, mx.array]:  # (N, heads, Dh)
-    """Whole numbers, int8 of the same shape, and scales, (N, heads, 1) in float32."""
+    """Return codes, int8 of the same shape, and scales, (N, heads, 1) in float32."""
     scale = mx.abs(x).max(axis=-1, keepdims=True).astype(mx.float32) / 127
     codes = mx.round(x / mx.where(scale == 0, 1, scale))
     return codes.astype(mx.int8), scale
 
 
 def dequantize(codes: mx.array, scale: mx.array) -> mx.array:
-    """The numbers that codes and scales stand for, in float32."""
+    """Return the numbers that codes and scales stand for, in float32."""
     return codes * scale
 
 
 class SmallSlab:
-    """The slab of `kv.py` in 8 bits, with their scales."""
+    """The slab of `kv.py` in 8 bits, with a scale for each row and head."""
 
     def __init__(self, layers: int, slots: int, Hkv: int, length: int, Dh: int):
         shape = (slots, 2 * Hkv, length)  # keys, then values, as in the slab
@@ -58,8 +60,8 @@ class SmallSlab:
 
 
 class SmallWindow(Window):
-    """The rows that some slots write and read in a forward pass. Each writes L rows, the first at its
-    entry in `starts`."""
+    """The rows that some slots write and read in a forward pass. Each slot writes L rows, from its
+    entry in `starts` on."""
 
     def __init__(self, slab: SmallSlab, slots: Sequence[int], starts: Sequence[int], L: int):
         super().__init__(starts, L)
@@ -82,7 +84,8 @@ class SmallWindow(Window):
             self.slab.scales[layer][slot, :, rows] = scale[new].swapaxes(0, 1)
 
     def read(self, layer: int, group: AttentionGroup) -> list[mx.array]:
-        """The first T rows of a group's slot, as float32: keys and values, (1, Hkv, T, Dh) each."""
+        """Return the first T rows of a group's slot as float32: keys and values, (1, Hkv, T, Dh)
+        each."""
         slot = self.slots[group.slots.start]
         codes = self.slab.codes[layer][slot, :, : group.T]
         scales = self.slab.scales[layer][slot, :, : group.T]

@@ -1,7 +1,7 @@
 """Stage 9: the KV cache in pages.
 
-The problem. A slot is as long as the longest sequence may be, and most sequences are short. Of 128
-rows reserved, a request of 25 rows leaves 103 empty, while others wait for memory.
+The problem. A slot is as long as the longest sequence may be, and most sequences are short. If 128
+rows are reserved, a request of 25 rows leaves 103 empty, while others wait for memory.
 
 The solution (PagedAttention). The memory is cut into pages of a few rows. A sequence takes a page
 when its next row needs one, and its *block table* lists its pages, in order:
@@ -10,13 +10,13 @@ when its next row needs one, and its *block table* lists its pages, in order:
     B: 3         pages 2 and 5 are free
 
 The invariant: attention gets the same numbers as from a slot, so every token is the same. A page is
-free or in one table, once.
+either free or in exactly one table.
 
-The price: attention wants one array. So each step copies every row that it reads, in each layer: a
+The price: attention needs one array. So each step copies every row that it reads, in each layer: a
 gather. (vLLM has a kernel that follows the block table instead.)
 
-Where it loses: where requests are about as long as a slot, no more of them fit, and the gather is
-paid all the same. And pages may run out in the middle of an answer: then a request is preempted, and
+Where it loses: if requests are about as long as a slot, no more of them fit, but the gather still
+has its cost. Also, pages may run out in the middle of an answer: then a request is preempted, and
 its rows are computed again later.
 
 The window is used like that of `kv.py`. Where next: docs/slots.md, and `vllm/v1/core/block_pool.py`.
@@ -40,10 +40,10 @@ class Pool:
         # Keys are the first Hkv heads, values the others, as in the slab
         self.arrays = [mx.zeros((pages, 2 * Hkv, PAGE, Dh), dtype) for _ in range(layers)]
         self.free = list(range(pages))
-        self.tables: dict[int, list[int]] = {}  # by sequence: its pages, in order
+        self.tables: dict[int, list[int]] = {}  # sequence -> its pages, in order
 
     def grow(self, sequence: int, rows: int) -> bool:
-        """Give a sequence the pages that `rows` rows need in all. If too few are free, return False
+        """Give a sequence enough pages for `rows` rows in total. If too few are free, return False
         and change nothing."""
         table = self.tables.get(sequence, [])
         missing = max(0, -(-rows // PAGE) - len(table))
@@ -54,17 +54,17 @@ class Pool:
         return True
 
     def leave(self, sequence: int) -> None:
-        """The sequence has ended: its pages are free, and its table is gone."""
+        """Free the pages of a sequence that has ended, and drop its table."""
         self.free += self.tables.pop(sequence)
 
     def place(self, sequence: int, row: int) -> tuple[int, int]:
-        """The page that holds a row of a sequence, and the place in that page."""
+        """Return the page that holds a row of a sequence, and the place in that page."""
         return self.tables[sequence][row // PAGE], row % PAGE
 
 
 class PagedWindow(Window):
-    """The rows that some sequences write and read in a forward pass. Each writes L rows, the first
-    at its entry in `starts`."""
+    """The rows that some sequences write and read in a forward pass. Each sequence writes L rows,
+    from its entry in `starts` on."""
 
     def __init__(self, pool: Pool, sequences: Sequence[int], starts: Sequence[int], L: int):
         super().__init__(starts, L)
@@ -87,7 +87,7 @@ class PagedWindow(Window):
         self.slab.arrays[layer][mx.array(pages), :, mx.array(places)] = new
 
     def read(self, layer: int, group: AttentionGroup) -> list[mx.array]:
-        """The first T rows of a group's sequence, gathered: keys and values, (1, Hkv, T, Dh) each."""
+        """Gather the first T rows of a group's sequence: keys and values, (1, Hkv, T, Dh) each."""
         table = self.slab.tables[self.sequences[group.slots.start]]
         pages = self.slab.arrays[layer][mx.array(table)]  # (pages, 2 Hkv, PAGE, Dh)
         rows = pages.swapaxes(0, 1).flatten(1, 2)[None, :, : group.T]

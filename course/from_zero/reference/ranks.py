@@ -3,11 +3,12 @@
 The problem. One process is not enough: there are more requests than it can answer, or the model does
 not fit.
 
-The first solution, data parallelism: two whole engines, and a router before them. It sends a request
-where the fewest tokens are to be computed first: those that wait there, and those of the prompt that
-the engine does not remember. Nothing else is shared.
+The first solution, data parallelism: two complete engines, and a router in front of them. It sends
+a request to the engine that has the fewest tokens to compute first: those that wait there, and
+those of the prompt that are not in its prefix cache. Nothing else is shared.
 
-The second, tensor parallelism: each rank has half of every layer, and all ranks take every step.
+The second solution, tensor parallelism: each rank has half of every layer, and all ranks run every
+step.
 
     q, k, v, gate, up    some rows of the weight: the heads, or hidden numbers, of this rank
     o, down              the columns that belong to them
@@ -16,18 +17,19 @@ The second, tensor parallelism: each rank has half of every layer, and all ranks
                                                sum ------+                                sum - + x
     rank 1   x - norm - q k v - attention - o --+        +-- + x - norm - gate up - down --+
 
-What o and down yield on a rank is a part of the result, for all of D. `mx.distributed.all_sum` adds up
-the parts of all ranks. x, the norms and the embedding are the same on each.
+On each rank, o and down yield a part of the result, for all of D. `mx.distributed.all_sum` adds up
+the parts of all ranks. x, the norms and the embedding are the same on every rank.
 
-The invariant: the tokens are those of one rank; numbers differ by rounding, because a sum in two
-parts is added in another order. All ranks call the same sums in the same order, or wait forever.
+The invariant: the tokens are the same as on one rank. Numbers differ by rounding, because a sum in
+two parts is added in another order. All ranks must call the same sums in the same order, or they
+wait forever.
 
-The price: two messages a layer, of N * D numbers, and each waits for the slowest rank. For the demo
-12 messages a token. Data parallelism has none, but holds the weights twice.
+The price: two messages per layer, of N * D numbers each, which wait for the slowest rank. For the
+demo these are 12 messages per token. Data parallelism has none, but holds the weights twice.
 
-Where it loses: data parallelism makes no single answer quicker, and splits the prefix cache. Tensor
-parallelism loses where a message takes longer than what it saves, and on one machine both ranks share
-the memory that decode waits for.
+Where it loses: data parallelism makes no single answer faster, and it splits the prefix cache.
+Tensor parallelism loses if a message takes longer than the time it saves. On one machine, both
+ranks also share the memory bandwidth that decode is limited by.
 
 Where next: distributed/group.py, where rank 0 leads, and `vllm/model_executor/layers/linear.py`.
 """
@@ -40,15 +42,18 @@ from kernels.device import mx
 
 
 class Replica(NamedTuple):
-    """One of several whole engines, as its router sees it."""
+    """One of several complete engines, as the router sees it."""
 
-    waiting: int  # tokens to be computed for requests that it has
-    texts: list[list[int]]  # that its prefix cache remembers
+    waiting: int  # number of tokens to compute for its requests
+    texts: list[list[int]]  # texts in its prefix cache
 
 
 def route(prompt: list[int], replicas: Sequence[Replica]) -> int:
-    """The number of the replica that should have this prompt: where the sum of the tokens that wait
-    and the prompt's own, without its longest remembered prefix, is least. Of equals, the first."""
+    """Return the number of the replica that should get this prompt.
+
+    That is the one with the lowest cost: the tokens that wait there, plus the prompt's tokens after
+    its longest cached prefix. If costs are equal, the first one is taken.
+    """
     costs = []
     for replica in replicas:
         shared = 0
@@ -62,10 +67,11 @@ def route(prompt: list[int], replicas: Sequence[Replica]) -> int:
 
 
 def shard(name: str, weight: mx.array, rank: int, size: int) -> mx.array:
-    """The part of a layer's weight that a rank has: a `size`-th of its rows (q_proj, k_proj, v_proj,
-    gate_proj, up_proj) or of its columns (o_proj, down_proj); all of a norm's.
+    """Return a rank's part of a layer's weight.
 
-    A weight is (out, in), and `x @ weight.T` uses it.
+    It is a `size`-th of the rows (q_proj, k_proj, v_proj, gate_proj, up_proj) or of the columns
+    (o_proj, down_proj). A norm's weight is not split. A weight is (out, in), and `x @ weight.T`
+    uses it.
     """
     if weight.ndim == 1:
         return weight
@@ -74,12 +80,12 @@ def shard(name: str, weight: mx.array, rank: int, size: int) -> mx.array:
 
 
 def block(x: mx.array, w: dict[str, mx.array], attend: Callable, all_sum: Callable) -> mx.array:
-    """One layer on one rank: (N, D) -> (N, D), the same on every rank.
+    """Run one layer on one rank: (N, D) -> (N, D), the same on every rank.
 
     `w` has this rank's weights by name, as `shard` has cut them: "input_layernorm", "q_proj",
     "k_proj", "v_proj", "o_proj", "post_attention_layernorm", "gate_proj", "up_proj", "down_proj".
-    `norm(x, weight)` is RMSNorm. `attend(q, k, v)` is rotation, cache and attention, for as many heads
-    as it gets. `all_sum(part)` returns the sum of all ranks' parts.
+    `norm(x, weight)` is RMSNorm. `attend(q, k, v)` does rotation, cache and attention, for the
+    heads that it is given. `all_sum(part)` returns the sum of all ranks' parts.
     """
     h = norm(x, w["input_layernorm"])
     h = attend(h @ w["q_proj"].T, h @ w["k_proj"].T, h @ w["v_proj"].T)

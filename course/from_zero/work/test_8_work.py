@@ -1,4 +1,4 @@
-"""Work, compared with the reference: counted in steps and rows, not in seconds."""
+"""Compare the work with the reference's, counted in steps and rows, not in seconds."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from course.overlay import swapped
 
 
 class Counted:
-    """The table of embeddings, which counts the rows that are looked up."""
+    """An embedding table that counts the rows that are looked up."""
 
     def __init__(self, table):
         self.table = table
@@ -41,7 +41,7 @@ def work() -> dict[str, int]:
 
 @pytest.mark.about("_may_stay_in_flight", "step", "start_sampling")
 def test_work():
-    """As much work as the reference, or less."""
+    """The work is no more than the reference's."""
     mine = work()
     with swapped(names()):
         ours = work()
