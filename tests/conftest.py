@@ -1,7 +1,7 @@
-"""What many tests share: a small random model, and an engine on it."""
+"""Shared fixtures: a small random model, and engines that serve it."""
 
 # isort: off
-# First, as in our programs: MLX must not be imported before our product is loaded.
+# Our modules come first, as in the programs: device has to be imported before MLX is.
 from kernels import device
 
 # isort: on
@@ -23,11 +23,11 @@ from models.load import read_model
 from nanobatch import Engine, Model, Tokenizer
 from text import grammar, untrusted_model_files
 
-# Settings in a user's environment that no test expects
+# Settings from a user's environment that would disturb the tests
 STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
 STRANGE += " NANOBATCH_WATCH_KEY NANOBATCH_HISTORY NANOBATCH_RING_KEY"
 STRANGE += " NANOBATCH_ZERO_LIMIT"
-SHORT = {"NANOBATCH_THREADS", "NANOBATCH_BLAS"}  # any other variable asks for a long form of a test
+SHORT = {"NANOBATCH_THREADS", "NANOBATCH_BLAS"}  # any other variable selects a test's long form
 LONG = (
     "distributed",
     "kernels/test_matmul",
@@ -35,10 +35,10 @@ LONG = (
     "core/test_schemas",
     "course/test_exercises",
 )
-# By the clock. A user is told to try again when a busy machine gives a trial no processor; tests wait
+# These limits are wall-clock time. A user whose machine is too busy is told to try again; a test waits.
 grammar.SANDBOX_LIMITS = grammar.SANDBOX_LIMITS._replace(patience=60.0)
 untrusted_model_files.LIMITS = untrusted_model_files.LIMITS._replace(patience=60.0)
-MOST_WORKERS = 4  # by default; with many cores, more workers mostly wait
+MOST_WORKERS = 4  # by default; on a machine with many cores, more workers mostly wait
 
 
 def pytest_report_header() -> str:
@@ -49,28 +49,30 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite, or a folder, on workers: two more than there are cores. A file, a test and
-    whatever `-k` selects run in this process, where a debugger works. `-n` overrides this.
+    """Run the whole suite, or a folder, on several workers. A single file, a single test and whatever
+    `-k` selects run in this process, where a debugger works. `-n` overrides this.
 
     Each worker, and each program that it starts, multiplies with its share of the cores: threads that
     wait for each other on busy cores make everything many times slower.
 
     Tests start hundreds of programs. Remove a user's settings from their environment: the size and
-    colours of a terminal, a key, another book, a proxy. Keep bytecode, or each program would compile
-    everything that it imports.
+    colours of a terminal, a key, another book, a proxy. Keep bytecode, because otherwise each program
+    would compile everything that it imports.
     """
     for name in STRANGE.split():
         os.environ.pop(name, None)
     os.environ["no_proxy"] = "localhost,127.0.0.1"  # all servers of the tests are local
     is_refused = any(library.library(form).exists() for form in library.forms_here())
     if is_refused and device.blas.why_not and not os.environ.get("NANOBATCH_BLAS"):
-        raise pytest.UsageError(str(device.blas))  # else its tests would be skipped
+        raise pytest.UsageError(str(device.blas))  # otherwise its tests would be skipped
     sys.dont_write_bytecode = False
     option = config.option
     if not hasattr(option, "numprocesses") or hasattr(config, "workerinput"):
         return  # without xdist, or in a worker
     if option.numprocesses is None and not is_small(config):
-        option.numprocesses = min(cores() + 1, MOST_WORKERS)  # some tests only wait
+        option.numprocesses = min(
+            cores() + 1, MOST_WORKERS
+        )  # one more than cores, because some tests only wait
         option.dist = "worksteal"
     if option.numprocesses == 1:
         option.numprocesses = 0
@@ -84,7 +86,7 @@ def cores() -> int:
 
 
 def is_small(config: pytest.Config) -> bool:
-    """Was one process asked for, or are there too few tests for workers?"""
+    """Return True if one process was asked for, or if there are too few tests for workers."""
     option = config.option
     alone = option.usepdb or option.collectonly or option.capture == "no" or option.keyword
     return bool(alone) or not all(Path(each).is_dir() for each in config.args)
@@ -92,8 +94,8 @@ def is_small(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `quick.py`. Run the longest first, so that all workers end at about the same
-    time."""
+    """Mark the tests listed in `quick.py`. Run the longest tests first, so that all workers finish at about
+    the same time."""
     here = f"{Path(__file__).parent.name}/"
     beginnings = tuple(here + each for each in QUICK)
     long = tuple(here + each for each in LONG)
@@ -106,7 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def is_long_form(item: pytest.Item) -> bool:
-    """Long forms (CONTRIBUTING.md) and published models take as long as they take."""
+    """Return True for long forms (CONTRIBUTING.md) and published models, which have no time limit."""
     asked = [name for name in os.environ if name.startswith("NANOBATCH_")]
     return bool({*asked} - SHORT) or "published" in item.fixturenames
 
@@ -119,7 +121,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Freeze what is imported and collected, so that garbage collections need not visit it."""
+    """Freeze everything that is imported and collected, so that the garbage collector need not visit it."""
     gc.disable()
     yield
     gc.freeze()
@@ -127,7 +129,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Many tests raise Ctrl-C, which a shell's background job ignores."""
+    """Restore the Ctrl-C handler, which a shell's background job ignores: many tests raise the signal."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -148,7 +150,7 @@ def published(request) -> Path:
     is_asked_for = any("published" in Path(each).name for each in asked)
     if not is_asked_for and "NANOBATCH_PUBLISHED" not in os.environ:
         pytest.skip("published models are tried by: python -m pytest -k published")
-    import published  # it takes a package that nothing else does
+    import published  # imported here, because it needs a package that no other test does
 
     try:
         return published.folder(request.param)
@@ -158,8 +160,8 @@ def published(request) -> Path:
 
 @pytest.fixture
 def make_engine(parts) -> Iterator[Callable[..., Engine]]:
-    """Make engines on the small model, two slots of 128 tokens unless said otherwise. They are closed
-    after the test."""
+    """Make engines on the small model, by default with two slots of 128 tokens. They are closed after the
+    test."""
     sizes = {"slots": 2, "max_len": 128, "chunk": 32}
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(Engine(*parts, **sizes | options))
@@ -172,8 +174,8 @@ def engine(make_engine) -> Engine:
 
 @pytest.fixture
 def background_job() -> Iterator[Callable[[], None]]:
-    """As in a shell's background job, ignore Ctrl-C, and let children inherit that. Yield a function
-    that a child calls to restore the default."""
+    """Ignore Ctrl-C, as in a shell's background job, and let children inherit that. Yield a function that a
+    child calls to restore the default."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGINT, before)

@@ -1,14 +1,14 @@
-"""Small mistakes in our code, one at a time, and for each a test that fails with it.
+"""Plant small mistakes in our code, one at a time, and check that a test fails for each.
 
-    python tests/mutants.py                     all, in some minutes
-    python tests/mutants.py --only sched.py     those whose file, function or test has this in its name
+    python tests/mutants.py                     all of them, in a few minutes
+    python tests/mutants.py --only sched.py     those with this in their file, function or test name
 
 Each mutant is applied to a copy of the checkout, and its test runs there. A mutant names a function and
-an expression or a statement in it, which are compared as Python reads them, without white space and
-comments. If the function has no such expression, or several, the mutant is stale: the program says so,
-and somebody plants the mistake anew.
+an expression or a statement in it, which are compared as syntax trees, so white space and comments do
+not matter. If the function has no such expression, or several, the mutant is stale: the program reports
+it, and somebody has to plant the mistake again.
 
-It ends with 1 unless all are caught.
+The exit code is 1 unless all mutants are caught.
 """
 
 import argparse
@@ -32,7 +32,7 @@ class Mutant(NamedTuple):
     file: str
     function: str  # "function" or "Class.method"
     old: str  # an expression or a statement
-    new: str  # what takes its place; empty: nothing
+    new: str  # the replacement; empty removes it
     test: str
 
     @property
@@ -150,7 +150,7 @@ MUTANTS = [
         "",
         f"{STATES}::test_moves_in_random_schedules",
     ),
-    # Only the assertion that no place is read and written in one step finds these two
+    # Only the assertion that no state is both read and written in one step catches these two
     Mutant(
         "state_places.py",
         "StatePlaces.plan",
@@ -639,11 +639,11 @@ MUTANTS = [
 
 
 class StaleError(Exception):
-    """The mistake cannot be made any more."""
+    """Raised when the code to change is missing or ambiguous."""
 
 
 class Replaced(ast.NodeTransformer):
-    """Replace each node that equals `old`, and count them."""
+    """Replace each node that equals `old`, and count the replacements."""
 
     def __init__(self, old: ast.AST, new: ast.AST):
         self.old = old
@@ -659,7 +659,7 @@ class Replaced(ast.NodeTransformer):
 
 
 def mutated(text: str, mutant: Mutant) -> str:
-    """The file with the mistake."""
+    """Return the file's text with the mistake planted."""
     tree = ast.parse(text)
     replaced = Replaced(*parsed(mutant.old, mutant.new))
     functions = list(named(tree, mutant.function.split(".")))
@@ -689,7 +689,7 @@ def named(node: ast.AST, path: list[str]) -> Iterator[ast.FunctionDef | ast.Asyn
 
 
 def run_tests(checkout: Path, *tests: str) -> subprocess.CompletedProcess:
-    """In the copy, by its own files alone."""
+    """Run tests in the copy, against its own files only."""
     command = [sys.executable, "-B", "-m", "pytest", "-q", "-x", "-n", "0", *tests]
     limit = LIMIT_S * len(tests)
     return subprocess.run(
@@ -698,7 +698,7 @@ def run_tests(checkout: Path, *tests: str) -> subprocess.CompletedProcess:
 
 
 def outcome(checkout: Path, mutant: Mutant) -> str:
-    """The fate of a mutant: "caught", or why not."""
+    """Return "caught", or the reason why the mutant was not caught."""
     path = checkout / mutant.file
     text = path.read_text()
     try:
@@ -718,11 +718,13 @@ def main() -> int:
     mutants = [mutant for mutant in MUTANTS if only in f"{mutant.name} {mutant.test}"]
     with tempfile.TemporaryDirectory() as folder:
         checkout = shutil.copytree(ROOT, Path(folder) / "checkout", ignore=NOT_COPIED)
-        for file in {mutant.file for mutant in mutants}:  # as `mutated` writes them
+        for file in {mutant.file for mutant in mutants}:  # in the format that `mutated` writes
             path = checkout / file
             path.write_text(ast.unparse(ast.parse(path.read_text())))
         done = run_tests(checkout, *sorted({mutant.test for mutant in mutants}))
-        if not mutants or done.returncode:  # else a test that fails anyway would catch everything
+        if (
+            not mutants or done.returncode
+        ):  # a test that fails without a mutant would catch everything
             print(done.stdout[-3000:] if mutants else f"no mutant has {only!r} in its name")
             return 1
         caught = 0

@@ -1,4 +1,4 @@
-"""Ctrl-C takes effect between two steps, and the engine can be used as before."""
+"""Ctrl-C takes effect between two steps and leaves the engine usable."""
 
 import random
 import signal
@@ -32,7 +32,7 @@ def engine(parts, request):
 
 
 def is_whole(engine: Engine, expected: list[list[int]]) -> bool:
-    """Nothing is left behind, and the next requests are right."""
+    """Return True if the engine is idle and answers the next requests correctly."""
     while engine.step():
         pass
     check(engine)
@@ -106,8 +106,8 @@ with defer_interrupt():
 
 
 def test_second_ctrl_c_is_immediate():
-    """A server that was hailed in the goodbye to its other ranks ended with 130, though its own
-    handler lets it end in order."""
+    """A second Ctrl-C while a server took leave of its other ranks made it exit with 130, although its own
+    handler lets it shut down in order."""
     calls, order = [], []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append(list(order)))
     try:
@@ -124,7 +124,7 @@ def test_second_ctrl_c_is_immediate():
 
 
 def test_ctrl_c_finishes_the_step(engine, monkeypatch):
-    """The step in which it comes is completed, and no request ends."""
+    """The step that Ctrl-C interrupts is completed, and no request ends."""
     alone = engine.submit([4, 5], LONG).result().tokens
     forward, steps = runner.forward, []
 
@@ -145,8 +145,8 @@ def test_ctrl_c_finishes_the_step(engine, monkeypatch):
 
 
 def test_ctrl_c_at_any_line_of_a_step(engine, expected):
-    """Three requests on two slots: admissions, prefill, decode and ends, interrupted at one line
-    after another."""
+    """Three requests on two slots: interrupt admission, prefill, decode and finishing at one line after
+    another."""
     interrupted = 0
     for at in range(0, 2_600, 65):
         handles = [engine.submit(prompt, FEW) for prompt in PROMPTS]
@@ -159,7 +159,7 @@ def test_ctrl_c_at_any_line_of_a_step(engine, expected):
 @pytest.mark.parametrize("what", ["submit", "cancel", "close"])
 def test_ctrl_c_at_any_line_of_submit_cancel_close(parts, expected, what):
     interrupted, at, within = 0, 0, True
-    while within:  # up to the last line
+    while within:  # until the last line was interrupted
         with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
             others = [engine.submit(prompt, FEW) for prompt in PROMPTS]
             for _ in range(3):
@@ -191,7 +191,7 @@ def test_ctrl_c_at_any_line_of_submit_cancel_close(parts, expected, what):
 
 
 def press_after(seconds: float, act: Callable[[], object]) -> bool:
-    """Press Ctrl-C after this many seconds. False if the action had ended by then."""
+    """Press Ctrl-C after this many seconds. Return False if the action had finished by then."""
     press = threading.Timer(
         seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
     )
@@ -200,7 +200,7 @@ def press_after(seconds: float, act: Callable[[], object]) -> bool:
         press.start()
         act()
         ended = True
-        time.sleep(60)  # the signal is on its way
+        time.sleep(60)  # wait for the signal
     except KeyboardInterrupt:
         pass
     return not ended
@@ -208,8 +208,8 @@ def press_after(seconds: float, act: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ctrl_c_while_serving(engine, expected, seed):
-    """Python's condition has released its lock at some lines, and a RuntimeError was raised instead:
-    exit code 1."""
+    """Ctrl-C at some lines of Python's condition left its lock released, so a RuntimeError was raised
+    instead: exit code 1."""
     handles = []
 
     def serve() -> None:
@@ -231,11 +231,11 @@ def test_ctrl_c_while_serving(engine, expected, seed):
 
 
 def test_ctrl_c_at_any_line_of_a_wait(engine):
-    """No thread steps meanwhile: whoever sleeps must be woken by the signal itself."""
+    """No other thread steps, so the signal itself has to wake the sleeping thread."""
     loop = engine.serving().start()
     loop.pause()
     handle = engine.submit([1], LONG)
-    for at in range(30):  # up to the line at which it sleeps
+    for at in range(30):  # up to the line where it sleeps
         assert interrupt(handle.result, at), f"line {at}"
     assert press_after(0.2, handle.result)
     loop.resume()

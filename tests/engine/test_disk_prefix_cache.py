@@ -1,4 +1,4 @@
-"""Slots that are saved to disk: what they remembered is found again, to the bit, or not at all."""
+"""Slots are saved to disk. Their rows are restored bit by bit, or not at all."""
 
 import json
 import os
@@ -50,8 +50,8 @@ def saved(parts, tmp_path) -> tuple[Path, list[int]]:
 
 
 def test_second_turn_after_a_restart_reads_only_what_is_new(parts, saved):
-    """llama.cpp 26676, 25913: restored, but the prompt was read all the same. oMLX 2255: wrong
-    output after a restore."""
+    """llama.cpp 26676, 25913: the slot was restored, but the whole prompt was prefilled anyway. oMLX 2255:
+    wrong output after a restore."""
     folder, prompt = saved
     with (
         engine(parts, folder) as restarted,
@@ -82,7 +82,7 @@ def test_saved_slot_is_a_private_safetensors_file(parts, saved):
 
 
 def test_the_whole_prompt_is_never_restored(parts, saved):
-    """mlx-examples 977: nothing was left to read, and the program failed."""
+    """mlx-examples 977: no token was left to prefill, and the program failed."""
     folder, prompt = saved
     with engine(parts, folder) as restarted:
         result = restarted.submit(prompt[:103], SHORT).result()
@@ -141,8 +141,7 @@ OFFSETS = [[0], [0, 1, 2], [-5, 10], [0, "9"], [0, 2**70], None, [True, False], 
 @pytest.mark.parametrize("name", ["tokens", "layers.0", "digest"])
 @pytest.mark.parametrize("field", ["shape", "data_offsets", "dtype"])
 def test_damaged_entry_is_damage(saved, name, field):
-    """A comma that had become another character ended all running requests, and then the server did
-    not start."""
+    """One changed comma ended all running requests, and then the server did not start."""
     folder = SlotFolder(str(saved[0]))
     (file,) = files(saved[0])
     whole = file.read_bytes()
@@ -158,7 +157,7 @@ def test_damaged_entry_is_damage(saved, name, field):
 
 
 def test_any_changed_byte_is_damage_or_a_miss(saved):
-    """Each byte of the header, and some of the data."""
+    """Change each byte of the header, and some bytes of the data."""
     folder = SlotFolder(str(saved[0]))
     (file,) = files(saved[0])
     whole = file.read_bytes()
@@ -192,7 +191,7 @@ def one_layer_less(entries, data):
     ],
 )
 def test_layers_of_another_model_are_damage(parts, saved, caplog, change):
-    """With a right digest and key: rows of another shape ended all running requests."""
+    """Rows of another shape, under a correct digest and key, ended all running requests."""
     folder, prompt = saved
     (file,) = files(folder)
     rewritten(file, change)
@@ -204,7 +203,7 @@ def test_layers_of_another_model_are_damage(parts, saved, caplog, change):
 
 
 def test_named_pipe_among_the_slots(parts, saved):
-    """To open it hung the engine at start."""
+    """Opening a named pipe hung the engine at startup."""
     folder, prompt = saved
     (file,) = files(folder)
     pipe = folder / f"{file.name[:17]}{'0' * 32}.safetensors"
@@ -215,8 +214,8 @@ def test_named_pipe_among_the_slots(parts, saved):
 
 @pytest.mark.skipif("fma" not in library.processor(), reason="no fused multiply-add on this x86")
 def test_rows_of_another_arithmetic_are_not_restored(parts, tmp_path):
-    """The form without fused multiply-adds computes other bits than all others. Its rows were restored
-    under them."""
+    """The kernels without fused multiply-adds compute different bits, yet their rows were restored under
+    the other kernels."""
     folder = tmp_path / "slots"
     model = parts[1].folder
     code = f"""
@@ -232,7 +231,7 @@ with Engine.load({str(model)!r}, **options) as engine:
 
 
 def test_file_of_another_model_is_ignored(parts, saved, tmp_path, caplog):
-    """Each model sees its own files, even if a file has been renamed into another model's."""
+    """Each model finds only its own files, even if a file is renamed to match another model."""
     folder, prompt = saved
     other = make_checkpoint(tmp_path, seed=2)
     with engine((read_model(other), Tokenizer(other, 272)), folder) as second:
@@ -255,7 +254,7 @@ def test_how_a_model_computes_is_part_of_it(parts, saved, change):
 
 
 def test_positions_are_part_of_the_model(tmp_path):
-    """With longrope, how positions turn depends on the length of a slot."""
+    """With longrope, the rotation of a position depends on the slot length."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
     scaling = {"rope_type": "longrope", "factor": 2.0, **factors}
     lengths = {"max_position_embeddings": 100, "original_max_position_embeddings": 100}
@@ -269,7 +268,7 @@ def test_positions_are_part_of_the_model(tmp_path):
 
 
 def test_longer_rows_in_memory_win(parts, saved):
-    """llama.cpp 28276: a restored slot hid a longer one."""
+    """llama.cpp 28276: a restored slot hid a longer one in memory."""
     folder, prompt = saved
     with engine(parts, folder, slots=3) as restarted:
         longer = restarted.submit([*prompt, *tokens(60, seed=2)], SHORT)
@@ -290,7 +289,7 @@ def test_overwritten_slot_is_saved(parts, tmp_path):
 
 
 def test_scrub_comes_before_restored_rows(parts, saved):
-    """The zeroed rows of a cancelled prompt must not be those that have just been restored."""
+    """The rows that a cancelled prompt zeroes must not be the rows that were just restored."""
     folder, prompt = saved
     with engine(parts, folder, slots=1) as restarted, Engine(*parts, slots=1, max_len=256) as plain:
         cancelled = restarted.submit(tokens(200, seed=7), SHORT)
@@ -322,7 +321,7 @@ def test_request_without_prefix_cache_is_neither_saved_nor_restored(parts, saved
 
 
 def test_another_clients_rows_are_not_reported(parts, saved):
-    """As in memory: a reported hit would confirm a guess at another client's text."""
+    """A reported hit would confirm a guess at another client's text, on disk as in memory."""
     folder, prompt = saved
     with engine(parts, folder) as restarted:
         turn = restarted.submit(prompt, SHORT, client="another")
@@ -331,7 +330,7 @@ def test_another_clients_rows_are_not_reported(parts, saved):
 
 
 def hold(monkeypatch, name: str) -> threading.Event:
-    """Let a method of the folder wait until the event is set."""
+    """Make a method of the folder wait until the returned event is set."""
     may_go = threading.Event()
     method = getattr(SlotFolder, name)
 
@@ -345,8 +344,8 @@ def hold(monkeypatch, name: str) -> threading.Event:
 
 @pytest.mark.parametrize("kind", ["list", "open"])
 def test_nobody_waits_for_a_slow_folder(parts, saved, kind):
-    """A read from disk blocked newcomers, also after its request was cancelled, and a listing of the
-    folder blocked all who submitted."""
+    """A read from disk blocked new requests, even after its own request was cancelled. A listing of the
+    folder blocked everybody who submitted."""
     folder, prompt = saved
     with (
         Engine(*parts, slots=2, max_len=128, chunk=32) as another,
@@ -371,8 +370,8 @@ def test_nobody_waits_for_a_slow_folder(parts, saved, kind):
 
 
 def test_closing_engine_holds_no_lock_while_slots_are_written(parts, tmp_path):
-    """An engine that was closed, or unloaded, held the lock of the device until its slots were
-    written: no other engine of the program could step meanwhile."""
+    """An engine that was closed or unloaded held the device lock until its slots were written, so no other
+    engine of the program could step."""
     folder = tmp_path / "slots"
     closing = engine(parts, folder)
     assert closing.submit(tokens(100), SHORT).result().finish_reason == "length"
@@ -393,8 +392,8 @@ def test_closing_engine_holds_no_lock_while_slots_are_written(parts, tmp_path):
 
 @pytest.mark.parametrize("name", ["names", "read_tensors", "write", "make_room"])
 def test_folder_that_does_not_answer_holds_nobody_up(parts, saved, monkeypatch, caplog, name):
-    """As a network folder whose server is gone: `close` waited for it forever, and so did a prompt
-    with a file there."""
+    """`close` waited forever for a network folder whose server was gone, and so did a prompt with a file
+    there."""
     folder, prompt = saved
     monkeypatch.setattr(disk_prefix_cache, "PATIENCE_S", 0.3)
     may_go = hold(monkeypatch, name)
@@ -407,7 +406,7 @@ def test_folder_that_does_not_answer_holds_nobody_up(parts, saved, monkeypatch, 
 
 
 def test_two_engines_share_a_folder(parts, saved, monkeypatch):
-    """One finds what the other has saved since; a file that vanishes before it is read is a miss."""
+    """One engine finds what the other has saved since; a file that vanishes before it is read is a miss."""
     folder, _ = saved
     with engine(parts, folder, slots=1) as one, engine(parts, folder, slots=1) as other:
         for seed in (1, 2):
@@ -425,7 +424,7 @@ def test_two_engines_share_a_folder(parts, saved, monkeypatch):
 
 
 def test_folder_that_cannot_be_written_stops_nothing(parts, saved, caplog):
-    """As on a full disk: one line for each slot that is not saved."""
+    """On a full disk, log one line for each slot that is not saved."""
     folder, prompt = saved
     with engine(parts, folder) as restarted:
         (file,) = files(folder)
@@ -460,8 +459,8 @@ def test_more_slots_than_may_be_pending_are_dropped(parts, saved, monkeypatch, c
 
 
 def test_size_is_kept(parts, saved):
-    """oMLX 1915, 2115: a limit that was exceeded, and dead files that were never deleted. Files of another
-    model and temporary files count, and the least recently used file goes first."""
+    """oMLX 1915, 2115: a limit was exceeded, and dead files were never deleted. Files of other models and
+    temporary files count, and the least recently used file is deleted first."""
     folder, _ = saved
     (file,) = files(folder)
     size = file.stat().st_size

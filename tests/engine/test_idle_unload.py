@@ -1,4 +1,4 @@
-"""An engine unloads its weights and its slab, and loads them again, or those of another model."""
+"""An engine unloads its weights and its slab, and loads them again or loads another model."""
 
 import gc
 import math
@@ -31,7 +31,7 @@ SHAPES = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[Path]:
-    """Two models, one of which is packed."""
+    """Two models, the second one quantized."""
     root = tmp_path_factory.mktemp("models")
     packed = make_checkpoint(root / "b", seed=2, quantize=lambda module: (4, 32), **SHAPES)
     return [make_checkpoint(root / "a", seed=1), packed]
@@ -39,7 +39,7 @@ def folders(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def alone(folders) -> list[list[list[int]]]:
-    """By model: what it answers to each prompt."""
+    """The answers of each model to each prompt."""
     answers = []
     for folder in folders:
         with Engine.load(folder, **SIZES) as engine:
@@ -50,7 +50,7 @@ def alone(folders) -> list[list[list[int]]]:
 
 @pytest.fixture
 def others() -> int:
-    """Bytes that engines of other tests hold."""
+    """Bytes that engines of other tests still hold."""
     gc.collect()
     return mx.get_active_memory()
 
@@ -71,7 +71,7 @@ def answers(engine: Engine) -> list[list[int]]:
 
 
 def test_unloaded_engine_reloads_on_request(engine, alone):
-    """Unloading frees the weights, and the next request reads them again."""
+    """Unloading frees the weights, and the next request loads them again."""
     assert answers(engine) == alone[0]
     gc.collect()
     held = mx.get_active_memory()
@@ -80,8 +80,8 @@ def test_unloaded_engine_reloads_on_request(engine, alone):
     assert engine.lifecycle.is_unloaded and engine.model.config.layers == 2
     released = mx.get_active_memory()
     assert held - released >= ours > 300_000
-    assert engine.step() is False and engine.lifecycle.is_unloaded  # without work nothing is read
-    engine.release()  # once more changes nothing
+    assert engine.step() is False and engine.lifecycle.is_unloaded  # without work nothing is loaded
+    engine.release()  # a second call changes nothing
     assert answers(engine) == alone[0]
     assert not engine.lifecycle.is_unloaded
     assert mx.get_active_memory() - released == pytest.approx(ours, rel=0.1)
@@ -98,7 +98,7 @@ def test_a_request_that_is_open_keeps_the_weights(engine, folders, alone):
 
 
 def test_handle_outlives_the_weights(engine, folders):
-    """A finished handle can be read after the model is gone."""
+    """A finished handle stays readable after the model is unloaded."""
     handle = engine.submit("Once", SamplingParams(max_tokens=5, logprobs=2, ignore_eos=True))
     before = handle.result()
     engine.release()
@@ -108,7 +108,7 @@ def test_handle_outlives_the_weights(engine, folders):
 
 
 def test_unloading_loses_no_step(engine):
-    """A step may be in flight in which nothing but a ghost runs."""
+    """The step in flight may contain nothing but a ghost."""
     engine.submit(PROMPTS[0], SamplingParams(max_tokens=4))
     for _ in range(3):
         engine.step()
@@ -122,7 +122,7 @@ def test_unloading_loses_no_step(engine):
 
 
 def test_only_reloadable_models_are_unloaded(folders, engine):
-    """A model that was not read from a file cannot come back."""
+    """A model that was not loaded from files cannot be reloaded."""
     with (
         Engine(engine.model, engine.text, **SIZES) as given,
         pytest.raises(RuntimeError, match="without its files"),
@@ -136,7 +136,7 @@ def test_only_reloadable_models_are_unloaded(folders, engine):
 
 
 def test_failed_reload_ends_the_requests(tmp_path, alone):
-    """And those that come later find them, as soon as they are back."""
+    """Later requests are served as soon as the weights are back."""
     folder = make_checkpoint(tmp_path / "model", seed=1)
     file = folder / "model.safetensors"
     with Engine.load(folder, **SIZES) as engine:
@@ -150,7 +150,8 @@ def test_failed_reload_ends_the_requests(tmp_path, alone):
 
 
 def test_changed_weights_are_not_served(tmp_path, alone):
-    """Other weights of the same shape were served without a word. Sizes and times of the files reveal them."""
+    """Other weights of the same shape were served without an error. The sizes and times of the files reveal
+    them."""
     folder = make_checkpoint(tmp_path / "model", seed=1)
     with Engine.load(folder, **SIZES) as engine:
         assert answers(engine) == alone[0]
@@ -159,7 +160,7 @@ def test_changed_weights_are_not_served(tmp_path, alone):
         result = engine.generate([PROMPTS[0]], GREEDY)[0]
         assert "has changed since the model was read; start anew" in result.error
         assert engine.lifecycle.is_unloaded
-        engine.reload()  # asked for what is there now
+        engine.reload()  # explicitly load the changed files
         assert answers(engine) != alone[0]
         engine.release()
         answers(engine)
@@ -167,8 +168,8 @@ def test_changed_weights_are_not_served(tmp_path, alone):
 
 @pytest.mark.parametrize("kind", ["list", "open"])
 def test_slow_folder_of_a_model_holds_no_lock(engine, folders, alone, kind):
-    """While the files of an unloaded model were listed and opened, no other engine of the program
-    could step."""
+    """While the files of an unloaded model were listed and opened, no other engine of the program could
+    step."""
     engine.release()
     with (
         Engine.load(folders[1], **SIZES) as another,
@@ -189,7 +190,7 @@ def test_slow_folder_of_a_model_holds_no_lock(engine, folders, alone, kind):
 
 
 def test_reload_that_fails_while_it_unloads_refuses_nobody(engine, folders, alone, monkeypatch):
-    """The flag of a running reload was never reset."""
+    """The flag that marks a running reload was never reset."""
     with monkeypatch.context() as patched:
         patched.setattr(device, "give_back", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -198,7 +199,7 @@ def test_reload_that_fails_while_it_unloads_refuses_nobody(engine, folders, alon
 
 
 def test_prompt_of_another_tokenizer_is_refused(engine, folders):
-    """A prompt that was read before the model was exchanged is token ids of the old one."""
+    """A prompt that was encoded before the model was exchanged holds token ids of the old model."""
     prompt = engine.text.encode_prompt("Once upon a time")
     engine.reload(folders[1])
     with pytest.raises(ValueError, match=r"was read for .*, and this engine serves .*; read it"):
@@ -218,7 +219,7 @@ def test_ranks_keep_their_weights(engine, monkeypatch):
 
 
 def test_exchange_for_another_model(engine, folders, alone):
-    """The other model has sizes of its own."""
+    """The other model has different sizes."""
     engine.generate(PROMPTS[:1], GREEDY)
     before = engine.snapshot()
     engine.reload(folders[1], slots=3)
@@ -237,7 +238,7 @@ def test_exchange_for_another_model(engine, folders, alone):
 
 @pytest.mark.parametrize("harm", ["no folder", "no tensor", "too large", "a word"])
 def test_exchange_refuses_a_broken_model(harm, engine, tmp_path, alone):
-    """The broken model is refused before the first one is unloaded."""
+    """A broken model is refused before the first one is unloaded."""
     runner = engine.runner
     options = {}
     folder = make_checkpoint(tmp_path / "wrong", seed=3)
@@ -257,7 +258,7 @@ def test_exchange_refuses_a_broken_model(harm, engine, tmp_path, alone):
 
 
 def test_failed_exchange_restores_the_model(engine, tmp_path, alone):
-    """Numbers are checked when they are read: by then the first model is unloaded."""
+    """Values are checked while they are loaded, when the first model is already unloaded."""
     folder = make_checkpoint(tmp_path / "rotten", seed=3)
     file = folder / "model.safetensors"
     arrays = dict(mx.load(str(file)))
@@ -279,15 +280,15 @@ def test_prompt_of_another_model_is_refused(engine, folders):
 
 
 class Askers:
-    """Threads that ask without a pause, but for a moment now and then. Each answer is compared with
-    that of the model which was there when the prompt was taken."""
+    """Threads that submit requests with short random pauses, and compare each answer with that of the model
+    that was loaded at submit."""
 
     def __init__(self, engine: Engine, alone: list[list[list[int]]]):
         self.engine = engine
         self.alone = alone
-        self.counts = [0, 0]  # answers, by model
+        self.counts = [0, 0]  # number of answers of each model
         self.wrong: list[str] = []
-        self.gate = threading.Event()  # while it is shut, no new prompt comes
+        self.gate = threading.Event()  # while it is closed, nobody submits
         self.over = False
         self.threads = [threading.Thread(target=self.ask, args=[seed]) for seed in range(3)]
         self.gate.set()
@@ -306,7 +307,7 @@ class Askers:
                 if "another model" not in str(error):
                     self.wrong.append(str(error))
                 continue
-            which = int("4 bits" in self.engine.summary)  # while it is open, the model stays
+            which = int("4 bits" in self.engine.summary)  # while a request is open, the model stays
             if handle.result(timeout=120).tokens != self.alone[which][n]:
                 self.wrong.append(f"{n}: {handle.tokens} of model {which}, {handle.error}")
             self.counts[which] += 1
@@ -319,8 +320,8 @@ class Askers:
 
 
 def test_exchange_under_load(others, folders, alone):
-    """In the middle of requests, and at the moment when the last of them ends. 200 exchanges:
-    NANOBATCH_EXCHANGES=200."""
+    """Exchange models while requests run, and at the moment when the last one ends. NANOBATCH_EXCHANGES=200
+    is the long form."""
     rng = np.random.default_rng(7)
     releases = rng.random(EXCHANGES) < 0.4
     assert EXCHANGES - releases.sum() > 2
@@ -355,14 +356,14 @@ def test_exchange_under_load(others, folders, alone):
         f"{done} exchanges, {refused} refused; answers: {askers.counts}; {left:,} bytes at the end"
     )
     assert not askers.wrong and done == EXCHANGES and refused > 0 and min(askers.counts) > 0
-    assert left - others < 300_000  # less than one of the models
+    assert left - others < 300_000  # less than either model takes
 
 
 # --- idle ---------------------------------------------------------------------------------------
 
 
 def test_idle_engine_is_unloaded(engine):
-    """When no request has come for the given time."""
+    """The engine is unloaded when no request has arrived for the given time."""
     clock = Clock()
     said: list[str] = []
     idle = Idle(engine, 10, said.append, clock)
@@ -371,11 +372,11 @@ def test_idle_engine_is_unloaded(engine):
     assert idle() == 6
     handle = engine.submit(PROMPTS[0], GREEDY)
     clock.now += 100
-    assert idle() is None  # there is work
+    assert idle() is None  # it has work
     handle.result()
     engine.step(plan=False)
     assert idle() == 10
-    engine.submit(PROMPTS[0], GREEDY).result()  # between two looks
+    engine.submit(PROMPTS[0], GREEDY).result()  # between two calls
     clock.now += 9
     assert idle() == 10
     clock.now += 10
@@ -388,7 +389,7 @@ def test_idle_engine_is_unloaded(engine):
 
 
 def test_request_during_an_unload(engine, alone):
-    """The request arrived after the queue was checked and before the lock was taken."""
+    """The request arrives after the queue was checked and before the lock is taken."""
     clock = Clock()
     said: list[str] = []
     idle = Idle(engine, 10, said.append, clock)

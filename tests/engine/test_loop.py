@@ -1,5 +1,5 @@
-"""The one thread that steps an engine: it sleeps, wakes, pauses, steps by hand, and never dies of
-what others call."""
+"""The thread that steps an engine: it sleeps, wakes, pauses, runs single steps, and survives failing
+callbacks."""
 
 import sys
 import threading
@@ -34,7 +34,7 @@ def test_paused_loop_takes_no_step(engine, loop):
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_single_steps_are_counted(make_engine, run_ahead):
-    """The engine runs ahead, so the first call after a rest starts a step and finishes none."""
+    """Because of run-ahead, the first call after a rest starts a step and finishes none."""
     engine = make_engine(run_ahead=run_ahead)
     loop = Loop(engine).start()
     loop.pause()
@@ -52,7 +52,7 @@ def test_single_steps_are_counted(make_engine, run_ahead):
 
 
 def test_surplus_single_steps_are_dropped(engine, loop):
-    """They must not run when work comes later."""
+    """Single steps that find no work must not run when work arrives later."""
     loop.pause()
     handle = engine.submit([1], SHORT)
     loop.step(100)
@@ -65,7 +65,7 @@ def test_surplus_single_steps_are_dropped(engine, loop):
 
 
 def test_command_runs_between_steps(engine, loop):
-    """Never while a step is being run, though the command comes at any moment."""
+    """A command may arrive at any moment, but never runs during a step."""
     inside, seen = [], []
     begin = engine.runner.start_forward
 
@@ -87,7 +87,7 @@ def test_command_runs_between_steps(engine, loop):
 
 
 def test_failing_command_is_logged(engine, loop):
-    """The next one is executed."""
+    """The command after it still runs."""
     done = threading.Event()
     loop.call(lambda: 1 / 0)
     loop.call(lambda: exit(3))
@@ -100,8 +100,7 @@ def test_failing_command_is_logged(engine, loop):
 
 @pytest.mark.parametrize("how", ["result", "serve"])
 def test_waiting_command_is_refused(engine, loop, how):
-    """The loop's thread waited for a step that only itself could take, and so did everybody from
-    then on."""
+    """The loop's thread waited for a step that only it could run, and every later caller hung."""
     acts = {
         "result": lambda: engine.submit([7], SHORT).result(),
         "serve": lambda: engine.serving().start(),
@@ -113,7 +112,7 @@ def test_waiting_command_is_refused(engine, loop, how):
 
 
 def test_between_is_called_as_often_as_it_asks(make_engine):
-    """After each step."""
+    """`between` is called after each step."""
     engine = make_engine(speculate=0)
     steps = []
     loop = Loop(engine, between=lambda: steps.append(engine.registry.steps.count)).start()
@@ -139,11 +138,11 @@ def test_stopped_loop_returns_the_engine(engine, paused):
         wait_for(lambda: loop.paused)
     handle = engine.submit([1], LONG)
     assert loop.stop(patience=60) and loop.stop()
-    assert handle.result(timeout=60).finish_reason == "length"  # stepped here
+    assert handle.result(timeout=60).finish_reason == "length"  # stepped by this thread
 
 
 def test_waiter_steps_after_the_loop_stops(engine):
-    """`result()` waited for a loop that had ended."""
+    """`result()` waited for a loop that had stopped."""
     loop, reasons = Loop(engine).start(), []
     loop.pause()
     handle = engine.submit([1], LONG)
@@ -190,7 +189,7 @@ def test_stopped_stopwatch_stands_still():
 
 
 def test_stopwatch_without_a_stop_is_exact():
-    """Its clock was read twice, and /metrics told of less than no pause."""
+    """The stopwatch read its clock twice, and /metrics reported a negative pause."""
     watch = Stopwatch(iter(range(100)).__next__)
     assert watch.stopped_s == 0
     watch.stop()
@@ -198,8 +197,8 @@ def test_stopwatch_without_a_stop_is_exact():
 
 
 def test_stopwatch_is_monotonic():
-    """Where a pause ended between two reads of a field, a client's submit got a TypeError, or a
-    moment of the past."""
+    """When a pause ended between two reads of a field, a client's submit raised a TypeError or got a time
+    in the past."""
     watch, wrong, readings = Stopwatch(), [], []
     done = threading.Event()
 
@@ -227,10 +226,10 @@ def test_stopwatch_is_monotonic():
 
 
 def test_slow_motion_rate(make_engine):
-    """Run this many steps a second; the engine's clock does not advance in between."""
+    """The loop runs this many steps a second, and the engine's clock stops in between."""
     watch = Stopwatch()
     engine = make_engine(clock=watch)
-    engine.submit([1], SHORT).result()  # warm
+    engine.submit([1], SHORT).result()  # warm up
     loop = Loop(engine, clock=watch).start()
     loop.slow = 10.0
     loop.call(lambda: None)
@@ -248,7 +247,7 @@ def test_slow_motion_rate(make_engine):
 
 
 def test_slow_motion_can_be_left_at_once(make_engine):
-    """One step in a hundred seconds: a thread that waited for the next step waited forever."""
+    """At one step in a hundred seconds, a thread that waited for the next step waited forever."""
     watch = Stopwatch()
     engine = make_engine(clock=watch)
     loop = Loop(engine, clock=watch).start()
@@ -257,7 +256,7 @@ def test_slow_motion_can_be_left_at_once(make_engine):
     wait_for(lambda: engine.registry.steps.count == 1)
     loop.call(heard.set)
     assert heard.wait(60) and engine.registry.steps.count == 1
-    loop.step(1)  # a step by hand waits for its turn, too
+    loop.step(1)  # a single step is delayed, too
     loop.call(lambda: setattr(loop, "slow", 0.0))
     wait_for(lambda: engine.registry.steps.count == 2)
     assert loop.paused
@@ -267,7 +266,7 @@ def test_slow_motion_can_be_left_at_once(make_engine):
 
 
 def test_slow_motion_wakes_for_a_request(make_engine):
-    """Even when the next step is not due yet."""
+    """A request wakes the loop even when the next step is not due yet."""
     watch, turns = Stopwatch(), []
     engine = make_engine(clock=watch)
     loop = Loop(engine, between=lambda: turns.append(1), clock=watch)
@@ -280,7 +279,7 @@ def test_slow_motion_wakes_for_a_request(make_engine):
 
 
 def test_step_without_a_plan(engine):
-    """A step that only reads back loses nothing."""
+    """A step that only commits results loses nothing."""
     handle = engine.submit([1], LONG)
     for i in range(1, 9):
         engine.step()

@@ -1,5 +1,5 @@
-"""`engine.on_commit`: one function that is called when there is news, with nothing locked; and what
-it may do."""
+"""`engine.on_commit`: one function that is called after each commit while no lock is held, and everything
+that it may do."""
 
 import random
 import sys
@@ -25,8 +25,7 @@ SHORT = exactly(3)
 
 
 class Hook:
-    """Writes down what can be seen in each call, and that another thread can take the engine's
-    locks meanwhile."""
+    """Record what is visible in each call, and check that another thread can take the engine's locks."""
 
     def __init__(self, engine: Engine):
         self.engine, self.calls, self.threads = engine, [], []
@@ -42,7 +41,7 @@ class Hook:
         other = threading.Thread(target=take)
         other.start()
         other.join(60)
-        (look,) = taken  # else the engine was locked
+        (look,) = taken  # empty if the engine was locked
         self.calls.append((look.output_tokens, [view.id for view in look.ended]))
         self.threads.append(threading.current_thread().name)
 
@@ -96,7 +95,7 @@ def test_hook_sees_every_end(parts, monkeypatch, way):
 
 
 def test_hook_runs_in_the_committing_thread(engine):
-    """The one that steps, or that ends a request."""
+    """This is the thread that steps, or the one that ends a request."""
     hook = Hook(engine)
     with engine.serving():
         handle = engine.submit([1], SHORT)
@@ -107,7 +106,7 @@ def test_hook_runs_in_the_committing_thread(engine):
 
 
 def test_failing_hook_is_logged(engine, caplog):
-    """With its line; nothing else is disturbed."""
+    """The traceback is logged, and nothing else is disturbed."""
     expected = engine.submit([1, 2], LONG).result().tokens
     before = engine.snapshot()
 
@@ -123,7 +122,7 @@ def test_failing_hook_is_logged(engine, caplog):
 
 
 def test_slow_hook_blocks_no_other_thread(engine):
-    """Others submit, cancel and take snapshots meanwhile."""
+    """Other threads submit, cancel and take snapshots while the hook runs."""
     inside, go = threading.Event(), threading.Event()
 
     def slow(handles) -> None:
@@ -165,8 +164,8 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-# What an `on_commit` of `engine` does, beside another served engine. These fail, and are noted as
-# faults:
+# What an `on_commit` of `engine` may do while another engine is served. These actions fail and are
+# recorded as faults:
 FAILS = {
     "wait": lambda engine, other: engine.submit([7], BRIEF).result(),
     "iterate": lambda engine, other: list(engine.submit([7], BRIEF)),
@@ -178,7 +177,7 @@ FAILS = {
     "end an iterator": lambda engine, other: next(iter(())),
     "press Ctrl-C": lambda engine, other: fail(KeyboardInterrupt()),
 }
-# And these do not:
+# These do not fail:
 DOES = {
     "nothing": lambda engine, other: None,
     "step": lambda engine, other: engine.step(),
@@ -193,8 +192,7 @@ ACTS = FAILS | DOES
 
 
 class Storm:
-    """One engine's `on_commit`. In one of four calls it does something, in the thread that
-    serves."""
+    """An `on_commit` that runs a random action in one of four calls from the serving thread."""
 
     def __init__(self, engine: Engine, loop: Loop, other: Engine, seed: str):
         self.engine, self.loop, self.other = engine, loop, other
@@ -203,14 +201,14 @@ class Storm:
 
     def __call__(self, handles) -> None:
         if not self.loop.is_here or self.dice.random() > 0.25:
-            return  # a thread that cancels, or serves the other engine, may wait, and would
+            return  # other threads are allowed to wait, so the actions that should fail would block
         name = self.dice.choice(list(ACTS))
         self.acts[name] += 1
         ACTS[name](self.engine, self.other)
 
 
 def check(handle: Handle, expected: list[int], was_cancelled: bool) -> str | None:
-    """What is wrong with how it ended, if anything is."""
+    """Return what is wrong with the result, or None."""
     result = handle.result(timeout=60)
     reasons = {"length", "cancelled"} if was_cancelled else {"length"}
     if result.finish_reason not in reasons:
@@ -220,8 +218,8 @@ def check(handle: Handle, expected: list[int], was_cancelled: bool) -> str | Non
 
 
 def test_storm(parts):
-    """Each request gets what it gets alone, what hooks raise is noted, all slots become free, and
-    both loops stop. NANOBATCH_STORM=5000 is the long form."""
+    """Each request gets the tokens that it gets alone, each exception of a hook is recorded, all slots
+    become free, and both loops stop. NANOBATCH_STORM=5000 is the long form."""
     sizes = {"slots": 4, "max_len": 64, "chunk": 32}
     with Engine(*parts, **sizes) as engine:
         asks = [([n, 3], exactly(4 + n)) for n in range(9)]

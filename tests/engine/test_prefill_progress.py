@@ -1,4 +1,4 @@
-"""How far a long prompt is, how fast it is read, and how long it will take."""
+"""Progress, speed and remaining time of a long prompt."""
 
 import pytest
 from harness import exactly
@@ -26,7 +26,7 @@ def test_slow_first_chunk_is_shown():
 
 
 def test_restarted_prompt_is_measured_again():
-    """After a failed step the rows are gone."""
+    """A failed step discards the rows, so the measurement starts again."""
     clock = PrefillClock()
     clock.record_chunk(0, 50, 0.0, 1.0)
     clock.record_chunk(0, 10, 100.0, 101.0)
@@ -58,7 +58,7 @@ def test_time_left_is_rounded(left, words):
 
 
 def test_snapshot_has_prefill_progress():
-    """A chunk of 16 tokens takes 5 ms, and a step 10 besides."""
+    """A chunk of 16 tokens takes 5 ms, and each step takes another 10."""
     clock = Clock()
     with word_engine(clock, clock, slots=2, max_len=70_000) as engine:
         long = engine.submit([1] * 9_600, SHORT)

@@ -1,5 +1,4 @@
-"""Those who watch miss nothing, see nothing twice, and cost the engine little, however many
-wait."""
+"""Watchers miss nothing, see nothing twice, and cost the engine little, however many requests wait."""
 
 import dataclasses
 import threading
@@ -24,7 +23,7 @@ def settle(engine: Engine) -> None:
 
 
 def test_rare_snapshots_count_missed_steps():
-    """One snapshot in some thousand steps still has them all, or says how many it missed."""
+    """A snapshot after thousands of steps still contains them all, or says how many it missed."""
     clock = Clock()
     with word_engine(clock, clock, slots=1, max_len=4_000) as engine:
         first = engine.snapshot()
@@ -43,8 +42,8 @@ def test_rare_snapshots_count_missed_steps():
 
 
 def test_step_view(make_engine):
-    """Chunks of 32 and a budget of 40: A decodes, D's 6 tokens go first, C has 13 of its 20, and B,
-    the oldest, keeps 20. E waits in line."""
+    """Chunks of 32 and a budget of 40: A decodes, D's 6 tokens go first, C has 13 of its 20, and B, the
+    oldest, keeps 20. E waits in the queue."""
     engine = make_engine(slots=4, budget=40, run_ahead=False, prefix_cache=False)
     a = engine.submit([1, 2], exactly(9))
     engine.step()
@@ -76,7 +75,7 @@ def test_ghost_is_shown_in_its_step(make_engine):
 
 
 def test_kept_texts_are_bounded(make_engine, monkeypatch):
-    """500 prompts of 400 kB were 200 MB, for as long as the server ran."""
+    """500 prompts of 400 kB took 200 MB as long as the server ran."""
     monkeypatch.setattr(RequestRegistry, "TEXTS", 1000)
     engine = make_engine()
     for number in range(10):
@@ -88,7 +87,7 @@ def test_kept_texts_are_bounded(make_engine, monkeypatch):
 
 
 def test_newest_log_entry_is_always_kept():
-    """However much memory it takes."""
+    """The newest entry is kept however much memory it takes."""
     log = Log(3, room=10, size=len)
     for word in ("one", "two", "three", "four"):
         log.add(word)
@@ -101,7 +100,7 @@ def test_newest_log_entry_is_always_kept():
 
 
 def test_ended_requests_are_seen_once(engine):
-    """With everything that their owners got."""
+    """Each ended request comes with everything that its client received."""
     start = engine.snapshot()
     origins = [{"client": n} for n in range(4)]
     stop = engine.submit([1, 2], SHORT).result().tokens[1]
@@ -141,12 +140,12 @@ def test_ended_requests_are_seen_once(engine):
     assert engine.snapshot(look).ended == ()
 
 
-# --- the line -----------------------------------------------------------------------------------
+# --- the queue ----------------------------------------------------------------------------------
 
 
 def test_snapshot_of_a_long_queue(engine, monkeypatch):
-    """Of those in line 32 are described; of those that came since the last look all, and each
-    once."""
+    """A snapshot describes the first 32 queued requests, and each request that arrived since the last
+    snapshot once."""
     described = []
     view_of = Handle.view
     monkeypatch.setattr(
@@ -180,8 +179,8 @@ def phases(engine: Engine) -> list[str]:
 
 
 def test_text_of_any_earlier_step(parts):
-    """A screen that goes back in time needs it, and looks at every tenth step only. Letters that
-    may become a stop string, or are half a character, come later than their token."""
+    """The screen goes back in time in steps of ten, and needs the text at each step. Characters that may
+    become a stop string, or are incomplete, appear later than their token."""
     engine = Engine(*parts, slots=2, max_len=128)
     stops = [engine.generate(["a prompt"], exactly(40))[0].text[20:23]]
     handles = [engine.submit("a prompt", exactly(40, stop=stop)) for stop in ([], stops)]
@@ -191,7 +190,9 @@ def test_text_of_any_earlier_step(parts):
             seen[handle.id][len(handle.tokens)] = handle.text
     for request in engine.snapshot().ended[-2:]:
         texts = {n: request.text[: sum(request.lengths[:n])] for n in seen[request.id]}
-        texts[request.metrics.output_tokens] = request.text  # what was held back comes at the end
+        texts[request.metrics.output_tokens] = (
+            request.text
+        )  # text that was held back appears at the end
         assert texts == seen[request.id] and len(texts) > 3, request
 
 

@@ -1,6 +1,7 @@
-"""How long a step takes while somebody decodes, and when a prompt will have been read: a scheduler on a
-simulated machine, whose steps cost what a seeded model of it says, and now and then several times as
-much."""
+"""The duration of a step while another request decodes, and the estimate of a prompt's remaining time.
+
+The scheduler runs on a simulated machine. Its step times follow a seeded model, and some steps take
+several times as long."""
 
 import itertools
 import random
@@ -19,16 +20,16 @@ from request import Committed, Plan, Request
 from sched import Scheduler
 
 SEEDS = range(5)
-# Of a model with 1.5B weights in 4 bits on two cores: a token costs twice as much at row 6,000
+# A model with 1.5B weights in 4 bits on two cores: a token costs twice as much at row 6,000
 MODEL = ModelCost(layers=28, body_products=1_310_000_000, width=28 * 1536)
 BASE, TOKEN, LOOK, DECODE = 0.036, 0.0031, 0.0031 / 6_000, 0.030
-NOBODY = Committed([], (), ())  # nobody has ended
-QUIET, BUSY = 0.0, 0.3  # the part of steps that another program makes longer
+NOBODY = Committed([], (), ())  # no request has ended
+QUIET, BUSY = 0.0, 0.3  # the share of steps that another program slows down
 
 
 class Machine:
-    """The seconds of a step. `speed`: how many times faster than above; `far`: how many times later attention
-    costs as much as all the rest."""
+    """Return the seconds that a plan takes. `speed` is relative to the constants above; `far` scales the row
+    at which attention costs as much as everything else."""
 
     def __init__(self, seed: int, disturbed: float):
         self.dice = random.Random(seed)
@@ -51,14 +52,14 @@ class Machine:
 
 
 class Run(Replay):
-    """Remembers what was said of each prompt's end, as `RequestRegistry.estimate` asks for it."""
+    """Record the estimates of each prompt's remaining time, as `RequestRegistry.estimate` asks for them."""
 
     def __init__(self, machine: Machine, guests: Sequence[Guest], limit_ms: int | None = None):
         sched = Scheduler(4, 40_000, POLICIES["continuous"], chunk=128, budget=260)
         step_time = StepTime(MODEL, limit_ms)
         super().__init__(sched, guests, machine, step_time=step_time, eager_first_token=True)
         self.said: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
-        self.ended: dict[int, float] = {}  # when each prompt had been read
+        self.ended: dict[int, float] = {}  # when each prompt was prefilled
         self.ran: list[Ran] = []
 
     def turn(self) -> Iterator[Ran]:
@@ -79,7 +80,7 @@ class Run(Replay):
                     self.said[request.id].append(told)
 
     def error(self, request: int, total: int) -> float:
-        """The median error of what was said of a prompt after its first tenth."""
+        """Return the median error of a prompt's estimates after its first tenth."""
         end = self.ended[request]
         errors = [
             abs(left - (end - at)) / (end - at)
@@ -90,12 +91,12 @@ class Run(Replay):
 
 
 def guest(number: int, prompt: int, tokens: int = 1, arrived: float = 0.0) -> Guest:
-    ids = (number, *range(100, 99 + prompt))  # no two begin alike
+    ids = (number, *range(100, 99 + prompt))  # no two prompts share a prefix
     return Guest(Request(number, ids, tokens, arrived), tokens)
 
 
 def gaps(run: Run, request: int, since: float) -> list[float]:
-    """Between the tokens of an answer, while a prompt is read."""
+    """Return the gaps between the tokens of an answer while a prompt is prefilled."""
     ends = [
         ran.ended
         for ran in run.ran
@@ -107,8 +108,8 @@ def gaps(run: Run, request: int, since: float) -> list[float]:
 @pytest.mark.parametrize("disturbed", [QUIET, BUSY])
 @pytest.mark.parametrize("limit_ms", [None, 150, 2_000])
 def test_step_takes_as_long_as_it_may(limit_ms, disturbed):
-    """A prompt of 6,000 tokens comes while somebody decodes. Its chunks once had 128 tokens, whatever
-    they took; from its tenth step on, the gap is the limit."""
+    """A prompt of 6,000 tokens arrives while another request decodes. Its chunks used to have 128 tokens,
+    however long they took. From its tenth step on, the gap must match the limit."""
     for seed in SEEDS:
         machine = Machine(seed, disturbed)
         run = Run(machine, [guest(1, 40, 10_000), guest(2, 6_000, arrived=3.0)], limit_ms)
@@ -121,7 +122,7 @@ def test_step_takes_as_long_as_it_may(limit_ms, disturbed):
         assert wanted == pytest.approx(
             limit_ms / 1000 if limit_ms else max(0.2, 4 * least), rel=0.2
         )
-        if len(times) < 5:  # all of it fits into a few steps
+        if len(times) < 5:  # the whole prompt fits into a few steps
             continue
         widest = max(chunk.tokens for ran in run.ran for chunk in ran.plan.chunks)
         assert median(times) <= 1.3 * max(wanted, 2 * least), (seed, median(times), wanted)
@@ -129,7 +130,7 @@ def test_step_takes_as_long_as_it_may(limit_ms, disturbed):
 
 
 def test_chunks_are_whole_while_nobody_decodes():
-    """However deep. And two prompts are read at once."""
+    """Chunks keep their full size at any depth, and two prompts are prefilled at once."""
     run = Run(Machine(1, QUIET), [guest(1, 9_000), guest(2, 5_000)])
     steps = [[chunk.tokens for chunk in ran.plan.chunks] for ran in run]
     assert all(tokens == [128, 128] for tokens in steps[:39])
@@ -154,7 +155,7 @@ def beside_prompts(dice: random.Random) -> list[Guest]:
 
 
 def after_waiting(dice: random.Random) -> list[Guest]:
-    """Four slots, and three times as many prompts at once."""
+    """Three times as many prompts as the four slots, all at once."""
     lengths = [dice.randint(1_000, 6_000) for _ in range(12)]
     return [guest(n, length, 60) for n, length in enumerate(lengths, 1)]
 
@@ -162,8 +163,8 @@ def after_waiting(dice: random.Random) -> list[Guest]:
 @pytest.mark.parametrize("disturbed", [QUIET, BUSY])
 @pytest.mark.parametrize("situation", [alone, beside_decodes, beside_prompts, after_waiting])
 def test_what_is_said_of_the_time_left_is_true(situation: Callable, disturbed):
-    """A prompt that came beside another read one or two tokens a step, and "about 14.7 h" was said of
-    what took minutes."""
+    """A prompt that arrived during another one was prefilled at one or two tokens a step, so the estimate
+    was "about 14.7 h" for a few minutes."""
     errors = []
     for seed in SEEDS:
         guests = situation(random.Random(seed))
@@ -180,7 +181,7 @@ def test_what_is_said_of_the_time_left_is_true(situation: Callable, disturbed):
 
 
 def test_nothing_is_said_before_it_can_be_known():
-    """The first prompt of all: not before three chunks, and a tenth of it."""
+    """The first prompt has no estimate until three chunks and a tenth of it are done."""
     run = Run(Machine(1, QUIET), [guest(1, 10_000)])
     list(run)
     _, done, _ = run.said[1][0]

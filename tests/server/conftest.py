@@ -1,4 +1,4 @@
-"""What the tests of the server share."""
+"""Fixtures shared by the tests of the server."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +11,7 @@ from servers import Server
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """`serve.py` with the demo model. After all that was sent to it, it answers as it did at first."""
+    """`serve.py` with the demo model. After everything that was sent to it, it still answers as at first."""
     with Server() as server:
         yield server
         assert server.is_idle()

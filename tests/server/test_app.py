@@ -1,4 +1,4 @@
-"""The server in this process, on a small random model, where it can be paused and broken."""
+"""A server in this process, on a small random model, where it can be paused and broken."""
 
 import asyncio
 import errno
@@ -55,10 +55,8 @@ BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
 
 def test_log_reports_progress_of_long_prompts(here, monkeypatch):
-    """The only line came at the end: for ten minutes the log did not show what the server did."""
-    monkeypatch.setattr(
-        prefill_progress, "LONG_S", -1.0
-    )  # every prompt that is not read yet is long
+    """The only line came at the end, so for ten minutes the log did not show what the server was doing."""
+    monkeypatch.setattr(prefill_progress, "LONG_S", -1.0)  # every unfinished prompt counts as long
     lines = queue.Queue()
     here.api.log = lines.put
     here.loop.pause()
@@ -90,8 +88,8 @@ def test_owner_is_advised_once_of_a_second_hang_up(here, monkeypatch):
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_silent_streams_get_pings(here, monkeypatch, version):
-    """Proxies close a connection on which nothing moves; a full line or a pause may last minutes.
-    nginx speaks 1.0."""
+    """Proxies close a connection on which nothing moves, and a full queue or a pause may last minutes.
+    nginx speaks HTTP/1.0."""
     monkeypatch.setattr(http, "PING_S", 0.3)
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": True}, version=version)
@@ -102,14 +100,13 @@ def test_silent_streams_get_pings(here, monkeypatch, version):
 
 
 def test_busy_streams_get_no_pings(here):
-    """Simple clients take every line for data, and a first one would spoil what they measure until
-    the first token."""
+    """Simple clients take every line for data, so an early ping would spoil their time to first token."""
     assert b"ping" not in here.complete(stream=True).body
 
 
 @pytest.mark.parametrize("how", ["paused", "slow"])
 def test_shutdown_ends_a_pause_and_slow_motion(here, how):
-    """A client's answer would not have ended within the patience of a server that is ending."""
+    """Otherwise an answer could not finish within the shutdown timeout."""
     if how == "paused":
         here.loop.pause()
     else:
@@ -139,12 +136,12 @@ def test_failed_answer_is_an_error_and_the_next_is_right(here, engine, monkeypat
 
 
 def test_the_memory_that_is_free_now(here):
-    """Watchers saw that of the server's start."""
+    """Watchers saw the free memory at the server's start."""
     assert here.api.view().free_memory > 1_000_000
 
 
 def test_errors_name_no_folder_of_the_server(here, engine, monkeypatch):
-    """Where the model lies, and under whose name, is no client's business. The file is."""
+    """A client need not know the path of the model, only the name of the file."""
     where = "/home/a user/models--owner/model.safetensors"
 
     def fail(*arguments):
@@ -161,7 +158,7 @@ def test_errors_name_no_folder_of_the_server(here, engine, monkeypatch):
 
 
 def test_seed_of_a_later_choice_stays_in_range(here):
-    """The largest seed with two choices was a 400 about a seed that the client had not sent."""
+    """The largest seed with two choices got a 400 about a seed that the client had not sent."""
     body = {"prompt": "Hello", "temperature": 1, "max_tokens": 20}
     last = here.ask(COMPLETIONS, body | {"seed": 2**64 - 1, "n": 2})
     first = here.ask(COMPLETIONS, body | {"seed": 0})
@@ -169,8 +166,8 @@ def test_seed_of_a_later_choice_stays_in_range(here):
 
 
 def test_ctrl_c_in_another_thread_ends_the_wait(here):
-    """Python handles a signal when its main thread runs. A signal that came to another thread, or
-    just before the main thread went to sleep, was not handled, and a busy server did not end."""
+    """Python handles a signal when its main thread runs. A signal that reached another thread, or arrived
+    just before the main thread went to sleep, was not handled, and a busy server did not shut down."""
 
     main = threading.get_ident()
 
@@ -208,8 +205,8 @@ def test_metrics_keep_no_texts_between_scrapes(here):
 
 
 def test_answer_ready_before_submit_returns_is_sent(here, engine):
-    """All of it was committed while the thread that had submitted it was still at work. No further
-    commit comes."""
+    """The whole answer is committed while the submitting thread is still at work, and no further commit
+    follows."""
     submit = engine.submit
 
     def slow(*arguments, **options):
@@ -225,10 +222,10 @@ def test_answer_ready_before_submit_returns_is_sent(here, engine):
 
 @pytest.mark.parametrize(
     "owner, name, times",
-    [(openai, "read_prompts", 1), (AnswerWriter, "_usage", 2)],  # usage is logged, too
+    [(openai, "read_prompts", 1), (AnswerWriter, "_usage", 2)],  # usage is also called for the log
 )
 def test_internal_error_is_a_traceback_and_a_500(here, monkeypatch, caplog, owner, name, times):
-    """A KeyError is not a missing field."""
+    """A KeyError of ours is not reported as a missing field."""
 
     def broken(*arguments):
         raise KeyError("of ours")
@@ -245,8 +242,8 @@ def test_internal_error_is_a_traceback_and_a_500(here, monkeypatch, caplog, owne
 
 
 def test_close_ends_all_connections(engine):
-    """Python warned of each open one: "unclosed transport"."""
-    gc.collect()  # what other tests have left
+    """Python warned about each connection that was still open: "unclosed transport"."""
+    gc.collect()  # collect what other tests have left
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ResourceWarning)
         with Here(engine) as here:
@@ -264,7 +261,7 @@ def test_close_ends_all_connections(engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancelled_answer_is_an_error(here, engine, stream):
-    """A person at the screen cancels it: `finish_reason` "stop" would be a lie."""
+    """When a person cancels it at the screen, `finish_reason` "stop" would be false."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": stream})
     (request,) = submitted(here)
@@ -286,12 +283,12 @@ def test_reader_that_takes_nothing_is_dropped(here, monkeypatch):
 
 
 def submitted(here) -> tuple[int, ...]:
-    """The requests of the one call that is open, as soon as they are in line."""
+    """Return the requests of the only open call, as soon as they are queued."""
     return wait_for(lambda: [call.requests for call in here.api.view().open if call.requests])[0]
 
 
 def narrow(here) -> None:
-    """From here on nothing piles up on the way to a client, and each write waits for it."""
+    """Disable buffering towards all clients, so that each write waits for the client."""
     for connection in here.api._connections:
         connection.transport.set_write_buffer_limits(0)
         own = connection.transport.get_extra_info("socket")
@@ -299,7 +296,7 @@ def narrow(here) -> None:
 
 
 def test_slowest_reader_is_ended_when_too_much_waits(here, monkeypatch):
-    """40 of them held 5.7 MiB each, without an end."""
+    """40 slow clients held 5.7 MiB each without limit."""
     body = BODY | {"max_tokens": 300, "temperature": 1, "seed": 7}
     expected = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
     monkeypatch.setattr(http, "SWEEP_S", 0.05)
@@ -320,7 +317,7 @@ def test_slowest_reader_is_ended_when_too_much_waits(here, monkeypatch):
     assert most > 1.2 * least > 1_000
     monkeypatch.setattr(http, "MAX_UNSENT_BYTES", most + least // 2)
     ended = wait_for(lambda: [call for call in here.api.view().ended if call.reason == "too_slow"])
-    time.sleep(0.2)  # some sweeps later
+    time.sleep(0.2)  # a few sweeps later
     assert len(ended) == 1 and len(here.api.view().open) == 1
     said = lines[1].until(b"[DONE]")
     texts = [json.loads(text) for text in re.findall(rb"data: (\{.*\})", said)]
@@ -330,8 +327,8 @@ def test_slowest_reader_is_ended_when_too_much_waits(here, monkeypatch):
 
 
 def test_large_answer_is_sent_in_chunks(here):
-    """All of it was buffered in the transport. It was cut off after a minute, however steadily it was taken,
-    and its call had ended long before."""
+    """The whole answer was buffered in the transport. It was cut off after a minute, however steadily the client
+    read, and the call had been recorded as ended long before."""
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048)
     line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
@@ -365,7 +362,7 @@ def test_hang_up_during_a_large_answer_is_recorded(here):
 
 
 def test_uneven_reader_gets_every_piece_in_order(here):
-    """Pieces are written at once while the client keeps up, and wait in line while it does not."""
+    """Pieces are written at once while the client keeps up, and are queued while it does not."""
     body = BODY | {"max_tokens": 120, "temperature": 1, "seed": 7}
     whole = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
     here.loop.pause()
@@ -374,7 +371,7 @@ def test_uneven_reader_gets_every_piece_in_order(here):
     (connection,) = here.api._connections
     narrow(here)
     here.loop.resume()
-    wait_for(lambda: connection.is_blocked)  # a write waits
+    wait_for(lambda: connection.is_blocked)  # a write is blocked
     said = b""
     while b"[DONE]" not in said:
         piece = line.socket.recv(600)
@@ -394,7 +391,7 @@ def test_body_has_a_timeout(here, monkeypatch):
 
 
 def test_connection_without_a_request_is_closed(here, monkeypatch):
-    """512 of them would use up the limit on connections."""
+    """512 connections without a request would use up the limit on connections."""
     monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 1.0)
     silent, slow = here.line(), here.line().send("GET /health HTT")
     kept = here.line().send("GET /health HTTP/1.1\nHost: localhost\n\n")
@@ -405,7 +402,7 @@ def test_connection_without_a_request_is_closed(here, monkeypatch):
 
 
 def fill(here, line: Line, requests: int, what: str = "GET /metrics") -> None:
-    """Ask for more than the buffers between here and there hold, and read nothing."""
+    """Request more than the buffers on both sides hold, and read nothing."""
     (connection,) = wait_for(lambda: here.api._connections)
     own = connection.transport.get_extra_info("socket")
     own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
@@ -416,14 +413,14 @@ def fill(here, line: Line, requests: int, what: str = "GET /metrics") -> None:
 
 @pytest.mark.parametrize("what, requests", [("GET /metrics", 100), ("HEAD /health", 1000)])
 def test_unread_responses_end_the_connection(here, monkeypatch, what, requests):
-    """Only streams were watched: the next answer on a full line never came. Answers without a body
-    were not watched, and piled up."""
+    """Only streams were watched. The next response on a blocked connection hung, and unread responses
+    without a body piled up."""
     monkeypatch.setattr(http, "WRITE_TIMEOUT_S", 0.2)
     fill(here, Line(here.host, here.port, receive=2048), requests, what)
 
 
 def test_connection_lost_in_its_close_leaves_no_traceback(here, monkeypatch, caplog):
-    """asyncio's transport cannot be aborted after it was closed and has then sent the rest."""
+    """asyncio's transport cannot be aborted if it was closed and has since sent the rest."""
     monkeypatch.setattr(http, "LINGER_S", 0.05)
     line = Line(here.host, here.port, receive=2048)
     (connection,) = wait_for(lambda: here.api._connections)
@@ -441,8 +438,8 @@ def test_connection_lost_in_its_close_leaves_no_traceback(here, monkeypatch, cap
 
 
 def test_blocked_client_does_not_end_the_sweeper(here, monkeypatch):
-    """Its next request was asked for its lag before it was parsed. Pings stopped for the life of the
-    server, and so did the limit on slow clients."""
+    """The sweeper asked for the lag of the connection's next request before that was parsed, and died.
+    Pings and the limit on slow clients stopped for the life of the server."""
     monkeypatch.setattr(http, "SLOW_AFTER_S", 0.0)
     goes_on = threading.Event()
     read = openai.read_prompts
@@ -477,8 +474,8 @@ def test_failed_sweep_is_a_traceback_and_the_next_one_runs(here, monkeypatch, ca
 
 
 def test_unread_response_keeps_no_idle_connection(engine, monkeypatch):
-    """A connection that has been idle for long is closed; but a close waits until all has been
-    sent, perhaps endlessly."""
+    """An idle connection is closed after a timeout, but a close waits until everything has been sent,
+    perhaps forever."""
     monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 1.0)
     monkeypatch.setattr(http, "IDLE_TIMEOUT_S", 1)
     with Here(engine) as here:
@@ -487,8 +484,8 @@ def test_unread_response_keeps_no_idle_connection(engine, monkeypatch):
 
 @pytest.mark.parametrize("what", ["a pipelined request", "a long body"])
 def test_hang_up_is_noticed_after(here, what):
-    """What came in advance had stopped the reading, and with it the news that the client was gone.
-    So had a body that came in one piece."""
+    """A pipelined request, or a long body in one piece, stopped the server from reading, so it did not
+    notice that the client hung up."""
     here.loop.pause()
     is_long = what == "a long body"
     line = here.line().post(COMPLETIONS, BODY | {"user": "x" * 30_000 * is_long})
@@ -502,7 +499,8 @@ def test_hang_up_is_noticed_after(here, what):
 
 
 def test_read_ahead_is_bounded(here):
-    """A packet holds 14,000 of them. What is read before its turn is bounded, and each is answered."""
+    """One packet holds 14,000 requests. The amount that is read ahead is bounded, and each request is
+    answered."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
     submitted(here)
@@ -519,7 +517,7 @@ def test_read_ahead_is_bounded(here):
 
 
 def test_all_bodies_together_have_a_limit(here, monkeypatch):
-    """512 connections with 4 MiB each, none of which ends, were two gigabytes."""
+    """512 connections with 4 MiB of unfinished body each took two gigabytes."""
     monkeypatch.setattr(http, "MAX_BODIES_BYTES", 10 * LONG_BODY_BYTES)
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 1000000\n\n"
     lines = [here.line().send(head).send(b"x" * 4 * LONG_BODY_BYTES) for _ in range(4)]
@@ -533,11 +531,11 @@ def test_all_bodies_together_have_a_limit(here, monkeypatch):
 
 @pytest.mark.parametrize("what", ["chunks of a body", "refused chunks", "requests"])
 def test_packet_with_thousands_of_parts_blocks_nobody(here, what):
-    """The server's thread took them all at once: a packet holds 40,000 chunks of a byte."""
+    """One packet can hold 40,000 one-byte chunks. The server's thread used to process them all at once."""
     seen = [0]
 
     def look() -> None:
-        """Record the bytes taken, in each turn of the server's thread."""
+        """Record the bytes processed in each turn of the server's thread."""
         for connection in here.api._connections:
             seen.append(len(connection._http.trailing_data[0]))
         if not is_over:
@@ -561,7 +559,7 @@ def test_packet_with_thousands_of_parts_blocks_nobody(here, what):
 
 
 def test_trailers_have_a_limit(here):
-    """A body in chunks may end with headers, and may never end with them: 38 MB of those were 660
+    """A chunked body may end with headers, and a client may send them without end: 38 MB of them took 660
     MB of memory."""
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
     data = json.dumps(BODY).encode()
@@ -573,7 +571,7 @@ def test_trailers_have_a_limit(here):
 
 
 def test_many_preflights_on_one_connection(here):
-    """A preflight, which no route answers, was counted as a request whose turn never came."""
+    """A preflight, which no route answers, was counted as a pending request forever."""
     line = here.line()
     head = f"OPTIONS {COMPLETIONS} HTTP/1.1\nHost: localhost\nOrigin: http://localhost\n"
     for _ in range(150):
@@ -607,7 +605,7 @@ def test_503_while_the_model_is_loading(engine):
 
 @pytest.mark.parametrize("alias", ["gpt-4o", "*"])
 def test_alias(engine, alias):
-    """Some clients cannot be told to ask for another model than their maker's."""
+    """Some clients can only ask for their vendor's model names."""
     with Here(engine, aliases=(alias,)) as here:
         known = ["small"] + [alias] * (alias != "*")
         assert [model["id"] for model in here.ask("/v1/models").json["data"]] == known
@@ -622,7 +620,7 @@ def test_alias(engine, alias):
 
 
 def test_max_tokens_of_requests_without_their_own(engine):
-    """Codex sends none, and a small model repeated its calls to the end of the slot."""
+    """Codex sends no max_tokens, and a small model repeated its calls to the end of the slot."""
     with Here(engine, max_tokens=5) as here:
         body = {"prompt": "Hello", "ignore_eos": True}
         for asked, length in ((None, 5), (3, 3), (9, 9)):
@@ -630,7 +628,7 @@ def test_max_tokens_of_requests_without_their_own(engine):
             assert reply.json["usage"]["completion_tokens"] == length
             assert reply.json["choices"][0]["finish_reason"] == "length"
         full = here.ask(COMPLETIONS, body | {"prompt": [65] * 125})
-        assert full.json["usage"]["completion_tokens"] == 3  # what is left of the slot
+        assert full.json["usage"]["completion_tokens"] == 3  # the space left in the slot
 
 
 def test_health_is_503_once_the_loop_has_ended(here):
@@ -641,7 +639,7 @@ def test_health_is_503_once_the_loop_has_ended(here):
 
 
 def test_choices_are_queued_all_or_none(engine):
-    """All choices of a request are queued, or none is."""
+    """All choices of a request are queued, or none."""
     engine.sched.max_queue = 3  # and two slots are free
     with Here(engine) as here:
         here.loop.pause()
@@ -651,7 +649,7 @@ def test_choices_are_queued_all_or_none(engine):
         assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded"), reply
         assert reply.headers["retry-after"] == "1"
         many = here.complete(n=4)
-        assert many.status == 400 and "queue" in many.error["message"]  # it never fits
+        assert many.status == 400 and "queue" in many.error["message"]  # it can never fit
         assert engine.snapshot().waiting == 3
         here.loop.resume()
         assert len(first.reply().json["choices"]) == 3
@@ -662,8 +660,8 @@ def test_choices_are_queued_all_or_none(engine):
 )
 @pytest.mark.parametrize("chat", [True, False])
 def test_event_from_a_pattern_equals_the_whole_event(chat, text):
-    """A stream's events are written around their texts. A text that looks like the pattern's hole
-    would tear them."""
+    """A stream fills its text into a precomputed event. A text that looks like the placeholder must not
+    break it."""
     speaks = openai.ChatCompletion if chat else openai.Completion
     shape = speaks(protocol_adapter.ParsedRequest([], usage=True), "7-ab", 'a "model"')
 
@@ -680,11 +678,11 @@ def test_event_from_a_pattern_equals_the_whole_event(chat, text):
 
 
 def test_exactly_the_requests_over_the_limit_are_refused(here, monkeypatch):
-    """A refused client that had not yet hung up was counted on, and all the others were refused.
-    Clients turn a 429 into a second try; a plain 503 looks like a server that ends."""
+    """A refused client that had not hung up yet still counted, so all others were refused, too. Clients
+    retry a 429, while a plain 503 looks like a server that shuts down."""
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
     idle = [here.line() for _ in range(3)]
-    for line in idle:  # one without a request in work does not count
+    for line in idle:  # a connection without an active request does not count
         assert line.post(COMPLETIONS, BODY | {"max_tokens": 1}).reply().status == 200
     here.loop.pause()
     served = [line.post(COMPLETIONS, BODY) for line in idle[:2]]
@@ -703,12 +701,13 @@ def test_exactly_the_requests_over_the_limit_are_refused(here, monkeypatch):
         "nothing",
         "GET /health HTTP/1.1\nHost: localhost\n\n",
         "half a body",
-        "GET / HTTP/1.1\nHost: localhost\n\n" * 5,  # more than is sent before it is read
+        "GET / HTTP/1.1\nHost: localhost\n\n"
+        * 5,  # more than the server sends before the client reads
     ],
 )
 def test_idle_connections_keep_nobody_out(here, monkeypatch, what):
-    """They were all kept until no file could be opened, and no client could connect; or the limit
-    counted them, and each client got a 429."""
+    """Idle connections were all kept until no file could be opened and no client could connect; or they
+    counted towards the limit, and each client got a 429."""
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 20)
     monkeypatch.setattr(http, "MAX_IDLE_CONNECTIONS", 10)
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 100\n\n{{"
@@ -720,12 +719,12 @@ def test_idle_connections_keep_nobody_out(here, monkeypatch, what):
         for _ in range(50):
             line = Line(here.host, here.port, receive=2048)
             stack.callback(line.hang_up)
-            with suppress(OSError):  # it may be ended meanwhile
+            with suppress(OSError):  # the server may have closed it
                 line.send(sent)
         wait_for(lambda: here.api.view().connections == 30)
         here.loop.resume()
         assert here.complete().status == 200
-        assert working.reply().status == 200  # the longest open, but it has a request in work
+        assert working.reply().status == 200  # the oldest connection, but its request is active
 
 
 def test_newest_connection_is_aborted_if_all_are_active(here, monkeypatch):
@@ -740,7 +739,7 @@ def test_newest_connection_is_aborted_if_all_are_active(here, monkeypatch):
 
 
 def test_accept_failures_are_one_line_a_minute(here, monkeypatch, caplog):
-    """Where no file could be opened, each of a hundred failures a second had a traceback."""
+    """When no file could be opened, each of a hundred failures a second was logged with a traceback."""
     accept = socket.socket.accept
     failed = []
 
@@ -760,7 +759,7 @@ def test_accept_failures_are_one_line_a_minute(here, monkeypatch, caplog):
 
 
 def test_log_lines_are_in_the_order_of_their_times():
-    """Each had the time when its request arrived, and came after lines of later ones."""
+    """Each line had its request's arrival time, but was written after the lines of later requests."""
     begun = RequestRecord(1, 1_000_000_000.0, "127.0.0.1", "POST /v1/completions", status=200)
     long, short = (request_line(replace(begun, latency_s=seconds)) for seconds in (9.0, 1.0))
     assert short < long and long.startswith("time=20")
@@ -776,7 +775,7 @@ def test_shutdown_does_not_wait_for_an_unread_log():
             began = time.monotonic()
         assert time.monotonic() - began < 60, "it has waited for the reader"
         said = b""
-        while b"line=899 " not in said:  # now the thread can end
+        while b"line=899 " not in said:  # let the log's thread finish
             said += end.read1(65536)
         assert said.count(b"line=") == 900
 
@@ -793,10 +792,10 @@ def test_log_counts_lost_lines():
 
 
 def test_long_prompt_blocks_no_other_thread(engine):
-    """Turning megabytes into tokens keeps Python's lock, if it is asked to in the wrong way."""
+    """Tokenizing megabytes holds the GIL if the tokenizer is called in the wrong way."""
     looks, done = Counter(), threading.Event()
 
-    # By count, since how long it is kept from looking is the machine's affair, too
+    # Counted, not timed: how long this thread is kept waiting also depends on the machine
     def watch() -> None:
         while not done.wait(0.002):
             looks["meanwhile"] += 1
@@ -811,7 +810,7 @@ def test_long_prompt_blocks_no_other_thread(engine):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/messages/count_tokens"])
 def test_only_the_start_of_an_oversized_prompt_is_tokenized(tmp_path, path):
-    """A body of 4 MB was tokenized whole, which takes 1.4 GB, before it was refused."""
+    """A body of 4 MB was tokenized completely, which takes 1.4 GB, before it was refused."""
     sizes = []
 
     class Noted:
@@ -830,7 +829,7 @@ def test_only_the_start_of_an_oversized_prompt_is_tokenized(tmp_path, path):
     words = "so long " * 400_000
     chat = {"messages": [{"role": "user", "content": words}]}
     with Engine.load(folder, slots=2, max_len=128, chunk=32) as engine, Here(engine) as here:
-        engine.text.longest = 10**6  # as of a token for many blanks
+        engine.text.longest = 10**6  # like a token of many blanks
         engine.text.tokenizer = Noted(engine.text.tokenizer)
         reply = here.ask(path, {"prompt": words} if path == COMPLETIONS else chat)
     assert reply.status == 400 and "maximum context length" in reply.body.decode()
@@ -856,7 +855,7 @@ def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
 
 
 def test_engine_gets_the_client_address(here):
-    """Also where another thread submits, since the request has a grammar."""
+    """The address also arrives when another thread submits because the request has a grammar."""
     line = here.line("127.0.0.2")
     line.post(COMPLETIONS, {"prompt": "Hello", "guided_choice": ["yes", "no"], "max_tokens": 9})
     assert line.reply().status == 200
@@ -866,8 +865,8 @@ def test_engine_gets_the_client_address(here):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_cached_tokens_reveal_no_other_clients_prompt(here, seed):
-    """They confirmed a guessed prompt, sixteen tokens at a time. 40 requests of two clients, with
-    prompts that begin alike."""
+    """The count confirmed a guessed prompt, sixteen tokens at a time. Send 40 requests of two clients with
+    common prefixes."""
     dice = random.Random(seed)
     said = {"127.0.0.2": [], "127.0.0.3": []}
     reused = told = 0
@@ -893,7 +892,7 @@ def test_cached_tokens_reveal_no_other_clients_prompt(here, seed):
 
 
 def token_counts(here) -> list[float]:
-    """Prompt tokens, those that were read, and cached ones."""
+    """Return the number of prompt tokens, of prefilled tokens and of cached tokens."""
     text = here.ask("/metrics").body.decode()
     names = ("prompt_tokens", "prefill_tokens", "cached_prompt_tokens")
     lines = [re.findall(rf"(?m)^nanobatch_{name}_total(?:{{.*}})? (\S+)$", text) for name in names]
@@ -901,7 +900,7 @@ def token_counts(here) -> list[float]:
 
 
 def test_progress_and_metrics_reveal_no_other_clients_prompt(here, monkeypatch):
-    """Each right token of a guess moved `processed` and two counters by one."""
+    """Each correctly guessed token moved `processed` and two counters by one."""
     monkeypatch.setattr(http, "SWEEP_S", 0.01)
     monkeypatch.setattr(http, "PROGRESS_S", 0.0)
     prompt = [65 + place % 7 for place in range(120)]
@@ -915,15 +914,17 @@ def test_progress_and_metrics_reveal_no_other_clients_prompt(here, monkeypatch):
     said = here.line("127.0.0.3").post(COMPLETIONS, asked).until(b"[DONE]")
     here.loop.slow = 0.0
     seen = {int(done) for done in re.findall(rb'"processed":(\d+)', said)}
-    assert len(seen) > 2 and all(done in (0, 32, 64, 120) for done in seen), seen  # in chunks
+    assert len(seen) > 2 and all(done in (0, 32, 64, 120) for done in seen), (
+        seen
+    )  # only multiples of a chunk
     assert here.api.models.default.served.engine.snapshot().ended[-1].metrics.cached_tokens == 45
     after = wait_for(lambda: not here.api.view().open and token_counts(here))
     assert [now - then for now, then in zip(after, before, strict=True)] == [120, 120, 0]
 
 
 def test_right_guess_hides_none_of_the_clients_own_rows(here):
-    """A guess with more right tokens took the other client's slot, and then nothing was reported as
-    cached, not even what the client had sent before."""
+    """A longer correct guess took the other client's slot. Then nothing was reported as cached, not even
+    what the client had sent before."""
     prompt = [65 + place % 7 for place in range(90)]
     other = [*prompt[:30], *[90] * 60]
 
@@ -937,7 +938,7 @@ def test_right_guess_hides_none_of_the_clients_own_rows(here):
 
 
 def test_client_gone_before_its_turn_is_not_served(here, monkeypatch):
-    """A hundred grammars of five seconds each, whose clients had long hung up, were all made."""
+    """A hundred grammars of five seconds each were compiled, although their clients had long hung up."""
     asked, goes_on = [], threading.Event()
 
     def slow(answer):
@@ -979,8 +980,8 @@ def test_choices_share_one_compiled_grammar(here, monkeypatch):
 
 
 def test_slow_grammar_is_a_client_error(here, engine, monkeypatch, caplog):
-    """And no traceback: nothing of ours has failed."""
-    monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if the sandbox had passed it
+    """No traceback is logged, because nothing of ours has failed."""
+    monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if the sandbox had accepted it
     end = engine.text.tokenizer.token_to_id("!")
     many_ways = 'start: a "!"\na: a a | a a a | /[a-z ]/ | '
     parsed = {"prompt": "Once", "guided_grammar": many_ways, "logit_bias": {end: -100}}
@@ -1010,7 +1011,7 @@ def test_busy_sandbox_is_503_with_retry_after(here, monkeypatch):
 
 
 def test_too_many_messages_are_refused_before_the_template(engine, monkeypatch):
-    """By count, and not by time: each of 130,000 empty messages took a template 90 us."""
+    """The limit is a count, not a time: a template took 90 us for each of 130,000 empty messages."""
     asked = []
     monkeypatch.setattr(engine.text, "encode_prompt", asked.append)
     body = json.dumps({"messages": [{"role": "user", "content": ""}] * 2049}).encode()
@@ -1020,8 +1021,8 @@ def test_too_many_messages_are_refused_before_the_template(engine, monkeypatch):
 
 
 def test_log_probabilities_shorten_the_answer(here):
-    """128 choices of 1,000 tokens with 20 log probabilities each: 170 MB of JSON, and 18 s in which
-    the server did nothing else."""
+    """128 choices of 1,000 tokens with 20 log probabilities each took 170 MB of JSON and blocked the server
+    for 18 s."""
     most = tokenize_request.MAX_LOGPROBS // 16
     for asked, expected in (({"logprobs": 20}, most // 21), ({"logprobs": 0}, most)):
         body = json.dumps({"prompt": "x", "n": 16, **asked}).encode()
@@ -1032,7 +1033,7 @@ def test_log_probabilities_shorten_the_answer(here):
 
 
 def test_large_answer_is_serialized_in_another_thread(here, monkeypatch):
-    """JSON of megabytes, in the thread that serves all clients, let them all wait."""
+    """Serializing megabytes of JSON in the thread that serves all clients blocked them all."""
     wrote, write = [], protocol_adapter.dump_large
 
     def noted(body) -> bytes:
@@ -1046,7 +1047,7 @@ def test_large_answer_is_serialized_in_another_thread(here, monkeypatch):
 
 
 def test_paused_reader_gets_log_probabilities_in_parts(here, monkeypatch):
-    """All that had come meanwhile was one event, of megabytes."""
+    """Everything that arrived during the pause became one event of megabytes."""
     monkeypatch.setattr(answer_stream, "PIECES", 10)
     goes_on = threading.Event()
     output = AnswerWriter._output
@@ -1072,7 +1073,7 @@ def test_paused_reader_gets_log_probabilities_in_parts(here, monkeypatch):
 
 
 def test_log_probabilities_cost_the_same_late_as_early():
-    """Each event once looked at all tokens so far: 12 us for the 50th, 1,602 for the 8,000th."""
+    """Each event used to look at all tokens so far: 12 us for the 50th, 1,602 for the 8,000th."""
     looked = []
 
     class Watched(list):
@@ -1098,7 +1099,7 @@ def test_log_probabilities_cost_the_same_late_as_early():
 
 
 def streamed(text: str, shape, watch=lambda choice: None) -> bytes:
-    """The events of an answer that comes a character at a time."""
+    """Return the events of an answer that arrives one character at a time."""
     handle = SimpleNamespace(finish_reason="stop", text=text)
     choice = Choice(handle, OutputParser(OutputFormat(None, FORMATS[0]), {"add": {}}), None)
     watch(choice)
@@ -1114,8 +1115,8 @@ def streamed(text: str, shape, watch=lambda choice: None) -> bytes:
     "text", ["a" * 300, '<tool_call>{"name": "add", "arguments": {"a": "' + "x" * 300]
 )
 def test_piece_costs_the_same_late_as_early(shape, text, monkeypatch):
-    """Each event of a response once joined the whole answer so far: 100,000 characters took half a
-    minute of the thread that serves all clients."""
+    """Each event of a response used to join the whole answer so far: 100,000 characters took half a minute
+    of the thread that serves all clients."""
     joined = []
     monkeypatch.setattr(Item, "text", property(lambda item: joined.append(1) or ""))
     said = streamed(text, shape(ParsedRequest(["x"]), "1-x", "small"))
@@ -1123,7 +1124,7 @@ def test_piece_costs_the_same_late_as_early(shape, text, monkeypatch):
 
 
 def test_call_costs_the_same_however_many_there_are():
-    """Each one counted those before it."""
+    """Each call used to count all calls before it."""
     looked = []
 
     class Watched(list):
@@ -1145,13 +1146,13 @@ def test_call_costs_the_same_however_many_there_are():
 
 
 def test_every_sampling_param_is_available_over_http():
-    """A new sampler that the server does not know would be refused as an unknown field."""
+    """A new sampling parameter that the server does not know would be refused as an unknown field."""
     by_another_way = {"max_tokens", "stop", "logit_bias", "logprobs", "grammar", "embeds"}
     assert {field.name for field in fields(SamplingParams)} - by_another_way == {*openai.PLAIN}
 
 
 def test_open_files_are_allowed_for_all_connections():
-    """A Mac starts programs with 256 open files, half of the connections that a server takes."""
+    """macOS starts programs with a limit of 256 open files, half of the connections that a server accepts."""
     code = (
         "import resource; from server import http\n"
         "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"

@@ -1,4 +1,4 @@
-"""Who may connect, ask and watch: names, origins, keys, and clients behind a proxy."""
+"""Who may connect, submit and watch: host names, origins, keys, and clients behind a proxy."""
 
 import ipaddress
 import json
@@ -50,7 +50,7 @@ def test_a_limit_of_answers_needs_a_server(capsys):
 @pytest.mark.parametrize("name", ["API", "WATCH"])
 @pytest.mark.parametrize("program", [serve.parse_arguments, tui.parse_arguments])
 def test_empty_key_in_the_environment_is_refused(monkeypatch, capsys, program, name, value):
-    """A variable without a value, as in a compose file, opened the server to everybody."""
+    """A variable without a value, for example in a compose file, opened the server to everybody."""
     monkeypatch.setenv(f"NANOBATCH_{name}_KEY", value)
     with pytest.raises(SystemExit) as exit:
         program([])
@@ -73,8 +73,7 @@ def test_open_server_without_a_key_warns(capsys):
 
 
 def test_host_is_checked_on_loopback(here):
-    """A page may give its own name the address 127.0.0.1; then its requests are of the same
-    origin."""
+    """A web page can point its own host name at 127.0.0.1; then its requests are same-origin."""
     for host in ("localhost", "127.0.0.1:80", "[::1]:8000", "LOCALHOST:8000"):
         assert here.ask("/v1/models", Host=host).status == 200, host
     foreign = ("evil.example", "localhost.evil.example", "127.0.0.1.evil", "[", "0.0.0.0")
@@ -84,8 +83,8 @@ def test_host_is_checked_on_loopback(here):
 
 
 def test_foreign_pages_are_refused(engine):
-    """A page's owner may give its name any address, this server's too: then Host and Origin are
-    equal."""
+    """A page's owner can point its host name at any address, including this server's. Then Host and Origin
+    are equal."""
     with Here(engine, host="0.0.0.0", allow_hosts=("llm.example",)) as everywhere:
         everywhere.host = "127.0.0.1"
         for host, origin, status in (
@@ -100,7 +99,7 @@ def test_foreign_pages_are_refused(engine):
             ),  # a DNS name could be the attacker's, an address cannot
             ("[fe80::1]:8000", "http://[fe80::1]:8000", 200),
             ("[fe80::1", "http://[fe80::1", 403),
-            ("box.example", "", 200),  # no page
+            ("box.example", "", 200),  # not a web page
         ):
             headers = {"Origin": origin} if origin else {}
             reply = everywhere.ask(COMPLETIONS, BODY, Host=host, **headers)
@@ -112,7 +111,7 @@ def test_foreign_pages_are_refused(engine):
 
 def test_local_pages_are_allowed(here):
     asked = {"Access_Control_Request_Method": "POST"}
-    # A byte above 127 left a preflight without an answer
+    # A byte above 127 left a preflight without a response
     asked["Access_Control_Request_Headers"] = "authorization,x-stainless-os,x-\xe9"
     for origin in ("http://localhost:3000", "http://127.0.0.1:8080", "https://localhost"):
         reply = here.ask(CHAT, method="OPTIONS", Origin=origin, **asked)
@@ -122,7 +121,7 @@ def test_local_pages_are_allowed(here):
         assert allowed == asked["Access_Control_Request_Headers"]
         reply = here.ask("/v1/models", Origin=origin)
         assert reply.headers["access-control-allow-origin"] == origin
-        # Without these a page's client knows neither an answer's id nor when to come again.
+        # Without these a page's client can read neither the request id nor when to retry.
         assert reply.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After"
         refused = here.ask(CHAT, b"{}", Origin=origin)
         assert refused.status == 400 and refused.headers["access-control-allow-origin"] == origin
@@ -145,15 +144,15 @@ def test_api_key_protects_all_but_health(engine):
                 assert (reply.status, reply.error["code"]) == (401, "invalid_api_key"), path
                 assert reply.headers["www-authenticate"] == "Bearer"
         assert guarded.ask("/v1/models", **key("kéy")).status == 200
-        assert guarded.ask("/v1/models", **key("eye")).status == 401  # it is for /watch alone
+        assert guarded.ask("/v1/models", **key("eye")).status == 401  # this key is for /watch only
         assert guarded.ask("/v1/models", Host="llm.example", **key("kéy")).status == 200
 
 
 def test_x_api_key_header(engine):
-    """Anthropic's clients send it, and read errors in their own form."""
+    """Anthropic's clients send this header, and expect errors in their own format."""
     with Here(engine, api_key="secret") as guarded:
         for headers in ({"x_api_key": "secret"}, key("secret")):
-            assert guarded.ask(MESSAGES, SAID, **headers).status == 400  # it has no template
+            assert guarded.ask(MESSAGES, SAID, **headers).status == 400  # the model has no template
         for headers in ({}, {"x_api_key": "wrong"}, {"Authorization": "Basic secret"}):
             reply = guarded.ask(MESSAGES, SAID, **headers)
             assert (reply.status, reply.error["type"]) == (401, "authentication_error")
@@ -164,7 +163,7 @@ def test_x_api_key_header(engine):
 
 
 def watched(engine, head: list[str], version: str = "1.1", **keys) -> str:
-    """The view that `/watch` gives: "texts", "figures" or "refused"."""
+    """Return what `/watch` shows: "texts", "figures" or "refused"."""
     with Here(engine, allow_hosts=("llm.example",), **keys) as here:
         line = here.line().send("\n".join([f"GET /watch HTTP/{version}", *head, "", ""]))
         if line.until(b"\r\n").split()[1] != b"200":
@@ -176,7 +175,8 @@ def watched(engine, head: list[str], version: str = "1.1", **keys) -> str:
         return "texts" if has_texts else "figures"
 
 
-# What nginx 1.22 sent for `GET /watch`: the least that `proxy_pass` needs, and what most people add.
+# What nginx 1.22 sent for `GET /watch`: with a minimal `proxy_pass`, and with the headers that most people
+# add.
 PLAIN = ["Host: 127.0.0.1:8000", "Connection: close", "User-Agent: curl/7.88.1"]
 USUAL = ["Host: llm.example", "X-Real-IP: 127.0.0.1", "X-Forwarded-For: 127.0.0.1", *PLAIN[1:]]
 BOTH = {"api_key": "key", "watch_key": "eye"}
@@ -191,7 +191,7 @@ BOTH = {"api_key": "key", "watch_key": "eye"}
         (BOTH, "eye", PLAIN, "texts"),
         (BOTH, "eye", USUAL, "texts"),
         ({"watch_key": "eye"}, "", PLAIN, "figures"),
-        ({}, "", PLAIN, "texts"),  # nothing tells it from this machine: docs/server.md says so
+        ({}, "", PLAIN, "texts"),  # looks like this machine: docs/server.md warns about it
         ({}, "", USUAL, "figures"),
         ({}, "", ["Host: llm.example", *PLAIN[1:]], "figures"),
         ({}, "", [*PLAIN, "X-Forwarded-Host: llm.example"], "figures"),
@@ -200,8 +200,8 @@ BOTH = {"api_key": "key", "watch_key": "eye"}
     ],
 )
 def test_texts_through_a_local_proxy(engine, keys, given, head, shown):
-    """Behind a plain proxy on this machine everybody seems to be this machine, so the key that asks
-    showed everybody's prompts."""
+    """Behind a plain proxy on this machine everybody seems to be local, so the API key showed everybody's
+    prompts."""
     head = [*head, f"Authorization: Bearer {given}"] if given else head
     assert watched(engine, head, "1.0", **keys) == shown
 
@@ -212,16 +212,16 @@ OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
 @pytest.mark.parametrize(
     ("keys", "origin", "given", "shown"),
     [
-        ({}, "", "", "texts"),  # no page: tui.py --watch, curl; and a page that asks its own server
+        ({}, "", "", "texts"),  # no page: tui.py --watch, curl; or a page that asks its own server
         ({}, OWN, "", "texts"),
-        ({}, "https://localhost:8000", "", "texts"),  # a proxy on this machine speaks TLS
+        ({}, "https://localhost:8000", "", "texts"),  # a proxy on this machine terminates TLS
         ({}, NEIGHBOUR, "", "refused"),
         ({}, "http://localhost", "", "refused"),
         ({}, "http://127.0.0.1:8000", "", "refused"),  # the same server by another name
         ({}, "http://localhost:8000.evil.example", "", "refused"),
-        ({}, "http://llm.example", "", "refused"),  # though --allow-host names it
+        ({}, "http://llm.example", "", "refused"),  # refused although --allow-host names it
         ({}, f"{OWN}, {NEIGHBOUR}", "", "refused"),
-        ({}, "null", "", "refused"),  # a file, or a frame in a sandbox
+        ({}, "null", "", "refused"),  # a file, or a sandboxed frame
         ({"watch_key": "eye"}, NEIGHBOUR, "", "refused"),
         ({"watch_key": "eye"}, NEIGHBOUR, "wrong", "refused"),
         ({"watch_key": "eye"}, NEIGHBOUR, "eye", "texts"),
@@ -231,7 +231,7 @@ OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
     ],
 )
 def test_foreign_page_needs_a_key_to_watch(engine, keys, origin, given, shown):
-    """Any page of this machine, on whatever port, read everybody's prompts and answers."""
+    """Any page on this machine, on any port, could read everybody's prompts and answers."""
     head = ["Host: localhost:8000"]
     head += [f"Origin: {origin}"] if origin else []
     head += [f"Authorization: Bearer {given}"] if given else []
@@ -266,10 +266,10 @@ TRUSTED = tuple(ipaddress.ip_network(each) for each in ("127.0.0.1", "10.0.0.0/8
     [
         ("127.0.0.1", "192.0.2.7", "192.0.2.7"),
         ("127.0.0.1", "", "127.0.0.1"),
-        ("192.0.2.9", "192.0.2.7", "192.0.2.9"),  # it is no proxy of ours, whatever it says
-        ("127.0.0.1", "192.0.2.1, 192.0.2.7", "192.0.2.7"),  # the first was sent by the client
+        ("192.0.2.9", "192.0.2.7", "192.0.2.9"),  # not a trusted proxy, whatever it sends
+        ("127.0.0.1", "192.0.2.1, 192.0.2.7", "192.0.2.7"),  # the client itself sent the first one
         ("127.0.0.1", "192.0.2.1, 192.0.2.7, 10.1.2.3", "192.0.2.7"),  # two proxies
-        ("127.0.0.1", "10.1.2.4, 10.1.2.3", "10.1.2.4"),  # all are proxies: the first of them
+        ("127.0.0.1", "10.1.2.4, 10.1.2.3", "10.1.2.4"),  # all are proxies: use the first
         ("127.0.0.1", "192.0.2.1, unknown", "127.0.0.1"),
         ("127.0.0.1", "192.0.2.1,, 10.0.0.1", "10.0.0.1"),
         ("127.0.0.1", "192.0.2.7:4711", "192.0.2.7"),
@@ -284,7 +284,7 @@ def test_client_is_the_last_address_that_is_no_proxy(peer, forwarded, client):
 
 
 def test_log_names_the_client_and_not_the_proxy(engine):
-    """Behind nginx all users were one client, for the log, for limits and for `--policy fair`."""
+    """Behind nginx all users counted as one client, in the log, for limits and for `--policy fair`."""
     assert seen_through(serve, ()) is serve, "the header counts for nothing without the option"
     with Here(engine, trusted_proxies=TRUSTED) as here:
         for address in ("192.0.2.7", "192.0.2.1, 192.0.2.8"):

@@ -1,4 +1,4 @@
-"""What becomes of an answer's text: items that start, grow and stop, in any protocol's stream."""
+"""An answer's text becomes items that start, grow and stop, in each protocol's stream."""
 
 import random
 from itertools import groupby
@@ -83,7 +83,8 @@ TAGS = as_written(FORMATS[0], PROBED, PROBED.index("is_called"))
     ],
 )
 def test_call_that_ends_in_its_arguments_is_not_complete(format, text, is_called):
-    """A hot model ends its answer anywhere, and clients were told to run the call."""
+    """A model at a high temperature ends its answer anywhere, and clients were told to run the incomplete
+    call."""
     handle = SimpleNamespace(finish_reason="stop", lengths=[], stop=None)
     choice = Choice(handle, OutputParser(OutputFormat(None, format), {"add": {}}), None)
     assert [*choice.grow(text), *choice.grow(None)]
@@ -95,8 +96,8 @@ def test_call_that_ends_in_its_arguments_is_not_complete(format, text, is_called
 
 @pytest.mark.parametrize("read_early", [False, True])
 def test_words_end_with_the_answer(read_early):
-    """The end token, and a stop string that begins where the answer ends, are no words of it: one
-    whose text was empty came last."""
+    """The end token and a trailing stop string have no entries: an entry with an empty text used to come
+    last."""
     text = Tokenizer(OURS, 1536)
     kept = text.encode("Once upon a time")
     dropped = [*text.encode(" STOP"), min(text.end_tokens)]

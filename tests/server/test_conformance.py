@@ -1,7 +1,7 @@
 """Chat with tools and reasoning, Responses, Messages and Embeddings follow their protocols.
 
-The tests were written from the protocols' documentation, before the code. The model answers what it
-is told to (`tests/lib/parrot.py`).
+The tests were written from the protocols' documentation, before the code. The model answers what the
+prompt tells it to (`tests/lib/parrot.py`).
 """
 
 import json
@@ -35,7 +35,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def tagged():
-    """A server whose template writes calls in tags."""
+    """A server whose template writes calls as XML tags."""
     with Taught(template=TEMPLATE) as server:
         yield server
 
@@ -383,7 +383,7 @@ TEXT = ["created", "in_progress", "output_item.added", *TEXT, "output_item.done"
 
 
 def once(events: list[dict]) -> list[str]:
-    """Their types, without `response.`, repeated ones once."""
+    """Return the types of the events without `response.`, with repetitions collapsed."""
     kinds = [event["type"].removeprefix("response.") for event in events]
     return [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]
 
@@ -463,7 +463,7 @@ def test_system_as_text_or_blocks(server):
 
 
 def claude_code(version: str, question: str) -> dict:
-    """The head of a conversation as Claude Code sends it. The version ends with a hash of the
+    """Return a conversation's first request as Claude Code sends it. The version ends with a hash of the
     question."""
     texts = [
         f"x-anthropic-billing-header: cc_version=2.1.197.{version}; cc_entrypoint=sdk-cli; cch=00000;",
@@ -480,8 +480,8 @@ def claude_code(version: str, question: str) -> dict:
 
 
 def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
-    """The first block of its system prompt differs in each conversation, and all that follows was
-    read again."""
+    """The first block of its system prompt differs in each conversation, so everything after it was
+    prefilled again."""
     first, second = claude_code("c8b", "Yes."), claude_code("4f0", "No.")
     server.ask(MESSAGES, first)
     usage = server.ask(MESSAGES, second).json["usage"]
@@ -497,8 +497,8 @@ def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
 
 
 def test_request_is_called_by_its_last_user(server):
-    """Claude Code ends with a message of the system ("Available agent types ..."), and all its
-    requests had this name."""
+    """Claude Code ends with a system message ("Available agent types ..."), so all its requests had the
+    same name."""
     system = {"role": "system", "content": "Available agent types: none."}
     message(server, messages=[said("Yes."), said("No."), system])
     assert server.parrot.engine.snapshot().ended[-1].prompt == "say: No."
@@ -535,7 +535,7 @@ def test_tool_use_block(server):
 
 
 def test_tool_use_with_infinity_is_valid_json(server):
-    """Python writes NaN, which no other reader of JSON knows: the answer could not be read."""
+    """Python writes NaN and Infinity, which other JSON parsers reject."""
     for number in ("NaN", "1e999"):
         reply = message(server, CALL.replace('"Paris"', number), tools=SCHEMAS)
         assert b"NaN" not in reply.body and b"Infinity" not in reply.body
@@ -659,7 +659,7 @@ def test_invalid_messages_are_refused(server):
 def test_neutral_values_are_accepted_in_messages(server):
     neutral = {"metadata": {"user_id": "x"}, "service_tier": "auto", "stop_sequences": []}
     neutral |= {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "stream": False, "tools": []}
-    # As Claude Code sends it
+    # as Claude Code sends it
     keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     neutral |= {"output_config": {"effort": "high"}, "context_management": keep}
     neutral |= {"messages": [said("Yes."), {"role": "system", "content": "x"}, said("Yes.")]}

@@ -1,4 +1,4 @@
-"""From a commit to its client: one delta for each request, one wake-up for each step."""
+"""From a commit to the client: one delta for each request, one wake-up for each step."""
 
 import random
 import sys
@@ -17,7 +17,7 @@ from server.app import APIServer
 ROOT = Path(__file__).parents[2]
 LIST = {"json": {"type": "array", "items": {"enum": ["a long word", 17]}, "maxItems": 6}}
 QUESTION = [{"role": "user", "content": "Count from 3 to 30."}]
-# What a commit does with the tokens of a request, each kind in its own way
+# Each kind of request handles the tokens of a commit in its own way
 KINDS = {
     "plain": {},
     "drawn": {"temperature": 1.0},
@@ -31,13 +31,13 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def demo():
-    """Drafts need repetition, so this is the demo model: it counts."""
+    """Drafts need repetition, so this uses the demo model, which counts."""
     with Engine.load("demo", slots=4, max_len=256, speculate=3) as engine:
         yield engine
 
 
 def said(choices: list[dict], index: int) -> str:
-    """The text of one choice, whole or of all its events."""
+    """Return the text of one choice, from a complete response or from all events."""
     text = ""
     for choice in choices:
         if choice["index"] != index:
@@ -48,7 +48,7 @@ def said(choices: list[dict], index: int) -> str:
 
 
 def test_random_deltas_join_to_the_answer(demo):
-    """Several tokens of a step (accepted drafts) are one delta, and a slow reader loses nothing."""
+    """Several tokens of a step (accepted drafts) make one delta, and a slow reader loses nothing."""
     dice = random.Random(7)
     settings = [
         {},
@@ -97,7 +97,7 @@ def test_streamed_equals_whole(demo, kind):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_wake_up_per_step(demo, monkeypatch, stream):
-    """A wake-up is a system call of the thread that steps."""
+    """A wake-up is a system call in the thread that steps."""
     wakes = []
     wake = APIServer._wake
 
@@ -118,8 +118,8 @@ def test_one_wake_up_per_step(demo, monkeypatch, stream):
 
 
 class Tracer:
-    """Counts how often execution crosses from one of our files into another, in all threads, the
-    forward pass left out."""
+    """Count how often execution crosses from one of our files into another, in all threads, without the
+    forward pass."""
 
     FORWARD = ("llama.py", "kv.py", "sampling.py", "token_choice.py", "models/", "kernels/")
 
@@ -136,7 +136,7 @@ class Tracer:
     def __call__(self, frame, event: str, argument) -> None:
         if not self.is_on or event not in ("call", "return") or not self.is_ours(frame):
             return
-        if event == "return":  # execution goes on in the nearest caller that is ours
+        if event == "return":  # execution continues in the nearest of our callers
             frame = frame.f_back
             while frame and not self.is_ours(frame):
                 frame = frame.f_back
@@ -148,8 +148,8 @@ class Tracer:
 
 
 def test_file_changes_to_the_first_token(demo, monkeypatch):
-    """From a POST to the first event with text, execution changed file 353 times when three classes
-    asked each other for news and each field of a body was read by a call of its own."""
+    """From a POST to the first event with text, execution changed file 353 times when three classes polled
+    each other and each field of a body was parsed by its own call."""
     tracer = Tracer()
     ask = {"messages": QUESTION, "max_tokens": 20, "temperature": 0, "stream": True}
     take = Handle.take_delta
@@ -174,5 +174,5 @@ def test_file_changes_to_the_first_token(demo, monkeypatch):
         threading.setprofile(None)
         sys.setprofile(None)
     print(f"changes of file before a first token: {counts}")
-    # 249, and about 37 for each step that has begun by then: on a busy machine two
+    # 249, and about 37 for each step that has begun by then: two on a busy machine
     assert 50 < min(counts) <= 330

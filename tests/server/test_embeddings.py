@@ -1,4 +1,4 @@
-"""Vectors over HTTP: `/v1/embeddings`, as OpenAI's clients ask for them."""
+"""`/v1/embeddings`, as OpenAI's clients use it."""
 
 import base64
 import math
@@ -30,7 +30,7 @@ def here() -> Iterator[Taught]:
 
 @pytest.fixture(scope="module")
 def wanted(here) -> dict[str, list[float]]:
-    """By text: its vector, from the engine itself."""
+    """The vector of each text, from the engine itself."""
     results = [here.parrot.engine.submit(text, EMBED).result(60) for text in TEXTS]
     return {text: unit_vector(result.vector) for text, result in zip(TEXTS, results, strict=True)}
 
@@ -46,7 +46,7 @@ def test_embeddings_in_order(here, wanted):
     reply = here.ask(PATH, {"input": TEXTS, "model": "parrot", "user": "anna"})
     assert vectors(reply) == [wanted[text].tolist() for text in TEXTS]
     body = reply.json
-    tokens = sum(len(text) + 1 for text in TEXTS)  # and BOS
+    tokens = sum(len(text) + 1 for text in TEXTS)  # each text and its BOS
     assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
     assert (body["object"], body["model"]) == ("list", "parrot")
     assert vectors(here.ask(PATH, {"input": TEXTS[0]})) == [wanted[TEXTS[0]].tolist()]
@@ -70,7 +70,7 @@ def test_embeddings_with_the_openai_client(here, wanted):
 
 
 def test_thousands_of_texts_leave_room_for_a_chat(here, wanted):
-    """All at once would fill the line, and a chat would wait for them all."""
+    """All texts at once would fill the queue, and a chat would have to wait for them."""
     loop, engine = here.parrot.loop, here.parrot.engine
     many = [TEXTS[n % 3] for n in range(150)]
     found = []
@@ -88,7 +88,7 @@ def test_thousands_of_texts_leave_room_for_a_chat(here, wanted):
 
 
 def test_finished_texts_make_room_for_the_rest(here, wanted, monkeypatch):
-    """No further commit comes to say that the first ones have ended."""
+    """The first texts end without a further commit that would report it."""
     submit = here.parrot.engine.submit
 
     def slow(*arguments, **options):
@@ -162,7 +162,7 @@ def test_model_without_embeddings_is_400(here, monkeypatch):
 
 
 def test_vector_with_nan_is_500(here, monkeypatch):
-    """A text with a chat's answer fails there, too. This one came as a list of NaN, with a 200."""
+    """This vector was returned as a list of NaN with a 200, whereas a chat fails on the same text."""
     monkeypatch.setattr(
         Handle, "vector", property(lambda _: [1.0, math.nan], lambda *_: None), False
     )

@@ -1,7 +1,7 @@
-"""What is left in memory of requests that have ended, and of clients that have left: nothing.
+"""Requests that have ended and clients that have left leave nothing in memory.
 
-The collector is off in these tests. So what refers to itself stays, and is counted.
-`NANOBATCH_LEAKS=50` asks for more of each kind.
+The garbage collector is off in these tests, so reference cycles stay and are counted.
+`NANOBATCH_LEAKS=50` sends more requests of each kind.
 """
 
 import gc
@@ -21,12 +21,12 @@ from base import error_reports
 from text.grammar import Grammar
 
 OURS = ("server.", "text.", "engine.", "base.", "cli.", "nanobatch", "sched", "sampling", "h11.")
-# Those who watch are told of these later, as many as are kept
+# Watchers are told about these later, so a bounded number is kept
 KEPT = ("RequestRecord", "Counter", "Metrics", "RequestView", "StepView")
-# The last text of each slot, for drafts in the same client's next answer
+# the last text of each slot, for drafts in the same client's next answer
 KEPT += ("Pairs",)
 REQUESTS = number_of("LEAKS", 4)
-MANY = 4  # at a time
+MANY = 4  # at the same time
 SAID = [said("x " * 300)]
 NUMBERS = count()
 LETTERS = {"guided_regex": "[a-z]{200}"}
@@ -52,7 +52,7 @@ WRONG = {
 @pytest.fixture(scope="module")
 def taught() -> Iterator[Taught]:
     with Taught(is_taught=False, slots=12, max_len=2048) as taught:
-        for path, body in BODIES.values():  # what is made once is there
+        for path, body in BODIES.values():  # create what is created only once
             for stream in (False, True):
                 taught.ask(path, body | {"stream": stream})
         taught.ask(*VECTORS)
@@ -61,7 +61,7 @@ def taught() -> Iterator[Taught]:
 
 @pytest.fixture
 def census(taught) -> Iterator[Callable[[], None]]:
-    """Asserts that no more of our objects are there than at first."""
+    """Assert that there are no more of our objects than at the start."""
 
     def found() -> Counter[str]:
         kinds: Counter[str] = Counter()
@@ -71,7 +71,7 @@ def census(taught) -> Iterator[Callable[[], None]]:
         return kinds
 
     def check() -> None:
-        """A hang-up is noticed after a moment."""
+        """Retry, because the server notices a hang-up after a moment."""
         until = time.monotonic() + 60
         while (left := found() - before) and time.monotonic() < until:
             time.sleep(0.1)
@@ -92,8 +92,8 @@ def is_quiet(taught: Taught) -> bool:
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_no_leak_from_ended_requests(taught, census, kind):
-    """A stream and its answer referred to each other, and a connection to itself. Each kept a
-    handle and its grammar, until the collector came: it counts objects, and no megabytes."""
+    """A stream and its answer referred to each other, and a connection to itself. Each cycle kept a handle
+    and its grammar until the collector ran, which counts objects, not megabytes."""
     path, body = BODIES[kind]
     for number in range(REQUESTS):
         assert taught.ask(path, body | {"stream": bool(number % 2)}).status == 200
@@ -101,7 +101,7 @@ def test_no_leak_from_ended_requests(taught, census, kind):
 
 
 def test_no_leak_from_embeddings(taught, census):
-    """Of most of a request's texts the line has not heard when the request begins."""
+    """Most texts of a request are not queued yet when the request starts."""
     for _ in range(10):
         assert taught.ask(*VECTORS).status == 200
     taught.parrot.loop.pause()
@@ -118,7 +118,7 @@ def test_no_leak_from_embeddings(taught, census):
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_no_leak_from_refused_requests(taught, census, kind):
-    """A task keeps what it raised, which keeps the frame that has waited for the task."""
+    """A task keeps its exception, which keeps the frame that waited for the task."""
     path, body, status = WRONG[kind]
     for _ in range(REQUESTS):
         assert taught.ask(path, body).status == status
@@ -127,8 +127,8 @@ def test_no_leak_from_refused_requests(taught, census, kind):
 
 @pytest.mark.parametrize("kind", ["messages", "tools", "choices"])
 def test_no_leak_from_hang_ups(taught, census, kind):
-    """In line, while their prompt is read, in the middle of an answer. There a parser and its
-    generator referred to each other."""
+    """Hang up in the queue, during prefill, and during decode, where a parser and its generator referred to
+    each other."""
     path, body = BODIES[kind]
     body = body | {"max_tokens": 100}
     request_log, loop = taught.parrot.api.request_log, taught.parrot.loop
@@ -137,7 +137,9 @@ def test_no_leak_from_hang_ups(taught, census, kind):
         lines = []
         for number in range(MANY):
             asked = json.dumps(body | {"stream": bool(number % 2)})
-            asked = asked.replace("x ", f"{next(NUMBERS)} ", 1)  # no slot remembers such a prompt
+            asked = asked.replace(
+                "x ", f"{next(NUMBERS)} ", 1
+            )  # so that no slot has this prompt cached
             lines.append(taught.line().post(path, asked.encode()))
         wait_for(lambda: sum(bool(call.requests) for call in request_log.records()[0]) == MANY)
         reach(taught, phase)
@@ -149,7 +151,7 @@ def test_no_leak_from_hang_ups(taught, census, kind):
 
 
 def reach(taught: Taught, phase: str) -> None:
-    """Step until there is a slot in this phase."""
+    """Step until a slot is in this phase."""
     engine, loop = taught.parrot.engine, taught.parrot.loop
 
     def is_there() -> bool:
@@ -164,9 +166,9 @@ def reach(taught: Taught, phase: str) -> None:
 
 @pytest.mark.parametrize("kind", ["chat", "choices"])
 def test_no_leak_from_failed_answers(taught, census, kind, monkeypatch):
-    """A handle keeps its exception, and that the frames that it came through."""
+    """A handle keeps its exception, and the exception keeps the frames that it passed through."""
     path, body = BODIES[kind]
-    monkeypatch.setattr(error_reports.LOG, "disabled", True)  # pytest keeps what is logged
+    monkeypatch.setattr(error_reports.LOG, "disabled", True)  # pytest keeps log records
 
     def fail(*arguments):
         raise RuntimeError("the device is on fire")
@@ -181,7 +183,7 @@ def test_no_leak_from_failed_answers(taught, census, kind, monkeypatch):
 
 
 def test_no_leak_from_a_kept_connection(taught, census):
-    """The answer to a connection's last request was kept as long as the connection."""
+    """The response to a connection's last request was kept as long as the connection."""
     line = taught.line()
     path, body = BODIES["choices"]
     for number in range(8):
@@ -195,7 +197,7 @@ def test_no_leak_from_a_kept_connection(taught, census):
 
 
 def test_no_leak_from_incomplete_requests(taught, census):
-    """Those that came before their turn, too."""
+    """Neither do pipelined requests."""
     taught.parrot.loop.pause()
     data = json.dumps(BODIES["chat"][1])
     head = f"POST {CHAT} HTTP/1.1\nHost: localhost\nContent-Length: {len(data)}\n\n"

@@ -1,4 +1,4 @@
-"""Several models behind one address: who is loaded, who waits, and who has to go."""
+"""Several models behind one address: which are loaded, which requests wait, and which model is unloaded."""
 
 import json
 import random
@@ -26,7 +26,7 @@ from tui import MENU
 
 
 class FakeEngine:
-    """Nothing but what a pool asks of an engine."""
+    """Only what a pool needs from an engine."""
 
     lifecycle = SimpleNamespace(is_unloaded=False)
     on_commit = None
@@ -38,14 +38,14 @@ class FakeEngine:
         self._gone = gone
 
     def release(self):
-        """Its slots would be saved."""
+        """An engine would save its slots here."""
 
     def close(self):
         self._gone.append(self.name)
 
 
 class Pool:
-    """A pool of fake models, by name and bytes. `gate` holds loading back."""
+    """A pool of fake models, given by name and bytes. `gate` delays loading."""
 
     def __init__(self, sizes, memory, **options):
         self.loaded, self.gone, self.said = [], [], []
@@ -111,8 +111,7 @@ def test_the_one_used_least_recently_goes(pools):
 
 
 def test_a_busy_model_is_never_unloaded(pools):
-    """The request waits in line instead, and is told its place. (A server elsewhere killed the
-    answer that was running.)"""
+    """The new request waits in line and is told its place. (A comparable server killed the running answer.)"""
     pool = pools({"a": 6, "b": 6}, 8)
     busy = pool.wait("a")
     first, second = pool.ask("b"), pool.ask("b")
@@ -125,7 +124,7 @@ def test_a_busy_model_is_never_unloaded(pools):
 
 
 def test_later_requests_wait_behind_one_that_needs_the_memory(pools):
-    """Else an endless row of requests for the busy model would keep it loaded forever."""
+    """Otherwise an endless stream of requests for the busy model would keep it loaded forever."""
     pool = pools({"a": 6, "b": 6, "small": 1}, 8)
     busy, other = pool.wait("a"), pool.wait("small")
     waits = pool.ask("b")
@@ -178,7 +177,7 @@ def test_a_model_larger_than_the_memory_is_refused_at_once(pools):
 
 
 def test_the_line_is_bounded(pools):
-    """A hundred requests in a second for models that are not there, and one that works."""
+    """A hundred requests a second for models that are not loaded, while one model works."""
     pool = pools({f"m{i}": 5 for i in range(100)} | {"a": 5}, 8)
     busy = pool.wait("a")
     kept = []
@@ -216,8 +215,8 @@ def test_names(pools):
 
 
 def test_random_requests_end(pools):
-    """Clients come, wait, leave and end in any order. Nobody waits forever, and the memory
-    suffices at each load."""
+    """Clients arrive, wait, leave and finish in any order. Nobody waits forever, and each load fits into
+    memory."""
     dice = random.Random(5)
     sizes = {"a": 3, "b": 4, "c": 5, "d": 8, "broken": 2}
     pool = pools(sizes, 9)
@@ -261,7 +260,7 @@ def test_turns_are_shared_by_time():
         both_here.wait()
         while now[0] < 2.0:
             with turns.turn(seconds):
-                time.sleep(0.002)  # the other gets in line meanwhile, as beside a step
+                time.sleep(0.002)  # the other one queues up meanwhile, as during a step
                 now[0] += seconds
                 spent[seconds] += seconds
         turns.forget(seconds)
@@ -315,7 +314,7 @@ def both(folders):
 
 
 def test_two_models_answer_as_each_alone(folders, both):
-    """At the same time, with both loaded: the tokens of each are those of an engine of its own."""
+    """With both models loaded and busy, each produces the tokens of its own separate engine."""
     alone = {}
     for name in ("one", "two"):
         with Engine.load(folders[name], slots=1, max_len=256) as engine:
@@ -354,8 +353,8 @@ def test_two_models_answer_as_each_alone(folders, both):
 
 
 def test_random_company_across_two_models_changes_no_bit(folders):
-    """Both engines step in turns, each with requests that come at any time. Log probabilities are
-    compared with those of an engine with one slot, alone."""
+    """Both engines take turns at stepping while requests arrive at random. Log probabilities are compared
+    with those of an engine with one slot and no other model."""
     dice = random.Random(3)
     turns = Turns()
     asked = {name: [] for name in ("one", "two")}
@@ -388,7 +387,7 @@ def test_random_company_across_two_models_changes_no_bit(folders):
 
 
 def test_models_that_do_not_fit_together_take_turns(folders):
-    """A stream says how its wait goes, and a model whose file is spoilt leaves the others alone."""
+    """A waiting stream reports its progress, and a model with a corrupt file leaves the others alone."""
     with Server(*options(folders, "one", "two", "spoilt"), *SMALL, "--memory", "1M") as server:
         assert "never fit together" in server.log.read_text()
         (folders["spoilt"] / "model.safetensors").write_bytes(b"no tensors")

@@ -1,4 +1,4 @@
-"""SECURITY.md: its limits are those of the code, its tests exist, and the known faults of comparable
+"""The limits in SECURITY.md are those of the code, its tests exist, and known vulnerabilities of comparable
 servers are not ours."""
 
 import importlib
@@ -46,7 +46,7 @@ def test_every_test_that_the_page_names_exists():
 
 @pytest.mark.parametrize("end", ["XX", "\rX", "\n\n", ""])
 def test_chunk_must_end_with_a_line_end(here, end):
-    """h11 before 0.16 took any two bytes for the end of a chunk, and a proxy may not: what is a body
+    """h11 before 0.16 accepted any two bytes as the end of a chunk, where a proxy may not: what is a body
     for one is a request for the other (CVE-2025-43859)."""
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     hidden = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -55,7 +55,7 @@ def test_chunk_must_end_with_a_line_end(here, end):
 
 
 def test_n_is_bounded(here):
-    """vLLM made as many sequences as `n` said (CVE-2026-34756)."""
+    """vLLM created as many sequences as `n` said (CVE-2026-34756)."""
     for n in (openai.MAX_N + 1, 10**6, 10**400):
         assert here.complete(n=n).status == 400
     assert here.complete(n=2, max_tokens=1).status == 200
@@ -131,7 +131,7 @@ def test_files_of_a_model_have_a_limit(tmp_path, name, most):
 
 
 def test_rules_of_a_grammar_are_limited():
-    """llguidance takes longer than linear time for them."""
+    """llguidance needs more than linear time for many rules."""
     rules = "\n".join(f'a{i}: "a"' for i in range(RULES))
     assert compiled({"lark": rules})
     with pytest.raises(ValueError, match=f"at most {RULES}"):

@@ -1,5 +1,5 @@
-"""A real server process with the demo model: the openai client for what it can do, plain requests
-and raw sockets for the rest."""
+"""A real server process with the demo model, tested with the openai client where it suffices, otherwise
+with plain requests and raw sockets."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from servers import CHAT, COMPLETIONS, ROOT, Server, free_ports, hail
 from waiting import wait_for
 
 COUNT = "3, 4, 5, 6, 7."
-LONG = {"max_tokens": 400, "ignore_eos": True}  # seconds, unless the client hangs up
+LONG = {"max_tokens": 400, "ignore_eos": True}  # takes seconds, unless the client hangs up
 
 
 def user(text: str) -> list[dict]:
@@ -60,7 +60,9 @@ def test_openai_client_stream(client):
     first = chunks[0].choices[0].delta
     assert (first.role, first.content) == ("assistant", "")
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
-    assert text == COUNT and len(chunks) >= 3  # a busy machine says several tokens in one
+    assert (
+        text == COUNT and len(chunks) >= 3
+    )  # a busy machine may merge several tokens into one event
     *running, last = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
     assert last == "stop" and not any(running)
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 5
@@ -88,7 +90,7 @@ def test_event_stream_ends_with_done(server):
 
 
 def test_choices_have_consecutive_seeds(server):
-    """Choice i has seed + i: else n choices of a seeded request would be the same text n times."""
+    """Choice i has seed + i. With one seed, the n choices of a seeded request would all be the same."""
     fields = {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}
     three = server.chat("Tell me a story.", n=3, seed=5, **fields).json
     assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
@@ -99,7 +101,7 @@ def test_choices_have_consecutive_seeds(server):
     assert texts == [choice["message"]["content"] for choice in alone] and len(set(texts)) == 3
     assert three["usage"]["completion_tokens"] == 36
     prompt = server.chat("Tell me a story.", max_tokens=1).json["usage"]["prompt_tokens"]
-    assert three["usage"]["prompt_tokens"] == prompt  # once, and not once for each choice
+    assert three["usage"]["prompt_tokens"] == prompt  # counted once, not once for each choice
 
 
 def test_logprob_tokens_join_to_the_answer(server):
@@ -108,7 +110,9 @@ def test_logprob_tokens_join_to_the_answer(server):
     assert "".join(entry["token"] for entry in entries) == whole["message"]["content"]
     for entry in entries:
         assert bytes(entry["bytes"]).decode() == entry["token"] and len(entry["top_logprobs"]) == 3
-        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"] <= 0  # it is greedy
+        assert (
+            entry["top_logprobs"][0]["logprob"] == entry["logprob"] <= 0
+        )  # because decoding is greedy
     streamed = server.chat(logprobs=True, top_logprobs=3, temperature=0, stream=True).events[:-1]
     parts = [event["choices"][0]["logprobs"] for event in streamed]
     assert [entry for part in parts if part for entry in part["content"]] == entries
@@ -121,9 +125,9 @@ def test_logprob_tokens_join_to_the_answer(server):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_broken_character_is_in_streamed_logprobs(server, count):
-    """The answer ends within a character, which is shown only then. Its token came before, without
-    a text."""
-    # Byte F0 begins one of four bytes
+    """The answer ends within a character, which is shown only at the end. Its token was sent before,
+    without text."""
+    # Byte F0 starts a sequence of four bytes
     asked = {"logit_bias": {"177": 1000}, "temperature": 0, "max_tokens": count}
     whole = server.chat(logprobs=True, **asked).json["choices"][0]
     assert whole["message"]["content"] == "\ufffd" * count
@@ -160,8 +164,8 @@ def test_content_parts_and_developer_role(server):
 
 
 def test_answer_message_as_input(server):
-    """A chat's next turn begins so. litellm keeps our `"refusal": null` in an object, which asks
-    for nothing either."""
+    """A client sends an answer back as input for the next turn. litellm wraps our `"refusal": null` in an
+    object, which must be accepted, too."""
     own = {"role": "assistant", "content": "Hello."}
     turns = [*user("Hi."), own, *user("Count from 3 to 7.")]
     nothing = {"refusal": None, "tool_calls": None, "annotations": []}
@@ -255,7 +259,7 @@ MESSAGES = [
     ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
 )
 def test_unsupported_fields_are_refused(server, name, value):
-    """One wrong field must never be ignored, nor harm anybody else."""
+    """One unsupported field must neither be ignored nor affect other requests."""
     reply = server.chat(**{"max_tokens": 4, "stream": True, name: value})
     assert reply.status == 400, (name, value, reply)
     error = reply.error
@@ -299,11 +303,11 @@ def test_body_must_be_a_json_object(server, body):
     for path in (CHAT, COMPLETIONS):
         reply = server.ask(path, body)
         assert reply.status == 400 and reply.error["code"] == "invalid_json", reply
-        assert "sys." not in reply.error["message"]  # Python's advice to a programmer
+        assert "sys." not in reply.error["message"]  # Python's advice to programmers
 
 
 def test_byte_order_mark_is_skipped(server):
-    """Windows' editors write one, and `curl -d @body.json` sends it."""
+    """Editors on Windows write a byte order mark, and `curl -d @body.json` sends it."""
     assert server.ask(CHAT, b"\xef\xbb\xbf" + json.dumps(say(max_tokens=1)).encode()).status == 200
 
 
@@ -336,8 +340,8 @@ def test_oversized_body_is_413(server):
     ],
 )
 def test_counts_in_a_body_are_limited(server, body, message):
-    """130,000 empty messages are a body of 4 MB: a template took five seconds for them, and four
-    such bodies kept an ordinary request waiting for 24."""
+    """130,000 empty messages are a body of 4 MB. A template took five seconds for them, and four such
+    bodies delayed an ordinary request by 24."""
     reply = server.ask(CHAT, body)
     assert reply.status in (400, 413) and message in reply.error["message"], reply.error
 
@@ -372,7 +376,7 @@ def test_content_type_must_be_json(server):
     assert server.ask(CHAT, body, Content_Type="application/json; charset=utf-8").status == 200
 
 
-# --- manners --------------------------------------------------------------------------------------
+# --- HTTP details ---------------------------------------------------------------------------------
 
 
 def test_http_1_0_chunks_and_expect(server):
@@ -397,8 +401,7 @@ def test_http_1_0_chunks_and_expect(server):
 
 
 def test_http_2_upgrade_is_ignored(server):
-    """Java's own client offers it in its first request. The parser took the body for another
-    protocol's."""
+    """Java's own client offers HTTP/2 in its first request. The parser took the body for another protocol."""
     offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAA")
     line = server.line()
     for _ in range(2):
@@ -416,8 +419,8 @@ def test_blank_lines_before_a_request(server, blank):
 
 
 def test_absolute_target(server):
-    """A client with `http_proxy` sends it so. Its host takes the place of the header's, which it
-    may contradict."""
+    """A client with `http_proxy` sends an absolute target. Its host replaces the Host header, which may
+    contradict it."""
 
     def ask(target: str, host: str = "localhost") -> tuple[int, str]:
         reply = server.line().send(f"GET {target} HTTP/1.1\nHost: {host}\n\n").reply()
@@ -431,7 +434,7 @@ def test_absolute_target(server):
     for target in ("*", "http://[/v1/models", "http://@/v1/models", "http:///v1/models"):
         said = server.line().send(f"GET {target} HTTP/1.1\nHost: localhost\n\n").everything()
         assert said.startswith(b"HTTP/1.1 400"), target
-        assert b"\r\nConnection: close\r\n" in said  # what came after it is not answered
+        assert b"\r\nConnection: close\r\n" in said  # anything sent after it is not answered
     chat = server.line().post(f"{server.address}{CHAT}", say(temperature=0)).reply()
     assert chat.json["choices"][0]["message"]["content"] == COUNT
 
@@ -451,7 +454,7 @@ def test_head_has_no_body(server):
         reply = server.ask(path, method="HEAD")
         assert (reply.status, reply.body) == (200, b"")
         assert int(reply.headers["content-length"]) > 0
-    assert server.ask("/watch", method="HEAD").status == 405  # it would have no end
+    assert server.ask("/watch", method="HEAD").status == 405  # it would never end
 
 
 def test_invalid_http_is_400(server):
@@ -468,7 +471,7 @@ def test_invalid_http_is_400(server):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_two_lengths_are_refused(server, order):
-    """The connection was kept, and a proxy before us may have read another end of the body."""
+    """The connection was kept open, although a proxy in front may have found another end of the body."""
     lengths = ["Content-Length: 4", "Transfer-Encoding: chunked"][::order]
     head = "\n".join([f"POST {CHAT} HTTP/1.1", "Host: localhost", *lengths])
     said = server.line().send(head + "\n\n0\n\nGET /health HTTP/1.1\nHost: localhost\n\n")
@@ -489,11 +492,10 @@ def test_two_lengths_are_refused(server, order):
     ],
 )
 def test_error_reaches_a_client_that_is_still_sending(server, said, status):
-    """A system that closes a connection with bytes unread sends a reset, and a reset takes the
-    answer back, too."""
+    """Closing a connection with unread bytes sends a reset, which also discards the response."""
     line = server.line().send(said)
     line.until(b"HTTP/1.1 ")
-    for _ in range(8):  # the server has answered, and the rest comes only now
+    for _ in range(8):  # the server has responded, and the rest arrives only now
         line.send(b"x" * 32_768)
         time.sleep(0.01)
     assert line.everything().startswith(str(status).encode())
@@ -512,7 +514,7 @@ def test_incomplete_request_does_not_count(server, sent):
 
 @pytest.mark.parametrize(("stream", "abrupt"), [(False, True), (True, False)])
 def test_hang_up_frees_slot_and_queue(server, stream, abrupt):
-    """Eight times as many as there are slots: those in line must leave it, too."""
+    """Eight times as many requests as slots: those that are queued must be removed, too."""
     lines = [
         server.line().post(CHAT, say("Tell me a long story.", stream=stream, **LONG))
         for _ in range(8)
@@ -522,7 +524,7 @@ def test_hang_up_frees_slot_and_queue(server, stream, abrupt):
     wait_for(lambda: server.gauge("requests_running"))
     before = server.gauge("generated_tokens_total")
     for line in lines:
-        if abrupt:  # a reset instead of a farewell
+        if abrupt:  # a reset instead of an orderly close
             line.socket.setsockopt(
                 socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00"
             )
@@ -559,10 +561,10 @@ def test_streams_at_once_equal_answers_alone(server):
     assert all(texts) and server.is_idle()
 
 
-# --- who may come in ------------------------------------------------------------------------------
+# --- who may connect ------------------------------------------------------------------------------
 
 
-# --- figures, the log, and watching ---------------------------------------------------------------
+# --- metrics, the log, and watching ---------------------------------------------------------------
 
 
 def test_metrics_count_requests(server):
@@ -626,11 +628,11 @@ def test_log_line_per_request(server):
     assert '"/a?b=' in server.says(r"route=(\S*a\?b\S*)")[0]
 
 
-# --- beginning and ending -------------------------------------------------------------------------
+# --- startup and shutdown -------------------------------------------------------------------------
 
 
 def test_taken_port_is_one_line(server):
-    """There is no such model, but that is not what is said."""
+    """The port is reported, although the model does not exist either."""
     done = run("serve.py", "--port", server.port, "--model", "no/such-model")
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == 1 and str(server.port) in lines[0], done
@@ -652,7 +654,7 @@ def test_first_signal_drains_and_second_ends_streams():
 
 
 def test_many_signals_end_a_busy_server():
-    """A third one came out of `close` as an exception: a traceback, work left on the device, any
+    """A third signal escaped from `close` as an exception: a traceback, work left on the device, and any
     exit code."""
     with Server() as server:
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
@@ -701,9 +703,9 @@ print(ended)
 
 
 def test_signal_at_any_line_ends_the_server(tmp_path):
-    """Ctrl-C came out of a line of Python's own `wait`: its lock was never released, and no other
-    signal ended the server. Or it was released twice, and the exit code was 2."""
-    lines = ["0", "4", "8", "20"]  # 20 and 32 were such lines
+    """Ctrl-C escaped from a line of Python's own `wait`: its lock was never released, and no other signal
+    ended the server. Or the lock was released twice, and the exit code was 2."""
+    lines = ["0", "4", "8", "20"]  # 20 and 32 were among those lines
     done = run("-c", SIGNALS_AT_LINES, tmp_path / "model", *lines)
     assert (done.returncode, done.stdout) == (0, f"{len(lines)}\n"), done.stderr[-2000:]
 
@@ -720,7 +722,7 @@ sys.exit(serve.main(sys.argv[1:]))
 
 
 def test_second_signal_ends_a_blocked_server():
-    """It blocks while it prints, as with a standard error that is full and not read."""
+    """The server blocks while it prints, as with a full standard error that nobody reads."""
     (port,) = free_ports(1)
     command = [sys.executable, "-c", HANGS, "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT)

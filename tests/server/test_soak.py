@@ -1,13 +1,13 @@
-"""Many clients at once over HTTP. A third of them hang up at some moment, and some send what is
-wrong. `NANOBATCH_SOAK=20000 python -m pytest tests/server/test_soak.py` is the long form.
+"""Many clients at once over HTTP. A third of them hang up at some moment, and some send invalid requests.
+`NANOBATCH_SOAK=20000 python -m pytest tests/server/test_soak.py` is the long form.
 
-The server has the demo model, with a chat template that knows tools and thoughts, and as if it had
-been made for embeddings. All routes are asked, whole and streamed. In the end each request has been
-answered or was hung up on, all slots are free, answers that were not cut off are those that the same
-request gets alone (thought, text, calls and tokens), and as many files are open as at first.
+The server has the demo model with a chat template that supports tools and reasoning, configured as if
+it had been made for embeddings. All routes are used, streamed and not. In the end each request has been
+answered or was hung up on, all slots are free, complete answers equal those that the same request gets
+alone (reasoning, text, calls and tokens), and the number of open files is back to where it was.
 
-Memory is weighed in an idle second after each round (`serve_memory.py`). From the first round to the last,
-the bytes in use after a collection may grow by 2 MiB, and what is resident after a trim by 15.
+Memory is measured in an idle second after each round (`serve_memory.py`). From the first round to the last,
+the bytes in use after a collection may grow by 2 MiB, and the resident set after a trim by 15.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ MUCH = (
     "rules that double",
     "many ways to read it",
 )
-HOSTILE = [  # grammars that take much, or fail when the answer has begun
+HOSTILE = [  # grammars that are expensive, or fail after the answer has begun
     *(asked(name, 0) for name in MUCH),
     {"guided_regex": "(" * 8000},
     {"guided_choice": ["x" * 200] * 150},
 ]
 GRAMMARS = [
-    # The first three take megabytes
+    # the first three take megabytes
     {"guided_json": {"enum": [f"w{n} x{n * 7}" for n in range(1500)]}},
     {"guided_json": {"properties": {f"k{n}": {"maximum": n * n} for n in range(300)}}},
     {"guided_json": {"const": "ab " * 500}},
@@ -80,7 +80,7 @@ GRAMMARS = [
     {"guided_json": {"type": "array", "items": {"type": "integer"}, "maxItems": 5}},
 ]
 SAID = [{"role": "user", "content": "x"}]
-# What asks for much work in few bytes, or in as many as are let in.
+# Requests that cause much work with few bytes, or with as many as the server accepts.
 HEAVY = [
     (CHAT, {"messages": [{"role": "user", "content": ""}] * 130_000}),
     (CHAT, b'{"messages":[{"role":"user","content":"x"}],"metadata":[' + b"[]," * 10**6 + b"[]]}"),
@@ -91,7 +91,7 @@ HEAVY = [
     (COMPLETIONS, {"prompt": [5] * 500_000}),
     (COMPLETIONS, b"x" * 5_000_000),
 ]
-# What is no request, or none for this server. All end with a refusal, or with their connection.
+# Not HTTP, or not valid for this server. All of them end with a refusal or a closed connection.
 RAW = [
     b"hello\r\n\r\n",
     b"GET /" + b"x" * 70_000,
@@ -99,8 +99,8 @@ RAW = [
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300,
 ]
-# The demo's template, with tools as in Qwen 3 Coder, and optional reasoning.
-# A call in JSON within its marks is read, too
+# The demo's template, with tools as in Qwen 3 Coder and optional reasoning.
+# A call in JSON within its marks is parsed, too
 TEMPLATE = """\
 {{- bos_token }}
 {%- for tool in tools or [] %}{{ '<|system|>' + tool | tojson + '<|end|>' }}{% endfor %}
@@ -119,20 +119,20 @@ TEMPLATE = """\
 {%- endfor %}
 {{- '<|assistant|>' }}{% if enable_thinking %}{{ '<think>' }}{% endif %}
 """
-# What a small model writes of its own accord is no call: an expression holds it to one
+# A small model does not write calls on its own, so a regular expression forces it to
 LOOK = (
     r"\n<tool_call>\n\{\"name\": \"get_time\", \"arguments\": \{\"n\": [1-9]{1,9}\}\}\n</tool_call>"
 )
 CALLING = f"So[a-z ]{{2,20}}({LOOK}){{1,3}}"
 THINKING = r"[a-z ]{2,30}\n</think>\n\n"
-# For each route that answers: what makes its answers long
+# For each route that generates text: what makes its answers long
 ENDLESS = {
     CHAT: {"max_tokens": 900, "ignore_eos": True},
     COMPLETIONS: {"max_tokens": 900, "ignore_eos": True},
     RESPONSES: {"max_output_tokens": 900},
     MESSAGES: {"max_tokens": 900},
 }
-# Answers that go on until their client goes
+# Answers that go on until the client hangs up
 LONG = [
     (CHAT, {"messages": SAID, "logprobs": True, "top_logprobs": 20, "n": 8}),
     (CHAT, {"messages": [{"role": "user", "content": "x " * 400}], "logprobs": True}),
@@ -142,7 +142,7 @@ LONG = [
     (MESSAGES, {"messages": SAID, "tools": SCHEMAS, "tool_choice": {"type": "any"}}),
 ]
 PROGRESS = {"messages": [{"role": "user", "content": "y " * 400}], "return_progress": True}
-RESIDENT = 15.0  # MiB by which memory may grow from the first round to the last
+RESIDENT = 15.0  # MiB by which the resident set may grow from the first round to the last
 PROMPTS = [
     "Count from {n} to {m}.",
     "Tell me a story about fox number {n}.",
@@ -159,13 +159,13 @@ class Report:
 
 
 class Weighed(Server):
-    """A server that says what it holds in memory."""
+    """A server that reports its memory."""
 
     program = ROOT / "tests" / "lib" / "serve_memory.py"
     weighings = 0
 
     def weigh(self) -> Weight:
-        """When it has been idle for a second."""
+        """Measure when the server has been idle for a second."""
         self.is_idle()
         time.sleep(1)
         self.weighings += 1
@@ -175,7 +175,7 @@ class Weighed(Server):
 
 
 def talker(folder: Path) -> Path:
-    """The demo model, with a template for tools and reasoning, and a file for embeddings."""
+    """Return a folder with the demo model, a template for tools and reasoning, and a file for embeddings."""
     folder.mkdir()
     for file in (ROOT / "demo" / "model").iterdir():
         (folder / file.name).symlink_to(file)
@@ -187,8 +187,8 @@ def talker(folder: Path) -> Path:
 
 
 def make_case(number: int) -> tuple[str, dict]:
-    """A route, and what is asked there. An answer that is to be the same twice has a seed, or where
-    the protocol knows none, the likeliest tokens."""
+    """Return a route and a body. Answers that must be reproducible have a seed, or greedy decoding where
+    the protocol has no seed."""
     dice = random.Random(number)
     text = dice.choice(PROMPTS).format(n=number % 50, m=number % 50 + 9)
     length = dice.choice([1, 20, 60, 150, 250])
@@ -252,7 +252,7 @@ def ask_grammar(server: Server, dice: random.Random) -> None:
 
 
 def attack(server: Server, dice: random.Random) -> str:
-    """Something hostile. What became of it: "refused", or "hung up" if it was cut off."""
+    """Send something hostile. Return "refused", or "hung up" if it was cut off."""
     kind = dice.randrange(7)
     if kind == 6:
         ask_grammar(server, dice)
@@ -264,7 +264,7 @@ def attack(server: Server, dice: random.Random) -> str:
     line = server.line()
     line.socket.settimeout(server.patience)
     if kind == 2:
-        # It may end the connection before all has been sent
+        # The server may close the connection before everything is sent
         with suppress(OSError):
             line.send(dice.choice(RAW))
             line.socket.shutdown(socket.SHUT_WR)
@@ -278,7 +278,7 @@ def attack(server: Server, dice: random.Random) -> str:
         if kind == 3:  # half-closed, and never read
             line.socket.shutdown(socket.SHUT_WR)
         time.sleep(dice.choice([0, 0.05, 0.5]))
-        if kind == 4:  # a reset instead of a farewell
+        if kind == 4:  # a reset instead of an orderly close
             linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
             line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     line.hang_up()
@@ -286,7 +286,7 @@ def attack(server: Server, dice: random.Random) -> str:
 
 
 def hang_up(server: Server, dice: random.Random, path: str, body: dict) -> None:
-    """In the head of a request, its body, or later."""
+    """Hang up within the head of a request, within its body, or later."""
     line = server.line()
     data = json.dumps(body | ENDLESS.get(path, {}))
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -299,7 +299,8 @@ def hang_up(server: Server, dice: random.Random, path: str, body: dict) -> None:
 def soak(
     server: Weighed, requests: int, clients: int, cases: int, rounds: int, hostile: float = 0.0
 ) -> Report:
-    """`hostile`: such a part of the requests is; 0: some are wrong, and a third is hung up on."""
+    """Run clients in rounds. `hostile` is the share of attacks; with 0, some requests are invalid and a
+    third hang up."""
     report, lock = Report(), threading.Lock()
     alone = [ask(server, *make_case(number), False) for number in range(cases)]
 
@@ -341,7 +342,7 @@ def soak(
 
 
 def open_files(server: Server) -> int:
-    """0 where the system does not say."""
+    """Return the number of open files, or 0 where the system does not tell."""
     try:
         return len(os.listdir(f"/proc/{server.process.pid}/fd"))
     except FileNotFoundError:
@@ -351,7 +352,7 @@ def open_files(server: Server) -> int:
 def check(report: Report, requests: int) -> None:
     assert not report.faults, report.faults[:5]
     grown = growth(report.weights)
-    if not SOAK:  # histories grow by half as much at most
+    if not SOAK:  # the kept history grows by half as much at most
         assert grown.in_use < IN_USE, report.weights
     elif requests >= JUDGED:
         assert grown.in_use < IN_USE and grown.resident < RESIDENT, report.weights
@@ -399,7 +400,7 @@ def test_soak_over_two_ranks(model, tmp_path):
         two_ranks(tmp_path, arguments) as environment,
         Weighed(*arguments, **environment) as server,
     ):
-        server.patience *= 10  # the ring's threads look for numbers all the time
+        server.patience *= 10  # the threads of the ring poll all the time
         report = soak(server, SOAK, **LONG_FORM)
         assert server.stop() == 0
     check(report, SOAK)
@@ -407,7 +408,7 @@ def test_soak_over_two_ranks(model, tmp_path):
 
 @contextmanager
 def two_ranks(folder: Path, arguments: tuple[str, ...]) -> Iterator[dict[str, str]]:
-    """A rank that follows, and the environment of the one that leads."""
+    """Start rank 1, and yield the environment of rank 0."""
     file = folder / "hosts.json"
     file.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
     environment = {"MLX_HOSTFILE": str(file)}

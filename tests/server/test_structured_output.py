@@ -1,4 +1,4 @@
-"""Answers that have a form: response_format and vLLM's guided fields, with a real server process."""
+"""Structured output: response_format and vLLM's guided fields, with a real server process."""
 
 import json
 import re
@@ -105,8 +105,8 @@ TRIED = sorted(HOSTILE) if IS_LONG else SOME
 
 @pytest.mark.parametrize("name", TRIED)
 def test_hostile_grammars_block_nobody(server, name):
-    """Each time in another spelling, so that no verdict can be remembered. Four hostile schemas once
-    took all threads that read bodies."""
+    """Vary each grammar's spelling, so that no verdict can be cached. Four hostile schemas once took all
+    threads that parse bodies."""
     plain = {"prompt": "Once upon a time", "max_tokens": 85, "ignore_eos": True, "temperature": 0}
     expected = server.ask(COMPLETIONS, plain).json["choices"][0]["text"]
     before, answers, is_over = resident(server.process.pid), Counter(), threading.Event()

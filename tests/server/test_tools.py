@@ -1,5 +1,5 @@
 """Tools and reasoning with other templates, hostile bodies, required calls, and random requests. The
-protocols themselves are in `test_conformance.py`."""
+protocols themselves are tested in `test_conformance.py`."""
 
 import json
 
@@ -22,7 +22,7 @@ def taught():
 
 
 def test_openai_client_assembles_both_protocols(taught):
-    """It reads fields of events that other clients ignore, and raises if one is missing."""
+    """The client reads fields of events that others ignore, and raises if one is missing."""
     client = openai.OpenAI(base_url=f"{taught.address}/v1", api_key="none", max_retries=0)
     text = f"say: <think>Easy.</think>I look.\n{CALLS}"
     both = {"model": "default", "parallel_tool_calls": True}
@@ -41,7 +41,7 @@ def test_openai_client_assembles_both_protocols(taught):
     assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Paris"}
 
 
-# --- models that speak otherwise ------------------------------------------------------------------
+# --- models with other formats --------------------------------------------------------------------
 
 TURNS = """\
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}\
@@ -134,7 +134,7 @@ def test_messages_of_harmony():
         deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
         for name, text in (("reasoning_content", "Hm."), ("content", "It is 8.")):
             assert "".join(delta.get(name) or "" for delta in deltas) == text
-        # The template wants the thought before a call under another name
+        # The template expects the reasoning before a call under another name
         render = server.parrot.engine.text.render
         calls = [{"function": {"name": "get_weather", "arguments": PARIS}}]
         turn = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": calls}
@@ -146,7 +146,7 @@ def test_messages_of_harmony():
         assert tokens[1] - tokens[0] == len("high")
 
 
-# --- what else may happen -------------------------------------------------------------------------
+# --- other cases ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,8 @@ def test_failed_stream_ends_with_an_error(taught, path, body, monkeypatch):
 
 
 def test_waiting_stream_reports_progress(taught):
-    """A comment, which no client takes for an event: people saw nothing at all for minutes."""
+    """Progress is sent as a comment, which no client takes for an event. People used to see nothing at all
+    for minutes."""
     body = {"messages": [said("Yes.")], "stream": True}
     taught.parrot.loop.pause()
     line = taught.line().post(CHAT, body)
@@ -197,7 +198,7 @@ def test_waiting_stream_reports_its_position():
 
 
 def test_anthropic_thread_is_refused(taught):
-    """Anthropic's runner of tools asks so first, and goes on without if it finds this code."""
+    """Anthropic's tool runner tries `thread` first, and continues without it if it gets this error code."""
     body = {"messages": [said("Yes.")], "max_tokens": 9, "thread": {"type": "create"}}
     reply = taught.ask(MESSAGES, body)
     assert reply.status == 400 and "thread" in reply.error["message"]
@@ -249,14 +250,17 @@ def test_hostile_bodies_are_refused(taught, path, body):
 
 
 def test_streamed_call_comes_piece_by_piece(taught):
-    """Arguments may be a whole file: who waits for their end sees nothing for a minute."""
+    """Arguments may be a whole file, and a client that had to wait for their end would see nothing for a
+    minute."""
     text = CALL.replace("Paris", "Paris " * 20)
     events = taught.ask(CHAT, {"messages": [said(text)], "tools": TOOLS, "stream": True}).events
-    assert sum("tool_calls" in str(event) for event in events) > 3  # neighbours may be joined
+    assert (
+        sum("tool_calls" in str(event) for event in events) > 3
+    )  # neighbouring pieces may be merged
 
 
 def test_call_ids_fit_every_template(taught):
-    """Mistral's templates want nine letters or digits."""
+    """Mistral's templates require ids of nine letters or digits."""
     body = {"messages": [said(CALLS)], "tools": TOOLS, "parallel_tool_calls": True}
     calls = taught.ask(CHAT, body).json["choices"][0]["message"]["tool_calls"]
     assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in calls)
@@ -275,7 +279,8 @@ def body_of(path: str, text: str, length: int = 300, **fields) -> dict:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_unmarked_call_in_each_protocol(taught, path):
-    """Each of five agents' loops began with the right call in a block of code, and ended with it."""
+    """Each of five agents' loops began with the correct call in a code block, and ended there because the
+    call was not recognized."""
     for text in (f"I look.\n\n{BARE}", f"I look.\n```json\n{BARE}\n```\nAnd so on."):
         body = body_of(path, text)
         found = ask(taught, path, body, False)
@@ -303,7 +308,7 @@ def test_truncated_call_is_no_content(taught, path, call):
         assert found.reason in CUT
 
 
-# --- calls that have to come ----------------------------------------------------------------------
+# --- required calls -------------------------------------------------------------------------------
 
 SIZE = {"type": "object", "properties": {"size": {"$ref": "#/$defs/S"}, "hot": {"type": "boolean"}}}
 SIZE |= {"required": ["size", "hot"], "additionalProperties": False}
@@ -324,7 +329,7 @@ THINKING = with_calls(HERMES).replace(
     ids=["Hermes", "Llama 3", "Mistral", "older Mistral", "Qwen 3 Coder", "GLM"],
 )
 def test_required_call_always_comes(template):
-    """A model of random weights would never write one."""
+    """A model with random weights would never write a call on its own."""
     named = {"type": "function", "function": {"name": "mug"}}
     with Taught(template=template, is_taught=False) as server:
         for seed in range(4):
@@ -340,14 +345,13 @@ def test_required_call_always_comes(template):
 
 
 HAS_MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
-# A model of random weights never ends its reasoning: it may have to begin with one, but need not
 ASKS = number_of("TOOLS", 6)
 
 
 @pytest.mark.parametrize("marks", [(), HAS_MARKS], ids=["letters", "added"])
 def test_random_requests_with_tools(marks):
-    """Qwen's <tool_call> is an added token that is not special: each call that had to come was a
-    400. NANOBATCH_TOOLS=1000 asks more."""
+    """Qwen's <tool_call> is an added token that is not special: each required call was a 400.
+    NANOBATCH_TOOLS=1000 is the long form."""
     with Taught(template=with_calls(HERMES), is_taught=False, marks=marks) as server:
         assert set(marks) <= set(server.parrot.engine.text.marks)
         complete = 0
@@ -361,7 +365,7 @@ FIVE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [
 
 
 def test_reasoning_can_end_under_a_grammar():
-    """The mask forbade the token </think>: reasoning went on until max_tokens."""
+    """The mask forbade the token </think>, so reasoning went on until max_tokens."""
     with Taught(template=THINKING, is_taught=False, marks=HAS_MARKS) as server:
         end = server.parrot.engine.text.tokenizer.token_to_id("</think>")
         ask = {"messages": [said("x")], "max_tokens": 60, "logit_bias": {str(end): 20}}
@@ -390,8 +394,8 @@ AT_ONCE = {
     ],
 )
 def test_recursive_schema_of_arguments(template, schema):
-    """Within the schema of a call, "#" meant the whole call: a tree was a call in a call without
-    an end, and a second field like the first one a 400."""
+    """Within a call's schema, "#" meant the whole call: a tree became an endless nesting of calls, and a
+    second field like the first one a 400."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     body = {"messages": [said("x")], "tools": tools, "tool_choice": "required", "max_tokens": 400}
     body |= {"parallel_tool_calls": False, "temperature": 1}
@@ -405,12 +409,12 @@ def test_recursive_schema_of_arguments(template, schema):
 
 
 def test_reasoning_before_a_forced_answer():
-    """Held to the grammar from its first token on, it would write JSON into its reasoning."""
+    """If the grammar applied from the first token on, the model would write JSON as its reasoning."""
     with Taught(template=THINKING, is_taught=False) as server:
         text = server.parrot.engine.text
         assert text.output_format.reasoning and text.encode_prompt([said("x")]).is_thinking
         ask = {"messages": [said("x")], "temperature": 0, "max_tokens": 30}
-        # Its reasoning never ends, and is no JSON
+        # its reasoning never ends, and is not JSON
         message = server.ask(CHAT, ask | {"response_format": FIVE}).json["choices"][0]["message"]
         assert message["content"] == "" and len(message["reasoning_content"]) > 5
 

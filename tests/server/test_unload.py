@@ -1,4 +1,4 @@
-"""An idle server unloads its weights, and says so."""
+"""An idle server unloads its weights and reports it."""
 
 import pytest
 from servers import Server

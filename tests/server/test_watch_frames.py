@@ -1,4 +1,4 @@
-"""Frames for watchers: packed at one end, the same views at the other."""
+"""Frames for watchers: unpacking yields the views that were packed."""
 
 import json
 import threading
@@ -37,7 +37,7 @@ def frame_of(seen: Snapshot, request_log: RequestLog | None = None) -> watch_fra
 
 
 def test_frames_survive_the_wire(engine):
-    """Requests that wait, run, end and are cancelled, and texts that grow between two frames."""
+    """Send requests that wait, run, end and are cancelled, and texts that grow between two frames."""
     request_log, sender, receiver = RequestLog(), watch_frames.Sender(True), watch_frames.Receiver()
     number = request_log.open_record("127.0.0.1", "POST /v1/completions")
     request_log.update(number, status=400, reason="invalid_value", message="temperature = 'x'")
@@ -57,7 +57,7 @@ def test_frames_survive_the_wire(engine):
 
 
 def test_only_new_text_is_sent(engine):
-    """An answer of 8,000 tokens would else be sent ten times a second, as long as it grows."""
+    """Otherwise an answer of 8,000 tokens would be sent ten times a second while it grows."""
     sender, seen, sizes = watch_frames.Sender(True), None, []
     engine.submit("a prompt of some length " * 2, LONG)
     while engine.step() or not sizes:
@@ -92,7 +92,7 @@ def test_origin_may_be_anything(engine, origin):
 
 
 def test_other_version_is_noticed():
-    """The fields are sent without their names: those of another version would be taken for ours."""
+    """Fields are sent without their names, so those of another version would be taken for ours."""
     shape = watch_frames._shape(Snapshot)
     assert shape != watch_frames._shape(RequestView) and "steps_s" in repr(shape)
     with pytest.raises(ValueError):
@@ -129,12 +129,12 @@ def test_request_log_is_thread_safe():
 
 
 def test_stalled_watcher_is_dropped(engine, monkeypatch):
-    """Its frames would pile up in memory, and its snapshots cost time for nothing."""
+    """Otherwise its frames would pile up in memory, and its snapshots would waste time."""
     monkeypatch.setattr(watch_module, "WATCH_TIMEOUT_S", 0.3)
     with Here(engine) as here:
         line = Line(here.host, here.port, receive=4096)
         line.send("GET /watch HTTP/1.1\nHost: localhost\n\n").until(b"event: hello")
-        large = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=100)  # large frames
+        large = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=100)  # makes large frames
         deadline = time.monotonic() + 60
         most = 0
         while time.monotonic() < deadline and not (most and here.api.view().watchers == 0):
