@@ -190,9 +190,7 @@ def test_text_of_any_earlier_step(parts):
             seen[handle.id][len(handle.tokens)] = handle.text
     for request in engine.snapshot().ended[-2:]:
         texts = {n: request.text[: sum(request.lengths[:n])] for n in seen[request.id]}
-        texts[request.metrics.output_tokens] = (
-            request.text
-        )  # text that was held back appears at the end
+        texts[request.metrics.output_tokens] = request.text  # held-back text comes at the end
         assert texts == seen[request.id] and len(texts) > 3, request
 
 

@@ -1,4 +1,5 @@
-"""A BLAS that is not batch-invariant, as fast ones are: few rows and many are summed in another order."""
+"""A BLAS that, like any fast one, is not batch-invariant: it sums few rows and many rows in different
+orders."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Books for the tests of the course: our chapters, or simple ones, and mistakes in them."""
+"""Books for the tests of the course: our chapters, simpler ones, and mistakes in them."""
 
 import shutil
 from pathlib import Path
@@ -11,12 +11,12 @@ SIMPLE = Path(__file__).with_name("simple_core.py")
 
 
 def simple(stage: int) -> str:
-    """The functions of a stage, written as simply as can be: ours are, from stage 9 on."""
+    """Return the functions of a stage in their simplest form. From stage 9 on, ours are simple enough."""
     return (SIMPLE if stage < 9 else STAGES[stage - 1].tasks[0].reference).read_text()
 
 
 def full_book(folder: Path) -> Path:
-    """Our chapters."""
+    """Write our own chapters into a folder."""
     folder.mkdir()
     (folder / overlay.PACKAGE).write_text(start.OUR_PACKAGE)
     for chapter in tasks():
@@ -35,7 +35,7 @@ def fill(folder: Path, stages: list[int]) -> Path:
 
 
 def with_mistake(text: str, name: str, right: str, wrong: str) -> str:
-    """A chapter, with another text in this function."""
+    """Return a chapter in which one function has a mistake."""
     lines = text.splitlines(keepends=True)
     node = overlay.functions(text)[name]
     body = "".join(lines[node.lineno - 1 : node.end_lineno])
@@ -45,7 +45,7 @@ def with_mistake(text: str, name: str, right: str, wrong: str) -> str:
 
 
 def change(folder: Path, name: str, right: str, wrong: str) -> None:
-    """Plant a mistake in a book: `name` is such as "kv.Window.write"."""
+    """Plant a mistake in a book. `name` looks like "kv.Window.write"."""
     chapter, _, function = name.partition(".")
     file = folder / f"{chapter}.py"
     file.write_text(with_mistake(file.read_text(), function, right, wrong))

@@ -1,4 +1,4 @@
-"""A real browser for the tests of the page, and what they ask of it."""
+"""A real browser for the tests of the page, and helpers to wait and check."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ASTRAY = (Path(__file__).parent / "misplaced_elements.js").read_text()
 
 
 def until(tab, true: str, seconds: float = 60) -> None:
-    """Until an expression is true. (Playwright's own way to wait would need `eval` in the page.)"""
+    """Wait until an expression is true. (Playwright's own way to wait would need `eval` in the page.)"""
     deadline = time.monotonic() + seconds
     while not tab.evaluate(true):
         failed = any(line.startswith("an error: ") for line in tab.said)
@@ -41,19 +41,20 @@ def until(tab, true: str, seconds: float = 60) -> None:
 
 
 def shows(tab, place: str, words: str) -> None:
-    """Until an element's text has these words."""
+    """Wait until an element's text contains these words."""
     text = f"document.querySelector({json.dumps(place)})?.textContent"
     until(tab, f"{text}?.includes({json.dumps(words)})")
 
 
 def choose(tab, number: int) -> None:
-    """A request, until it is open."""
+    """Select a request, and wait until it is open."""
     tab.evaluate(f"nanobatch.choose({number})")
     until(tab, f"document.querySelector('[data-request] .chip')?.textContent === '{number}'")
 
 
 def in_place(tab, least: int) -> None:
-    """Nothing overlaps or overflows, in light and in dark, in this number of boxes."""
+    """Assert that at least this many boxes neither overlap nor overflow, in the light and in the dark
+    theme."""
     for scheme in ("dark", "light"):
         tab.emulate_media(color_scheme=scheme)
         measured, found = tab.evaluate(ASTRAY)
@@ -62,7 +63,7 @@ def in_place(tab, least: int) -> None:
 
 
 def in_place_everywhere(tab, least: int) -> None:
-    """Also on screens of other sizes, once the page is drawn on them."""
+    """Check the layout at other screen sizes, too, each after a redraw."""
     for size in SCREENS:
         tab.set_viewport_size(size)
         tab.evaluate(FRAME)
@@ -70,7 +71,8 @@ def in_place_everywhere(tab, least: int) -> None:
 
 
 def in_node(script: str, asked: Any) -> Any:
-    """The value that a script passes to `tell`, given `asked`, with the page's modules but without a page."""
+    """Run a script in Node with the page's modules but without a page. Return the value that it passes to
+    `tell`."""
     tools = (
         'import { readFileSync } from "node:fs";\n'
         "const asked = JSON.parse(readFileSync(0, 'utf8'));\n"

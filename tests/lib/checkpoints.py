@@ -1,5 +1,4 @@
-"""Random checkpoints, written to disk as Hugging Face and mlx-lm write them, and mlx-lm's answers to
-them.
+"""Random checkpoints on disk in the formats of Hugging Face and mlx-lm, and mlx-lm's answers to them.
 
 Random weights are a sharper test than trained ones, if they are scaled with care. Logits must be
 *decided*: the best token ahead of the second by much more than rounding. And the answer must not
@@ -18,14 +17,14 @@ from kernels.device import mx
 from models.config import Config, read_config
 from models.weights import FUSED, GRANITE_NAMES, LFM2_NAMES
 
-V = 272  # 256 bytes, four special tokens, and some ids that no text has
+V = 272  # 256 bytes, four special tokens, and some unused ids
 BOS, EOS = 256, 257
 ORIGINAL = "original_max_position_embeddings"
 
 
 def make_tokenizer() -> Tokenizer:
-    """Every byte is a token: any text survives, and most characters beyond ASCII span several
-    tokens."""
+    """A tokenizer with one token for each byte: any text survives, and most characters beyond ASCII take
+    several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,7 +39,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_config(**changes) -> dict:
-    """A small Llama's config.json. A change to None removes the field."""
+    """Return the config.json of a small Llama. Changing a field to None removes it."""
     config = {
         "model_type": "llama",
         "hidden_size": 64,
@@ -73,7 +72,7 @@ def random_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
         elif name.endswith("layer_scalar"):
             weights[name] = 1 + 0.2 * noise
         elif "embed_tokens.weight" in name:
-            weights[name] = (0.02 if config.gelu else 0.35) * noise  # Gemma multiplies it
+            weights[name] = (0.02 if config.gelu else 0.35) * noise  # Gemma scales it up
         elif name.endswith("conv.conv.weight"):
             weights[name] = 0.6 * noise
         else:
@@ -85,8 +84,7 @@ def random_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
 
 
 def save(folder: Path, config: dict, weights: dict[str, mx.array], shards: int = 1) -> Path:
-    """Write a checkpoint folder: config, weights in one file or several with an index, and a
-    tokenizer."""
+    """Write a checkpoint folder: config, tokenizer, and weights in one file or in several with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     make_tokenizer().save(str(folder / "tokenizer.json"))
@@ -106,7 +104,8 @@ def save(folder: Path, config: dict, weights: dict[str, mx.array], shards: int =
 
 
 def fuse(arrays: dict[str, mx.array], fused: dict[str, tuple]) -> dict[str, mx.array]:
-    """Queries, keys and values as one matrix, or gate and up, as Phi-3 and Granite store them."""
+    """Concatenate queries, keys and values, or gate and up, into one matrix, as Phi-3 and Granite store
+    them."""
     whole, places = {}, {part: name for name, parts in fused.items() for part in parts}
     for name, array in arrays.items():
         *place, module, kind = name.split(".")
@@ -116,14 +115,14 @@ def fuse(arrays: dict[str, mx.array], fused: dict[str, tuple]) -> dict[str, mx.a
 
 
 def qwen3_5(arrays: dict[str, mx.array], is_converted: bool) -> dict[str, mx.array]:
-    """Names and forms of Hugging Face, or of mlx-lm: it adds 1 to the weights of norms."""
+    """Convert names and shapes to those of Hugging Face or of mlx-lm, which adds 1 to the weights of norms."""
     named = {}
     for name, array in arrays.items():
         if name.endswith("conv1d.weight") and not is_converted:
             array = array.swapaxes(1, 2)
         if is_converted and name.endswith("norm.weight") and "linear_attn" not in name:
             array = 1 + array
-        if not is_converted and ".experts." in name:  # stacks, of which one is gate and up
+        if not is_converted and ".experts." in name:  # stacked, with gate and up in one tensor
             name = name.removesuffix(".weight")
             if name.endswith("up_proj"):
                 continue
@@ -137,7 +136,7 @@ def qwen3_5(arrays: dict[str, mx.array], is_converted: bool) -> dict[str, mx.arr
 
 
 def apart(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Each expert's matrices separately."""
+    """Split the stacks of experts into a matrix for each expert."""
     whole = {}
     for name, array in arrays.items():
         place, is_stack, rest = name.partition(".experts.")
@@ -151,7 +150,7 @@ def apart(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def as_blocks(arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Rows of gate and up alternate, and blocks of 32 numbers are 16 bytes."""
+    """Interleave the rows of gate and up, and pack blocks of 32 numbers into 16 bytes."""
     found = {}
     for name, array in arrays.items():
         place, is_expert, rest = name.partition(".experts.")
@@ -181,10 +180,9 @@ def make_checkpoint(
     blocks=False,
     **changes,
 ) -> Path:
-    """A random checkpoint. `quantize(module)` returns (bits, group) for the modules to quantize, else
-    None.
+    """Write a random checkpoint. `quantize(module)` returns (bits, group) for the modules to quantize, otherwise None.
 
-    `blocks`: experts in MXFP4 as gpt-oss's own files have them.
+    `blocks`: experts in MXFP4 as in gpt-oss's own files.
     A layer's experts are one stack, as mlx-lm writes them, or separate, as Hugging Face has them.
     """
     config = make_config(**changes)
@@ -244,14 +242,13 @@ class Reference:
     """mlx-lm on the same folder, in float32: the reference for our answers."""
 
     def __init__(self, folder: Path, config: dict | None = None):
-        """`config` respells fields of config.json that mlx-lm does not read."""
-        import mlx_lm.utils  # a second, which programs that only need a checkpoint do not wait for
+        """`config` renames fields of config.json that mlx-lm does not know."""
+        import mlx_lm.utils  # here, since it takes a second that only references need
 
         self.model, _ = mlx_lm.utils.load_model(folder, model_config=config)
         self.model.set_dtype(mx.float32)
-        # mlx-lm takes longrope's long factors always. We take the short ones where slots are no
-        # longer than the original length: so for these the reference has them in place of the long
-        # ones.
+        # mlx-lm always uses longrope's long factors. We use the short ones where slots are no longer than
+        # the original length, so for such slots the reference gets them in place of the long ones.
         given = json.loads((folder / "config.json").read_text()) | (config or {})
         scaling, self.short, self.bound = (
             given.get("rope_scaling") or {},
@@ -263,15 +260,15 @@ class Reference:
             self.short = Reference(folder, (config or {}) | {"rope_scaling": short})
 
     def of(self, length: int) -> "Reference":
-        """The reference for sequences of up to this length."""
+        """Return the reference for sequences of up to this length."""
         return self.short if self.short and length <= self.bound else self
 
     def logits(self, tokens: list[int]) -> np.ndarray:
-        """(len(tokens), V): what follows each prefix, all in one pass."""
+        """Return the logits after each prefix, (len(tokens), V), from a single pass."""
         return np.array(self.model(mx.array([tokens]))[0])
 
     def greedy(self, prompt: tuple[int, ...], count: int) -> tuple[list[int], list[float]]:
-        """The greedy continuation, and the margin by which each token won."""
+        """Return the greedy continuation, and the margin by which each token won."""
         from mlx_lm.models.cache import make_prompt_cache
 
         cache = make_prompt_cache(self.model)

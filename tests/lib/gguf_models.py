@@ -1,6 +1,6 @@
 """Small GGUF files, written by the `gguf` package, and next to each a folder with the same weights in float32.
 
-Names of tensors come from the package's own table. K-quants, which it cannot make, are random bytes.
+Tensor names come from the package's own table. K-quants, which it cannot create, are random bytes.
 """
 
 import json
@@ -21,7 +21,7 @@ from models.gguf_file import GgufTensor
 from models.gguf_weights import GgufWeights
 from models.weights import Tensor
 
-# llama.cpp has keys and values of the same size
+# llama.cpp requires keys and values of the same size
 DELTA_HEADS = {
     "head_dim": 64,
     "linear_num_key_heads": 4,
@@ -95,13 +95,14 @@ PLAIN = (
     "shared_expert_gate",
     ".bias",
 )  # matrices that are not quantized
-MULTIPLIED = ("embed_tokens.", "model_projection")  # which rounds packed numbers in another place
+MULTIPLIED = ("embed_tokens.", "model_projection")  # they round quantized numbers elsewhere
 SMALL = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of K-quants
-HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block has float16 numbers
+# Byte offsets of a block's float16 numbers
+HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
 def packed(weight: np.ndarray, kind: Kind, rng: np.random.Generator) -> np.ndarray:
-    """(rows, width) in the bytes of this type."""
+    """Quantize a weight: (rows, width) -> the bytes of this type."""
     if kind.name not in HALVES:
         return gguf.quantize(weight, kind)
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]
@@ -126,10 +127,10 @@ def make_pair(
     change: Callable[[str, np.ndarray], np.ndarray | None] = lambda name, data: data,
     **changes,
 ) -> tuple[Path, Path]:
-    """A file model.gguf, and a folder that holds what `gguf.dequantize` makes of its tensors.
+    """Write model.gguf, and a folder with the tensors as `gguf.dequantize` decodes them.
 
-    `fields`: metadata in the place of the usual ones; None leaves one out. `change` gets the bytes of
-    each tensor that will be written; None leaves it out.
+    `fields`: metadata that replaces the usual values; None removes a field. `change` receives the bytes of
+    each tensor before it is written; returning None omits the tensor.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = make_config(**{**SMALL, **FAMILIES[arch], **changes})
@@ -202,12 +203,12 @@ def make_pair(
 
 
 def value_heads(heads: Heads) -> np.ndarray:
-    """llama.cpp's order: the first value head of each key head, then the second of each."""
+    """Return llama.cpp's order: the first value head of each key head, then the second of each."""
     return np.arange(heads.Hv).reshape(heads.Hk, -1).T.flatten()
 
 
 def with_heads(weight: np.ndarray, name: str, heads: Heads, order: np.ndarray) -> np.ndarray:
-    """A part of a delta net with its value heads in this order."""
+    """Reorder the value heads in one of a delta net's tensors."""
     values = (order[:, None] * heads.Dv + np.arange(heads.Dv)).flatten()
     keys = 2 * heads.Hk * heads.Dk
     if "qkv" in name or "conv1d" in name:
@@ -220,7 +221,7 @@ def with_heads(weight: np.ndarray, name: str, heads: Heads, order: np.ndarray) -
 
 
 class Dequantized(GgufWeights):
-    """Each tensor as `gguf.dequantize` makes it."""
+    """Each tensor as `gguf.dequantize` decodes it."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -336,7 +337,7 @@ OWN_FIELDS = {
 
 
 def write_config(writer: gguf.GGUFWriter, config: dict, c) -> dict[str, np.ndarray]:
-    """Return tensors that hold settings."""
+    """Write the config, and return the tensors that hold settings."""
     more = {}
     writer.add_context_length(c.max_positions)
     writer.add_block_count(c.layers)
@@ -360,7 +361,7 @@ def write_config(writer: gguf.GGUFWriter, config: dict, c) -> dict[str, np.ndarr
 
 
 def write_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """Bytes, as `make_tokenizer` has them."""
+    """Write the byte-level tokenizer of `make_tokenizer`."""
     vocabulary = make_tokenizer().get_vocab(with_added_tokens=True)
     tokens = sorted(vocabulary, key=vocabulary.get)
     unused = 272 - len(tokens)

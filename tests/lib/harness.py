@@ -1,4 +1,4 @@
-"""What the engine tests share: a tap on the logits, random schedules, and Ctrl-C at any line."""
+"""Helpers for the engine tests: a tap on the logits, random schedules, and Ctrl-C at any line."""
 
 import signal
 import sys
@@ -22,7 +22,7 @@ from sched import check_invariants
 
 
 def exactly(tokens: int | None, **more) -> SamplingParams:
-    """Answers of this length: no token of the model's ends them."""
+    """Return settings for answers of exactly this length: EOS does not end them."""
     return SamplingParams(max_tokens=tokens, ignore_eos=True, **more)
 
 
@@ -36,7 +36,7 @@ class Tap:
 
         def tapped_head(x):
             logits = head(x)
-            if len(x):  # a pass in which no token is asked for has none
+            if len(x):  # empty in a pass that samples no token
                 calls.append(logits)
             return logits
 
@@ -52,9 +52,9 @@ class Tap:
         def tapped_finish(begun, picks):
             chosen = [pick for slot in begun.slots for pick in picks[slot]]
             found = [row for logits in calls for row in np.array(logits)]
-            # Behind a wrong draft, logits are recorded once more when the right token is known.
+            # After a wrong draft, the logits are recorded once more when the right token is known
             for pick, logits in zip(chosen, found, strict=True):
-                # A ghost's pick counts from 0, as that of a new request does (`Engine._picks`).
+                # A ghost's index starts at 0, like that of a new request (`Engine._picks`)
                 if owners[pick.slot] in engine.sched.running:
                     self.logits[owners[pick.slot], pick.index] = logits
             return finish(begun, picks)
@@ -64,20 +64,20 @@ class Tap:
         device.start_sampling = tapped_finish
 
     def of(self, handle: Handle) -> np.ndarray:
-        """(tokens, V): what the request's tokens were chosen from."""
+        """Return the logits that the request's tokens were sampled from, (tokens, V)."""
         return np.stack([self.logits[handle.id, index] for index in range(len(handle.tokens))])
 
 
 @dataclass
 class Ask:
-    """A future request: its prompt, the length of its answer, and after how many steps it is
+    """A future request: its prompt, the length of its answer, and the number of steps before it is
     cancelled."""
 
     prompt: list[int]
     max_tokens: int
     cancel_after: int | None = None
     grammar: dict | None = None
-    settings: SamplingParams | None = None  # in place of the usual ones
+    settings: SamplingParams | None = None  # replaces the usual settings
 
     def sampling(self) -> SamplingParams:
         if self.settings:
@@ -95,9 +95,9 @@ def random_asks(
     cancels: float = 0.0,
     alike: float = 0.0,
 ) -> list[Ask]:
-    """Prompts of 1 to `longest` tokens, half of them short, with answers of 1 to `tokens`.
+    """Return prompts of 1 to `longest` tokens, half of them short, with answers of 1 to `tokens`.
 
-    Of all prompts, a share `alike` begins with the same tokens, some of them or all.
+    A share `alike` of the prompts has a common prefix, of random length.
     """
     asks, opening = [], rng.integers(0, 256, longest).tolist()
     for _ in range(count):
@@ -127,10 +127,8 @@ def run_schedule(
     rng: np.random.Generator,
     at_last: Callable[[], object] = lambda: None,
 ) -> list[Handle]:
-    """Submit the asks at random times and step until all have ended, checking every invariant after
-    every step.
-
-    `at_last` is called at the end.
+    """Submit the asks at random times and step until all requests have ended, checking every invariant
+    after every step. `at_last` is called at the end.
     """
     waiting, handles, cancels = list(asks), [], {}
     step = 0
@@ -168,11 +166,10 @@ WATCHED = {module.__file__ for module in MODULES}
 
 
 def interrupt(function: Callable[[], object], at: int) -> bool:
-    """Send Ctrl-C at the `at`-th of our lines that a function runs. Return False if it ends before
-    that.
+    """Raise Ctrl-C at the `at`-th of our lines that a function runs. Return False if it finishes earlier.
 
-    It is a real signal, so the engine's own handling applies. The lines of Python's `threading`
-    count, too: in them a condition releases its lock.
+    The signal is real, so the engine's own handling applies. The lines of Python's `threading` count, too,
+    because a condition releases its lock there.
     """
     lines = iter(range(10**9))
 

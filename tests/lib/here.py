@@ -1,4 +1,4 @@
-"""A server in this process, so that it can be paused, patched and watched."""
+"""A server in this process, so that tests can pause, patch and observe it."""
 
 from servers import Server
 
@@ -8,7 +8,7 @@ from server.http import Options
 
 
 class Here(Server):
-    """Spoken to like a server in another process."""
+    """Has the interface of a server in another process."""
 
     def __init__(self, engine, **options):
         self.api = APIServer(Options(port=0, **options)).start()

@@ -1,6 +1,6 @@
 """Grammars that take much time or memory to compile, to follow, or both.
 
-A grammar may be honest and large: what counts is that no other client notices.
+Some of them are legitimate and merely large: other clients must not notice either kind.
 """
 
 import json
@@ -13,7 +13,7 @@ def record(names: int, value: dict, **more) -> dict:
 
 
 def chain(link, count: int) -> dict:
-    """A schema whose definitions refer to each other, one after another."""
+    """Return a schema with a chain of definitions, each of which refers to the next."""
     defs = {f"a{n}": link({"$ref": f"#/$defs/a{n + 1}"}) for n in range(count)}
     return {"$ref": "#/$defs/a0", "$defs": defs | {f"a{count}": {"type": "string"}}}
 
@@ -23,7 +23,7 @@ def primes(*divisors: int) -> dict:
 
 
 def rules(count: int, body: str, last: str = '"a"') -> str:
-    """Rules that refer to each other: in `body`, N is the next one's number."""
+    """Return a chain of rules. In `body`, N stands for the number of the next rule."""
     lines = [f"a{n}: {body.replace('N', str(n + 1))}" for n in range(count)]
     return "\n".join(["start: a0", *lines, f"a{count}: {last}"])
 
@@ -80,7 +80,7 @@ LARKS = {
     + "".join(f'A{n}: ("b" | A{n + 1})* "c"\n' for n in range(490))
     + 'A490: "a"',
 }
-HOSTILE: dict[str, dict[str, Any]] = {  # as `SamplingParams` takes them
+HOSTILE: dict[str, dict[str, Any]] = {  # as `SamplingParams` expects them
     **{name: {"json": schema} for name, schema in SCHEMAS.items()},
     **{name: {"regex": regex} for name, regex in REGEXES.items()},
     **{name: {"lark": lark} for name, lark in LARKS.items()},
@@ -92,7 +92,7 @@ FIELDS |= {"choice": "guided_choice"}
 
 
 def asked(name: str, number: int) -> dict[str, Any]:
-    """A request's field with this grammar and a text of its own, so that no cache has it."""
+    """Return a request's field with this grammar, varied by `number` so that no cache has it."""
     [(kind, source)] = HOSTILE[name].items()
     others = {
         "json": lambda: source | {"title": f"number {number}"},

@@ -1,4 +1,4 @@
-"""A hub on this machine: a repository's files over HTTP, as huggingface_hub asks for them."""
+"""A hub on this machine that serves a repository's files over HTTP to huggingface_hub."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ COMMIT = "1" * 40
 
 
 class Hub:
-    """Serves the files of a folder as `owner/tiny`.
+    """Serve the files of a folder as `owner/tiny`.
 
-    `pause`: called with a file's name and the bytes sent of it, before more is sent.
+    `pause(name, sent)` is called with a file's name and the bytes sent of it, before more is sent.
     """
 
     def __init__(self, folder: Path, pause: Callable[[str, int], None] = lambda name, sent: None):
         self.folder = folder
         self.pause = pause
-        self.fetched: list[str] = []  # names of files, in order
+        self.fetched: list[str] = []  # file names, in order
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -63,7 +63,7 @@ class Hub:
             self.send(to, 200, data, tags, is_head, name)
 
     def listing(self, rest: str) -> object:
-        """The hub's description of the repository, or of its files."""
+        """Return the hub's description of the repository, or of its files."""
         files = {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())}
         if rest.startswith("/tree/"):
             return [

@@ -1,4 +1,4 @@
-"""Settings of every kind of sampling, by name."""
+"""One example of each kind of sampling settings, by name."""
 
 KINDS = {
     "greedy": {},

@@ -1,6 +1,6 @@
-// What has left its place on the page: a text that lies over the next row, a box outside of its own
-// row or of the screen, a row with several lines, a page that scrolls sideways. Answers with how many
-// boxes were measured, and with what was found.
+// Find misplaced elements on the page: a text that overlaps the next row, a box outside of its row or
+// of the screen, a row with several lines, a page that scrolls sideways. Return the number of measured
+// boxes, and a message for each problem.
 (() => {
   const found = new Set();
   let measured = 0;
@@ -27,7 +27,7 @@
   const heights = new Set([...document.querySelectorAll(".row")].map((row) => boxOf(row).height));
   if (heights.size > 1) found.add(`rows are ${[...heights].join(" and ")} pixels high`);
 
-  // Letters of several fonts stand on one line, though some are higher than others
+  // Characters of several fonts share one line, although some are taller than others
   for (const text of document.querySelectorAll(".row .text, .request .prompt")) {
     const range = document.createRange();
     range.selectNodeContents(text);

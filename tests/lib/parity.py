@@ -1,5 +1,4 @@
-"""Configurations of each family, and the comparison of an engine's answers with mlx-lm's, token by
-token."""
+"""Configurations of each family, and the comparison of an engine's answers with mlx-lm's, token by token."""
 
 import zlib
 from dataclasses import replace
@@ -19,10 +18,10 @@ from models.memory import rows_of_layers
 from nanobatch import Engine, Model
 
 TOKENS = 20  # of each answer
-PROMPTS = number_of("PARITY_PROMPTS", 11)  # of a family that differs much from a Llama
-FEWER = number_of("PARITY_PROMPTS", 6)  # of all others
-# Logits may differ by this much, and where the best two are nearer than this, either may win
-# The GPU of a virtual Mac, such as a CI runner's, is further off; nobody has measured how far
+PROMPTS = number_of("PARITY_PROMPTS", 11)  # for a family that differs much from a Llama
+FEWER = number_of("PARITY_PROMPTS", 6)  # for all other families
+# Logits may differ by this much. Where the best two are closer than this, either may win.
+# The GPU of a virtual Mac, such as a CI runner's, deviates more; the exact amount was not measured.
 IS_VIRTUAL = "Paravirtual" in device.named()
 CLOSE = 1e-2 if IS_VIRTUAL else 1e-4
 CLOSE_KV = 5e-2  # with keys and values in float16
@@ -32,7 +31,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-LONGROPE = {  # half of a head of 16 is four planes
+LONGROPE = {  # half of a head of 16 makes four planes
     "max_position_embeddings": 512,
     "original_max_position_embeddings": 60,
     "rope_scaling": {
@@ -469,12 +468,12 @@ CONFIGS = {
 
 
 def is_of_its_own(name: str) -> bool:
-    """Is this of a family that differs from a Llama by more than biases or a norm of heads?"""
+    """Return True if the family differs from a Llama by more than biases or a norm of heads."""
     return CONFIGS[name].get("model_type", "llama") not in ("llama", "mistral", "qwen2", "qwen3")
 
 
 def seed_of(name: str) -> int:
-    """A seed from the name alone, so that a new configuration leaves all others as they are."""
+    """Derive a seed from the name only, so that a new configuration does not change the others."""
     return zlib.crc32(name.encode())
 
 
@@ -485,8 +484,7 @@ def prompts_of(name: str) -> int:
 def compare(
     engine: Engine, reference: Reference, seed: int, prompts: int, close: float = CLOSE
 ) -> dict:
-    """Drive the engine through a random schedule and hold every token and every logit against the
-    reference."""
+    """Run a random schedule, and compare every token and every logit with the reference."""
     rng = np.random.default_rng(seed)
     tap = Tap(engine)
     asks = [
@@ -516,7 +514,7 @@ def compare(
 
 
 def count() -> tuple[int, int]:
-    """The number of prompts, and of those of the families that differ most."""
+    """Return the number of prompts, and how many of them belong to families that differ much from a Llama."""
     each = [prompts_of(name) for name in CONFIGS]
     return sum(each), sum(
         many for name, many in zip(CONFIGS, each, strict=True) if is_of_its_own(name)
@@ -524,7 +522,7 @@ def count() -> tuple[int, int]:
 
 
 def same_bits(ours: Model, wide: Model, tokens: list[int]) -> bool:
-    """In one pass over a prompt, and for its first token alone."""
+    """Compare the logits of a whole prompt in one pass, and those of its first token."""
     parts = (tokens, tokens[:1])
     return all(np.array_equal(whole(ours, part), whole(wide, part)) for part in parts)
 
@@ -532,8 +530,8 @@ def same_bits(ours: Model, wide: Model, tokens: list[int]) -> bool:
 def whole(
     model: Model, tokens: list[int], dtype: mx.Dtype = mx.float32, kv: mx.Dtype | None = None
 ) -> np.ndarray:
-    """(len(tokens), V): one pass over everything, in a slab of its own. `kv`: the type of its numbers,
-    if it is not that of the model."""
+    """Return the logits of one pass over all tokens in a new slab, (len(tokens), V). `kv` is the slab's
+    dtype, by default the model's."""
     c = model.config
     assert model.dtype == dtype
     slab = Slab(c.layers, 1, c.Hkv, 256, c.Dh, kv or dtype, rows_of_layers(c))

@@ -1,12 +1,12 @@
 """A model with scripted answers: an engine on random weights whose tokens are replaced.
 
 Clients and tests of tools need a model that calls them. Real ones are large, and none does so on
-demand. Here the last message of a user says what the answer is:
+demand. Here the user's last message contains the answer:
 
     say: <think>Easy.</think>It is 8.
 
-After the result of a tool, the answer quotes this result. All else is real: the template, the
-engine, its steps, the stream of text, in which each token is one byte.
+After a tool's result, the answer quotes the result. Everything else is real: the template, the
+engine, its steps, and the stream of text, in which each token is one byte.
 
     python tests/lib/parrot.py 8123           # serve it to other clients
     python tests/lib/parrot.py 8123 --tags    # with calls written in tags, as Qwen 3 Coder does
@@ -26,7 +26,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kernels import device  # noqa: F401  first, as in a program of ours
+from kernels import device  # noqa: F401  imported first, as in our programs
 
 # isort: split
 from checkpoints import EOS, make_checkpoint, make_tokenizer
@@ -52,7 +52,7 @@ PARIS = {"city": "Paris"}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 CALLS = CALL + '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
 THOUGHT = "<think>\nIt is easy.\n</think>\n\n"
-# In the manner of Hermes and Qwen
+# In the style of Hermes and Qwen
 TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n# Tools\\n' }}
@@ -82,7 +82,7 @@ TEMPLATE = """\
 """
 
 
-# In the manner of Qwen 3 Coder
+# In the style of Qwen 3 Coder
 HERMES = """\
             {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
             {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
@@ -116,7 +116,7 @@ def answer_to(prompt: str) -> str:
 
 
 def teach(engine: Engine) -> None:
-    """From here on, answers are what `answer_to` returns."""
+    """Replace the engine's answers with those of `answer_to`."""
     submit = engine.submit
 
     def wrapped(prompt: Any, *arguments: Any, **options: Any):
@@ -140,7 +140,7 @@ def teach(engine: Engine) -> None:
 
 
 class Parrot:
-    """A server in this process with such a model."""
+    """A server in this process that serves such a model."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Parrot:
         folder = Path(self._place.name) / "parrot"
         make_checkpoint(folder, seed=1, max_position_embeddings=max_len)
         (folder / "chat_template.jinja").write_text(template)
-        if marks:  # as Qwen's tokenizer has them: added, and not special
+        if marks:  # added but not special, as in Qwen's tokenizer
             tokenizer = make_tokenizer()
             tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in marks])
             tokenizer.save(str(folder / "tokenizer.json"))

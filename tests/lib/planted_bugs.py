@@ -1,5 +1,5 @@
-"""Bugs that tests plant: an answer depends on its batch; and weights that make a number which is not
-finite."""
+"""Bugs for tests to plant: answers that depend on their batch, and weights that produce numbers that are
+not finite."""
 
 from collections.abc import Callable
 from copy import copy
@@ -95,11 +95,11 @@ def a_step_old(finish: Callable) -> Callable:
     return planted
 
 
-# --- an answer alone is right -------------------------------------------------------------------
+# --- bugs that leave a request alone in its batch correct ---------------------------------------
 
 
 def hidden_in_company(is_hidden: Callable[[int], bool]) -> Callable:
-    """Some tokens do not see the newest row, if several sequences decode together."""
+    """Hide the newest row from some tokens when several sequences decode together."""
 
     def replace_function(visible_rows: Callable) -> Callable:
         def planted(windows, *rest):
@@ -119,7 +119,7 @@ def hidden_in_company(is_hidden: Callable[[int], bool]) -> Callable:
 
 
 def two_halves(product: Callable) -> Callable:
-    """As a library's does, which has one kernel for few rows and another for many."""
+    """Sum 8 or more rows in two halves, like a library with separate kernels for few and many rows."""
 
     def planted(self, x):
         if x.shape[0] < 8:
@@ -132,7 +132,7 @@ def two_halves(product: Callable) -> Callable:
 
 
 def trusting_from(first: int) -> Callable:
-    """Draft tokens from this place in a draft on are accepted as they are."""
+    """Accept all draft tokens from this index in a draft on."""
 
     def replace_function(commit: Callable) -> Callable:
         def planted(self, plan, tokens, *rest):
@@ -178,7 +178,7 @@ def first_text(apply_penalties: Callable) -> Callable:
 
 
 def first_setting(name: str) -> Callable:
-    """All rows that are drawn together have the first one's value of this setting."""
+    """Apply the first row's value of this setting to all rows that are sampled together."""
 
     def replace_function(draw: Callable) -> Callable:
         def planted(spread, rows, group):
@@ -192,7 +192,7 @@ def first_setting(name: str) -> Callable:
 
 
 def copied(settings: SamplingParams, name: str, value: object) -> SamplingParams:
-    """`replace`, without the check of all fields, which takes as long as a step."""
+    """Like `replace`, but without validating all fields, which takes as long as a step."""
     found = copy(settings)
     vars(found)[name] = value
     return found
@@ -205,7 +205,7 @@ def first_seed(draw: Callable) -> Callable:
 
 
 def old_bias(bias: Callable) -> Callable:
-    """A slot's bias is made once, and not for each of its owners."""
+    """Compute a slot's bias once instead of for each of its owners."""
 
     def planted(self, slot, wanted):
         known, _ = self._biases[slot]
@@ -235,7 +235,7 @@ def without_last_row(prefix: Callable) -> Callable:
     return planted
 
 
-# Of each bug: whose function is replaced, its name, and what takes the function and returns the wrong one
+# For each bug: the owner of a function, its name, and a wrapper that breaks it
 BUGS = {
     "no mask": [
         (c_attention, "visible_rows", all_of_the_slot),
@@ -253,7 +253,7 @@ BUGS = {
     "a prefix is copied before it is written": [(kv.Slab, "prefix", not_written)],
 }
 VISIBLE = (c_attention, "visible_rows")
-# What `verify.py` must see, too: each with the way of asking that shows it
+# Bugs that `verify.py` must find, too, each with the kind of check that reveals it
 FAULTS = {
     "the mask is wrong from row 256 on": (
         "company",
@@ -309,8 +309,8 @@ def plant(monkeypatch, bug: str) -> None:
 
 
 def poisoned(model: Model, token: int) -> Model:
-    """The same model with an embedding of NaN for one token: whoever says it gets a number that is
-    not finite."""
+    """Return the same model with an embedding of NaN for one token: a request that contains it computes
+    numbers that are not finite."""
     weight = np.array(model.table.weight)
     weight[token] = np.nan
     return replace(model, table=model.table._replace(weight=mx.array(weight)))

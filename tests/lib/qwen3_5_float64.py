@@ -1,4 +1,4 @@
-"""Qwen 3.5 in float64, as its paper and mlx-lm have it: to tell whose rounding a difference is."""
+"""Qwen 3.5 in float64, as in its paper and in mlx-lm, to find out whose rounding causes a difference."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ EPS = 1e-6
 
 
 def parameters(model) -> dict[str, np.ndarray]:
-    """The weights of mlx-lm's model in float64, unpacked."""
+    """Return the weights of mlx-lm's model, dequantized to float64."""
     found = {}
     for name, module in tree_flatten(
         model.leaf_modules(), is_leaf=lambda m: hasattr(m, "parameters")

@@ -1,14 +1,13 @@
-"""Compare random requests in batches with the same requests alone: how many of their logits differ in
-a bit?
+"""Compare random requests in batches with the same requests alone, and count the logits that differ in a bit.
 
-The batches are those of `verify.py` (`benchmarks/random_neighbours.py`). Everything that might show is random:
-the model's shape, the number of slots, chunk, budget, policy, arrival times, shared prefixes, cancels,
-conversations that continue, and what the slots held before. In most schedules a neighbour with a prompt
-of up to 1,600 tokens decodes next to all others, since long sums differ most. The engine that runs a
-request alone has other slots, another chunk and another budget, and reads each answer once more as part
-of a prompt.
+The batches are those of `verify.py` (`benchmarks/random_neighbours.py`). Everything that could matter is
+random: the model's shape, the number of slots, chunk, budget, policy, arrival times, shared prefixes,
+cancels, conversations that continue, and the previous content of the slots. In most schedules a neighbour
+with a prompt of up to 1,600 tokens decodes at the same time, since long sums differ most. The engine that
+runs a request alone has a different number of slots, chunk and budget, and prefills each answer once more
+as part of a prompt.
 
-The product is fixed per process. So each form of it has a process of its own: `python
+The matrix product is fixed per process, so each of its forms runs in a separate process: `python
 tests/lib/random_batches.py SCHEDULES` with NANOBATCH_BLAS.
 """
 
@@ -26,7 +25,7 @@ from typing import NamedTuple
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kernels import device  # first, as in a program of ours
+from kernels import device  # imported first, as in our programs
 from kernels.device import mx
 
 # isort: split
@@ -44,7 +43,7 @@ from policies import POLICIES
 from prompt_lookup import Drafter
 from request import Plan, Request
 
-# A neighbour whose prompt is long has the long factors, all others the short ones.
+# A neighbour with a long prompt uses the long factors, all others the short ones.
 LONGROPE = {
     "original_max_position_embeddings": 125,
     "rope_scaling": {
@@ -60,8 +59,8 @@ EXPERTS = {
     "norm_topk_prob": True,
     "quantize": lambda module: (4, 32) if "switch_mlp" in module else None,
 }
-# 1 to 8 query heads a key head, heads of 12 to 128; most of them packed in some way. The short form takes
-# the first ones, of which two have states
+# 1 to 8 query heads per key head, heads of 12 to 128; most models are quantized. The short form uses the
+# first shapes, two of which have states
 SHAPES = [
     QWEN3_5 | {"quantize": lambda name: None if "conv1d" in name else (4, 32)},
     {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "dtype": mx.bfloat16},
@@ -100,7 +99,7 @@ SHAPES = [
         "hidden_size": 100,
         "intermediate_size": 1030,
     },
-    # Widths that are no multiple of anything, where a BLAS treats the last rows and columns of a
+    # Widths that are not multiples of a power of two: a BLAS treats the last rows and columns of such a
     # product differently.
     {
         "num_key_value_heads": 1,
@@ -146,18 +145,17 @@ SCHEDULES = number_of("COMPANIES", 12)
 
 class Count(NamedTuple):
     compared: int  # logit vectors
-    differ: tuple[str, ...]  # a sentence for each of them that is not the same
-    # Tokens whose rows were taken over from another request, or from the request before in a
-    # conversation
+    differ: tuple[str, ...]  # one sentence for each logit vector that differs
+    # Tokens whose rows were reused from another request, or from the previous turn of a conversation
     reused: int
-    # Logit vectors that were compared while a neighbour read further than the request did
+    # Logit vectors compared while a neighbour with more rows than the request was in the batch
     beside: int
-    # Logit vectors of the same answers, read as prompts: chunk rows beside rows that were decoded
-    # one by one
+    # Logit vectors of answers that were prefilled as prompts, so that rows of a chunk are compared with
+    # rows that were decoded one by one
     read: int
     masked: int  # logit vectors of requests under a grammar
-    right: int  # draft tokens that were right
-    wrong: int  # and those that were not
+    right: int  # draft tokens that were accepted
+    wrong: int  # draft tokens that were rejected
 
     def __add__(self, other: "Count") -> "Count":
         return Count(*(a + b for a, b in zip(self, other, strict=True)))
@@ -165,7 +163,7 @@ class Count(NamedTuple):
 
 NONE = Count(0, (), 0, 0, 0, 0, 0, 0)
 
-# Each forbids most bytes, and some allow several ends.
+# Each forbids most bytes, and some can end in several places.
 GRAMMARS = [
     {"regex": "[a-z ]{1,12}[.!]"},
     {"choice": ["yes", "no", "perhaps", "it is hard to say"]},
@@ -177,7 +175,7 @@ GRAMMARS = [
 def make_models(
     folder: Path, activations: int = 32, most: int | None = None
 ) -> list[tuple[Model, Tokenizer]]:
-    """With activations of 8 bits, those whose weights have few bits. `most`: only the first ones."""
+    """Create the first `most` models. With activations of 8 bits, only those with quantized weights."""
     shapes = [shape for shape in SHAPES if activations == 32 or "quantize" in shape][:most]
     folders = [make_checkpoint(folder / str(i), seed=i, **shape) for i, shape in enumerate(shapes)]
     models = [read_model(each, activations=activations) for each in folders]
@@ -197,8 +195,8 @@ def random_sizes(rng: np.random.Generator, is_long: bool, slots: int) -> dict:
 
 
 def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> Count:
-    """Random schedules, one after another on the same engine, and their requests alone on another
-    engine with other slots, another chunk and another budget."""
+    """Run random schedules one after another on the same engine, and their requests alone on another engine
+    with different slots, chunk and budget."""
     rng = np.random.default_rng(seed)
     model, text = models[seed % len(models)]
     slots = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 11, 16, 33]))
@@ -214,7 +212,7 @@ def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> 
     with Engine(
         model, text, policy=policy, run_ahead=run_ahead, speculate=speculate, **crowded
     ) as engine:
-        # What an earlier owner might have left
+        # what an earlier owner might have left
         length = engine.runner.slab.length
         for array in engine.runner.slab.arrays:
             shape = array[:, :, :length].shape
@@ -239,8 +237,8 @@ def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> 
 
 
 class Bold(Drafter):
-    """Drafts what the engine drafts by itself, and of any other answer that its newest token comes
-    again: random models repeat themselves."""
+    """Drafts like the engine, and for any other answer it repeats the newest token, because random models
+    repeat themselves."""
 
     def __init__(self, most: int, rng: np.random.Generator):
         super().__init__(most)
@@ -251,7 +249,7 @@ class Bold(Drafter):
         left -= sum(map(len, found.values()))
         for request in decoding:
             most = min(left, request.max_tokens - request.planned - 1, 3)
-            # After numbers that are not finite, a request has no source any more
+            # after numbers that are not finite, a request has no draft source
             is_open = request.drafting.source and request.planned == request.committed
             if most > 0 and request.id not in found and is_open:
                 found[request.id] = (request.answer[-1],) * most
@@ -269,7 +267,7 @@ def play(
     long_prompt: list[int],
     rng: np.random.Generator,
 ) -> Count:
-    """One schedule on one engine, and each of its requests alone on the other."""
+    """Run one schedule on one engine, and each of its requests alone on the other."""
     asks = drawn(rng, 4)
     far = (
         engine.submit(long_prompt, SamplingParams(max_tokens=120, ignore_eos=True))
@@ -286,7 +284,7 @@ def play(
     if far:
         far.cancel()
     while engine.step():
-        pass  # the last neighbours
+        pass  # let the last neighbours finish
     if far and rng.random() < 0.1:
         pairs.append((far, long_prompt))
     total = NONE
@@ -296,7 +294,7 @@ def play(
 
 
 def drawn(rng: np.random.Generator, count: int) -> list[Ask]:
-    """Requests. Most have a common prefix, and some have a grammar."""
+    """Return random requests. Most have a common prefix, and some have a grammar."""
     asks = random_asks(rng, count, longest=120, tokens=8, alike=0.6)
     for ask in asks:
         if rng.random() < 0.25:
@@ -307,8 +305,8 @@ def drawn(rng: np.random.Generator, count: int) -> list[Ask]:
 def ask_in_batch(
     engine: Engine, asks: list[Ask], rng: np.random.Generator
 ) -> list[tuple[Handle, list[int]]]:
-    """Ask in the random batches of `verify.py`, among neighbours that arrive, finish and are cancelled.
-    Check every invariant after every step. Return the handles with their prompts."""
+    """Submit requests in the random batches of `verify.py`, among neighbours that arrive, finish and are
+    cancelled. Check every invariant after every step. Return the handles with their prompts."""
     waiting, pairs = [*asks], []
 
     def ask() -> Handle:
@@ -332,8 +330,8 @@ def ask_in_batch(
 def compare(
     handle: Handle, prompt: list[int], other: Engine, taps: tuple[Tap, Tap], is_beside: bool
 ) -> Count:
-    """Compare a request with the same request alone on the other engine, and with the same answer
-    read as a prompt there."""
+    """Compare a request with the same request alone on the other engine, and its answer with the same
+    tokens prefilled there as a prompt."""
     crowded, lonely = taps
     many = min(len(handle.tokens), 10)
     alone = other.submit(prompt, replace(handle.sampling, max_tokens=max(1, many)))
@@ -344,7 +342,7 @@ def compare(
         ours, right = crowded.logits[handle.id, index], lonely.logits[alone.id, index]
         found += difference(f"{name}, token {index}", ours, right)
         if handle.tokens[index] != alone.tokens[index]:
-            many = index + 1  # from here on they are two different answers
+            many = index + 1  # from here on the answers are different
             break
     beside = many if is_beside else 0
     masked = many if handle.sampling.grammar else 0
@@ -352,7 +350,7 @@ def compare(
     wrong = m.draft_tokens - m.accepted_tokens
     total = Count(many, tuple(found), m.cached_tokens, beside, 0, masked, m.accepted_tokens, wrong)
     if many > 1:
-        # The same answer read as a prompt: its rows come from a chunk, and not one by one.
+        # The same answer as a prompt: its rows come from a chunk instead of single decode steps
         said = [*prompt, *handle.tokens[: many - 1]]
         whole = other.submit(said, SamplingParams(max_tokens=1, ignore_eos=True))
         whole.result()
@@ -363,7 +361,7 @@ def compare(
 
 
 def difference(name: str, ours: np.ndarray, right: np.ndarray) -> list[str]:
-    """Empty if all bits are equal, else one sentence. Both: (V,)."""
+    """Compare two logit vectors, (V,). Return one sentence in a list, or [] if all bits are equal."""
     if ours.tobytes() == right.tobytes():
         return []
     unlike = int((ours != right).sum())
@@ -373,7 +371,7 @@ def difference(name: str, ours: np.ndarray, right: np.ndarray) -> list[str]:
 
 
 def next_turn(handle: Handle, prompt: list[int], rng: np.random.Generator) -> list[int]:
-    """The next prompt of a conversation: everything said so far, perhaps without the last tokens, and
+    """Return the next prompt of a conversation: its text so far, perhaps without the last tokens, and
     something new."""
     if rng.random() < 0.4 or handle.finish_reason != "length":
         return []
@@ -383,13 +381,13 @@ def next_turn(handle: Handle, prompt: list[int], rng: np.random.Generator) -> li
 
 
 def forms() -> list[str]:
-    """NANOBATCH_BLAS for the form of our product that this machine takes, and in the long form for each
-    that it can run. That all forms have the same bits, `tests/kernels/test_matmul.py` says."""
+    """Return the NANOBATCH_BLAS values to test: the form of the product that this machine uses, or in the long
+    form each that it can run. `tests/kernels/test_matmul.py` shows that all forms have the same bits."""
     return [f"rows:{form}" for form in library.forms_here()][: None if IS_LONG else 1]
 
 
 def run(form: str, schedules: int) -> Count:
-    """The figures of a process that uses one form of the product."""
+    """Return the counts from a process that uses one form of the product."""
     done = subprocess.run(
         [sys.executable, __file__, str(schedules)],
         env=os.environ | {"NANOBATCH_BLAS": form},
@@ -404,7 +402,7 @@ def main(schedules: int) -> None:
     form = os.environ["NANOBATCH_BLAS"].removeprefix("rows:")
     assert device.blas.kernels.startswith(form), device.blas
     with tempfile.TemporaryDirectory() as folder:
-        # Four on each pair of engines, so that they find what the ones before have left.
+        # four on each pair of engines, so that each finds what the previous ones left
         rounds = range(0, schedules, 4)
         models = make_models(Path(folder), most=len(rounds))
         total = NONE

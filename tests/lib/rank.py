@@ -1,7 +1,6 @@
-"""What a rank of the tests does in a process of its own: `python rank.py answers ROUNDS FOLDER ...`
-or `python rank.py FAULT`.
+"""The process of one rank in the tests: `python rank.py answers ROUNDS FOLDER ...` or `python rank.py FAULT`.
 
-Rank 0 prints what came of it as JSON.
+Rank 0 prints the results as JSON.
 """
 
 import json
@@ -16,7 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kernels import device  # noqa: F401  first, as in a program of ours
+from kernels import device  # noqa: F401  imported first, as in our programs
 
 # isort: split
 import numpy as np
@@ -26,7 +25,7 @@ from models.load import ModelReader
 from nanobatch import POLICIES, Engine, SamplingParams
 from request import Request
 
-# In 8 bits, activations that differ in a last bit between one process and two may round to other numbers
+# With 8 bits, activations that differ in the last bit between one process and two may round differently
 SIZES = {"slots": 3, "max_len": 192, "chunk": 32, "speculate": 2, "activations": 32}
 OPENING = list(range(40, 110))  # longer than two chunks
 SETTINGS = [
@@ -39,7 +38,7 @@ SETTINGS = [
 
 
 def again(decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
-    """The newest token comes twice more. Nearly always this is wrong."""
+    """Draft the newest token twice more, which is nearly always wrong."""
     speculate = {}
     for request in decoding:
         most = min(2, left // len(decoding), request.max_tokens - request.planned - 1)
@@ -49,8 +48,8 @@ def again(decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
 
 
 def live(engine: Engine) -> list[list[int]]:
-    """A short run under each policy: bursts, shared prefixes, and cancels in the queue, in
-    prefill, in decode. Tokens are drafted."""
+    """Run bursts under each policy, with drafts, shared prefixes, and cancels in the queue, in prefill and
+    in decode."""
     engine.sched.draft = again
     answers = []
     for policy in POLICIES:
@@ -76,8 +75,8 @@ def live(engine: Engine) -> list[list[int]]:
 
 
 def compare_bits(engine: Engine, rng: np.random.Generator, rounds: int) -> tuple[int, int]:
-    """Random schedules, then each request alone: how many logit vectors were compared, and how many
-    differ."""
+    """Run random schedules, then each request alone. Return the number of logit vectors compared, and how
+    many differ."""
     compared = different = 0
     for _ in range(rounds):
         asks = random_asks(rng, 10, 90, 10, alike=0.5)
@@ -92,8 +91,8 @@ def compare_bits(engine: Engine, rng: np.random.Generator, rounds: int) -> tuple
 
 
 def answer(rounds: int, folders: list[str]) -> None:
-    """For each model: the tokens of a short life, whether the engine is exact, and what came of
-    comparing bits."""
+    """For each model, print the tokens of a short run, whether the engine is batch-invariant, and the
+    result of comparing bits."""
     for folder in folders:
         with Engine.load(folder, **SIZES) as engine:
             if engine.ranks.rank:
@@ -106,7 +105,7 @@ def answer(rounds: int, folders: list[str]) -> None:
 
 
 def fail(fault: str) -> None:
-    """Clients wait for long answers, and in the sixth step something goes wrong on one of the ranks."""
+    """Submit long requests, and let one rank fail in the sixth step."""
     engine = Engine.load("demo", slots=2, max_len=1024)
     is_there = engine.ranks.rank == (0 if fault == "raises at rank 0" else 1)
     begin, calls = engine.runner.start_forward, []
@@ -140,7 +139,7 @@ def fail(fault: str) -> None:
 
 
 def kill_in_load() -> None:
-    """Rank 1 dies while it reads its shard of the weights."""
+    """Kill rank 1 while it loads its shard of the weights."""
     read = ModelReader.read_model
 
     def dying(reader: ModelReader, *between):

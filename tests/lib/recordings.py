@@ -1,4 +1,4 @@
-"""Recordings of the engine of words, and texts that would break a page: by markup, or by their form."""
+"""Recordings of the word engine, and texts whose markup or form could break a page."""
 
 import json
 
@@ -7,7 +7,7 @@ from screen_stage import Stage
 from screen import export_recording as record
 from screen.state import prompt_of
 
-# The engine of words answers with what stands between the quotes
+# The word engine answers with the text between the quotes
 HOSTILE = (
     '"</script><script>alert(1)</script>"',
     '"<!-- <script> {style} &lt;"',
@@ -15,7 +15,7 @@ HOSTILE = (
     '"<img src=x onerror=alert(1)>"',
 )
 
-# What real models write, and more
+# Texts like those of real models, and worse
 TEXTS = (
     "1. Blisse\n2. Flame\n\n\n3. Ember\r\n4. Ash\r5. Coal\n",
     "\n" * 60 + "behind sixty empty lines",
@@ -37,7 +37,7 @@ TEXTS = (
 
 
 def recording(prompts=None, burst: int = 12, **options: int) -> dict:
-    """A burst on the engine of words, which answers with the words between quotes."""
+    """Record a burst on the word engine, which answers with the words between quotes."""
     stage = Stage(prompts=prompts, **options) if prompts else Stage()
     stage.load().session.obey(f"/burst {burst}")
     stage.finish()

@@ -1,5 +1,5 @@
-"""A scheduler's story, step by step: requests come and end at given steps, and every plan is
-checked and drawn."""
+"""A scheduler's story, step by step: requests arrive and end at given steps, and every plan is checked and
+drawn."""
 
 import math
 import random
@@ -10,20 +10,20 @@ from policies import POLICIES
 from request import Plan, Request
 from sched import Scheduler, check_invariants
 
-NAN = math.nan  # this object: a list contains it, though it equals nothing
-MOST_STEPS = 2_000  # a story that has not ended by then will not end
-BAD = -2  # a token whose row is not finite, and so is no row behind it
+NAN = math.nan  # always use this object: a list finds it by identity, though it equals nothing
+MOST_STEPS = 2_000  # a story that takes longer never ends
+BAD = -2  # a token whose row and all rows after it are not finite
 
 
 class Story(Replay):
-    """A replay that writes down what happens: P prefill, p the chunk that ends a prompt, d decode.
+    """A replay that records what happens: P prefill, p the chunk that ends a prompt, d decode.
 
     `lag`: 0 is the plain loop, 1 is run-ahead. `rows` is a slab of tokens instead of keys: what the
     device would have written in each slot.
     `dice`: tokens are drafted at random, right and wrong.
-    `fails`: requests whose numbers are not finite: their rows are NaN, and their tokens -1.
+    `fails`: requests whose numbers are not finite. Their rows are NaN, and their tokens -1.
 
-    What a scheduler does wrong is an assertion that says in which step, and what.
+    A mistake of the scheduler raises an AssertionError that names the step and the problem.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Story(Replay):
         super().__init__(sched, seconds=lambda plan: 1.0, run_ahead=bool(lag))
         self.plans: list[Plan] = []
         self.tokens: dict[int, list[int]] = {}
-        self.eos: dict[int, int] = {}  # request -> how many tokens it says before it ends by itself
+        self.eos: dict[int, int] = {}  # request -> number of tokens before its EOS
         self.fails: set[int] = set()
         self.rows: list[list[int | float | None]] = [[None] * max_len for _ in range(slots)]
 
@@ -66,12 +66,13 @@ class Story(Replay):
         return request
 
     def submit_all(self, *asks: tuple[int, int]) -> None:
-        """Several requests: of each, the prompt's length and how many tokens it may say."""
+        """Submit several requests, each given as prompt length and max_tokens."""
         for prompt, max_tokens in asks:
             self.submit(prompt, max_tokens)
 
     def says(self, request: Request, index: int) -> int:
-        """A token that no other request says, and no prompt holds, unless it goes on from there."""
+        """Return a token that occurs in no other request, nor in a prompt that does not continue this
+        answer."""
         return -1 if self.good_rows(request) < math.inf else 1_000 * (request.id + 1) + index
 
     def draft(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
@@ -86,7 +87,7 @@ class Story(Replay):
         return drafts
 
     def _may_stay_in_flight(self, plan: Plan | None) -> bool:
-        if self.dice and self.dice.random() < 0.6:  # else nothing could be drafted with a lag
+        if self.dice and self.dice.random() < 0.6:  # otherwise nothing could be drafted with a lag
             return False
         return super()._may_stay_in_flight(plan)
 
@@ -109,7 +110,8 @@ class Story(Replay):
             said[slot] = []
             for i, drafted in enumerate((*draft, None)):
                 token = self.says(request, index + i)
-                said[slot].append(token if is_right else drafted or 0)  # behind it nonsense
+                # After a wrong draft token: nonsense
+                said[slot].append(token if is_right else drafted or 0)
                 is_right = is_right and token == drafted
         return said
 
@@ -118,8 +120,8 @@ class Story(Replay):
         return [slot for slot in super().finite(plan) if slot in good]
 
     def write(self, plan: Plan) -> None:
-        """What the device would do. All that a sequence looks back on must have been written for
-        its own tokens."""
+        """Write the rows as the device would. Assert that all rows that a sequence attends to were written
+        for its own tokens."""
         for slot, start, stop in plan.scrubs:
             self.rows[slot][start:stop] = [None] * (min(stop, self.sched.max_len) - start)
         for chunk in plan.chunks:
@@ -145,19 +147,19 @@ class Story(Replay):
             )
 
     def good_rows(self, request: Request) -> float:
-        """The number of its first rows that are finite."""
+        """Return the number of the request's first rows that are finite."""
         if request.id in self.fails:
             return 0
         return request.prompt.index(BAD) if BAD in request.prompt else math.inf
 
     def kept(self, request: Request, start: int, tokens: Sequence[int]) -> list[int | float]:
-        """The content of the rows of these tokens, from row `start` on."""
+        """Return the content of the rows of these tokens, from row `start` on."""
         good = self.good_rows(request)
         return [token if start + i < good else NAN for i, token in enumerate(tokens)]
 
     def look_back(self, plan: Plan, request: Request, slot: int, wanted: Sequence[int]) -> None:
-        """Assert that a slot's first rows hold these tokens, and no row another's NaN. Attention
-        multiplies the rows that it must not see by 0, but 0 x NaN is NaN."""
+        """Assert that a slot's first rows hold these tokens, and that no row holds another request's NaN.
+        Attention multiplies masked rows by 0, but 0 x NaN is NaN."""
         if self.good_rows(request) < math.inf:
             return
         rows = self.rows[slot]
@@ -184,7 +186,7 @@ class Story(Replay):
         return "stop" if len(said) == self.eos.get(request.id) else None
 
     def launch(self, plan: Plan, tokens: dict[int, list[int]]) -> None:
-        """A step that was planned and run elsewhere is in flight from here on."""
+        """Put a step in flight that was planned and run elsewhere."""
         self._in_flight.append((plan, tokens))
 
     def read_all(self) -> None:
@@ -192,7 +194,7 @@ class Story(Replay):
             self._commit()
 
     def step(self) -> bool:
-        """One turn of the wheel; False if there was nothing to do."""
+        """Run one turn of the loop. Return False if there was nothing to do."""
         planned = len(self.plans)
         try:
             read = list(self.turn())
@@ -202,14 +204,14 @@ class Story(Replay):
         return len(self.plans) > planned or bool(read)
 
     def cuts(self) -> list[dict[str, tuple[int, int]]]:
-        """For each step, where the chunks begin and end."""
+        """Return for each step where the chunks start and stop."""
         return [
             {name(chunk.request): (chunk.start, chunk.stop) for chunk in plan.chunks}
             for plan in self.plans
         ]
 
     def drawn(self) -> list[str]:
-        """A line for each step, to the end."""
+        """Run to the end, and return a line for each step."""
         while self.step():
             if len(self.plans) > MOST_STEPS:
                 begins = "\n".join(self.lines()[:6])
@@ -230,6 +232,6 @@ def name(request: Request) -> str:
 
 
 def timeline(text: str) -> list[str]:
-    """The lines of a drawing, as `Story.drawn` writes them."""
+    """Return the lines of a drawing in the format of `Story.drawn`."""
     lines = [line.split(maxsplit=1) for line in text.strip().splitlines()]
     return [f"{step:>2} {cells}" for step, cells in lines]

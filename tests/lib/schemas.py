@@ -1,7 +1,6 @@
 """Random JSON schemas: nested objects and lists, enums, patterns, bounds, references, choices.
 
-Strings and lists are bounded in most of them, so that a model that writes at random comes to an
-end.
+Most of them bound their strings and lists, so that a model that writes at random finishes.
 """
 
 import random
@@ -22,7 +21,7 @@ FORMATS = ["date", "time", "uuid", "ipv4", "date-time", "email"]
 def random_schema(seed: int) -> dict[str, Any]:
     dice = random.Random(seed)
     names = ["thing", "part", "leaf"][: dice.randint(0, 3)]
-    # A definition refers only to those behind it, or to itself from within a list.
+    # A definition refers only to later ones, or to itself from within a list.
     defs = {name: node(dice, 2, names[n + 1 :]) for n, name in enumerate(names)}
     if defs and dice.random() < 0.3:
         loop = {"type": "array", "items": {"$ref": f"#/$defs/{names[0]}"}, "maxItems": 1}

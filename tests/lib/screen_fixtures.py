@@ -1,4 +1,4 @@
-"""Fixtures for whatever is seen on the screen."""
+"""Fixtures for the tests of the screen."""
 
 import asyncio
 
@@ -8,8 +8,7 @@ from screen_stage import Stage
 
 @pytest.fixture(autouse=True)
 def fast_keys(monkeypatch):
-    """Textual waits 50 ms after each key of several, until nothing moves. Here it waits once, after
-    the last."""
+    """Make Textual wait only once after several keys. It would wait 50 ms after each."""
 
     async def go_on(*times: float) -> None:
         await asyncio.sleep(0.002)

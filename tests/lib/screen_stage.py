@@ -1,4 +1,4 @@
-"""A session on an engine of words that only the test steps, and the same behind a screen."""
+"""A session on a word engine that only the test steps, without a screen or with one."""
 
 import asyncio
 import inspect
@@ -26,7 +26,7 @@ GOLDEN = Path(__file__).parents[1] / "screen" / "golden"
 
 
 class Stage:
-    """A session on an engine of words that only the test steps."""
+    """A session on a word engine that only the test steps."""
 
     def __init__(self, prompts=workload.BURST, **options):
         self.time = Clock()
@@ -36,10 +36,10 @@ class Stage:
         self.client.clock = Stopwatch(self.time)
         self.client.others = SimpleNamespace(
             used_cores=lambda: 0.0, cores=2
-        )  # this machine may be busy
+        )  # because this machine may be busy
         self.state = State("words", settings=Settings(burst=12), prompts=prompts)
         self.session = Session(self.client, self.state, MENU)
-        self.earlier = None  # prompts of earlier days
+        self.earlier = None  # prompts of earlier sessions
 
     def load_engine(self, report, clock, **options) -> Engine:
         for stage in ("starting", "reading 12 MiB of weights", "allocating the slab: 8 slots"):
@@ -62,7 +62,7 @@ class Stage:
         return self
 
     def finish(self) -> "Stage":
-        """Step until nothing is left to do."""
+        """Step until all work is done."""
         for _ in range(5000):
             if wait := self.client.loop.turn():
                 time.sleep(wait)
@@ -75,7 +75,7 @@ class Stage:
         return self.session.obey(order)
 
     def lines(self, draw, width: int, height: int) -> list[str]:
-        """The drawing of a function for this stage, as plain text."""
+        """Return what a function draws for this stage, as plain text."""
         return plain(drawn(draw, self.state, width, height))
 
     def prompt(self, request: int) -> str:
@@ -86,14 +86,14 @@ class Stage:
 
 
 class Show:
-    """The same behind a screen."""
+    """A stage with a screen."""
 
     def __init__(self, pilot, stage: Stage):
         self.pilot, self.stage, self.app = pilot, stage, pilot.app
         self.state = stage.state
 
     async def turns(self, count: int = 1) -> None:
-        """Run turns. The screen looks once, after the last of them."""
+        """Run turns. The screen is updated once, after the last one."""
         for _ in range(count):
             self.stage.client.loop.turn()
             self.stage.session.refresh()
@@ -107,7 +107,7 @@ class Show:
         await self.turns(turns)
 
     async def sees(self, part: str) -> None:
-        """Wait until it is on the screen."""
+        """Wait until this text is on the screen."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if part in self.text():
@@ -116,7 +116,7 @@ class Show:
         raise AssertionError(f"{part!r} is not on the screen:\n{self.text()}")
 
     def text(self) -> str:
-        """The screen's content, as plain text."""
+        """Return the screen's content as plain text."""
         lines = self.app.screen._compositor.render_strips()
         return "\n".join("".join(segment.text for segment in line).rstrip() for line in lines)
 
@@ -129,7 +129,7 @@ def show(
 
     async def main() -> None:
         app = Screen(stage.session, earlier=stage.earlier)
-        app.POLL_S = 3600  # the test looks
+        app.POLL_S = 3600  # the test updates the view
         async with app.run_test(size=size, notifications=True) as pilot:
             it = Show(pilot, stage)
             if load:
@@ -143,14 +143,14 @@ def show(
 
 
 def on_screen(size: tuple[int, int] = (80, 24), load: bool = True, make=Stage):
-    """Run a test, a coroutine, on a screen, which is its first argument."""
+    """Run a test, which is a coroutine, with a screen as its first argument."""
 
     def decorate(test):
         @wraps(test)
         def run(**parameters):
             show(partial(test, **parameters), make(), size, load)
 
-        del run.__wrapped__  # pytest would take the screen for a fixture
+        del run.__wrapped__  # otherwise pytest would take the screen for a fixture
         names = [*inspect.signature(test).parameters.values()][1:]
         run.__signature__ = inspect.Signature(names)
         return run
@@ -159,7 +159,7 @@ def on_screen(size: tuple[int, int] = (80, 24), load: bool = True, make=Stage):
 
 
 def drawn(draw, state: State, width: int, height: int) -> list[style.Line]:
-    """All lines that a function draws on a canvas of this size, also those that do not fit."""
+    """Return all lines that a function draws on a canvas of this size, including those that do not fit."""
     on = Canvas(style.DARK, width, height)
     draw(state, on)
     return on.lines
@@ -179,7 +179,7 @@ def like_golden(name: str, text: str) -> None:
 
 
 def draft_at_random(engine: Engine, dice: random.Random) -> None:
-    """The answer, without some of its tokens."""
+    """Draft the right answer with some tokens left out."""
 
     def draft(decoding, left):
         found = {}
@@ -200,8 +200,7 @@ def draft_at_random(engine: Engine, dice: random.Random) -> None:
 
 
 def disturb(stage: Stage, seconds: float) -> None:
-    """From now on other programs take the processor away: in two of five steps, for this long on
-    average."""
+    """Simulate other programs that delay two of five steps, by this long on average."""
     dice, begin = random.Random(0), stage.engine.runner.start_forward
 
     def disturbed(order):
@@ -213,8 +212,8 @@ def disturb(stage: Stage, seconds: float) -> None:
 
 
 def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
-    """A runner that is not batch-invariant: where this many decode in a step, the sixth word of an
-    answer is another one, or its probability. Answers with the slots and steps in which it was."""
+    """Make the runner depend on the batch: when this many requests decode in a step, change the sixth word
+    of an answer, or its probability. Return the list of affected slots, which grows."""
     runner = stage.engine.runner
     finish = runner.start_sampling
     turned = []

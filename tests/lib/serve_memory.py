@@ -4,10 +4,10 @@
     kill -USR1 PROCESS
 
 The resident size of a process says little about what it uses: free memory stays on the heap, MLX
-keeps buffers for the next step, and garbage is collected at any time. A leak hides in that, and
-where there is none, it looks like one. So this collects garbage and counts bytes in use, on the C
-heap and in Python's own allocator, without MLX's cache. Then it returns free memory to the system
-and prints the resident size. Both are measured without requests.
+keeps buffers for the next step, and garbage is collected at any time. This hides leaks, and looks like
+a leak where there is none. So this collects garbage and counts bytes in use, on the C heap and in
+Python's own allocator, without MLX's cache. Then it returns free memory to the system and prints the
+resident size. Both are measured without requests.
 
 It needs glibc 2.33 or newer; elsewhere it prints nothing.
 """
@@ -54,7 +54,7 @@ def can_weigh() -> bool:
 
 
 def in_use() -> float:
-    """MiB, after a collection."""
+    """Return MiB in use after a collection."""
     from kernels.device import mx
 
     gc.collect()
@@ -64,7 +64,8 @@ def in_use() -> float:
 
 
 def python_bytes() -> int:
-    """The bytes that Python's own allocator has given out. It prints to C's standard error only."""
+    """Return the bytes that Python's own allocator has handed out. It reports them only on C's standard
+    error."""
     with tempfile.TemporaryFile() as file:
         usual = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -80,7 +81,7 @@ def python_bytes() -> int:
 
 
 def resident() -> float:
-    """MiB, after a trim."""
+    """Return the resident MiB after a trim."""
     LIBC.malloc_trim(0)
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE") / MIB

@@ -1,7 +1,7 @@
 """A server as a user starts it, and clients for the server tests.
 
-`Server` is `serve.py` in a process of its own. `ask` is a plain request, `Line` a raw socket for
-what no client library would send.
+`Server` is `serve.py` in a separate process. `ask` sends a plain request; `Line` is a raw socket for
+bytes that no client library would send.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 class Server:
-    """`serve.py` in a process of its own, on a free port."""
+    """`serve.py` in a separate process, on a free port."""
 
     program = ROOT / "serve.py"
     patience = 120.0  # seconds for an answer; a busy machine takes a few
@@ -80,7 +80,7 @@ class Server:
     # --- clients
 
     def ask(self, path: str, body: object = None, method: str = "", **headers: str) -> Reply:
-        """One request on a connection of its own. A body that is not a string is sent as JSON."""
+        """Send one request on its own connection. A body that is not bytes is sent as JSON."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=self.patience)
         data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -111,7 +111,7 @@ class Server:
         )
 
     def is_idle(self) -> bool:
-        """Wait until all slots are free and nothing waits."""
+        """Wait until all slots are free and the queue is empty. Return False after a timeout."""
         names = ("requests_running", "requests_waiting")
         with suppress(AssertionError):
             return wait_for(lambda: not any(map(self.gauge, names)))
@@ -122,8 +122,7 @@ class Server:
 
 
 def free_ports(count: int) -> list[int]:
-    """Unused ports. The system assigns higher ones, so no neighbour gets one of them
-    meanwhile."""
+    """Return unused ports. The system assigns higher ones, so no other program gets one of them in between."""
     with ExitStack() as held:
         ports = []
         while len(ports) < count:
@@ -136,7 +135,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def hail(process: subprocess.Popen, by: int) -> None:
-    """Send a signal every few milliseconds, until the process has ended."""
+    """Send a signal every few milliseconds until the process has exited."""
     deadline = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < deadline:
         process.send_signal(by)
@@ -158,7 +157,7 @@ class Reply(NamedTuple):
 
     @property
     def events(self) -> list:
-        """The data of a stream's events, parsed. An event's name, if it has one, is its type."""
+        """The parsed data of a stream's events. Where an event has a name, it must equal its type."""
         assert self.status == 200, self
         assert self.headers["content-type"].startswith("text/event-stream"), self.headers
         events = []
@@ -178,7 +177,7 @@ class Line:
     """A raw connection that sends exactly the given bytes."""
 
     def __init__(self, host: str, port: int, receive: int = 0, client: str = ""):
-        """`receive`: the size of the receive buffer. `client`: its address."""
+        """`receive` is the size of the receive buffer, and `client` the local address."""
         self.socket = socket.socket()
         if receive:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
@@ -216,7 +215,7 @@ class Line:
         return head + mark
 
     def reply(self) -> Reply:
-        """One answer with a Content-Length."""
+        """Read one response with a Content-Length."""
         head = self.until(b"\r\n\r\n").decode()
         headers = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
         length = int(headers.get("content-length", 0))

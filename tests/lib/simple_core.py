@@ -1,7 +1,7 @@
-"""A first book: the functions of course/from_zero, each as simple as can be, written from the blank book alone.
+"""A first book: the functions of course/from_zero in their simplest form, written from the blank book only.
 
-A test puts them into our chapters: whoever writes otherwise than we do must pass, too. The names
-that they use stand in those chapters.
+A test puts them into our chapters, because a reader who solves a task differently must pass, too. The
+names that they use are defined in those chapters.
 """
 # ruff: noqa: F821, B905, RUF059
 

@@ -1,4 +1,4 @@
-"""A folder that does not answer, as on a network: whoever lists it or opens a file there waits."""
+"""A folder that does not respond, as on a network: every listing and every open blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SlowFolder:
 
 @contextmanager
 def slow_folder(folder: Path, *kinds: str) -> Iterator[SlowFolder]:
-    """Inside, calls of these kinds ("list", "open") wait until `answer`."""
+    """Within the context, calls of these kinds ("list", "open") block until `answer`."""
     found = SlowFolder(folder)
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (each for kind in kinds for each in CALLS[kind]):

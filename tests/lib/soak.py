@@ -1,9 +1,9 @@
 """A soak of the engine: a third of the requests is cancelled, some are invalid, all arrive at once.
 
-Every request ends exactly once, one that is not cancelled gets the answer it gets alone, and all
+Every request ends exactly once, each one that is not cancelled gets the answer it gets alone, and all
 slots are free at the end. Memory is measured after each quarter of the requests, and must not grow
-with their number (`serve_memory.py`). `run_rounds` and `growth` are used by the soak over HTTP,
-too (`tests/server/test_soak.py`).
+with their number (`serve_memory.py`). The soak over HTTP uses `run_rounds` and `growth`, too
+(`tests/server/test_soak.py`).
 """
 
 import random
@@ -18,8 +18,8 @@ from serve_memory import Weight, can_weigh, weigh
 
 from nanobatch import Engine, Handle, Model, QueueFull, SamplingParams, Tokenizer
 
-SOAK = number_of("SOAK", 0) or 10_000 * IS_LONG  # requests in the long form; 0: the short form
-# With fewer requests the histories that are kept are not full, and memory still grows
+SOAK = number_of("SOAK", 0) or 10_000 * IS_LONG  # requests in the long form; 0 means the short form
+# With fewer requests the kept histories are not full, and memory still grows
 JUDGED = 8000
 IN_USE = 2.0  # MiB by which memory may grow from the first round to the last
 
@@ -31,7 +31,7 @@ def run_rounds(
     weigh: Callable[[], Weight | None],
     rounds: int = 4,
 ) -> list[Weight]:
-    """Clients in threads share the requests. Return the memory in use after each round, where it can
+    """Distribute the requests over client threads. Return the memory in use after each round, where it can
     be measured."""
     weights = []
     for place in range(rounds):
@@ -47,7 +47,7 @@ def run_rounds(
 
 
 def growth(weights: list[Weight]) -> Weight:
-    """From the first round to the last."""
+    """Return the growth from the first round to the last."""
     if not weights:
         return Weight(0.0, 0.0)
     first, last = weights[0], weights[-1]
@@ -55,7 +55,7 @@ def growth(weights: list[Weight]) -> Weight:
 
 
 def make_cases(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts and settings of many kinds, half of the prompts with a common prefix. All are seeded."""
+    """Return seeded prompts and settings of many kinds. Half of the prompts have a common prefix."""
     opening, cases = [rng.randrange(256) for _ in range(80)], []
     for n in range(40):
         prompt = [rng.randrange(256) for _ in range(rng.choice([1, 5, 30, 70]))]
@@ -81,7 +81,7 @@ BAD = [[], [272], [-1], "", [1] * 500, None, [1.5]]
 
 
 def soak(model: Model, text: Tokenizer, requests: int, seed: int = 0) -> Counter[str]:
-    """The number of requests that ended, by reason. A wrong answer is counted as "wrong"."""
+    """Return the number of requests by finish reason. A wrong answer counts as "wrong"."""
     counts: Counter[str] = Counter()
     lock = threading.Lock()
     cases = make_cases(random.Random(seed))
@@ -102,7 +102,7 @@ def soak(model: Model, text: Tokenizer, requests: int, seed: int = 0) -> Counter
                 continue
             case = dice.randrange(len(cases))
             open_handles.append((case, submit(*cases[case])))
-            # At any moment of its life; about a quarter of them has ended by then
+            # cancel at a random moment; about a quarter of the requests has finished by then
             if dice.random() < 0.4:
                 if dice.random() < 0.5:
                     time.sleep(dice.random() * 0.01)

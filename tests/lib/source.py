@@ -3,11 +3,11 @@
 import ast
 from pathlib import Path
 
-PACKAGES = ["base", "engine", "models", "kernels", "text", "distributed"]  # what the core uses
+PACKAGES = ["base", "engine", "models", "kernels", "text", "distributed"]  # used by the core
 
 
 def places(file: Path) -> set[str]:
-    """The functions and classes of a file, methods with their class first."""
+    """Return the names of a file's functions and classes, methods as Class.method."""
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     found = set()
     for node in ast.parse(file.read_text()).body:

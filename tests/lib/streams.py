@@ -1,6 +1,6 @@
-"""An answer in one form for all routes, whole or streamed, so that two can be compared.
+"""An answer in one form for all routes, streamed or not, so that answers can be compared.
 
-A stream is put together as a client does it.
+A stream is assembled as a client does it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WITHOUT_STREAM = (COUNT, EMBEDDINGS)
 class Told(NamedTuple):
     thought: str = ""
     text: str = ""
-    calls: tuple[tuple[str, str], ...] = ()  # a tool's name, and its arguments
+    calls: tuple[tuple[str, str], ...] = ()  # name of the tool and its arguments
     reason: str = ""
     tokens: int = 0
 
@@ -45,7 +45,7 @@ def told(path: str, reply: Reply, stream: bool) -> Told:
 
 
 def told_choice(body: dict) -> Told:
-    """A choice of a chat, or of a plain completion."""
+    """Parse a choice of a chat, or of a plain completion."""
     (choice,) = body["choices"]
     message = choice.get("message", choice)
     calls = [call["function"] for call in message.get("tool_calls") or ()]
@@ -94,7 +94,7 @@ def told_response(body: dict) -> Told:
 
 
 def streamed_response(reply: Reply) -> dict:
-    """The last event repeats everything, and the pieces join to it."""
+    """Assert that the pieces join to what the last event repeats, and return the last response."""
     events = reply.events
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     last = events[-1]["response"]
@@ -142,5 +142,5 @@ def streamed_message(reply: Reply) -> dict:
         try:
             block["input"] = json.loads(text)
         except ValueError:
-            block["input"] = {}  # it was cut off
+            block["input"] = {}  # it was truncated
     return {"content": blocks, **end}

@@ -20,8 +20,8 @@ from pathlib import Path
 from rich.cells import cell_len
 
 ROOT = Path(__file__).parents[2]
-# What the screen sends: cursor moves, colours, modes; then everything else that would be obeyed
-# instead of shown.
+# What the screen sends: cursor moves, colours, modes, then everything else that a terminal obeys
+# instead of showing it.
 MOVE = re.compile(r"\x1b\[(\d*);?(\d*)H")
 OTHER = re.compile(
     r"\x1b\[[0-9;?<>=$!]*[a-zA-Z~]|\x1b[=>c78]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1bP[^\x1b]*\x1b\\|\x1b."
@@ -29,8 +29,8 @@ OTHER = re.compile(
 
 
 class Terminal:
-    """A program in a terminal of this size, and its picture. `spoiled`: lines of Python that run
-    before the `main` of the screen."""
+    """A program in a terminal of this size, with a picture of its content. `spoiled` is Python code that
+    runs before the `main` of the screen."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Terminal:
         self.vanish()
 
     def vanish(self) -> None:
-        """As if its window were closed."""
+        """Close the terminal, like a window that the user closes."""
         for handle in (self.master, self.slave):
-            with suppress(OSError):  # it has gone before
+            with suppress(OSError):  # already closed
                 os.close(handle)
 
     def read(self, wait: float) -> None:
@@ -85,7 +85,8 @@ class Terminal:
         return "\n".join("".join(row).rstrip() for row in self.rows)
 
     def _draw(self) -> None:
-        """Apply cursor moves, skip colours, write the rest: all that Textual needs of a terminal."""
+        """Apply cursor moves, skip colours, and write the rest, which is all that Textual needs from a
+        terminal."""
         data = self.raw.decode(errors="replace")
         end = max(data.rfind("\x1b", 0, len(data)), 0) if "\x1b" in data[-40:] else len(data)
         i = self._drawn
@@ -123,7 +124,7 @@ class Terminal:
         self.process.send_signal(signal.SIGWINCH)
 
     def sees(self, *parts: str, without: str = "\0") -> None:
-        """Wait until all of this is shown, and what it is to be `without` is gone."""
+        """Wait until all parts are shown and the text in `without` is gone."""
         deadline = time.monotonic() + 120
         while without in self.text() or not all(part in self.text() for part in parts):
             assert time.monotonic() < deadline, f"{parts} not seen:\n{self.text()}"
@@ -133,7 +134,7 @@ class Terminal:
             self.read(0.05)
 
     def ends(self, code: int, saying: str = "") -> None:
-        """Assert that the program ends, and leaves the terminal as it was."""
+        """Assert that the program exits with this code and restores the terminal."""
         deadline = time.monotonic() + 60
         while self.process.poll() is None:
             assert time.monotonic() < deadline, self.text()

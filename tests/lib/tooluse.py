@@ -1,6 +1,6 @@
-"""Random requests with tools, in each protocol, and what their answers have to keep.
+"""Random requests with tools, in each protocol, and rules that their answers must follow.
 
-Shared by the suite, with a model of random weights, and by the tests with a published model.
+Used by the suite, with a model of random weights, and by the tests with a published model.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Ask(NamedTuple):
 
     path: str
     body: dict[str, Any]
-    schemas: dict[str, dict]  # by a tool's name
-    choice: str  # "auto", "required", or a name
-    is_parallel: bool | None  # None: not said
+    schemas: dict[str, dict]  # by name of the tool
+    choice: str  # "auto", "required", or the name of a tool
+    is_parallel: bool | None  # None if not sent
     has_form: bool
 
 
@@ -98,7 +98,7 @@ def for_messages(said, schemas, choice, is_parallel, has_form, max_tokens) -> di
 
 
 def check(server: Server, ask: Ask) -> Told:
-    """Ask twice, whole and streamed. At temperature 0, and with a seed, both are the same."""
+    """Send the request twice, streamed and not. With temperature 0 or a seed, both answers must be equal."""
     found, again = (told.ask(server, ask.path, ask.body, stream) for stream in (False, True))
     if ask.path == CHAT or not ask.body["temperature"]:
         assert again == found, (ask, again, found)

@@ -1,4 +1,4 @@
-"""Wait for another thread or process: as long as it takes, within a generous limit."""
+"""Wait for another thread or process, within a generous limit."""
 
 import time
 from collections.abc import Callable
@@ -8,8 +8,8 @@ Found = TypeVar("Found")
 
 
 def wait_for(find: Callable[[], Found], seconds: float = 120) -> Found:
-    """Wait until a function returns something true, and return it. A machine may be busy, so only what will never
-    happen takes all these seconds."""
+    """Wait until a function returns something true, and return it. The limit allows for a busy machine: only a
+    failing test takes that long."""
     deadline = time.monotonic() + seconds
     while not (found := find()):
         assert time.monotonic() < deadline, f"waited {seconds} s in vain"

@@ -1,6 +1,6 @@
-"""An engine made of words, for the tests of the screen: the real engine and scheduler, no model, a
-clock under control. A decode step takes 10 ms and a chunk of a prompt 5, and every prompt is
-answered with as many words as it may be."""
+"""An engine of words for the tests of the screen: the real engine and scheduler with no model and a simulated clock.
+
+A decode step takes 10 ms and a chunk of a prompt 5. Every answer has max_tokens words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STORY = (
     "in every pond that she could find",
 )
 STORY = " ".join(STORY).split()
-BEYOND = sys.maxunicode + 1  # an answer's tokens begin where the characters end
+BEYOND = sys.maxunicode + 1  # tokens of answers begin after the last character
 
 
 class Clock:
@@ -41,19 +41,18 @@ class Clock:
 
 
 def speak(prompt: str, index: int) -> str:
-    """The answer's piece at this index. It echoes what is quoted, so that a test can put anything on
-    the screen; else it tells a story."""
+    """Return the answer's piece at this index. It echoes quoted text, so that a test can put anything on
+    the screen; otherwise it tells a story."""
     if '"' in prompt:
         return prompt.split('"')[1][4 * index : 4 * (index + 1)]
     return " " * (index > 0) + STORY[index % len(STORY)]
 
 
 class WordText:
-    """A prompt has one token for each of its characters; an answer's token is a number in `pieces`,
-    beyond them all.
+    """A tokenizer with one token for each character of a prompt. An answer's tokens are numbers in `pieces`,
+    after all characters.
 
-    So no prompt goes on as an answer did, and what a slot remembers of an answer is taken over by
-    none.
+    No prompt can therefore continue an answer, and the rows of an answer are never reused.
     """
 
     has_template, end_tokens = False, frozenset()
@@ -61,10 +60,10 @@ class WordText:
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
-        self.numbers: dict[str, int] = {}  # by piece: its token
+        self.numbers: dict[str, int] = {}  # piece -> token
 
     def token(self, piece: str) -> int:
-        """The same piece is always the same token."""
+        """Return the token of a piece, always the same one."""
         if piece not in self.numbers:
             self.numbers[piece] = BEYOND + len(self.pieces)
             self.pieces.append(piece)
@@ -86,7 +85,7 @@ class WordText:
 
 
 class WordStream:
-    """Tokens as words. The stop string "<9>" ends an answer after nine of them."""
+    """Decode tokens to words. The stop string "<9>" ends an answer after nine of them."""
 
     def __init__(self, pieces: Sequence[str], left: int | None):
         self.pieces = pieces
@@ -126,8 +125,7 @@ class WordFlight:
 
 
 class WordRunner:
-    """The device half. It runs one step at a time: a step that is started waits for the one before
-    it."""
+    """The device. It runs one step at a time: starting a step waits for the previous one."""
 
     def __init__(self, time: Clock, clock: Callable[[], float], slots: int, text: WordText):
         self.time, self.clock, self.text, self.slots = time, clock, text, slots

@@ -1,3 +1,3 @@
-"""What the tests of the screen share."""
+"""Fixtures shared by the tests of the screen."""
 
 from screen_fixtures import fast_keys, stage  # noqa: F401

@@ -1,5 +1,5 @@
-"""What stays of a busy period: its totals, its steps, and counts that go on beyond what is
-remembered."""
+"""What remains of a busy period: its totals, its steps, and counts that keep growing when old requests are
+forgotten."""
 
 import re
 from dataclasses import replace
@@ -15,7 +15,7 @@ from screen.pages import busy_periods, request_details
 
 
 def test_the_statistics_of_a_busy_period(stage):
-    """After a burst no statistics were left to read."""
+    """No statistics were left to read after a burst."""
     for policy in ("continuous", "static"):
         stage.obey(f"/policy {policy}")
         stage.obey("/burst 20")
@@ -23,7 +23,7 @@ def test_the_statistics_of_a_busy_period(stage):
             stage.turns(30)
             stage.obey("/pause")
             stage.turns()
-            stage.time.now += 100  # looked at for a while
+            stage.time.now += 100  # the user looks at it for a while
             stage.obey("/resume")
         stage.finish()
     first, second = stage.state.periods
@@ -53,14 +53,14 @@ def test_each_leg_of_a_race_is_a_period(stage):
     ]
     stage.obey("/pause")
     stage.obey("/burst 5")
-    stage.obey("/cancel all")  # none of these has run
+    stage.obey("/cancel all")  # none of these has started
     stage.turns(3)
     assert len(stage.state.periods) == 2
 
 
 @on_screen((120, 40))
 async def test_totals_after_a_burst(it):
-    it.stage.obey("/resume")  # else it might be text
+    it.stage.obey("/resume")  # otherwise the key might be text
     await it.press("t")
     assert "Nothing has run yet" in it.text()
     await it.press("escape", "b", turns=2)
@@ -79,7 +79,8 @@ async def test_totals_after_a_burst(it):
 
 
 def test_requests_whose_ends_were_missed_are_forgotten():
-    """They were never removed from the open ones: memory grew, and each chart went through them."""
+    """Requests whose end was missed stayed in the list of open ones: memory grew, and each chart visited
+    them."""
     stage = Stage(slots=2).load()
     handles = [
         stage.engine.submit([1], SamplingParams(max_tokens=400, ignore_eos=True))
@@ -96,7 +97,7 @@ def test_requests_whose_ends_were_missed_are_forgotten():
 
 
 def test_counts_go_on_beyond_what_is_remembered():
-    """After 500 ends, the count stayed at "500 ended"."""
+    """After 500 requests, the count stayed at "500 ended"."""
     stage = Stage(slots=2).load()
     stage.state.REMEMBERED = 50
     for _ in range(6):
@@ -117,7 +118,7 @@ def absorb(stage: Stage, ended: RequestView) -> None:
 
 
 def test_of_requests_with_long_texts_fewer_can_be_opened():
-    """2,000 prompts of 100,000 characters were 200 MB."""
+    """2,000 prompts of 100,000 characters took 200 MB."""
     stage = Stage(slots=2).load()
     stage.state.TEXTS = 9 * 10_000
     for number in range(30):
@@ -132,7 +133,7 @@ def test_of_requests_with_long_texts_fewer_can_be_opened():
 
 def test_the_step_pane():
     stage = Stage(slots=4).load()
-    # C gets the 7 that are left of the budget
+    # C gets the remaining 7 tokens of the budget
     for letter, length in (("a", 20), ("b", 9), ("c", 20), ("d", 7)):
         stage.obey(letter * length)
     stage.turns(2)
@@ -143,7 +144,7 @@ def test_the_step_pane():
     assert "32 prefill + 0 decode = 32 in one step" in text
     assert re.search(r"budget +cost 32 \+ 0 of 32$", text, re.MULTILINE)
     assert "held     r3: over the budget, or what they share is being written" in text
-    stage.turns()  # now the device works on the step before, while Python stands
+    stage.turns()  # the device is one step behind Python
     lines = stage.lines(step.draw_step, 70, 14)
     assert lines[-3:-1] == [
         " time     15.00 ms = Python 1.00 + device 14.00 + wait 0.00",
@@ -158,7 +159,7 @@ def test_the_step_pane():
 
 
 def test_the_farewell_fits_any_width(stage):
-    """In one of a single column it was a ValueError."""
+    """A width of one column raised a ValueError."""
     stage.obey("/burst 12")
     stage.finish()
     for width in range(160):

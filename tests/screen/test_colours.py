@@ -1,4 +1,4 @@
-"""Colours: everything can be read in every theme, and without any."""
+"""Everything is readable in every theme, and without colours."""
 
 import pytest
 from screen_stage import Stage, show
@@ -10,8 +10,8 @@ from screen.draw.style import BLOCKED, DECODE, EMPTY, HELD, PREFILL
 
 
 def contrast(a: Color, b: Color) -> float:
-    """As the web's accessibility guidelines define it: 1 is none, 21 is black on white, 4.5 is easy
-    to read."""
+    """Return the contrast as the web's accessibility guidelines define it: 1 is none, 21 is black on white,
+    and 4.5 is easy to read."""
 
     def light(color: Color) -> float:
         parts = [

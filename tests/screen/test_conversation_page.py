@@ -1,5 +1,4 @@
-"""A conversation on the screen: what the model is shown, what is seen of it, and what is never
-lost."""
+"""A conversation on the screen: what the model receives, what the screen shows, and what is never lost."""
 
 import re
 
@@ -12,7 +11,7 @@ from screen.workload import Settings
 
 
 class TurnText(WordText):
-    """Words with a chat template: each message behind the first letter of its role."""
+    """Words with a chat template: each message follows the first letter of its role."""
 
     has_template = True
 
@@ -23,7 +22,7 @@ class TurnText(WordText):
 
 
 class Talking(Stage):
-    """A model that can be shown a conversation. Its answers are short, for quick tests."""
+    """A stage whose model supports conversations. Its answers are short, for quick tests."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -32,12 +31,12 @@ class Talking(Stage):
     def load_engine(self, report, clock, **options):
         engine = super().load_engine(report, clock, **options)
         engine.text.__class__ = TurnText
-        engine.text.shown = self.shown = []  # each conversation, as the model saw it
+        engine.text.shown = self.shown = []  # each conversation, as the model receives it
         return engine
 
 
 async def ended(it: Show) -> None:
-    """Until nothing is left to do."""
+    """Wait until all work is done."""
     for _ in range(400):
         await it.turns(40)
         if it.stage.session.settled:
@@ -52,13 +51,13 @@ async def ask(it: Show, question: str) -> None:
 
 
 def seen(it: Show) -> str:
-    """The screen's content, without its line ends."""
+    """Return the screen's content without line ends."""
     return " ".join(it.text().split())
 
 
 @on_screen((120, 40), make=Talking)
 async def test_typing_opens_the_conversation(it):
-    """Told a name and asked for it, the model said another."""
+    """The model forgot a name from its previous question and said another."""
     await it.press("m", "y", turns=0)
     assert "Type a question" in it.text() and it.app.prompt.value == "my"
     await ask(it, 'Say "Ada".')
@@ -69,13 +68,13 @@ async def test_typing_opens_the_conversation(it):
 
 @on_screen((120, 40))
 async def test_the_page_takes_a_question_at_once(it):
-    """`o` said "Type a question", and "Tell" opened the settings and turned the load on."""
+    """`o` said "Type a question", but "Tell" opened the settings and turned the load on."""
     await it.press("o", *"Tell me.", turns=0)
     assert it.app.prompt.value == "Tell me." and not it.state.view.load
     await it.press("enter", turns=0)
     await ended(it)
     assert "❯ Tell me." in it.text()
-    await it.press("escape", "o", turns=0)  # back among the panes, as a key
+    await it.press("escape", "o", turns=0)  # among the panes `o` is a key again
     assert not it.state.chatting and it.app.focused is None
     await it.press("o", "escape", turns=0)
     assert "Type a question" not in it.text()
@@ -106,7 +105,7 @@ async def test_a_question_waits_and_escape_returns_it(it):
 
 @on_screen((120, 40), make=Talking)
 async def test_escape_while_paused_keeps_the_question(it):
-    """The footer offered space to go on, and Esc, the way to that key, threw the question away."""
+    """The footer offered space to go on, but Esc, which leads to that key, discarded the question."""
     await it.press("space", "i", *"one", "enter", "escape", turns=2)
     assert it.app.focused is None and not it.state.ended
     await it.press("space", turns=0)
@@ -146,7 +145,7 @@ async def test_system_message_and_asking_again(it):
 
 
 def test_a_question_that_does_not_fit_waits_for_drop_or_new():
-    """Nothing is cut in silence, and what is forgotten is marked."""
+    """Nothing is truncated silently, and forgotten messages are marked."""
     filler = "x" * 70
 
     async def scenario(it):

@@ -1,4 +1,4 @@
-"""What the screen shows of draft tokens: several tokens in a cell, wrong ones as waste, and in words."""
+"""How the screen shows draft tokens: several tokens in a cell, rejected ones as waste, and in words."""
 
 import random
 
@@ -15,7 +15,7 @@ from screen.timeline_columns import useful_of
 
 
 def drafting(seed: int = 3) -> Stage:
-    """Two answers of 40 tokens, with many draft tokens."""
+    """Run two answers of 40 tokens with many draft tokens."""
     stage = Stage(slots=2).load()
     draft_at_random(stage.engine, random.Random(seed))
     for letter in (97, 98):

@@ -1,4 +1,4 @@
-"""Engine clients: commands run between two steps, and the clock stops while nothing runs."""
+"""Engine clients: commands run between two steps, and the clock stops while the engine is idle."""
 
 import random
 import re
@@ -21,7 +21,7 @@ from tui import MENU
 
 @pytest.mark.parametrize("line", ["/burst 6", "/load 5", "/race 6", "hello"])
 def test_prompts_are_tokenized_in_the_callers_thread(stage, line):
-    """A template that took long held up the steps of all."""
+    """A slow template delayed everybody's steps."""
     read = []
     ask = stage.engine.text.ask
     stage.engine.text.ask = lambda prompt: read.append(prompt) or ask(prompt)
@@ -35,9 +35,9 @@ def test_prompts_are_tokenized_in_the_callers_thread(stage, line):
 
 
 def test_panes_agree_while_paused_and_stepping(stage):
-    """Slots were one step ahead of Step: a prompt of one chunk was never seen in its slot as
-    prefill."""
-    stage.engine.sched.budget = 16  # one chunk a step: many prompts are held
+    """The slots pane was one step ahead of the step pane, so a prompt of one chunk was never shown as
+    prefill in its slot."""
+    stage.engine.sched.budget = 16  # one chunk a step, so that many prompts are held
     stage.obey("/burst 20")
     stage.turns(3)
     stage.obey("/pause")
@@ -65,7 +65,7 @@ def test_panes_agree_while_paused_and_stepping(stage):
 
 
 def test_a_pause_reads_the_step_in_flight_first(stage):
-    """That step has taken its time, too."""
+    """The time of that step is counted, too."""
     stage.obey("/burst 4")
     stage.turns(9)
     assert stage.state.view.engine.planned == stage.state.history[-1].step + 1
@@ -80,7 +80,7 @@ def test_a_pause_reads_the_step_in_flight_first(stage):
 
 
 def test_a_steady_load_lets_a_paused_loop_sleep(stage):
-    """It asked to be called at a moment of a clock that did not go on: again and again, at once."""
+    """A load on a paused clock asked to be called again at once, over and over."""
     stage.obey("/load 5")
     stage.turns()
     stage.obey("/pause")
@@ -118,7 +118,7 @@ async def test_only_the_first_burst_of_the_demo_runs_slowly(it):
 async def test_minus_and_plus_change_the_speed(it):
     await it.press("minus")
     assert it.state.view.slow == 16
-    await it.press("minus", "minus", "minus", "plus")  # faster than views come
+    await it.press("minus", "minus", "minus", "plus")  # faster than the view is updated
     assert it.state.view.slow == 4 and "slow: 4 steps/s" in it.text()
     assert "Full speed" in it.text().splitlines()[-1]
     await it.press("b", turns=2)
@@ -154,9 +154,9 @@ async def test_a_refused_prompt_comes_back_into_the_box(it):
     assert it.app.prompt.value == "x" * 2600
     await it.sees("not fired: the prompt has 2,600")
     said = "not fired: the prompt has 2,600 tokens, but a slot holds 512, prompt and answer together; shorten it"
-    # It told of a max_tokens that no user had set
+    # It used to mention a max_tokens that no user had set
     assert it.state.faults[-1].message.startswith(said)
-    # The cursor stood at the beginning, so this took nothing away
+    # Ctrl-U deletes nothing if the cursor is at the start of the line
     await it.press("ctrl+u", turns=0)
     assert it.app.prompt.value == ""
 
@@ -188,14 +188,14 @@ def test_no_escape_sequence_and_no_markup_reaches_the_terminal():
 
 @dataclass(frozen=True)
 class Seen(ExperimentRecord):
-    """The record of a test's experiment: the number of its requests that have ended."""
+    """The record of a test experiment: the number of its requests that have ended."""
 
     name = "seen"
     ended: int
 
 
 class Tried(Experiment):
-    """An experiment of the tests, from its steps."""
+    """A test experiment that is defined by its steps."""
 
     what = "experiment"
 
@@ -284,7 +284,7 @@ def stage_asks(count: int) -> list[workload.Ask]:
 
 
 def test_a_steady_load_that_fills_the_queue_is_turned_off(stage):
-    """Each refused prompt was a fault of its own, for as long as the load went on."""
+    """Each refused prompt was reported as a separate fault for as long as the load went on."""
     stage.engine.sched.max_queue = 20
     stage.obey("/load 1000")
     for _ in range(100):
@@ -299,8 +299,8 @@ def test_a_steady_load_that_fills_the_queue_is_turned_off(stage):
 
 @pytest.mark.parametrize("order", ["/same 5 hello", "/race 4"])
 def test_a_steady_load_pauses_during_an_experiment(stage, order):
-    """Some experiments were refused under a load. After a race, all prompts that would have
-    come meanwhile came at once."""
+    """Some experiments were refused under a load. After a race, all prompts that had been due in the
+    meantime were sent at once."""
     stage.obey("/load 2")
     stage.turns()
     stage.obey(order)
@@ -319,7 +319,7 @@ def test_a_steady_load_pauses_during_an_experiment(stage, order):
 
 
 def test_ended_requests_are_dropped_from_our_own(stage):
-    """After each step all of them were asked, and a step took a millisecond more."""
+    """After each step all of a client's requests were checked, so a step took a millisecond longer."""
     dice = random.Random(5)
     stage.obey("/burst 100")
     ended = 0
@@ -339,7 +339,7 @@ def test_ended_requests_are_dropped_from_our_own(stage):
 
 
 def test_watchers_see_the_prompt_as_typed(stage):
-    """A server's page and a screen elsewhere were told "5 token ids"."""
+    """A server's page and a remote screen showed "5 token ids" instead."""
     stage.obey("Hello")
     stage.turns()
     (request,) = stage.engine.snapshot().requests
@@ -347,7 +347,7 @@ def test_watchers_see_the_prompt_as_typed(stage):
 
 
 def test_a_watched_engine_obeys_or_refuses_each_command():
-    """A command without a method of its own was an attribute error, and /json was refused."""
+    """A command without its own method raised an AttributeError, and /json was refused."""
     session = Session(RemoteEngineClient("http://127.0.0.1:1"), State(), MENU)
     session.refresh()
     session.stays = True

@@ -1,5 +1,4 @@
-"""What fails is shown: tracebacks on a page of their own, and a pane that raises in its own
-place."""
+"""Failures are shown: tracebacks on their own page, and the error of a pane in its place."""
 
 from dataclasses import replace
 
@@ -32,7 +31,7 @@ async def test_a_failed_step_is_reported_with_its_place(it):
 
 @on_screen((120, 40))
 async def test_ten_thousand_faults_are_a_few_warnings(it):
-    """Each was a toast of its own, and with some thousand of them Textual stood still."""
+    """Each fault was a separate toast, and with a few thousand of them Textual froze."""
     it.stage.client.fault("the first")
     await it.turns()
     await it.sees("the first")
@@ -45,7 +44,7 @@ async def test_ten_thousand_faults_are_a_few_warnings(it):
 
 
 def test_the_newest_tracebacks_are_kept():
-    """All were kept, for as long as the screen was open."""
+    """All tracebacks were kept as long as the screen was open."""
 
     told = []
 
@@ -97,7 +96,7 @@ def test_tracebacks_go_to_the_terminal_after_the_screen(caplog):
 
 
 def test_a_notice_that_outlives_the_screen_is_no_fault():
-    """Its timer may come while the program ends: a traceback instead of a clean end."""
+    """Its timer may fire while the program exits, which gave a traceback."""
     apps = []
 
     async def scenario(it):

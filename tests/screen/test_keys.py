@@ -65,7 +65,7 @@ async def test_a_wrong_command_comes_back_with_a_message(it):
     assert it.app.query_one(app.PromptBox).value == "/burst 0"
     await it.press("ctrl+u", *"/nonsense", "enter")
     await it.sees("not a command")
-    await it.press("escape", "c", "i")  # a key gets its refusal as well
+    await it.press("escape", "c", "i")  # a refused key gets a message as well
     await it.sees("nothing has run yet")
     await it.press("ctrl+u", *"//5", "enter", turns=2)
     assert it.stage.prompt(1) == "/5"
@@ -93,14 +93,14 @@ async def test_space_pauses_and_s_steps(it):
     assert "paused" in it.text()
     await it.press("s", turns=3)
     assert len(it.state.history) == steps + 1
-    # The first of these starts a step and has none to read back
+    # The first step commits no result yet
     await it.press("space", turns=5)
     assert len(it.state.history) == steps + 5 and "running" in it.text()
     await it.press("space")
     await it.press("left", "left", turns=0)
     assert it.state.cursor is not None
     await it.press("space")
-    assert it.state.cursor is None  # going on, the screen follows the newest step
+    assert it.state.cursor is None  # after a resume, the screen follows the newest step
 
 
 @on_screen(size=(120, 40))
@@ -138,14 +138,14 @@ async def test_the_cursor_goes_back_in_time(it):
         await it.press("end", "left", turns=0)
         wide = it.state.zoom_for(it.app.query_one("#timeline").size.width - 4)
         assert it.state.step.step == newest - wide and wide == (zoom or wide)
-        # And no step can be passed over
+        # No step can be skipped
         await it.press("end", "shift+left", "comma", "full_stop", turns=0)
         assert it.state.step.step == newest - 1
 
 
 @on_screen(size=(120, 40))
 async def test_all_panes_go_back_with_the_cursor(it):
-    """Only Timeline and Step went back; slots, queue and answers were those of now."""
+    """Only the timeline and the step pane went back. Slots, queue and answers showed the present."""
 
     state, seen = it.state, {}
     await it.press("b", turns=0)
@@ -162,8 +162,7 @@ async def test_all_panes_go_back_with_the_cursor(it):
     await it.turns()
     then = 31
     state.look_at(state.index_of(then))
-    # After the commit of a step, the engine has planned the next one: its slots are a step
-    # further.
+    # After the commit of a step, the engine has planned the next one, so its slots are one step ahead.
     rows = {s.slot: s.used for s in state.slots()}
     for slot, request, used, said in seen[then + 1][0]:
         if request is not None and state.past.cells[slot] == (DECODE, request):
@@ -171,7 +170,7 @@ async def test_all_panes_go_back_with_the_cursor(it):
     assert sum(cell.kind == DECODE for cell in state.past.cells) >= 4
     waiting, line = state.line()
     assert [r for r, _ in line] == seen[then][1] and waiting == len(line) > 0
-    # As all else: at the step's end
+    # Like everything else: at the end of the step
     assert all(waited == pytest.approx(state.past.ended) for _, waited in line)
     for slot in range(8):
         owner = state.owner(slot)
@@ -187,7 +186,7 @@ async def test_all_panes_go_back_with_the_cursor(it):
     ttfts = plain(drawn(charts.draw_ttft, state, 60, 9))
     ended = sum(r.arrived + r.metrics.ttft_s <= last for r in state.requests.values())
     assert f" of {ended}, {12 - ended} still wait" in ttfts[0] and 0 < ended < 12
-    it.app.hush(state.said)  # it would go by itself after a while
+    it.app.hush(state.said)  # it would disappear by itself after a while
     it.app.paint()
     await it.pilot.pause()
     assert "◀ back at step 31 of" in it.text() and "Slots at step 31" in it.text()
@@ -197,12 +196,11 @@ async def test_all_panes_go_back_with_the_cursor(it):
 
 
 def test_back_in_time_an_answer_is_cut_where_it_was():
-    """At full speed its text was known of every look only, ten times a second: "Of al…", of what
-    had been "Of all the".
+    """At full speed the screen sampled the text only ten times a second, so a step in between showed "Of al…"
+    instead of "Of all the".
 
-    The text of each step is had again from another engine, at which the screen looks after each of
-    its steps."""
-    story = "".join(f"{i:04}" for i in range(24))  # four letters a token
+    The expected text of each step comes from a second engine, whose screen is updated after each step."""
+    story = "".join(f"{i:04}" for i in range(24))  # four characters a token
     then, stage = (Stage(prompts=[(f'"{story}"', 24)]).load() for _ in range(2))
     then.obey("/burst 1")
     seen = {}
@@ -213,7 +211,7 @@ def test_back_in_time_an_answer_is_cut_where_it_was():
     stage.obey("/burst 1")
     for _ in range(100):
         stage.client.loop.turn()
-    stage.session.refresh()  # once, when all is over
+    stage.session.refresh()  # once, at the end
     assert stage.session.settled
     said = []
     for i in range(len(stage.state.history)):
@@ -225,7 +223,7 @@ def test_back_in_time_an_answer_is_cut_where_it_was():
 
 @on_screen(size=(120, 40))
 async def test_the_step_pane_says_newest_only_if_it_is(it):
-    """It is painted less often than the header: "step 689" above "Step 663 newest"."""
+    """The pane is drawn less often than the header, which gave "step 689" above "Step 663 newest"."""
 
     await it.press("b", turns=30)
     for _ in range(3):
@@ -245,14 +243,13 @@ async def test_the_step_pane_says_newest_only_if_it_is(it):
 
 @on_screen(size=(120, 40))
 async def test_g_goes_from_a_step_to_its_request_and_back(it):
-    """A step named a request that could not be opened from there, and a request did not say when it
-    had run."""
+    """A request named in a step could not be opened from there, and a request did not say when it had run."""
 
     state = it.state
     await it.press("g")
     await it.sees("slot 0 has had no request yet")
     await it.press("b", turns=60)
-    await it.press("g")  # one that runs
+    await it.press("g")  # a running request
     assert f"r{state.owner(0).id}, open" in it.text() and "prompt tokens" in it.text()
     await it.press("escape")
     await it.turns(340)
@@ -297,20 +294,19 @@ def test_a_cut_step_pane_can_be_opened(stage):
 
 @on_screen(size=(120, 40))
 async def test_a_message_too_long_for_the_prompt_is_a_notice(it):
-    """At 120 columns the words about a step's budget were cut after 38 letters."""
+    """At 120 columns the message about a step's budget was cut off after 38 characters."""
 
     it.app.say("fired")
     it.app.paint()
     assert it.state.said == "fired" and not it.app.screen.query("Toast")
     words = "budget 30: at most 22 tokens of a prompt in a step"
     it.app.say(words)
-    await it.sees("budget 30: at most")  # the words are wrapped
+    await it.sees("budget 30: at most")  # the text is wrapped
     assert len(it.app.screen.query("Toast")) == 1
 
 
 def test_the_printed_parts_of_a_step_add_up(stage):
-    """Each part was rounded by itself, and so was their sum: 0.00 + 0.00 + 0.00 would have been
-    0.01."""
+    """Parts and sum were rounded separately, which could give 0.00 + 0.00 + 0.00 = 0.01."""
     stage.obey("one")
     stage.finish()
     parts = {"plan_s": 4e-6, "build_s": 4e-6, "commit_s": 4e-6, "device_s": 14.4e-6, "wait_s": 1.0}
@@ -342,7 +338,7 @@ async def test_help_names_every_key_and_the_words(it):
 
 @on_screen()
 async def test_i_and_slash_open_the_prompt_from_every_page(it):
-    """The box behind the page took all keys from then on, and Esc did not lead back."""
+    """The prompt box took all keys while a page hid it, and Esc did not return to it."""
 
     it.stage.obey("one")
     await it.turns(2)
@@ -359,8 +355,8 @@ async def test_i_and_slash_open_the_prompt_from_every_page(it):
 
 @on_screen()
 async def test_keys_switch_and_close_pages(it):
-    """It only led back to the main screen, so every key had to be pressed twice. On a fresh screen
-    the keys went into the prompt box."""
+    """A key only returned to the main screen, so every key had to be pressed twice. On a fresh screen the
+    keys went into the prompt box."""
 
     for key in "Ethf":
         await it.press(key, turns=0)
@@ -390,7 +386,7 @@ async def test_keys_switch_and_close_pages(it):
 
 @on_screen()
 async def test_a_pause_behind_a_page_is_said_on_the_page(it):
-    """Space stopped the engine behind a page, and nothing there said so."""
+    """Space paused the engine while a page was open, and the page did not show it."""
 
     await it.press("b", "t", "space")
     assert it.state.view.paused
@@ -454,7 +450,7 @@ async def test_every_action_is_in_the_command_palette(it):
 
 @pytest.mark.parametrize("broken", [True, False])
 def test_a_model_that_cannot_be_loaded_gives_exit_code_2(broken, capsys):
-    """The exit code was 0."""
+    """The exit code was 0 although the model could not be loaded."""
     view = state.View(stage="failed", error="x is cut off") if broken else state.View(stage="ready")
     assert tui.failed(State(view=view)) == (2 if broken else 0)
     assert capsys.readouterr().err == ("nanobatch: x is cut off\n" if broken else "")
@@ -480,7 +476,7 @@ def test_the_screen_can_be_left_in_every_state(keys, load):
 
 @on_screen(size=(120, 40))
 async def test_help_and_quit_are_commands(it):
-    """These keys were unknown."""
+    """Only keys could open the help or quit."""
 
     await it.press("slash", *"help", "enter")
     await it.sees("Help: keys")
@@ -488,15 +484,15 @@ async def test_help_and_quit_are_commands(it):
     assert it.app.focused is it.app.prompt
     await it.press("slash", *"helpp", "enter")
     await it.sees("/quit")
-    # This was no command, said the list that has it
+    # The message said that /quit is no command, in front of a list that contains it
     await it.press("ctrl+u", *"/quit", "space", *"now", "enter")
     assert it.app.return_code == 0
 
 
 def test_cancelling_what_is_not_there_says_so(stage):
-    """`/cancel 99999` said that it was cancelled."""
+    """`/cancel 99999` claimed to have cancelled the request."""
     stage.obey("one")
-    stage.obey("/cancel 1")  # it is on its way, and nobody has looked yet
+    stage.obey("/cancel 1")  # the view has not been updated yet
     stage.turns(2)
     assert [r.reason for r in stage.state.ended] == ["cancelled"]
     for order, words in (
@@ -508,16 +504,15 @@ def test_cancelling_what_is_not_there_says_so(stage):
 
 
 def test_max_is_cut_to_the_slot(stage):
-    """The edge went on to promise 100,000 tokens in slots of 512. A temperature may be what
-    sampling takes."""
+    """The edge of the screen kept showing 100,000 tokens in slots of 512. A temperature may be anything
+    that sampling accepts."""
     assert stage.obey("/set max=100000") == "max=512: a slot holds no more"
     assert stage.state.settings.max_tokens == 512
     assert stage.obey("/set max=512 temperature=500") == "set max=512 temperature=500"
 
 
 def test_P_saves_a_picture_of_any_page(tmp_path, monkeypatch):
-    """The palette's picture failed where there was no folder for downloads, and said of no page
-    what it shows."""
+    """The palette's screenshot failed without a downloads folder, and did not name the page."""
     monkeypatch.chdir(tmp_path)
 
     async def scenario(it):
@@ -546,7 +541,7 @@ async def test_escape_clears_a_command_but_not_a_prompt(it):
 
 @on_screen(size=(120, 40))
 async def test_a_letter_that_is_no_key_begins_a_prompt(it):
-    """It was refused, with the advice to press `i` first."""
+    """The letter was refused, with the advice to press `i` first."""
 
     assert "press i to type" in it.text()
     await it.press(*"my name", "enter", turns=2)
@@ -599,7 +594,7 @@ async def test_page_down_scrolls_the_help_by_a_page(it):
 
 @on_screen()
 async def test_a_small_screen_shows_the_requested_pane(it):
-    """At 80x24 there was no answer and no plan in sight before `v` was found."""
+    """At 80x24 neither an answer nor a plan was visible until the user found `v`."""
 
     assert "b fires a burst" in it.text() and "v leads to them" in it.text()
     await it.press("i", *"quiz", "enter", "escape", turns=30)
@@ -614,12 +609,13 @@ async def test_a_small_screen_shows_the_requested_pane(it):
 
 @pytest.mark.parametrize(("looks_on", "runs"), [(True, False), (True, True), (False, False)])
 def test_json_begins_paused_for_a_user(stage, looks_on, runs, monkeypatch):
-    """It was over in a quarter of a second, before `s` could follow. A log would never end."""
+    """The request finished in a quarter of a second, before the user could press `s`. A plain log would
+    never resume."""
     asked = []
     if runs:
         stage.obey("/burst 2")
         stage.turns(2)
-    monkeypatch.setattr(stage.client, "fire", asked.extend)  # an engine of words has no grammars
+    monkeypatch.setattr(stage.client, "fire", asked.extend)  # the word engine has no grammars
     stage.session.stays = looks_on
     stage.obey("/json")
     stage.turns(1)
@@ -628,7 +624,7 @@ def test_json_begins_paused_for_a_user(stage, looks_on, runs, monkeypatch):
 
 
 def test_every_click_leads_to_what_is_there(stage):
-    """A click on the number of ended requests led to an action that had gone. And no line is longer
+    """A click on the number of ended requests called an action that no longer exists. No line is longer
     than its page."""
     for order in ("/same 9", "/break client"):
         stage.obey(order)

@@ -1,5 +1,4 @@
-"""What the pictures teach: each figure on the screen is that of the engine, and what cannot be true
-is not said."""
+"""What the charts teach: each figure on the screen matches the engine, and nothing impossible is shown."""
 
 import re
 from functools import partial
@@ -18,7 +17,7 @@ from screen.draw.style import PREFILL
 
 def test_the_timeline_shows_each_kind_of_work():
     stage = Stage(slots=3).load()
-    # A chunk is 16 tokens, and a step's budget is 32
+    # a chunk is 16 tokens, and a step's budget is 32
     for letter, length in (("a", 48), ("b", 64), ("c", 16)):
         stage.obey(letter * length)
     stage.turns(20)
@@ -60,7 +59,7 @@ def test_why_requests_wait_is_told():
 
 
 def test_why_batching_pays_by_rows():
-    """Nothing showed why batching pays: that a step of 8 rows costs hardly more than one of 1."""
+    """Nothing showed why batching pays: a step of 8 rows takes hardly longer than a step of 1."""
     stage = Stage(slots=4).load()
     lines = stage.lines(charts.draw_cost, 60, 12)
     assert "No step has only decoded so far" in " ".join(lines)
@@ -89,8 +88,8 @@ def test_why_batching_pays_by_rows():
 
 
 def test_what_cannot_be_true_is_not_said():
-    """ "8 rows cost 0.90 × as much as 1 row, and yield 8.92 × the tokens", "0.00 ms more for each
-    row"; and while a burst ran, a sentence said that one should be fired."""
+    """The chart used to say "8 rows cost 0.90 × as much as 1 row, and yield 8.92 × the tokens" and "0.00 ms
+    more for each row", and to suggest a burst while one was running."""
     assert (
         charts.lesson({1: 0.010, 8: 0.009}, False)
         == "Too noisy to say: 8 rows took less time than 1 row."
@@ -103,7 +102,7 @@ def test_what_cannot_be_true_is_not_said():
     stage.obey("/burst 4")
     stage.finish()
 
-    stage.obey("/compare")  # here, all steps take as long
+    stage.obey("/compare")  # here, all steps take equally long
     said = "10.0 ms with one row, too noisy to say how much more for each row, "
     assert (
         said in stage.state.kept["compare"].note
@@ -129,8 +128,8 @@ def test_the_rate_is_what_the_steps_delivered():
 
 
 def test_missed_steps_are_drawn_as_a_gap():
-    """The timeline went on as if nothing had been between, and tokens/s left out what had come
-    meanwhile."""
+    """The timeline continued as if no step were missing, and tokens/s ignored the tokens of the missed
+    steps."""
     stage = Stage(slots=2).load()
     stage.engine.submit([1], SamplingParams(max_tokens=9, ignore_eos=True)).result()
     stage.turns()
@@ -160,8 +159,7 @@ def test_missed_steps_are_drawn_as_a_gap():
 
 
 def test_no_step_is_missed_at_full_speed():
-    """Three loops at once: the engine's, which steps as fast as it can, the screen's looks, and its
-    painting."""
+    """Three loops run at once: the engine at full speed, the updates of the view, and the drawing."""
     stage = Stage()
 
     async def scenario(it):
@@ -179,7 +177,7 @@ def test_no_step_is_missed_at_full_speed():
 
 
 def test_the_screens_share_of_a_core_is_bounded(monkeypatch):
-    """A picture of 20 ms, ten times a second, is a fifth of a core that the engine needs, too."""
+    """Drawing for 20 ms ten times a second takes a fifth of a core, which the engine needs."""
     now, used, looks = Clock(), Clock(), []
     monkeypatch.setattr(widgets, "time", SimpleNamespace(monotonic=now, thread_time=used))
 

@@ -37,7 +37,7 @@ def test_a_wrong_option_gets_one_line_and_exit_code_2(arguments, capsys):
 
 
 def test_a_script_may_be_written_in_capitals(capsys):
-    """`--script Burst24` said that 'urst' was no command."""
+    """`--script Burst24` reported that 'urst' is not a command."""
     assert tui.parse_arguments(["--script", "Static Burst24"]).script == "Static Burst24"
     assert commands.orders_of("Static Burst24", MENU) == [("static", ""), ("burst", "24")]
     with pytest.raises(SystemExit):
@@ -58,7 +58,7 @@ def test_a_script_may_be_written_in_capitals(capsys):
     ],
 )
 def test_a_wrong_script_is_refused_before_loading(script, words, capsys):
-    """`burst-3` and `burst 5` fired 24 prompts; a wrong word did not say which there are."""
+    """`burst-3` and `burst 5` fired 24 prompts, and an unknown word did not list the valid ones."""
     with pytest.raises(SystemExit) as left:
         tui.parse_arguments(["--script", script, "--screenshot", "/dev/null/x.svg"])
     said = capsys.readouterr().err
@@ -73,7 +73,7 @@ def test_a_wrong_script_is_refused_before_loading(script, words, capsys):
     "script", ["pause burst2", "static burst24 step60", "load5", "slow4", "view", "cancel"]
 )
 def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
-    """`pause burst2` hung in silence, and a step or a load was left out."""
+    """`pause burst2` hung silently, and a step or a load was ignored."""
     assert commands.orders_of(script, MENU)
     with pytest.raises(SystemExit) as left:
         tui.parse_arguments(["--plain", "--script", script])
@@ -107,23 +107,24 @@ def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
     ids=range(4),
 )
 def test_an_unusable_file_is_named_with_its_option(arguments, words, capsys):
-    """It said "[Errno 2] No such file or directory", and foo.png was no PNG."""
+    """The message was "[Errno 2] No such file or directory", and foo.png was no PNG."""
     with pytest.raises(SystemExit):
         tui.parse_arguments(arguments)
     assert capsys.readouterr().err.startswith(f"nanobatch: {words}")
 
 
-# Of each kind one: what a terminal obeys, what turns the direction, what draws nothing, half a pair.
+# One of each kind: obeyed by a terminal, changes the writing direction, is invisible, half a surrogate
+# pair.
 HOSTILE = "\x1b]0;title\x07\x9b2J\u202e\u061c\ufff9\u115f\u3164\U000e0100\U000e0041\ud83e\r\n"
 
 
 def is_plain(text: str) -> bool:
-    """Does it hold nothing that draws nothing, and nothing that a terminal obeys?"""
+    """Return True if no character is invisible or would be obeyed by a terminal."""
     return clean(text) == text and "\n" not in text
 
 
 def test_a_plain_log_has_no_control_characters():
-    """A path over HTTP is percent-decoded, and was logged as it was."""
+    """A path is percent-decoded, and used to be logged unchanged."""
     stage = Stage(slots=2).load()
     call = RequestRecord(1, 0.0, "127.0.0.1", f"GET /{HOSTILE}", status=404, message=HOSTILE)
     ended = [(call,)]
@@ -178,7 +179,7 @@ def test_a_plain_log_has_a_line_for_each_event():
     assert len(times) > 20 and times == sorted(times), (
         "a step was logged at its end, after later events"
     )
-    # The first leg was told of at its end, at other prices than the verdict; and nothing said why
+    # The first leg was logged at its end, with other prices than the verdict, and without the reason why
     # it took longer.
     legs = [line.split("  ") for line in lines if ", measured " in line]
     (static, continuous) = [[part.strip() for part in leg if part][3] for leg in legs]
@@ -202,7 +203,7 @@ def test_an_interrupted_log_is_complete(stage):
 
 
 def test_the_log_times_a_policy_switch_by_its_first_step():
-    """Errors were stamped with the time at which they were shown."""
+    """Errors were logged with the time at which they were shown."""
     stage = Stage(slots=2)
     stage.load()
     lines: list[str] = []
@@ -211,7 +212,7 @@ def test_the_log_times_a_policy_switch_by_its_first_step():
     stage.turns(5)
     stage.obey("/policy static")
     for _ in range(900):
-        stage.client.loop.turn()  # and nobody looks
+        stage.client.loop.turn()  # without an update of the view
     log.refresh()
     first = next(column for column in stage.state.history if column.view.policy == "static")
     assert first.step > 1 and f"{first.view.began:8.3f} s  policy static" in lines
@@ -219,7 +220,7 @@ def test_the_log_times_a_policy_switch_by_its_first_step():
 
 
 def test_pages_in_a_log_name_no_keys(stage):
-    """The headings of a log had "Esc back" and "↑↓ scroll"."""
+    """The headings in the log contained "Esc back" and "↑↓ scroll"."""
     stage.obey("/burst 3")
     stage.finish()
     for name in ("requests", "totals", "clients", "errors"):

@@ -1,4 +1,5 @@
-"""A prompt that takes minutes: the screen showed 0.00 tok/s and an empty chart all the while."""
+"""A prompt that takes minutes. The screen used to show 0.00 tok/s and an empty chart until it was
+prefilled."""
 
 from screen_stage import Stage, like_golden, on_screen
 

@@ -1,4 +1,4 @@
-"""What other programs take of the cores is said, and only that."""
+"""The processor time that other programs take is shown, and nothing else."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ intr 12345
 
 
 class Machine:
-    """A machine on which a second passes when a test says so."""
+    """A machine with a simulated clock."""
 
     def __init__(self, cores: int, counts: bool = True):
         self.now = self.mine = self.busy = self.idle = 0.0
@@ -43,7 +43,7 @@ def test_only_cores_of_this_process_count():
     assert counted(STAT, {0, 1}, 100) == Worked(3.59, 14.5)
     assert counted(STAT, {12}, 100) == Worked(5, 0)
     assert counted(STAT, {7}, 100) is None and counted("", {0}, 100) is None
-    zeros = "cpu0 0 0 0 0 0 0 0 0 0 0\n"  # a sandbox that does not count
+    zeros = "cpu0 0 0 0 0 0 0 0 0 0 0\n"  # a sandbox that does not count time
     assert counted(zeros, {0}, 100) is None
 
 
@@ -58,7 +58,7 @@ def test_this_machine_is_read():
 def test_the_engines_own_work_is_not_others(counts):
     machine = Machine(4, counts)
     for second in range(300):
-        machine.load = 4 * (1 - 0.98**second)  # all of it is this process's own
+        machine.load = 4 * (1 - 0.98**second)  # the entire load is this process's own
         assert machine.second(own=4, others=0) == 0.0
 
 
@@ -81,7 +81,7 @@ def test_the_load_average_replaces_missing_counts():
 
 
 def test_the_header_names_other_programs(stage):
-    """ "219 ms = build 170" blamed the engine."""
+    """ "219 ms = build 170" blamed the engine for the time of other programs."""
     stage.obey("/burst 20")
     stage.turns(70)
     (before,) = stage.lines(status.draw_status, 80, 1)

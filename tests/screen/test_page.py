@@ -1,4 +1,4 @@
-"""A page is a record: its key, its command, completion, help, footer, palette and log follow."""
+"""A page is a record from which its key, command, completion, help, footer, palette entry and log follow."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from screen.commands import PlainLog
 from tui import MENU
 
 ROOT = Path(__file__).parents[2]
-# The smallest page there can be
+# the smallest possible page
 HELLO = '''"""It says hello."""
 
 from screen.page import Page
@@ -54,8 +54,8 @@ print("hello, too")
 
 
 def test_a_new_page_is_a_file_and_a_line_of_the_table(tmp_path):
-    """The long prompt was named in five files and sixteen tables. In a process of its own, since
-    bindings are made with the class of the screen."""
+    """The long-prompt page was named in five files and sixteen tables. This needs a separate process, since
+    bindings are created with the screen class."""
     for name in (
         *PACKAGES,
         "benchmarks",
@@ -86,7 +86,7 @@ def test_a_new_page_is_a_file_and_a_line_of_the_table(tmp_path):
 
 
 def test_every_page_can_be_read_in_a_log(stage):
-    """Totals, errors and clients were for screens alone."""
+    """Totals, errors and clients were only available on a screen."""
     stage.obey("/burst 4")
     stage.finish()
     for page in MENU.pages.values():

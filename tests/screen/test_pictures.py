@@ -1,7 +1,7 @@
 """Pictures of the screen, compared as plain text with `golden/*.txt`: the main view at three sizes
-(a fourth is one of the panes), other pages at one.
+(a fourth shows single panes), other pages at one.
 
-After a change that is meant, run the tests with NANOBATCH_GOLDEN=write and look at the difference.
+After an intended change, run the tests with NANOBATCH_GOLDEN=write and review the diff.
 """
 
 from collections import Counter
@@ -127,7 +127,7 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
             drawn = layout.STACKS.get(lower, (lower,))
             assert drawn[0] in found or lower in ("streams", "timeline") or width >= 110
             charts = found.keys() & {"rate", "batch", "ttft", "batching"}
-            # A chart of two lines was a title and an axis, with nothing in between
+            # A chart of two lines had only a title and an axis
             assert all(found[name].height >= 4 for name in charts)
             check_places(found, width, height)
             seen += len(found)
@@ -144,7 +144,7 @@ def check_places(found, width, height):
 
 @pytest.mark.parametrize("slots", [3, 40])
 def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
-    """A line that is cut would tell a lie: 179 of 1799."""
+    """A truncated line would be misleading: 179 of 1799."""
     stage = Stage(slots=slots, policy="static").load()
     stage.obey("/burst 30")
     stage.session.has_chats = True
@@ -168,7 +168,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
                         region,
                     )
                     seen[name] += 1
-            for name in ("help", "requests"):  # they can be scrolled
+            for name in ("help", "requests"):  # these can be scrolled
                 check_lines(
                     name,
                     drawn(MENU.pages[name].draw, stage.state, width, height),
@@ -176,7 +176,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
                 )
         lines = drawn(request_details.draw_request, stage.state, 74, 12)
         check_lines("requests", lines, Region(0, 0, 74, 12))
-        seen["requests"] += 1  # with many slots it has no room of its own
+        seen["requests"] += 1  # with many slots it has no pane of its own
         stage.obey("/compare")
         for width, height in ((60, 20), (80, 24), (120, 40), (200, 50)):
             lines = drawn(race.draw_comparison, stage.state, width, height)

@@ -1,4 +1,4 @@
-"""The prompt box: it stays open, grows with what is typed, and brings earlier prompts back."""
+"""The prompt box: it stays open, grows with its text, and recalls earlier prompts."""
 
 import stat
 
@@ -10,7 +10,7 @@ from cli.terminal_chat import History
 
 @on_screen()
 async def test_the_box_stays_open_after_enter(it):
-    """Each question needed `i` again, and what was typed without it was swallowed."""
+    """Each question needed `i` again, and text typed without it was lost."""
 
     await it.press("i", *"one", "enter", *"two", "enter", turns=3)
     assert [it.stage.prompt(1), it.stage.prompt(2)] == ["one", "two"]
@@ -78,7 +78,7 @@ def test_the_history_is_private_and_saved_at_once(tmp_path):
 
 
 def test_commands_are_recalled_but_not_saved(tmp_path):
-    """The screen and `ask.py --chat` have one history, and neither knows the other's commands."""
+    """The screen and `ask.py --chat` share one history, but neither knows the other's commands."""
     history = History(tmp_path / "history")
     for line in ("/burst 24", "Why?"):
         history.add(line)

@@ -1,4 +1,4 @@
-"""A recording: what it holds, what it leaves out, and that nothing in it is made up."""
+"""A recording: what it contains, what it omits, and that it contains only what happened."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ def ids_of(stage: Stage) -> record.Ids:
 
 
 def recorded(stage: Stage) -> dict:
-    """Play a recording as a reader of the file does."""
+    """Return the recording as a reader of the file sees it."""
     recording = record.record(stage.state, ABOUT, ids_of(stage))
     return json.loads(record.as_text(recording))
 
@@ -80,7 +80,7 @@ def test_a_race_is_recorded_as_two_runs(stage):
 
 @pytest.mark.parametrize(("policy", "is_hurried"), [("continuous", True), ("static", False)])
 def test_the_scheduler_plans_again_what_was_recorded(policy, is_hurried):
-    """Nothing of a plan is made up, and nothing is left out that the scheduler needs."""
+    """A plan contains nothing invented, and the recording has everything that the scheduler needs."""
     stage = Stage(policy=policy).load()
     stage.engine.eager_first_token = is_hurried
     stage.engine.sched.budget = 70
@@ -97,7 +97,7 @@ def test_the_scheduler_plans_again_what_was_recorded(policy, is_hurried):
 
 
 def test_a_recording_names_no_client_and_tells_no_error(stage):
-    """An error's words may hold a path, and a client's origin is its address."""
+    """An error message may contain a path, and a client's origin is its address."""
     ids = stage.engine.text.ask("words")
     stage.engine.submit(ids, SamplingParams(max_tokens=9), origin="10.9.8.7", client="10.9.8.7")
     stage.obey("/burst 2")
@@ -112,7 +112,7 @@ def test_a_recording_names_no_client_and_tells_no_error(stage):
 
 
 def test_a_recording_of_fair_still_knows_who_is_who():
-    """Else its plans could not be made again."""
+    """Otherwise its plans could not be reproduced."""
     stage = Stage(policy="fair", slots=2).load()
     for number in range(12):
         ids = stage.engine.text.ask(f"prompt {number}")
@@ -156,7 +156,7 @@ def test_the_contents_of_a_recording_are_announced(stage, capsys, tmp_path):
 
 
 def test_recording_nothing_is_a_failure(capsys, tmp_path):
-    """The exit code was 0."""
+    """The exit code was 0 although nothing had been recorded."""
     file = tmp_path / "run.json"
     file.write_text("an earlier one")
     args = tui.parse_arguments(["--record", str(file)])

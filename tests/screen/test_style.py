@@ -1,4 +1,4 @@
-"""Which characters reach the terminal as they are, and how others are shown."""
+"""Which characters reach the terminal unchanged, and how the others are shown."""
 
 import pytest
 from screen_stage import plain
@@ -7,8 +7,8 @@ from screen.draw import style
 from screen.draw.canvas import Canvas
 from screen.draw.style import clean
 
-# Unicode's property Default_Ignorable_Code_Point, which Python does not tell. `style.py` has it from
-# categories and names; this is the table that it is held against.
+# Unicode's property Default_Ignorable_Code_Point, which Python does not provide. `style.py` derives it
+# from categories and names; this table is the reference.
 IGNORABLE = (
     (0xAD, 0xAD),
     (0x34F, 0x34F),
@@ -31,7 +31,7 @@ IGNORABLE = (
 
 
 def test_what_draws_nothing_is_shown_as_such():
-    """U+E0100, U+061C, U+FFF9, U+115F and U+3164 reached the terminal: they were on no list."""
+    """U+E0100, U+061C, U+FFF9, U+115F and U+3164 used to reach the terminal, because no list had them."""
     codes = [code for first, last in IGNORABLE for code in range(first, last + 1)]
     codes += [0xFFF9, 0xFFFA, 0xFFFB, 0x2028, 0x2029, 0xD800, 0xDFFF, 0xFFFE, 0x1FFFF, 0x80, 0x9B]
     for code in codes:
@@ -44,19 +44,22 @@ def test_what_draws_nothing_is_shown_as_such():
     [
         ("\x1b[2J\x07\x7f", "␛[2J␇␡"),
         ("a\tb\r\nc", "a    b\nc"),
-        ("👩‍👩‍👧 and 🏳️‍🌈", "👩👩👧 and 🏳🌈"),  # terminals disagree on their width when joined
+        (
+            "👩‍👩‍👧 and 🏳️‍🌈",
+            "👩👩👧 and 🏳🌈",
+        ),  # terminals disagree on the width of joined characters
         ("❤️ 1️⃣ ☎︎", "❤ 1⃣ ☎"),
         ("👋🏽 🇩🇪", "👋🏽 🇩🇪"),
         ("\u0645\u06cc\u200c\u062e", "\u0645\u06cc\u062e"),  # Persian
         ("\u0915\u094d\u200d\u0937", "\u0915\u094d\u0937"),  # Hindi
-        ("👩\u200d", "👩"),  # the rest is still to come
+        ("👩\u200d", "👩"),  # the rest has not arrived yet
         ("a\u200db", "a<U+200D>b"),
         ("👩\u200d\u200d👩", "👩<U+200D><U+200D>👩"),
         ("❤\ufe0f\ufe0f", "❤<U+FE0F>"),
         ("\ufe0fx", "<U+FE0F>x"),
-        ("🏴\U000e0067\U000e007f", "🏴<U+E0067><U+E007F>"),  # letters that nobody sees
+        ("🏴\U000e0067\U000e007f", "🏴<U+E0067><U+E007F>"),  # invisible letters
         ("e\u0301 ü 日本 ן \u06dd", "e\u0301 ü 日本 ן \u06dd"),
-        ("\U0001fae8 \U0001fadf", "\U0001fae8 \U0001fadf"),  # younger than Python 3.11
+        ("\U0001fae8 \U0001fadf", "\U0001fae8 \U0001fadf"),  # newer than Python 3.11
     ],
 )
 def test_ordinary_text_stays(text, drawn):
@@ -66,7 +69,7 @@ def test_ordinary_text_stays(text, drawn):
 
 @pytest.mark.parametrize("rare", [(), (style.FAILED,)])
 def test_the_legend_of_the_timeline_is_whole_at_120_columns(rare):
-    """With "used 100 %", or after a failed step, the last glyphs had no words."""
+    """With "used 100 %", or after a failed step, the last glyphs had no labels."""
     on = Canvas(style.DARK, 73, 10)
     usual = (style.PREFILL, style.DECODE, style.BLOCKED, style.HELD, style.GHOST, style.EMPTY)
     kinds = (*rare, *usual)

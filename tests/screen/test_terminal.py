@@ -1,5 +1,4 @@
-"""The whole program in a real terminal: a pseudo-terminal, what a user types, and what such a
-terminal would show."""
+"""The whole program in a pseudo-terminal: what a user types, and what the terminal would show."""
 
 import json
 import os
@@ -28,18 +27,18 @@ def test_a_session_of_a_user(model, tmp_path):
     file = tmp_path / "run.json"
     with Terminal("--model", model, "--max-len", "512", "--record", str(file)) as terminal:
         terminal.sees("Slots", "Timeline", "idle", "Tell me a story about a fox an")
-        terminal.type("iquiz: xbrpc?q\r")  # the letters of keys
+        terminal.type("iquiz: xbrpc?q\r")  # these letters are keys, too
         terminal.sees("quiz: xbrpc?q")
         terminal.sees("1 ended")
         terminal.type("\x1b")  # the box stays open
         terminal.sees("i Prompt")
         terminal.type("/set burst=12\r")
-        terminal.sees("  set burst=12")  # what the screen says to it, and not what was typed
+        terminal.sees("  set burst=12")  # the screen's reply, not the typed text
         terminal.type("b")
         terminal.sees("13 ended", "idle")
         terminal.type("p")
         terminal.sees("idle  static")
-        terminal.type(" b")  # paused, so that there are requests to cancel
+        terminal.type(" b")  # pause first, so that there are requests to cancel
         terminal.sees("queue 12", "paused")
         terminal.type("/step 60\r")
         terminal.sees("paused", "space Go on", "blocked    ")  # in a slot, not in the legend
@@ -65,7 +64,7 @@ def test_a_session_of_a_user(model, tmp_path):
 
 
 def test_the_first_frame_comes_before_mlx(model, tmp_path):
-    """Here MLX can never be imported."""
+    """Here importing MLX never finishes."""
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "core.py").write_text("import time\ntime.sleep(600)\n")
     (tmp_path / "mlx" / "__init__.py").write_text("")
@@ -84,7 +83,7 @@ def test_a_signal_restores_the_terminal(model, number, code):
 
 
 def ask(port: int) -> bytes:
-    """All that a client gets for a request of 60 tokens."""
+    """Return everything that a client receives for a request of 60 tokens."""
     body = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True, "stream": True}
     return Line("127.0.0.1", port).post(COMPLETIONS, body).everything()
 
@@ -99,7 +98,7 @@ tui.Screen.action_zoom = spoil"""
 
 @pytest.mark.parametrize("crashes", [True, False])
 def test_a_lost_screen_lets_clients_finish(model, crashes):
-    """A lost terminal is noticed by reading, or by a SIGHUP: whatever comes first."""
+    """A lost terminal is noticed by a read or by a SIGHUP, whichever comes first."""
     (port,) = free_ports(1)
     options = ("--model", model, "--max-len", "128", "--serve", str(port))
     spoiled = CRASH if crashes else ""
@@ -120,8 +119,7 @@ def test_a_lost_screen_lets_clients_finish(model, crashes):
 
 
 def test_ctrl_z_suspends(model):
-    """Ctrl-Z did nothing. The engine's clock stands still meanwhile: a person may be away for an
-    hour."""
+    """Ctrl-Z did nothing. The engine's clock stops while the program is suspended, perhaps for an hour."""
 
     def state() -> str:
         return state_of(terminal.process.pid)
@@ -155,7 +153,7 @@ def test_without_a_terminal_the_same_run_is_a_plain_log(model):
 
 
 def test_no_terminal_and_no_prompt_is_one_line(model):
-    """Eight prompts of its own were answered, on any model, however slow."""
+    """The program answered eight prompts of its own, on any model, however slow."""
     command = [sys.executable, str(ROOT / "tui.py"), "--plain", "--model", model]
     nothing = subprocess.DEVNULL
     done = subprocess.run(command, stdin=nothing, capture_output=True, timeout=120, cwd="/")
@@ -169,7 +167,7 @@ def test_no_terminal_and_no_prompt_is_one_line(model):
 
 
 def test_a_log_on_a_terminal_says_what_to_type(model):
-    """It said nothing, and seemed to hang. What is typed before the model is there waits for it."""
+    """The log printed nothing and seemed to hang. Text typed before the model is loaded waits for it."""
     with Terminal("--model", model, "--max-len", "128", "--plain", size=(100, 40)) as terminal:
         terminal.sees("type a prompt, or a command such as /burst 8")
         terminal.type("/set max=3\nhello\n")
@@ -179,7 +177,7 @@ def test_a_log_on_a_terminal_says_what_to_type(model):
 
 
 def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
-    """Waiting while paused never ended."""
+    """Waiting while paused never finished."""
     picture = tmp_path / "picture.svg"
     script = "light static pause burst24 step60 wait"
     options = ["--screenshot", picture, "--size", "120x40"]
@@ -199,7 +197,7 @@ def test_ask_prints_no_escape_sequence(model):
 
 
 def test_textual_serve(model):
-    """It wrote the plain log there, since pipes are no terminal; and totals after the end are no
+    """The program wrote the plain log, since pipes are not a terminal. Totals after the end are not
     packets."""
     env = os.environ | {
         "TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver",

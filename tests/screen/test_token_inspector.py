@@ -1,5 +1,4 @@
-"""What a grammar forbids is seen on the screen, and the key that asks for
-JSON."""
+"""The screen shows which tokens a grammar forbids, and a key asks for JSON."""
 
 import json
 
@@ -31,7 +30,8 @@ def test_forbidden_tokens_are_struck_through():
 
 
 def test_the_view_has_the_candidates_of_each_token():
-    """Each view: the newest token first, allowed; the others are the likeliest of the model."""
+    """In each view the newest token comes first and is allowed; the others are the most likely ones of the
+    model."""
     with Engine.load("demo", slots=1, max_len=256, speculate=0) as engine:
         sampling = SamplingParams(max_tokens=150, grammar={"json": SCHEMA}, logprobs=CANDIDATES)
         handle = engine.submit(engine.text.ask("Tell me a story about a fox."), sampling)
@@ -55,7 +55,7 @@ class JsonStage(Stage):
 
 
 def test_the_token_inspector_stays_in_sight_on_a_small_screen():
-    """At 80x24 a step after j showed its plan instead, and the conversation hid the answer."""
+    """At 80x24 a step after j showed the plan instead, and the conversation hid the answer."""
 
     async def scenario(it):
         await it.press("space", "i", *"hello", "enter", "escape", "s", "s")

@@ -1,4 +1,4 @@
-"""Keys keep their order, however fast they come, and whether the model is there or not."""
+"""Keys keep their order, however fast they arrive, and whether or not the model is loaded."""
 
 import os
 import random
@@ -38,7 +38,7 @@ def pressed(name: str) -> events.Key:
 
 
 def random_keys(dice: random.Random) -> list[events.Key | events.Paste]:
-    """The keys of an impatient user."""
+    """Return the keys of an impatient user."""
     out = []
     for _ in range(dice.randint(8, 16)):
         kind = dice.random()
@@ -56,7 +56,7 @@ def random_keys(dice: random.Random) -> list[events.Key | events.Paste]:
 
 
 def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
-    """What has come of the keys, when the engine has heard of all of them."""
+    """Return the effect of the keys after the engine has received them all."""
     found = {}
 
     async def scenario(it):
@@ -94,8 +94,8 @@ def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
 
 
 def test_random_keys_do_the_same_whenever_they_come():
-    """While the model loaded, `i`, "Hellp", Backspace, "o there" and Enter fired "Hellpo ther".
-    And with the model there, a letter overtook the key before it if they came at once."""
+    """While the model was loading, `i`, "Hellp", Backspace, "o there" and Enter fired "Hellpo ther". With a
+    loaded model, a letter overtook the previous key if both arrived at once."""
     typists = number_of("TYPISTS", 2)
     fired = posted = 0
     for seed in range(typists):
@@ -113,7 +113,7 @@ def test_random_keys_do_the_same_whenever_they_come():
 
 @on_screen(size=(120, 40), load=False)
 async def test_text_typed_while_loading_is_in_the_box(it):
-    """Nothing of it was seen, and Ctrl-U made the whole prompt vanish."""
+    """The text was invisible, and Ctrl-U deleted the whole prompt."""
 
     await it.pilot.press("i", "ctrl+u", *"Hellp", "backspace", *"o there")
     assert "❯ Hello there" in it.text() and "starting" in it.text()
@@ -134,7 +134,7 @@ async def test_text_typed_while_loading_is_in_the_box(it):
 
 
 def test_toggle_keys_faster_than_the_engine():
-    """Twice `space` before the next view was one pause, and so was twice `l` and twice `p`."""
+    """Pressing `space` twice before the next view paused only once; `l` and `p` had the same bug."""
     keys = ("space", "space", "space", "l", "l", "p", "p", "plus", "plus", "minus")
     keys += ("left_square_bracket",) * 2
 
@@ -196,7 +196,7 @@ def test_a_page_opened_while_loading(page):
 
 @on_screen(load=False)
 async def test_a_model_that_cannot_be_loaded_while_typing(it):
-    """The prompt box had the keyboard while it was not visible."""
+    """The prompt box had the keyboard focus while it was invisible."""
 
     await it.pilot.press("i", *"hello")
     it.stage.load_engine = lambda report, clock: os.stat("/no/such/model")

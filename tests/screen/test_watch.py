@@ -1,4 +1,5 @@
-"""The screen with real clients: of its own server (`--serve`), or of one that it watches (`--watch`)."""
+"""The screen with real clients: those of its own server (`--serve`), or of a server that it watches
+(`--watch`)."""
 
 import copy
 import json
@@ -53,7 +54,7 @@ class Watched(Server):
         return self.session.state
 
     def sees(self, what):
-        """Look until it is so."""
+        """Update the view until the condition holds."""
         deadline = time.monotonic() + 60
         while not (found := what(self.state)):
             assert time.monotonic() < deadline, (self.state.view, self.state.calls)
@@ -70,7 +71,7 @@ class Watched(Server):
 
 @contextmanager
 def serving(engine):
-    """An engine client with a server, as `tui.py --serve` opens it."""
+    """Yield an engine client with a server, as `tui.py --serve` starts it."""
     api = APIServer(Options(port=0)).start()
     client = LocalEngineClient(lambda report, clock: engine, api, "small")
     client.start()
@@ -111,7 +112,7 @@ def watched(request):
 
 
 def test_refused_http_requests_are_shown(watched):
-    """The engine's own snapshot tells nothing of it."""
+    """The engine's own snapshot does not contain them."""
     seen = len(watched.state.calls)
     assert watched.complete(n=0).status == 400
     assert watched.ask("/v1/nothing", {}).status == 404
@@ -177,7 +178,7 @@ def test_cancelling_all_ends_ones_own_requests_alone(watched):
     line.hang_up()
 
 
-# --- a server of one's own ----------------------------------------------------------------------
+# --- its own server -----------------------------------------------------------------------------
 
 
 def test_quitting_ends_a_pause_for_clients(engine):
@@ -243,7 +244,7 @@ def test_a_taken_port_is_one_line_and_exit_code_2(capsys):
     assert capsys.readouterr().err == f"nanobatch: --serve {address}: Address already in use\n"
 
 
-# --- a server elsewhere -------------------------------------------------------------------------
+# --- another server -----------------------------------------------------------------------------
 
 
 def test_a_watched_server_answers_a_prompt(server):
@@ -263,8 +264,8 @@ def test_a_watched_server_answers_a_prompt(server):
 
 
 def test_a_prompt_is_settled_only_with_its_answer(server, monkeypatch):
-    """The stream of a prompt could end before the frame that tells of it: a script then left
-    without the answer."""
+    """The stream of a prompt could end before the frame that reports its end, so a script quit without the
+    answer."""
     take = watch_frames.Receiver.unpack
     monkeypatch.setattr(
         watch_frames.Receiver, "unpack", lambda self, event: (time.sleep(0.5), take(self, event))[1]
@@ -277,7 +278,7 @@ def test_a_prompt_is_settled_only_with_its_answer(server, monkeypatch):
 
 
 def test_a_prompt_waits_for_a_loading_server(engine):
-    """It came back, refused with 503."""
+    """The prompt came back, refused with a 503."""
     api = APIServer(Options(port=0)).start()
     client = RemoteEngineClient(api.address)
     client.start()
@@ -296,17 +297,17 @@ def test_a_prompt_waits_for_a_loading_server(engine):
 
 
 def test_a_watched_view_is_complete(server):
-    """Differences come ten a second; between two looks there may be several of them."""
+    """Differences arrive ten times a second, so several may arrive between two updates of the view."""
     with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
         first = it.state.history[-1].step if it.state.history else 0
         ends = len(it.state.ended)
         for _ in range(4):
             it.complete(max_tokens=30)
-            time.sleep(0.25)  # nobody looks meanwhile
+            time.sleep(0.25)  # no update of the view in between
         it.sees(lambda state: len(state.ended) == ends + 4)
         steps = [column.step for column in it.state.history if column.step > first]
-        # Where tokens are drafted, a step brings several
+        # with drafts, a step produces several tokens
         assert steps == list(range(first + 1, first + 1 + len(steps))) and len(steps) >= 60
         assert sum(column.tokens for column in it.state.history if column.step > first) == 120
         assert not it.state.faults
@@ -364,7 +365,7 @@ HOSTILE = (
 
 
 def places_of(data: object, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """The path to each value in nested lists."""
+    """Yield the path to each value in nested lists."""
     if path:
         yield path
     for i, each in enumerate(data if isinstance(data, list) else ()):
@@ -372,8 +373,7 @@ def places_of(data: object, path: tuple[int, ...] = ()) -> Iterator[tuple[int, .
 
 
 def test_hostile_frames_do_no_harm(stage):
-    """A server with `slots: 4000000000` did. One value of a real frame is replaced at a time: 100
-    of them, seed 1."""
+    """A server with `slots: 4000000000` did harm. Replace one value of a real frame at a time, 100 times."""
     stage.obey("/burst 6")
     engine = stage.turns(12).engine.snapshot()
     data = json.loads(
@@ -400,7 +400,7 @@ def test_hostile_frames_do_no_harm(stage):
 
 
 def test_a_hostile_server_is_a_line_on_the_screen(server):
-    """A frame that cannot be is a reason to ask again, as a lost connection is."""
+    """After an impossible frame the client reconnects, as after a lost connection."""
     with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
         take = watch_frames.Receiver.unpack
@@ -445,7 +445,7 @@ def test_no_server_is_one_line_and_exit_code_2(capsys):
 
 
 def test_watching_needs_no_mlx(server, tmp_path):
-    """A laptop that watches a server has none, perhaps; and it would take a second to load."""
+    """A laptop that watches a server may not have MLX, and importing it would take a second."""
     code = "import sys, tui; code = tui.main(sys.argv[1:]); print(code, [m for m in sys.modules if m[:3] == 'mlx'])"
     picture = tmp_path / "picture.svg"
     command = [sys.executable, "-c", code, "--watch", server.address, "--screenshot", str(picture)]
@@ -515,7 +515,7 @@ def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
 
 
 def test_clients_are_counted_beyond_those_that_are_kept():
-    """ "2,000 ended" was shown from then on, and fewer and fewer of them had been refused."""
+    """The count stopped at "2,000 ended", with a falling number of refused ones."""
     state, server = State(), canned_server()
     for number in range(1, 1001):
         state.absorb(View(server=replace(server, seen=3 * number)))
@@ -534,7 +534,7 @@ def test_clients_are_counted_beyond_those_that_are_kept():
 
 @pytest.mark.parametrize("keys", [(), ("--api-key", "key", "--watch-key", "eye")], ids=len)
 def test_a_conversation_with_a_watched_server(keys):
-    """With the API key alone `/watch` shows figures: the answers are those of the routes."""
+    """With the API key only, `/watch` shows no texts, so the answers are those of the routes."""
     sizes = ("--model", "demo", "--slots", "2", "--max-len", "96")
     with Server(*sizes, *keys) as server, watching(server, *keys[1:2]) as watched:
         watched.sees(lambda state: state.view.stage == "ready")

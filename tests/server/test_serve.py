@@ -60,9 +60,8 @@ def test_openai_client_stream(client):
     first = chunks[0].choices[0].delta
     assert (first.role, first.content) == ("assistant", "")
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
-    assert (
-        text == COUNT and len(chunks) >= 3
-    )  # a busy machine may merge several tokens into one event
+    # A busy machine may merge several tokens into one event
+    assert text == COUNT and len(chunks) >= 3
     *running, last = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
     assert last == "stop" and not any(running)
     assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 5
@@ -110,9 +109,7 @@ def test_logprob_tokens_join_to_the_answer(server):
     assert "".join(entry["token"] for entry in entries) == whole["message"]["content"]
     for entry in entries:
         assert bytes(entry["bytes"]).decode() == entry["token"] and len(entry["top_logprobs"]) == 3
-        assert (
-            entry["top_logprobs"][0]["logprob"] == entry["logprob"] <= 0
-        )  # because decoding is greedy
+        assert entry["top_logprobs"][0]["logprob"] == entry["logprob"] <= 0  # greedy
     streamed = server.chat(logprobs=True, top_logprobs=3, temperature=0, stream=True).events[:-1]
     parts = [event["choices"][0]["logprobs"] for event in streamed]
     assert [entry for part in parts if part for entry in part["content"]] == entries

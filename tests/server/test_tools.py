@@ -254,9 +254,8 @@ def test_streamed_call_comes_piece_by_piece(taught):
     minute."""
     text = CALL.replace("Paris", "Paris " * 20)
     events = taught.ask(CHAT, {"messages": [said(text)], "tools": TOOLS, "stream": True}).events
-    assert (
-        sum("tool_calls" in str(event) for event in events) > 3
-    )  # neighbouring pieces may be merged
+    # Neighbouring pieces may be merged
+    assert sum("tool_calls" in str(event) for event in events) > 3
 
 
 def test_call_ids_fit_every_template(taught):
