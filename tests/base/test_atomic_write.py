@@ -1,4 +1,4 @@
-"""Files that are written are whole: all of the new one, or all of the one before."""
+"""Files are written atomically: either the new content or the old one is complete."""
 
 import os
 import random
@@ -25,21 +25,21 @@ KILLS = number_of("KILLS", 12)
 
 
 def python(code: str, *arguments: object, **how) -> subprocess.CompletedProcess[str]:
-    """Run a few lines that write files, in a process of their own. Root may write anywhere, so there
-    it becomes another user."""
+    """Run a few lines that write files, in a separate process. As root, which may write anywhere, it
+    switches to another user."""
     drop = f"os.setgid({NOBODY}); os.setuid({NOBODY})" if os.geteuid() == 0 else ""
     code = f"import os, sys, time\nfrom base.atomic_write import *\n{drop}\n{code}"
     return run("-c", code, *arguments, **how)
 
 
 def limited() -> None:
-    """From here on, a file may have 4,000 bytes: the next write to a longer one is cut short."""
+    """Limit files to 4,000 bytes, so that the next write to a longer one fails."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
 
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that any user may reach."""
+    """A folder that any user may access."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o777)
     yield folder
@@ -113,7 +113,7 @@ for name in ("folder", "folder/closed/file", "file/inside", "none/file"):
 
 
 def test_size_limit_keeps_the_old_file(open_folder):
-    """On a full disk the file was empty or cut, and the exit code was 0."""
+    """On a full disk the file was empty or truncated, and the exit code was 0."""
     folder = open_folder / "folder"
     folder.mkdir()
     file = folder / "file"
@@ -140,7 +140,7 @@ while True:
     cut = 0
     for count in range(30 * KILLS):
         if cut and count >= KILLS:
-            break  # on a quick disk a kill seldom comes in the middle
+            break  # on a fast disk a kill rarely hits the middle of a write
         command = [
             sys.executable,
             "-c",
@@ -179,7 +179,7 @@ def test_screen_on_a_full_disk(tmp_path):
         file.write_text(OLD)
     record, picture = files
     options = ("--script", "burst2", "--record", record, "--screenshot", picture)
-    # Python would keep what it compiles, cut short, and the next program would end of it
+    # Python would keep truncated bytecode, and the next program would crash on it
     done = run("tui.py", *options, preexec_fn=limited, PYTHONDONTWRITEBYTECODE="1")
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if "File too large" in line]
@@ -191,7 +191,7 @@ def test_screen_on_a_full_disk(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
 def test_unwritable_output_ends_a_program():
-    """Python flushes at exit, too, and then it was a traceback, with the exit code 120."""
+    """Python also flushes at exit, which gave a traceback and exit code 120."""
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     how = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
     words = [sys.executable, "tui.py", "--version"]

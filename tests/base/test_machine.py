@@ -1,5 +1,5 @@
-"""What a container leaves of the machine: the narrowest of the groups around this process, in both
-versions of the files that say so."""
+"""What a container leaves of the machine: the tightest of the cgroups around this process, in versions 1
+and 2."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def laid_out(root: Path, files: dict[str, str]) -> None:
     [
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, float("inf")),
-        # The group around it is narrower.
+        # The parent group is tighter
         (
             {
                 "proc/self/cgroup": "0::/a/b\n",
@@ -29,7 +29,7 @@ def laid_out(root: Path, files: dict[str, str]) -> None:
             },
             3,
         ),
-        # Version 1, beside groups that limit other things.
+        # Version 1, next to groups that limit other resources
         (
             {
                 "proc/self/cgroup": "7:memory:/x\n4:cpu,cpuacct:/x\n0::/\n",
@@ -62,7 +62,7 @@ MACHINE = {"proc/meminfo": "MemTotal:       99 kB\nMemAvailable:       8 kB\n"}
     ("files", "free"),
     [
         ({}, 8192),
-        # What a group holds of files can be taken from it at any moment.
+        # The kernel can reclaim a group's page cache at any time
         (
             {
                 "proc/self/cgroup": "0::/\n",
@@ -72,7 +72,7 @@ MACHINE = {"proc/meminfo": "MemTotal:       99 kB\nMemAvailable:       8 kB\n"}
             },
             4000,
         ),
-        # A service's limit is not at the root.
+        # A service's limit is not at the root
         (
             {
                 "proc/self/cgroup": "0::/system.slice/server\n",
@@ -83,7 +83,7 @@ MACHINE = {"proc/meminfo": "MemTotal:       99 kB\nMemAvailable:       8 kB\n"}
             },
             2000,
         ),
-        # Version 1, in a container: the group has another path there than outside.
+        # Version 1 in a container: the group's path differs from the one outside
         (
             {
                 "proc/self/cgroup": "4:memory:/docker/x\n1:cpu:/\n",
@@ -97,8 +97,8 @@ MACHINE = {"proc/meminfo": "MemTotal:       99 kB\nMemAvailable:       8 kB\n"}
     ],
 )
 def test_the_memory_that_groups_leave_is_found(tmp_path, files, free):
-    """Files that had been read counted as taken, so the second start in a container was refused. A
-    service's limit was not seen, nor one of version 1: the process was killed there."""
+    """The page cache counted as used, so a second start in a container was refused. The limits of services
+    and of version 1 were missed, so the process was killed."""
     laid_out(tmp_path, MACHINE | files)
     assert machine.free_memory(tmp_path) == free
 

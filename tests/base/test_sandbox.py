@@ -27,7 +27,7 @@ def sandbox():
 
 
 def is_alive(process: int) -> bool:
-    """A zombie is not alive."""
+    """Return True if the process runs. A zombie does not count as alive."""
     return state_of(process) not in ("", "Z")
 
 
@@ -61,7 +61,7 @@ def test_job_gets_its_memory_and_stack(sandbox):
 
 
 def test_sleeping_job_is_killed():
-    """On a busy machine a job does not get its turn, which is not its fault."""
+    """A job that gets no processor time on a busy machine is not at fault."""
     sandbox = Sandbox("sandbox_jobs", None, LIMITS._replace(patience=0.5))
     with pytest.raises(BusyError, match=r"could not be tried within 0\.5 s; try again"):
         sandbox.run(["sleep", 60])
@@ -105,8 +105,7 @@ def test_killed_fork_server_is_replaced(sandbox):
 
 
 def test_fork_server_leaves_nothing(sandbox):
-    """Neither the fork server nor its jobs outlive the process that started them, however it
-    ends."""
+    """Neither the fork server nor its jobs outlive the process that started them, however it exits."""
     fork_server_pid, _ = sandbox.run(["processes"])
     assert os.getpgid(fork_server_pid) != os.getpgid(0), "a terminal's Ctrl-C would end it"
     before = len(os.listdir("/dev/fd"))
@@ -129,7 +128,7 @@ def test_fork_server_leaves_nothing(sandbox):
 
 
 def test_concurrent_jobs_get_their_own_results(sandbox):
-    """Hostile ones among them: 25 jobs in a random order, seed 1."""
+    """Run 25 jobs in random order, some of them hostile."""
     dice = random.Random(1)
     jobs = [(["double", f"<{n}>"], f"<{n}><{n}>") for n in range(20)]
     jobs += [(["loop"], None)] * 2 + [(["signal", signal.SIGABRT], None)] * 3
@@ -152,7 +151,7 @@ def test_no_process_is_reported(monkeypatch):
 
 
 def test_no_file_descriptor_is_reported(monkeypatch, sandbox):
-    """A server with too many connections answered with a fault of its own."""
+    """A server with too many connections reported an internal error."""
 
     def refuse() -> None:
         raise OSError(errno.EMFILE, "Too many open files")

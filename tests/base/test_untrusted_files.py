@@ -1,4 +1,4 @@
-"""Files of unknown origin."""
+"""Files from untrusted sources."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Numbers from outside: what passes, and how what does not is refused."""
+"""Numbers from outside: which ones are accepted, and how the others are refused."""
 
 import math
 
@@ -63,8 +63,8 @@ def test_a_value_as_long_as_a_book_is_cut_short(check):
 
 
 def test_long_message_keeps_both_ends():
-    """The file stands at the beginning, the remedy at the end, and what was read from the file
-    between them."""
+    """The message starts with the file and ends with the remedy; only the text from the file, in between,
+    is shortened."""
     line = one_line("config.json:\n\tkind = " + "x\x1b[31m\u202e " * 5000 + "; download it again.")
     assert line.startswith("config.json: kind = x") and line.endswith("; download it again.")
     assert len(line) < 410 and "…" in line and line == printable(line) and "\n" not in line

@@ -1,5 +1,4 @@
-"""The benchmark: its figures on times made by hand, its loop on a clock made by hand, and each part
-once, tiny."""
+"""The benchmark: its metrics on handmade times, its loop on a simulated clock, and a tiny run of each part."""
 
 import json
 import os
@@ -63,12 +62,11 @@ def spec(tmp_path_factory) -> Spec:
     return Spec("", "nanobatch continuous", str(folder), 272, rows=2, prompt=8, output=4)
 
 
-# --- figures ------------------------------------------------------------------------------------
+# --- metrics ------------------------------------------------------------------------------------
 
 
 def test_decode_counts_full_batches_only():
-    """A begins at 1 and B at 3: what A did before 3 is not counted, nor what B does after A's
-    second one more.
+    """A starts at 1 and B at 3. Neither A's tokens before 3 nor B's tokens after A's last one count.
 
     A  1 2 3 4 5        after 3: A at 4 and 5, B at 4 and 5: four tokens in two seconds
     B      3 4 5 6 7
@@ -84,8 +82,7 @@ def test_rows_that_never_overlap_are_refused():
 
 
 def test_open_loop_total_time():
-    """Two users, ten tokens: five within 5 s, then five within 5 s, of which the first is waited
-    for 1 s each time."""
+    """Two requests one after another, of five tokens and 5 s each. Each waits 1 s for its first token."""
     answers = [Delivery(0, [1, 2, 3, 4, 5]), Delivery(5, [6, 7, 8, 9, 10])]
     figures = closed_figures(answers, users=1)
     assert figures["decode tokens/s"] == 1 and figures["total tokens/s"] == 1
@@ -93,8 +90,8 @@ def test_open_loop_total_time():
 
 
 def test_gaps_before_and_after_a_long_prompt():
-    """It comes at 4.5 and has its first token at 8.5. The row's gaps are 1 s before, and 1, 3 and 1
-    s until then."""
+    """The long prompt arrives at 4.5 and has its first token at 8.5. The row's gaps are 1 s before that,
+    then 1, 3 and 1 s."""
     row = Delivery(0, [1, 2, 3, 4, 5, 8, 9, 10])
     figures = long_figures([row], late=Delivery(4.5, [8.5]), alone=Delivery(0, [2]))
     assert figures["gap undisturbed ms"] == 1000 and figures["gap p95 ms"] == 3000
@@ -118,8 +115,8 @@ def test_step_time_is_its_period():
 
 
 class Clockwork:
-    """A contestant, and its clock: each step takes a second and gives one token to each of the
-    oldest `rows`."""
+    """A contestant with its own clock: each step takes a second and gives one token to each of the oldest
+    `rows`."""
 
     def __init__(self, rows: int):
         self.rows, self.now, self.left = rows, 0.0, {}
@@ -143,7 +140,7 @@ class Clockwork:
 
 
 def test_processor_clock(spec):
-    """A busy machine makes each second longer. Here the engine sleeps, and only the wall sees it."""
+    """A busy machine makes each second longer. Here the engine sleeps, which only the wall clock measures."""
     rates = {}
     for clock in ("wall", "processor"):
         sample = Sample(spec._replace(part="decode", rows=1, clock=clock))
@@ -161,8 +158,8 @@ def test_closed_loop():
 
 
 def test_open_loop_waits_from_the_due_time():
-    """The second is due at 0.5, in the middle of a step, and the row is taken till 2: it waits
-    since 0.5."""
+    """The second request is due at 0.5, in the middle of a step, and the row is busy until 2. Its waiting
+    time starts at 0.5."""
     answers = Clockwork(rows=1).drive(
         [TimedRequest([1], 2), TimedRequest([1], 1, at=0.5), TimedRequest([1], 1, at=9)]
     )
@@ -170,7 +167,7 @@ def test_open_loop_waits_from_the_due_time():
     assert [a.times for a in answers] == [[1, 2], [3], [10]], "nobody is sent before he is due"
 
 
-# --- what is shown ------------------------------------------------------------------------------
+# --- the output ---------------------------------------------------------------------------------
 
 
 def test_table_cell():
@@ -188,7 +185,7 @@ def test_table_cell():
 
 
 def test_decode_is_compared_with_what_memory_yields(spec, capsys):
-    """In a line below the table, for our own product by the wall clock."""
+    """A line below the table shows it for our own product on the wall clock."""
     sample = Sample(spec._replace(part="decode", rows=1))
     with closing(sample.contestant):
         figures = sample.decode()
@@ -239,7 +236,7 @@ def test_load_is_relative_to_static(spec, monkeypatch):
     assert all(len(set(who)) == 4 for who in rates.values()), "everybody meets the same arrivals"
 
 
-# --- who is measured, and where -----------------------------------------------------------------
+# --- what is measured, and where ----------------------------------------------------------------
 
 
 ANOTHER_VERSION = """
@@ -254,7 +251,7 @@ print(json.dumps({"figures": {"decode tokens/s": 1.0}}))
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """Another version, whose samples write down what they were asked, where, and on which BLAS."""
+    """Another version, whose samples record their spec, folder and BLAS."""
     folder = tmp_path / "before"
     folder.mkdir()
     (folder / "bench.py").write_text(ANOTHER_VERSION)
@@ -262,7 +259,7 @@ def checkout(tmp_path) -> Path:
 
 
 def test_other_checkout_runs_its_own_bench(spec, checkout, monkeypatch):
-    """Only fields that differ from their defaults are sent: older versions do not know all of them."""
+    """Only fields that differ from their defaults are sent, because older versions do not know all of them."""
     monkeypatch.setenv("NANOBATCH_BLAS", "mine")
     plan = plan_of(spec, "decode", vs=f"{checkout},{checkout}@rows:avx2")
     setup = plan[0]._replace(columns=plan[0].columns[1:])
@@ -279,7 +276,7 @@ def test_other_checkout_runs_its_own_bench(spec, checkout, monkeypatch):
 
 
 def test_numpy_is_needed_for_quality_alone():
-    """`nanobatch bench` ended with a traceback: numpy belongs to the extras for tests and peers."""
+    """`nanobatch bench` failed with a traceback, because numpy belongs to the extras for tests and peers."""
     code = "import sys; sys.modules['numpy'] = None; import bench; bench.parse_arguments({})"
     assert python(code.format([])).returncode == 0
     done = python(code.format(["--parts", "quality"]))
@@ -293,7 +290,7 @@ def test_other_checkout_lacks_a_part(spec, checkout):
 
 
 def test_columns_of_each_part(spec, checkout):
-    """A peer is measured where it can be, and another checkout everywhere."""
+    """A peer is measured in the parts that it supports, and another checkout in all of them."""
     columns = {part: plan_of(spec, part, vs=f"mlx-lm,{checkout}")[0].columns for part in PARTS}
     names = {
         part: [column.name.replace(str(checkout), "before") for column in columns[part]]
@@ -311,7 +308,7 @@ def test_columns_of_each_part(spec, checkout):
 
 
 def test_dictated_answers(tmp_path):
-    """The same tokens with draft tokens and without."""
+    """The answers are the same with and without draft tokens."""
     folder = make_checkpoint(tmp_path)
     parts = read_model(folder), Tokenizer(folder, 272)
     said = []
@@ -325,7 +322,7 @@ def test_dictated_answers(tmp_path):
     assert said[1] < 0.6 * said[0], said
 
 
-# --- each part, in small ------------------------------------------------------------------------
+# --- a small run of each part -------------------------------------------------------------------
 
 SMALL = {
     "decode": {},
@@ -361,8 +358,8 @@ def test_small_sample_of_each_part(spec, part, who):
 
 
 def test_chat_compares_equal_numbers_of_tokens(spec):
-    """Turns of 40 new tokens, answers of 4: the fifth prompt has 216 tokens. A chunk at row 128 has
-    41 new ones."""
+    """Turns have 40 new tokens and answers 4, so the fifth prompt has 216 tokens. A chunk at row 128 has 41
+    new ones."""
     sample = Sample(spec._replace(part="chat", **SMALL["chat"]))
     with closing(sample.contestant):
         turn = sample.last_turn()
@@ -372,8 +369,7 @@ def test_chat_compares_equal_numbers_of_tokens(spec):
 
 
 def test_run_is_shown_and_plotted_again(spec, tmp_path, capsys):
-    """A benchmark of minutes printed nothing if its standard error was no terminal, and looked as
-    if it hung."""
+    """A benchmark of minutes printed nothing if its standard error was not a terminal, and seemed to hang."""
     data = tmp_path / "run.json"
     picture = tmp_path / "run.svg"
     words = (
@@ -389,7 +385,7 @@ def test_run_is_shown_and_plotted_again(spec, tmp_path, capsys):
     written = json.loads(data.read_text())
     assert {"processor", "version", "mlx-lm", "device", "commit"} <= written["machine"].keys()
     assert [r["contestant"] for r in written["records"]] == ["nanobatch continuous", "mlx-lm@off"]
-    if sys.platform == "linux":  # elsewhere MLX has a fast BLAS of its own
+    if sys.platform == "linux":  # elsewhere MLX has its own fast BLAS
         assert re.search(r"BLAS mlx +┃", measured.stdout), measured.stdout
     assert plot.main([str(data), str(picture)]) == 0
     texts = [element.text for element in ElementTree.parse(picture).findall(".//{*}text")]
@@ -398,7 +394,7 @@ def test_run_is_shown_and_plotted_again(spec, tmp_path, capsys):
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch) -> Callable[[int], Spec]:
-    """`--shape tiny --bits ...`"""
+    """Add the shape of `--shape tiny --bits ...`."""
     monkeypatch.setitem(SHAPES, "tiny", (64, 1, 2, 1, 128, 300))
 
     def of_bits(bits: int) -> Spec:
@@ -438,7 +434,7 @@ def test_kv_and_attention_reach_the_engine(tiny):
         sample.contestant.close()
 
 
-# --- what goes wrong ----------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -492,8 +488,8 @@ def test_failing_sample_is_one_line(spec, monkeypatch, capsys):
 
 
 def test_long_prompts_overlap(spec):
-    """Late in a prompt chunks are narrow, so the first answer had ended before the last prompt was
-    read."""
+    """Late in a prompt, chunks are narrow, so the first answer had ended before the last prompt was
+    prefilled."""
     sample = Sample(spec._replace(part="steps", rows=4, prompt=900, output=2))
     with closing(sample.contestant):
         steps = sample.decode_steps()
@@ -501,15 +497,14 @@ def test_long_prompts_overlap(spec):
 
 
 def test_ctrl_c_ends_the_sample_too(spec, background_job):
-    """The signal goes to the benchmark alone, as from another program: its child must not be left
-    behind."""
+    """The signal reaches only the benchmark, as from another program. Its child must not be left running."""
     command = [sys.executable, str(BENCH), "--parts", "decode", "--output", "100000"]
     process = subprocess.Popen(
         [*command, "--model", spec.folder],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Where there is no fast BLAS, a line would say so
+        # Without a fast BLAS, a line would say so
         env=os.environ | {"NANOBATCH_BLAS": "off"},
         preexec_fn=background_job,
     )
@@ -529,12 +524,11 @@ def test_ctrl_c_ends_the_sample_too(spec, background_job):
     assert re.fullmatch(
         r"nanobatch: 1 of \d+ after \d+ s: decode, rows 1, nanobatch continuous\n", stderr
     ), stderr
-    wait_for(lambda: not line_of(samples[0]))  # it may still be importing what it needs to notice
+    wait_for(lambda: not line_of(samples[0]))  # it may still be importing the code that notices
 
 
 def line_of(pid: str) -> str:
-    """A process's command line; empty if it has gone, or is dead and waits for somebody to take
-    note of it."""
+    """Return a process's command line, or "" if the process is gone or a zombie."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
@@ -542,7 +536,7 @@ def line_of(pid: str) -> str:
 
 
 def test_steps_on_a_gpu_are_timed_with_the_wait_and_without(spec, monkeypatch):
-    """Whether to wait for the pass before (`Runner._start`) was not measured there."""
+    """Whether to wait for the previous pass (`Runner._start`) had not been measured on GPUs."""
     monkeypatch.setattr("kernels.device.is_gpu", True)
     sample = Sample(spec._replace(part="steps", output=8))
     with closing(sample.contestant):
@@ -552,7 +546,7 @@ def test_steps_on_a_gpu_are_timed_with_the_wait_and_without(spec, monkeypatch):
 
 
 def test_quality_does_not_depend_on_the_chunks(monkeypatch, capsys):
-    """A chunk that begins in the wrong row, or sees another span's rows, has another perplexity."""
+    """A chunk that starts in the wrong row, or sees another span's rows, changes the perplexity."""
     folder = find("demo").absolute()
     monkeypatch.setattr(quality, "SPAN", 100)
     tables = []

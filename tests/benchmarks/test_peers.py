@@ -1,5 +1,4 @@
-"""The peers: llama.cpp's files as it reads them, and its batches as a stand-in for its library sees
-them."""
+"""The peers: GGUF files as llama.cpp reads them, and batches as a stand-in for its library receives them."""
 
 import sys
 from types import SimpleNamespace
@@ -60,9 +59,8 @@ def test_a_gguf_file_says_what_the_config_says(tmp_path, tied):
 
 
 def test_a_gguf_file_has_every_weight(tmp_path):
-    """Rotary positions turn pairs. Ours are number i of a head's first half with number i of its
-    second half; llama.cpp's stand next to each other. A file in the wrong order loads, runs, and
-    answers something else."""
+    """RoPE rotates pairs. We pair number i of a head's first half with number i of its second half;
+    llama.cpp pairs neighbours. A file in the wrong order loads and runs, but gives wrong answers."""
     folder = make_checkpoint(tmp_path / "model", seed=3)
     _, tensors = written(folder, tmp_path)
     ours = peers.ModelReader(folder, "float32")
@@ -101,10 +99,10 @@ def test_what_a_plain_llama_is_not_gets_one_line(tmp_path, changes):
 
 
 class Library:
-    """Stands in for llama-cpp-python. Its model is simple: the next token is the sum of all before,
-    and their number.
+    """Stands in for llama-cpp-python. Its model is simple: the next token is the sum of all previous ones
+    plus their number.
 
-    A sequence's tokens must come in order, and a new request must not find another one's tokens in
+    A sequence's tokens must arrive in order, and a new request must not find another one's tokens in
     its sequence.
     """
 
@@ -178,8 +176,8 @@ def library(monkeypatch) -> Library:
 
 
 def test_llama_cpp_batches_rows_and_prompts(library, tmp_path, monkeypatch):
-    """Three sequences for seven requests: 10 + 10 tokens fit a call of 24, a third prompt waits for
-    the next one."""
+    """Seven requests share three sequences: 10 + 10 tokens fit a call of 24, and a third prompt waits for
+    the next call."""
     monkeypatch.setattr(peers.LlamaCpp, "BATCH", 24)
     peer = peers.LlamaCpp(str(make_checkpoint(tmp_path / "model")), rows=3, length=20)
     asks = [TimedRequest([7 * n] * 10, 3 + n) for n in range(7)]
@@ -199,7 +197,7 @@ def test_llama_cpp_batches_rows_and_prompts(library, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("kv", "is_float32"), [("auto", False), ("float32", True)])
 def test_llama_cpp_keeps_keys_in_as_many_bits_as_we_do(library, tmp_path, kv, is_float32):
-    """In 16 bits, what llama.cpp does by itself, beside weights of 16 bits."""
+    """With weights of 16 bits these are 16 bits, which is llama.cpp's default."""
     folder = make_checkpoint(tmp_path / "model", dtype=mx.bfloat16)
     peers.write_gguf(folder, folder / peers.GGUF)
     peers.LlamaCpp(str(folder), rows=1, length=20, kv=kv)
@@ -262,7 +260,7 @@ def test_same_counts_up_to_the_first_difference(monkeypatch, tmp_path):
     sample.contestant.close()
 
 
-# --- what goes wrong ----------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -293,7 +291,7 @@ def test_missing_peer_is_one_line(arguments, missing, words, monkeypatch, capsys
 
 
 def test_mlx_lm_is_measured_on_openblas(monkeypatch, capsys):
-    """Its users can put that under MLX, whose own product on a CPU is slow."""
+    """Users can load OpenBLAS under MLX, whose own product is slow on a CPU."""
     monkeypatch.setattr(peers, "has_gpu", lambda: False)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(peers, "find_library", lambda name: f"lib{name}.so.0")
@@ -315,7 +313,7 @@ def test_llama_cpp_is_not_measured_beside_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize(("bits", "form"), [(4, "Q4_0"), (8, "Q8_0"), (16, "BF16")])
 def test_packed_gguf_has_as_many_bits(tmp_path, bits, form):
-    """A table in the same form would be its embedding, for which llama.cpp takes another."""
+    """llama.cpp would store an embedding table in another type."""
     pytest.importorskip("llama_cpp")
     how = {"dtype": mx.bfloat16} if bits == 16 else {"quantize": lambda module: (bits, 32)}
     folder = make_checkpoint(tmp_path / "model", **how)

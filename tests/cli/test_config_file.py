@@ -1,4 +1,4 @@
-"""`--config`: which options a file gives to which program, and what is said of a wrong file."""
+"""`--config`: which options each program takes from a file, and the errors for an invalid file."""
 
 import pytest
 

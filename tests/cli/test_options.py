@@ -1,8 +1,7 @@
-"""The command line, as a user runs it: a process, its two streams, and its exit code.
+"""The command line as a user runs it: a process, its two streams, and its exit code.
 
-To import MLX and all the rest takes a process ten times as long as to answer. So what does not need
-a process of its own runs `main` in this one (`here`), with the same two streams and the same exit
-code.
+Importing MLX and everything else takes a process ten times as long as answering. So tests that do not
+need a separate process run `main` in this one (`here`), with the same streams and exit codes.
 """
 
 import io
@@ -41,7 +40,7 @@ def asked(*arguments: str, **how: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def here(model, capfd, monkeypatch):
-    """Run `asked` in this process, with the fixture's model unless it names another."""
+    """Run `asked` in this process, with the fixture's model unless it names another one."""
 
     def run_here(*arguments: str, main=ask.main, stdin: str = "") -> subprocess.CompletedProcess:
         if main is ask.main and "--model" not in arguments:
@@ -61,14 +60,13 @@ def here(model, capfd, monkeypatch):
 
 
 def lines(stream: str) -> list[str]:
-    """The messages, without those of every start: slots and
-    memory, the template."""
+    """Return the messages without those of every start: slots and memory, and the template."""
     always = (" of memory free at start", "no chat template")
     return [line for line in stream.splitlines() if not any(a in line for a in always)]
 
 
 def test_prompts_run_at_once(here):
-    """Each answer is followed by its figures."""
+    """Each answer is followed by its metrics."""
     done = here("--prompt", "one", "--prompt", "two", "--max-tokens", "8", "--ignore-eos")
     text = done.stdout
     assert done.returncode == 0, done.stderr
@@ -86,7 +84,14 @@ def headings(done: subprocess.CompletedProcess) -> list[str]:
     [
         ["one", "--max-tokens", "8", "two", "--ignore-eos"],
         ["one", "--ignore-eos", "--max-tokens=8", "--prompt", "two"],
-        ["--prompt", "two", "--max-tokens", "8", "one", "--ignore-eos"],  # plain ones come first
+        [
+            "--prompt",
+            "two",
+            "--max-tokens",
+            "8",
+            "one",
+            "--ignore-eos",
+        ],  # positional prompts come first
         ["--ignore-eos", "--max-tokens", "8", "--", "one", "two"],
     ],
 )
@@ -107,7 +112,7 @@ def test_prompts_and_options_in_any_order(here, arguments):
     ],
 )
 def test_no_prompt_reads_standard_input(here, arguments, prompts):
-    """So does a dash among the prompts."""
+    """A dash among the prompts also reads standard input."""
     settings = ["--max-tokens", "8", "--ignore-eos"]
     done = here(*settings, *arguments, stdin="a question")
     assert done.returncode == 0 and headings(done) == prompts
@@ -116,8 +121,8 @@ def test_no_prompt_reads_standard_input(here, arguments, prompts):
 
 @pytest.mark.parametrize("before", [[], ["one"]])
 def test_two_dashes_end_the_options(here, before):
-    """`-- --odd` was refused, unless a plain prompt stood before it: argparse forgot the two dashes
-    half way."""
+    """`-- --odd` was refused unless a positional prompt preceded it, because argparse forgot the two
+    dashes."""
     odd = ["--odd", "two", "--max-tokens", "--"]
     done = here(*before, "--max-tokens", "4", "--prompt=--what", "--", *odd)
     assert done.returncode == 0, done.stderr
@@ -125,7 +130,7 @@ def test_two_dashes_end_the_options(here, before):
 
 
 def test_a_seed_repeats_across_processes(here, model):
-    """The stop string ends both answers."""
+    """The stop string ends the seeded answer in both processes."""
     options = f"--model {model} --prompt one --max-tokens 30 --ignore-eos --temperature 1"
     arguments = options.split()
     first = asked(*arguments, "--seed", "1")
@@ -148,8 +153,8 @@ def test_chat_template_and_raw(here, model, tmp_path):
 
 
 def test_endless_template_is_one_line(here, model, tmp_path):
-    """The line names the file, the limit and what to do, and no answer is made of another form of
-    the prompt."""
+    """The line names the file, the limit and the remedy, and no answer comes from another form of the
+    prompt."""
     folder = shutil.copytree(model, tmp_path / "endless")
     loops = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(loops)
@@ -158,7 +163,7 @@ def test_endless_template_is_one_line(here, model, tmp_path):
     line = refused.stderr.splitlines()[-1]
     assert refused.returncode == 2 and not refused.stdout
     assert str(folder / "chat_template.jinja") in line
-    # On a busy machine the trial may not even get its second of a processor
+    # On a busy machine the check may not even get its second of processor time
     assert "takes more than 1 s for a sample conversation" in line or "cannot be tried" in line
     assert "give plain text" in line
     raw = here(*arguments, "--raw")
@@ -222,23 +227,23 @@ def test_a_mistake_gets_its_line_and_exit_code_2(here, arguments, words):
         ["--host", "203.0.113.1"],
         ["--log-file", "/no/such/folder/log"],
         ["--nonsense"],
-        ["--api-key", ""],  # as "$KEY" is where KEY is not set: it would let everybody in
-        # A header's value has no spaces around it, so this would let no client in
+        ["--api-key", ""],  # as from "$KEY" when KEY is not set: it would let everybody in
+        # HTTP strips spaces around a header's value, so no client could send this key
         ["--api-key", "key\n"],
         ["--watch-key", " "],
-        # What no client calls the server would be met by nobody
+        # No client sends such a host, so the option would match nobody
         ["--allow-host", "https://llm.example"],
         ["--allow-host", "*"],
     ],
 )
 def test_wrong_server_option_is_one_line(here, arguments):
-    """Exit code 2."""
+    """The exit code is 2."""
     done = here("--port", "0", *arguments, main=serve.main)
     (line,) = lines(done.stderr)
     assert done.returncode == 2 and line.startswith("nanobatch: "), done
 
 
-# It knows no word, and has no token for words that it does not know.
+# A tokenizer with a single word and no token for unknown words.
 LATE = Tokenizer(models.WordLevel({"hello": 0}, unk_token="[UNK]")).to_str().encode()
 
 
@@ -259,7 +264,7 @@ LATE = Tokenizer(models.WordLevel({"hello": 0}, unk_token="[UNK]")).to_str().enc
     ],
 )
 def test_a_broken_model_is_one_line(here, model, tmp_path, file, content, words):
-    """Exit code 2."""
+    """The exit code is 2."""
     folder = shutil.copytree(model, tmp_path / "model")
     (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
     done = here("--model", str(folder), "--prompt", "x")
@@ -270,7 +275,7 @@ ENDLESS = ["--prompt", "x", "--max-tokens", "100000", "--max-len", "100100", "--
 
 
 def test_closed_pipe_exits_with_141(model):
-    """`ask.py ... | head -1`."""
+    """As in `ask.py ... | head -1`."""
     words = [sys.executable, str(ROOT / "ask.py"), "--model", model, *ENDLESS]
     command = ["bash", "-c", '"$@" | head -c 20 > /dev/null; exit ${PIPESTATUS[0]}', "bash", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -288,14 +293,14 @@ def test_a_prompt_that_is_no_text_gets_its_line(model):
     ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
 )
 def test_a_signal_ends_an_answer_at_once(model, sent, code, background_job):
-    """Also in a background job."""
+    """It does so even in a background job."""
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "ask.py"), "--model", model, *ENDLESS],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         preexec_fn=background_job,
     )
-    process.stdout.read(40)  # it is answering by now
+    process.stdout.read(40)  # it is decoding by now
     process.send_signal(sent)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == code
@@ -304,7 +309,7 @@ def test_a_signal_ends_an_answer_at_once(model, sent, code, background_job):
 
 @pytest.mark.parametrize("asked", [ask, serve, tui, bench], ids=lambda module: module.__name__)
 def test_version(here, asked):
-    """The number is the one in pyproject.toml, and stands nowhere else."""
+    """The version is read from pyproject.toml and defined nowhere else."""
     number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     done = here("--version", main=asked.main)
     assert (done.returncode, done.stderr) == (0, "")
@@ -326,7 +331,7 @@ def test_version(here, asked):
     ],
 )
 def test_long_value_is_quoted_shortened(here, program, arguments):
-    """All 5,000 characters were repeated in the message."""
+    """The message repeated all 5,000 characters."""
     *others, option = arguments
     value = "x" * 4000 + "\x1b[31m\n" + "y" * 1000
     done = here(*others, f"{option}={value}", main=program.main)
@@ -335,7 +340,7 @@ def test_long_value_is_quoted_shortened(here, program, arguments):
     assert "\x1b" not in line and "x" * 10 in line and "y" * 1000 not in line
 
 
-# --- what lies under MLX ------------------------------------------------------------------------
+# --- the BLAS under MLX -------------------------------------------------------------------------
 
 
 def test_blas_off_is_silent():
@@ -350,7 +355,7 @@ def test_blas_off_is_silent():
 def test_a_blas_that_cannot_be_loaded_is_named(model):
     refused = {
         "/no/such/lib.so": "/no/such/",
-        "/no/such/\udcff": "/no/such/",  # a byte that is no text
+        "/no/such/\udcff": "/no/such/",  # a byte that is not UTF-8
         "libm.so.6": "libm.so.6 is no BLAS",
     }
     for name, said in refused.items():
@@ -361,7 +366,7 @@ def test_a_blas_that_cannot_be_loaded_is_named(model):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
 def test_without_our_product(tmp_path):
-    """A ctypes that loads no library. The line stands in every engine's summary."""
+    """With a ctypes that loads no library, a line in every engine's summary says so."""
     (tmp_path / "sitecustomize.py").write_text(
         "import ctypes\ndef none(*args, **options): raise OSError('not found')\nctypes.CDLL = none\n"
     )
@@ -381,7 +386,7 @@ def test_a_missing_backend_names_the_extra(model, tmp_path):
     done = asked("--model", model, "--prompt", "x", **broken)
     assert done.returncode == 2
     assert len(lines(done.stderr)) == 1 and "pip install -e '.[cpu]'" in lines(done.stderr)[0]
-    # The screen loads in a thread of its own, and had lost the line.
+    # The screen loads the model in a thread, and used to lose the line
     watched = run(ROOT / "tui.py", "--plain", "--script", "burst1", **broken)
     assert watched.returncode == 2
     assert len(lines(watched.stderr)) == 1 and "pip install -e '.[cpu]'" in lines(watched.stderr)[0]

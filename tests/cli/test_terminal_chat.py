@@ -1,5 +1,5 @@
-"""A conversation in lines (`ask.py --chat`): what the model is shown, what is never cut in silence,
-and a terminal's keys."""
+"""A conversation in the terminal (`ask.py --chat`): what the model receives, what is never truncated
+silently, and the keys."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def engine():
 
 
 def talk(engine: Engine, *lines: str, sampling: SamplingParams = SHORT) -> tuple[Dialogue, str]:
-    """These lines, typed one after the other, and what was written."""
+    """Type these lines, and return the dialogue and its output."""
     typed = iter(lines)
     written = []
 
@@ -42,7 +42,7 @@ def talk(engine: Engine, *lines: str, sampling: SamplingParams = SHORT) -> tuple
 
 
 def test_question_continues_the_conversation(engine):
-    """Each prompt holds everything said before."""
+    """Each prompt contains the whole conversation so far."""
     dialogue, said = talk(engine, "Count from 3 to 5.", "And back?")
     first, second = dialogue.talk.turns[1]["content"], dialogue.talk.turns[3]["content"]
     alone = [{"role": "user", "content": "Count from 3 to 5."}]
@@ -57,7 +57,7 @@ def test_question_continues_the_conversation(engine):
 
 
 def test_system_message_survives_new(engine):
-    """A new conversation keeps it."""
+    """`/new` keeps it, and an empty `/system` removes it."""
     dialogue, _ = talk(engine, "/system Be brief.", "Why batch?", "/new", "Who are you?")
     roles = [message["role"] for message in dialogue.talk.messages()]
     assert roles == ["system", "user", "assistant"]
@@ -67,7 +67,7 @@ def test_system_message_survives_new(engine):
 
 
 def test_drop_makes_room(engine):
-    """The question waits, and is asked again as soon as the oldest one is forgotten."""
+    """The question waits, and is asked again as soon as the oldest turn is forgotten."""
     long = "Count from 3 to 5. " * 11
     sampling = exactly(60)
     dialogue, said = talk(engine, long, long, "/drop", sampling=sampling)
@@ -81,7 +81,7 @@ def test_drop_makes_room(engine):
 
 
 def test_question_longer_than_a_slot_is_kept(engine):
-    """A dropped question can be edited and asked again."""
+    """A question that is too long can be dropped, and the next one is answered."""
     dialogue, said = talk(engine, "word " * 400, "/drop", "Why batch?")
     assert "a slot holds 160" in said and len(dialogue.talk.turns) == 2
 
@@ -93,7 +93,7 @@ def test_several_lines_are_one_question(engine):
 
 
 def test_a_file_goes_with_a_question(engine, tmp_path, monkeypatch):
-    """Its text had to be pasted."""
+    """Users had to paste the text of a file."""
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").write_text("a ``` b\n")
     Path("other.bin").write_bytes(b"\xff\0")
@@ -126,7 +126,7 @@ def test_a_conversation_that_was_saved_goes_on(engine, tmp_path):
         '{"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "x"}]}',
         '{"messages": [{"role": "tool"}, {"content": "x"}]}',
         '{"messages": ["x", "y"]}',
-        # It was loaded, and `/drop` ended the dialogue with a traceback
+        # It was loaded, and `/drop` then failed with a traceback
         '{"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}',
         "[" * 100_000,
         "\ud800".encode("utf-8", "surrogatepass"),
@@ -138,11 +138,11 @@ def test_bad_conversation_file_is_one_line(engine, tmp_path, contents):
     dialogue, said = talk(engine, "Why batch?", f"/load {file}", "/save /no/such/folder/x")
     (line,) = [line for line in said.splitlines() if "holds no conversation" in line]
     assert line.startswith(">>> nanobatch: ") and "cannot be written" in said
-    assert len(dialogue.talk.turns) == 2  # what was said before is still there
+    assert len(dialogue.talk.turns) == 2  # the conversation so far is still there
 
 
 def test_a_command_that_is_wrong_is_named(engine):
-    """The help came, and did not say what was wrong."""
+    """The help was printed without saying what was wrong."""
     dialogue, said = talk(engine, "/what", "/drop", "/retry", "/save", "/help", "/bye", "Why?")
     assert "nanobatch: '/what' is no command; /help names them" in said
     assert "nothing to forget" in said and "nothing to ask again" in said
@@ -192,7 +192,7 @@ def test_a_thought_is_kept_apart_from_the_answer():
 
 
 def until(terminal: Terminal, text: bytes) -> None:
-    """Wait for a text, and forget all up to its end."""
+    """Wait for a text, and discard everything up to its end."""
     while text not in terminal.raw:
         assert terminal.process.poll() is None, terminal.raw
         terminal.read(1)
@@ -200,7 +200,7 @@ def until(terminal: Terminal, text: bytes) -> None:
 
 
 def test_ctrl_c_stops_only_the_answer(tmp_path):
-    """Without a prompt: a dialogue begins. Up brings the question back."""
+    """Without a prompt, a dialogue starts. The up key recalls the question."""
     options = ("--ignore-eos", "--max-len", "4096")
     home = {"XDG_STATE_HOME": str(tmp_path), "NANOBATCH_HISTORY": "on", "TERM": "xterm"}
     with Terminal(
@@ -215,13 +215,13 @@ def test_ctrl_c_stops_only_the_answer(tmp_path):
         until(terminal, b"; stopped]")
         until(terminal, b">>> ")
         while b"(Ctrl-D ends)" not in terminal.raw:
-            # Python hears a Ctrl-C that comes before its line editor waits only with the next key
+            # Python handles a Ctrl-C that arrives before its line editor waits only at the next key
             terminal.type("\x03")
             terminal.read(1)
         until(terminal, b"(Ctrl-D ends)")
         terminal.type("\x1b[A")  # Up
         until(terminal, b"Tell me a story.")
-        terminal.type("\x15/bye\n")  # Ctrl-U takes it away
+        terminal.type("\x15/bye\n")  # Ctrl-U clears the line
         assert terminal.process.wait(60) == 0
     file = tmp_path / "nanobatch" / "history"
     assert "Tell me a story." in file.read_text()
@@ -229,7 +229,7 @@ def test_ctrl_c_stops_only_the_answer(tmp_path):
 
 
 def test_a_history_file_with_zeros_is_read(tmp_path):
-    """A lost block of the file is zeros. `readline` refuses a NUL, and `--chat` ended with a traceback."""
+    """A lost block of the file is zeros. `readline` refuses a NUL, so `--chat` failed with a traceback."""
     file = tmp_path / "history"
     file.write_bytes(b"Why batch?\n\0\0\0\0\nWhat is a\0 slot?\n")
     assert History(file).questions == ["Why batch?", "What is a slot?"]
@@ -251,7 +251,7 @@ def test_chat_needs_a_template(parts):
 
 
 def test_conversation_over_a_pipe():
-    """A prompt on the command line begins it."""
+    """A prompt on the command line starts the conversation."""
     prompt = "Count from 3 to 5."
     done = run("ask.py", "--chat", "--max-tokens", "8", prompt, input="And back?\n")
     assert done.returncode == 0, done

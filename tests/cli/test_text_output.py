@@ -1,4 +1,4 @@
-"""How text is shown in a terminal (`cli/text_output.py`)."""
+"""Text wrapped and shown in a terminal (`cli/text_output.py`)."""
 
 import io
 import random
@@ -18,7 +18,7 @@ def wrapped(pieces: Iterable[str], width: int) -> str:
 
 
 def test_words_are_not_broken_at_the_edge():
-    """A terminal breaks them in their middle."""
+    """A terminal would break words in the middle."""
     text = "The capital of France is Paris, which lies on the Seine."
     assert wrapped([text], 20).split("\n") == [
         "The capital of",
@@ -44,7 +44,7 @@ def test_wide_characters_may_be_broken_anywhere():
 
 
 def test_random_cuts_lose_nothing():
-    """Without blanks and breaks it is the same text, and no line is too wide but for a word that is."""
+    """Without white space the text is the same, and only a line of one long word may be too wide."""
     dice = random.Random(1)
     letters = ["a", "bc", "défg", "日", " ", "  ", "\n", "\t", "longerword", "\x1b[2m", "👍"]
     for seed in range(300):
@@ -66,7 +66,7 @@ class Terminal(io.StringIO):
 
 
 class Waiting:
-    """A handle whose prompt is read in three looks."""
+    """A handle whose prompt is prefilled after three polls."""
 
     looks = 0
 

@@ -1,7 +1,7 @@
-"""A request's logits have the same bits alone and in a batch: however long its neighbours are,
-whenever it comes, whatever the slot held before, and whether its prompt's beginning was computed or
-taken over from another. And the bugs that would break this are planted, one by one, to see them
-caught."""
+"""A request's logits have the same bits alone and in a batch: however long its neighbours are, whenever it
+arrives, whatever the slot held before, and whether its prefix was computed or copied.
+
+Bugs that would break this are planted one by one, and must be caught."""
 
 import math
 from dataclasses import replace
@@ -31,15 +31,15 @@ def models(tmp_path_factory) -> list[tuple[Model, Tokenizer]]:
 
 @pytest.mark.parametrize("form", company.forms())
 def test_random_company_changes_no_bit(form):
-    """Alone means: in an engine with other slots, other chunks and another budget. Answers are read
-    as prompts, too. NANOBATCH_COMPANIES=1000 is the long form."""
+    """The reference is an engine with other slots, chunks and budget. Answers are also prefilled as
+    prompts. NANOBATCH_COMPANIES=1000 is the long form."""
     found = company.run(form, SCHEDULES)
     assert not found.differ
     assert all(found._replace(differ=True)), f"{found}: something was not tried"
 
 
 def test_random_company_changes_no_bit_with_int8_activations(tmp_path):
-    """Decoded or read in chunks of any width, drafted or not: each row is rounded by itself."""
+    """Each row is rounded separately, whether it is decoded, drafted, or prefilled in chunks of any width."""
     models = company.make_models(tmp_path, activations=8)
     found = sum((company.count(models, seed, rounds=1) for seed in range(4)), company.NONE)
     assert not found.differ
@@ -47,8 +47,7 @@ def test_random_company_changes_no_bit_with_int8_activations(tmp_path):
 
 
 def test_elementwise_tails_change_no_bit():
-    """A vector unit computes several numbers at a time, and might compute what is left over in
-    another way."""
+    """A vector unit computes several numbers at a time, and might compute the remainder differently."""
     numbers = mx.random.normal((1000,), key=mx.random.key(1)) * 3
     for operation in (
         lambda x: ops.swiglu(mx.concatenate([x, x], axis=-1)),
@@ -65,7 +64,7 @@ def test_elementwise_tails_change_no_bit():
 
 
 def test_softmax_is_row_invariant():
-    """Rows side by side, and zeros after them."""
+    """Put rows side by side, and masked columns after them."""
     numbers = mx.random.normal((1000,), key=mx.random.key(1)) * 3
     for size in range(1, 40):
         row = mx.concatenate([numbers[:size], mx.full(size, -mx.inf)])
@@ -90,25 +89,23 @@ def test_argmax_ties_go_to_the_first():
     assert mx.array_equal(ids, mx.argmax(logits, axis=-1, keepdims=True))
 
 
-# --- teeth --------------------------------------------------------------------------------------
+# --- planted bugs -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(monkeypatch, examined, bug):
-    """By the reference, by the bits, or by an invariant: ten prompts in a batch, and no bug gets
-    through."""
+    """The reference, the bits or an invariant reveals each bug with ten prompts in a batch."""
     plant(monkeypatch, bug)
     assert not is_all_well(*examined)
 
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory) -> tuple[Path, list[Ask], list[list[int]]]:
-    """A model, prompts, and mlx-lm's answers, which are the engine's as long as no bug is
-    planted."""
+    """A model, prompts, and mlx-lm's answers, which the engine reproduces when no bug is planted."""
     folder, rng = make_checkpoint(tmp_path_factory.mktemp("examined")), np.random.default_rng(3)
     asks = random_asks(rng, 10, longest=100, tokens=16, alike=0.3)
     opening = rng.integers(0, 256, 100).tolist()
-    # The same, but for one token
+    # The same prompt with one token removed
     asks += [Ask(opening[:n] + opening[n + 1 :], 16) for n in (99, 98, 63, 63)]
     reference = Reference(folder)
     answers = [reference.greedy(ask.prompt, ask.max_tokens)[0] for ask in asks]
@@ -128,7 +125,7 @@ def is_all_well(folder: Path, asks: list[Ask], answers: list[list[int]]) -> bool
     "bug", ["a reach that shows", "no further than the one before", "a form by their number"]
 )
 def test_planted_variance_is_caught(models, monkeypatch, bug):
-    """Each was once in the code, or in a try to mend it."""
+    """Each of these was once in the code, or in an attempt to fix it."""
     groups, softmax, attention = kv.Window.groups.func, llama.softmax, llama.attention
 
     def a_reach_that_shows(q, k, *rest):
@@ -167,9 +164,9 @@ def test_planted_variance_is_caught(models, monkeypatch, bug):
 @pytest.mark.parametrize("run_ahead", [True, False])
 @pytest.mark.parametrize("scrubbed", [True, False])
 def test_nan_row_ends_its_request_alone(models, monkeypatch, scrubbed, run_ahead):
-    """0 x NaN is NaN, even where the mask hides it. Without the scrub, the next owner of the slot
-    is poisoned: it reads as far as its longer neighbour, and so over the row of NaN before it has
-    written that row itself. (Fused attention reads no such row.)"""
+    """0 x NaN is NaN, even where the mask hides it. Without the scrub, the slot's next owner is poisoned:
+    it reads as many rows as its longer neighbour, including the row of NaN before it has overwritten it.
+    (Fused attention does not read that row.)"""
     model, text = next(
         (model, text) for model, text in models if model.table.weight.dtype == mx.float32
     )
@@ -181,7 +178,7 @@ def test_nan_row_ends_its_request_alone(models, monkeypatch, scrubbed, run_ahead
         poisoned(model, 99), text, slots=2, max_len=192, chunk=32, run_ahead=run_ahead
     ) as engine:
         alone = engine.submit(good.prompt, good.sampling()).result()
-        # It never says the poisoned token
+        # it never produces the poisoned token
         longer = exactly(60, logit_bias={99: -100})
         neighbour = engine.submit([*range(14)], longer)
         bad = engine.submit([*range(40), 99, 4], good.sampling())

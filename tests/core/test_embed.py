@@ -1,4 +1,4 @@
-"""Vectors of texts: a prompt without an answer, in the same steps as everybody else's decoding."""
+"""Embeddings: a prompt without an answer, in the same steps as other requests' decoding."""
 
 import json
 from array import array
@@ -17,7 +17,7 @@ from step_output import unit_vector
 
 EMBED = SamplingParams(embeds=True)
 QWEN = {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
-# Of different families, whole and packed. The last norm of tied Gemma and Granite is divided
+# Several families, quantized or not. The last norm of tied Gemma and Granite is divided
 SHAPES = ("qwen3", "gemma3_text", "granite, tied", "qwen3_moe, 4 bits")
 
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def texts(rng: np.random.Generator, count: int, longest: int = 150) -> list[list[int]]:
-    """Prompts, some with a common prefix."""
+    """Return prompts, some with a common prefix."""
     opening = rng.integers(0, 256, longest).tolist()
     found = []
     for _ in range(count):
@@ -50,7 +50,7 @@ def texts(rng: np.random.Generator, count: int, longest: int = 150) -> list[list
 
 
 def hidden(reference: Reference, ids: list[int]) -> np.ndarray:
-    """mlx-lm's state behind the last norm, at the last token, scaled to the length 1."""
+    """Return mlx-lm's hidden state of the last token after the final norm, scaled to length 1."""
     inner = reference.model.model
     state = np.array(inner(mx.array([ids]))[0, -1].astype(mx.float32), np.float64)
     return state / np.linalg.norm(state)
@@ -76,8 +76,8 @@ def test_a_vector_is_the_last_state_of_mlx_lm(name, tmp_path):
 
 
 def test_embedding_is_batch_invariant(folder):
-    """Beside answers that are decoded, with rows taken over from other texts, in any slot, cut into
-    any chunks, and under all that a step in flight does."""
+    """Vectors are compared next to decoding answers, with rows copied from other texts, in any slot, with
+    any chunks, and with steps in flight."""
     rng = np.random.default_rng(11)
     asked = texts(rng, 9)
     wish = SamplingParams(max_tokens=20, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
@@ -92,7 +92,10 @@ def test_embedding_is_batch_invariant(folder):
             assert engine.is_batch_invariant
             handles = []
             others = []
-            for ids in (*asked, *asked[::-1]):  # each twice: some slot may hold all of it
+            for ids in (
+                *asked,
+                *asked[::-1],
+            ):  # each twice, so that some slot may hold the whole text
                 handles.append(engine.submit(ids, EMBED))
                 if rng.random() < 0.5:
                     others.append(engine.submit(asked[0], wish))
@@ -109,7 +112,7 @@ def test_embedding_is_batch_invariant(folder):
 
 
 def test_the_row_of_a_vector_ends_with_its_prompt(folder):
-    """On a screen no token of it is seen, and its slot is free for the next step."""
+    """The screen shows no token for it, and its slot is free for the next step."""
     with Engine.load(folder, slots=2, max_len=192, chunk=32) as engine:
         handle = engine.submit(list(range(70)), EMBED)
         result = handle.result()
@@ -125,7 +128,7 @@ def test_the_row_of_a_vector_ends_with_its_prompt(folder):
 
 
 def test_the_slab_is_not_copied_for_vectors(folder, monkeypatch):
-    """What refers to a state may refer to the slab, and the next write would copy it."""
+    """A reference to a hidden state may keep the slab referenced, and the next write would copy it."""
     with Engine.load(folder, slots=4, max_len=1024, chunk=32) as engine:
         size = engine.runner.slab.arrays[0].nbytes
         engine.submit(list(range(40)), exactly(60))
@@ -153,7 +156,7 @@ def test_non_finite_embedding_is_an_error(folder):
 
 
 def test_dimensions_truncate_and_renormalise(folder):
-    """OpenAI's `dimensions`: the first numbers, scaled to length 1."""
+    """As OpenAI's `dimensions` do: keep the first numbers, and scale them to length 1."""
     with Engine.load(folder, slots=1, max_len=64) as engine:
         whole = np.array(engine.embed(["Once"])[0])
         part = np.array(engine.embed(["Once"], dimensions=10)[0])
@@ -164,7 +167,7 @@ def test_dimensions_truncate_and_renormalise(folder):
     assert unit_vector(array("f", [0, 0])) == array("f", [0, 0])
 
 
-# --- what a model was made for ------------------------------------------------------------------
+# --- embedding models and others ----------------------------------------------------------------
 
 
 def test_chat_model_warns_about_embeddings(tmp_path):
@@ -198,16 +201,16 @@ def test_only_last_token_pooling_is_served(pooling, is_ours, tmp_path):
 
 
 def test_headless_model_loads_as_published(tmp_path, folder):
-    """The files of Qwen3-Embedding begin their names without "model.", and those of the larger ones
-    have no head, although their config speaks of one."""
+    """The tensor names of Qwen3-Embedding lack "model.", and the larger models have no head, although their
+    config says so."""
     headless = make_embedder(tmp_path / "b", tie_word_embeddings=False)
-    arrays = mx.load(str(folder / "model.safetensors"))  # tied, so they have no head
+    arrays = mx.load(str(folder / "model.safetensors"))  # tied, so there is no head
     bare = {name.removeprefix("model."): array for name, array in arrays.items()}
     mx.save_safetensors(str(headless / "model.safetensors"), bare)
     with Engine.load(folder, slots=1, max_len=64) as engine:
         wanted = engine.embed(["Once upon"])
     with Engine.load(headless, slots=1, max_len=64) as engine:
-        assert engine.embed(["Once upon"]) == wanted  # the same weights, but for the head
+        assert engine.embed(["Once upon"]) == wanted  # the same weights except for the head
         with pytest.raises(ValueError, match="has no head, so it answers nothing"):
             engine.submit("Once")
     (headless / "1_Pooling" / "config.json").unlink()

@@ -1,5 +1,4 @@
-"""The engine as people use it: handles, threads, cancelling, failing, closing, and memory that
-stays where it is."""
+"""The engine as people use it: handles, threads, cancelling, failing, closing, and no memory leaks."""
 
 import gc
 import os
@@ -36,12 +35,11 @@ def test_streamed_pieces_join_to_the_text(engine):
     result = handle.result()
     assert len(pieces) > 10 and "".join(pieces) == result.text == handle.text
     decoded = engine.text.tokenizer.decode(result.tokens)
-    assert result.text == decoded[: len(result.text)]  # what may be left is half a character
+    assert result.text == decoded[: len(result.text)]  # the rest may be an incomplete character
 
 
 def test_metrics_say_what_happened(make_engine):
-    """With a clock that ticks once a reading, times are counts of readings: all known to be
-    positive and ordered."""
+    """The clock ticks once per reading, so times are numbers of readings: all positive and ordered."""
     ticks = iter(range(10**6))
     engine = make_engine(slots=1, clock=lambda: float(next(ticks)))
     first, second = engine.generate([[1, 2, 3], [4, 5]], exactly(5))
@@ -80,10 +78,10 @@ def test_budget_that_admits_nothing_is_refused(make_engine):
 
 
 def test_token_0_is_a_token_like_any_other(make_engine):
-    """With run-ahead, the device hands each step's token to the next one: token 0, too."""
+    """With run-ahead, the device hands each step's token to the next step, including token 0."""
     asked = exactly(5, logit_bias={0: 30.0}, logprobs=5)
     engine = make_engine(slots=1, prefix_cache=False, speculate=0)
-    assert any(engine.submit([1], LONG).result().tokens)  # and the slot has had others
+    assert any(engine.submit([1], LONG).result().tokens)  # so the slot has had other tokens
     ahead = engine.submit([7, 8], asked).result()
     engine.run_ahead = False
     assert ahead.tokens == [0] * 5
@@ -110,7 +108,7 @@ def test_eos_and_ignore_eos(parts):
 
 
 def test_generate_cleans_up_after_a_bad_prompt(engine):
-    """The prompts before the bad one had been submitted, and ran on."""
+    """The prompts before the bad one had been submitted, and kept running."""
     with pytest.raises(ValueError, match="272"):
         engine.generate([[1], [272]], LONG)
     snapshot = engine.snapshot()
@@ -135,7 +133,7 @@ def test_generate_cleans_up_after_a_bad_prompt(engine):
     ],
 )
 def test_bad_prompt_is_refused_at_submit(engine, prompt, words):
-    """Neighbours go on undisturbed."""
+    """Running requests continue undisturbed."""
     running = engine.submit([1, 2], LONG)
     engine.step()
     with pytest.raises(ValueError, match=words):
@@ -149,14 +147,14 @@ def test_a_wrong_chunk_is_refused(parts):
 
 
 def test_client_must_be_a_string(engine):
-    """A client that cannot be counted would have failed the step that admits its request."""
+    """A client that is not hashable would fail the step that admits its request."""
     with pytest.raises(ValueError, match="client is a list; give a text"):
         engine.submit([1, 2], client=["anna"])
     assert engine.submit([1, 2], SamplingParams(max_tokens=3), client="anna").result().finish_reason
 
 
 def test_a_large_budget_takes_no_memory_at_start(parts):
-    """What was made as wide as the budget took 9.3 GiB and 52 s, or an OverflowError.
+    """Arrays as wide as the budget took 9.3 GiB and 52 s, or an OverflowError.
 
     A step is never wider than a chunk for each slot.
     """
@@ -206,14 +204,14 @@ def test_serving_leaks_no_threads(engine):
     before = threads()
     for _ in range(5):
         serve_once()
-    wait_for(lambda: threads() <= before)  # one that has ended stays in the system's list a moment
+    wait_for(lambda: threads() <= before)  # the system lists a finished thread for a moment
 
 
 def test_submit_wakes_an_idle_engine(engine):
     with engine.serving():
         engine.submit([1], SamplingParams(max_tokens=3)).result(timeout=60)
 
-        # Threads that multiply spin before they sleep, on a busy machine for longer. One that never
+        # Threads of a matrix product spin before they sleep, longer on a busy machine. One that never
         # sleeps takes a good part of every second.
         def is_asleep() -> bool:
             before = time.process_time()
@@ -235,13 +233,12 @@ def test_result_gives_up_when_its_time_is_over(engine):
 
 
 def test_first_token_is_read_at_once_on_cpu(engine):
-    """To start the next step takes nearly as long as that step there, so the token is read
-    before."""
+    """On a CPU, starting the next step takes nearly as long as running it, so the token is read first."""
     running = engine.submit([1] * 8, exactly(40))
     engine.step()
     assert len(running.tokens) == 1
     engine.step()
-    assert len(running.tokens) == 1  # the second one is read when the third has been started
+    assert len(running.tokens) == 1  # the second token is read after the third step has started
     late = engine.submit([2] * 8, FEW)
     engine.step()
     assert (len(running.tokens), len(late.tokens)) == (3, 1)
@@ -312,18 +309,18 @@ engine = Engine.load({str(folder)!r}, slots=2, max_len=128)
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_step_times_add_up(make_engine, monkeypatch, run_ahead):
-    """The work of the device was called building, and looked as if Python was slow."""
+    """The device's work counted as building, so Python looked slow."""
     now = 0.0
     spent = Counter()
 
     def takes(seconds, owner, name):
-        """From now on this function takes so long."""
+        """Make this function take this long."""
         real = getattr(owner, name)
 
         def slow(*args, **options):
             nonlocal now
             result = real(*args, **options)
-            if result is not None or name != "plan":  # a plan of nothing is no step's
+            if result is not None or name != "plan":  # a plan of nothing belongs to no step
                 now += seconds
                 spent[name] += seconds
             return result
@@ -357,8 +354,7 @@ def test_step_times_add_up(make_engine, monkeypatch, run_ahead):
 
 
 def test_dropped_engine_frees_its_slab(parts):
-    """Python's collector of circles does not know how large a slab is, so it may come much too
-    late."""
+    """Python's cycle collector does not know how large a slab is, so it may run much too late."""
     gc.collect()
     gc.disable()
     try:
@@ -380,15 +376,15 @@ def test_dropped_engine_frees_its_slab(parts):
 
 
 def rss() -> int:
-    """Bytes of this process that are in memory (Linux), or MLX's own count elsewhere."""
+    """Return the resident bytes of this process on Linux, and MLX's own count elsewhere."""
     if sys.platform == "linux":
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return mx.get_active_memory()
 
 
 def test_decoding_leaks_no_memory(parts):
-    """Two answers of 500 tokens at a time. Were one layer's slab copied once, the peak would show
-    it; and a step may leave behind 200 bytes of MLX's at most, or 10 KiB of all."""
+    """Decode two answers of 500 tokens at a time. A single copy of one layer's slab would show in the peak.
+    A step may leak at most 200 bytes of MLX's memory, or 10 KiB in total."""
     sizes = {"slots": 2, "max_len": 16_384, "chunk": 64}
     with Engine(*parts, **sizes, speculate=0) as engine:
         engine.generate([[1, 2, 3]] * 2, exactly(300))
@@ -401,18 +397,18 @@ def test_decoding_leaks_no_memory(parts):
         assert engine.registry.steps.count - before >= 500
         assert mx.get_peak_memory() - active < one_layer, "the slab was copied"
         assert abs(mx.get_active_memory() - active) < 200 * 500
-        gc.collect()  # workers collect nothing by themselves
+        gc.collect()  # pytest's workers do not collect by themselves
         assert rss() - resident < 10_000 * 500
         engine.runner.slab.check()
 
 
 def count_copies(folder: Path) -> tuple[int, int]:
-    """Steps in which MLX took memory for a whole layer of the slab, and steps in which a chunk
-    takes over rows.
+    """Return the number of steps in which MLX allocated a whole layer of the slab, and of steps in which
+    a chunk copied rows.
 
-    The hardest case is a chunk that takes over another slot's rows, behind a pass that still reads
-    the slab: here two such prompts follow each opening, each beside a prompt of its own. One layer
-    with wide projections makes the pass before slow until it has read.
+    The hardest case is a chunk that copies another slot's rows while the previous pass still reads the
+    slab. Here two such prompts follow each opening, each next to an unrelated prompt. One layer with wide
+    projections makes the previous pass slow.
     """
     model = read_model(folder)
     say = exactly(12)
@@ -438,7 +434,7 @@ def count_copies(folder: Path) -> tuple[int, int]:
 
 
 def test_no_step_copies_the_slab(tmp_path, monkeypatch):
-    """MLX copies an array that something else still refers to. Starting a pass too early does that."""
+    """MLX copies an array that is still referenced elsewhere, which happens if a pass starts too early."""
     wide = {"hidden_size": 1024, "num_attention_heads": 32, "head_dim": 128}
     folder = make_checkpoint(tmp_path, num_hidden_layers=1, intermediate_size=64, **wide)
     assert count_copies(folder) == (0, 4)

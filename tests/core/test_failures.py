@@ -1,5 +1,4 @@
-"""The engine fails in the open: a bug is shown with its file and its line, and as few requests as
-possible end."""
+"""The engine fails visibly: a bug is shown with its file and line, and as few requests as possible end."""
 
 import gc
 import re
@@ -21,7 +20,7 @@ from sched import Scheduler
 
 LONG = exactly(30)
 FEW = exactly(6)
-# Each part of a step: the function that raises.
+# For each part of a step, the function that raises
 PARTS = {
     "plan": (Scheduler, "plan"),
     "a policy": (Scheduler, "_admissible"),
@@ -44,7 +43,7 @@ def bug(*args, **options):
     raise Bug("the device is on fire")
 
 
-LINE = bug.__code__.co_firstlineno + 1  # of the culprit
+LINE = bug.__code__.co_firstlineno + 1  # the line that raises
 
 
 def blocks(text: str) -> list[str]:
@@ -58,7 +57,7 @@ def blocks(text: str) -> list[str]:
 @pytest.mark.parametrize("run_ahead", [True, False])
 @pytest.mark.parametrize("part", PARTS)
 def test_exception_in_any_part_of_a_step(parts, monkeypatch, caplog, part, run_ahead):
-    """The traceback names the line, and the next request is answered right."""
+    """The traceback names the line, and the next request is answered correctly."""
     sizes = {"slots": 2, "max_len": 128, "chunk": 32}
     with Engine(*parts, **sizes, run_ahead=run_ahead, speculate=0) as engine:
         expected = engine.submit([4, 5], FEW).result().tokens
@@ -72,8 +71,8 @@ def test_exception_in_any_part_of_a_step(parts, monkeypatch, caplog, part, run_a
         for handle in (first, second):
             assert handle.finish_reason == "error" and isinstance(handle.exception, Bug)
             assert handle.result().error == "Bug: the device is on fire"
-        # If nothing was planned or in flight, it is not known what failed, and nobody is kept
-        # waiting.
+        # If nothing was planned or in flight, the engine does not know which request failed, so it ends them
+        # all.
         all_end = not run_ahead and part in ("plan", "a policy")
         assert in_line.result().finish_reason == ("error" if all_end else "length")
         (block,) = blocks(caplog.text)
@@ -96,11 +95,11 @@ def test_policy_that_raises_at_submit(engine, monkeypatch, caplog):
 
 
 class Panic(BaseException):
-    """A panic in the tokenizer's Rust: not an Exception."""
+    """Stands in for a panic in the tokenizer's Rust code, which is not an Exception."""
 
 
 def detokenize(monkeypatch, engine: Engine, **methods: Callable) -> None:
-    """The streams of the requests that are submitted now have these methods."""
+    """Give the text streams of requests submitted from now on these methods."""
     stream = engine.text.stream([])
     for name, method in methods.items():
         setattr(stream, name, method)
@@ -131,7 +130,7 @@ def test_detokenizer_that_raises(engine, monkeypatch, caplog, kind):
 
 @pytest.mark.parametrize("act", ["cancel", "close"])
 def test_detokenizer_that_raises_at_the_end(engine, monkeypatch, caplog, act):
-    """Flushing the last text failed, and with it cancel and close."""
+    """Flushing the last text failed, which made cancel and close fail."""
     detokenize(monkeypatch, engine, finish=bug)
     handle = engine.submit([1], LONG)
     engine.step()
@@ -140,7 +139,7 @@ def test_detokenizer_that_raises_at_the_end(engine, monkeypatch, caplog, act):
 
 
 def test_two_failing_steps_are_both_shown(engine, monkeypatch, caplog):
-    """A step fails while the one before cannot be read."""
+    """A step fails while the previous one cannot be read back."""
     handle = engine.submit([1], LONG)
     engine.step(), engine.step()
     monkeypatch.setattr(runner, "forward", bug)
@@ -161,7 +160,7 @@ def test_mistakes_of_users_have_no_traceback(engine, caplog):
 
 
 def test_failed_step_frees_its_memory(parts, monkeypatch):
-    """A frame of `forward` refers to the slab, and a new one must fit beside nothing."""
+    """A frame of `forward` refers to the slab, and there must be room for a new one."""
     gc.collect()
     gc.disable()
     try:
@@ -186,7 +185,7 @@ def test_failed_step_frees_its_memory(parts, monkeypatch):
 
 
 def test_exception_is_shown_with_its_causes(caplog):
-    """The log has one line, and the traceback all causes."""
+    """The log message has one line, and the traceback contains all causes."""
     assert describe(KeyError("x")) == "KeyError: 'x'" and describe(MemoryError()) == "MemoryError"
     try:
         try:
@@ -202,7 +201,7 @@ def test_exception_is_shown_with_its_causes(caplog):
 
 
 def test_bug_in_forward_has_a_traceback(tmp_path):
-    """As whoever hacks on it sees it, with no logging set up."""
+    """The traceback appears without any logging set up, as for a user who changes the code."""
     folder = make_checkpoint(tmp_path, seed=1)
     (tmp_path / "hacked.py").write_text(
         "def forward(model, ids, windows, asked):\n    return ids @ asked.nothing\n"
@@ -223,8 +222,7 @@ with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
 
 
 def test_bug_in_forward_is_no_usage_error(tmp_path):
-    """The first step is run while the model is loaded, and what goes wrong there was told in one
-    line."""
+    """The first step runs while the model is loaded, and its failures were reported in one line."""
     folder = make_checkpoint(tmp_path, seed=1)
     (tmp_path / "hacked.py").write_text(
         "def forward(model, ids, windows, asked):\n    raise ValueError('shapes')\n"
@@ -241,7 +239,7 @@ sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
 
 @pytest.mark.parametrize("part", ["k_proj", "v_proj"])
 def test_key_beyond_float16_is_an_error(tmp_path, part):
-    """An infinite key may get the weight 0: then the answer is wrong without an error."""
+    """An infinite key may get weight 0, which makes the answer wrong without an error."""
     folder = make_checkpoint(tmp_path, seed=3, dtype=mx.bfloat16, attention_bias=True)
     file = folder / "model.safetensors"
     weights = mx.load(str(file))
@@ -250,7 +248,7 @@ def test_key_beyond_float16_is_an_error(tmp_path, part):
     mx.save_safetensors(str(file), weights, {"format": "pt"})
     sampling = exactly(4)
     with Engine.load(folder, slots=2, max_len=128, chunk=32) as engine:
-        for prompt in (list(range(9)), list(range(70))):  # one chunk, and three
+        for prompt in (list(range(9)), list(range(70))):  # in one chunk, and in three
             handle = engine.submit(prompt, sampling)
             handle.result()
             assert handle.finish_reason == "error"

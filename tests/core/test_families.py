@@ -1,4 +1,4 @@
-"""The families of this year: the same bits under every policy, in random batches, and alone."""
+"""Recent model families: the same bits under every policy, in random batches, and alone."""
 
 from dataclasses import replace
 
@@ -31,9 +31,9 @@ NARROW = [
     [*((name, 32) for name in (*WIDE, *NARROW)), *((name, 8) for name in NARROW)],
 )
 def test_every_policy_gives_the_same_bits(name, activations, tmp_path):
-    """`test_parity.py` compares one policy with mlx-lm. Here prompts begin alike, so that rows are
-    reused, and the request alone is computed by the formula of attention. In the short form packed
-    weights without rounding go through all policies, all others through two."""
+    """`test_parity.py` compares one policy with mlx-lm. Here prompts share prefixes, so that rows are reused,
+    and the reference computes attention by its formula. In the short form, quantized weights with float
+    activations run under all policies, and all others under two."""
     seed = seed_of(name)
     folder = make_checkpoint(tmp_path, seed=seed, **CONFIGS[name])
     model = read_model(folder, activations=activations)

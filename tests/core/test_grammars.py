@@ -55,7 +55,7 @@ def test_grammar_holds_with_every_setting(parts, run_ahead):
 
 
 def test_logprobs_under_a_grammar(engine):
-    """Forbidden tokens have the probability 0, and the others add up to 1."""
+    """Forbidden tokens have probability 0, and the others add up to 1."""
     handle = engine.submit([1, 2, 3], SamplingParams(max_tokens=30, grammar=DIGITS, logprobs=12))
     for logprob in handle.result().logprobs:
         chances = {token: math.exp(value) for token, value in logprob.top}
@@ -66,7 +66,7 @@ def test_logprobs_under_a_grammar(engine):
 
 
 def test_cut_and_complete_answers_differ(engine):
-    """An answer whose last allowed token completes the grammar is no cut one."""
+    """An answer whose last allowed token completes the grammar does not count as truncated."""
     cut = engine.submit([1, 2], SamplingParams(max_tokens=7, grammar=DIGITS)).result()
     assert (cut.finish_reason, len(cut.text)) == ("length", 7)
     whole = engine.submit([1, 2], SamplingParams(max_tokens=8, grammar=DIGITS)).result()
@@ -74,7 +74,6 @@ def test_cut_and_complete_answers_differ(engine):
 
 
 def test_stop_string_ends_before_the_grammar(engine):
-    """A stop string ends the answer before the grammar does."""
     whole = engine.submit([1, 2], SamplingParams(max_tokens=30, grammar=DIGITS)).result()
     stopped = engine.submit(
         [1, 2], SamplingParams(max_tokens=30, grammar=DIGITS, stop=[whole.text[3:5]])
@@ -84,8 +83,8 @@ def test_stop_string_ends_before_the_grammar(engine):
 
 
 def test_eos_where_the_grammar_allows_it(engine):
-    """The end token counts as soon as the grammar could end."""
-    bias = {257: 1e9}  # the end token is as likely as can be
+    """EOS is accepted as soon as the grammar could end."""
+    bias = {257: 1e9}  # makes EOS the most likely token
     result = engine.submit(
         [1], SamplingParams(grammar={"regex": "[0-9]{3,9}"}, max_tokens=30, logit_bias=bias)
     ).result()
@@ -120,7 +119,8 @@ def test_reused_slot_has_no_grammar_left(engine):
 
 @pytest.mark.parametrize("place", ["in the prompt", "in the answer"])
 def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
-    """The mask is added. If it replaced the forbidden logits, NaN among them would go unnoticed."""
+    """The mask is added to the logits. If it replaced the forbidden ones, NaN among them would go
+    unnoticed."""
     model, text = parts
     token = 99 if place == "in the prompt" else text.tokenizer.token_to_id("5")
     grammar = {"regex": "[a-z]{9}"} if place == "in the prompt" else {"regex": "5{9}"}
@@ -139,7 +139,7 @@ def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
 
 
 def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
-    """The events in their order: ("forward", step), ("read", step), ("sample", step)."""
+    """Return the events in order: ("forward", step), ("read", step), ("sample", step)."""
     events: list[tuple[str, int]] = []
     forward, sample, read = (
         Runner.start_forward,
@@ -169,7 +169,7 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
 
 
 def test_run_ahead_without_a_grammar(parts, monkeypatch):
-    """A step is started whole before the one before is read."""
+    """A step is fully started before the previous one is read."""
     events = events_of(parts, monkeypatch, PLAIN, PLAIN)
     steps = max(step for _, step in events)
     for step in range(2, steps):
@@ -177,7 +177,7 @@ def test_run_ahead_without_a_grammar(parts, monkeypatch):
 
 
 def test_forward_overlaps_with_a_grammar(parts, monkeypatch):
-    """And as soon as no row of a step has a grammar, run-ahead is whole again."""
+    """Run-ahead is complete again as soon as no row of a step has a grammar."""
     events = events_of(
         parts, monkeypatch, SamplingParams(max_tokens=30, grammar={"regex": "[0-9]{6}"}), PLAIN
     )
@@ -189,11 +189,11 @@ def test_forward_overlaps_with_a_grammar(parts, monkeypatch):
     assert 5 <= waited <= 7 < steps - 2
 
 
-# --- who does what, and what fails --------------------------------------------------------------
+# --- threads and failures -----------------------------------------------------------------------
 
 
 def test_grammar_is_compiled_at_submit(engine, monkeypatch):
-    """Compiling in the thread that steps would hold up everybody."""
+    """Compiling in the thread that steps would delay every request."""
     makers = []
     make = grammar_file.make
 
@@ -212,7 +212,7 @@ def test_grammar_is_compiled_at_submit(engine, monkeypatch):
 
 
 class PanicException(BaseException):
-    """As a panic in Rust comes to Python: no Exception."""
+    """Stands in for a Rust panic, which reaches Python as a BaseException."""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Token for token what mlx-lm says, for every configuration that is supported, in random company.
+"""Every supported configuration gives mlx-lm's tokens, in random batches.
 
-The reference reads the same folder, in float32. A whole answer is checked in one pass: if each of
+The reference loads the same folder in float32. A whole answer is checked in one pass: if each of
 our tokens is what mlx-lm finds most likely after the prompt and our tokens before it, then by
 induction the two answers are the same.
 """
@@ -31,13 +31,13 @@ from nanobatch import Engine
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_and_logits_equal_mlx_lm(name, tmp_path):
-    """In float32 and in random batches, every token and logit is mlx-lm's."""
+    """In float32 and in random batches, every token and logit matches mlx-lm's."""
     settings = dict(CONFIGS[name])
     respelled = settings.pop("reference", None)
     seed = seed_of(name)
     folder = make_checkpoint(tmp_path, seed=seed, **settings)
-    # Where requests run one at a time there is no company, and many steps. A tenth of the
-    # configurations shows that.
+    # With one request at a time there are no neighbours and many steps. A tenth of the configurations is
+    # enough for that.
     lonely = seed % 10 == 2
     options = {
         "slots": 1 + seed % 3 if lonely else 2 + seed % 7,
@@ -53,7 +53,7 @@ def test_tokens_and_logits_equal_mlx_lm(name, tmp_path):
 
 
 def test_number_of_compared_prompts():
-    """At least 500 prompts, and 300 of the families that differ most."""
+    """Compare at least 500 prompts, 300 of them from families that differ much from a Llama."""
     whole, own = count()
     assert whole >= 500 and own >= 300
 
@@ -69,7 +69,7 @@ def test_number_of_compared_prompts():
     ],
 )
 def test_quantized_weights_equal_mlx_lm(name, tmp_path):
-    """The products that a GPU uses: slow on a CPU, but as exact."""
+    """These are the products that a GPU uses: slow on a CPU, but equally exact."""
     folder = make_checkpoint(tmp_path, seed=5, **CONFIGS[name])
     with Engine.load(folder, dtype="checkpoint", slots=3, max_len=256, chunk=32) as engine:
         assert any(
@@ -88,7 +88,7 @@ def test_quantized_weights_equal_mlx_lm(name, tmp_path):
     ],
 )
 def test_keys_and_values_in_float16_are_close_to_mlx_lms(name, tmp_path):
-    """The default for checkpoints of 16 bits or fewer."""
+    """Float16 is the default for checkpoints of 16 bits or fewer."""
     folder = make_checkpoint(tmp_path, seed=9, **CONFIGS[name])
     with Engine.load(folder, activations=32, slots=3, max_len=256, chunk=32) as engine:
         assert engine.model.kv_dtype == mx.float16
@@ -98,7 +98,7 @@ def test_keys_and_values_in_float16_are_close_to_mlx_lms(name, tmp_path):
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_is_close_to_mlx_lm(dtype, tmp_path):
-    """Half precision ties often, so tokens may differ; the logits must stay within its rounding."""
+    """Half precision has many ties, so tokens may differ; the logits must stay within its rounding."""
     folder = make_checkpoint(tmp_path, seed=6, dtype=dtype)
     tokens = np.random.default_rng(6).integers(0, 256, 50).tolist()
     ours = whole(read_model(folder, "checkpoint"), tokens, dtype)
@@ -116,7 +116,8 @@ def four_bits(module: str) -> tuple[int, int] | None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_narrow_weights_of_the_newest_families(name, tmp_path):
-    """In 16 and 4 bits, with keys and values in float16, and computed in 16 bits: the same bounds."""
+    """The same bounds hold for 16 and 4 bits, with keys and values in float16, and for computing in 16
+    bits."""
     tokens = np.random.default_rng(6).integers(0, 256, 50).tolist()
     settings = CONFIGS[name] | {"seed": 6}
     if name == "gemma4_text":
@@ -133,13 +134,15 @@ def test_narrow_weights_of_the_newest_families(name, tmp_path):
         assert model.kv_dtype == mx.float16
         for kv, close in ((mx.float32, CLOSE), (mx.float16, CLOSE_KV)):
             assert np.abs(whole(model, tokens, kv=kv) - expected).max() < close
-        if dtype and not model.config.experts:  # MLX's own product of these is for float32 alone
+        if (
+            dtype and not model.config.experts
+        ):  # MLX's own product for experts supports float32 only
             error = np.abs(whole(read_model(folder, "checkpoint"), tokens, dtype) - expected)
             assert error.mean() < (0.05 if dtype == mx.bfloat16 else 0.01)
 
 
 def test_dynamic_rope_has_one_theta_per_engine(tmp_path):
-    """theta is chosen by the length of a slot. mlx-lm gets it by hand, and has no rule."""
+    """theta depends on the slot length. mlx-lm has no rule for it, so it is given the value."""
     scaling = {"type": "dynamic", "factor": 2.0}
     folder = make_checkpoint(tmp_path, seed=7, rope_scaling=scaling, max_position_embeddings=40)
     theta = 10_000.0 * (2.0 * 256 / 40 - 1.0) ** (16 / 14)
@@ -157,7 +160,7 @@ def test_dynamic_rope_has_one_theta_per_engine(tmp_path):
 
 
 def test_long_positions_stay_close_too(tmp_path):
-    """Angles grow with the position, and rounding with them."""
+    """Angles grow with the position, and so does rounding."""
     folder = make_checkpoint(tmp_path, seed=8, rope_scaling={"rope_type": "llama3", **LLAMA3})
     prompt = np.random.default_rng(8).integers(0, 256, 1900).tolist()
     with Engine.load(folder, activations=32, slots=2, max_len=2048, chunk=128) as engine:

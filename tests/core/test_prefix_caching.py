@@ -1,5 +1,4 @@
-"""Prompts with a common prefix share what has been computed, which changes nothing but the time it
-takes."""
+"""Prompts with a common prefix share its rows, which changes nothing but the time."""
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from planted_bugs import poisoned
 from kernels.device import mx
 from nanobatch import Engine, SamplingParams
 
-CONVERSATIONS = number_of("CONVERSATIONS", 4)  # schedules of them
+CONVERSATIONS = number_of("CONVERSATIONS", 4)  # number of random schedules
 SHORT = exactly(4)
 
 
@@ -20,15 +19,15 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def prefilled(engine: Engine) -> int:
-    """How many prompt tokens the engine has computed, in the steps that it remembers."""
+    """Return the number of prompt tokens computed in the recorded steps."""
     return sum(stop - start for step in engine.snapshot().steps for *_, start, stop in step.prefill)
 
 
 @pytest.mark.parametrize("slots", [8, 3])
 def test_shared_system_prompt_is_computed_once(parts, slots):
-    """The first request computes the 500 tokens, the others take them over, to the last one.
+    """The first request computes the 500 tokens, and the others reuse them all.
 
-    The second request does not wait for the last 20 of them: they are fewer than a chunk.
+    The second request does not wait for the last 20 of them, because they are fewer than a chunk.
     """
     system = tokens(500)
     prompts = [system + tokens(20, seed=n) for n in range(1, 9)]
@@ -45,8 +44,8 @@ def test_shared_system_prompt_is_computed_once(parts, slots):
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_stretched_positions_share_rows(kind, tmp_path):
-    """How positions turn depends on the length of a slot, and not on a prompt's: so equal tokens
-    have equal rows."""
+    """The rotation of a position depends on the slot length and not on the prompt's, so equal tokens have
+    equal rows."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
     scaling = {"rope_type": kind, "factor": 2.0, **(factors if kind == "longrope" else {})}
     folder = make_checkpoint(
@@ -84,7 +83,7 @@ def test_prefix_copy_moves_only_the_prefix(make_engine):
             assert mx.get_peak_memory() - before < layer
     assert (
         sum(handle.metrics.cached_tokens for handle in handles) == 64 + 3 * 71
-    )  # three said all but the last before
+    )  # three reuse all but their last token
 
 
 # --- a chat's next turn -------------------------------------------------------------------------
@@ -93,8 +92,8 @@ def test_prefix_copy_moves_only_the_prefix(make_engine):
 @pytest.mark.parametrize("kept", [35, 69, 70])
 @pytest.mark.parametrize("copied", [False, True])
 def test_cached_rows_change_no_bit(parts, copied, kept):
-    """From its own slot's rows, or copied while another request goes on in that slot. 40 tokens and
-    30 of an answer."""
+    """The rows come from the request's own slot, or are copied while another request runs there. The
+    conversation has 40 tokens and an answer of 30."""
     longer = exactly(30)
     with (
         Engine(*parts, slots=1 + copied, max_len=256, chunk=32) as engine,
@@ -119,8 +118,7 @@ def test_cached_rows_change_no_bit(parts, copied, kept):
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_cancel_keeps_the_cache_and_error_drops_it(parts, run_ahead):
-    """A cancelled answer's rows are as good as any. After an error none is trusted, since it may
-    not be finite."""
+    """The rows of a cancelled answer can be reused. After an error no row is, because it may not be finite."""
     model, text = parts
     prompt = [n % 90 for n in range(40)]
     with Engine(
@@ -148,10 +146,10 @@ def plain(parts):
 def conversations(
     parts, plain: Engine, seed: int, most_slots: int = 6, **more
 ) -> tuple[int, int, int, int]:
-    """Three turns of random conversations in each other's company.
+    """Run three turns of random conversations next to each other.
 
-    Counts tokens, answers that differ from those without reuse, rows of answers that were taken
-    over, and rows from disk.
+    Return the number of tokens, of answers that differ from those without reuse, of reused answer rows,
+    and of rows from disk.
     """
     rng = np.random.default_rng(seed)
     slots, chunk, budget = (
@@ -168,7 +166,7 @@ def conversations(
     }
     opening, done, reused = tokens(70, seed=seed), [], 0
     with Engine(*parts, max_len=320, **options) as engine:
-        # (handle, the step in which it is cancelled, its turn, the length of the prompt before)
+        # (handle, step in which it is cancelled, turn, length of the previous prompt)
         going = []
 
         def say(prompt: list[int], turn: int, before: int) -> None:
@@ -197,7 +195,7 @@ def conversations(
                     done.append(handle)
                     reused += max(0, handle.request.prefix.cached - before)
                     said = [*handle.request.prompt, *handle.tokens]
-                    if rng.random() < 0.2:  # it was written in other tokens, or changed
+                    if rng.random() < 0.2:  # it was retokenized, or edited
                         said = said[: int(rng.integers(1, len(said) + 1))]
                     if turn < 3:
                         more = rng.integers(0, 256, rng.integers(1, 20)).tolist()
@@ -215,7 +213,7 @@ def conversations(
 
 
 def test_random_conversations_with_prefix_cache(parts, plain):
-    """In float32 on a CPU. Some turns are cancelled, and some change what was said before."""
+    """Some turns are cancelled, and some edit the conversation so far."""
     compared, differ, reused, _ = np.sum(
         [conversations(parts, plain, seed) for seed in range(CONVERSATIONS)], axis=0
     )
@@ -227,7 +225,7 @@ def test_random_conversations_with_prefix_cache(parts, plain):
 
 
 def test_random_conversations_with_a_slot_cache(parts, plain, tmp_path):
-    """In so few slots that most are overwritten, saved, and restored for the next turn."""
+    """There are so few slots that most are overwritten, saved, and restored for the next turn."""
     count = CONVERSATIONS // 2
     folder = str(tmp_path / "slots")
     compared, differ, _, restored = np.sum(
@@ -239,8 +237,8 @@ def test_random_conversations_with_a_slot_cache(parts, plain, tmp_path):
 
 
 def test_chat_continues_after_its_own_answer():
-    """The template writes the earlier turns anew, the answer's text in new tokens: as far as they
-    agree they match."""
+    """The template renders earlier turns again, and the answer's text may get other tokens. As many rows
+    are reused as tokens agree."""
     chat, said, told = [], [], []
     with Engine.load("demo", slots=2, max_len=256) as engine:
         for question in ("Count from 3 to 12.", "Reverse the word stone.", "What is 17 + 6?"):

@@ -1,5 +1,4 @@
-"""Every request ends, exactly once, with a reason, whatever breaks; and what breaks is nobody
-else's affair."""
+"""Every request ends exactly once, with a reason, whatever fails; and a failure affects no other request."""
 
 from dataclasses import replace
 
@@ -20,14 +19,14 @@ FEW = exactly(6)
 
 
 def test_soak(parts):
-    """NANOBATCH_SOAK=10000 is the long form, in which memory is judged."""
+    """NANOBATCH_SOAK=10000 is the long form, which also judges memory."""
     requests = SOAK or 250
     counts = soak(*parts, requests, seed=1)
     assert counts["refused"] > requests / 80 and counts["cancelled"] > requests / 7
     assert counts["compared"] > requests / 3 and counts["wrong"] == 0
 
 
-# --- what raises --------------------------------------------------------------------------------
+# --- exceptions ---------------------------------------------------------------------------------
 
 CALLS = [
     "forward",
@@ -44,7 +43,7 @@ CALLS = [
     ("target", "run_ahead"), [(call, i % 2 == 0) for i, call in enumerate(CALLS)]
 )
 def test_exception_at_any_call(parts, monkeypatch, target, run_ahead):
-    """Everything that was in the step ends, and the next request is right."""
+    """Every request in the step ends, and the next request is answered correctly."""
     owner, _, name = target.rpartition(".")
     owner = (
         mx
@@ -56,7 +55,7 @@ def test_exception_at_any_call(parts, monkeypatch, target, run_ahead):
     real = getattr(owner, name)
     failures = 0
     model, text = parts
-    by_formula = replace(model, attention="formula")  # else nobody asks for a bucket
+    by_formula = replace(model, attention="formula")  # otherwise nothing uses a bucket
     with (
         Engine(by_formula, text, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine,
         engine.serving(),
@@ -84,8 +83,7 @@ def test_exception_at_any_call(parts, monkeypatch, target, run_ahead):
 
 
 def test_failing_step_spares_a_finished_answer(make_engine, monkeypatch):
-    """A's third and last token is in flight when the step after it, which holds B alone, cannot be
-    built."""
+    """A's third and last token is in flight when the next step, which contains only B, cannot be built."""
     engine = make_engine(speculate=0)
     expected = engine.submit([1, 2], exactly(3)).result().tokens
     a = engine.submit([1, 2], exactly(3))
@@ -101,8 +99,8 @@ def test_failing_step_spares_a_finished_answer(make_engine, monkeypatch):
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_unstarted_requests_retry_in_order(make_engine, monkeypatch, run_ahead):
-    """The budget lets one chunk into a step. A's cannot be run; B is in a slot, C to E in line:
-    they lose nothing."""
+    """The budget allows one chunk a step. A's chunk fails; B is in a slot and C to E are queued, and none
+    of them loses anything."""
     prompts = [[n] * 40 for n in range(1, 6)]
     engine = make_engine(budget=1, run_ahead=run_ahead)
     expected = engine.generate(prompts, LONG)
@@ -129,7 +127,7 @@ def test_unstarted_requests_retry_in_order(make_engine, monkeypatch, run_ahead):
 
 
 def test_no_memory_for_a_new_slab(engine, monkeypatch):
-    """Waiting threads get the error, and later, with memory again, the engine works."""
+    """Waiting threads get the error. When there is memory again, the engine works."""
     expected = engine.submit([4, 5], LONG).result().tokens
     with engine.serving():
         with monkeypatch.context() as broken:
@@ -146,11 +144,11 @@ def test_no_memory_for_a_new_slab(engine, monkeypatch):
 # --- numbers that are not finite ----------------------------------------------------------------
 
 
-# --- the end of the program ---------------------------------------------------------------------
+# --- program exit -------------------------------------------------------------------------------
 
 
 def test_exit_while_loading(tmp_path):
-    """A process that left while MLX computed aborted or hung."""
+    """A process that exited while MLX computed aborted or hung."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     large = make_checkpoint(tmp_path, **sizes)
     code = f"""
@@ -187,7 +185,7 @@ def test_extreme_settings_disturb_no_other_request(engine, settings):
 
 
 def test_submitted_settings_are_immutable(engine):
-    """A caller could change a list after it had been checked."""
+    """A caller could change a list after it had been validated."""
     bias = {5: 1.0}
     sampling = SamplingParams(logit_bias=bias)
     bias[100_000] = 1.0
@@ -203,7 +201,7 @@ def test_infinite_timeout(engine):
 
 @pytest.mark.parametrize(("value", "at"), [(np.nan, 10), (np.inf, 40), (-np.inf, 70)])
 def test_non_finite_rows_are_not_cached(parts, value, at):
-    """The chunks before it are, and the next owner of the slot says what it says alone."""
+    """The chunks before it are cached, and the slot's next owner gives the same answer as alone."""
     model, text = parts
     weight = np.array(model.table.weight)
     weight[99, 0] = value

@@ -1,5 +1,6 @@
-"""Models with states in random company: cuts, forks of running prompts, drafts, cancels, several answers to
-one prompt, numbers that are not finite, restarts with a slot cache. Each answer has the bits that it has alone."""
+"""Models with states in random batches: chunks, forks of running prompts, drafts, cancels, several answers to
+one prompt, numbers that are not finite, and restarts with a slot cache. Each answer must have the bits that
+it has alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from models.memory import state_nbytes
 from nanobatch import Engine, Handle, Model, SamplingParams, Tokenizer
 from policies import POLICIES
 
-ROUNDS = number_of("STATES", 3)  # of each model
+ROUNDS = number_of("STATES", 3)  # for each model
 BROKEN = 255  # a token whose embedding is not finite
 LONGEST = 320
 SHAPES = {
@@ -32,7 +33,7 @@ Alone = Callable[[tuple[int, ...], SamplingParams], tuple[Handle, np.ndarray | N
 
 class Count(NamedTuple):
     compared: int = 0  # logit vectors
-    differ: tuple[str, ...] = ()  # a sentence for each answer that does
+    differ: tuple[str, ...] = ()  # a sentence for each answer that differs
     restored: int = 0  # prompts that started from a checkpoint
     reread: int = 0  # tokens
     wrong: int = 0  # draft tokens
@@ -77,7 +78,7 @@ def random_states(name: str, folder: Path, rounds: int) -> Count:
 
 
 def remembering(engine: Engine) -> Alone:
-    """Asks an engine with one slot, and each question once."""
+    """Return a function that asks an engine with one slot, and caches the answers."""
     tap, known = Tap(engine), {}
 
     def ask(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[Handle, np.ndarray | None]:
@@ -100,8 +101,8 @@ def play(
     rng: np.random.Generator,
     topic: int,
 ) -> Count:
-    """Two rounds have the same topic, of which prompts are parts, and the second finds what the first has
-    saved."""
+    """Run one round. Two rounds share a topic, which provides text for their prompts, so that the second one
+    finds what the first has saved."""
     stems = np.random.default_rng(1000 + topic).integers(0, BROKEN, (3, 150)).tolist()
     most = int(rng.choice([0, 3, 15]))
     places = int(rng.integers(0, 9))
@@ -121,7 +122,7 @@ def play(
         tap = Tap(engine)
         for _ in range(9):
             prompt = drawn(stems, asked, rng)
-            for seed in range(int(rng.choice([1, 1, 1, 2, 3]))):  # `n`
+            for seed in range(int(rng.choice([1, 1, 1, 2, 3]))):  # number of choices
                 temperature = 0.9 if rng.random() < 0.3 else 0.0
                 sampling = exactly(int(rng.integers(1, 12)), seed=seed, temperature=temperature)
                 asked.append((engine.submit(prompt, sampling), prompt))
@@ -144,7 +145,7 @@ def play(
 def drawn(
     stems: list[list[int]], asked: list[tuple[Handle, tuple[int, ...]]], rng: np.random.Generator
 ) -> tuple[int, ...]:
-    """A part of a text, or of a conversation so far, and something new."""
+    """Return part of a text or of an earlier conversation, followed by something new."""
     text = stems[int(rng.integers(len(stems)))]
     said = [
         [*prompt, *handle.tokens] for handle, prompt in asked if handle.finish_reason == "length"

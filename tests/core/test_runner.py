@@ -1,5 +1,4 @@
-"""The device half alone: it is handed orders in plain numbers, and the same orders give the same
-bits."""
+"""The runner without the engine: its batches are plain numbers, and the same batches give the same bits."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ SETTINGS = [*KINDS.values()]
 
 
 class Recorded:
-    """What a runner was told, and what came of it."""
+    """The batches that a runner received, and its results."""
 
     def __init__(self, runner: Runner):
         self.runner, self.steps, self.tokens, self.logprobs = runner, [], [], []
@@ -53,7 +52,7 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def record(parts) -> Recorded:
-    """A real engine's life: random prompts that begin alike, chunks, copies of prefixes, every kind
+    """Record an engine that serves random prompts with common prefixes, chunks, copied rows, and every kind
     of sampling."""
     model, text = parts
     rng = np.random.default_rng(4)
@@ -79,7 +78,7 @@ def record(parts) -> Recorded:
             for _ in range(n % 3):
                 engine.step()
             if n % 7 == 6:
-                # The youngest, so that its slot is scrubbed
+                # the newest request, so that its slot is scrubbed
                 handles[[*engine.sched.running][-1] - 1].cancel()
         while engine.step():
             pass
@@ -114,7 +113,7 @@ def test_recorded_batches_are_complete(record):
 
 
 def test_batch_alone_says_who_samples(record):
-    """Only the batch decides which rows get a token."""
+    """Only the batch decides which rows are sampled."""
     compared = 0
     for (order, picks), tokens in zip(record.steps, record.tokens, strict=True):
         decoding = [slot for slot, *_ in order.decodes]
@@ -129,10 +128,10 @@ def test_batch_alone_says_who_samples(record):
 
 
 def test_replayed_batches_give_the_same_bits(parts, record):
-    """The same batches on a runner that was reset, whatever the clock says."""
+    """Replay the batches on a runner that was reset, with a random clock."""
     rng = random.Random(1)
     played = Recorded(Runner(parts[0], SIZES, clock=lambda: rng.uniform(-1e9, 1e9)))
-    played.play_all(record.steps[::-1][:10])  # nonsense: what they refer to was never written
+    played.play_all(record.steps[::-1][:10])  # nonsense: they refer to rows that were never written
     with device_lock, device_stream():
         played.runner.reset()
     played.tokens.clear()
@@ -144,7 +143,7 @@ def test_replayed_batches_give_the_same_bits(parts, record):
 
 
 def test_separate_passes_give_the_same_bits(parts, record, monkeypatch):
-    """How tokens are gathered into passes and windows is a matter of speed alone."""
+    """How tokens are grouped into passes and windows affects only speed."""
 
     def one_by_one(order: ForwardBatch) -> list:
         return [([prefill], ()) for prefill in order.prefills] + [
@@ -158,7 +157,7 @@ def test_separate_passes_give_the_same_bits(parts, record, monkeypatch):
 
 
 def test_step_is_one_pass(record):
-    """Each chunk is in one pass, in its turn, and all decoding sequences are in the last one."""
+    """Each chunk is in one pass, in order, and all decoding sequences are in the last pass."""
     copies = 0
     for order in record.orders:
         passes = order.passes()
@@ -175,7 +174,7 @@ def test_step_is_one_pass(record):
 
 
 def test_chunk_waits_for_rows_it_copies():
-    """A chunk that copies what this step writes goes into a pass of its own."""
+    """A chunk that copies rows of the same step goes into a separate pass."""
     first, other = Prefill(0, (1, 2, 3), 0, True), Prefill(1, (4, 5), 0, True)
     copies, copies_old = Prefill(2, (9,), 2, True, 0), Prefill(3, (9,), 2, True, 7)
     order = ForwardBatch((), (first, other, copies_old, copies), ((5, 8, ()),))
@@ -198,8 +197,8 @@ def test_head_computes_only_sampled_rows(parts, record):
 
 
 def test_chunk_keeps_no_reference_to_the_slab(parts):
-    """What its last layer reads is never computed. Kept, it held the arrays, and the next write
-    copied them."""
+    """The output of its last layer is never computed. An unevaluated reference would keep the arrays, and
+    the next write would copy them."""
     sizes = Sizes(slots=4, max_len=16_384, chunk=32, budget=100)
     with device_lock, device_stream():
         runner = Runner(parts[0], sizes)

@@ -1,4 +1,4 @@
-"""Each request's tokens are sampled by its own settings and mlx-lm's definitions, in any batch."""
+"""Each request's tokens follow its own settings and mlx-lm's definitions, in any batch."""
 
 import math
 
@@ -32,8 +32,7 @@ def parts(folder) -> tuple[Model, Tokenizer]:
 
 @pytest.fixture(params=["sorted", "bisected"])
 def how(request, monkeypatch) -> str:
-    """A vocabulary as small as that of the tests is sorted for a long list. A larger one would be
-    bisected."""
+    """Sort the vocabulary or bisect it. The tests' small vocabulary would always be sorted."""
     monkeypatch.setattr(sampling, "SORTABLE", sampling.SORTABLE if request.param == "sorted" else 0)
     return request.param
 
@@ -54,7 +53,7 @@ OPTIONS = {
 
 
 def expected_distribution(logits: np.ndarray, options: dict) -> np.ndarray:
-    """The distribution after mlx-lm's processors, filters and temperature."""
+    """Return the distribution after mlx-lm's processors, filters and temperature."""
     x = mx.array(logits)[None]
     for process in peer.make_logits_processors(logit_bias=options.get("logit_bias")):
         x = process(mx.array([0]), x)
@@ -70,8 +69,7 @@ def expected_distribution(logits: np.ndarray, options: dict) -> np.ndarray:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_frequencies_of_20000_draws(name):
-    """Each token's count lies within five standard deviations, and no token comes that mlx-lm would
-    filter."""
+    """Each token's count is within five standard deviations, and no token that mlx-lm filters is drawn."""
     options = OPTIONS[name]
     logits = np.random.default_rng(3).standard_normal(V).astype(np.float32) * 2.5
     expected = expected_distribution(logits, options)
@@ -87,8 +85,8 @@ def test_frequencies_of_20000_draws(name):
     assert not counts[expected < 1e-12].any(), "a token came that should have been filtered"
     deviation = np.abs(counts - DRAWS * expected) / np.sqrt(DRAWS * expected * (1 - expected) + 1)
     assert deviation.max() < 5, f"token {deviation.argmax()}"
-    # All tokens together, by the chi-square over those that are not rare: its mean is the degrees
-    # of freedom.
+    # All tokens together, by the chi-square of those that are not rare: its mean is the degrees of
+    # freedom.
     common = expected * DRAWS > 5
     if common.sum() > 1:
         chi2 = ((counts - DRAWS * expected) ** 2 / (DRAWS * expected + 1e-30))[common].sum()
@@ -96,7 +94,7 @@ def test_frequencies_of_20000_draws(name):
 
 
 def test_penalties_count_the_answer_alone():
-    """A short answer is filled up with its first token, which must not count again."""
+    """A short answer is padded with its first token, which must not count again."""
     asked = SamplingParams(presence_penalty=1.0, frequency_penalty=0.5)
     answers = [(), (5,), (5, 6, 5)]
     picks = [
@@ -116,8 +114,8 @@ def test_penalties_count_the_answer_alone():
     ],
 )
 def test_penalties_and_bias(folder, make_engine, options):
-    """As OpenAI defines it: `frequency_penalty` for each occurrence in the answer, and
-    `presence_penalty` once. The prompt does not count. The repetition penalty is mlx-lm's."""
+    """OpenAI's definition: `frequency_penalty` counts each occurrence in the answer, and `presence_penalty`
+    counts once. The prompt does not count. The repetition penalty is mlx-lm's."""
     prompt = [7, 7, 9]
     asked = exactly(90, **options)  # more than a block of 64
     answers = []
@@ -125,7 +123,7 @@ def test_penalties_and_bias(folder, make_engine, options):
         engine = make_engine(slots=3, run_ahead=run_ahead)
         for tokens in (5, 70):
             engine.submit([1, 2], SamplingParams(max_tokens=tokens, frequency_penalty=1))
-        # Of two, one is in a slot that another answer had
+        # one of the two is in a slot that another answer had
         answers += [engine.submit(prompt, asked) for _ in range(2)]
         assert engine.submit(prompt, exactly(90)).result().tokens != answers[0].result().tokens
     tokens = answers[0].tokens
@@ -146,11 +144,11 @@ def test_penalties_and_bias(folder, make_engine, options):
         assert x.argmax() == token, n
 
 
-# --- large vocabularies, ties, and what is not finite -------------------------------------------
+# --- large vocabularies, ties, and values that are not finite -----------------------------------
 
 
 def picks_of(kinds: list[str], at: int = 0) -> list[SamplingRow]:
-    """A pick for each kind, in slots of their own, from `at` on."""
+    """Return a row for each kind of settings, in separate slots from `at` on."""
     return [
         SamplingRow(
             at + i, SamplingParams(**KINDS[kind]), seed=i, index=4, before=(3, 1 + i, 3, 5, 3)
@@ -160,7 +158,7 @@ def picks_of(kinds: list[str], at: int = 0) -> list[SamplingRow]:
 
 
 def outcome(logits: np.ndarray, picks: list[SamplingRow], slots: int = 32) -> dict[int, tuple]:
-    """By slot: the token, and the bits of its log probabilities, as far as it asked for them."""
+    """Return the token of each slot, and the bits of the requested log probabilities."""
     tokens, parts = sample(mx.array(logits), picks, SlotBiases(slots, logits.shape[-1]))
     measured = {row.slot: output.logprob[:2] for part in parts for row, output in part.by_row()}
     found = {}
@@ -172,8 +170,8 @@ def outcome(logits: np.ndarray, picks: list[SamplingRow], slots: int = 32) -> di
 
 @pytest.mark.parametrize("size", [61, 271, 4_160, 5_003, 152_064])
 def test_sampling_is_row_invariant(size):
-    """At vocabularies that are odd, prime, or a multiple of a block, small and large: for every
-    kind of sampling."""
+    """Test every kind of sampling with vocabularies that are odd, prime, or a multiple of a block, small
+    and large."""
     rng = np.random.default_rng(size)
     kinds = [kind for kind in KINDS if size > 200 or kind != "logit_bias"]
     logits = (rng.standard_normal((len(kinds), size)) * 2).astype(np.float32)
@@ -187,7 +185,7 @@ def test_sampling_is_row_invariant(size):
         picks = [picks_of(kinds)[i] for i in some]
         for slot, found in outcome(logits[some], picks).items():
             assert found == alone[slot], kinds[slot]
-    for i, kind in enumerate(kinds):  # among those who want the same
+    for i, kind in enumerate(kinds):  # among rows of the same kind
         neighbours = picks_of([kind] * 16)
         place = int(rng.integers(16))
         neighbours[place] = picks_of(kinds)[i]._replace(slot=place)
@@ -201,8 +199,7 @@ def test_sampling_is_row_invariant(size):
 )
 @pytest.mark.parametrize("levels", [2, 40, 10**9])
 def test_top_tokens_without_a_sort(size, k, levels):
-    """Blocks of equal numbers are where one may be taken for the other: with two levels nearly all
-    are equal."""
+    """Blocks of equal numbers are easily confused: with two levels nearly all are equal."""
     gaps = np.random.default_rng(k).integers(0, levels, (3, size)).astype(np.float32)
     gaps[1, : size // 2] = math.inf
     found = np.array(sampling.likeliest(mx.array(gaps), k))
@@ -210,7 +207,7 @@ def test_top_tokens_without_a_sort(size, k, levels):
 
 
 def test_bisection_keeps_what_a_sort_would_keep():
-    """And the filters' strictest decides, whichever it is, in the same step for all rows."""
+    """The strictest filter decides, whichever it is, in the same step for all rows."""
     rng, compared = np.random.default_rng(8), 0
     for levels, widest in [(3, 9), (50, 9), (10**6, 9), (10**6, 1e-3), (10**6, 900)]:
         x = rng.integers(0, levels, (24, 640)).astype(np.float32) * np.float32(widest / levels)
@@ -234,7 +231,7 @@ def test_bisection_keeps_what_a_sort_would_keep():
                 spread.gap, spread.weights, spread.total, filters.count, filters.mass
             )
         )
-        for gap in filters.gaps:  # `draw` applies these, to whatever the others keep
+        for gap in filters.gaps:  # `draw` applies these after the other filters
             near = np.array(spread.gap <= gap)
             wanted &= near
             kept &= near
@@ -248,7 +245,7 @@ def test_bisection_keeps_what_a_sort_would_keep():
 @pytest.mark.parametrize(
     "options, kept",
     [
-        # 0.25 each: the third has 0.5 above it, which is not less than 0.5
+        # each has 0.25: the third has 0.5 before it, which is not less than 0.5
         ({"top_p": 0.5}, [2, 3]),
         ({"top_p": 0.51}, [2, 3, 66]),
         ({"top_k": 3}, [2, 3, 66]),
@@ -259,7 +256,6 @@ def test_bisection_keeps_what_a_sort_would_keep():
     ],
 )
 def test_filter_ties_keep_the_lowest_ids(options, kept, how):
-    """Among equal tokens, those with the lowest ids are kept."""
     logits = np.full((200, V), -40, np.float32)
     logits[:, [2, 3, 66, 69]] = 1
     picks = [
@@ -272,7 +268,7 @@ def test_filter_ties_keep_the_lowest_ids(options, kept, how):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all nan", "all -inf", "all inf"])
 def test_non_finite_row_has_no_token(bad, how):
-    """In the middle of a row, too, where comparisons pass over NaN in silence."""
+    """This includes NaN in the middle of a row, which comparisons silently ignore."""
     picks = picks_of([*KINDS, *KINDS])
     logits = np.random.default_rng(2).standard_normal((len(picks), V)).astype(np.float32)
     good = outcome(logits, picks)
@@ -288,8 +284,7 @@ def test_non_finite_row_has_no_token(bad, how):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_minus_infinity_forbids_a_token(kind, how):
-    """As a model's own mask of ids that no text has would be: most of the vocabulary, the ends of
-    it among them."""
+    """A model may mask unused ids: most of the vocabulary, including both ends."""
     logits = np.full((100, V), -math.inf, np.float32)
     logits[:, [70, 71, 200]] = [1, 2, 1.5]
     picks = [pick._replace(index=i, before=()) for i, pick in enumerate(picks_of([kind] * 100))]
@@ -299,8 +294,8 @@ def test_minus_infinity_forbids_a_token(kind, how):
 
 
 def test_small_weights_are_not_lost():
-    """One token has a weight of 1, and 152,000 others have 1e-8 each: 0.15 % together. A float32
-    sum that has reached 1 does not grow by 1e-8 any more, however often it is added."""
+    """One token has weight 1, and 152,000 others have 1e-8 each: 0.15 % together. A float32 sum that has
+    reached 1 no longer grows by 1e-8, however often it is added."""
     weights = np.full((1, 152_000), 1e-8, np.float32)
     weights[0, 0] = 1
     draws = [
@@ -311,7 +306,7 @@ def test_small_weights_are_not_lost():
 
 @pytest.mark.parametrize("size", [64, 320, 4_160, 152_064])
 def test_inverse_cdf_draw(size):
-    """A draw is where the running sum passes u, and never on a token of weight 0."""
+    """A draw is the first token whose running sum exceeds u, and never one with weight 0."""
     rng = np.random.default_rng(size)
     rows = np.arange(40)
     weights = rng.random((40, size), np.float32) * (rng.random((40, size), np.float32) < 0.2)
@@ -328,7 +323,7 @@ def test_inverse_cdf_draw(size):
 
 
 def test_no_sampling_sorts_a_large_vocabulary(monkeypatch):
-    """Sorting it took as long as ten steps. At most a few thousand numbers are sorted."""
+    """Sorting the vocabulary took as long as ten steps. At most a few thousand numbers are sorted."""
     size, longest = 152_064, []
     for name in ("sort", "argsort", "partition", "argpartition"):
         real = getattr(mx, name)
@@ -353,7 +348,7 @@ def test_logit_bias_is_built_once():
 
 
 def test_next_request_in_a_slot_has_its_own_bias(make_engine):
-    """The bias is kept by slot, so a new request must not inherit it."""
+    """The bias is stored by slot, so a new request must not inherit it."""
     wishes = [{}, {7: 100.0}, {9: 100.0}, {}, {7: 100.0}]
     engine = make_engine(slots=1, max_len=64)
     plain, *results = [
@@ -362,7 +357,7 @@ def test_next_request_in_a_slot_has_its_own_bias(make_engine):
     assert results == [[7] * 3, [9] * 3, plain, [7] * 3]
 
 
-# --- in company ---------------------------------------------------------------------------------
+# --- in batches ---------------------------------------------------------------------------------
 
 
 def fingerprint(result) -> tuple:
@@ -370,7 +365,7 @@ def fingerprint(result) -> tuple:
 
 
 def test_penalty_is_per_request(engine):
-    """The neighbour's answer had outgrown what was kept for penalties: the step failed, for all."""
+    """The neighbour's answer outgrew the space for penalties, so the step failed for all."""
     wishes = [
         exactly(90, logprobs=0),
         exactly(9, logprobs=0, presence_penalty=1.5),
@@ -452,7 +447,7 @@ def test_max_tokens_none_fills_the_slot(make_engine):
     ],
 )
 def test_bad_setting_is_refused_by_name(field, value):
-    """At once, before anything runs."""
+    """The setting is refused immediately, before anything runs."""
     with pytest.raises(ValueError, match=field) as caught:
         SamplingParams(**{field: value})
     assert "\n" not in str(caught.value)

@@ -1,7 +1,6 @@
-"""The scheduler alone: no model, no array, and a clock that ticks when told.
+"""The scheduler without a model or an array, on a simulated clock.
 
-Its first timelines are those that a reader's scheduler must yield, too: stages 5 to 8 of
-course/from_zero.
+The first timelines must also come from a reader's scheduler: stages 5 to 8 of course/from_zero.
 """
 
 import gc
@@ -37,7 +36,7 @@ def test_serial_runs_one_request_at_a_time():
 
 
 def test_fair_prefers_the_client_with_fewest_slots():
-    """One client asks four times, another once: it has the next slot, and not the last one."""
+    """One client submits four requests, another submits one, which gets the next slot instead of the last."""
     story = Story(policy="fair")
     for _ in range(4):
         story.submit(3, 2, client="many")
@@ -53,8 +52,8 @@ def test_fair_prefers_the_client_with_fewest_slots():
 
 
 def test_fair_breaks_ties_by_last_service():
-    """With one slot no waiting client holds any. By arrival alone, C's client would wait for all of
-    the first client's."""
+    """With one slot no waiting client holds any. By arrival order, C's client would wait for all requests
+    of the first client."""
     story = Story(slots=1, policy="fair")
     for client in ("many", "many", "two", "two", "many"):
         story.submit(3, 1, client=client)
@@ -62,8 +61,8 @@ def test_fair_breaks_ties_by_last_service():
 
 
 def test_a_cancel_gives_its_client_no_second_turn():
-    """A is served, and B is cancelled, which was next of its client. C of the same client passed
-    D, of the other one, for the second time: only B had remembered the turn."""
+    """A is served, and B, the next request of its client, is cancelled. C of the same client then overtook
+    D of the other client, because only B remembered its client's turn."""
     story = Story(slots=1, policy="fair")
     clients = ("many", "many", "many", "one")
     _, second, *_ = [story.submit(3, 1, client=client) for client in clients]
@@ -83,8 +82,8 @@ class Name(str):
 
 
 def test_fair_is_linear_in_the_queue():
-    """64 slots are free, and each of 10,000 clients has a request in line. The plan took 349 ms,
-    since it looked at all of them for each slot."""
+    """64 slots are free, and each of 10,000 clients has a queued request. The plan took 349 ms, since it
+    looked at all of them for each slot."""
     scheduler = Scheduler(64, 100, POLICIES["fair"], budget=1_000)
     for id in range(10_000):
         scheduler.submit(Request(id, (1, 2, 3), 2, 0.0, client=Name(f"client {id}")))
@@ -95,8 +94,8 @@ def test_fair_is_linear_in_the_queue():
 
 
 def test_short_ages_by_a_token_a_step():
-    """A prompt of one token comes in every step. The prompt of ten is overtaken by those of the
-    first nine steps."""
+    """A prompt of one token arrives in every step. The prompt of ten is overtaken by those of the first
+    nine steps."""
     story = Story(slots=1, policy="short", chunk=32, budget=32)
     late = story.submit(10, 1)
     while late.finish_reason is None:
@@ -106,7 +105,7 @@ def test_short_ages_by_a_token_a_step():
 
 
 def test_each_admission_says_why_it_got_its_slot():
-    """The plan did not say why one of several free slots was chosen."""
+    """The plan did not say why it chose one of several free slots."""
     story = Story(slots=3)
 
     def why(*prompts: tuple[int, ...]) -> list[tuple[int, str]]:
@@ -128,8 +127,8 @@ def test_each_admission_says_why_it_got_its_slot():
 
 
 def test_chunks_next_to_decodes_are_as_long_as_the_engine_allows():
-    """The chunk of a prompt has 8 tokens, and 3 as long as A decodes: then the engine's limit holds, and
-    no budget is reported that could not be spent."""
+    """The chunk of a prompt has 8 tokens, but only 3 while A decodes, because the engine's limit applies. No
+    budget is reported that could not be spent."""
     story = Story(slots=2, max_len=100, chunk=8, budget=20)
     story.submit(3, 4)
     story.step()
@@ -167,8 +166,8 @@ class FixedRoom:
 
 
 def test_short_prompt_does_not_wait_for_a_long_one():
-    """S arrives in step 2: its 6 tokens share the budget of 8 with L, and L has the rest. Oldest
-    first, L took all of it until step 3."""
+    """S arrives in step 2: its 6 tokens share the budget of 8 with L, which gets the rest. In arrival
+    order, L used it all until step 3."""
     story = Story(budget=8, chunk=8)
     story.submit(24, 1, prefix_cache=False)
     story.step()
@@ -188,7 +187,7 @@ def test_short_prompt_does_not_wait_for_a_long_one():
 
 
 def test_oldest_prompt_keeps_half_the_budget():
-    """A short prompt comes in every step. All the time, the long one reads 4 of the budget of 8."""
+    """A short prompt arrives in every step. The long one still gets 4 of the 8 tokens each time."""
     story = Story(slots=4, budget=8, chunk=8)
     long = story.submit(40, 1, prefix_cache=False)
     while long.finish_reason is None:
@@ -199,7 +198,7 @@ def test_oldest_prompt_keeps_half_the_budget():
 
 
 def test_unneeded_half_is_not_reserved():
-    """A has 2 tokens left in step 2, which is less than half: B and C get the rest."""
+    """A has 2 tokens left in step 2, which is less than half, so B and C get the rest."""
     story = Story(slots=3, budget=8, chunk=8)
     for length in (10, 12, 9):
         story.submit(length, 1, prefix_cache=False)
@@ -213,7 +212,7 @@ def test_unneeded_half_is_not_reserved():
 
 
 def test_next_turn_counts_as_a_short_prompt():
-    """Of B's 60 tokens its slot holds 52. Counted as 60, it was read after A's rest of 30."""
+    """52 of B's 60 tokens are in its slot. Counted as 60, it was prefilled after A's remaining 30."""
     story = Story(slots=2, max_len=200, budget=8, chunk=8)
     said = tuple(range(500, 552))
     story.submit(said, 1)
@@ -231,7 +230,7 @@ def test_next_turn_counts_as_a_short_prompt():
 
 @pytest.mark.parametrize("slots", [2, 8])
 def test_short_prompt_beside_a_long_one(slots):
-    """With the usual budget, 35 tokens beside 3,000 had their first token 17 steps after they came."""
+    """With the usual budget, 35 tokens next to 3,000 had their first token 17 steps after they arrived."""
     budget = usual_budget(slots, 128)
     story = Story(slots=slots, max_len=4_000, chunk=128, budget=budget)
     story.submit(3_000, 1, prefix_cache=False)
@@ -242,7 +241,7 @@ def test_short_prompt_beside_a_long_one(slots):
 
 
 def test_prefill_never_starves():
-    """However many rows decode, a prompt moves on in every step."""
+    """However many rows decode, a prompt advances in every step."""
     story = Story(slots=6, budget=4)
     for _ in range(5):
         story.submit(3, 30)
@@ -259,8 +258,8 @@ def test_prefill_never_starves():
 
 
 def test_no_step_is_planned_after_the_last_token():
-    """Run-ahead knows max_tokens beforehand: A has no ghost in step 3, though its last token has not
-    been read."""
+    """Run-ahead knows max_tokens in advance: A has no ghost in step 3, although its last token has not been
+    read."""
     story = Story(lag=1)
     story.submit_all((3, 2), (3, 4))
     assert story.drawn() == timeline("""
@@ -274,7 +273,7 @@ def test_no_step_is_planned_after_the_last_token():
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("when", range(9))
 def test_cancel_frees_the_slot_for_the_next_plan(lag, when):
-    """B waits for A's only slot. A is cancelled before step `when`: queued, in prefill, in decode,
+    """B waits for A's slot, the only one. A is cancelled before step `when`: queued, in prefill, in decode,
     or ended."""
     story = Story(slots=1, lag=lag)
     a, b = story.submit(10, 4), story.submit(3, 1)
@@ -292,7 +291,7 @@ def test_cancel_frees_the_slot_for_the_next_plan(lag, when):
 
 
 def test_restart_keeps_the_order_of_arrival():
-    """A held request went back behind those that had never left the line."""
+    """A held request was queued behind requests that had never been admitted."""
     story = Story(slots=2, chunk=4, budget=4)
     requests = [story.submit((9 * i, *range(i, 20)), 2) for i in range(3)]
     story.step()
@@ -315,11 +314,11 @@ def test_full_queue_is_refused_with_both_numbers():
     ("policy", "idle", "busy"), [("continuous", 4, 3), ("static", 4, 1), ("serial", 2, 1)]
 )
 def test_queue_limit_ignores_requests_with_a_free_slot(policy, idle, busy):
-    """An idle engine with three slots and a queue of one refused the second of four requests that
-    came together."""
+    """An idle engine with three slots and a queue of one refused the second of four requests that arrived
+    together."""
 
     def most(story: Story) -> int:
-        """The number of requests that are accepted before one is refused."""
+        """Return the number of requests that are accepted before one is refused."""
         for count in range(9):
             try:
                 story.submit(1, 5)
@@ -342,7 +341,7 @@ def test_queue_limit_ignores_requests_with_a_free_slot(policy, idle, busy):
 
 
 def test_request_longer_than_a_slot_is_refused():
-    """With both numbers; and it does not block the queue."""
+    """The message contains both numbers, and the request does not block the queue."""
     story = Story(max_len=20)
     with pytest.raises(ValueError, match=r"15.*6.*21.*20"):
         story.submit(15, 6)
@@ -361,8 +360,8 @@ def test_a_wrong_setting_is_refused_by_name(wrong):
 
 
 def test_static_blocks_free_slots():
-    """A's slot is free from step 3 on, and C and D wait. In step 6 the queue is empty: nobody is
-    kept out."""
+    """A's slot is free from step 3 on while C and D wait. In step 6 the queue is empty, so no slot is
+    blocked."""
     story = Story(policy="static")
     for tokens in (2, 4, 2, 3):
         story.submit(3, tokens)
@@ -371,7 +370,7 @@ def test_static_blocks_free_slots():
 
 
 def test_drain_empties_all_slots_first():
-    """No request is admitted until all running ones have ended; the new policy begins with empty slots."""
+    """No request is admitted until all running ones have ended; the new policy starts with empty slots."""
     story = Story(slots=2, chunk=4)
     story.submit_all((9, 2), (9, 4), (9, 1), (9, 1))
     story.step()
@@ -395,7 +394,7 @@ def test_drain_empties_all_slots_first():
 
 
 def test_idle_drain_ends_at_once():
-    """With nothing running. Of two drains the last one counts."""
+    """This is when nothing is running. If there are two drains, the last one counts."""
     story = Story()
     continuous = POLICIES["continuous"]
     static = POLICIES["static"]
@@ -416,8 +415,8 @@ def test_unknown_policy_is_refused_with_the_names():
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_custom_policy_gets_only_free_slots(monkeypatch, lag):
-    """Greedy asks for a hundred slots where there are two; shy for one, and for -1 beside
-    another."""
+    """The greedy policy asks for a hundred slots where there are two; the shy one asks for one, and for -1
+    while another request runs."""
     rooms = {
         "greedy": lambda free, running: 100,
         "shy": lambda free, running: -1 if running else 1,
@@ -453,18 +452,17 @@ class Read(int):
 
 
 def test_planning_is_independent_of_the_prompts_length():
-    """A prompt's tokens are read at submit. A plan reads no more than a segment of one, behind what
-    is shared.
+    """A prompt's tokens are read at submit. A plan reads at most one segment after the shared prefix.
 
-    Prompts that are all alike but for their ends. To compare 64 prompts of 16,000 tokens anew in
-    each plan took a second, under the lock. What counts here are Python's calls.
+    All prompts are equal except for their ends. Comparing 64 prompts of 16,000 tokens in each plan took a
+    second under the lock. This test counts Python's calls.
     """
     short, long = (calls_of_a_plan(tokens) for tokens in (1_000, 8_000))
-    assert 0 < long < 2.5 * short  # a search by halves takes a few steps more
+    assert 0 < long < 2.5 * short  # a binary search takes a few more steps
 
 
 def calls_of_a_plan(tokens: int) -> float:
-    """On average, while 32 such prompts are served in 16 slots."""
+    """Return the average calls of a plan while 32 such prompts are served in 16 slots."""
     slots = 16
     planner = Scheduler(slots, tokens + 20, POLICIES["continuous"], chunk=64, budget=64 + 64 * 10)
     opening = list(range(tokens - 2))
@@ -499,14 +497,13 @@ def common(prompt: tuple, other: tuple) -> int:
 
 @pytest.mark.parametrize("segment", [1, 2, 3, 8])
 def test_longest_cached_prefix_is_found(segment):
-    """Against the plain way: compare token by token with what each slot holds. Less than a segment
-    does not count."""
+    """Compare with a simple search, token by token through each slot. Less than a segment does not count."""
     found = between = 0
     for seed in range(60):
         rng = random.Random(seed)
         slots = rng.randint(1, 5)
         prefixes, held = Prefixes(slots, segment), [()] * slots
-        # By slot: the prompt, and its beginnings
+        # for each slot: the prompt and its trail
         owners: list[tuple[tuple, Trail]] = [((), Trail())] * slots
         for _ in range(60):
             stem = tuple(rng.choices(range(2), k=rng.randint(1, 30)))
@@ -525,18 +522,18 @@ def test_longest_cached_prefix_is_found(segment):
             if rng.random() < 0.6:
                 prefixes.forget(slot)
                 owners[slot], held[slot] = (prompt, trail), ()
-            if rng.random() < 0.7 and owners[slot][0]:  # more of its owner's prompt
+            if rng.random() < 0.7 and owners[slot][0]:  # more rows of its owner's prompt
                 rows = rng.randint(len(held[slot]), len(owners[slot][0]))
                 prefixes.record_rows(slot, owners[slot][1], rows)
                 held[slot] = owners[slot][0][:rows]
-                # And an answer, which ends its request
+                # and an answer, which ends the request
                 if rows == len(owners[slot][0]) and rng.random() < 0.5:
                     answer = tuple(rng.choices(range(2), k=rng.randint(0, 20)))
                     prefixes.record_answer(slot, owners[slot][1], answer, rows + len(answer))
                     held[slot] += answer
                     owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
             if rng.random() < 0.1:
-                # Its request is gone; the slot remembers
+                # the request is gone; the slot keeps its rows
                 owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
             if rng.random() < 0.02:
                 prefixes.clear()
@@ -546,7 +543,7 @@ def test_longest_cached_prefix_is_found(segment):
 
 
 def test_unshared_prompt_has_no_cached_rows():
-    """Nor does it give any."""
+    """It does not share its rows either."""
     prefixes, prompt = Prefixes(2, segment=4), tuple(range(20))
     one, none = (prefixes.trail(prompt, shares) for shares in (True, False))
     prefixes.record_rows(0, one, 20)
@@ -574,7 +571,7 @@ def test_unused_prefixes_are_freed(answer):
 
 
 def nodes() -> int:
-    """Of all prefix trees."""
+    """Return the number of nodes in all prefix trees."""
     gc.collect()
     return sum(isinstance(each, Node) for each in gc.get_objects())
 
@@ -582,7 +579,8 @@ def nodes() -> int:
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize(("said", "taken"), [(2, 5), (5, 8), (8, 11), (9, 12), (21, 24)])
 def test_next_turn_continues_in_its_slot(lag, said, taken):
-    """A prompt of 4 and an answer of 9 have 12 rows: the 13th token is emitted, and has none."""
+    """A prompt of 4 and an answer of 9 tokens have 12 rows: the 13th token is emitted, but its row is not
+    written."""
     story = Story(slots=3, lag=lag)
     first = story.submit(4, 30, eos=said)
     story.submit((900,) * 9, 2)
@@ -595,8 +593,8 @@ def test_next_turn_continues_in_its_slot(lag, said, taken):
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_next_turn_copies_from_a_taken_slot(lag):
-    """Slot 0 holds A's 9 tokens and 10 of the answer. C says all of it, and B, which says half, has
-    the slot."""
+    """Slot 0 holds A's 9 tokens and 10 of its answer. B reuses them all and takes the slot, and C copies
+    the first 17."""
     story = Story(slots=2, lag=lag)
     a = story.submit(9, 11)
     story.drawn()
@@ -618,8 +616,8 @@ def test_next_turn_copies_from_a_taken_slot(lag):
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("reason", ["cancelled", "error"])
 def test_slot_keeps_its_rows_after_a_cancel(lag, reason):
-    """All rows are good that a committed token was computed from. After an error, such as a
-    grammar's, the slot once forgot them."""
+    """All rows from which committed tokens were computed can be reused. After an error, such as a
+    grammar's, the slot used to forget them."""
     story = Story(slots=2, lag=lag)
     first = story.submit(9, 30)
     while first.committed < 6:
@@ -630,13 +628,13 @@ def test_slot_keeps_its_rows_after_a_cancel(lag, reason):
     story.drawn()
     assert (again.slot, again.prefix.cached) == (0, 9 + 5)
     scrubs = [scrub for plan in story.plans for scrub in plan.scrubs]
-    last = 9 + first.planned + 4  # a chunk more than was written
+    last = 9 + first.planned + 4  # one chunk beyond the written rows
     assert scrubs == [(0, 14, last)] * lag
 
 
 def test_cancelled_prompt_keeps_its_finite_chunks():
-    """With run-ahead the newest chunk is in flight. The same prompt
-    was read again from its first token: a client with a short timeout never got an answer."""
+    """With run-ahead the newest chunk is in flight. The same prompt used to be prefilled from its first
+    token again, so a client with a short timeout never got an answer."""
     story = Story(slots=1, lag=1)
     first = story.submit(24, 2)
     for _ in range(3):
@@ -651,8 +649,8 @@ def test_cancelled_prompt_keeps_its_finite_chunks():
 
 
 def test_chunk_in_flight_at_a_cancel_is_kept():
-    """Cancelled while a step is built, two chunks are out. Both are read, and the slot keeps them,
-    unless the next prompt has begun there."""
+    """A cancel during the building of a step leaves two chunks in flight. Both are read back, and the slot
+    keeps them, unless the next prompt has started there."""
     for late in (False, True):
         story = Story(slots=1, lag=1)
         first = story.submit(24, 2)
@@ -679,7 +677,7 @@ def test_chunk_in_flight_at_a_cancel_is_kept():
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("at", [1, 5, 9, 13])
 def test_non_finite_chunks_are_not_cached(lag, at):
-    """A token's row is not finite, and the prompt is cancelled: the chunks before may be kept."""
+    """One token's row is not finite, and the prompt is cancelled: the chunks before it may be kept."""
     story = Story(slots=1, lag=lag)
     first = story.submit((*range(at), BAD, *range(100, 140)), 2)
     for _ in range(5):
@@ -692,8 +690,8 @@ def test_non_finite_chunks_are_not_cached(lag, at):
 
 
 def test_cancel_in_the_queue_keeps_the_cache():
-    """C is admitted, and waits for rows that B writes. Its slot forgot what it held, though C had
-    written nothing."""
+    """C is admitted, and waits for rows that B writes. After a cancel its slot forgot its rows, although C
+    had written nothing."""
     story = Story(slots=3, chunk=4, budget=7)
     first = story.submit(tuple(range(100, 120)), 1)
     story.drawn()
@@ -706,8 +704,8 @@ def test_cancel_in_the_queue_keeps_the_cache():
 
 
 def test_long_conversation_keeps_its_slot():
-    """B begins like A, whose slot holds 40 rows. B's 8 rows are copied into an empty slot, and A
-    goes on in its own."""
+    """B shares a prefix with A, whose slot holds 40 rows. B's 8 rows are copied into an empty slot, and A
+    continues in its own."""
     story = Story(slots=2)
     a = story.submit(20, 21)
     story.drawn()
@@ -722,8 +720,8 @@ def test_long_conversation_keeps_its_slot():
 
 
 def test_few_rows_are_copied_unless_this_step_writes_them():
-    """Rows that are written in the same step are copied in a pass of its own. 20 rows, where a chunk
-    has 32, are computed sooner. From a slot that holds them already they are copied."""
+    """Rows that are written in the same step are copied in a separate pass, so 20 rows with chunks of 32
+    are computed instead. Rows that a slot already holds are copied."""
     story = Story(slots=4, chunk=32, budget=96)
     first, other = (story.submit((*range(20), *[n] * 20), 1) for n in (800, 900))
     story.drawn()
@@ -736,17 +734,17 @@ def test_few_rows_are_copied_unless_this_step_writes_them():
     assert short.prefix.cached == 0
 
 
-# --- at random ----------------------------------------------------------------------------------
+# --- random schedules ---------------------------------------------------------------------------
 
 
-reused = Counter()  # by seed: rows of answers that a next turn took over
-left = Counter()  # by seed: rows that prompts cancelled before their first token left
-drafted = Counter()  # right and wrong
+reused = Counter()  # by seed: answer rows that a next turn reused
+left = Counter()  # by seed: rows left by prompts cancelled before their first token
+drafted = Counter()  # accepted and rejected
 overtaken = Counter()  # by policy: how often a request was admitted before an older one
 
 
 class Fairness:
-    """Watches the admissions of a scheduler, and asserts what each policy promises about their order.
+    """Checks the admissions of a scheduler against the order that each policy guarantees.
 
     `passed`: the oldest queued request of each client without a slot, and the clients that were
     admitted while it waited.
@@ -799,8 +797,7 @@ class Fairness:
 
 
 def random_schedule(seed: int) -> int:
-    """One random life of a scheduler, its invariants checked after every step. Answers with the
-    steps it took."""
+    """Run one random schedule, checking the invariants after every step. Return the number of steps."""
     rng = random.Random(seed)
     story = Story(
         slots=rng.randint(1, 5),
@@ -818,7 +815,7 @@ def random_schedule(seed: int) -> int:
     run = story.run
 
     def run_and_cancel(plan: Plan) -> dict[int, list[int]]:
-        """Other threads cancel while a step runs, too."""
+        """Run a step, during which another thread may cancel a request."""
         tokens = run(plan)
         if requests and rng.random() < 0.05:
             story.sched.finish(rng.choice(requests), "cancelled", story.now)
@@ -827,11 +824,11 @@ def random_schedule(seed: int) -> int:
     story.run = run_and_cancel
     clients = "abcdef"[: rng.randint(1, 6)]
     refused = 0
-    for _ in range(rng.choice([1, 1, 3])):  # waves; before each all has ended
+    for _ in range(rng.choice([1, 1, 3])):  # waves; all requests of one have ended before the next
         for _ in range(rng.randint(1, 12)):
             for _ in range(rng.choice([0, 0, 1, 3])):
                 prompt, tokens = rng.randint(1, rng.choice([20, 100])), rng.randint(1, 12)
-                # The next turn
+                # the next turn of a conversation
                 if rng.random() < 0.6 and (ended := [r for r in requests if r.finish_reason]):
                     earlier = rng.choice(ended[-3:])
                     said = (*earlier.prompt, *story.tokens[earlier.id])
@@ -896,7 +893,7 @@ def test_random_schedules():
 
 
 def no_turns(scheduler: Scheduler) -> Iterator[Request]:
-    """The client with the fewest slots, then the oldest request."""
+    """Yield requests of the client with the fewest slots, then the oldest."""
     held = Counter(request.client for request in scheduler.running.values())
     line = list(scheduler.waiting.values())
     while line:
@@ -907,7 +904,7 @@ def no_turns(scheduler: Scheduler) -> Iterator[Request]:
 
 
 def no_slots(scheduler: Scheduler) -> Iterator[Request]:
-    """The client served longest ago, however many slots it has."""
+    """Yield requests of the client served longest ago, however many slots it has."""
     line = list(scheduler.waiting.values())
     while line:
         request = min(line, key=lambda r: max(r.queued.came, r.queued.turn))
@@ -977,7 +974,7 @@ def unseen_chunk_cached(leave: Callable) -> Callable:
 
 
 def last_row_cached(is_ghosts: bool, leave: Callable) -> Callable:
-    """The newest token's row, which is not written, or a ghost's, which is to be scrubbed."""
+    """Cache the newest token's row, which is not written, or a ghost's, which must be scrubbed."""
 
     def planted(self, request):
         leave(self, request)
@@ -1018,7 +1015,7 @@ def schedules_fail() -> bool:
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(monkeypatch, bug):
-    """By the invariants, in random schedules."""
+    """The invariants catch it in random schedules."""
     owner, name, plant = BUGS[bug]
     monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
     assert schedules_fail()

@@ -1,5 +1,5 @@
-"""Random schemas, models that know nothing of them, temperature 1: every answer that ends by itself
-parses, and is valid by another library's judgement.
+"""Random schemas, models that know nothing of them, and temperature 1: every answer that ends by itself
+parses, and is valid according to another library.
 
 NANOBATCH_SCHEMAS=1000 is the long form.
 """
@@ -20,7 +20,7 @@ SCHEMAS = number_of("SCHEMAS", 12)
 
 @pytest.mark.parametrize("model", ["demo", "random"])
 def test_finished_json_is_valid(model, tmp_path, capsys):
-    """An answer that was cut says so."""
+    """A truncated answer has the finish reason "length"."""
     folder = "demo" if model == "demo" else make_checkpoint(tmp_path)
     ends: Counter[str] = Counter()
     refused: Counter[str] = Counter()

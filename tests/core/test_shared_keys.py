@@ -1,4 +1,4 @@
-"""Gemma 4's last layers read the keys and values of earlier ones: the slab has no rows for them."""
+"""Gemma 4's last layers reuse the keys and values of earlier layers, so the slab has no rows for them."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def answer(engine: Engine, prompt: list[int]) -> tuple:
 
 @pytest.mark.parametrize(("slots", "common"), [(1, 33), (2, 40)])
 def test_an_answer_continues_from_shared_rows(folder, slots, common, tmp_path):
-    """In the same slot, from another one, and from disk."""
+    """The rows come from the same slot, from another one, or from disk."""
     rng = np.random.default_rng(common)
     first = rng.integers(1, 250, 90).tolist()
     second = [*first[:common], 255 - first[common], *rng.integers(1, 250, 9).tolist()]
@@ -47,7 +47,7 @@ def test_an_answer_continues_from_shared_rows(folder, slots, common, tmp_path):
 
 
 def test_memory_of_a_row(folder):
-    """E2B keeps 18 KiB a token: 15 of 35 layers have rows, three of them with heads of 512."""
+    """E2B takes 18 KiB a token: 15 of 35 layers have rows, three of them with heads of 512."""
     model = read_model(folder)
     c = model.config
     full = frozenset(range(4, 35, 5))
@@ -64,7 +64,7 @@ def test_memory_of_a_row(folder):
 
 
 def test_keys_that_no_layer_uses_are_skipped(folder, tmp_path):
-    """Checkpoints hold keys and values of all layers."""
+    """Checkpoints contain keys and values for all layers."""
     weights = mx.load(str(folder / "model.safetensors"))
     for module in ("k_proj", "v_proj"):
         weights[f"model.layers.5.self_attn.{module}.weight"] = mx.ones((24, 64))

@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 def answer(engine: Engine, prompt: list[int], tokens: int = 6) -> tuple:
-    """The bits of a request's answer, and the source of its cached prefix."""
+    """Return a request's tokens and logits, and the source of its cached prefix."""
     tap = Tap(engine)
     handle = engine.submit(prompt, SamplingParams(max_tokens=tokens))
     result = handle.result()
@@ -49,7 +49,7 @@ def prompts(common: int) -> tuple[list[int], list[int]]:
     ("slots", "common"), [*((1, n) for n in (16, 17, 18, 19)), *((2, n) for n in (32, 33, 34, 35))]
 )
 def test_an_answer_continues_from_any_row(folder, common, slots):
-    """In the same slot, and from rows copied to another one: the taps reach before the cut."""
+    """The rows are in the same slot or copied to another one, and the taps reach rows before the cut."""
     first, second = prompts(common)
     tokens, logits, _, _ = alone(folder, second)
     with Engine.load(folder, slots=slots, max_len=256, chunk=32) as engine:
@@ -72,7 +72,7 @@ def test_rows_on_disk_are_restored(folder, tmp_path):
 
 
 def test_memory_of_a_row(folder):
-    """The 350M keeps 32 KiB a token: in each layer 1,024 numbers of 16 bits."""
+    """The 350M model takes 32 KiB a token: 1,024 numbers of 16 bits in each layer."""
     c = read_model(folder).config
     published = c.__class__(
         **{**vars(c), "D": 1024, "H": 16, "Hkv": 8, "Dh": 64, "layers": 16}

@@ -1,5 +1,5 @@
-"""Which free slot a prompt is written into: the one that loses least. Without a model, since all that
-counts is which tokens are read; with the states of a recurrent model, too."""
+"""A prompt goes into the free slot where the least is lost. No model is needed, because only the number of
+prefilled tokens counts. Recurrent models with states are tested, too."""
 
 import random
 from bisect import bisect_left
@@ -24,7 +24,7 @@ class Turn(NamedTuple):
     said: list[int]  # the prompt and its answer
 
 
-# Whose turn it is, of a number of turns
+# the conversation of each turn
 ORDERS: dict[str, Callable[[random.Random, int, int], list[int]]] = {
     "any": lambda dice, talks, count: [dice.randrange(talks) for _ in range(count)],
     "bursts": lambda dice, talks, count: [
@@ -45,8 +45,8 @@ def turns(
     answer: int,
     order: str = "any",
 ) -> Iterator[Turn]:
-    """Turns of conversations that all begin with the same tokens, each with everything that was said
-    before. The tokens after that are all different."""
+    """Yield turns of conversations with a common prefix. Each turn contains its whole conversation so far, and
+    all other tokens are distinct."""
     texts = [list(range(prefix)) for _ in range(talks)]
     token = prefix
     for talk in ORDERS[order](dice, talks, count):
@@ -58,7 +58,7 @@ def turns(
 
 
 class Reader:
-    """A scheduler that runs one turn after the other, and the number of tokens that each reads."""
+    """A scheduler that runs one turn after another, and the number of tokens that each prefills."""
 
     def __init__(self, slots: int, max_len: int, chunk: int = 64, *, has_states: bool = False):
         policy = POLICIES["continuous"]
@@ -84,26 +84,25 @@ class Reader:
 
 
 def common(one: list[int], other: list[int]) -> int:
-    """The length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     shorter = range(min(len(one), len(other)))
-    return bisect_left(
-        shorter, True, key=lambda n: one[n] != other[n]
-    )  # once they part, they differ
+    # Sequences that diverge stay different
+    return bisect_left(shorter, True, key=lambda n: one[n] != other[n])
 
 
 @pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("talks", [2, 3, 4])
 def test_only_new_tokens_are_read_where_slots_suffice(talks, has_states):
-    """Three conversations with a common system prompt took turns in slot 0, and read what the
-    others had overwritten, while three slots were empty. A prefix of less than a segment is
-    computed again: that takes no longer than copying it.
+    """Three conversations with a common system prompt took turns in slot 0 and prefilled what the others had
+    overwritten, while three slots were empty. A prefix shorter than a segment is computed again, which takes
+    no longer than copying it.
 
-    With states the second conversation reads the common prefix once more, since there is no state at
-    its end; the others find the one that it leaves there. The ends of prompts had taken its place."""
+    With states, the second conversation prefills the common prefix again, since there is no state at its end.
+    The others find the state that it leaves there, which the ends of prompts used to replace."""
     for seed in range(40):
         dice = random.Random(seed)
         prefix = dice.randint(0, 300)
-        # A chunk for each prompt, or there are more states
+        # One chunk per prompt, otherwise there are more states
         reader = Reader(4, 2_000, chunk=2_000 if has_states else 64, has_states=has_states)
         written: list[list[int]] = []
         own = {}
@@ -117,8 +116,8 @@ def test_only_new_tokens_are_read_where_slots_suffice(talks, has_states):
 
 
 def test_conversation_that_has_ended_gives_up_its_slot():
-    """Two conversations take turns, and a long one has ended. By their rows alone the long one would
-    keep its slot, and the two would overwrite each other in the second slot forever."""
+    """Two conversations take turns, and a long one has ended. If only rows counted, the long one would keep its
+    slot, and the other two would overwrite each other in the second slot forever."""
     reader = Reader(2, 10_000, chunk=10_000)
 
     def read(token: int, length: int) -> int:
@@ -132,8 +131,8 @@ def test_conversation_that_has_ended_gives_up_its_slot():
 
 
 def furthest(asked: list[Turn], slots: int) -> int:
-    """The number of tokens read by the rule that knows the future: give up the slot whose
-    conversation's next turn is furthest away (Belady)."""
+    """Return the number of tokens prefilled by the rule that knows the future: evict the conversation whose
+    next turn is furthest away (Belady)."""
     held: list[Turn | None] = [None] * slots
     read = 0
     for now, turn in enumerate(asked):
@@ -142,7 +141,8 @@ def furthest(asked: list[Turn], slots: int) -> int:
         after = [each.talk for each in asked[now + 1 :]]
 
         def waits(slot: int, turn: Turn = turn, after: list[int] = after) -> float:
-            """The number of turns until the slot's conversation goes on; more if it never does."""
+            """Return the number of turns until the slot's conversation continues; a larger number if it
+            never does."""
             each = held[slot]
             if each is None or each.talk == turn.talk:
                 return 2 * len(asked)
@@ -155,9 +155,9 @@ def furthest(asked: list[Turn], slots: int) -> int:
 @pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("slots", [4, 8])
 def test_more_conversations_than_slots(slots, has_states):
-    """Compared with the rule that knows the future, at most 1.3 times as many tokens are read by up to
-    12 conversations of 10 turns, whose common prefix has up to 4,000 tokens. (With many more turns in
-    any order no rule can do that which does not know the future.)"""
+    """At most 1.3 times as many tokens are prefilled as by the rule that knows the future, for up to 12
+    conversations of 10 turns with a common prefix of up to 4,000 tokens. (With many more turns in random
+    order, no rule without that knowledge can stay within this bound.)"""
     found = []
     for order in ORDERS:
         ours = best = 0
@@ -167,7 +167,7 @@ def test_more_conversations_than_slots(slots, has_states):
             asked = [*turns(dice, talks, prefix, 10 * talks, 400, 4, order)]
             reader = Reader(slots, 2**20, chunk=2**16, has_states=has_states)
             read = sum(reader.read(turn) for turn in asked)
-            # Without a state at its end the second conversation reads the prefix, too
+            # without a state at its end, the second conversation prefills the prefix, too
             least = furthest(asked, slots) + (prefix if has_states else 0)
             if talks <= slots:
                 assert read == least, "only what nobody has written yet"

@@ -1,5 +1,5 @@
 """Draft tokens change no bit: tokens, log probabilities, text, reasons and usage are the same with and
-without them, for every kind of request, in random batches. Right and wrong draft tokens are counted."""
+without them, for every kind of request, in random batches. Accepted and rejected draft tokens are counted."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ SIZES = {"slots": 5, "max_len": 80, "chunk": 32, "budget": 64}
 
 
 def requests(rng: np.random.Generator) -> list[tuple[str, Ask]]:
-    """Two of each kind."""
+    """Return two requests of each kind."""
     found = []
     for seed, (kind, settings) in enumerate(KINDS.items()):
         for again in range(2):
@@ -47,7 +47,7 @@ def requests(rng: np.random.Generator) -> list[tuple[str, Ask]]:
 
 
 def stopped(asks: list[Ask], handles: list[Handle]) -> list[Ask]:
-    """Some of the same requests, each with a stop text in the midst of its answer."""
+    """Return some of the same requests, each with a stop string from the middle of its answer."""
     found = []
     for ask, handle in list(zip(asks, handles, strict=True))[:: len(asks) // 6]:
         stop = handle.text[5:7]
@@ -59,13 +59,13 @@ def stopped(asks: list[Ask], handles: list[Handle]) -> list[Ask]:
 
 
 class Oracle(Drafter):
-    """Knows how answers go on without draft tokens, and drafts that, but for some tokens."""
+    """Drafts the known answers, with some tokens replaced."""
 
     def __init__(self, plain: list[Handle], dice: np.random.Generator, wrong: int = -1):
         super().__init__(5)
         self.answers = {1 + n: handle.tokens for n, handle in enumerate(plain)}  # by request
         self.dice = dice
-        self.wrong = wrong  # the token of a wrong draft; -1: any
+        self.wrong = wrong  # the token to use for a wrong draft, or -1 for a random one
 
     def __call__(self, decoding: list[Request], left: int) -> dict[int, tuple[int, ...]]:
         drafts = {}
@@ -86,7 +86,7 @@ class Oracle(Drafter):
         return int(self.dice.integers(256)) if self.wrong < 0 else self.wrong
 
     def may_follow(self, plan: Plan) -> bool:
-        """Else no step would be in flight while another is planned."""
+        """Return False at random. Otherwise no step would be in flight while another is planned."""
         return bool(self.dice.random() < 0.6)
 
 
@@ -100,13 +100,13 @@ class Compared(NamedTuple):
     """A request without draft tokens and with them."""
 
     kind: str
-    differs: str  # empty if nothing does
+    differs: str  # the difference, or "" if there is none
     right: int  # draft tokens
     wrong: int
 
 
 def compare(parts, seed: int, **options) -> list[Compared]:
-    """All kinds of requests, in random batches."""
+    """Compare all kinds of requests, in random batches."""
     rng = np.random.default_rng(seed)
     kinds, asks = map(list, zip(*requests(rng), strict=True))
     with Engine(*parts, speculate=0, **SIZES) as engine:
@@ -156,16 +156,16 @@ def test_planted_sampling_row_bug_is_caught(parts, monkeypatch, bug):
 
 @pytest.mark.parametrize("bug", ["", "its rows are not scrubbed", "it is not begun again"])
 def test_non_finite_draft_spoils_no_row(parts, monkeypatch, bug):
-    """Attention multiplies a hidden row by 0, and 0 x NaN is NaN. So the right rows of that piece
-    say nothing, too, and later steps would read what it has left."""
+    """Attention multiplies a hidden row by 0, and 0 x NaN is NaN. So the correct rows of that piece are
+    lost, too, and later steps would read the NaN that it leaves."""
     model, text = poisoned(parts[0], 99), parts[1]
-    model = replace(model, attention="formula")  # the C operation reads no rows that were left
+    model = replace(model, attention="formula")  # the C operation does not read leftover rows
     if bug == "its rows are not scrubbed":
         monkeypatch.setattr(kv.Slab, "scrub", lambda self, *rows: None)
     elif bug:
         monkeypatch.setattr(Scheduler, "_retry_without_draft", lambda self, decode: None)
     sizes = {"slots": 3, "max_len": 160, "chunk": 32}
-    never = exactly(60, logit_bias={99: -100.0})  # it is drafted, and never said
+    never = exactly(60, logit_bias={99: -100.0})  # drafted, but never sampled
     asks = [Ask([n, 5, 6], 60, settings=never) for n in range(6)]
     dice = np.random.default_rng(1)
     with Engine(model, text, speculate=0, **sizes) as engine:
@@ -183,7 +183,7 @@ def test_non_finite_draft_spoils_no_row(parts, monkeypatch, bug):
             assert all(handle.request.drafting.source is None for handle in found)
 
 
-# --- what is drafted ----------------------------------------------------------------------------
+# --- drafts -------------------------------------------------------------------------------------
 
 
 def hints_of(prompt: list[int]) -> PromptLookup:
@@ -204,11 +204,12 @@ def test_draft_continues_the_last_bigram():
 
 
 def test_acceptance_is_learned_by_run_length():
-    """One rate for all took a copy with changes for a copy, and a pair of words for a quotation."""
+    """A single acceptance rate treated a copy with changes like an exact copy, and a pair of words like a
+    quotation."""
     lookup = hints_of([1, 2, 3, 4, 5, 6, 7, 1])
     assert lookup.chances(6) == [1 / 2, 2 / 3, 3 / 4, 4 / 5, 5 / 6, 6 / 7]
     answer = []
-    for n in range(40):  # two tokens that stood before, and a third that did not
+    for n in range(40):  # two tokens that occurred before, and a third that did not
         answer += [2, 3, 100 + n, 1]
         lookup.follow(answer)
     assert lookup.matches == 0 and lookup.next_chance == (pytest.approx(0.25, abs=0.05), 0)
@@ -220,7 +221,7 @@ def test_acceptance_is_learned_by_run_length():
 
 
 def priced(row_s: float) -> Drafter:
-    """A drafter that has measured 1 second for a step, and `row_s` more for each row."""
+    """Return a drafter that has measured 1 second for a step, and `row_s` more for each row."""
     speculate = Drafter()
     now = 0.0
     for n in range(300):
@@ -232,7 +233,7 @@ def priced(row_s: float) -> Drafter:
 
 
 def copying(id: int, client: str = "") -> Request:
-    """An answer that copies its prompt and has been read so far."""
+    """Return a request whose answer copies its prompt, with nothing in flight."""
     request = Request(id, tuple(range(40)), 30, 0.0, client=client)
     request.drafting.source = PromptLookup()
     request.admission = Admission(0.0, "continuous", id, "")
@@ -259,7 +260,7 @@ class Silent:
 
 
 def test_unforcing_grammar_is_asked_seldom():
-    """Each step of free text under a grammar waited for its tokens, and the grammar forced none."""
+    """Each step of free text under a grammar waited for its tokens, although the grammar forced none."""
     grammar = Silent()
     request = inventing(0)
     request.drafting.source = PromptLookup(grammar)
@@ -283,7 +284,7 @@ def test_expensive_rows_shorten_drafts(row_s, wide):
 
 
 def test_step_is_read_at_once_only_if_drafts_pay():
-    """Else every answer in which a pair came again lost run-ahead, though nothing was drafted."""
+    """Otherwise every answer with a repeated pair of tokens lost run-ahead, although nothing was drafted."""
 
     def may_follow(row_s: float, *requests: Request) -> bool:
         emitters = tuple(Decode(request, request.slot, request.next_row) for request in requests)
@@ -296,7 +297,7 @@ def test_step_is_read_at_once_only_if_drafts_pay():
 
 
 def test_drafts_slow_others_by_at_most_5_percent():
-    """An answer that copies made each step half as long again for three neighbours."""
+    """An answer that copies its prompt made each step half as long again for three neighbours."""
     requests = [copying(0), inventing(1), inventing(2), inventing(3)]
     speculate = priced(0.1)
     longer = 0.0
@@ -312,13 +313,13 @@ def test_drafts_slow_others_by_at_most_5_percent():
 
 
 def test_outlier_step_is_no_price():
-    """Another program had the processor in some steps of one row, and rows seemed to cost nothing."""
+    """Another program took the processor during some steps of one row, so rows seemed to cost nothing."""
     usual = drafted_after(outlier=0.0)
     assert usual == 3 and drafted_after(outlier=2.0) == pytest.approx(usual, abs=1)
 
 
 def drafted_after(outlier: float) -> int:
-    """The number of draft tokens after steps of which a few took longer."""
+    """Return the number of draft tokens after some steps took longer."""
     speculate = Drafter()
     now = 0.0
     for n in range(60):
@@ -332,7 +333,7 @@ def drafted_after(outlier: float) -> int:
 
 @pytest.mark.parametrize("speculate", [None, 3])
 def test_engine_drafts_by_itself(parts, speculate):
-    """A random model soon repeats itself. And JSON's keys are forced."""
+    """A random model soon repeats itself, and JSON's keys are forced."""
     schema = {
         "json": {"type": "object", "properties": {"a_long_key_of_many_bytes": {"type": "boolean"}}}
     }
@@ -357,7 +358,7 @@ def test_negative_speculate_is_refused(parts):
 
 
 def test_drafts_need_batch_invariance_or_a_number(tmp_path):
-    """MLX's own product of packed weights is not batch-invariant."""
+    """MLX's own product of quantized weights is not batch-invariant."""
     folder = make_checkpoint(tmp_path, quantize=lambda module: (4, 32))
     for asked, most in ((None, 0), (4, 4)):
         options = {"slots": 1, "max_len": 64, "speculate": asked}

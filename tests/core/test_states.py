@@ -1,5 +1,5 @@
-"""Models with states: an answer has the same bits after a fork, a rejected draft, a cancel or a
-continued conversation, and prompts start from the states of others."""
+"""Models with states: an answer has the same bits after a fork, a rejected draft, a cancel or a continued
+conversation, and prompts start from the states of other requests."""
 
 import re
 from functools import cache
@@ -49,7 +49,7 @@ def load(folder, attention: str = "auto", activations: str | int = "auto", **opt
 def run(
     engine: Engine, prompt: list[int], tokens: int = 6, **options
 ) -> tuple[list[int], np.ndarray, int]:
-    """The tokens of an answer, the logits that they were sampled from, and the rows that were cached."""
+    """Return an answer's tokens, the logits that they were sampled from, and the number of cached rows."""
     tap = Tap(engine)
     handle = engine.submit(prompt, exactly(tokens), **options)
     result = handle.result()
@@ -72,9 +72,9 @@ def assert_same(found: tuple, folder, prompt: list[int]) -> None:
 
 
 def test_users_of_a_system_prompt(folder):
-    """The second one reads some of it again and leaves a checkpoint where the prompts part. The third
-    reads his own tokens alone. `/metrics` counts tokens read again if the same client wrote their rows;
-    others would tell of its prompts."""
+    """The second user prefills part of the prompt again and leaves a checkpoint where the prompts diverge. The
+    third prefills only their own tokens. `/metrics` counts tokens prefilled again only if the same client wrote
+    their rows; other counts would reveal that client's prompts."""
     cached, reread, counted = [], [], []
     with load(folder) as engine:
         tap = Tap(engine)
@@ -97,7 +97,7 @@ def test_users_of_a_system_prompt(folder):
 
 
 def test_checkpoints_are_seen(folder):
-    """As marks on the slot's bar: at the end of the prompt, and within it."""
+    """They are marks on the slot's bar: at the end of the prompt, and within it."""
     with load(folder, slots=1) as engine:
         run(engine, drawn(21, 80))
         (slot,) = engine.snapshot().slots
@@ -106,7 +106,7 @@ def test_checkpoints_are_seen(folder):
 
 @pytest.mark.parametrize("speculate", [0, 15])
 def test_a_conversation_goes_on_from_its_end(folder, speculate):
-    """Also after a draft that was rejected in part."""
+    """This includes a draft that was partly rejected."""
     prompt, before = drawn(2, 50) * 2, 0
     with load(folder, speculate=speculate) as engine:
         for turn in range(3):
@@ -126,7 +126,8 @@ def test_the_same_prompt_again(folder):
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 6, 9])
 def test_a_cancelled_request_leaves_states(folder, steps):
-    """During its prompt, or its answer. What remains serves the same prompt, and one that differs."""
+    """It is cancelled during its prompt or its answer. The remaining states serve the same prompt, and one
+    that differs."""
     prompt = drawn(4, 150)
     with load(folder, speculate=0) as engine:
         handle = engine.submit(prompt, exactly(20))
@@ -141,7 +142,7 @@ def test_a_cancelled_request_leaves_states(folder, steps):
 
 @pytest.mark.parametrize(("common", "restored"), [(0, 0), (40, 32), (66, 64), (86, 89)])
 def test_states_on_disk_are_restored(folder, tmp_path, common, restored):
-    """With the rows of a conversation: its own, and its checkpoints, each in a file."""
+    """Each conversation's rows are saved with its last state and its checkpoints, each in a file."""
     prompt = drawn(14, 70)
     cache = {"slot_cache": f"{tmp_path / 'cache'}:1G", "slots": 1, "speculate": 0}
     cache["state_memory"] = 3 * state_nbytes(read_config(folder, True), 1)
@@ -178,7 +179,7 @@ def test_no_further_from_float64_than_mlx_lm(name, tmp_path):
 
 
 def test_formula_gives_the_same_answers(folder):
-    """`--attention plain`: also after a fork, and with drafts."""
+    """`--attention plain` matches, also after a fork and with drafts."""
     prompts = [drawn(8, 60) * 2, drawn(8, 60) + drawn(9, 10), drawn(8, 60) + drawn(9, 12)]
     answers = []
     for attention in ("auto", "plain"):
@@ -193,7 +194,7 @@ def test_formula_gives_the_same_answers(folder):
 @pytest.mark.parametrize("steps", [2, 7])
 def test_not_finite(folder, where, steps):
     """A request whose rows or states are not finite ends with an error, in its prompt or its answer, and
-    leaves no state that another prompt starts from."""
+    leaves no state from which another prompt starts."""
     prompt = drawn(16, 120)
     with load(folder, speculate=0) as engine:
         handle = engine.submit(prompt, exactly(30))
@@ -207,7 +208,7 @@ def test_not_finite(folder, where, steps):
                 count = states.places.size(states.heads)
                 states.memory[:count] = mx.full(count, mx.nan)
         assert handle.result().finish_reason == "error"
-        if where == "states":  # what the checkpoints held is lost
+        if where == "states":  # the checkpoints' content is lost
             engine.sched.start_over()
         for again in (prompt, drawn(17, 60), [*prompt[:100], *drawn(18, 9)]):
             assert_same(run(engine, again), folder, again)
@@ -219,7 +220,7 @@ def test_not_finite(folder, where, steps):
 def test_no_place_is_read_and_written_in_one_step():
     check_apart({0: Move(4, 9, 0, 9), 1: Move(4, 9, 1, 9), 2: Move(2, 5, 5, 9)})
     for moves in (
-        {0: Move(4, 9, 0, 9), 1: Move(1, 5, 4, 9)},  # 4 is read and written
+        {0: Move(4, 9, 0, 9), 1: Move(1, 5, 4, 9)},  # 4 is both read and written
         {0: Move(0, 5, 4, 9), 1: Move(1, 5, 4, 9)},  # 4 is written twice
     ):
         with pytest.raises(AssertionError):
@@ -250,7 +251,7 @@ def test_a_state_serves_from_its_base_to_its_log_end(most, served):
 
 
 class Shadow:
-    """The content of each place according to the moves: the tokens of its text, and the base."""
+    """The content of each place according to the moves: its tokens, and the base."""
 
     def __init__(self, sched: Scheduler):
         self.sched = sched
@@ -287,7 +288,7 @@ def test_moves_in_random_schedules(seed):
         }
 
     def answers(member: Chunk | Decode) -> list[int]:
-        """The same text has the same answer."""
+        """Return the answer, which depends only on the text."""
         found: list[int] = []
         for _ in range(1 + len(member.draft)):
             text = [*member.request.prompt, *member.request.answer, *found]
@@ -321,7 +322,7 @@ def test_moves_in_random_schedules(seed):
 
 
 def test_a_rejected_draft_token_serves_nobody():
-    """Another slot may hold one row more of the same text. The log has a rejected token there."""
+    """Another slot may hold one more row of the same text, for which the log has a rejected token."""
     sched = Scheduler(
         2, 256, POLICIES[DEFAULT], draft=lambda decoding, left: {0: (9, 9)} if decoding else {}
     )
@@ -344,7 +345,7 @@ def test_a_rejected_draft_token_serves_nobody():
 
 
 def test_memory_of_states(folder):
-    """A checkpoint is a third smaller than a slot's place, whose log has room for 15 draft tokens."""
+    """A checkpoint is a third smaller than a slot's state, whose log has room for 15 draft tokens."""
     config = read_config(folder, True)
     published = config.delta._replace(Hk=16, Hv=16, Dk=128, Dv=128)
     small = config.__class__(**vars(config) | {"delta": published, "deltas": range(18)})
@@ -358,7 +359,7 @@ def test_memory_of_states(folder):
 
 
 def test_no_checkpoints(folder):
-    """Conversations go on, but a prompt starts from no other's state."""
+    """Conversations continue, but no prompt starts from another's state."""
     prompt = drawn(11, 70)
     with load(folder, state_memory=0) as engine:
         found = run(engine, prompt)
@@ -373,7 +374,7 @@ def test_more_drafts_than_the_log_has_room_for(folder):
 
 
 def test_cost_of_a_step(folder):
-    """One layer of four reads rows, and the others read and write 4 matrices of 24 x 32."""
+    """One layer in four reads rows, and the others read and write 4 matrices of 24 x 32."""
     cost = read_model(folder).cost
     assert cost.state_nbytes == 2 * 4 * 3 * 4 * 24 * 32
     assert of_rows(cost, 5, 100).states == 5 * cost.state_nbytes
@@ -381,7 +382,7 @@ def test_cost_of_a_step(folder):
 
 
 def test_perplexity(folder):
-    """`bench.py --parts quality` reads a text without an engine, chunk by chunk."""
+    """`bench.py --parts quality` prefills a text chunk by chunk without an engine."""
     ids = np.array(drawn(20, 2 * quality.CHUNK + 1))
     nll = np.concatenate([part.nll for part in quality.ours(folder, ids, kv="float32")])
     text = ids[:-1].tolist()

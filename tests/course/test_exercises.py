@@ -1,10 +1,9 @@
-"""Each exercise fails until it is done, passes when it is done right, and fails when it is done
-plausibly wrong.
+"""Each exercise fails until it is done, passes with a right solution, and fails with a plausible wrong one.
 
 `course/exercises/solutions` holds two patches for each. They are applied to copies of the checkout. There
 are three copies and three runs of pytest: one without any solution; one where every second exercise
-is done right and the others wrong; and one the other way round. So a wrong solution is seen to fail
-beside right ones that pass.
+has a right solution and the others a wrong one; and one the other way round. This shows that a wrong
+solution fails even next to right ones that pass.
 """
 
 import os
@@ -37,7 +36,7 @@ README = (FOLDER / "README.md").read_text()
 
 
 def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
-    """All that the exercises need, with these solutions in it."""
+    """Copy everything that the exercises need, and apply these solutions."""
     for path in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(path, folder)
     for name in (
@@ -56,7 +55,7 @@ def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
         )
     for exercise, kind in kinds.items():
         patch = FOLDER / "solutions" / f"{exercise}.{kind}.patch"
-        # No repository around it has a say
+        # A surrounding repository must not matter
         alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
         git = ["git", "apply", "-C1", patch]
         done = subprocess.run(git, cwd=folder, env=alone, capture_output=True, text=True)
@@ -65,7 +64,7 @@ def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
 
 
 def verdicts(tree: Path) -> dict[str, list[str]]:
-    """For each exercise what its tests say: "" for a test that passes, else the message."""
+    """Return the messages of each exercise's tests: "" for a test that passes, otherwise the failure."""
     options = ["-q", "-p", "no:cacheprovider", "--junitxml=out.xml"]
     done = run("-m", "pytest", "course/exercises", *options, cwd=tree)
     assert done.returncode in (0, 1), done.stdout + done.stderr
@@ -80,17 +79,16 @@ def verdicts(tree: Path) -> dict[str, list[str]]:
 
 
 def test_unsolved_exercise_says_what_is_missing(tmp_path):
-    """Each of its tests, in one line: a reader who has done nothing yet is helped by no
-    traceback."""
+    """Each test fails with one line, because a traceback does not help a reader who has not started."""
     for exercise, said in verdicts(copy_of_the_tree(tmp_path, {})).items():
         assert all("not done yet: " in message for message in said), (exercise, said)
 
 
 @pytest.mark.parametrize("right", [EXERCISES[::2], EXERCISES[1::2]], ids=["even", "odd"])
 def test_right_and_wrong_solutions(tmp_path, right):
-    """A wrong one is complete, so nothing is called missing. But what it does is wrong, and at
-    least one test sees it. Half of the exercises are solved right, and the others wrong: the other
-    way round their patches are only applied, and run in the long form."""
+    """A wrong solution is complete, so nothing is reported as missing, but at least one of its tests fails.
+    Half of the exercises are solved right, and the others wrong. Without the long form, the opposite half
+    is only applied and not run."""
     kinds = {each: "right" if each in right else "wrong" for each in EXERCISES}
     tree = copy_of_the_tree(tmp_path, kinds)
     if right == EXERCISES[1::2] and not IS_LONG:
@@ -102,10 +100,9 @@ def test_right_and_wrong_solutions(tmp_path, right):
 
 @long_form
 def test_solutions_keep_the_architecture(tmp_path):
-    """A ceiling on lines once turned the build red for whoever had done exercise 1, and done it
-    right.
+    """A limit on lines once failed the build for everybody who had solved exercise 1 correctly.
 
-    A new family is left out: the pages ask for a line about it, as the exercise says.
+    A new family is left out, because the docs require a line about it, as the exercise says.
     """
     kinds = {exercise: "right" for exercise in EXERCISES if exercise != "family"}
     tree = copy_of_the_tree(tmp_path, kinds)
@@ -114,7 +111,7 @@ def test_solutions_keep_the_architecture(tmp_path):
     for name in ("docs", "web", "build_backend", ".ci", ".github"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     checks = ["tests/docs/test_architecture.py", "tests/docs/test_project.py"]
-    examples = "not python_of and not slots_page"  # they run the engine, which others have tried
+    examples = "not python_of and not slots_page"  # they run the engine, which other tests do
     options = ["-q", "-p", "no:cacheprovider", "-k", examples]
     done = run("-m", "pytest", *checks, *options, cwd=tree, NANOBATCH_LONG="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
@@ -127,7 +124,7 @@ def exercise_of(name: str, monkeypatch) -> dict:
 
 
 def test_half_done_pane(monkeypatch):
-    """With a name in CHARTS and none in LOWER, it was told that it had none in CHARTS."""
+    """With a name in CHARTS and none in LOWER, the message complained about CHARTS."""
     test = exercise_of("pane", monkeypatch)["test_v_leads_to_the_pane"]
     monkeypatch.setitem(app.PANES, "memory", None)
     with pytest.raises(pytest.fail.Exception, match="CHARTS has no"):
@@ -161,7 +158,7 @@ def test_sampler_is_reachable_by_clients(monkeypatch):
 
 
 def count_as_hung_up(is_one: Callable[[RequestRecord], bool], patch: pytest.MonkeyPatch) -> None:
-    """Exercise 4, solved: `ServerMetrics` counts the calls for which this is true."""
+    """Solve exercise 4: make `ServerMetrics` count the calls for which `is_one` is true."""
     count, text = ServerMetrics.count, ServerMetrics.text
 
     def count_too(self: ServerMetrics, call: RequestRecord) -> None:
@@ -186,7 +183,7 @@ def count_as_hung_up(is_one: Callable[[RequestRecord], bool], patch: pytest.Monk
     ],
 )
 def test_metric_counts_hang_ups(is_one, is_right, monkeypatch):
-    """Requests that the server itself cancelled were counted, too, and all three tests passed."""
+    """Requests that the server itself cancelled counted, too, and all three tests passed."""
     count_as_hung_up(is_one, monkeypatch)
     failed = [name for name, test in exercise_of("metric", monkeypatch).items() if fails(test)]
     assert bool(failed) != is_right, failed

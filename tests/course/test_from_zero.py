@@ -1,9 +1,9 @@
-"""The blank book of course/from_zero: each stage passes on another book than ours, too, and says what
-is wrong with one.
+"""The blank book of course/from_zero: each stage also passes with code that differs from ours, and names
+the mistake in a wrong book.
 
-That our own chapters pass, the stages' files say by themselves: they are part of the suite. Here
-other code is put into our functions and taken out again, and the tests of a stage are called in this
-process. The long form also takes each function out by itself, and plants every mistake, not one a stage.
+The stages' own files show that our chapters pass, since they are part of the suite. Here other code is
+put into our functions and removed again, and the tests of a stage are called in this process. The long
+form also blanks each function separately, and plants every mistake instead of one per stage.
 """
 
 import ast
@@ -33,9 +33,9 @@ RUN = ROOT / "course" / "run.py"
 
 class Mistake(NamedTuple):
     name: str  # of the function
-    right: str  # in `simple_core.py`
+    right: str  # text in `simple_core.py`
     wrong: str
-    says: str  # what the function's stage says of it
+    says: str  # the message of the function's stage
 
     @property
     def stage(self) -> int:
@@ -202,7 +202,7 @@ MISTAKES = [
 ]
 
 
-# By default one a stage: the last that is listed
+# by default one per stage, the last that is listed
 TRIED = MISTAKES if IS_LONG else [*{mistake.stage: mistake for mistake in MISTAKES}.values()]
 
 
@@ -212,7 +212,7 @@ def stage_tests(stage: int) -> list[Callable[[], None]]:
 
 
 def verdict(stage: int) -> str:
-    """The message of the first test of a stage that fails; empty if all pass."""
+    """Return the message of a stage's first failing test, or "" if all pass."""
     for test in stage_tests(stage):
         try:
             test()
@@ -225,7 +225,7 @@ def verdict(stage: int) -> str:
 
 
 def without_bodies(text: str, names: Sequence[str]) -> str:
-    """A chapter's code, in which these functions have no body."""
+    """Return a chapter's code with the bodies of these functions removed."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name in names:
@@ -234,7 +234,7 @@ def without_bodies(text: str, names: Sequence[str]) -> str:
 
 
 def test_the_blank_book_differs_only_in_bodies():
-    """A name that has gone, or a check of bounds that was blanked, would be seen here."""
+    """This would reveal a missing name, or a bounds check that was blanked."""
     wanted = tasks()
     written = start.blank_book()
     assert sum(map(len, wanted.values())) >= 25 and len(written) == len(wanted)
@@ -285,7 +285,7 @@ def test_the_page_lists_every_stage():
 
 
 def test_the_recording_is_up_to_date():
-    """`python docs/make/pictures.py stage` makes it anew."""
+    """`python docs/make/pictures.py stage` regenerates it."""
     shown = re.findall(r"> +✓ ([^<]*)<", (ZERO / "stage.svg").read_text())
     says = [" ".join(getdoc(test).split()) for test in stage_tests(1)]
     assert {*says} <= {*shown}
@@ -310,8 +310,8 @@ def test_stage_passes_simple_and_fails_blank(stage, tmp_path):
 
 @pytest.mark.parametrize("mistake", TRIED, ids=lambda m: f"{m.stage}-{m.name}-{m.right}")
 def test_mistake_is_named_by_its_stage(mistake, tmp_path, monkeypatch):
-    """In CI pytest prints the whole difference of two values. Of two lists of 4,000 draws that took
-    hours, and CI ended the run."""
+    """In CI pytest prints the full difference of two values. For two lists of 4,000 draws that took hours,
+    until CI stopped the run."""
     monkeypatch.setenv("CI", "true")
     file = tmp_path / "wrong.py"
     function = mistake.name.partition(".")[2]
@@ -321,7 +321,7 @@ def test_mistake_is_named_by_its_stage(mistake, tmp_path, monkeypatch):
         assert mistake.says in verdict(mistake.stage)
 
 
-# --- as a reader meets them ---------------------------------------------------------------------
+# --- the programs of the course -----------------------------------------------------------------
 
 
 def test_check_says_what_is_blank(tmp_path, capsys):
@@ -349,7 +349,7 @@ def test_mistake_shows_in_its_own_stage(tmp_path, capsys):
 
 
 def test_crash_and_endless_loop_are_one_line(tmp_path, monkeypatch, capsys):
-    """A wrong index is no exception in MLX: the process may die of it."""
+    """A wrong index does not raise an exception in MLX, but may crash the process."""
     folder = full_book(tmp_path / "mine")
     change(folder, "kv.Window.read", "return mx.split", "import os; os.kill(os.getpid(), 11)")
     assert not check.show_book(str(folder), [STAGES[2]], None)
@@ -366,7 +366,7 @@ def test_crash_and_endless_loop_are_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_syntax_and_import_errors_say_where(tmp_path, capsys):
-    """A book that cannot be imported."""
+    """A book that cannot be imported is reported with its file and line."""
     folder = full_book(tmp_path / "mine")
     with (folder / "kv.py").open("a") as file:
         file.write("import nothing_of_this_name\n")
@@ -393,11 +393,11 @@ def test_a_teacher_sees_who_is_where(tmp_path, capsys):
     assert f"■{'·' * (len(STAGES) - 1)}  at stage 2" in second and "is not a folder" in third
 
 
-# --- programs run another book ------------------------------------------------------------------
+# --- running our programs with another book -----------------------------------------------------
 
 
 def test_program_survives_a_mistake_in_a_book(tmp_path):
-    """`forward` fails for the longest prompt: the traceback names the reader's line."""
+    """`forward` fails for the longest prompt, and the traceback names the reader's line."""
     folder = tmp_path / "mine"
     folder.mkdir()
     text = overlay.our_file("llama").read_text()
@@ -422,7 +422,7 @@ def test_program_survives_a_mistake_in_a_book(tmp_path):
     wrong = run(RUN, tmp_path / "none", "ask.py", "hi")
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
     assert "start.py mine makes one" in wrong.stderr
-    (folder / "text.py").write_text("")  # it would be imported in place of our package
+    (folder / "text.py").write_text("")  # it would replace our package
     wrong = run(RUN, folder, "ask.py", "hi")
     assert wrong.returncode == 2 and "text.py is not a chapter; move it elsewhere" in wrong.stderr
     old = run("ask.py", "--book", folder, "hi")
@@ -430,7 +430,7 @@ def test_program_survives_a_mistake_in_a_book(tmp_path):
 
 
 def test_endless_step_of_a_book_ends(tmp_path):
-    """A plan holds the engine's lock: the screen waited for it, and could not be left."""
+    """A plan holds the engine's lock, so the screen waited for it and could not be closed."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "sched.py").write_text((ROOT / "sched.py").read_text() + start.STAND_IN)
@@ -456,7 +456,7 @@ with Engine.load("demo", slots=1, max_len=64) as engine, engine.serving():
 
 
 def test_other_book_is_not_batch_invariant(tmp_path):
-    """The claim is about our code. The screen and the benchmark name the book."""
+    """Only our own code is known to be batch-invariant. The screen and the benchmark name the book."""
     folder = tmp_path / "mine"
     folder.mkdir()
     shutil.copy(ROOT / "kv.py", folder)

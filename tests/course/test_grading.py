@@ -1,4 +1,4 @@
-"""Grading by machine, and the handout without answers."""
+"""Automatic grading, and the handout without answers."""
 
 import ast
 import json
@@ -56,7 +56,7 @@ RESULTS = {
 
 
 def graded(folder: Path, patch: pytest.MonkeyPatch, numbers: str, *options: str) -> list[dict]:
-    """By the program, in some of the parts. The results of each, and at last the whole."""
+    """Grade some of the parts, and return the results of each, followed by the total."""
     every_part = grade.parts
     chosen = numbers.split()
     patch.setattr(grade, "parts", lambda *how: [p for p in every_part(*how) if p.number in chosen])
@@ -79,9 +79,9 @@ def test_right_folder_has_full_points(tmp_path, monkeypatch):
 
 
 def test_mistakes_lose_points(tmp_path, monkeypatch):
-    """The message names the mistake. A stand-in of the handout has no points, and logits for all
-    tokens, where some are asked, are work in vain. A folder that is no Python has no points, and
-    says why."""
+    """The message names the mistake. A stand-in of the handout gets no points, and computing logits for all
+    tokens instead of the requested ones loses some. A file with a syntax error gets no points and a
+    message."""
     folder = full_book(tmp_path / "ben")
     change(folder, "sched.Scheduler._allot", LEFT, "pass")
     wrong = "self.model.head(mx.concatenate([hidden, hidden]))[: len(hidden)]"
@@ -154,7 +154,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_lines(tree: ast.AST) -> list[str]:
-    """Line by line, without comments, docstrings and margins."""
+    """Return the lines of code without comments, docstrings and indentation."""
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
@@ -162,7 +162,7 @@ def code_lines(tree: ast.AST) -> list[str]:
 
 
 def test_handout_has_no_answers(handout):
-    """No body of ours, nor three lines of one after each other; no hint, and no hidden check."""
+    """The handout contains no body of ours, not even three consecutive lines, no hint, and no hidden check."""
     files = [*handout.rglob("*.py")]
     there = "\n".join("\n".join(code_lines(ast.parse(file.read_text()))) for file in files)
     for chapter, wanted in tasks().items():
@@ -183,8 +183,8 @@ def code_body(function: ast.FunctionDef) -> list[ast.stmt]:
 
 
 def test_handout_runs_alone(handout, tmp_path):
-    """Stages 1 to 3 and 5 are written there: they pass, and what needs another waits for it. The first
-    check that waited once ended the stage."""
+    """Stages 1 to 3 and 5 are filled in there: they pass, and checks that need another stage are skipped.
+    The first skipped check used to end the stage."""
     mine = tmp_path / "mine"
     zero = handout / "course" / "from_zero"
     assert run(zero / "start.py", mine, cwd=tmp_path).returncode == 0

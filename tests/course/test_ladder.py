@@ -1,5 +1,4 @@
-"""The ladder of course/ladder runs as it is printed, gives the engine's tokens, and names places that
-exist."""
+"""The programs of course/ladder run as printed, give the engine's tokens, and refer to code that exists."""
 
 import ast
 import os
@@ -28,8 +27,8 @@ def engine():
 
 
 def check_that_the_cache_pays(said: str, prompts: list[int], results: list[Result]) -> None:
-    """The tokens that all steps compute: without a cache 1 + 2 + ... of them, and each but the last
-    once with it."""
+    """Check the number of tokens computed in all steps: without a cache 1 + 2 + ..., with it each token but
+    the last once."""
     ((prompt,), (result,)) = prompts, results
     tokens = len(result.tokens)
     none, cached = sum(range(prompt, prompt + tokens)), prompt + tokens - 1
@@ -62,8 +61,8 @@ def test_continued_timeline_line(monkeypatch, capsys):
 
 @pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
 def test_rung_equals_the_engine(path, engine, tmp_path):
-    """Run as a reader runs it, from another folder. A rung that drifts from the engine teaches
-    something else."""
+    """Run a rung from another folder, as a reader does. A rung that drifts from the engine would teach
+    something wrong."""
     done = run(path, cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr, done.stderr
     said = done.stdout
@@ -76,7 +75,7 @@ def test_rung_equals_the_engine(path, engine, tmp_path):
     assert re.search(r"^slot 0  ▒1[▒█]+", said, re.MULTILINE)
     pictures = re.findall(r"slot \d  (\S+)", ast.get_docstring(ast.parse(path.read_text())))
     assert all(f"  {picture}\n" in said for picture in pictures), "the text shows another picture"
-    # So much is there to see on a machine that is busy, too
+    # These columns are exact on a busy machine, too
     if path.stem in ("1_one_token", "2_cache"):
         check_that_the_cache_pays(said, [len(engine.text.ask(p)) for p, _, _ in answers], results)
     figures = re.findall(r"(\d+) (?:steps|tokens computed) for (\d+) .*\([\d.]+ s\)", said)
@@ -91,7 +90,7 @@ def test_rung_equals_the_engine(path, engine, tmp_path):
 
 @pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
 def test_rung_ends_with_a_question(path):
-    """A place that was renamed would send the reader into nothing."""
+    """A stale reference would send the reader nowhere."""
     text = path.read_text()
     assert f"    python course/ladder/{path.name}\n" in ast.get_docstring(ast.parse(text))
     question = text.index("\nQuestion: ")
@@ -105,17 +104,17 @@ def test_rung_ends_with_a_question(path):
 
 
 def test_run_ahead_in_a_long_conversation(engine, monkeypatch):
-    """The other test sees the talk's last message alone. The whole talk must be long, or there is
-    nothing to cut."""
+    """The other test sees only the conversation's last message. The conversation must be long, or there is
+    nothing to split into chunks."""
     monkeypatch.syspath_prepend(LEARN)
     rung = runpy.run_path(str(LEARN / "5_run_ahead.py"))
     question = rung["PROMPTS"][-1]
     talk = engine.text.encode_chat([*rung["TALK"], {"role": "user", "content": question}])
     assert len(talk) > 500
     alone, within = engine.generate([engine.text.ask(question), talk])
-    # So what stands under the rung is the answer to the whole talk
+    # So the answer printed below the rung is that to the whole conversation
     assert alone.tokens == within.tokens
-    # Without neighbours, the steps before the prompt's end yield no token
+    # Without neighbours, the steps before the end of the prompt yield no token
     for runs_ahead in (False, True):
         last = rung["Engine"](64, runs_ahead)
         request = last.submit(talk)
@@ -125,7 +124,7 @@ def test_run_ahead_in_a_long_conversation(engine, monkeypatch):
 
 
 def test_run_ahead_when_all_slots_end_at_once(monkeypatch):
-    """Then there is a moment with nothing to plan, something in flight, and a request in line."""
+    """Then for a moment there is nothing to plan, while a step is in flight and a request is queued."""
     monkeypatch.syspath_prepend(LEARN)
     rung = runpy.run_path(str(LEARN / "5_run_ahead.py"))
     engine = rung["Engine"](64, runs_ahead=True)

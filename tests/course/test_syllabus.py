@@ -1,4 +1,4 @@
-"""The syllabus and the instructor's notes name every unit, with words and lines that exist."""
+"""The syllabus and the instructor's notes name every unit, and quote lines that exist."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ GLOSSARY = (ROOT / "GLOSSARY.md").read_text()
 
 
 def rows(title: str) -> list[list[str]]:
-    """A table of the units: the cells of each row."""
+    """Return the cells of each row in a table of units."""
     table = SYLLABUS.partition(f"### {title}\n")[2].partition("\n## ")[0].partition("\n### ")[0]
     found = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
     return found[2:]
@@ -42,7 +42,7 @@ def test_units_name_papers_and_terms_that_are_listed():
 
 
 def test_notes_quote_lines_of_the_checks():
-    """The message for a student when a planted mistake fails."""
+    """The notes quote the message that a student sees when a planted mistake fails."""
     for stage in STAGES:
         unit = NOTES.partition(f"## Unit {stage.number}:")[2].partition("\n## ")[0]
         (checks,) = COURSE.glob(f"from_zero/test_{stage.number}_*.py")

@@ -49,7 +49,7 @@ def added(equation: str) -> bool:
 
 
 def test_the_answers_are_right():
-    """Worked out again from the prompt alone, by other means than the grammar's."""
+    """Compute the answers again from the prompts only, with code that is independent of the generator."""
     for task in tasks("counting"):
         first, last = map(int, re.findall(r"\d+", task.prompt))
         step = 1 if first < last else -1
@@ -87,8 +87,7 @@ def test_the_answers_are_right():
 
 
 def test_stories_are_consistent():
-    """A model cannot learn to hold on to a name if the text does not, nor tell a fox's story from
-    an owl's."""
+    """A model cannot learn to keep a name if the text does not, nor to tell a fox's story from an owl's."""
     rng, first_names = random.Random(3), Counter()
     for n in range(300):
         name = rng.choice(stories.NAMES)[0] if n % 3 == 0 else ""
@@ -98,7 +97,7 @@ def test_stories_are_consistent():
         names = exam.NAME.findall(text)
         assert 1 <= len(set(names)) <= 2 and (not name or name in names), text
         first_names[names[0]] += not name
-    assert 100 < first_names.most_common(1)[0][1] < 190  # of 200
+    assert 100 < first_names.most_common(1)[0][1] < 190  # out of 200
 
 
 # --- the checkpoint -----------------------------------------------------------------------------
@@ -163,7 +162,7 @@ def test_mlx_lm_gives_the_same_answers(demo):
     assert len(ours) >= 20 and sum(len(result.tokens) for result in ours) > 200
     for message, result in zip(messages, ours, strict=True):
         prompt = demo.text.encode_chat(message)
-        # One pass over all: if each token is the best after those before it, the whole answer is
+        # One pass over everything: if each token is the best after those before it, the whole answer is
         # the same.
         best = model(mx.array([prompt + result.tokens[:-1]]))[0, len(prompt) - 1 :].argmax(-1)
         assert best.tolist() == result.tokens
@@ -178,8 +177,7 @@ def test_demo_passes_its_exam(demo):
 
 
 def short_exam(demo: Engine) -> float:
-    """In slots that are full of what earlier owners might have left, where a right engine does not
-    look.
+    """Return the score in slots full of random rows, which a correct engine does not read.
 
     A wrong answer seldom ends by itself, so none gets more tokens than most right ones need.
     """
@@ -206,8 +204,8 @@ def right_score(demo) -> float:
     "bug", ["a token too late", "one offset for all rows", "a row lands in its neighbour's slot"]
 )
 def test_planted_position_bug_lowers_the_score(demo, right_score, monkeypatch, bug):
-    """The exam notices a wrong position or slot."""
-    # A decoding token counts itself one further, and leaves a hole behind it
+    """A wrong position or slot lowers the score of the exam."""
+    # A decoding token is shifted by one row and leaves a gap
     if bug == "a token too late":
         init = kv.Window.__init__
 
@@ -221,8 +219,8 @@ def test_planted_position_bug_lowers_the_score(demo, right_score, monkeypatch, b
 
 
 def test_burst_prompts_share_a_prefix():
-    """With chunks longer than what they share, the screen never showed that a prompt reuses
-    another's rows."""
+    """With chunks longer than the shared prefix, the screen never showed that a prompt reuses another's
+    rows."""
     engine = tui.load_engine(tui.parse_arguments([]), lambda stage: None, time.perf_counter)
     with closing(engine):
         alike = [prompt for prompt, _ in BURST if EVENING in prompt]
