@@ -722,9 +722,8 @@ def main() -> int:
             path = checkout / file
             path.write_text(ast.unparse(ast.parse(path.read_text())))
         done = run_tests(checkout, *sorted({mutant.test for mutant in mutants}))
-        if (
-            not mutants or done.returncode
-        ):  # a test that fails without a mutant would catch everything
+        # A test that fails without a mutant would catch everything
+        if not mutants or done.returncode:
             print(done.stdout[-3000:] if mutants else f"no mutant has {only!r} in its name")
             return 1
         caught = 0

@@ -84,14 +84,7 @@ def headings(done: subprocess.CompletedProcess) -> list[str]:
     [
         ["one", "--max-tokens", "8", "two", "--ignore-eos"],
         ["one", "--ignore-eos", "--max-tokens=8", "--prompt", "two"],
-        [
-            "--prompt",
-            "two",
-            "--max-tokens",
-            "8",
-            "one",
-            "--ignore-eos",
-        ],  # positional prompts come first
+        ["--prompt", "two", "--max-tokens", "8", "one", "--ignore-eos"],  # positional ones first
         ["--ignore-eos", "--max-tokens", "8", "--", "one", "two"],
     ],
 )

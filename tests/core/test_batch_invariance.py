@@ -178,7 +178,7 @@ def test_nan_row_ends_its_request_alone(models, monkeypatch, scrubbed, run_ahead
         poisoned(model, 99), text, slots=2, max_len=192, chunk=32, run_ahead=run_ahead
     ) as engine:
         alone = engine.submit(good.prompt, good.sampling()).result()
-        # it never produces the poisoned token
+        # It never produces the poisoned token
         longer = exactly(60, logit_bias={99: -100})
         neighbour = engine.submit([*range(14)], longer)
         bad = engine.submit([*range(40), 99, 4], good.sampling())

@@ -92,10 +92,7 @@ def test_embedding_is_batch_invariant(folder):
             assert engine.is_batch_invariant
             handles = []
             others = []
-            for ids in (
-                *asked,
-                *asked[::-1],
-            ):  # each twice, so that some slot may hold the whole text
+            for ids in (*asked, *asked[::-1]):  # each twice: some slot may hold the whole text
                 handles.append(engine.submit(ids, EMBED))
                 if rng.random() < 0.5:
                     others.append(engine.submit(asked[0], wish))

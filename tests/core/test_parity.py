@@ -134,9 +134,7 @@ def test_narrow_weights_of_the_newest_families(name, tmp_path):
         assert model.kv_dtype == mx.float16
         for kv, close in ((mx.float32, CLOSE), (mx.float16, CLOSE_KV)):
             assert np.abs(whole(model, tokens, kv=kv) - expected).max() < close
-        if (
-            dtype and not model.config.experts
-        ):  # MLX's own product for experts supports float32 only
+        if dtype and not model.config.experts:  # MLX's product for experts supports float32 only
             error = np.abs(whole(read_model(folder, "checkpoint"), tokens, dtype) - expected)
             assert error.mean() < (0.05 if dtype == mx.bfloat16 else 0.01)
 

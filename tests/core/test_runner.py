@@ -78,7 +78,7 @@ def record(parts) -> Recorded:
             for _ in range(n % 3):
                 engine.step()
             if n % 7 == 6:
-                # the newest request, so that its slot is scrubbed
+                # The newest request, so that its slot is scrubbed
                 handles[[*engine.sched.running][-1] - 1].cancel()
         while engine.step():
             pass

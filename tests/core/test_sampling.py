@@ -123,7 +123,7 @@ def test_penalties_and_bias(folder, make_engine, options):
         engine = make_engine(slots=3, run_ahead=run_ahead)
         for tokens in (5, 70):
             engine.submit([1, 2], SamplingParams(max_tokens=tokens, frequency_penalty=1))
-        # one of the two is in a slot that another answer had
+        # One of the two is in a slot that another answer had
         answers += [engine.submit(prompt, asked) for _ in range(2)]
         assert engine.submit(prompt, exactly(90)).result().tokens != answers[0].result().tokens
     tokens = answers[0].tokens
@@ -245,7 +245,7 @@ def test_bisection_keeps_what_a_sort_would_keep():
 @pytest.mark.parametrize(
     "options, kept",
     [
-        # each has 0.25: the third has 0.5 before it, which is not less than 0.5
+        # Each has 0.25: the third has 0.5 before it, which is not less than 0.5
         ({"top_p": 0.5}, [2, 3]),
         ({"top_p": 0.51}, [2, 3, 66]),
         ({"top_k": 3}, [2, 3, 66]),

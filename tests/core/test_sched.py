@@ -503,7 +503,7 @@ def test_longest_cached_prefix_is_found(segment):
         rng = random.Random(seed)
         slots = rng.randint(1, 5)
         prefixes, held = Prefixes(slots, segment), [()] * slots
-        # for each slot: the prompt and its trail
+        # For each slot: the prompt and its trail
         owners: list[tuple[tuple, Trail]] = [((), Trail())] * slots
         for _ in range(60):
             stem = tuple(rng.choices(range(2), k=rng.randint(1, 30)))
@@ -526,14 +526,14 @@ def test_longest_cached_prefix_is_found(segment):
                 rows = rng.randint(len(held[slot]), len(owners[slot][0]))
                 prefixes.record_rows(slot, owners[slot][1], rows)
                 held[slot] = owners[slot][0][:rows]
-                # and an answer, which ends the request
+                # And an answer, which ends the request
                 if rows == len(owners[slot][0]) and rng.random() < 0.5:
                     answer = tuple(rng.choices(range(2), k=rng.randint(0, 20)))
                     prefixes.record_answer(slot, owners[slot][1], answer, rows + len(answer))
                     held[slot] += answer
                     owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
             if rng.random() < 0.1:
-                # the request is gone; the slot keeps its rows
+                # The request is gone; the slot keeps its rows
                 owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
             if rng.random() < 0.02:
                 prefixes.clear()
@@ -828,7 +828,7 @@ def random_schedule(seed: int) -> int:
         for _ in range(rng.randint(1, 12)):
             for _ in range(rng.choice([0, 0, 1, 3])):
                 prompt, tokens = rng.randint(1, rng.choice([20, 100])), rng.randint(1, 12)
-                # the next turn of a conversation
+                # The next turn of a conversation
                 if rng.random() < 0.6 and (ended := [r for r in requests if r.finish_reason]):
                     earlier = rng.choice(ended[-3:])
                     said = (*earlier.prompt, *story.tokens[earlier.id])

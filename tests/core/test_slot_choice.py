@@ -24,7 +24,7 @@ class Turn(NamedTuple):
     said: list[int]  # the prompt and its answer
 
 
-# the conversation of each turn
+# The conversation of each turn
 ORDERS: dict[str, Callable[[random.Random, int, int], list[int]]] = {
     "any": lambda dice, talks, count: [dice.randrange(talks) for _ in range(count)],
     "bursts": lambda dice, talks, count: [
@@ -167,7 +167,7 @@ def test_more_conversations_than_slots(slots, has_states):
             asked = [*turns(dice, talks, prefix, 10 * talks, 400, 4, order)]
             reader = Reader(slots, 2**20, chunk=2**16, has_states=has_states)
             read = sum(reader.read(turn) for turn in asked)
-            # without a state at its end, the second conversation prefills the prefix, too
+            # Without a state at its end, the second conversation prefills the prefix, too
             least = furthest(asked, slots) + (prefix if has_states else 0)
             if talks <= slots:
                 assert read == least, "only what nobody has written yet"

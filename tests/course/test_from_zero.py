@@ -202,7 +202,7 @@ MISTAKES = [
 ]
 
 
-# by default one per stage, the last that is listed
+# By default one per stage, the last that is listed
 TRIED = MISTAKES if IS_LONG else [*{mistake.stage: mistake for mistake in MISTAKES}.values()]
 
 

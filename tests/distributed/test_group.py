@@ -1,8 +1,8 @@
 """One model over several processes: shards add up, batches arrive unchanged, two processes answer like
-one, and a lost rank ends all of them.
+one, and a lost rank ends them all.
 
-The processes speak over MLX's ring, on loopback. `NANOBATCH_MPI=6 python -m pytest -k by_mpi` runs two
-to four by MPI, with more models. It needs mpirun, such as Debian's openmpi-bin.
+The processes communicate over MLX's ring, on loopback. `NANOBATCH_MPI=6 python -m pytest -k by_mpi` runs
+two to four with MPI and more models. It needs mpirun, such as Debian's openmpi-bin.
 """
 
 import json
@@ -53,14 +53,14 @@ ROOT = Path(__file__).parents[2]
 RANK = str(ROOT / "tests" / "lib" / "rank.py")
 
 
-# --- shares -------------------------------------------------------------------------------------
+# --- shards -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("H", "Hkv", "hidden"), [(8, 8, 96), (8, 4, 640), (9, 3, 1536), (8, 1, 100), (12, 2, 512)]
 )
 def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
-    """A head or hidden unit of two ranks counts twice; one of no rank is missing."""
+    """A head or hidden unit in two ranks would count twice; one in no rank would be missing."""
     changes = {
         "num_attention_heads": H,
         "num_key_value_heads": Hkv,
@@ -74,7 +74,7 @@ def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
         assert [number for share in shares for number in share.hidden] == list(range(hidden))
         for share in shares:
             assert share.queries and share.hidden
-            # The key heads that its query heads look at
+            # The key heads that its query heads use
             own = [head * Hkv // H for head in share.queries]
             assert sorted(set(own)) == list(share.keys)
             assert len(set(Counter(own).values())) == 1, (
@@ -89,7 +89,7 @@ def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
     [("olmo2", {}), ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2})],
 )
 def test_unshardable_family_is_refused(tmp_path, family, changes):
-    """Each rank would norm its own part of q and k, or might choose other experts, and MLX would add up
+    """Each rank would normalize its own part of q and k, or might choose other experts, and MLX would add up
     the results without an error."""
     folder = make_checkpoint(tmp_path / "model", model_type=family, **changes)
     with pytest.raises(ModelError, match=rf"{family}.*one process"):
@@ -122,12 +122,12 @@ KINDS = {
 
 
 def own(branch):
-    """The part of a rank before the sum over all ranks."""
+    """Return a rank's part before the sum over all ranks."""
     return branch.steps[0] if isinstance(branch, Chain) else branch
 
 
 def assert_shards_make_up(folder: Path, form: str, size: int, atol: float) -> list[Layer]:
-    """Compare the first layer with what its shards compute. Return these."""
+    """Compare the first layer with the sum of its shards. Return the shards' layers."""
     models = [ModelReader(folder, form, Ranks(rank, size)).read_model() for rank in range(size)]
     layers = [model.layers[0] for model in models]
     reader = ModelReader(folder, form)
@@ -155,8 +155,8 @@ def assert_shards_make_up(folder: Path, form: str, size: int, atol: float) -> li
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_make_up_the_layer(tmp_path, kind):
-    """A bias that every rank adds counts several times; columns where rows belong still have
-    fitting shapes."""
+    """A bias that every rank adds would count several times; columns in place of rows would still have a
+    fitting shape."""
     changes = {"num_hidden_layers": 1, "intermediate_size": 192, **KINDS[kind]}
     folder = make_checkpoint(tmp_path / "model", seed=3, **changes)
     for size in (2, 3, 4):
@@ -165,26 +165,26 @@ def test_shards_make_up_the_layer(tmp_path, kind):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_packed_shards_keep_their_scales(tmp_path, size):
-    """On a GPU a quantized matrix stays packed. A cut inside a group would leave numbers without their
+    """On a GPU a quantized matrix stays packed. A cut inside a group would separate numbers from their
     scale."""
     changes = {"dtype": mx.float16, "hidden_size": 128, "intermediate_size": 256}
     folder = make_checkpoint(tmp_path / "model", quantize=lambda module: (4, 64), **changes)
     for layer in assert_shards_make_up(folder, "checkpoint", size, atol=0.3):
-        # One head of 32 numbers is half a group: its part of `o` is unpacked.
+        # One head of 32 numbers is half a group, so its part of `o` is dequantized
         assert own(layer.out).bits == (4 if size == 2 else 0)
         mlp = own(layer.mlp)
         assert [part.bits for part in (layer.qkv, mlp.gate_up, mlp.down)] == [4, 4, 4]
 
 
 def test_a_rank_takes_the_memory_of_its_share(tmp_path):
-    """Counted whole, a model that fits two machines would be refused on both."""
+    """With the size of the whole model, one that fits two machines would be refused on both."""
     folder = make_checkpoint(
         tmp_path / "model", hidden_size=128, intermediate_size=1024, num_key_value_heads=4
     )
     whole = ModelReader(folder, "float32").nbytes
     for size in (2, 4):
         readers = [ModelReader(folder, "float32", Ranks(rank, size)) for rank in range(size)]
-        outside = 272 * 128 * 4  # the table, which all have; the head, as large, is rank 0's
+        outside = 272 * 128 * 4  # every rank has the table; only rank 0 has the equally large head
         expected = (whole - 2 * outside) / size
         assert readers[1].nbytes == pytest.approx(expected + outside, rel=0.02)
         assert readers[0].nbytes == pytest.approx(expected + 2 * outside, rel=0.02)
@@ -200,11 +200,11 @@ def test_more_ranks_than_heads_are_refused(tmp_path):
         Shard.for_rank(c, 0, 5)
 
 
-# --- orders -------------------------------------------------------------------------------------
+# --- batches ------------------------------------------------------------------------------------
 
 
 class Wire(Ranks):
-    """The connection between a leader and a follower, in one process."""
+    """The connection between a leader and a follower, within one process."""
 
     def __init__(self):
         super().__init__()
@@ -243,7 +243,7 @@ def test_orders_survive_the_wire(parts, budget):
         assert json.dumps(same) == json.dumps(order)
 
 
-# --- how they find each other -------------------------------------------------------------------
+# --- how ranks find each other ------------------------------------------------------------------
 
 
 def test_single_process(monkeypatch):
@@ -277,7 +277,7 @@ def test_single_process(monkeypatch):
     ],
 )
 def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, text, says):
-    """MLX aborts, or waits forever; it takes port 65537 for 1."""
+    """MLX aborts or waits forever; it takes port 65537 for 1."""
     monkeypatch.setenv("MLX_RANK", rank)
     monkeypatch.delenv("MLX_HOSTFILE", raising=False)
     if text:
@@ -290,10 +290,10 @@ def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, te
 
 
 def test_taken_port(monkeypatch, tmp_path):
-    """Two processes with one MLX_RANK listened at one port, which MLX allows: either might be
+    """Two processes with the same MLX_RANK listened on one port, which MLX allows, so either might be
     connected."""
     with socket.socket() as other:
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as MLX does it
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as MLX does
             other.setsockopt(socket.SOL_SOCKET, option, 1)
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -309,7 +309,7 @@ def test_taken_port(monkeypatch, tmp_path):
 
 
 class Beside(Ranks):
-    """Rank 0 of two, with the other one's answers to `gather`."""
+    """Rank 0 of two, with given answers of the other one to `gather`."""
 
     def __init__(self, says: list[int]):
         super().__init__(0, 2)
@@ -321,15 +321,14 @@ class Beside(Ranks):
 
 
 def test_ranks_with_other_weights_are_refused(tmp_path):
-    """A model and a fine-tuned version have the same config. Half of each answered nonsense, without
-    an error."""
+    """A model and a fine-tuned version have the same config. Half of each gave nonsense without an error."""
     models = [
         ModelReader(make_checkpoint(tmp_path / str(seed), seed=seed), "float32").read_model()
         for seed in (1, 2)
     ]
     said = []
     for model in models:
-        check_alike(replace(model, ranks=(beside := Beside([]))))  # the other says the same
+        check_alike(replace(model, ranks=(beside := Beside([]))))  # the other rank sends the same
         said.append(beside.said)
     assert len(said[0]) == 3 and said[0][:2] == said[1][:2]
     with pytest.raises(ModelError, match="rank 0: the ranks have not the same weights"):
@@ -342,13 +341,13 @@ def test_ranks_with_other_weights_are_refused(tmp_path):
 
 
 class Ring(ExitStack):
-    """Ranks in one process, connected in a ring. `ended`: which one ended, and why."""
+    """Ranks in one process, connected in a ring. `ended` holds which rank ended, and why."""
 
     def __init__(self, monkeypatch, size: int):
         super().__init__()
         self.ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         monkeypatch.setattr(group, "GRACE_S", 0)
-        monkeypatch.setattr(os, "_exit", lambda code: sys.exit(code))  # this thread
+        monkeypatch.setattr(os, "_exit", lambda code: sys.exit(code))  # ends only this thread
         threads = set(threading.enumerate())
         # Connection n leads to rank n: the sender's end, and the rank's own
         self.lines = [socket.socketpair() for _ in range(size)]
@@ -365,7 +364,7 @@ class Ring(ExitStack):
 
     def cut(self) -> None:
         for line in self.lines:
-            with suppress(OSError):  # it is cut already
+            with suppress(OSError):  # already cut
                 line[0].shutdown(socket.SHUT_RDWR)
         for thread in self.threads:
             thread.join(60)
@@ -392,17 +391,18 @@ def test_orders_are_passed_along_the_ring(monkeypatch):
         leaves.join(60)
         assert not leaves.is_alive()
         ring.cut()
-        assert len(ring.threads) == 8 and ring.ended.empty()  # one listens, one beats
+        # One receiver and one heartbeat per rank
+        assert len(ring.threads) == 8 and ring.ended.empty()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("lost", [0, 2])
 def test_every_rank_hears_which_one_is_lost(monkeypatch, lost):
-    """The ranks that end because of it close their connections, too, so each blamed its neighbour."""
+    """The ranks that exit because of it close their connections, too, so each blamed its neighbour."""
     with Ring(monkeypatch, 4) as ring:
         ring.lines[(lost + 1) % 4][0].shutdown(socket.SHUT_RDWR)
         said = dict(ring.ended.get(timeout=60) for _ in range(4))
-        assert said.keys() == {0, 1, 2, 3}  # the lost one is there, in this test
+        assert said.keys() == {0, 1, 2, 3}  # the lost rank still runs in this test
         for why in said.values():
             assert why.startswith(f"rank {lost} (there) is gone")
 
@@ -424,7 +424,7 @@ def soon() -> float:
 
 
 class Answering:
-    """`accept` in a thread, at a free port."""
+    """Run `accept` in a thread, on a free port."""
 
     def __init__(self, *names: str, until: float = 0.0):
         server = socket.create_server((LOOPBACK, 0), backlog=200)
@@ -440,13 +440,13 @@ class Answering:
     def stranger(self, says: bytes = b"") -> socket.socket:
         host, port = self.address.split(":")
         stranger = socket.create_connection((host, int(port)), 60)
-        with suppress(ConnectionError):  # it was hung up on already
+        with suppress(ConnectionError):  # the connection was already closed
             stranger.sendall(says)
         return stranger
 
 
 def test_strangers_are_not_accepted():
-    """The first caller was taken for the neighbour."""
+    """The first caller was accepted as the neighbour."""
     listener = Answering("a", "b")
     silent = [listener.stranger() for _ in range(150)]
     wrong = [
@@ -465,7 +465,7 @@ def test_strangers_are_not_accepted():
     for stranger in (*silent, *wrong[1:]):
         with suppress(ConnectionResetError):
             stranger.settimeout(60)
-            while stranger.recv(4096):  # the question
+            while stranger.recv(4096):  # the challenge
                 pass
     with pytest.raises(ConnectionRefusedError):
         listener.stranger()
@@ -474,7 +474,7 @@ def test_strangers_are_not_accepted():
 
 
 def test_replayed_proof_is_refused():
-    """A proof answers one challenge: a recorded one is useless."""
+    """A proof answers one challenge, so a recorded one is useless."""
     listener = Answering("a", "b")
     first = listener.stranger()
     question = first.recv(PROOF)
@@ -497,11 +497,11 @@ def test_replayed_proof_is_refused():
         (None, "Connection refused"),
         (b"", "another program"),
         (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 99\r\n\r\n" * 3, "another program"),
-        (b"no goodbye", "another program"),  # as of a rank with another key, whose time is over
+        (b"no goodbye", "another program"),  # like a rank with another key whose time is up
     ],
 )
 def test_other_program_at_the_port(says, why):
-    """The error says that this is no rank."""
+    """The error says that this is not a rank."""
     with socket.create_server((LOOPBACK, 0)) as server:
         address = "{}:{}".format(*server.getsockname())
 
@@ -520,12 +520,12 @@ def test_other_program_at_the_port(says, why):
             threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(TimeoutError, match=why):
             connect(address, KEY, "a", time.monotonic() + 0.5)
-        with suppress(OSError):  # it wakes up
+        with suppress(OSError):  # wakes it up
             server.shutdown(socket.SHUT_RDWR)
 
 
 def test_self_connection_is_retried(monkeypatch):
-    """While nothing listens, the system may give the caller the very port that it calls, and the rank
+    """While nothing listens, the system may give the caller the very port that it connects to, and the rank
     could not listen there."""
     made = []
 
@@ -543,7 +543,7 @@ def test_self_connection_is_retried(monkeypatch):
 
 
 def test_silent_neighbour_times_out():
-    """A rank that failed a moment after MLX had connected it was."""
+    """A rank that failed just after MLX had connected it was silent."""
     with socket.create_server((LOOPBACK, 0)) as server, pytest.raises(TimeoutError):
         accept([server], KEY, {"a"}, time.monotonic() + 0.01)
 
@@ -559,7 +559,7 @@ channel.send(line, [2])
 
 
 def test_stopped_rank_is_not_lost(monkeypatch):
-    """Stopped by Ctrl-Z, or while another thread holds the GIL, it sends no heartbeat."""
+    """A rank that is stopped by Ctrl-Z, or while another thread holds the GIL, sends no heartbeat."""
     monkeypatch.setattr(channel, "SILENCE_S", 2)
     listener = Answering("a")
     command = [sys.executable, "-c", CALLER, listener.address, KEY.decode()]
@@ -587,7 +587,7 @@ leader.leave()
 
 
 def test_rank_lost_during_goodbye():
-    """After a signal that ended both ranks at once, rank 0 waited forever for the goodbye."""
+    """After a signal that ended both ranks at once, rank 0 waited forever for the other's farewell."""
     done = python(GOODBYE)
     assert done.returncode == LOST and "rank 1 (there) is gone" in done.stderr
 
@@ -607,8 +607,8 @@ def test_full_send_buffer_does_not_block_the_exit():
 
 
 class Pair(ExitStack):
-    """Two ranks, started by hand, that end with this block whatever happens. `only`: the others are
-    never started. `forms`: of our own matrix product, one for each rank."""
+    """Two ranks, started by hand, that are always ended with this block. `only`: start no other ranks.
+    `forms`: the matrix product of each rank."""
 
     def __init__(
         self,
@@ -625,7 +625,7 @@ class Pair(ExitStack):
         self.processes = {}
         self._command = [sys.executable, *map(str, command)]
         self._environment = os.environ | {
-            "NANOBATCH_THREADS": "1",  # the two wait for each other, and share the cores
+            "NANOBATCH_THREADS": "1",  # the two wait for each other and share the cores
             "MLX_HOSTFILE": str(tmp_path / "hosts.json"),
         }
         self._forms = forms
@@ -637,7 +637,7 @@ class Pair(ExitStack):
         if self._forms:
             environment["NANOBATCH_BLAS"] = f"rows:{self._forms[rank]}"
         log = self.enter_context(self.logs[rank].open("wb"))
-        # A test may run in a background job, which ignores Ctrl-C, and so would its children.
+        # A test may run in a background job, whose children would ignore Ctrl-C
         reset = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
         options = {
             "stdout": log,
@@ -666,7 +666,7 @@ class Pair(ExitStack):
         return self.logs[rank].read_text()
 
     def found(self) -> list[list]:
-        """The lists of lists that rank 0 printed as JSON. MLX may have printed something at the end of
+        """Return the lists of lists that rank 0 printed as JSON. MLX may have printed something at the end of
         such a line."""
         texts = self.said(0).split("[[")[1:]
         return [json.JSONDecoder().raw_decode(f"[[{text}")[0] for text in texts]
@@ -681,8 +681,8 @@ class Pair(ExitStack):
 
 
 def test_two_processes_answer_like_one(tmp_path):
-    """With grouped heads, biases, an untied head, 4 bits, and another instruction set on each rank. Each
-    request has the same bits in a batch and alone."""
+    """The models have grouped heads, biases, an untied head and 4 bits, and each rank uses another instruction
+    set. Each request has the same bits in a batch and alone."""
     kinds = {
         "num_attention_heads": 6,
         "num_key_value_heads": 1,
@@ -705,7 +705,7 @@ def test_two_processes_answer_like_one(tmp_path):
 
 
 def test_ranks_run_a_students_core(tmp_path):
-    """Both processes that `course/run.py` starts have the student's files, and say so."""
+    """Both processes that `course/run.py` starts use the student's files, and say so."""
     folder = tmp_path / "mine"
     folder.mkdir()
     shutil.copy(ROOT / "kv.py", folder)
@@ -745,13 +745,13 @@ def test_ranks_by_mpi(size, tmp_path):
     ("own", "says", "exact"), [(True, 1, True), (True, 0, False), (False, 1, False)]
 )
 def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
-    """All ranks had to have the same instruction set, and the same number of threads."""
+    """All ranks used to need the same instruction set and number of threads."""
     monkeypatch.setattr("kernels.device.is_batch_invariant", lambda: own)
     assert is_batch_invariant(replace(parts[0], ranks=Beside([says]))) is exact
 
 
 def test_benchmark_on_ranks(tmp_path):
-    """Over MPI a new process for a sample could not join, so the ranks take all samples themselves."""
+    """With MPI a new process for a sample could not join, so the ranks run all samples themselves."""
     small = [
         "--parts",
         "decode",
@@ -791,7 +791,7 @@ def test_lost_rank_ends_every_process(tmp_path, fault, codes, says):
 
 
 def test_server_of_rank_0_stops_all_ranks(tmp_path):
-    """In a terminal, Ctrl-C reaches all. A third one interrupted the goodbye to rank 1, which then
+    """In a terminal, Ctrl-C reaches all ranks. A third one interrupted the farewell to rank 1, which then
     took rank 0 for lost."""
     with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0") as pair:
         address = pair.says(0, r"at http://(\S+)/v1; .*rank 0 of 2 by ring")[1]
@@ -810,9 +810,9 @@ def test_server_of_rank_0_stops_all_ranks(tmp_path):
 
 
 def test_idle_rank_loss_is_noticed(tmp_path):
-    """Nothing is sent then, so MLX does not notice: the next client would have been the first to learn of
-    it. Where the hostfile writes the address in another way, such as by name, a rank was never
-    missed."""
+    """Nothing is sent while idle, so MLX does not notice, and the next client would have been the first to
+    find out. With another spelling of an address in the hostfile, such as a name, a lost rank was never
+    noticed."""
     with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0", host="127.1") as pair:
         pair.says(0, r"at http://(\S+)/v1;")
         pair.says(1, "follows rank 0")
@@ -825,7 +825,7 @@ def test_idle_rank_loss_is_noticed(tmp_path):
 
 @pytest.fixture
 def inside():
-    """A prefix for commands that run in a network namespace of their own."""
+    """Return a prefix for commands that run in a separate network namespace."""
     if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
         pytest.skip("no network of its own without unshare, nsenter and ip")
     script = "ip link set lo up && echo up && exec sleep 600"
@@ -865,7 +865,7 @@ print(list(heard))
 
 
 def test_connection_cut_during_an_order(inside):
-    """The sender's system then sends no keepalive probes, but retransmits for a quarter of an hour. So the
+    """The sender's system then sends no keepalive probes, but retransmits for a quarter of an hour, so the
     receiver must probe."""
     done = subprocess.run(
         [*inside, sys.executable, "-c", CUT],
@@ -879,7 +879,7 @@ def test_connection_cut_during_an_order(inside):
 
 
 def test_rank_lost_while_loading(tmp_path):
-    """The others wait in MLX, and there is no request to end with an error."""
+    """The other ranks wait in MLX, and there is no request to end with an error."""
     with Pair(tmp_path, RANK, "killed in load") as pair:
         assert pair.codes() == [LOST, -signal.SIGKILL], pair.said(0)
         assert re.search(r"rank 0 of 2: rank 1 \(127.0.0.1:\d+\) is gone", pair.said(0))
@@ -928,7 +928,7 @@ sys.exit(ask.main())
 
 
 def test_ranks_with_other_keys_end_with_one_line(tmp_path):
-    """Ranks waited forever in MLX."""
+    """The ranks waited forever in MLX."""
     with Pair(tmp_path, "-c", OTHER_KEYS) as pair:
         assert pair.codes() == [2, 2], pair.said(0) + pair.said(1)
         for rank in (0, 1):
@@ -952,7 +952,7 @@ sys.exit(ask.main())
 
 
 def test_stranger_at_mlx_is_kept_out(tmp_path):
-    """MLX accepts the first caller, whoever it is. Its connections are replaced by ours before it reads
+    """MLX accepts the first caller, whoever it is. Our own connections replace MLX's before it reads
     from them."""
     with Pair(tmp_path, "-c", RING_OF_STRANGERS) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)

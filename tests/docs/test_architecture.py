@@ -1,8 +1,7 @@
 """The architecture: which file may import which.
 
-The plan stands first, as tables. The tests read the source, and run nothing of it but the list of
-sources that ranks compare. A test that fails names every file or line that breaks the plan, not
-only the first.
+The plan comes first, as tables. The tests read the source, and execute only the list of sources that
+ranks compare. A failing test names every file or line that breaks the plan, not only the first.
 """
 
 import ast
@@ -20,7 +19,7 @@ from source import PACKAGES
 from models.memory import sources
 
 ROOT = Path(__file__).parents[2]
-# The files on the left, one or a package, may import those on the right, and each other in a package.
+# The files on the left, one or a package, may import those on the right, and files of their own package.
 MAY_IMPORT = {
     "base/*": "",
     "kernels/*": "base/*",
@@ -86,8 +85,8 @@ STANDARD_LIBRARY = {
 }
 
 
-# Operations of MLX whose last bits differ between x86-64 and ARM, and who may call them: what runs
-# where the C library does not
+# MLX operations whose last bits differ between x86-64 and ARM, and the functions that may call them
+# where the C library does not run
 DIFFER = "tanh log1p expm1 arctan sinh cosh logaddexp logcumsumexp quantized_matmul gather_qmm"
 MAY_DIFFER = {
     "models/ops.py capped",
@@ -100,7 +99,7 @@ MAY_DIFFER = {
 
 
 def names() -> list[str]:
-    """All files but the demo's: "nanobatch", "models/ops" and so on, without the ending."""
+    """Return all files except the demo's, without suffix: "nanobatch", "models/ops", ..."""
     folders = (".", *PACKAGES, "course", "server", "screen", "screen/*", "web")
     folders += ("benchmarks", "cli", "experiments")
     return [name for folder in folders for name in files_in(folder)]
@@ -125,13 +124,13 @@ def source(name: str) -> str:
 
 
 class Import(NamedTuple):
-    module: str  # "nanobatch" or "models/ops", or of other people's packages the first name
-    inside: bool  # of a function
+    module: str  # "nanobatch" or "models/ops"; for other packages the top-level name
+    inside: bool  # inside a function
 
 
 @cache
 def imports(name: str, text: str | None = None) -> set[Import]:
-    """All that a file imports, wherever it stands, except for types alone (`if TYPE_CHECKING`)."""
+    """Return everything that a file imports at any place, except for type checking (`if TYPE_CHECKING`)."""
     ours = set(everything())
 
     def resolve(parts: list[str]) -> str:
@@ -142,7 +141,7 @@ def imports(name: str, text: str | None = None) -> set[Import]:
 
     def visit(node: ast.AST, inside: bool) -> Iterator[Import]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            return  # nothing of it runs
+            return  # never executed
         if isinstance(node, ast.Import):
             yield from (Import(resolve(alias.name.split(".")), inside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -160,14 +159,14 @@ def imports(name: str, text: str | None = None) -> set[Import]:
 
 @cache
 def graph(inside: bool = True) -> dict[str, set[str]]:
-    """Each file of ours and what it imports: in any place, or only outside of functions."""
+    """Return what each of our files imports, anywhere or only outside functions."""
     return {
         name: {i.module for i in imports(name) if inside or not i.inside} for name in everything()
     }
 
 
 def reached(edges: dict[str, set[str]], name: str) -> dict[str, list[str]]:
-    """The files that a file imports, itself or through others, each with the path to it."""
+    """Return the files that a file imports, directly or indirectly, each with its import path."""
     ways, line = {}, [[name]]
     for way in line:
         for module in sorted(edges.get(way[-1], ())):
@@ -186,7 +185,7 @@ def fitting(pattern: str) -> list[str]:
 
 
 def allowed(name: str) -> str | None:
-    """The files of ours that a file may import; None if the plan does not know it."""
+    """Return the files of ours that a file may import, or None if the plan does not list it."""
     for pattern, files in MAY_IMPORT.items():
         if fnmatch(name, pattern):
             return f"{files} {pattern}" if pattern.endswith("/*") else files
@@ -194,7 +193,7 @@ def allowed(name: str) -> str | None:
 
 
 def forbidden(name: str, found: set[Import]) -> list[str]:
-    """Those of a file's imports that the plan does not allow."""
+    """Return those of a file's imports that the plan does not allow."""
     ours, may = set(everything()), allowed(name) or ""
     return [
         f"{name} imports {module}{' inside a function' if inside else ''}"
@@ -204,7 +203,7 @@ def forbidden(name: str, found: set[Import]) -> list[str]:
 
 
 def engine_names(name: str, text: str) -> list[str]:
-    """Where a file touches an underscored name of an engine, outside the class `Engine` itself."""
+    """Return where a file uses an underscored name of an engine, outside the class `Engine` itself."""
 
     def visit(node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.ClassDef) and (name, node.name) == ("nanobatch", "Engine"):
@@ -241,7 +240,7 @@ def test_every_import_runs_downwards():
 
 
 def test_no_import_rule_is_unused():
-    """An arrow that is only on paper tells a reader of a dependency that does not exist."""
+    """A rule that nothing uses tells a reader of a dependency that does not exist."""
     offenders = [
         f"{importing} may import {imported}, and nothing does"
         for importing, allowed in MAY_IMPORT.items()
@@ -254,7 +253,8 @@ def test_no_import_rule_is_unused():
 
 
 def test_no_import_runs_in_a_circle():
-    """Neither of files nor of packages: `text` and `models` imported each other by one file each."""
+    """Neither files nor packages import in a circle: `text` and `models` imported each other through one
+    file each."""
     packages: dict[str, set[str]] = {}
     for name, imported in graph().items():
         own = packages.setdefault(name.partition("/")[0], set())
@@ -268,7 +268,7 @@ def test_no_import_runs_in_a_circle():
 
 
 def test_scheduler_and_first_frame_need_no_mlx():
-    """Not even through what they import. What they import inside a function, they import later."""
+    """This includes indirect imports. Imports inside functions happen later."""
     ways = {
         name: reached(graph(inside=False), name)
         for name in everything()
@@ -303,7 +303,7 @@ def test_ranks_hash_every_source_of_a_step():
 
 
 def calls_that_differ(name: str, text: str) -> set[str]:
-    """The functions of a file that call one of these operations, each behind the file's name."""
+    """Return the functions of a file that call one of these operations, each after the file's name."""
     return {
         f"{name}.py {function.name}"
         for function in ast.walk(ast.parse(text))
@@ -316,7 +316,7 @@ def calls_that_differ(name: str, text: str) -> set[str]:
 
 
 def test_no_processor_dependent_operation():
-    """Gemma's cap was MLX's tanh, and answers on ARM had other bits than on x86-64."""
+    """Gemma's cap used MLX's tanh, so answers on ARM had other bits than on x86-64."""
     names = [name for name in ("nanobatch", *reached(graph(), "nanobatch")) if name in everything()]
     found = set().union(*(calls_that_differ(name, source(name)) for name in names))
     assert found == MAY_DIFFER
@@ -332,7 +332,7 @@ def test_engine_internals_are_private():
 
 
 def assigned(name: str, text: str) -> list[str]:
-    """Where a file assigns to a part of an engine, of its scheduler, its runner or its slab."""
+    """Return where a file assigns to a part of an engine, its scheduler, its runner or its slab."""
     parts = {"engine", "sched", "runner", "slab"}
     found = []
     for node in ast.walk(ast.parse(text)):
@@ -344,7 +344,7 @@ def assigned(name: str, text: str) -> list[str]:
 
 
 def test_screen_uses_engine_methods_only():
-    """A page swapped a method of the runner and wrote into the slab, and the room set the
+    """A page replaced a method of the runner and wrote into the slab, and the engine client set the
     scheduler's budget without the engine's lock."""
     screen = [name for name in everything() if name.startswith("screen/") or name == "tui"]
     offenders = [line for name in screen for line in assigned(name, source(name))]

@@ -1,4 +1,4 @@
-"""docs/life.md draws the way of a request as it is."""
+"""docs/life.md shows the actual path of a request."""
 
 import re
 from pathlib import Path
@@ -45,14 +45,13 @@ def test_drawing_and_table_have_the_same_stations():
 
 
 def test_a_request_goes_the_way_that_is_drawn(engine):
-    """From submit to text, as docs/make/life.py traces it: the functions come in the order of the
-    table."""
+    """From submit to text, as docs/make/life.py traces it, the functions come in the order of the table."""
     entered = [name for _, _, name in life.trace(engine, "Count.")]
     stations = [name for _, name in STATIONS]
     inside = stations[
         stations.index("Engine.submit") : stations.index("StreamingDetokenizer.push") + 1
     ]
-    inside.remove("Loop.turn")  # life.py steps by itself
+    inside.remove("Loop.turn")  # life.py calls `step` itself
     assert len(inside) >= 10
     firsts = [entered.index(name) for name in inside]
     assert firsts == sorted(firsts), list(zip(inside, firsts, strict=True))

@@ -1,4 +1,4 @@
-"""The pictures of the pages: a program makes each of them, and a moving one shows its frames in turn."""
+"""The pictures in the docs: a program creates each of them, and an animation shows its frames in turn."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ SHOWN = re.compile(r"(?:\]\(|src=\"|srcset=\"|`)([\w./-]+\.(?:svg|png))")
 
 
 def test_pictures_are_made_by_programs():
-    """Each file is named in the docstring of pictures.py, or is a plot of a benchmark that is kept."""
+    """Each file is named in the docstring of pictures.py, or is a plot of a stored benchmark."""
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("course/**/*.md")]
     shown = {
         (page.parent / name).resolve()

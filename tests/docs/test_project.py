@@ -1,4 +1,4 @@
-"""What the pages promise is there, and runs as it is printed."""
+"""Everything that the docs mention exists, and their commands run as printed."""
 
 import io
 import re
@@ -37,7 +37,7 @@ SERVER = (ROOT / "docs" / "server.md").read_text()
 COMMAND_LINE = (ROOT / "docs" / "command-line.md").read_text()
 SCREEN = (ROOT / "docs" / "screen.md").read_text()
 USE = SCREEN + COMMAND_LINE + SERVER + PYTHON
-PAST = ("CHANGELOG.md", "history.md")  # they name programs that have moved since
+PAST = ("CHANGELOG.md", "history.md")  # these name programs that have moved since
 ROOMS = [
     "base",
     "benchmarks",
@@ -91,7 +91,7 @@ def test_answering_places_exist():
 
 
 def test_reading_path_is_complete():
-    """Each package's files are listed in docs/files.md."""
+    """docs/files.md lists every package and every file of the root."""
     rooms = {f"{Path(name).parent.as_posix()}/" for name in MODULES if "/" in name}
     assert {"engine/", "models/", "server/", "screen/pages/"} <= rooms
     missing = [name for name in sorted(rooms) if f"`{name}`" not in FILES]
@@ -101,7 +101,7 @@ def test_reading_path_is_complete():
 
 @pytest.mark.parametrize("section", PACKAGES, ids=lambda section: section.split("`")[1])
 def test_each_package_of_the_map_has_the_files_that_are_there(section):
-    """Somebody who looks for a file finds it in one table."""
+    """Each table lists exactly the files of its package."""
     folder = section.split("`")[1]
     named = set(re.findall(r"`(\w+\.\w+)`", section.split("|\n", 1)[1]))
     there = {path.name for ending in ("py", "c") for path in (ROOT / folder).glob(f"*.{ending}")}
@@ -109,7 +109,7 @@ def test_each_package_of_the_map_has_the_files_that_are_there(section):
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub creates them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -124,7 +124,7 @@ def test_links_between_pages():
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout of the repository")
 def test_root_has_no_stray_files():
-    """Two empty files did, which a command had left there and a commit had taken along."""
+    """A command had left two empty files there, and a commit included them."""
     said = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     tracked = [ROOT / name for name in said.stdout.splitlines() if "/" not in name]
     assert len(tracked) > 10
@@ -135,7 +135,7 @@ def test_root_has_no_stray_files():
 
 
 def test_programs_in_the_pages_exist():
-    """Programs move to other rooms, and the texts that name them stay."""
+    """Programs move to other folders, but the texts that name them stay."""
     rooms = ("course", "demo", "docs", "tests", *ROOMS)
     texts = [*ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "pyproject.toml"]
     texts += [path for room in rooms for path in (ROOT / room).rglob("*.*")]
@@ -150,7 +150,7 @@ def test_programs_in_the_pages_exist():
 
 
 def test_commands_leave_the_checkout_clean():
-    """The pages print `--record run.json`, and an empty `run.json` was tracked."""
+    """The docs print `--record run.json`, and an empty `run.json` was tracked."""
     ignored = re.findall(r"^/(\S+)$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "docs" / "index.html"]
     programs = [*ROOT.glob("*.py"), *ROOT.glob("docs/make/*.py")]
@@ -175,7 +175,7 @@ def test_commands_leave_the_checkout_clean():
 def test_commands_in_the_pages(program, pages, least, monkeypatch, tmp_path):
     # A peer need not be installed to be named
     monkeypatch.setattr(bench, "obstacle", lambda *_: None)
-    # The pages compare two checkouts that lie side by side
+    # The docs compare two checkouts next to each other
     for checkout in (tmp_path / "now", tmp_path / "before"):
         (checkout / "docs").mkdir(parents=True)
         (checkout / "bench.py").touch()
@@ -199,7 +199,7 @@ def test_flags_of_the_server_page(capsys):
 
 @pytest.mark.skipif(IS_LONG, reason="the tables count what the short forms try")
 def test_tables_are_generated():
-    """`python docs/make/tables.py` writes them anew."""
+    """`python docs/make/tables.py` regenerates them."""
     made = [found for page in tables.pages() for found in tables.MADE.findall(page.read_text())]
     assert len(made) >= 5
     for mark, _, text in made:
@@ -263,7 +263,7 @@ def test_slots_page_equals_the_engine():
 
 
 def test_ci_runs_the_printed_command():
-    """Each line is whole: it sets up, and opens the screen or passes the tests."""
+    """Each line is complete: it sets everything up, and opens the screen or runs the tests."""
     screen, tests = re.findall(r"^(python3 -m venv .*)$", README, re.MULTILINE)
     assert screen.endswith(" && .venv/bin/python tui.py")
     assert tests.endswith(" && .venv/bin/python -m pytest")

@@ -1,4 +1,4 @@
-"""Wheel, tag and changelog agree: what `.ci/release.py` looks at before anything is released."""
+"""Wheel, tag and changelog agree: what `.ci/release.py` checks before a release."""
 
 import importlib.util
 import tarfile
@@ -19,7 +19,7 @@ ENTRY = "# Changelog\n\n## 0.9.0, 2030-01-02\n\n- It is.\n\n## 0.8.0, 2029-01-02
 
 
 def test_changelog_has_this_version():
-    """What is not released yet may stand above it, but no tag may be set then."""
+    """An Unreleased section may precede it, but then no tag may be set."""
     text = (ROOT / "CHANGELOG.md").read_text()
     assert release.wrong_with_changelog(text, NUMBER, None) == []
     if "## Unreleased" in text:
@@ -57,7 +57,7 @@ def make_wheel(folder: Path, tag: str, *names: str) -> Path:
 
 
 def test_wheel_is_compared_with_the_package(tmp_path):
-    """A build folder still held what had been deleted since."""
+    """A build folder still contained deleted files."""
     wheel = make_wheel(tmp_path, "any", "nanobatch/kv.py", "nanobatch/old.py")
     assert release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "old.py"}) == []
     lacks, carries = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "sched.py"})
@@ -69,7 +69,7 @@ def test_wheel_is_compared_with_the_package(tmp_path):
 
 
 def test_wheel_for_one_platform_carries_the_libraries(tmp_path, monkeypatch):
-    """A failed compiler would make a wheel for Linux without the product."""
+    """After a failed compilation, a wheel for Linux would lack the matrix product."""
     monkeypatch.setattr(release.kernels, "forms", lambda: ["avx2"])
     wheel = make_wheel(tmp_path, "manylinux_2_17_x86_64", "nanobatch/kv.py")
     (line,) = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py"})
@@ -100,12 +100,12 @@ def test_sdist_is_what_git_knows(tmp_path):
     ],
 )
 def test_a_release_needs_the_published_models(code, said, found):
-    """A model that cannot be had is a skipped test, and pytest returns 0."""
+    """A model that is not available is a skipped test, and pytest returns 0."""
     assert len(release.wrong_with_tests(code, said)) == found
 
 
 def test_newest_mlx_is_one_whose_hash_was_seen():
-    """With another version the demo's bits may differ from what README prints."""
+    """With another version the demo's bits may differ from those in the README."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (mlx,) = [each for each in project["dependencies"] if each.startswith("mlx")]
     assert mlx.rpartition("<=")[2] in answer_hash.EXPECTED

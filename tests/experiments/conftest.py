@@ -1,3 +1,3 @@
-"""The experiments are seen on the screen, so their tests share its fixtures."""
+"""The experiments appear on the screen, so their tests share its fixtures."""
 
 from screen_fixtures import fast_keys, stage  # noqa: F401

@@ -1,5 +1,4 @@
-"""FaultInjection the engine on purpose: who ends, who goes on, whose bits change, and what is put
-back."""
+"""Inject faults into the engine: who ends, who continues, whose bits change, and what is restored."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -53,14 +52,14 @@ def test_a_nan_ends_one_request_on_a_real_model(demo):
     if demo.engine.is_batch_invariant:
         assert not found.changed and "no bit changed" in found.so_far
     assert type(demo.engine.runner) is Runner
-    # Rows of a prompt may be shared with others, which would be NaN, too, and rightly
+    # Rows that are shared with other requests would correctly be NaN there, too
     first = int(found.did.split("rows ")[1].split(" ")[0])
     prompts = {r.id: r.metrics.prompt_tokens for r in demo.state.ended}
     assert first == prompts[victim.id]
 
 
 def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
-    """With a window that looks into all slots, whoever decodes ends."""
+    """With a window that sees all slots, every decoding request ends."""
     run = COperation.run
 
     def nosy(self, layer, q):
@@ -71,7 +70,7 @@ def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
     assert len(found.ended) > 1 and found.so_far.startswith(f"{len(found.ended)} ended by it")
 
 
-# --- with an engine of words --------------------------------------------------------------------
+# --- with a word engine -------------------------------------------------------------------------
 
 
 def test_an_exception_ends_only_the_requests_in_its_step(stage):
@@ -140,8 +139,7 @@ def test_what_is_broken_is_put_back_when_it_is_ended(what, turns):
 
 
 def with_slab(stage: Stage) -> Stage:
-    """A runner of words with a slab into which NaN can be written: then the slot's next token is
-    none."""
+    """Add a slab to the word runner. After NaN was written into a slot, its next token is invalid."""
     runner = stage.engine.runner
     poisoned = set()
 
@@ -222,7 +220,7 @@ async def test_the_page_before_any_fault(it):
 
 
 def test_a_failed_step_fills_its_column(stage):
-    """The numbers went from 7 to 9, and nothing told that a step had failed between them."""
+    """The numbers went from 7 to 9, and nothing showed that a step had failed in between."""
     broken(stage, "step")
     failed = [c for c in stage.state.history if c.cells[0].kind == style.FAILED]
     assert len(failed) == 1 and failed[0].step in range(2, 30)

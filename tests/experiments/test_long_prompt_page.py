@@ -1,5 +1,4 @@
-"""The budget that is turned while the engine runs, and the long prompt that shows what it
-trades."""
+"""The budget that can be changed while the engine runs, and the long prompt that shows its trade-off."""
 
 import pytest
 from rich.cells import cell_len
@@ -72,7 +71,7 @@ def test_a_run_with_a_changed_budget_is_not_replayed(stage):
 
 
 def test_a_replay_uses_the_budget_of_its_run(stage):
-    """With today's limits the replay had other steps than what ran."""
+    """With today's limits the replay had different steps from the run."""
     stage.obey("/budget 40")
     stage.turns()
     stage.obey("/burst 20")
@@ -85,7 +84,7 @@ def test_a_replay_uses_the_budget_of_its_run(stage):
 
 
 def test_the_totals_price_each_period_with_its_own_budget():
-    """The makespan of an earlier period changed when the budget was turned after it."""
+    """The makespan of an earlier period changed when the budget was changed after it."""
     stage = like_a_cpu(Stage().load())
 
     def makespans(count: int) -> list[str]:
@@ -123,8 +122,8 @@ def test_a_race_and_clients_keep_their_budget(stage):
 
 
 def like_a_cpu(stage: Stage) -> Stage:
-    """Python stands still until the device has done a step: 10 ms for what decodes, and 0.1 ms for
-    each token of a prompt."""
+    """Make each step block until the device is done: 10 ms if anything decodes, and 0.1 ms for each prompt
+    token."""
     runner = stage.engine.runner
     begin = runner.start_forward
 
@@ -144,7 +143,7 @@ def like_a_cpu(stage: Stage) -> Stage:
 
 
 def finish(stage: Stage) -> Stage:
-    """Until the experiment is over."""
+    """Run until the experiment is over."""
     for _ in range(3000):
         stage.turns()
         if stage.session.settled:
@@ -163,26 +162,26 @@ def results(stage: Stage) -> tuple[long_prompt.LongPromptResult, ...]:
 
 
 def computed(stage: Stage, result: long_prompt.LongPromptResult) -> int:
-    """Tokens of the prompt."""
+    """Return the number of prompt tokens that were computed."""
     metrics = stage.state.requests[result.request].metrics
     return metrics.prompt_tokens - metrics.cached_tokens
 
 
 def widest_read(stage: Stage, result: long_prompt.LongPromptResult) -> int:
-    """The most tokens of prompts in a step that reads the long prompt."""
+    """Return the largest number of prompt tokens in a step that prefills the long prompt."""
     steps = [column.view for column in stage.state.history]
     reads = [step for step in steps if long_prompt.read_of(step, result.request)]
     return max(step.prompt_tokens for step in reads)
 
 
 def chats(stage: Stage, result: long_prompt.LongPromptResult) -> int:
-    """How many decoded when its first chunk was read."""
+    """Return the number of requests that decoded during its first chunk."""
     steps = [column.view for column in stage.state.history]
     return len(next(step for step in steps if long_prompt.read_of(step, result.request)).decode)
 
 
 def test_a_long_prompt_reports_gaps_and_first_token():
-    """16 tokens in a step: 1.6 ms more for each chat, and 33 steps until the first token."""
+    """With 16 tokens a step, each chat waits 1.6 ms longer, and the first token takes 33 steps."""
     stage = like_a_cpu(Stage().load())
     stage.obey("/long 24 104 520")
     finish(stage)
@@ -190,22 +189,22 @@ def test_a_long_prompt_reports_gaps_and_first_token():
     assert [result.budget for result in found] == ["24", "104", "520"]
     assert [result.widest for result in found] == [16, 64, computed(stage, found[2])]
     for result in found:
-        tokens = computed(stage, result)  # all of it: no rows of an earlier long prompt
+        # The whole prompt, since no rows of an earlier one are reused
+        tokens = computed(stage, result)
         short = result.short.tokens if result.short else 0
         assert 480 < tokens <= 510 and chats(stage, result) == 6 and result.steps_between == 1
         assert -(-tokens // result.widest) <= result.steps <= -(-(tokens + short) // result.widest)
         assert result.quiet_gap == result.quiet_longest == pytest.approx(0.01)
         assert result.gap == pytest.approx(0.01 + result.widest * 0.0001, rel=0.1)
         assert result.longest == pytest.approx(0.01 + widest_read(stage, result) * 0.0001)
-        in_flight = 0.01  # the step that ran when it came
+        in_flight = 0.01  # the step that ran when it arrived
         assert result.ttft == pytest.approx(
             in_flight + result.steps * 0.01 + (tokens + short) * 0.0001
         )
 
 
 def test_the_steps_of_a_short_prompt_are_counted():
-    """No short prompt came while the long prompt was read, so nothing showed that it does not
-    wait."""
+    """No short prompt arrived during the long one, so nothing showed that it does not wait."""
     stage = like_a_cpu(Stage().load())
     stage.obey("/long 24")
     (result,) = results(finish(stage))
@@ -224,7 +223,7 @@ def test_the_steps_of_a_short_prompt_are_counted():
 
 @pytest.mark.parametrize(("slots", "budget"), [(2, ""), (8, "520")])
 def test_a_long_prompt_without_a_short_one_says_so(slots, budget):
-    """Two slots are for a chat and the long prompt, and a long prompt in one step has no middle."""
+    """Two slots hold a chat and the long prompt, and a long prompt in a single step has no middle."""
     stage = like_a_cpu(Stage(slots=slots).load())
     stage.obey(f"/long {budget}")
     (result,) = results(finish(stage))
@@ -329,7 +328,7 @@ async def test_the_page_during_and_after_a_long_prompt(it):
 
 
 def test_reopening_the_page_submits_another():
-    """It was dropped into the experiment that was about to end."""
+    """The new prompt went to the experiment that was about to end."""
     stage = like_a_cpu(Stage().load())
     stage.session.stays = True
     stage.obey("/long")
@@ -341,7 +340,7 @@ def test_reopening_the_page_submits_another():
 
 
 def test_the_calmest_of_equal_drops_counts():
-    """A chunk that was interrupted for a second was sold as the budget's doing."""
+    """A chunk that was interrupted for a second was attributed to the budget."""
     stage = like_a_cpu(Stage().load())
     begin = stage.engine.runner.start_forward
 

@@ -1,4 +1,4 @@
-"""Comparing policies: a race, a replay without a model, and what a busy machine does to both."""
+"""Comparing policies: a race, a replay without a model, and how a busy machine affects both."""
 
 import re
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from tui import MENU
 
 
 def test_a_comparison_counts_cancelled_requests():
-    """Under the other policy they go at the same moment, some of them before their first token."""
+    """Under the other policy they leave at the same time, some before their first token."""
     stage = Stage(slots=2).load()
     stage.obey("/burst 10")
     stage.turns(40)
@@ -39,16 +39,16 @@ def test_a_comparison_counts_cancelled_requests():
     ("policy", "is_hurried"), [(policy, i % 2 == 0) for i, policy in enumerate(POLICIES)]
 )
 def test_a_replay_under_the_same_policy_is_what_happened(policy, is_hurried):
-    """A decode step takes 10 ms here, a chunk 5: on that clock the replay is the run, cell for
-    cell, though perhaps in other slots.
+    """A decode step takes 10 ms here and a chunk 5. On that clock the replay equals the run, cell for cell,
+    though perhaps in other slots.
 
-    The replay knows no text, only how much of each prompt was taken over. (So it does not know
-    which prompt waits until another one's rows are written. Under `short` this happens here, since
-    prompts that begin alike are of one length, and are admitted together.)
+    The replay does not know the texts, only how much of each prompt was reused. (So it does not know which
+    prompt waits until another one's rows are written. Under `short` this happens here, since prompts with a
+    common prefix have the same length and are admitted together.)
     """
     stage = Stage(policy=policy).load()
     stage.engine.prefix_cache = policy != "short"
-    # Long prompts have narrow chunks
+    # So that long prompts have narrow chunks
     stage.engine.sched.chunk = 32
     stage.engine.sched.budget = 64
     stage.engine.eager_first_token = is_hurried
@@ -56,7 +56,8 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, is_hurried):
     stage.turns(30)
     for prompt in ("late", "and later " * 20):
         stage.obey(prompt)
-        ids = stage.engine.text.ask(prompt[::-1])  # else the second waits for rows of the first
+        # Reversed, because otherwise the second would wait for the first one's rows
+        ids = stage.engine.text.ask(prompt[::-1])
         stage.engine.submit(ids, SamplingParams(max_tokens=9), client="other")
     stage.finish()
     limits = stage.state.view.engine.limits
@@ -71,8 +72,8 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, is_hurried):
 
 
 def test_a_replay_drops_what_is_computed_behind_an_end():
-    """A token that ends an answer is seen a step late. The replay counted the ghost behind the end
-    as useful, and its token as delivered."""
+    """A token that ends an answer is seen one step late. The replay counted the ghost after the end as useful,
+    and its token as delivered."""
     stage = Stage(slots=4).load()
     for most in (5, 9, 14, 20, 26):
         stage.engine.submit([96 + most] * 5, SamplingParams(max_tokens=100, stop=f"<{most}>"))
@@ -87,8 +88,7 @@ def test_a_replay_drops_what_is_computed_behind_an_end():
 
 
 def test_a_comparison_simulates_both_policies(stage):
-    """A verdict that divided a measured time by a simulated one would tell of the simulation's
-    faults."""
+    """A verdict that divided a measured time by a simulated one would reflect the simulation's errors."""
     stage.obey("/burst 20")
     stage.finish()
     assert stage.obey("/compare") == ""
@@ -119,14 +119,14 @@ def test_a_comparison_in_mid_burst(stage):
     ):
         stage.turns()
     stage.obey("/compare")
-    # "0 more have no token yet"
+    # It used to say "0 more have no token yet"
     said = r"Not over: \d of them still run, and count as far as they are\. Simulated"
     assert re.match(said, stage.state.kept["compare"].note)
 
 
 @pytest.mark.parametrize("order", ["/compare", "/race 8"])
 def test_policies_are_alike_without_a_queue(order, stage):
-    """It said "320 steps instead of 320 ... 1.00 times as fast", and not why."""
+    """The page said "320 steps instead of 320 ... 1.00 times as fast" without a reason."""
     stage.obey("/burst 8")
     stage.finish()
     stage.obey(order)
@@ -184,12 +184,12 @@ def test_a_cancelled_race_has_no_winner(stage):
 
 
 def test_races_agree_on_a_busy_machine(stage):
-    """The same race came out as 1.03 to 3.85 times as fast, because other programs had the
-    processor meanwhile."""
+    """The same race came out as 1.03 to 3.85 times as fast, because other programs were using the
+    processor."""
     stage.obey("/set max=90")
     stage.obey("/race 12")
     quiet = [run.makespan for run in race.shown_in(stage.finish().state).last.runs]
-    stage.state.history.clear()  # so that the quiet race tells the others nothing
+    stage.state.history.clear()  # so that the others learn nothing from the quiet race
     disturb(stage, 0.1)
     races = []
     for _ in range(3):
@@ -208,13 +208,13 @@ def test_races_agree_on_a_busy_machine(stage):
 
 @pytest.mark.parametrize("policy", ["continuous", "static"])
 def test_a_replay_agrees_on_a_busy_machine(policy):
-    """Compare's cost of a chunk came out as 1.9 to 249 ms."""
+    """Compare's cost of a chunk ranged from 1.9 to 249 ms."""
     stage = Stage(policy=policy).load()
     stage.engine.prefix_cache = False
     disturb(stage, 0.1)
     stage.obey("/burst 20")
     stage.turns(60)
-    stage.obey("/burst 6")  # in the middle: their arrival must be found on that clock
+    stage.obey("/burst 6")  # mid-run: their arrival must be found on that clock
     stage.finish()
     stage.obey("/compare")
     own, _ = stage.state.kept["compare"].runs
@@ -230,8 +230,7 @@ def test_a_replay_agrees_on_a_busy_machine(policy):
 
 
 def test_unseen_steps_are_priced_by_extrapolation():
-    """A class of few steps had no price that could be trusted, and a policy that never ran had none
-    at all."""
+    """A class with few steps had no reliable price, and a policy that never ran had none at all."""
 
     def step(rows: int, chunks: int, seconds: float) -> SimpleNamespace:
         return SimpleNamespace(decode=range(rows), prefill=range(chunks), seconds=seconds)
@@ -256,15 +255,15 @@ def test_unseen_steps_are_priced_by_extrapolation():
     assert undisturbed_times.Prices([]).seconds(3, 1) > 0 and undisturbed_times.Prices(
         [step(0, 2, 0.01)]
     ).seconds(0, 2) == pytest.approx(0.01)
-    # The more rows, the quicker: that was chance
+    # Faster with more rows: this was noise
     odd = undisturbed_times.Prices([step(1, 0, 0.02)] * 3 + [step(8, 0, 0.01)])
     assert odd.row == 0 and 0.01 < odd.seconds(8, 0) < 0.02
 
 
 @on_screen((120, 40))
 async def test_the_last_race_can_be_opened_again(it):
-    """Escape closed the sheet, and with it the race was gone. And after a minute its film was over
-    at the first look."""
+    """Escape closed the sheet, and the race could not be opened again. After a minute its film was over at
+    the first look."""
     await it.press("R")
     await it.sees("no race has been run yet; r runs one")
     await it.press("r", turns=30)
@@ -273,7 +272,7 @@ async def test_the_last_race_can_be_opened_again(it):
     await it.press("end", turns=0)
     before = it.stage.lines(race.draw, 120, 40)
     await it.press("escape", "b", turns=100)
-    it.state.KEPT = 60  # so it is long ago, as far as the timeline knows
+    it.state.KEPT = 60  # so that the timeline has forgotten it
     await it.turns(2)
     await it.press("R", turns=0)
     assert race.shown_in(it.state).film is not None
@@ -286,7 +285,7 @@ async def test_the_last_race_can_be_opened_again(it):
 
 
 def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
-    """A policy that admits one request a step, added to `policies.py` only."""
+    """A policy that admits one request a step is added to `policies.py` only."""
     shy = POLICIES["continuous"]._replace(
         name="shy", does="one newcomer a step.", room=lambda free, running: min(free, 1)
     )
@@ -310,7 +309,7 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
 
 
 def test_both_legs_are_animated_on_one_clock(stage):
-    """Nothing of the second moved until the first had ended."""
+    """The second run did not move until the first had ended."""
     stage.obey("/race 20")
     shown = race.shown_in(stage.finish().state)
     longest = max(run.makespan for run in shown.last.runs)
@@ -328,7 +327,7 @@ def test_both_legs_are_animated_on_one_clock(stage):
 
 
 def decoded(lines: list[str]) -> list[int]:
-    """How many cells of the first timeline decode, and how many of the second."""
+    """Return the number of decoding cells in the first and in the second timeline."""
     heads = [i for i, line in enumerate(lines) if line.startswith((" static,", " continuous,"))]
     end = next(i for i, line in enumerate(lines) if line.strip().startswith("0 s"))
     parts = (lines[heads[0] : heads[1]], lines[heads[1] : end])
@@ -347,8 +346,8 @@ def test_while_the_first_leg_runs_nothing_is_blank(stage):
 
 @on_screen()
 async def test_a_comparison_right_after_a_race_stays(it):
-    """The screen looks ten times a second. Escape and c came between two looks, and the race took
-    the place of the comparison."""
+    """The screen updates ten times a second. Escape and c arrived between two updates, and the race replaced
+    the comparison."""
     await it.press("r", turns=30)
     it.stage.finish()
     await it.pilot.press("escape", "c")
@@ -359,7 +358,7 @@ async def test_a_comparison_right_after_a_race_stays(it):
 
 @on_screen()
 async def test_a_film_plays_although_the_engine_has_no_news(it):
-    """The race did not start until something else happened."""
+    """The film did not start until something else happened."""
     await it.press("r", turns=30)
     it.stage.finish()
     await it.turns()
@@ -378,8 +377,7 @@ async def test_a_film_plays_although_the_engine_has_no_news(it):
 
 @on_screen((120, 40))
 async def test_a_waiting_race_names_its_policies(it):
-    """It said "Race: static and continuous" whatever was asked for; and then "The race begins" for
-    ever."""
+    """The page said "Race: static and continuous" for any policies, and then "The race begins" forever."""
     it.stage.obey("/burst 3")
     await it.turns(3)
     it.app.action_command("/race 3 serial fair")

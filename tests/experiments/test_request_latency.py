@@ -1,4 +1,4 @@
-"""Why a request waited: the parts of its life, whom it waited for, and the replays."""
+"""Why a request waited: the phases of its life, the requests that it waited for, and the replays."""
 
 import random
 from collections import Counter
@@ -26,11 +26,11 @@ from screen.pages import request_details
 from screen.state import State, prices
 from tui import MENU
 
-EVENINGS = [[97 + i] * 80 for i in range(3)]  # what prompts that begin alike begin with
+EVENINGS = [[97 + i] * 80 for i in range(3)]  # common prefixes of the prompts
 
 
 def random_run(seed: int, cancels: bool, shares: bool = False, drafts: bool = False) -> Stage:
-    """Some crowds of several clients, one behind the other, under each policy in turn."""
+    """Run bursts of several clients, one after another, under each policy in turn."""
     dice = random.Random(seed)
     stage = Stage(policy=list(POLICIES)[seed % len(POLICIES)], slots=dice.randint(1, 5)).load()
     engine = stage.engine
@@ -53,7 +53,7 @@ def random_run(seed: int, cancels: bool, shares: bool = False, drafts: bool = Fa
                 handles.append(engine.submit(prompt, most, client=dice.choice(clients)))
             for _ in range(dice.randint(1, 12)):
                 stage.turns()
-                stage.time.now += 1e-4  # no prompt comes at the very moment of a plan
+                stage.time.now += 1e-4  # no prompt arrives exactly when a plan is made
             engine.run_ahead = dice.random() < 0.8
             running = [handle for handle in handles if handle.tokens and not handle.finish_reason]
             if cancels and running and dice.random() < 0.5:
@@ -68,8 +68,8 @@ def lives(stage: Stage) -> dict[int, breakdown.LatencyBreakdown]:
 
 
 def test_the_parts_of_random_requests_add_up():
-    """Each piece begins where the one before it ends. The line is as long as the engine says, and
-    only a ghost is behind the end."""
+    """Each piece starts where the previous one ends. The queue has the length that the engine reports, and
+    only a ghost follows the end."""
     seen = 0
     parts = Counter()
     seed = 0
@@ -100,14 +100,14 @@ def outcomes(state: State, id: int) -> list[breakdown.Outcome]:
 
 
 def test_random_requests_are_replayed_to_their_whole_length():
-    """Without what was drafted, each answer took a step for each token."""
+    """Without the drafts, each answer took a step for each token."""
     compared = Counter()
     for seed in range(number_of("REPLAYS", 4)):
         shares, cancels, drafts = (seed % 2 > 0, seed % 3 > 0, seed % 4 > 1)
         stage = random_run(seed, cancels, shares, drafts)
         for request in stage.state.requests.values():
             if not request.metrics.output_tokens:
-                continue  # it was cancelled before: then there is no replay of it
+                continue  # it was cancelled before its first token, so it has no replay
             found = outcomes(stage.state, request.id)
             steps = {each.name: each.steps for each in found}
             assert {*steps} == {"measured", "alone", *POLICIES}
@@ -125,8 +125,8 @@ def test_random_requests_are_replayed_to_their_whole_length():
 
 
 def test_an_unread_prompt_counts_in_a_replay():
-    """It was left out. So its chunks took no time, and the first token of a request that was
-    cancelled beside it came 10.50 ms before the request."""
+    """Such a prompt was left out, so its chunks took no time. A request that was cancelled next to it had its
+    first token 10.50 ms before it arrived."""
     stage = Stage(slots=4, max_len=4_000).load()
     stage.engine.submit([97] * 5, SamplingParams(max_tokens=600))
     stage.turns(10)
@@ -144,7 +144,7 @@ def test_an_unread_prompt_counts_in_a_replay():
 
 
 def test_overtaking_and_shares_of_two_clients():
-    """Client "one" asks last, and has the second slot: r2 to r9, of "many", came before it."""
+    """Client "one" submits last and gets the second slot, although r2 to r9 of "many" arrived before."""
     stage = Stage(policy="fair", slots=2).load()
     for id in range(1, 10):
         stage.engine.submit([97] * 5, SamplingParams(max_tokens=6 + id % 2), client="many")
@@ -156,7 +156,7 @@ def test_overtaking_and_shares_of_two_clients():
     assert not any(set(breakdown[id].overtakers) - {10} for id in breakdown)
     for request in stage.state.requests.values():
         seconds = request.metrics.queued_s
-        # Both slots were taken, but for the steps between an end and the next admission
+        # Both slots were busy, except for the steps between an end and the next admission
         assert 1.5 * seconds <= sum(breakdown[request.id].ahead.values()) <= 2 * seconds + 1e-9
     text = " ".join(" ".join(plain(page(stage, "9", 120))).split())
     assert "overtaken by r10, which came later" in text
@@ -211,7 +211,7 @@ def test_what_is_not_known_is_refused_in_a_line(stage):
     ("cached", "where"), [(77, "the last one before that is at 77"), (0, "nor before")]
 )
 def test_tokens_read_again_are_explained(cached, where):
-    """By the checkpoint that was not there, in a model with states."""
+    """The reason is a missing checkpoint, in a model with states."""
     stage = Stage().load()
     handle = stage.engine.submit([97] * 120, SamplingParams(max_tokens=2))
     stage.finish()

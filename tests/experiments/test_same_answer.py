@@ -1,4 +1,4 @@
-"""The same prompt alone and among neighbours: what is counted, what is reported, what is put back."""
+"""The same prompt alone and among neighbours: what is counted, reported and restored."""
 
 import random
 from functools import cache
@@ -76,7 +76,7 @@ def test_different_tokens_are_two_answers(stage):
 
 
 def test_different_bits_are_one_answer_by_tokens(stage):
-    """The text is the same, so only the bits show it."""
+    """The text is the same, so only the bits differ."""
     turned = turned_by_company(stage, 4, "bits")
     found = gathered(stage)
     assert (found.texts, found.bits) == (1, 2) and found.unlike == len(turned) > 0
@@ -133,7 +133,7 @@ def test_a_reach_that_shows_is_reported(monkeypatch):
     assert found.unlike > 0 and max(kind.difference.by for kind in same_answer.unlike(found)) > 1e-7
 
 
-# --- beginning and ending -----------------------------------------------------------------------
+# --- start and end ------------------------------------------------------------------------------
 
 
 def test_the_run_alone_is_really_alone(stage):
@@ -181,7 +181,7 @@ def test_it_ends_the_slow_motion_of_a_first_burst(stage):
 
 
 def test_an_experiment_is_one_busy_period(stage):
-    """Alone, among neighbours, and each request that is compared: all were periods of their own."""
+    """The runs alone, those among neighbours, and each compared request were separate periods."""
     stage.obey("/burst 3")
     stage.finish()
     gathered(stage, f"/same 9 {SHORT}")

@@ -1,6 +1,6 @@
-"""The scheduler without a model: who comes, who leaves, and what cannot be played to its end.
+"""The scheduler without a model: requests that arrive and leave, and runs that cannot be played to the end.
 
-That a replay has the steps of the run is shown where runs are: `tests/experiments/test_policy_race.py`,
+Other tests show that a replay has the steps of its run: `tests/experiments/test_policy_race.py`,
 `tests/screen/test_recording.py`, `tests/web/test_real.py`.
 """
 
@@ -17,7 +17,8 @@ OLD = {"slots": 2, "max_len": 100, "chunk": 8, "budget": 10, "max_queue": 1}
 
 
 def guests(*lives: tuple[int, float], arrived: float = 0.0) -> list[Guest]:
-    """Requests with prompts of four tokens, each with the length of its answer, or with the time of its cancel."""
+    """Return requests with prompts of four tokens, each with the length of its answer, or the time of its
+    cancel."""
     found = []
     for id, (tokens, left) in enumerate(lives, start=1):
         found.append(Guest(Request(id, (id,) * 4, 50, arrived), tokens, left))
@@ -25,7 +26,7 @@ def guests(*lives: tuple[int, float], arrived: float = 0.0) -> list[Guest]:
 
 
 def timeline(replay: Replay) -> list[str]:
-    """For each step the requests that read and decode, and its time."""
+    """Return for each step its time, and the requests that prefill and decode."""
     lines = []
     for plan, began, ended, ghosts, _ in replay:
         chunks = [f"{chunk.request.id}:p" for chunk in plan.chunks]
@@ -36,8 +37,8 @@ def timeline(replay: Replay) -> list[str]:
 
 
 def test_run_ahead_sees_an_end_a_step_late():
-    """As in the engine: a ghost runs in the step that was planned too early. A first token is read
-    before the next step is planned."""
+    """As in the engine, a ghost runs in the step that was planned too early. A first token is read before the
+    next step is planned."""
 
     def played(**options) -> list[str]:
         both = guests((1, math.inf), (2, math.inf))
@@ -48,8 +49,8 @@ def test_run_ahead_sees_an_end_a_step_late():
 
 
 def test_replay_drafts_the_same_tokens():
-    """A lane of the page whose answers had come several tokens a step would have taken a step for each
-    token here. And the step before a draft is read first."""
+    """The page's answers came several tokens a step, while the replay took a step for each token. Also, the step
+    before a draft is read first."""
     (guest,) = guests((9, math.inf))
     guest = guest._replace(drafts=[(0, 0), (3, 2), (2, 0), (9, 2)])
     played = list(Replay.under(OLD, CONTINUOUS, [guest], lambda plan: 1.0))
@@ -58,7 +59,7 @@ def test_replay_drafts_the_same_tokens():
 
 
 def test_limits_of_an_old_recording():
-    """Late tokens cost more then, from row `far` on."""
+    """Back then, late tokens cost more from row `far` on."""
 
     def cuts(**more) -> list[int]:
         limits = OLD | {"chunk": 32, "budget": 8} | more
@@ -70,8 +71,7 @@ def test_limits_of_an_old_recording():
 
 
 def test_replay_refuses_no_request():
-    """Under another policy the line may be longer than the engine's was, and its limit. A comparison
-    ended in a traceback."""
+    """Under another policy the queue may exceed the engine's limit. A comparison failed with a traceback."""
     crowd = guests(*[(3, math.inf)] * 9)
     played = list(Replay.under(OLD, POLICIES["serial"], crowd, lambda plan: 1.0))
     assert max(step.plan.waiting for step in played) == 8
@@ -80,7 +80,7 @@ def test_replay_refuses_no_request():
 
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_replayed_cancel_leaves_at_the_same_moment(run_ahead):
-    """After the last step nothing was planned any more, and somebody was still in a slot."""
+    """After the last step nothing was planned any more, and a request still had a slot."""
     crowd = guests((math.inf, 4.5), arrived=1.0)
     options = {"run_ahead": run_ahead}
     played = list(Replay.under(OLD, POLICIES["fair"], crowd, lambda plan: 1.0, **options))

@@ -1,4 +1,4 @@
-"""The cost of a step: bytes, arithmetic and Python, and the roof of the machine above them."""
+"""The cost of a step: bytes, arithmetic and Python time, and the machine's roofline."""
 
 import re
 from collections import Counter
@@ -16,7 +16,7 @@ from screen.remote_client import RemoteEngineClient
 from tui import MENU
 
 ROOF = Roof(reading=10e9, again=10e9, multiplying=100e9)
-# Numbers that can be added up by heart
+# Numbers that are easy to add up
 MODEL = ModelCost(
     form="float32",
     layers=3,
@@ -51,7 +51,7 @@ def page(stage: Stage, width: int = 120, height: int = 40) -> str:
 
 
 def test_a_step_is_added_up_as_by_hand():
-    """Two sequences decode, with 10 and 20 rows, and a chunk of 5 tokens ends its prompt at 5."""
+    """Two sequences decode at 10 and 20 rows, and a chunk of 5 tokens ends its prompt."""
     work = Work.from_members([Member(1, 1, 10), Member(2, 1, 20), Member(3, 5, 5)], asked=3)
     assert work == Work(tokens=7, rows=35, looks=55, asked=3, sequences=3)
     found = pass_cost(MODEL, work)
@@ -90,7 +90,7 @@ def test_experts_are_counted_or_expected():
 
 
 class Took:
-    """A step that took so long."""
+    """A step that took this long."""
 
     def __init__(self, seconds: float, python_s: float):
         self.seconds = seconds
@@ -126,7 +126,7 @@ class Took:
     ],
 )
 def test_what_bounds_a_step_is_said_in_a_sentence(seconds, python, roof, words):
-    """Six bytes and four operations."""
+    """The step has six bytes and four operations."""
     step = step_cost.StepCost(tokens=1, weights=5, keys=1, products=3, attention=1)
     said = step_cost.what_bounds(step, Took(seconds, python), roof)
     assert words in said and bool(words) == bool(said), said
@@ -168,8 +168,8 @@ async def test_the_arrows_lead_to_other_steps_and_s_takes_one(it):
 
 
 def test_the_roofline_is_measured_once_off_the_clock(monkeypatch):
-    """It takes as long as a hundred steps, and a request that waits is not said to have waited so
-    long. What was in flight has been read before, so its time is its own."""
+    """The measurement takes as long as a hundred steps, which must not count as waiting time of a request. The
+    step in flight is read first, so its time stays its own."""
     stage = ready()
     measured = []
 
@@ -223,7 +223,7 @@ def test_a_roofline_measured_next_to_other_programs(monkeypatch):
 
 
 def expert_stage() -> Stage:
-    """An engine of words whose tokens take experts 0 and 1, or 1 and 2, in turn."""
+    """Return a word engine whose tokens use experts 0 and 1, or 1 and 2, in turn."""
     stage = ready()
     model = VIEW._replace(experts=8, taken=2, expert_nbytes=500_000, expert_products=125_000)
     stage.engine.registry.model = model
@@ -240,8 +240,7 @@ def expert_stage() -> Stage:
 
 
 async def looks(it) -> None:
-    """The screen asks when it looks, the loop answers in its next turn, and the look after shows
-    it."""
+    """The screen asks in one update, the loop answers in its next turn, and the following update shows it."""
     for _ in range(3):
         await it.turns()
 
@@ -276,7 +275,7 @@ async def test_experts_are_asked_only_while_the_page_is_open(it):
 
 @on_screen((120, 40), make=expert_stage, load=False)
 async def test_failed_questions_are_not_repeated(it):
-    """Ten times a second it would fill the page of errors."""
+    """Asking ten times a second would fill the page of errors."""
     stage = it.stage
     counts = stage.engine.model.choices.counts
     stage.engine.model.choices.counts = lambda: counts() / 0

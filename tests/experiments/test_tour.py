@@ -1,7 +1,7 @@
-"""The tour: each scene asks, runs, and explains by what ran; and a person can leave at any moment.
+"""The tour: each scene asks, runs, and explains what just ran; and a user can leave at any moment.
 
-Most scenes are played on an engine of words. Its answers end by themselves here, so that there are
-ghosts. JSON needs a real tokenizer, so that scene is played on the demo model.
+Most scenes run on a word engine. Its answers end by themselves here, so that there are ghosts. The JSON
+scene needs a real tokenizer, so it runs on the demo model.
 """
 
 import math
@@ -33,7 +33,7 @@ GHOSTS = TITLES.index("a step ahead of the tokens")
 JSON = TITLES.index("JSON that cannot break")
 SAME = TITLES.index("the same answer among neighbours")
 BREAK = TITLES.index("a crash, and a hang-up")
-RIGHT = {  # on the engine of words, or on the demo model
+RIGHT = {  # on the word engine, or on the demo model
     "what a row more costs": 4,
     "whose fault a slow first token is": 1,
     "a long prompt among chats": 2,
@@ -46,7 +46,7 @@ RIGHT = {  # on the engine of words, or on the demo model
 
 
 def phase_of(played: tour.Tour) -> str:
-    """Where a tour stands, as a person sees it."""
+    """Return the phase of a tour as a user sees it."""
     told = played.state.strip
     if told.asks or told.title == "the end":
         return "ask" if told.asks else "end"
@@ -74,12 +74,13 @@ class Ending:
 
 
 class TourStage(Stage):
-    """A stage on which answers end by themselves, with a tour that one scene is played of."""
+    """A stage on which answers end by themselves, with a tour of which one scene is played."""
 
     def __init__(self, number: int | None = None, stops: bool = True, **options):
         super().__init__(**options)
         self.number = number
-        self.stops = stops and number not in (SAME, BREAK)  # there an answer ends as it does alone
+        # Those two scenes need answers that end as they do alone
+        self.stops = stops and number not in (SAME, BREAK)
         self.now = 0.0
         self.tour = None
 
@@ -98,7 +99,7 @@ class TourStage(Stage):
         return self
 
     def turn(self) -> None:
-        """Time passes, too: slow motion waits for it."""
+        """Advance the clock, too, because slow motion waits for it."""
         self.time.now += 0.05
         self.now += 0.004
         self.turns()
@@ -142,7 +143,7 @@ def test_a_scene_asks_runs_and_explains_by_what_ran(number, guess):
 
 
 def test_answers_that_depend_on_the_company_are_counted():
-    """Here an answer ends after another number of words each time."""
+    """Here an answer ends after a different number of words each time."""
     stage = TourStage(GHOSTS).load().begin(SAME).until("ask")
     stage.tour.guess(1)
     told = stage.until("tell").state.strip
@@ -153,7 +154,7 @@ def test_answers_that_depend_on_the_company_are_counted():
 
 
 def test_the_scene_of_json():
-    """The text spoke of ✗ beside an empty line, and of 71 of 73 beside 85 tokens."""
+    """The text mentioned ✗ next to an empty line, and 71 of 73 next to 85 tokens."""
     stage = staged(JSON).until("ask")
     stage.tour.go_on()
     told = stage.until("tell").state.strip.text
@@ -209,7 +210,7 @@ def test_leaving_in_any_phase_puts_everything_back(number, phase):
     if phase == "end":
         stage.until("tell").tour.go_on()
     if phase in ("stage", "run"):
-        stage.turn()  # some scenes are run in a moment
+        stage.turn()  # some scenes finish in a moment
     else:
         stage.until(phase)
     stage.tour.leave()
@@ -230,7 +231,7 @@ def test_leaving_in_any_phase_puts_everything_back(number, phase):
 
 
 def test_two_tours_in_a_row_restore_the_first_state():
-    """T came behind Esc, before the screen knew that the policy was back: it was lost."""
+    """T came after Esc, before the screen knew that the policy was restored, and was ignored."""
     stage = TourStage().load()
     stage.obey("/policy static")
     stage.turns()
@@ -245,7 +246,7 @@ def test_two_tours_in_a_row_restore_the_first_state():
 
 
 def test_after_a_tour_the_stage_is_as_fresh_as_before():
-    """260 requests of the tour stood in the histogram, and its experiments on the pages."""
+    """The tour's 260 requests stayed in the histogram, and its experiments on the pages."""
     stage = staged(BREAK).until("ask")
     stage.tour.go_on()
     for _ in range(60):
@@ -266,12 +267,12 @@ def test_after_a_tour_the_stage_is_as_fresh_as_before():
     assert len(state.requests) == 4, "what a user has fired before a tour is not forgotten"
 
 
-# --- what can go wrong --------------------------------------------------------------------------
+# --- problems -----------------------------------------------------------------------------------
 
 
 def test_a_tour_with_a_prompt_that_does_not_fit():
     stage = TourStage(max_len=24).load()
-    # The long prompt is cut to any slot, and a grammar needs a real tokenizer
+    # The long prompt is cut to fit any slot, and a grammar needs a real tokenizer
     bursts = [SCENES[number] for number in (0, 1, STARVES, GHOSTS)]
     stage.tour = tour.Tour(stage.session, lambda: stage.now, bursts)
     for scene in bursts:
@@ -283,7 +284,7 @@ def test_a_tour_with_a_prompt_that_does_not_fit():
 
 
 def test_an_engine_that_stands_still_is_not_waited_for():
-    """A machine may be so busy that nothing comes. No part of a scene takes longer than LONGEST."""
+    """A machine may be too busy to make progress. No part of a scene takes longer than LONGEST."""
     stage = staged(0)
     stage.until("ask")
     stage.tour.guess(1)
@@ -301,8 +302,8 @@ def test_an_engine_that_stands_still_is_not_waited_for():
 
 
 def test_a_late_stage_leaves_the_run_its_time():
-    """On a busy machine the scene gave up as soon as a guess was made: it had not come off
-    "within 14 s", at once."""
+    """On a busy machine the scene failed as soon as a guess was made: it reported that it had not succeeded
+    "within 14 s"."""
     stage = staged(0)
     while not stage.tour.seen.decodes(1):
         stage.turn()
@@ -392,7 +393,7 @@ def test_question_and_explanation_are_as_drawn(number, monkeypatch):
     async def scenario(it):
         await it.press("T", turns=0)
         await play(it, "ask")
-        if number != JSON:  # times of a real model change
+        if number != JSON:  # a real model's times change
             like_golden(f"tour-{number + 1}-ask-120x40", it.text())
         assert "esc: leave" in it.text()
         await it.press("1", turns=0)
@@ -487,7 +488,7 @@ def test_the_strip_hides_neither_slots_nor_timeline(width, slots):
     assert arrange_strip(80, 24, 8, "timeline")["slots"].height == 11, "all eight are in sight"
 
 
-# --- as a program -------------------------------------------------------------------------------
+# --- run as a program ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("other", ["--script burst8", "--serve 0"])

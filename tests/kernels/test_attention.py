@@ -1,5 +1,5 @@
-"""Fused attention has the bits of the formula in `llama.attention`. That a token has the same bits in any chunk
-and batch, `tests/core/test_batch_invariance.py` asks an engine."""
+"""Fused attention has the bits of the formula in `llama.attention`. `tests/core/test_batch_invariance.py` checks
+with an engine that a token has the same bits in any chunk and batch."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -20,8 +20,7 @@ LENGTH = 352
 
 
 class Shape:
-    """A slab full of random numbers, as if every row had been used before, and queries for
-    windows."""
+    """A slab full of random numbers, as if every row had been used before, and queries for windows."""
 
     def __init__(self, seed: int):
         self.rng = rng = np.random.default_rng(seed)
@@ -47,7 +46,7 @@ class Shape:
         return [Window(self.slabs[not fused], *each) for each in asked]
 
     def draw(self) -> list[tuple[list[int], list[int], int]]:
-        """Chunks, drafts and decoding sequences, each in a slot of its own."""
+        """Return random chunks, drafts and decoding sequences, in separate slots."""
         rng = self.rng
         slots = rng.permutation(self.slots).tolist()
         asked = []
@@ -60,7 +59,7 @@ class Shape:
         return asked
 
     def numbers(self, count: int) -> list[mx.array]:
-        """Queries, keys and values of new tokens."""
+        """Return queries, keys and values of new tokens."""
         heads = (self.H, self.Hkv, self.Hkv)
         return [
             mx.array(self.rng.normal(0, 2, (count, n, self.Dh)).astype(np.float32)) for n in heads
@@ -75,7 +74,7 @@ class Shape:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_the_operation_has_the_bits_of_the_formula(seed):
-    """Over grouped heads, heads of any size, spans, caps, chunks, drafts and what was left in slots."""
+    """The cases vary grouped heads, head sizes, spans, caps, chunks, drafts and old content of slots."""
     shape = Shape(seed)
     asked = shape.draw()
     numbers = shape.numbers(sum(len(slots) * L for slots, _, L in asked))
@@ -86,7 +85,7 @@ def test_the_operation_has_the_bits_of_the_formula(seed):
 
 
 def test_a_sink_joins_the_softmax_and_takes_no_value():
-    """Against the definition, in float64."""
+    """Compare with the definition in float64."""
     slab = Slab(1, 1, 2, 64, 8, mx.float32)
     sinks = np.array([-3.0, 0.5, 2.0, 20.0], np.float32)
     kind = AttentionType(None, 30, None, None, None, sinks={0: mx.array(sinks)})
@@ -105,7 +104,7 @@ def test_a_sink_joins_the_softmax_and_takes_no_value():
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 def test_a_nan_stays_in_its_sequence(dtype):
-    """A NaN shows in all later tokens of the sequence, and in no other."""
+    """A NaN reaches all later tokens of its sequence, and no other sequence."""
     slab = Slab(1, 3, 2, 64, 16, dtype)
     windows = [Window(slab, [0], [0], 20), Window(slab, [1, 2], [9, 9], 1)]
     q = mx.ones((22, 4, 16))
@@ -133,7 +132,7 @@ def test_a_slab_keeps_its_label_through_all_that_is_written():
 
 
 def test_a_label_stays_within_its_slab():
-    """In bfloat16, which the operation does not read, it was written as far beyond the slab as the slab
+    """In bfloat16, which the operation does not read, the label was written as far beyond the slab as the slab
     is long: `--dtype checkpoint` ended with a damaged heap."""
     both = mx.zeros((2, 2, 33, 16), mx.bfloat16)
     mx.eval(both)

@@ -1,5 +1,5 @@
-"""The gated delta rule: as close to its formula as a float32 can be, and the same bits however a sequence
-is cut, wherever drafts were rejected, and from whichever place it continues."""
+"""The gated delta rule: as close to its formula as float32 allows, with the same bits for any chunks, after
+rejected drafts, and from any saved state."""
 
 import math
 from typing import NamedTuple
@@ -22,10 +22,10 @@ HEADS = [Heads(1, 2, 20, 48), Heads(2, 2, 16, 80), Heads(2, 6, 128, 16)]
 
 
 class Layer(NamedTuple):
-    """A layer's weights, the tokens of a sequence, and what each of them yields."""
+    """A layer's weights, the tokens of a sequence, and the expected output of each."""
 
     heads: Heads
-    weights: np.ndarray  # of the convolution; then A and dt of each value head
+    weights: np.ndarray  # of the convolution, followed by A and dt of each value head
     x: np.ndarray  # (tokens, inputs + 2 Hv)
     right: np.ndarray  # (tokens, Hv * Dv), in float64
 
@@ -38,7 +38,7 @@ def layer_of(heads: Heads, seed: int, tokens: int = 40) -> Layer:
 
 
 def reference(heads: Heads, weights: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """S <- g S, then S <- S + k (rate (v - S^T k))^T, then S^T q: as papers have it."""
+    """Compute S <- g S, then S <- S + k (rate (v - S^T k))^T, then S^T q, as in the papers."""
     Hk, Hv, Dk, Dv = heads
     weights, x = weights.astype(np.float64), x.astype(np.float64)
     taps = weights[: -2 * Hv].reshape(TAPS, -1)
@@ -111,8 +111,8 @@ def states_of(layer: Layer) -> States:
 
 
 def random_cuts(layer: Layer, run, rng: np.random.Generator) -> np.ndarray:
-    """The rows of a sequence that is cut at random, with drafts of which some are rejected, checkpoints,
-    and forks."""
+    """Return the rows of a sequence that is chunked at random, with partly rejected drafts, checkpoints and
+    forks."""
     sequence = Sequence(layer, states_of(layer), run)
     found, row, end = [], 0, len(layer.x)
     while row < end:
@@ -131,7 +131,7 @@ def random_cuts(layer: Layer, run, rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize("run", WAYS)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_formula_at_any_cut(heads, run):
-    """Nothing is evaluated in between: each operation waits for those before it."""
+    """Nothing is evaluated in between, so each operation waits for the previous ones."""
     layer = layer_of(heads, seed=3)
     whole = np.array(Sequence(layer, states_of(layer), run).chunk(0, len(layer.x)))
     assert np.abs(whole - layer.right).max() < 2e-5 * np.abs(layer.right).max()
@@ -143,7 +143,7 @@ def test_formula_at_any_cut(heads, run):
 
 @NEEDS_OPERATION
 def test_sequences_of_a_pass_do_not_meet():
-    """A prompt, a decode with drafts, and forks of a checkpoint in one operation."""
+    """One operation contains a prompt, a decode with drafts, and forks of a checkpoint."""
     layer = layer_of(HEADS[0], 1)
     another = layer._replace(x=layer_of(HEADS[0], 2).x)
     alone, other = (
@@ -165,10 +165,10 @@ def test_sequences_of_a_pass_do_not_meet():
 @NEEDS_OPERATION
 @pytest.mark.parametrize("a", [-1e30, -200.0, -30.0, -1.0, 0.0, 0.5, 20.0, 88.0, 200.0, 1e30])
 def test_gate_of_extreme_numbers(a):
-    """With S = v k^T after the first token, the second one reads g (k q) v."""
+    """With S = v k^T after the first token, the second one's output is g (k q) v."""
     heads = Heads(1, 1, 16, 16)
     weights = np.zeros(TAPS * heads.inputs + 2, np.float32)
-    weights[(TAPS - 1) * heads.inputs : TAPS * heads.inputs] = 1  # the newest token alone
+    weights[(TAPS - 1) * heads.inputs : TAPS * heads.inputs] = 1  # only the newest token
     x = np.ones((2, heads.inputs + 2), np.float32)
     x[1, 32:48], x[0, 49], x[1, 48:] = 0, 100, (a, -100)  # v = 0 and rate = 0 for the second token
     states = States(PLACES, heads, mx.array(weights))
@@ -183,7 +183,8 @@ WRONG = ["(2, 0, 0, 3)", "(0, 4, 0, 3)", "(0, 0, 4, 3)", "(0, 0, 0, 4)", "(4, 3,
 @NEEDS_OPERATION
 @pytest.mark.parametrize("move", some(WRONG, 2))
 def test_a_wrong_move_ends_the_process(move):
-    """The log does not reach so far, or there is no such place: with one line, before memory is misread."""
+    """The log does not reach that far, or the place does not exist. The process ends with one line before it
+    misreads memory."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels']\n"
         "from test_delta_net import *\n"

@@ -1,8 +1,8 @@
-"""What runs on a GPU, run on a CPU: the branches are taken, MLX's fused operations are made of
-several others there.
+"""The code for GPUs, run on a CPU: the branches are taken, but MLX replaces its fused operations with
+several others.
 
-So this proves that the numbers are right, and how many operations a step has; not how fast they
-are, how many kernels a GPU makes of them, or that those do what MLX says.
+So this proves that the numbers are right, and how many operations a step has. It does not show their
+speed, the number of kernels on a GPU, or that those kernels are correct.
 """
 
 import random
@@ -39,7 +39,7 @@ from sampling import SamplingRow
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
-    """Let all code find a GPU. MLX still computes on the CPU."""
+    """Make all code believe that there is a GPU. MLX still computes on the CPU."""
     monkeypatch.setattr(device, "is_gpu", True)
 
 
@@ -58,7 +58,7 @@ CHOSEN = {
         "gemma3_text, as published",
         "qwen3_moe, 4 bits",
         "phi3, longrope, a part of each head turns, 8 bits",
-        "float16",  # as float32, like the rest
+        "float16",  # computed in float32, like the others
         "some layers quantized, each in its way",
         "granite, 4 bits, tied",
         "olmo2, 8 bits",
@@ -68,7 +68,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_tokens_equal_mlx_lm_under_every_policy(name, tmp_path):
-    """A branch for GPUs that scales, masks or turns differently changes the tokens."""
+    """A GPU branch that scales, masks or rotates differently would change the tokens."""
     seed = list(CHOSEN).index(name)
     folder = make_checkpoint(tmp_path, seed=seed, **CHOSEN[name])
     options = {"slots": 2 + seed % 5, "policy": [*POLICIES][seed % len(POLICIES)]}
@@ -107,14 +107,14 @@ def test_half_and_packed_are_as_close_as_mlx_lm(weights, policy, tmp_path):
             found = np.array(theirs(mx.array([ids]))[0].astype(mx.float32))
             ours.append(np.abs(whole(engine.model, ids, dtype) - wanted).mean())
             peers.append(np.abs(found - wanted).mean())
-            margin = 12 * peers[-1]  # a token that half precision can mistake for the best
+            margin = 12 * peers[-1]  # half precision can mistake such a token for the best
             chosen = np.take_along_axis(wanted[first:], np.array(handle.tokens)[:, None], 1)[:, 0]
             assert (wanted[first:].max(-1) - chosen < margin).all()
     assert np.mean(ours) < 1.1 * np.mean(peers), (np.mean(ours), np.mean(peers))
 
 
 def two_pass(q, k, v, right) -> mx.array:
-    """Wrong from 1,024 rows on with grouped heads, as on some chips."""
+    """Stand in for a kernel that is wrong from 1,024 rows on with grouped heads, as on some chips."""
     is_wrong = k.shape[2] >= 1024 and q.shape[1] > k.shape[1]
     return right[:, ::-1] if is_wrong else right
 
@@ -148,7 +148,7 @@ def test_wrong_fused_attention_is_found_at_load_and_the_formula_runs(plant, tmp_
 
 @pytest.mark.parametrize(("whole", "limit"), [(None, 2**28), (2**30, 2**28), (2**34, 2**30)])
 def test_buffers_that_mlx_keeps_are_bounded(whole, limit, tmp_path, monkeypatch):
-    """MLX caches buffers of each shape that it has seen: memory grew to 1.5 times the recommended size."""
+    """MLX caches buffers of each shape that it has seen, so memory grew to 1.5 times the recommended size."""
     info = {"max_recommended_working_set_size": whole} if whole else {}
     limits = []
     monkeypatch.setattr(mx, "device_info", lambda: info)
@@ -158,8 +158,8 @@ def test_buffers_that_mlx_keeps_are_bounded(whole, limit, tmp_path, monkeypatch)
 
 
 def test_a_small_mac_is_not_filled(monkeypatch):
-    """MLX says what a Mac's GPU may use, and not what other programs use of it. So what is chosen
-    without being asked for stays far below: for Llama 3.2 3B on a Mac of 8 GB, a fifth."""
+    """MLX reports how much memory a Mac's GPU may use, but not what other programs use of it. So the default
+    sizes stay far below: a fifth for Llama 3.2 3B on a Mac with 8 GB."""
     whole = 5_726_633_984
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": whole})
     monkeypatch.setattr(mx, "get_active_memory", lambda: 1_800_000_000)  # its weights in 4 bits
@@ -170,17 +170,17 @@ def test_a_small_mac_is_not_filled(monkeypatch):
     assert memory.slab_nbytes(*memory.slab_shape(shape, *sizes[:3]), 2) < whole / 5
 
 
-# --- the form -----------------------------------------------------------------------------------
+# --- the number of operations -------------------------------------------------------------------
 
 
-# How many operations has the graph of a decode step on a GPU?
+# How many operations does the graph of a decode step have on a GPU?
 #
-# Each node that computes is one, each part of a concatenation, and each call of a function that MLX
-# has a kernel for (`FUSED`). Nodes that only look at an array in another way (views) are none. The
-# shape is Llama 3.2 1B's but for its widths, since no count depends on them: 32 heads of 64, 8 of keys
-# and values, a tied head. The step ends with the logits.
+# These count as one: each node that computes, each part of a concatenation, and each call of a function
+# that MLX has a kernel for (`FUSED`). Views do not count. The shape is that of Llama 3.2 1B except for
+# its widths, since no count depends on them: 32 heads of 64, 8 of keys and values, a tied head. The step
+# ends with the logits.
 #
-# This is no count of kernels. A kernel may first copy an input that does not lie as it wants it. And
+# This is not a count of kernels. A kernel may first copy an input whose layout it does not support. And
 # where MLX has no fused attention for a shape, one operation is several kernels: on CUDA, where several
 # sequences decode, because they come with a mask (docs/speed.md says when).
 
@@ -212,7 +212,7 @@ VIEWS = {
     "Transpose",
     "Unflatten",
 }
-# One node of a GPU's graph; on a CPU MLX makes several of them.
+# One node of a GPU's graph, but several on a CPU
 FUSED = (
     (mx.fast, "rms_norm"),
     (mx.fast, "rope"),
@@ -230,7 +230,7 @@ def count(step: Callable[[], list[mx.array]]) -> Counter:
         real = getattr(module, name)
 
         def stand_in(*args, **options) -> mx.array:
-            made = real(*args, **options)  # on a CPU several nodes; for its shape alone
+            made = real(*args, **options)  # several nodes on a CPU; only its shape is used
             calls[name] += 1
             inputs.extend(x for x in (*args, *options.values()) if isinstance(x, mx.array))
             leaf = mx.zeros(made.shape, made.dtype)
@@ -242,7 +242,7 @@ def count(step: Callable[[], list[mx.array]]) -> Counter:
     with ExitStack() as stack:
         for module, name in FUSED:
             stack.enter_context(fused(module, name))
-        # Compiled as on a GPU, but never evaluated, so that no compiler is called.
+        # Compiled as on a GPU, but never evaluated, so that no compiler is called
         stack.enter_context(mock.patch.object(ops, "one_kernel", mx.compile(ops.one_kernel)))
         made = step()
     with tempfile.TemporaryDirectory() as folder:
@@ -256,7 +256,7 @@ def count(step: Callable[[], list[mx.array]]) -> Counter:
 
 
 def ours(folder: Path, slots: list[int]) -> Counter:
-    """A step in which these of eight slots decode, each at another row."""
+    """Count the operations of a step in which these of eight slots decode, each at another row."""
     model = read_model(folder, "checkpoint")
     c = model.config
     slab = kv.Slab(c.layers, 8 if len(slots) > 1 else 1, c.Hkv, 256, c.Dh, model.dtype)
@@ -272,7 +272,7 @@ def ours(folder: Path, slots: list[int]) -> Counter:
 
 
 def peers(folder: Path, rows: int) -> Counter:
-    """The same with mlx-lm's cache for batches, or for a single row with the one for one."""
+    """Count mlx-lm's operations, with its batch cache, or with its plain cache for a single row."""
     model, _ = mlx_lm.utils.load_model(folder)
     layers = len(model.layers)
     caches = [KVCache() if rows == 1 else BatchKVCache([0] * rows) for _ in range(layers)]
@@ -292,7 +292,7 @@ def peers(folder: Path, rows: int) -> Counter:
 
 
 def counts_of_steps(folder: Path, weights: str, slots: list[int]) -> list[tuple[int, int]]:
-    """Ours and mlx-lm's, with one layer and with two."""
+    """Return the counts of ours and mlx-lm's, with one layer and with two."""
     counts = []
     for layers in (1, 2):
         path = make_checkpoint(
@@ -309,18 +309,17 @@ def counts_of_steps(folder: Path, weights: str, slots: list[int]) -> list[tuple[
 @pytest.mark.parametrize("slots", [[0], [0, 1, 2], [1, 2, 4, 5]])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_step_has_no_more_operations_than_mlx_lm(weights, slots, tmp_path):
-    """A layer had 22 in half precision, mlx-lm's 17: an index, a split or a cast may be one
-    more."""
+    """A layer took 22 operations in half precision, compared with mlx-lm's 17. An index, a split or a cast may
+    add one."""
     (one, peers_one), (two, peers_two) = counts_of_steps(tmp_path, weights, slots)
     layer, peers_layer = two - one, peers_two - peers_one
     rest, peers_rest = one - layer, peers_one - peers_layer
     assert 13 <= layer <= peers_layer and peers_layer >= 17
-    assert 3 <= rest <= peers_rest + (slots == [1, 2, 4, 5])  # two groups have a mask each
+    assert 3 <= rest <= peers_rest + (slots == [1, 2, 4, 5])  # two groups need a mask each
 
 
 def test_attention_copies_no_slab(monkeypatch):
-    """A copy of all keys and values in each layer would cost more than everything else in a
-    step."""
+    """A copy of all keys and values in each layer would cost more than everything else in a step."""
     monkeypatch.setattr(mx, "take", None)
     slab = Slab(1, 8, 2, 256, 16, mx.float32)
     slots, starts = [0, 1, 3, 7], [5, 200, 100, 64]
@@ -358,7 +357,7 @@ def test_chunk_reads_no_further_than_itself(tmp_path):
     ("start", "count", "width"), [(0, 1, 16), (0, 16, 16), (5, 17, 32), (90, 30, 32), (120, 5, 8)]
 )
 def test_chunk_padding(tmp_path, start, count, width):
-    """The padding's keys land in rows that the sequence has yet to reach. On a CPU there is none."""
+    """The padding's keys land in rows that the sequence has yet to reach. On a CPU there is no padding."""
     prefill = Prefill(1, tuple(range(1, count + 1)), start, True)
     rows = {1: [SamplingRow(1, SamplingParams(), 0, 0)]}
     with Engine.load(make_checkpoint(tmp_path), slots=2, max_len=128, chunk=32) as engine:
@@ -372,7 +371,7 @@ def test_chunk_padding(tmp_path, start, count, width):
 
 
 def test_idle_slots_take_no_part(tmp_path):
-    """A GPU pays for idle rows, above all where weights are packed."""
+    """A GPU pays for idle rows, especially with quantized weights."""
     with Engine.load(make_checkpoint(tmp_path), slots=4, max_len=256) as engine:
         widths, head = [], engine.runner.model.head
         object.__setattr__(
@@ -383,7 +382,7 @@ def test_idle_slots_take_no_part(tmp_path):
 
 
 def test_no_compiler_is_called_for_a_cpu():
-    """On Linux, MLX compiles for a CPU with the machine's C++ compiler, which need not be there."""
+    """On Linux, MLX compiles CPU code with the machine's C++ compiler, which may be missing."""
     assert type(ops.one_kernel) is type(lambda: None)
     gate_up = mx.array([-3.0, 0.0, 2.0, 1.0, 2.0, 3.0])
     assert np.allclose(
@@ -392,7 +391,7 @@ def test_no_compiler_is_called_for_a_cpu():
 
 
 def test_without_the_wait_tokens_are_the_same(tmp_path, monkeypatch):
-    """NANOBATCH_WAIT=off: MLX copies the slab where a running pass still reads it."""
+    """With NANOBATCH_WAIT=off, MLX copies the slab if a running pass still reads it."""
     monkeypatch.setenv("NANOBATCH_WAIT", "off")
     folder = make_checkpoint(tmp_path, seed=1)
     with Engine.load(
@@ -419,8 +418,7 @@ def test_states_are_computed_by_the_formula_and_a_line_says_so(tmp_path):
 
 
 def test_buffers_of_many_shapes_do_not_pile_up(tmp_path):
-    """MLX keeps a freed buffer for the next one of its size, and each length of a sequence has sizes
-    of its own."""
+    """MLX keeps a freed buffer for the next request of its size, and each sequence length has other sizes."""
     folder = make_checkpoint(tmp_path, seed=1)
     dice = random.Random(1)
     held = []

@@ -1,5 +1,5 @@
-"""The C library: right, batch-invariant, the same on all processors, free of races; built at
-install and checked when it is loaded."""
+"""The C library: correct, batch-invariant, equal on all processors, free of races, built at install time, and
+checked when it is loaded."""
 
 import ctypes
 import os
@@ -37,27 +37,27 @@ BEST = build.FORMS[matmul_library.forms_here()[0]].options.split()
 
 def compiled(output: Path, *options: str | Path) -> Path:
     usual = ["-O0", "-std=gnu11", "-fPIC", "-pthread", "-ffp-contract=off"]
-    usual += [f"-I{build.SOURCE.parent}"]  # a planted source includes files from there
+    usual += [f"-I{build.SOURCE.parent}"]  # a source with planted bugs includes files from there
     subprocess.run([COMPILER, *usual, "-o", output, *options, "-lm"], check=True)
     return output
 
 
 def examined(exam: Path, bug: int = 0, rounds: int = 4) -> subprocess.CompletedProcess:
-    """Ask for products on four threads, and compare them (`cpu_kernels_exam.c`)."""
+    """Compute products on four threads, and compare them (`cpu_kernels_exam.c`)."""
     command = [exam, "4", str(bug), str(rounds)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
 def exam(tmp_path_factory) -> Path:
-    """The exam, compiled once; it is linked with one library after the other."""
+    """The exam, compiled once, and linked with each library."""
     return compiled(tmp_path_factory.mktemp("exam") / "exam.o", "-c", EXAM)
 
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("form", COMPILED)
 def test_product_is_right_and_row_invariant(tmp_path, exam, form):
-    """In the library that programs load. In the short form, forms that this machine does not take compute
+    """Test the library that programs load. In the short form, forms that this machine does not use compute
     fewer products."""
     program = compiled(tmp_path / "exam", exam, build.library(form))
     done = examined(program, rounds=60 if form == COMPILED[0] or IS_LONG else 15)
@@ -69,14 +69,14 @@ def test_product_is_right_and_row_invariant(tmp_path, exam, form):
     "fma" not in matmul_library.processor(), reason="no fused multiply-add on this x86"
 )
 def test_plain_c_has_the_same_bits(tmp_path):
-    """All forms have one order of sums, so that answers can be compared between processors."""
+    """All forms sum in the same order, so that answers can be compared between processors."""
     library = compiled(tmp_path / "plain.so", "-shared", "-mfma", build.SOURCE)
     assert matmul_library.computed(ctypes.CDLL(library)) == matmul_library.BITS
 
 
-# In the long form undefined behaviour is looked for, too: null pointers are found without it, and a trap
-# compiles in half the time of a message. In the short one checks are calls, which compile faster, and
-# races, which are the same in all forms, are looked for in plain C
+# The long form also looks for undefined behaviour: null pointers are found without it, and a trap
+# compiles in half the time of a message. The short form checks by calls, which compile faster, and looks for
+# races in plain C, since they are the same in all forms
 IN_SHORT = {
     "address": "-fsanitize=address --param asan-instrumentation-with-call-threshold=0",
     "thread": "-fsanitize=thread",
@@ -98,7 +98,7 @@ def test_sanitizers_find_nothing(tmp_path, sanitizer):
     assert done.returncode == 0 and not done.stderr, done.stderr[-3000:]
 
 
-BUGS = {  # what is right, and what stands in its place; PLANTED is 1 in the process with this bug
+BUGS = {  # the correct code and its replacement; PLANTED is 1 in the process with this bug
     "an unnamed multiply-add in the tiles of one row": (
         "ldw + k);\n#pragma GCC unroll 6\n"
         "        for (int r = 0; r < rows; r++) sum[i][r][c] = fma_(own[r], weights, sum[i][r][c]);",
@@ -198,7 +198,7 @@ BUGS = {  # what is right, and what stands in its place; PLANTED is 1 in the pro
 
 
 def planted(folder: Path) -> Path:
-    """The source with all bugs in it; the variable `planted` turns one of them on."""
+    """Write the source with all bugs in it. The variable `planted` turns one of them on."""
     source = build.SOURCE.read_text()
     for number, (right, wrong) in enumerate(BUGS.values(), 1):
         assert source.count(right) == 1, right
@@ -211,9 +211,9 @@ def planted(folder: Path) -> Path:
 @NEEDS_COMPILER
 @long_form
 def test_every_planted_bug_is_caught(tmp_path, exam):
-    """By the exam and, if it shows in one thread, by the check at load, so that the output of a
-    broken compiler is not used. One library has all bugs, which are turned on one after the
-    other. It names lines of C: whoever changes them plants the bugs anew before a release."""
+    """The exam catches it and, if it shows in one thread, so does the check at load, which rejects the output of
+    a broken compiler. One library contains all bugs, which are turned on one after another. The bugs quote
+    lines of C: whoever changes those lines has to plant the bugs again before a release."""
     path = compiled(tmp_path / "planted.so", "-shared", *BEST, planted(tmp_path))
     exam = compiled(tmp_path / "exam", exam, path)
     library = ctypes.CDLL(path)
@@ -231,7 +231,7 @@ def test_every_planted_bug_is_caught(tmp_path, exam):
 
 
 def test_fork():
-    """Parent and child both go on multiplying."""
+    """Both parent and child continue to multiply."""
     code = (
         "import os, sys; from kernels import library as matmul_library, device\n"
         "from kernels.device import mx\n"
@@ -287,12 +287,12 @@ def test_threads_must_be_a_number(count):
     ), done
 
 
-# --- built at install, checked at load ----------------------------------------------------------
+# --- built at install time, checked at load -----------------------------------------------------
 
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """A copy of what `ask.py` needs."""
+    """A copy of everything that `ask.py` needs."""
     for name in (*PACKAGES, "cli", "course", "demo/model"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
@@ -302,7 +302,7 @@ def checkout(tmp_path) -> Path:
 
 
 def blas_of(checkout: Path, choice: str = "") -> str:
-    """The name of the library that multiplies, or the error."""
+    """Return the name of the library that multiplies, or the error."""
     done = run(
         "-c",
         "from kernels import device; print(device.named())",
@@ -314,7 +314,7 @@ def blas_of(checkout: Path, choice: str = "") -> str:
 
 @pytest.mark.skipif(not COMPILED, reason="nothing is compiled here")
 def test_library_is_chosen_and_checked_at_load(checkout):
-    """A library older than its source is not used. An old compiler may know no AVX-512."""
+    """A library older than its source is not used. An old compiler may not support AVX-512."""
     best = checkout / "kernels" / f"matmul_{COMPILED[0]}.so"
     remedy = f"run pip install -e {checkout}\n"
     assert blas_of(checkout).startswith(f"rows ({COMPILED[0]}, ")
@@ -375,7 +375,7 @@ def test_fingerprint_of_the_demo(form):
 @RECORDED
 @pytest.mark.skipif("NANOBATCH_ARM" not in os.environ, reason="NANOBATCH_ARM names no Python")
 def test_fingerprint_on_an_emulated_arm(checkout):
-    """NANOBATCH_ARM is the command of an aarch64 Python that has what `ask.py` needs."""
+    """NANOBATCH_ARM is the command of an aarch64 Python that has everything that `ask.py` needs."""
     library = checkout / "kernels" / "matmul_neon.so"
     command = build.command("neon", library)[len(build.compiler()) :]
     subprocess.run(["aarch64-linux-gnu-gcc", *command], check=True)
@@ -394,7 +394,7 @@ def test_a_hash_that_should_be_another_is_said():
     assert "none is recorded" in answer_hash.compared("12", "9.9")
 
 
-# --- what is told -------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------
 
 
 def test_on_a_mac_or_a_gpu_no_library_is_loaded(monkeypatch):

@@ -1,5 +1,5 @@
-"""Packed weights: the bits are those of widened weights, nothing else is taken for a packed matrix,
-and no memory leaks."""
+"""Packed weights: they have the bits of widened weights, nothing else is taken for a packed matrix, and no
+memory leaks."""
 
 import ctypes
 import gc
@@ -47,7 +47,7 @@ def of_16_bits(seed: int, shape: tuple, dtype: str, factor: float = 1) -> Matrix
 
 
 def centered(seed: int, shape: tuple, bits: int) -> Matrix:
-    """As Q4_0, Q5_0 and Q8_0 of GGUF are: an offset is its scale times a power of two."""
+    """Return a matrix like GGUF's Q4_0, Q5_0 and Q8_0: an offset is its scale times a power of two."""
     plain = quantized(seed, shape, bits, 32)
     return plain._replace(offsets=None, center=-float(2 ** (bits - 1)))
 
@@ -59,7 +59,7 @@ def of_mxfp4(seed: int, shape: tuple) -> Matrix:
 
 
 def of_bytes(seed: int, shape: tuple, bits: int, group: int, center: float = 0.0) -> Matrix:
-    """As K-quants of GGUF are: a scale is a byte times a float16 number for 256 weights."""
+    """Return a matrix like GGUF's K-quants: a scale is a byte times a float16 number for 256 weights."""
     rng = np.random.default_rng(seed)
     *out, K = shape
     weight = rng.integers(0, 2**32, (*out, K * bits // 32), dtype=np.uint32)
@@ -74,7 +74,7 @@ def of_bytes(seed: int, shape: tuple, bits: int, group: int, center: float = 0.0
 
 
 def spread(part: Matrix) -> list[mx.array]:
-    """Scales and offsets as float32 numbers, one byte after the other."""
+    """Return scales and offsets as float32 numbers, one for each byte."""
     found = []
     groups = part.weight.shape[-1] * 32 // part.bits // part.group
     for factors in (part.scales, part.offsets):
@@ -88,7 +88,7 @@ def spread(part: Matrix) -> list[mx.array]:
 
 
 def widened(matrix: Matrix) -> mx.array:
-    """The float32 numbers that are computed where nothing stays packed."""
+    """Return the float32 weights that are used where nothing stays packed."""
     if matrix.bits == 16:
         return matrix.weight.astype(mx.float32) * matrix.scales
     if matrix.claim:
@@ -124,16 +124,17 @@ EACH_KIND = pytest.mark.parametrize(
     ("make", "how"),
     [pytest.param(make, how, id=f"{make.__name__}-{how}") for make, *how in KINDS],
 )
-# Real sizes: the sum is cut along K; a share ends inside a tile, and blocks lie across shares; an
-# odd number of 256 weights
+# Realistic sizes: the sum is split along K, a thread's share ends inside a tile, blocks span shares, and
+# an odd number of 256 weights
 SIZES = [(100, 8192), (1030, 512), (2500, 256), (35, 2304)]
 
 
 @EACH_KIND
 def test_packed_product_has_the_widened_bits(make, how):
-    """One row, few, more than one strip, and as many as a prompt has; two matrices as one."""
+    """Test one row, a few, more than one strip, and as many as a prompt has, and two matrices joined into
+    one."""
     for seed, (N, K) in enumerate(SIZES):
-        K -= 5 * (make is of_16_bits)  # no multiple of any vector
+        K -= 5 * (make is of_16_bits)  # not a multiple of any vector
         parts = [make(seed + n, (N + n, K), *how) for n in (0, 9)]
         matrix = packed(joined(parts))
         wide = mx.concatenate([widened(part) for part in parts])
@@ -146,7 +147,7 @@ def test_packed_product_has_the_widened_bits(make, how):
 
 
 def row_by_row(experts: list[Matrix], x: mx.array, chosen: mx.array) -> mx.array:
-    """Rows and their experts, one after the other."""
+    """Compute each row with its experts, one after another."""
     x = mx.broadcast_to(x, (*chosen.shape, x.shape[-1])).flatten(0, 1)
     pairs = zip(x, chosen.flatten().tolist(), strict=True)
     return mx.stack([experts[expert](row[None])[0] for row, expert in pairs])
@@ -154,8 +155,8 @@ def row_by_row(experts: list[Matrix], x: mx.array, chosen: mx.array) -> mx.array
 
 @EACH_KIND
 def test_packed_experts_have_the_widened_bits(make, how):
-    """Few rows and many, with one input for all experts of a row or one for each. One expert is not
-    chosen, and one by most rows."""
+    """Test few rows and many, with one input for all experts of a row or one for each. One expert is not chosen,
+    and most rows choose the same one."""
     parts = [make(3 + n, (5, 70, 512), *how) for n in (0, 9)]
     parts = [part._replace(bias=normal(n, 5, 70)) for n, part in enumerate(parts)]
     stack = packed(*parts)
@@ -166,7 +167,7 @@ def test_packed_experts_have_the_widened_bits(make, how):
         for count in (1, 9, 130):
             chosen = mx.array(np.random.default_rng(0).integers(0, 9, (count, 3))) // 2
             x = normal(1, count, 3 if count == 9 else 1, 512)
-            right = Matrix(wide, bias).of_experts(x, chosen)  # by MLX, row by row
+            right = Matrix(wide, bias).of_experts(x, chosen)  # computed by MLX, row by row
             assert mx.array_equal(stack.of_experts(x, chosen), right), count
 
 
@@ -220,11 +221,11 @@ def rounded_product(x: np.ndarray, part: Matrix) -> np.ndarray:
     ],
 )
 def test_int8_activations_round_each_row_by_itself(part):
-    """A sum of bytes that overflows, a row that depends on others, a NaN that gets lost."""
+    """This finds a sum of bytes that overflows, a row that depends on others, and a lost NaN."""
     matrix = packed(part, rounds=True)
     width = matrix.width
     x = np.array(normal(0, 70, width)) ** 3
-    x[1] = 1e-3 * np.sign(x[1])  # the largest whole numbers everywhere
+    x[1] = 1e-3 * np.sign(x[1])  # the largest integers everywhere
     x[2, : width // 2] = 0
     y = np.array(matrix(mx.array(x)))
     expected = rounded_product(x, part)
@@ -249,7 +250,7 @@ def test_int8_activations_round_each_row_by_itself(part):
 def test_activations_have_8_bits_where_packed_weights_are_multiplied(
     config, dtype, rounds, tmp_path
 ):
-    """By default; with 32 they never have."""
+    """The default rounds activations; with 32 nothing does."""
     folder = make_checkpoint(tmp_path, **config)
     usual, asked = (ModelReader(folder, dtype, **how) for how in ({}, {"activations": 32}))
     assert (usual.rounds, asked.rounds) == (rounds, False)
@@ -267,15 +268,15 @@ PRECISIONS = ("as it is", "float16", "bfloat16")
 
 
 def lean(name: str, way: str) -> dict:
-    """A configuration of the parity tests, in a precision that makes packing possible."""
+    """Return a configuration of the parity tests, in a precision that allows packing."""
     changes = {key: value for key, value in CONFIGS[name].items() if key != "reference"}
     return changes if way == "as it is" else {**changes, "dtype": DTYPES[way]}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_has_the_widened_bits(name, tmp_path):
-    """Factors that are folded into weights, tied heads, biases, fused projections, windows, experts,
-    norms that add 1, each matrix packed in its own way: one pass over a prompt, and single rows."""
+    """Test folded factors, tied heads, biases, fused projections, windows, experts, norms that add 1, and each
+    way to pack a matrix, with one pass over a prompt and with single rows."""
     seed = seed_of(name)
     way = PRECISIONS[seed % 3] if "quantize" in CONFIGS[name] else PRECISIONS[1 + seed % 2]
     folder = make_checkpoint(tmp_path, seed=seed, **lean(name, way))
@@ -290,7 +291,7 @@ def test_every_family_has_the_widened_bits(name, tmp_path):
 
 
 def claimants(model) -> list:
-    """All matrices that claim to be larger than they are."""
+    """Return all matrices that claim to be larger than they are."""
     parts = (model.layers, model.table, model.head)
     found = tree_flatten(parts, is_leaf=lambda part: isinstance(part, Matrix))
     return [part for _, part in found if isinstance(part, Matrix) and part.claim]
@@ -303,8 +304,8 @@ CUTS += [(way, size) for way in ("Q5_0", "Q4_K", "Q6_K") for size in (2, 4)]
 
 @pytest.mark.parametrize(("way", "size"), CUTS)
 def test_shard_has_the_widened_bits(tmp_path, way, size):
-    """With 3 and 4 ranks `o` and `down` are cut inside a group, so the shard is unpacked. Scales
-    that are bytes are widened if a rank has a part of each row."""
+    """With 3 and 4 ranks `o` and `down` are cut inside a group, so the shard is dequantized. Scales in bytes are
+    widened if a rank has a part of each row."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "attention_bias": True}
     if way.startswith("Q"):
         lean, folder = make_pair(tmp_path, way, num_hidden_layers=1, hidden_size=512)
@@ -332,11 +333,11 @@ def test_shard_has_the_widened_bits(tmp_path, way, size):
     assert True in seen and (False in seen) == ("bits" in way and size > 2)
 
 
-# --- the way in ---------------------------------------------------------------------------------
+# --- how a packed matrix is recognized ----------------------------------------------------------
 
 
 def test_float32_is_not_taken_for_packed():
-    """Even if they begin like a packed matrix, except for one bit of its key. (That may be a NaN,
+    """This includes matrices that start like a packed one, except for one bit of its key. (The key may be a NaN,
     so the first column of a result is not compared.)"""
     matrix = packed(quantized(1, (64, 64), 8, 32))
     begins = (ctypes.c_char * library.LINE).from_address(address(matrix.weight) - library.LINE)
@@ -365,7 +366,7 @@ def test_lazy_product_holds_the_matrix():
 
 
 def test_wrong_shape_ends_the_process():
-    """A claim would be read beyond its end."""
+    """A packed matrix would be read beyond its end."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels', 'tools']\n"
         "from kernels import device\n"
@@ -379,7 +380,7 @@ def test_wrong_shape_ends_the_process():
 
 
 def test_loads_while_another_computes(tmp_path):
-    """Another engine runs steps meanwhile."""
+    """Another engine runs steps while a model is loaded."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "quantize": lambda module: (4, 64)}
     folder = make_checkpoint(tmp_path / "a", seed=1, **changes)
     other = make_checkpoint(tmp_path / "b", seed=2, dtype=mx.bfloat16)
@@ -415,13 +416,12 @@ def test_loads_while_another_computes(tmp_path):
     assert len(taken) > 3 and max(taken[1:]) <= taken[0] + 2**20, taken
 
 
-# --- memory, and where it stays as it was -------------------------------------------------------
+# --- memory, and what stays unpacked ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_memory_is_as_estimated(tmp_path, bits):
-    """`fit` uses the estimate from before the first tensor is read. Nothing is widened while
-    loading."""
+    """`fit` uses the estimate made before the first tensor is read. Nothing is widened while loading."""
     changes = {
         "hidden_size": 512,
         "intermediate_size": 2048,
@@ -451,8 +451,8 @@ def test_memory_is_as_estimated(tmp_path, bits):
 
 @pytest.mark.parametrize("way", ["Q4_0", "Q5_0", "Q8_0", "Q5_K", "Q6_K", "3", "4", "5", "6", "8"])
 def test_memory_of_each_format_is_as_estimated(tmp_path, way):
-    """For activations of 8 bits, weights have the size of the file, and no offsets that follow from
-    scales."""
+    """With activations of 8 bits, weights have the size of the file, and offsets that follow from scales are
+    not stored."""
     if way.startswith("Q"):
         folder, _ = make_pair(tmp_path, way, num_hidden_layers=1, hidden_size=512)
     else:

@@ -1,5 +1,5 @@
-"""Operations on rows: none is taken for a matrix, nor a matrix for one, and memory lives until its last
-use. (`tests/models/test_ops.py` compares them with their formulas.)"""
+"""Operations on rows: none is taken for a matrix, nor a matrix for an operation, and memory lives until its
+last use. (`tests/models/test_ops.py` compares them with their formulas.)"""
 
 import gc
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_lazy_norm_holds_its_weights():
 
 
 def test_operation_used_as_a_matrix():
-    """The process ends with one line, before memory is misread."""
+    """The process ends with one line, before it misreads memory."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels']\n"
         "from kernels import device, library, row_ops\n"

@@ -247,7 +247,7 @@ class Reference:
 
         self.model, _ = mlx_lm.utils.load_model(folder, model_config=config)
         self.model.set_dtype(mx.float32)
-        # mlx-lm always uses longrope's long factors. We use the short ones where slots are no longer than
+        # Mlx-lm always uses longrope's long factors. We use the short ones where slots are no longer than
         # the original length, so for such slots the reference gets them in place of the long ones.
         given = json.loads((folder / "config.json").read_text()) | (config or {})
         scaling, self.short, self.bound = (

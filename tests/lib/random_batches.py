@@ -212,7 +212,7 @@ def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> 
     with Engine(
         model, text, policy=policy, run_ahead=run_ahead, speculate=speculate, **crowded
     ) as engine:
-        # what an earlier owner might have left
+        # What an earlier owner might have left
         length = engine.runner.slab.length
         for array in engine.runner.slab.arrays:
             shape = array[:, :, :length].shape
@@ -249,7 +249,7 @@ class Bold(Drafter):
         left -= sum(map(len, found.values()))
         for request in decoding:
             most = min(left, request.max_tokens - request.planned - 1, 3)
-            # after numbers that are not finite, a request has no draft source
+            # After numbers that are not finite, a request has no draft source
             is_open = request.drafting.source and request.planned == request.committed
             if most > 0 and request.id not in found and is_open:
                 found[request.id] = (request.answer[-1],) * most
@@ -402,7 +402,7 @@ def main(schedules: int) -> None:
     form = os.environ["NANOBATCH_BLAS"].removeprefix("rows:")
     assert device.blas.kernels.startswith(form), device.blas
     with tempfile.TemporaryDirectory() as folder:
-        # four on each pair of engines, so that each finds what the previous ones left
+        # Four on each pair of engines, so that each finds what the previous ones left
         rounds = range(0, schedules, 4)
         models = make_models(Path(folder), most=len(rounds))
         total = NONE

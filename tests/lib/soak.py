@@ -102,7 +102,7 @@ def soak(model: Model, text: Tokenizer, requests: int, seed: int = 0) -> Counter
                 continue
             case = dice.randrange(len(cases))
             open_handles.append((case, submit(*cases[case])))
-            # cancel at a random moment; about a quarter of the requests has finished by then
+            # Cancel at a random moment; about a quarter of the requests has finished by then
             if dice.random() < 0.4:
                 if dice.random() < 0.5:
                     time.sleep(dice.random() * 0.01)

@@ -1,4 +1,4 @@
-"""A model is downloaded from a hub on this machine, with its progress in one line."""
+"""A model is downloaded from a hub on this machine, with a one-line progress display."""
 
 import io
 import os
@@ -44,14 +44,14 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def meet(monkeypatch, address: str) -> None:
-    """From here on, this is the hub."""
+    """Use this address as the hub from now on."""
     monkeypatch.setattr(constants, "ENDPOINT", address)
     template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def test_the_progress_of_a_download_is_one_line(tiny, cache, monkeypatch):
-    """The hub's library drew a bar for each file, one over the other."""
+    """The hub's library drew a bar for each file, one over another."""
     shown = threading.Event()
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -83,7 +83,7 @@ def test_a_log_has_one_line_of_a_download(tiny, cache, monkeypatch, capsys):
 
 
 def test_a_download_goes_on_after_ctrl_c(tiny, cache, tmp_path):
-    """The wait ended when all files that had begun were there."""
+    """The wait used to end only when all started files were complete."""
     is_cut = True
 
     def pause(name: str, sent: int) -> None:
@@ -111,7 +111,7 @@ def test_a_download_goes_on_after_ctrl_c(tiny, cache, tmp_path):
 
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_without_a_network_a_line_says_so(tiny, cache, monkeypatch, is_begun):
-    """Also where an earlier download has only brought the small files."""
+    """It also appears if an earlier download fetched only the small files."""
     if is_begun:
         with Hub(tiny) as hub:
             meet(monkeypatch, hub.address)

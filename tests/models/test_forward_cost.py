@@ -37,7 +37,7 @@ def test_a_small_llama_is_counted_as_by_hand(tmp_path):
     head = 272 * 64
     assert view.body_products == (qkv + out + mlp) + qkv
     assert view.tail_products == out + mlp + head
-    norms = 3 * 64, 2 * 64  # behind the last layer's attention: its second norm, and the last one
+    norms = 3 * 64, 2 * 64  # after the last layer's attention: its second norm, and the final norm
     assert view.body_nbytes == 4 * (view.body_products + norms[0])
     assert view.tail_nbytes == 4 * (view.tail_products + norms[1])
     assert view.token_nbytes == 4 * 64
@@ -47,7 +47,7 @@ def test_a_small_llama_is_counted_as_by_hand(tmp_path):
 
 
 def test_packed_bytes(tmp_path):
-    """Four bits a number, and a scale and an offset of two bytes each for 32 of them."""
+    """A number takes four bits, and 32 numbers share a scale and an offset of two bytes each."""
     folder = make_checkpoint(
         tmp_path,
         dtype=mx.float16,
@@ -65,7 +65,7 @@ def test_packed_bytes(tmp_path):
     assert (
         view.row_nbytes == whole.row_nbytes == read_model(folder, kv="float32").cost.row_nbytes // 2
     )
-    if device.is_batch_invariant():  # packed as well, but for norms and the slab
+    if device.is_batch_invariant():  # quantized as well, except for norms and the slab
         kept = read_model(folder).cost
         others = {"row_nbytes": 0, "last_row_nbytes": 0, "body_nbytes": 0, "tail_nbytes": 0}
         assert kept._replace(**others) == view._replace(**others)
@@ -82,18 +82,18 @@ def test_experts_are_counted_apart(tmp_path):
     qkv = 128 * 64
     assert view.body_products == (qkv + 64 * 64 + router) + qkv
     assert view.tail_products == 64 * 64 + router + 272 * 64
-    norms = 64 + 2 * 16  # before attention, and of each query's and each key's head
+    norms = 64 + 2 * 16  # before attention, and one per query and key head
     assert view.body_nbytes == 4 * (view.body_products + norms + 64 + norms)
     assert view.tail_nbytes == 4 * (view.tail_products + 2 * 64)
     assert view.nbytes == view.body_nbytes + view.tail_nbytes + 2 * 6 * view.expert_nbytes
 
 
 def prompt(length: int) -> list[int]:
-    """No two begin alike, so no chunk copies another's rows."""
+    """Return a prompt that shares no prefix with others, so no chunk copies another's rows."""
     return [length, *range(1, length)]
 
 
-# --- as a pass does it --------------------------------------------------------------------------
+# --- compared with actual passes ----------------------------------------------------------------
 
 
 class Meter:
@@ -123,7 +123,7 @@ class Meter:
 
 
 class EndsAfter:
-    """The tokens that end an answer: whichever comes at this place."""
+    """A set of end tokens that contains whichever token comes at this place."""
 
     def __init__(self, handle: Handle, tokens: int):
         self.handle = handle
@@ -147,8 +147,8 @@ class EndsAfter:
 )
 @pytest.mark.parametrize("slots", [1, 3])
 def test_cost_of_each_step(tmp_path, monkeypatch, changes, slots):
-    """Prompts of several chunks, chunks that end no prompt, rows that decode beside them, and
-    ghosts. Alone, a sequence reads its own rows; neighbours may read as far as the longest."""
+    """The steps contain prompts of several chunks, chunks that end no prompt, decoding rows next to them, and
+    ghosts. Alone, a sequence reads its own rows; neighbours may read as many rows as the longest."""
     folder = make_checkpoint(tmp_path, **changes)
     dtype = "checkpoint" if "quantize" in changes else "float32"
     options = {"slots": slots, "max_len": 256, "chunk": 32, "budget": 34}
@@ -182,7 +182,7 @@ def compare(model: Model, step, metered: Counter, exact: bool) -> None:
     asked = asked_of(step.view)
     bill = pass_cost(model.cost, Work.from_members(parts_of(step), asked))
     assert bill.products == metered["products"]
-    # The last layer's attention is in the graph, and not computed if no token is asked
+    # The last layer's attention is in the graph, but not computed if no token is sampled
     cost = model.cost
     looked = dict(metered)
     if not asked:
@@ -196,8 +196,8 @@ def compare(model: Model, step, metered: Counter, exact: bool) -> None:
 
 
 def test_experts_of_the_newest_step(tmp_path):
-    """Each token takes two experts in each layer; in the last one, only tokens to sample do. A step
-    without any leaves nothing that would hold the slab."""
+    """Each token uses two experts in each layer; in the last one, only sampled tokens do. A step that samples
+    none leaves nothing that would keep the slab."""
     with Engine.load(
         make_checkpoint(tmp_path, **EXPERTS), slots=3, max_len=256, chunk=32
     ) as engine:
@@ -220,8 +220,8 @@ def test_experts_of_the_newest_step(tmp_path):
 
 
 def test_kept_experts_copy_no_slab(tmp_path):
-    """If a chunk ends no prompt, the last layer's choices are never computed. Kept beyond the next
-    pass, they would hold the slab, and a step would copy it."""
+    """If a chunk ends no prompt, the last layer's choices are never computed. Kept beyond the next pass, they
+    would reference the slab, and a step would copy it."""
     with Engine.load(
         make_checkpoint(tmp_path, **EXPERTS), slots=2, max_len=16_384, chunk=32, budget=34
     ) as engine:
@@ -241,8 +241,8 @@ def test_kept_experts_copy_no_slab(tmp_path):
 
 @pytest.mark.parametrize("rate", [1e9, 1e12])
 def test_roofline_on_a_fast_machine(monkeypatch, rate):
-    """A try of microseconds would measure how long it takes to start one, and a cache that holds a
-    piece would be measured instead of memory. Here the clock is given."""
+    """A trial of microseconds would measure its own start-up, and a small piece would measure the cache instead
+    of memory. Here the clock is simulated."""
     sizes = []
 
     def quickest(pairs):
@@ -257,8 +257,8 @@ def test_roofline_on_a_fast_machine(monkeypatch, rate):
 
 
 def test_the_roof_is_as_much_as_was_ever_seen(engine, monkeypatch):
-    """A try beside other programs is slower than the machine is. What was measured first beside
-    none stays so."""
+    """A trial is slower while other programs run. The first trial without other programs marks the roof as
+    undisturbed."""
     assert engine.snapshot().roof == Roof()
     tries = [(3.0, 5.0, 7.0), (4.0, 2.0, 7.5), (1.0, 1.0, 1.0)]
     monkeypatch.setattr(roofline, "measure", lambda nbytes, dtype: tries.pop(0))

@@ -32,14 +32,14 @@ def alike(file, folder, tokens=PROMPT) -> bool:
     return same_bits(read_model(file, activations=32), read_model(folder, "float32"), tokens)
 
 
-# How much more memory than the file's tensors they take
+# The largest ratio of their memory to the file's tensors
 MOST = {"Q4_0": 1.15, "Q4_1": 1.15, "Q8_0": 1.15, "Q5_0": 1.7, "Q5_1": 1.7}
 MOST |= {"Q4_K": 1.05, "Q5_K": 1.6, "Q6_K": 1.42, "MXFP4": 1.35}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_type_gives_the_bits_of_the_dequantized_weights(kind, tmp_path):
-    """And stays packed."""
+    """The weights also stay packed."""
     file, wide = make_pair(tmp_path, kind, seed=len(kind))
     assert alike(file, wide)
     stored = sum(tensor.nbytes for tensor in read_gguf(file).tensors.values())
@@ -57,13 +57,13 @@ def test_names_of_files_are_those_of_the_gguf_package():
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_each_family_gives_the_bits_of_the_dequantized_weights(arch, tmp_path):
-    """Gemma and Granite multiply weights, which rounds packed numbers in another place."""
+    """Gemma and Granite multiply weights, which rounds quantized numbers elsewhere."""
     assert alike(*make_pair(tmp_path, "F32" if arch in ("gemma3", "granite") else "Q4_K", arch))
 
 
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
 def test_value_heads_in_the_order_of_llama_cpp(arch, tmp_path):
-    """If key heads are fewer, value heads lie in another order, and so do the sums of the output."""
+    """With fewer key heads, value heads have another order, and so do the sums of the output."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
     fields = {"qwen35moe.feed_forward_length": None}
     file, wide = make_pair(
@@ -78,7 +78,7 @@ def test_value_heads_in_the_order_of_llama_cpp(arch, tmp_path):
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4"])
 def test_mlxs_own_products_come_near(kind, tmp_path):
-    """As on a GPU. Q6_K has groups of 16, which MLX does not multiply: it becomes float16."""
+    """MLX's products run on GPUs. Q6_K has groups of 16, which MLX does not multiply: it becomes float16."""
     file, wide = make_pair(tmp_path, kind, num_hidden_layers=1)
     reader = ModelReader(file, "checkpoint")
     ours = reader.read_model()
@@ -104,7 +104,7 @@ def test_frequencies_of_llama_3_come_from_their_tensor(tmp_path):
     assert np.abs(ours - right).max() < 1e-4 * np.abs(right).max()
 
 
-# --- what comes from elsewhere --------------------------------------------------------------------
+# --- untrusted files ------------------------------------------------------------------------------
 
 
 def load(file: Path) -> None:
@@ -115,7 +115,7 @@ def load(file: Path) -> None:
 
 
 def refused(file: Path, *words: str) -> str:
-    """Loading fails with one line that names the file and holds the words."""
+    """Assert that loading fails with one line that names the file and contains the words. Return the line."""
     with pytest.raises(ModelError) as caught:
         load(file)
     line = str(caught.value)
@@ -148,7 +148,7 @@ def tensor(name: str = "a", shape: tuple = (32,), kind: int = 0, offset: int = 0
 
 
 def gguf_bytes(fields=(), tensors=(), data: int = 256, version: int = 3, counts=()) -> bytes:
-    """A file with these fields and tensors, whatever they are."""
+    """Return the bytes of a file with these fields and tensors, valid or not."""
     count, many = counts or (len(tensors), len(fields))
     head = b"GGUF" + struct.pack("<IQQ", version, count, many) + b"".join((*fields, *tensors))
     return head + bytes(-len(head) % 32 + data)
@@ -209,7 +209,7 @@ def cut(wanted: str):
 
 
 def filled(wanted: str, number: float):
-    """Each block's scale becomes this number."""
+    """Return a change that sets each block's scale to this number."""
 
     def change(name: str, data: np.ndarray) -> np.ndarray:
         if name == wanted:
@@ -225,7 +225,7 @@ SPOILT = number_of("SPOILT", 100)
 
 
 def test_a_spoilt_header_is_refused_or_read_and_never_anything_else(tmp_path, whole_file):
-    """Some bytes of the metadata are drawn anew."""
+    """Replace some bytes of the metadata with random ones."""
     rng = np.random.default_rng(0)
     data = np.frombuffer(whole_file.read_bytes(), np.uint8)
     end = min(tensor.begin for tensor in read_gguf(whole_file).tensors.values())
@@ -331,7 +331,7 @@ def test_states_that_do_not_fit_together_are_refused_in_one_line(name, tmp_path)
 
 
 def test_layers_that_draft_tokens_are_not_read(tmp_path):
-    """Such layers follow the others; here a list tells them apart."""
+    """Such layers follow the others; here a list marks them."""
     fields = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
     fields["qwen35.attention.recurrent_layers"] = [True, True, True, False, False]
     names = ("blk.4.attn_norm.weight", "blk.4.nextn.eh_proj.weight")
@@ -341,7 +341,7 @@ def test_layers_that_draft_tokens_are_not_read(tmp_path):
 
 @pytest.mark.parametrize("heads", [[1, 2, 0, 0], [0, 0, 0, 0], [0, 2], 2])
 def test_heads_that_differ_between_layers_are_refused(heads, tmp_path):
-    """Without any in layers with a convolution, and the same number in all others."""
+    """The list needs zeros for layers with a convolution, and equal numbers for all others."""
     fields = {"lfm2.attention.head_count_kv": heads}
     refused(make_pair(tmp_path, "F32", "lfm2", fields=fields)[0], "head_count_kv")
 
@@ -395,7 +395,7 @@ def test_a_gemma_4_that_does_not_fit_together_is_refused(name, tmp_path):
 
 
 def nan_scale(name: str, data: np.ndarray) -> np.ndarray:
-    """255 stands for NaN."""
+    """A scale of 255 stands for NaN."""
     if name == "blk.1.ffn_up_exps.weight":
         data.reshape(-1, 17)[-1, 0] = 255
     return data
@@ -418,7 +418,7 @@ def test_a_gpt_oss_that_does_not_fit_together_is_refused(fields, change, word, t
 
 
 def test_values_that_are_keys(tmp_path):
-    """Larger Gemma 4 models lack v in layers with full attention, and have fewer heads there."""
+    """Larger Gemma 4 models have no v in layers with full attention, and fewer heads there."""
     heads = {"num_key_value_heads": 2, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
     own = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}
     own |= {"hidden_size_per_layer_input": 0}
@@ -429,7 +429,7 @@ def test_values_that_are_keys(tmp_path):
 
 
 def test_granite_without_positions(tmp_path):
-    """Granite 4 says so by a field that is named for something else."""
+    """Granite 4 encodes this in a field with an unrelated name."""
     fields = {"granite.rope.scaling.finetuned": False}
     file, _ = make_pair(tmp_path, "F32", "granite", fields=fields)
     assert all(kind.rope is None for kind in read_model(file).kinds)
@@ -460,7 +460,7 @@ def test_a_split_model_is_found_by_any_of_its_parts(tmp_path):
 
 
 def split(file: Path) -> list[Path]:
-    """The file in three, as llama.cpp splits one."""
+    """Split the file into three parts, as llama.cpp does."""
     stem = file.with_suffix("")
     reader = gguf.GGUFReader(file)
     parts = [Path(f"{stem}-0000{n + 1}-of-00003.gguf") for n in range(3)]

@@ -1,4 +1,4 @@
-"""Every form of a checkpoint is read, and every fault is named in one line."""
+"""Every form of a checkpoint can be loaded, and every fault is reported in one line."""
 
 import json
 import math
@@ -42,12 +42,12 @@ def sharded(tmp_path_factory):
 
 @pytest.fixture
 def folder(whole, tmp_path):
-    """A copy of the checkpoint, to break."""
+    """A copy of the checkpoint that a test may break."""
     return shutil.copytree(whole, tmp_path / "model")
 
 
 def refused(folder, *words: str, **options) -> str:
-    """Loading fails with one line that holds the words."""
+    """Assert that loading fails with one line that contains the words. Return the line."""
     with pytest.raises(ModelError) as caught:
         Engine.load(folder, slots=1, max_len=64, **options)
     line = str(caught.value)
@@ -72,7 +72,7 @@ def change_weights(folder, change) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
 
 
-# --- what is read -------------------------------------------------------------------------------
+# --- what is loaded -----------------------------------------------------------------------------
 
 
 def test_sharded_and_single_file(whole, sharded):
@@ -97,7 +97,7 @@ def test_a_long_load_says_how_far_it_is(folder, monkeypatch):
 
 
 def test_tied_head_is_stored_once(folder):
-    """A head that is stored a second time is ignored."""
+    """A second copy of the head is ignored."""
     change_config(folder, tie_word_embeddings=True)
     model = read_model(folder)
     assert model.head is model.table
@@ -113,7 +113,7 @@ def test_weights_decide_about_tying(folder):
 
 
 def test_stored_rope_tables_are_ignored(folder):
-    """Old checkpoints carry them."""
+    """Old checkpoints contain them."""
     change_weights(
         folder, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(8)})
     )
@@ -121,7 +121,7 @@ def test_stored_rope_tables_are_ignored(folder):
 
 
 def test_eos_tokens_are_the_union(folder):
-    """Of config, generation_config and tokenizer."""
+    """They come from config, generation_config and tokenizer."""
     assert Tokenizer(folder, V).end_tokens == {257}
     (folder / "generation_config.json").write_text('{"eos_token_id": [259, 257]}')
     assert Tokenizer(folder, V).end_tokens == {257, 259}
@@ -169,7 +169,7 @@ def test_wrong_number_of_layers(folder):
 
 
 def test_a_billion_layers_of_fused_tensors_are_refused(tmp_path):
-    """The shapes of all layers were computed first, to take fused tensors apart: until memory was full."""
+    """The shapes of all layers were computed first, to split fused tensors, until memory was full."""
     folder = make_checkpoint(tmp_path, model_type="phi3")
     change_config(folder, num_hidden_layers=10**9)
     refused(folder, "lacks", "model.layers.999999999")
@@ -234,7 +234,7 @@ Q = "model.layers.0.self_attn.q_proj"
     ],
 )
 def test_bad_tensors(folder, name, change, words):
-    """One number of a matrix is enough."""
+    """One wrong number in a matrix is enough."""
 
     def replace(weights) -> None:
         new = change(weights.pop(name, None))
@@ -246,8 +246,7 @@ def test_bad_tensors(folder, name, change, words):
 
 
 def test_bad_fused_matrix(tmp_path):
-    """Phi-3's q, k and v are cut out of one matrix. From one of another height they would be cut at
-    wrong rows."""
+    """Phi-3's q, k and v are slices of one matrix. With another height they would be cut at wrong rows."""
     folder, name = (
         make_checkpoint(tmp_path, model_type="phi3"),
         "model.layers.1.self_attn.qkv_proj.weight",
@@ -261,7 +260,7 @@ def test_bad_fused_matrix(tmp_path):
 
 
 def test_bad_experts(tmp_path):
-    """Each expert may be a tensor of its own. A missing one would shift all later ones."""
+    """Each expert may be a separate tensor. A missing one would shift all later ones."""
     settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     folder = make_checkpoint(tmp_path, model_type="qwen3_moe", experts_apart=True, **settings)
     read_model(folder)
@@ -412,7 +411,7 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
             64,
             [0],
         ),
-        ({"model_type": "mistral", "sliding_window": None}, 4096, []),  # None leaves the field out
+        ({"model_type": "mistral", "sliding_window": None}, 4096, []),  # None removes the field
         # From layer 28 on
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None, []),
         (
@@ -442,7 +441,7 @@ def test_sliding_layers_of_each_family(tmp_path, settings, window, whole):
     assert config.window == window and [*config.whole] == whole
 
 
-# Others are code on the hub
+# The other families are code on the hub
 KNOWN_TO_TRANSFORMERS = [family for family in FAMILIES if family in CONFIG_MAPPING]
 
 
@@ -452,7 +451,7 @@ def test_config_defaults_equal_transformers(tmp_path):
     for family in KNOWN_TO_TRANSFORMERS:
         unsaid = {"head_dim": None, "rope_theta": None, "rms_norm_eps": None}
         if family.startswith("qwen3_5"):
-            unsaid["num_hidden_layers"] = 4  # one of which has attention
+            unsaid["num_hidden_layers"] = 4  # one of them has attention
         given = make_config(model_type=family, **unsaid)
         (tmp_path / "config.json").write_text(json.dumps(given))
         ours = configs.read_config(tmp_path, True)
@@ -471,7 +470,7 @@ def test_config_defaults_equal_transformers(tmp_path):
         for layer in range(ours.layers):
             size = getattr(sizes[layer], "head_dim", None) or ours.D // ours.H
             assert ours.heads(layer).Dh == size, family
-        if family != "qwen2":  # its biases stand in the code
+        if family != "qwen2":  # its biases are fixed in the code
             assert ours.qkv_bias == getattr(theirs, "attention_bias", False), family
             assert ours.o_bias == getattr(theirs, "attention_out_bias", ours.qkv_bias)
         turned = getattr(theirs, "no_rope_layers", [1, 1])
@@ -488,7 +487,7 @@ OTHERS = """
 def test_transformers_configs(tmp_path, family):
     """Field names change with releases: since transformers 5, theta is in `rope_parameters`."""
     config = AutoConfig.for_model(family).to_dict()
-    if family == "granitemoehybrid":  # the default has Mamba layers and experts
+    if family == "granitemoehybrid":  # the default config has Mamba layers and experts
         config |= {"layer_types": ["attention"] * config["num_hidden_layers"]}
         config["num_local_experts"] = 0
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -554,7 +553,8 @@ def test_a_refused_family_names_the_one_that_is_near(tmp_path, name, near):
 
 
 def test_zero_initialized_block(folder):
-    """LLaMA Pro adds blocks whose last matrices begin as zeros; they were called a broken download."""
+    """LLaMA Pro adds blocks whose last matrices are initialized to zero; they were reported as a broken
+    download."""
     names = [f"model.layers.1.{name}.weight" for name in ("self_attn.o_proj", "mlp.down_proj")]
     change_weights(folder, lambda w: w.update({name: mx.zeros_like(w[name]) for name in names}))
     layer = read_model(folder).layers[1]
@@ -578,7 +578,7 @@ def test_model_larger_than_memory(whole, monkeypatch):
     model, text = read_model(whole), Tokenizer(whole, V)
     with pytest.raises(ValueError, match=r"64 slots of 2,048.*--slots \d+ or --max-len \d+"):
         Engine(model, text, slots=64, max_len=2048)
-    with Engine(model, text) as engine:  # not asked for a size, it takes one that fits
+    with Engine(model, text) as engine:  # the default sizes are chosen to fit
         assert engine.sched.slots >= 1 and "10" not in engine.summary.split(";")[0]
         assert "slots of 1,024 tokens" in engine.summary and "9.54 MiB" in engine.summary
     monkeypatch.setattr(device, "free_memory", lambda: 1_000_000)
@@ -587,8 +587,8 @@ def test_model_larger_than_memory(whole, monkeypatch):
 
 
 def test_sizes_are_fixed_before_loading(whole, monkeypatch):
-    """The sizes were computed twice. When another program took memory in between, a model was refused
-    after its weights had been read."""
+    """The sizes were computed twice. When another program took memory in between, a model was refused after its
+    weights had been loaded."""
     read = ModelReader.read_model
 
     def read_beside_a_neighbour(reader: ModelReader, between: Callable):
@@ -603,7 +603,7 @@ def test_sizes_are_fixed_before_loading(whole, monkeypatch):
         assert slab.slots > 1 and sum(array.nbytes for array in slab.arrays) <= 9_000_000
 
 
-# --- attacks: what is not a file, and what is not a number --------------------------------------
+# --- attacks: special files, and invalid numbers ------------------------------------------------
 
 FILES = (
     "config.json",
@@ -616,8 +616,8 @@ FILES += ("model.safetensors", "model.safetensors.index.json", "chat_template.ji
 
 
 def tried(folder) -> str:
-    """ "loaded", or the one line of a ModelError. Everything that a folder holds is read; no other
-    error may come."""
+    """Load everything in a folder. Return "loaded", or the one line of a ModelError; any other error
+    propagates."""
     try:
         with Engine.load(folder, slots=1, max_len=64) as engine:
             engine.text.ask("a question")
@@ -644,14 +644,14 @@ def test_special_files_are_refused(folder, file, kind):
     thread.start()
     thread.join(60)
     if thread.is_alive() and kind == "pipe":
-        # Else the thread would hold the device's lock for ever
+        # Otherwise the thread would hold the device's lock forever
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
     assert said and str(path) in said[0], said
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "model.safetensors"])
 def test_oversized_file_is_refused(folder, file):
-    """An index of two million entries was refused after 34 s. This file is nothing but a length."""
+    """An index of two million entries was refused after 34 s. The test file is sparse."""
     path, most = folder / file, LARGEST.get(file, LARGEST_OTHER)
     with path.open("wb") as large:
         large.truncate(most + 1)
@@ -710,7 +710,7 @@ SCALING = """
 
 
 def strange(rng: random.Random, config: dict) -> dict:
-    """A good config with one to three values replaced, in it or in its rope scaling."""
+    """Return a good config with one to three values replaced, in it or in its rope scaling."""
     config = config | {"model_type": rng.choice([*families.FAMILIES])}
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         value = rng.choice(STRANGE)
@@ -724,8 +724,7 @@ def strange(rng: random.Random, config: dict) -> dict:
 
 
 def test_random_configs(folder):
-    """A value of 5,000 characters was repeated whole; a number of 5,000 digits raised another
-    error."""
+    """A value of 5,000 characters was repeated in full, and a number of 5,000 digits raised another error."""
     rng, config, count = (
         random.Random(11),
         json.loads((folder / "config.json").read_text()),
@@ -754,7 +753,7 @@ def test_random_configs(folder):
     "file", ["config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"]
 )
 def test_what_is_no_json_file(folder, file, text):
-    """Python's own reader raises other errors for what is nested too deeply or has too many digits."""
+    """Python's parser raises other errors for deep nesting or too many digits."""
     (folder / file).write_bytes(text.encode("latin-1"))
     assert file in tried(folder)
 
@@ -788,8 +787,8 @@ def test_bad_values_in_other_files(folder, file, content):
 
 
 def spoilt(rng: random.Random, data: bytes) -> bytes:
-    """A file with weights that has been cut off, or has other bytes, in its header or behind, or
-    strange values."""
+    """Return a weights file that is truncated, or has random bytes or strange values, in its header or
+    data."""
     data, end = bytearray(data), 8 + struct.unpack("<Q", data[:8])[0]
     how = rng.choice(("cut", "length", "header", "header", "values", "values", "numbers"))
     if how == "cut":
@@ -837,5 +836,5 @@ def test_keys_and_values_have_16_bits_where_the_weights_have(tmp_path, dtype):
             sizes[kv] = sum(array.nbytes for array in slab.arrays)
             assert slab.dtype == (mx.float16 if kv == "auto" and dtype.size == 2 else mx.float32)
             assert sizes[kv] == slab_of(engine.model, Sizes(2, 64, 32, budget=32))
-    # A row of each head more holds what attention knows of the slab
+    # One more row per head holds the label that attention reads
     assert sizes["float32"] == pytest.approx(sizes["auto"] * 4 / dtype.size, rel=0.02)

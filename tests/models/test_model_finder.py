@@ -1,5 +1,4 @@
-"""Local models are found without the network, and listed with the reason if they are not
-supported."""
+"""Local models are found without the network, and unsupported ones are listed with the reason."""
 
 import json
 import threading
@@ -33,11 +32,11 @@ def home(tmp_path, monkeypatch) -> Path:
 
 
 def cached(home: Path, name: str, **settings) -> Path:
-    """A checkpoint, laid out as huggingface_hub lays it out."""
+    """Write a checkpoint into the hub cache, in huggingface_hub's layout."""
     repo = home / "hub" / f"models--{name.replace('/', '--')}"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("1" * 40)
-    (repo / "snapshots" / ("2" * 40)).mkdir(parents=True)  # an older one, of which nothing is left
+    (repo / "snapshots" / ("2" * 40)).mkdir(parents=True)  # an older snapshot without files
     return make_checkpoint(repo / "snapshots" / ("1" * 40), **settings)
 
 
@@ -63,7 +62,7 @@ def test_cached_model_needs_no_network(home, monkeypatch):
     "gone", ["tokenizer.json", "model-00002-of-00003.safetensors", "model.safetensors.index.json"]
 )
 def test_a_download_that_was_interrupted_goes_on(home, monkeypatch, gone):
-    """The folder in the cache is incomplete: taken for the model, it would be refused forever."""
+    """The folder in the cache is incomplete. If it were used as the model, it would be refused forever."""
     folder = cached(home, "someone/tiny", shards=3)
     (folder / gone).unlink()
     if "index" in gone:
@@ -78,7 +77,7 @@ def test_lm_studios_folder_is_looked_at_too(home):
 
 
 def in_studio(home: Path, name: str, **settings) -> Path:
-    """A small GGUF file in LM Studio's folder."""
+    """Write a small GGUF file into LM Studio's folder."""
     file, _ = make_pair(home / "made" / name, num_hidden_layers=1, **settings)
     place = home / "studio" / name
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +85,7 @@ def in_studio(home: Path, name: str, **settings) -> Path:
 
 
 def in_ollama(home: Path, name: str, tag: str, **settings) -> Path:
-    """A small GGUF file in Ollama's store."""
+    """Write a small GGUF file into Ollama's store."""
     file, _ = make_pair(home / "made" / f"{name}-{tag}", num_hidden_layers=1, **settings)
     blob = home / "ollama" / "blobs" / f"sha256-{sha256(file.read_bytes()).hexdigest()}"
     manifest = home / "ollama" / "manifests" / "registry.ollama.ai" / name / tag
@@ -101,11 +100,11 @@ def in_ollama(home: Path, name: str, tag: str, **settings) -> Path:
 
 def test_a_gguf_file_is_found_by_its_path_its_folder_and_its_name(home):
     file = in_studio(home, "owner/Tiny-GGUF/Tiny-Q8_0.gguf")
-    in_studio(home, "owner/Tiny-GGUF/mmproj-Tiny-F16.gguf")  # of images
+    in_studio(home, "owner/Tiny-GGUF/mmproj-Tiny-F16.gguf")  # a projector for images
     for name in (str(file), str(file.parent), "owner/Tiny-GGUF", "owner/Tiny-GGUF:q8_0"):
         assert models.find(name) == file
     with Engine.load(str(file.parent), slots=1, max_len=64) as engine:
-        assert engine.summary.startswith("Tiny-Q8_0.gguf; llama, ")  # no line named the file
+        assert engine.summary.startswith("Tiny-Q8_0.gguf; llama, ")  # named after the file
     other = in_studio(home, "owner/Tiny-GGUF/Tiny-Q4_0.gguf", kind="Q4_0")
     assert models.find("owner/Tiny-GGUF:Q4_0") == other
     for name in (str(file.parent), "owner/Tiny-GGUF"):
@@ -135,7 +134,7 @@ def test_ollamas_models_are_found_by_their_names(home):
 
 
 def headless(folder: Path) -> None:
-    """As large models for embeddings are published: their config speaks of a head."""
+    """Remove the head, as in large embedding models, whose config still mentions one."""
     weights = mx.load(str(folder / "model.safetensors"))
     del weights["lm_head.weight"]
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
@@ -192,7 +191,7 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
         ("ollama:mixed:latest", " Q4_K_M ", "yes"),  # most tensors of a small one are Q5_0
     ):
         assert part in lines[name] and lines[name].endswith(end), lines[name]
-    if device.is_batch_invariant():  # as in the files, but for norms, which become float32
+    if device.is_batch_invariant():  # as in the files, except for norms, which become float32
         on_disk, in_memory = (float(lines["a/four"].split()[n]) for n in (4, 6))
         assert lines["a/four"].split()[7] == "KiB" and 0.8 < in_memory / on_disk < 1
     monkeypatch.setattr(device, "free_memory", lambda: 100_000)
@@ -201,7 +200,7 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
 
 
 def test_list_survives_a_vanishing_file(home, monkeypatch, capsys):
-    """As a download renames what it has fetched."""
+    """A download renames the files that it has fetched."""
     gone = cached(home, "a/downloaded") / "model.safetensors"
     stat = Path.stat
 
@@ -218,16 +217,16 @@ def test_list_survives_a_vanishing_file(home, monkeypatch, capsys):
 
 
 def test_list_of_a_folder(home, capsys):
-    """GGUF files were found only where other programs keep them."""
+    """GGUF files were found only where other programs store them."""
     make_checkpoint(home / "a" / "whole")
     in_studio(home, "owner/Tiny-GGUF/Tiny-Q8_0.gguf")
-    in_studio(home, "owner/Tiny-GGUF/mmproj-Tiny-F16.gguf")  # of images
-    (home / "studio" / "owner" / "again").symlink_to(home)  # leads back
+    in_studio(home, "owner/Tiny-GGUF/mmproj-Tiny-F16.gguf")  # a projector for images
+    (home / "studio" / "owner" / "again").symlink_to(home)  # a loop
     (home / "studio" / "broken.gguf").write_bytes(b"GGUF")
     (home / "studio" / ".hidden.gguf").write_bytes(b"GGUF")
     assert ask.main(["--list", str(home)]) == 0
     _, *lines = capsys.readouterr().out.splitlines()
-    made = home / "made" / "owner" / "Tiny-GGUF"  # what the files were made of
+    made = home / "made" / "owner" / "Tiny-GGUF"  # where the files were made
     lines = [line.split() for line in lines if str(made) not in line]
     assert [(line[0], line[-1]) for line in lines] == [
         (str(home / "studio" / "broken.gguf"), "how"),
@@ -242,7 +241,7 @@ def test_list_of_a_folder(home, capsys):
 
 
 def test_list_of_a_folder_that_does_not_answer(home, monkeypatch, capsys):
-    """As a network folder whose machine is off."""
+    """An example is a network folder whose machine is off."""
     hangs = threading.Event()
 
     def search(root: Path) -> Iterator[Path]:

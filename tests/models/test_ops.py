@@ -1,5 +1,4 @@
-"""Compare each operation, in the form that is fastest on this device, with its formula in float64,
-or with MLX."""
+"""Compare each operation, in its fastest form on this device, with its formula in float64 or with MLX."""
 
 import math
 from functools import partial
@@ -26,16 +25,16 @@ def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
 
 
 def wide(x: mx.array) -> np.ndarray:
-    """As float64: numpy knows no bfloat16."""
+    """Convert to float64. numpy has no bfloat16."""
     return np.array(x.astype(mx.float32), dtype=np.float64)
 
 
-# --- one number at a time -----------------------------------------------------------------------
+# --- element by element -------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["cpu_kernels.c", "MLX"])
 def form(request, monkeypatch) -> str:
-    """Our own product, or MLX where that does not run."""
+    """Our own product, or MLX where it does not run."""
     if request.param == "MLX":
         monkeypatch.setattr(row_ops, "handles", lambda x: False)
     elif not device.is_batch_invariant():
@@ -44,14 +43,14 @@ def form(request, monkeypatch) -> str:
 
 
 def places_off(y: mx.array, wanted: np.ndarray) -> float:
-    """The largest error, in units in the last place."""
+    """Return the largest error, in units in the last place."""
     return (np.abs(wide(y) - wanted) / np.spacing(np.abs(wanted).astype(np.float32))).max()
 
 
 @pytest.mark.parametrize("D", [1, 7, 64, 288, 5000])
 @pytest.mark.parametrize("size", [4.0, 4e-4, 1e25])
 def test_rms_norm_is_its_formula(form, D, size):
-    """Also where eps counts, and where MLX's squares are larger than a float32 can be."""
+    """The cases include values where eps matters, and where MLX's squares overflow float32."""
     x, weight = normal(15, D, scale=size), normal(D, seed=1)
     mean = (x.astype(np.float64) ** 2).mean(-1, keepdims=True)
     wanted = x / np.sqrt(mean + 1e-5) * weight
@@ -63,7 +62,7 @@ def test_rms_norm_is_its_formula(form, D, size):
 
 
 def alone(gated, x: mx.array) -> mx.array:
-    """The gate's values for these numbers."""
+    """Return the gate's values for these numbers."""
     return gated(mx.concatenate([x, mx.ones_like(x)], axis=-1))
 
 
@@ -88,7 +87,7 @@ def cap_30(x: np.ndarray) -> np.ndarray:
     ],
 )
 def test_each_function_is_its_formula(form, formula, ours, last):
-    """From far below zero to far above, and at the largest numbers."""
+    """The inputs range from far below zero to far above, up to the largest numbers."""
     x = np.concatenate([np.linspace(-last, last, 20_001), [-1e-6, 1e-30]]).astype(np.float32)
     wanted = formula(x.astype(np.float64))
     y = ours(mx.array(x))
@@ -124,13 +123,13 @@ def test_a_number_that_is_none_stays_none(form, place):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_argmax_takes_the_first(V, dtype):
     random = np.random.default_rng(V)
-    # Full of ties, within a block and among blocks
+    # Many ties, within a block and between blocks
     x = random.integers(-5, 5, (400, V)).astype(np.float32)
     x[:100, :] = random.standard_normal((100, V))
     x[100] = -np.inf
     x[101] = 3.0
     for row, place in enumerate(random.integers(0, V, 50)):
-        x[200 + row, place] = 7.0  # alone, at any place
+        x[200 + row, place] = 7.0  # a single maximum, at any place
     best, place = (column[:, 0] for column in argmax(mx.array(x).astype(dtype)))
     x = wide(mx.array(x).astype(dtype))
     assert place.tolist() == x.argmax(axis=-1).tolist()
@@ -139,7 +138,7 @@ def test_argmax_takes_the_first(V, dtype):
 
 @pytest.mark.parametrize("place", [0, 5, 130, 255])
 def test_argmax_shows_nan(place):
-    """Comparisons with NaN are false. A row that holds one must not yield a token."""
+    """Comparisons with NaN are false. A row that contains one must not yield a token."""
     x = normal(3, 256)
     x[1, place] = np.nan
     best, _ = argmax(mx.array(x))
@@ -148,8 +147,8 @@ def test_argmax_shows_nan(place):
 
 @pytest.mark.parametrize("L", [1, 5])
 def test_sliding_window_mask(L):
-    """From position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot
-    hides nothing."""
+    """At position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot hides
+    nothing."""
     window = Window(Slab(1, 2, 2, 96, 16, mx.float32), [1], [40], L)
     (group,) = window.groups
     seen = llama.seen(group.positions, group.T, 10)
@@ -181,7 +180,7 @@ def test_a_window_outside_the_slab_is_refused(slots, starts, L):
 
 
 def test_mask_is_per_sequence():
-    """Slots 1 and 2 read together, as far as the longer of them; slot 4 reads by itself."""
+    """Slots 1 and 2 are read together, up to the longer one's rows; slot 4 is read separately."""
     window = Window(Slab(1, 5, 2, 96, 16, mx.float32), [1, 2, 4], [20, 7, 60], 1)
     near, far = window.groups
     assert (near.slots, near.T, far.slots, far.T) == (slice(1, 3), 21, slice(4, 5), 61)
@@ -193,7 +192,7 @@ def test_mask_is_per_sequence():
 @pytest.mark.parametrize("rows", [1, 3, 16, 40])
 @pytest.mark.parametrize("T", [1, 2, 32, 224, 3001])
 def test_softmax_is_its_formula(form, rows, T, scale):
-    """With large numbers, and masked ones."""
+    """The inputs include large numbers and masked ones."""
     x = normal(rows, T, scale=30.0) + 500
     x[:, 1:][normal(rows, T - 1, seed=2) > 0.5] = -np.inf
     y = wide(softmax(mx.array(x), scale))
@@ -222,8 +221,8 @@ def rope(**settings) -> Rope:
 
 @pytest.mark.parametrize("part", [None, 48])
 def test_yarn_rope(part):
-    """transformers' definition, written anew: a ramp from the plane that turns 32 times in the
-    trained length to the one that turns once, both taken to a whole plane outwards."""
+    """transformers' definition, reimplemented: a ramp from the plane that turns 32 times within the trained
+    length to the one that turns once, with both bounds rounded outwards to whole planes."""
     settings = rope(
         type="yarn", theta=1e6, factor=4.0, high_freq_factor=32.0, original_length=4096, turned=part
     )
@@ -239,7 +238,7 @@ def test_yarn_rope(part):
 
 
 def test_longrope():
-    """Sequences beyond the trained length have other factors."""
+    """Sequences beyond the trained length use other factors."""
     settings = rope(type="longrope", short=(1.0, 1.5), long=(4.0, 8.0), original_length=100)
     assert np.allclose(wide(rope_frequencies(settings, 4, 100)), [1.0, 0.01 / 1.5])
     assert np.allclose(wide(rope_frequencies(settings, 4, 101)), [0.25, 0.01 / 8])
@@ -249,8 +248,7 @@ def test_longrope():
     ("turned", "interleaved"), [(None, True), (6, False), (6, True), (10, False)]
 )
 def test_interleaved_rope(turned, interleaved):
-    """A part of each head that turns, and neighbours that are a plane, are made the usual case by
-    order alone."""
+    """Reordering reduces a partly rotated head, and planes of neighbours, to the usual case."""
     settings, Dh = rope(turned=turned, interleaved=interleaved), 10
     x, order = mx.array(normal(1, 3, 5, Dh)), mx.array(settings.order(Dh))
     angles = (mx.arange(5)[:, None] + 7) * rope_frequencies(settings, Dh)
@@ -267,7 +265,7 @@ def test_interleaved_rope(turned, interleaved):
     [
         ({"rope_type": "yarn", "factor": 4.0}, 0.1 * math.log(4) + 1),
         ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.75}, 0.75),
-        # One alone says nothing
+        # One of the two has no effect
         ({"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}, 0.1 * math.log(4) + 1),
         (
             {"rope_type": "yarn", "original_max_position_embeddings": 512},
@@ -281,8 +279,7 @@ def test_interleaved_rope(turned, interleaved):
     ],
 )
 def test_rope_attention_factor(tmp_path, scaling, gain):
-    """mlx-lm ignores an attention_factor, and takes one mscale alone; there transformers is
-    right."""
+    """mlx-lm ignores an attention_factor, and uses a single mscale; transformers is right about both."""
     planes = (
         {f"{name}_factor": [1.0] * 8 for name in ("short", "long")}
         if scaling["rope_type"] == "longrope"
@@ -296,8 +293,7 @@ def test_rope_attention_factor(tmp_path, scaling, gain):
 
 
 def test_fused_projection_head_order():
-    """(N, (H + 2 Hkv) * Dh): all query heads, all key heads, all value heads; here without a
-    turn."""
+    """(N, (H + 2 Hkv) * Dh): all query heads, all key heads, all value heads; here without a rotation."""
     layer = SimpleNamespace(qkv=lambda x: x, qk_norm=lambda x: x, heads=AttentionHeads(4, 2, 6))
     x = normal(3, 8 * 6)
     q, k, v = heads(layer, mx.array(x), lambda x: x)
@@ -308,7 +304,7 @@ def test_fused_projection_head_order():
 
 @pytest.mark.parametrize("rounds", [True, False])
 def test_bounds_of_yarn_may_be_whole_planes(rounds):
-    """As transformers' `_compute_yarn_parameters` has it, with gpt-oss's numbers."""
+    """The definition is that of transformers' `_compute_yarn_parameters`, with gpt-oss's numbers."""
     R, theta, factor, original = 64, 150_000.0, 32.0, 4096
     rope = Rope("yarn", theta, factor, 1.0, 32.0, original, rounds=rounds)
     planes = np.arange(R // 2)

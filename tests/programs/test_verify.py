@@ -1,5 +1,5 @@
-"""`verify.py`, as a user runs it: what is compared, what a receipt says, and that a product which
-breaks the promise is found. The long form tries every way, as the program does by itself."""
+"""`verify.py` as a user runs it: what is compared, what a receipt says, and that it finds a matrix product
+that is not batch-invariant. The long form tries every way, as the program does by default."""
 
 import json
 import re
@@ -27,14 +27,14 @@ sys.exit(verify.main())"""
 
 @pytest.fixture(autouse=True)
 def no_hash_of_the_demo(monkeypatch) -> None:
-    """`tests/kernels` has it."""
+    """`tests/kernels` checks this hash."""
     if not IS_LONG:
         monkeypatch.setattr(verify, "hash_of_the_demo", lambda: "")
 
 
 @pytest.fixture
 def few(monkeypatch) -> int:
-    """The number of answers: of two questions, or in the long form of all."""
+    """Return the number of answers to two questions, or in the long form to all."""
     if not IS_LONG:
         ask_only(monkeypatch, COPY, LONG)
     return sum(len(settings.split()) for settings in verify.QUESTIONS.values())
@@ -64,18 +64,18 @@ def test_no_bit_differs(capsys, few):
     assert 0.8 * whole < ways["company"]["numbers"] <= whole  # a grammar may end an answer
     assert (
         int(ways["prefix_cache"]["note"].split()[0].replace(",", "")) > 200
-    )  # or nothing was tried
+    )  # otherwise nothing was tried
     assert int(ways["draft tokens"]["note"].split()[0]) > 10
     assert {"greedy", "drawn", "penalties", "regex"} <= set(found["settings"])
     assert len(found["model_sha256"]) == len(found["answers_sha256"]) == 64
     assert found["product"].startswith("rows (") and found["version"].startswith("nanobatch ")
     said = "\n".join(verify.shown(found))
     assert said.startswith("Not one bit differs: ") and found["model_sha256"][:16] in said
-    assert all(f"  {way} " in progress for way in ways)  # what is compared, while it is
+    assert all(f"  {way} " in progress for way in ways)  # progress is shown during the comparison
 
 
 def test_a_model_with_states(capsys, monkeypatch, tmp_path):
-    """Its prompts start from checkpoints, also while the others that left them go on."""
+    """Its prompts start from checkpoints, also while the requests that left them continue."""
     ask_only(monkeypatch, COPY)
     monkeypatch.setattr(verify, "TOKENS", 48 if IS_LONG else 12)
     folder = make_checkpoint(tmp_path, **QWEN3_5)
@@ -102,7 +102,8 @@ def test_kv_and_attention_reach_each_engine(capsys, count_only, monkeypatch):
 
 # --- planted bugs -------------------------------------------------------------------------------
 
-# Some of those that the receipt missed once, each with a question, its setting, and how often it is asked
+# Some bugs that the receipt once missed, each with a question, its setting, and the number of times it is
+# asked
 MISSED = {
     "the mask is wrong every 256 rows": (LONG, "greedy", 2),
     "the mask is wrong from row 513 on": (ALPHABET, "drawn", 2),
@@ -124,8 +125,8 @@ def alone() -> list[verify.Case]:
 
 @pytest.mark.parametrize("bug", MISSED)
 def test_a_planted_bug_is_seen(monkeypatch, alone, bug):
-    """Prompts and answers were too short, few draft tokens were right, neighbours were all sampled in
-    the same way and never together with a question, and no prompt was embedded."""
+    """Prompts and answers were too short, few draft tokens were accepted, all neighbours were sampled in the
+    same way and never together with a question, and no prompt was embedded."""
     question, setting, times = MISSED[bug]
     asked = [case for case in alone if (case.question, case.setting) == (question, setting)] * times
     plant(monkeypatch, bug)
@@ -136,7 +137,7 @@ def test_a_planted_bug_is_seen(monkeypatch, alone, bug):
 
 @long_form
 def test_every_planted_bug_is_seen(capsys):
-    """By one of the ways, in the order in which the program tries them."""
+    """One of the ways finds it, tried in the order of the program."""
     args = verify.parse_arguments([])
     seen = {}
     for bug in [*BUGS, *FAULTS]:
@@ -172,7 +173,7 @@ def test_another_blas_shows_what_others_have(tmp_path):
 
 
 def test_other_threads_are_other_processes(capsys, count_only, monkeypatch):
-    """The answers of a process whose product has another number of threads are compared, too."""
+    """The answers of a process whose product uses another number of threads are compared, too."""
     monkeypatch.setattr(verify, "THREADS", ("3",))
     monkeypatch.setattr(installation, "start", lambda program: [sys.executable, "-c", COUNTING])
     assert verify.main(["--ways", "threads"]) == 0
@@ -180,7 +181,7 @@ def test_other_threads_are_other_processes(capsys, count_only, monkeypatch):
 
 
 def test_incomparable_ways_are_skipped(capsys, count_only, monkeypatch):
-    """An example: weights that do not fit the memory when they are widened."""
+    """An example are weights that do not fit into memory when they are widened."""
     load = verify.Engine.load
 
     def narrow(model, dtype="auto", **options):
@@ -193,7 +194,8 @@ def test_incomparable_ways_are_skipped(capsys, count_only, monkeypatch):
     said = capsys.readouterr().out
     assert "widened          not compared: weights take 20 GiB" in said
     assert "Not one bit differs: " in said
-    assert verify.main(["--ways", "widened"]) == 1  # it was 0 where no numbers were compared
+    # The exit code was 0 when no numbers were compared
+    assert verify.main(["--ways", "widened"]) == 1
     assert "No numbers were compared" in capsys.readouterr().out
 
 

@@ -1,8 +1,8 @@
-"""The package `nanobatch` that users have: from a wheel, and from an editable install.
+"""The package `nanobatch` that users install: from a wheel, and as an editable install.
 
     NANOBATCH_INSTALLED=env/bin/python python -m pytest tests/programs/test_wheel.py
 
-tries what is installed there in place of a wheel built here, as `python .ci/release.py` does.
+tests what is installed there instead of a wheel built here, as `python .ci/release.py` does.
 """
 
 import ast
@@ -72,14 +72,14 @@ def wheel(request) -> Path:
 
 @pytest.fixture(scope="session", params=["wheel", "editable"])
 def package(request) -> Path:
-    """A folder of site-packages with the package in it."""
+    """A site-packages folder that contains the package."""
     if request.param == "wheel":
         return request.getfixturevalue("wheel")
     return request.getfixturevalue("sites") / "editable"
 
 
 def user(site: Path, *words: object, cwd: Path | str = "/") -> subprocess.CompletedProcess[str]:
-    """A user's Python, somewhere else, with that folder among its site-packages."""
+    """Run a user's Python elsewhere, with that folder among its site-packages."""
     return subprocess.run(
         [INSTALLED or sys.executable, "-P", *map(str, words)],
         cwd=cwd,
@@ -108,7 +108,7 @@ def test_engine_is_imported_from_an_empty_folder(package, tmp_path):
 
 
 def test_command_runs_in_an_empty_folder(package, tmp_path):
-    """And writes nothing, neither there nor into the package."""
+    """It writes nothing, neither there nor into the package."""
     before = listing(package)
     answered = command(package, "ask", "Count from 3 to 6.", cwd=tmp_path)
     assert answered.returncode == 0 and "3, 4, 5, 6." in answered.stdout, answered.stderr
@@ -150,7 +150,7 @@ def test_a_missing_backend_is_one_line_of_the_command(package, tmp_path):
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
-    """A wheel carried tests and CI files into site-packages."""
+    """A wheel put tests and CI files into site-packages."""
     if not INSTALLED:
         assert {path.name.partition("-")[0] for path in wheel.iterdir()} == {"nanobatch"}
     names = {path.relative_to(wheel / "nanobatch").as_posix() for path in listing(wheel)}
@@ -161,7 +161,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
 
 
 def test_every_module_of_the_wheel_is_imported(wheel):
-    """And none under its short name: `sched` is the standard library's."""
+    """None is imported under its short name: `sched` is the standard library's."""
     files = [path for path in listing(wheel) if path.suffix == ".py" and "python" not in path.parts]
     code = """
 import sched, sys
@@ -171,7 +171,7 @@ for name in sys.argv[1:]:
 short = {name.partition(".")[2] for name in sys.argv[1:]}
 print(sorted(short & {*sys.modules} - {"sched"}), sched.scheduler)
 """
-    left_out = ("__main__", "quality")  # the second takes numpy
+    left_out = ("__main__", "quality")  # quality needs numpy
     paths = [path.relative_to(wheel).with_suffix("") for path in files if path.stem not in left_out]
     names = sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
     assert len(names) > 130
@@ -193,7 +193,7 @@ def test_wheel_without_libraries_says_that_it_is_for_macs(sites):
 
 
 def test_ranks_compare_the_same_files_in_a_wheel(wheel):
-    """They would not have seen a changed `nanobatch.py`, which is called `_engine.py` there."""
+    """In a wheel `nanobatch.py` is `_engine.py`, so a change to it would have been missed."""
     code = "from nanobatch.models.memory import sources; print(*(each.name for each in sources()))"
     names = user(wheel, "-c", code).stdout.split()
     ours = [path.name for path in sources()]
@@ -210,7 +210,7 @@ def test_children_of_a_wheel_are_its_own(wheel, tmp_path):
 
 
 def test_grammars_of_a_wheel(wheel):
-    """They run in a process of their own, which imports the package's modules by their names."""
+    """Grammars run in a separate process, which imports the package's modules by name."""
     code = """
 from nanobatch import Engine, SamplingParams
 with Engine.load("demo", slots=1) as engine:
@@ -236,7 +236,7 @@ def test_page_of_a_wheel_embeds_the_scheduler_as_it_is(wheel, tmp_path):
 
 
 def test_editable_install_leads_to_this_checkout(sites):
-    """And puts nothing else into site-packages: with a .pth, `sched` was ours in every program."""
+    """It puts nothing else into site-packages: with a .pth, `sched` was ours in every program."""
     assert {path.name.partition("-")[0] for path in (sites / "editable").iterdir()} == {"nanobatch"}
     code = """
 import sys, nanobatch
@@ -250,7 +250,7 @@ print(kv.__file__, engine.__file__, nanobatch.Engine is engine.Engine)
 
 @pytest.mark.parametrize("name", ["sched", "models"])
 def test_module_with_our_name_that_was_imported_first(package, tmp_path, name):
-    """The checkout's modules have short names, and would have found the other one."""
+    """The checkout's modules have short names, and would have imported the other one."""
     (tmp_path / "models.py").write_text("")
     code = f"import sys; sys.path.append({str(tmp_path)!r}); import {name}\n{COUNT}"
     done = user(package, "-c", code)
@@ -301,11 +301,11 @@ def test_build_without_a_compiler_says_what_to_install(monkeypatch):
         build.command(build.forms()[0], Path("x.so"))
 
 
-# --- what users read ----------------------------------------------------------------------------
+# --- messages to users --------------------------------------------------------------------------
 
 
 def test_two_backends_of_mlx_that_own_one_file_are_told_of(monkeypatch):
-    """Both wheels bring `mlx/lib/libmlx.so`; pip lets the second write over the first."""
+    """Both wheels install `mlx/lib/libmlx.so`, and pip lets the second overwrite the first."""
     said = []
     monkeypatch.setattr(library, "say", said.append)
     monkeypatch.setattr(library, "backends", lambda: ["mlx-cpu", "mlx-cuda-12"])
@@ -318,7 +318,7 @@ def test_two_backends_of_mlx_that_own_one_file_are_told_of(monkeypatch):
 
 
 def test_what_to_type_for_a_backend_is_said_for_each_way_of_installing(monkeypatch):
-    """`pipx inject nanobatch 'mlx[cpu]'` finds that mlx is there, and does nothing."""
+    """`pipx inject nanobatch 'mlx[cpu]'` finds mlx installed, and does nothing."""
     assert installation.install("cpu", "mlx[cpu]") == "pip install -e '.[cpu]' in the checkout"
     monkeypatch.setattr(installation, "IS_INSTALLED", True)
     said = installation.install("cpu", "mlx[cpu]")
@@ -327,7 +327,7 @@ def test_what_to_type_for_a_backend_is_said_for_each_way_of_installing(monkeypat
 
 
 def test_a_command_is_said_as_this_installation_spells_it(monkeypatch):
-    """Who had installed a wheel read `python serve.py`, a file that is not there."""
+    """Users of a wheel were told to run `python serve.py`, a file that does not exist there."""
     assert installation.command("serve.py", "--model", "a b") == "python serve.py --model 'a b'"
     assert options.CommandLine("tui.py").prog == "tui.py"
     monkeypatch.setattr(installation, "IS_INSTALLED", True)

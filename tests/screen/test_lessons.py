@@ -17,7 +17,7 @@ from screen.draw.style import PREFILL
 
 def test_the_timeline_shows_each_kind_of_work():
     stage = Stage(slots=3).load()
-    # a chunk is 16 tokens, and a step's budget is 32
+    # A chunk is 16 tokens, and a step's budget is 32
     for letter, length in (("a", 48), ("b", 64), ("c", 16)):
         stage.obey(letter * length)
     stage.turns(20)

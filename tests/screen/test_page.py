@@ -12,7 +12,7 @@ from screen.commands import PlainLog
 from tui import MENU
 
 ROOT = Path(__file__).parents[2]
-# the smallest possible page
+# The smallest possible page
 HELLO = '''"""It says hello."""
 
 from screen.page import Page

@@ -307,7 +307,7 @@ def test_a_watched_view_is_complete(server):
             time.sleep(0.25)  # no update of the view in between
         it.sees(lambda state: len(state.ended) == ends + 4)
         steps = [column.step for column in it.state.history if column.step > first]
-        # with drafts, a step produces several tokens
+        # With drafts, a step produces several tokens
         assert steps == list(range(first + 1, first + 1 + len(steps))) and len(steps) >= 60
         assert sum(column.tokens for column in it.state.history if column.step > first) == 120
         assert not it.state.faults

@@ -659,7 +659,7 @@ def test_invalid_messages_are_refused(server):
 def test_neutral_values_are_accepted_in_messages(server):
     neutral = {"metadata": {"user_id": "x"}, "service_tier": "auto", "stop_sequences": []}
     neutral |= {"temperature": 1.0, "top_k": 5, "top_p": 0.9, "stream": False, "tools": []}
-    # as Claude Code sends it
+    # As Claude Code sends it
     keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     neutral |= {"output_config": {"effort": "high"}, "context_management": keep}
     neutral |= {"messages": [said("Yes."), {"role": "system", "content": "x"}, said("Yes.")]}

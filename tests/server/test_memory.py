@@ -23,7 +23,7 @@ from text.grammar import Grammar
 OURS = ("server.", "text.", "engine.", "base.", "cli.", "nanobatch", "sched", "sampling", "h11.")
 # Watchers are told about these later, so a bounded number is kept
 KEPT = ("RequestRecord", "Counter", "Metrics", "RequestView", "StepView")
-# the last text of each slot, for drafts in the same client's next answer
+# The last text of each slot, for drafts in the same client's next answer
 KEPT += ("Pairs",)
 REQUESTS = number_of("LEAKS", 4)
 MANY = 4  # at the same time

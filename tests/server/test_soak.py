@@ -71,7 +71,7 @@ HOSTILE = [  # grammars that are expensive, or fail after the answer has begun
     {"guided_choice": ["x" * 200] * 150},
 ]
 GRAMMARS = [
-    # the first three take megabytes
+    # The first three take megabytes
     {"guided_json": {"enum": [f"w{n} x{n * 7}" for n in range(1500)]}},
     {"guided_json": {"properties": {f"k{n}": {"maximum": n * n} for n in range(300)}}},
     {"guided_json": {"const": "ab " * 500}},

@@ -413,7 +413,7 @@ def test_reasoning_before_a_forced_answer():
         text = server.parrot.engine.text
         assert text.output_format.reasoning and text.encode_prompt([said("x")]).is_thinking
         ask = {"messages": [said("x")], "temperature": 0, "max_tokens": 30}
-        # its reasoning never ends, and is not JSON
+        # Its reasoning never ends, and is not JSON
         message = server.ask(CHAT, ask | {"response_format": FIVE}).json["choices"][0]["message"]
         assert message["content"] == "" and len(message["reasoning_content"]) > 5
 

@@ -1,4 +1,4 @@
-"""The browser in which the page is tried. Without Playwright its tests are skipped."""
+"""The browser for the tests of the page. Without Playwright they are skipped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from browsers import CHROMIUM, DESK
 
-FEW_NEEDS = ["--no-sandbox", "--disable-dev-shm-usage"]  # as a container has little to offer
+# Options for a container with few resources
+FEW_NEEDS = ["--no-sandbox", "--disable-dev-shm-usage"]
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +23,7 @@ def browser() -> Iterator:
 
 @pytest.fixture
 def opens(browser) -> Iterator:
-    """Opens a page; afterwards nothing may have gone wrong in it, and nothing may have been asked."""
+    """Opens pages. Afterwards asserts that no page reported an error or made a request."""
     contexts, said = [], []
 
     def opened(address: str | Path, *, offline: bool = True, **how):

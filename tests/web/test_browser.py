@@ -1,7 +1,7 @@
 """The page in a real browser: python -m pytest tests/web/test_browser.py
 
-That takes `pip install -e '.[browser]'` and Chromium (`apt-get install chromium`); else these tests are
-skipped. The test of Python in the page takes Pyodide, too, as `test_simulate.py` says.
+This needs `pip install -e '.[browser]'` and Chromium (`apt-get install chromium`); otherwise these tests are
+skipped. The test of Python in the page also needs Pyodide, as `test_simulate.py` explains.
 """
 
 import functools
@@ -66,7 +66,7 @@ def test_it_answers_to_the_keyboard_and_to_the_scrubber(opens):
     tab.locator("[data-scrub]").fill("1000")
     until(tab, "Math.abs(nanobatch.player.now - nanobatch.player.end / 2) < 0.01")
     tab.locator("[data-scrub]").focus()
-    tab.keyboard.press(" ")  # it scrolled the page
+    tab.keyboard.press(" ")  # this used to scroll the page
     until(tab, "nanobatch.player.playing")
     pace = tab.evaluate("nanobatch.player.pace")
     tab.locator("h1").click()
@@ -75,7 +75,7 @@ def test_it_answers_to_the_keyboard_and_to_the_scrubber(opens):
 
 
 def test_links_of_the_annotated_core_open_a_step(opens):
-    """Of another page, and in the open page, where only the hash changes; and so do buttons."""
+    """Links of another page work, those within the open page, where only the hash changes, and buttons."""
     tab = opens(f"file://{DEMO}#ghost")
     shows(tab, "[data-step-words]", "a ghost")
     assert not tab.evaluate("nanobatch.player.playing")
@@ -88,7 +88,7 @@ def test_links_of_the_annotated_core_open_a_step(opens):
     tab.evaluate("nanobatch.choose(3)")
     tab.locator("[data-step-examples] button").first.click()
     shows(tab, "[data-step-words]", "Admitted")
-    assert tab.evaluate("nanobatch.player.chosen") == 0  # or all others would be faint
+    assert tab.evaluate("nanobatch.player.chosen") == 0  # otherwise all others would be dimmed
     until(
         tab, "document.querySelector('[data-step-panel]').getBoundingClientRect().top < innerHeight"
     )
@@ -125,7 +125,7 @@ def test_the_cost_of_a_step_adds_up_in_its_words(opens):
 
 
 def test_heading_and_picture_show_the_same_step(opens):
-    """The heading is written less often than steps end, so the picture was ahead of it."""
+    """The heading is updated less often than steps end, so the picture was ahead of it."""
     tab = opens(DEMO)
     tab.locator("[data-step-words]").scroll_into_view_if_needed()
     until(tab, "nanobatch.player.step > 20")
@@ -138,7 +138,7 @@ def test_heading_and_picture_show_the_same_step(opens):
 
 
 def test_a_press_on_a_timeline_opens_the_request_there(opens):
-    """Where the lane had ended, it opened the one that ended last."""
+    """Where the lane had ended, it opened the request that ended last."""
     tab = opens(DEMO)
     tab.evaluate("nanobatch.player.goTo(nanobatch.player.end)")
     tab.locator("canvas.timeline >> nth=1").click(position={"x": 60, "y": 5})
@@ -182,8 +182,8 @@ def plays(opens, tmp_path):
 
 
 def test_any_text_stays_in_its_row(plays):
-    """The demo model writes no line break. With a real model's answers, lines lay over the rows below
-    and over the next heading."""
+    """The demo model writes no line breaks. Lines of a real model's answers overlapped the rows below and the
+    next heading."""
     run = recording([(f'"{text}"', 600) for text in TEXTS], burst=len(TEXTS), max_len=4096)
     tab = plays(run, run)
     until(tab, "nanobatch.player.now > 0")
@@ -197,7 +197,7 @@ def test_any_text_stays_in_its_row(plays):
 
 
 def test_nothing_moves_when_it_is_seen_for_the_first_time(opens):
-    """The list of requests was filled when it came in sight, and what was below it jumped."""
+    """The list of requests was filled when it became visible, and everything below it jumped."""
     tab = opens(DEMO)
     until(tab, "nanobatch.player.now > 0.02")
     tab.evaluate("nanobatch.player.pause()")
@@ -210,7 +210,7 @@ def test_nothing_moves_when_it_is_seen_for_the_first_time(opens):
 def test_who_wants_no_motion_sees_the_whole_run_at_rest(opens):
     tab = opens(DEMO, reduced_motion="reduce")
     until(tab, "document.querySelector('[data-verdict]').textContent")
-    # The same last frame at two looks: at rest, the page costs nothing
+    # The same last frame at two checks: an idle page costs nothing
     until(
         tab,
         "nanobatch.player.frames.last === window.before || !(window.before = nanobatch.player.frames.last)",
@@ -219,7 +219,7 @@ def test_who_wants_no_motion_sees_the_whole_run_at_rest(opens):
 
 
 def test_a_few_requests_are_listed_until_all_are_asked_for(plays):
-    """Of a recording of more than 40 the first ones were never listed."""
+    """In a recording of more than 40 requests the first ones were never listed."""
     tab = plays(recording(burst=45), viewport=PHONE, reduced_motion="reduce")
     rows = tab.locator("[data-requests] li")
     until(tab, "!document.querySelector('[data-every]').hidden")
@@ -231,11 +231,12 @@ def test_a_few_requests_are_listed_until_all_are_asked_for(plays):
 
 
 def test_an_open_request_stays_open(opens):
-    """Newer requests of a server took its place, and after that none could be opened any more."""
+    """Newer requests of a server replaced it, and after that no request could be opened."""
     tab = opens(DEMO, reduced_motion="reduce")
     tab.click("[data-requests] .request >> nth=1")
     until(tab, "document.querySelector('li [data-request] .chip')?.textContent === '2'")
-    tab.evaluate("nanobatch.player.change({ window: 20 })")  # as a server's, the newest are listed
+    # With a server, only the newest are listed
+    tab.evaluate("nanobatch.player.change({ window: 20 })")
     until(tab, "document.querySelector('[data-requests] .number').textContent === '19'")
     assert tab.locator("[data-opened] [data-request]").is_visible()
     tab.click(".slots .chip >> nth=0")
@@ -253,7 +254,7 @@ def test_touch_targets_are_large_enough(opens):
 
 
 def test_file_names_become_links(opens, tmp_path):
-    """On GitHub Pages, in a copy of the repository, and nowhere else: there they led to nothing."""
+    """File names become links on GitHub Pages and in a copy of the repository. Elsewhere they led nowhere."""
     links = "[...document.querySelectorAll('a[data-file]')].map((link) => [link.dataset.file, link.href])"
     found = opens(DEMO).evaluate(links)
     assert len(found) >= 5
@@ -319,7 +320,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def files() -> Iterator[Callable[[str], str]]:
-    """Serves a folder; answers with its address."""
+    """Serves folders. Returns the address of each."""
     servers = []
 
     def serve(folder: str) -> str:
@@ -376,7 +377,7 @@ def test_python_in_the_page_needs_a_network(opens):
     tab = opens(DEMO)
     tab.click("[data-lab-load]")
     shows(tab, "[data-lab-status]", "needs a network")
-    tab.said.clear()  # the browser's own line about it
+    tab.said.clear()  # the browser's own message about it
     tab.evaluate("nanobatch.player.goTo(0.2)")
     assert tab.evaluate("nanobatch.player.now") == pytest.approx(0.2)
 
@@ -388,8 +389,8 @@ def test_the_game_is_played_by_keys_to_a_score(opens):
     until(tab, "nanobatch.game.hand.line.length > 2")
     tab.keyboard.press("1")
     until(tab, "nanobatch.game.hand.slots[0]?.id === 1")
-    # Under a finger that presses again there is no other request. Looked at in the same moment, since
-    # the place is given to another one soon.
+    # A second press under the finger hits no other request. Checked in the same moment, because another
+    # request soon takes the place.
     before, after, name, still = tab.evaluate(
         "(() => { const place = document.querySelectorAll('.line li')[1], before = place.getBoundingClientRect();"
         " place.querySelector('.card').click(); const { line } = nanobatch.game.hand;"
@@ -399,7 +400,7 @@ def test_the_game_is_played_by_keys_to_a_score(opens):
     assert before == after and name == "gone" and not still
     tab.keyboard.press(" ")
     until(tab, "!nanobatch.game.running")
-    tab.evaluate(  # the rest of the hand, without the wait
+    tab.evaluate(  # play the rest of the hand without waiting
         "const { hand } = nanobatch.game; while (!hand.isOver) { for (const r of [...hand.line]) hand.admit(r);"
         " hand.step(); } nanobatch.game.end()"
     )

@@ -1,7 +1,7 @@
 """A conversation in a server's page, in a real browser (see test_browser.py).
 
-Some answers come from an engine, which repeats the prompt (`tests/lib/parrot.py`). What only has to
-be drawn is put in the place of a server's answer.
+Some answers come from an engine that repeats the prompt (`tests/lib/parrot.py`). Where only the drawing
+matters, a stand-in replaces the server's answer.
 """
 
 import json
@@ -28,11 +28,11 @@ from screen.workload import Settings
 ROOT = Path(__file__).parents[2]
 pytestmark = needs_browser
 STOPPED = "document.querySelector('[data-chat-part=stop]').hidden"
-# So much of the conversation lies below what is in sight
+# The height of the conversation below the visible part
 BELOW = (
     "((log) => log.scrollHeight - log.scrollTop - log.clientHeight)(document.querySelector('.log'))"
 )
-# The watch may tell of a slot a moment after the answer has ended: then it is "a slot".
+# Right after an answer the page may not know the slot yet, so it says "a slot".
 FACTS = re.compile(
     r"read ([\d,]+) of ([\d,]+) tokens; ([\d,]+) were still in (?:its|a) slot; "
     r"first token after [\d.]+ m?s; [\d,]+ tokens(?:, [\d,]+ tokens/s)?"
@@ -55,7 +55,7 @@ def parrots() -> Iterator[Callable[..., Parrot]]:
 
 @pytest.fixture
 def talks(opens, parrots):
-    """Opens the page of a server that repeats prompts. Each request of the page is kept."""
+    """Opens the page of a server that repeats prompts, and records each request of the page."""
 
     def opened(parrot: Parrot | None = None, **how):
         address = (parrot or parrots()).api.address
@@ -80,14 +80,14 @@ def say(tab, question: str, waits: bool = True) -> None:
 
 
 def say_at_length(tab, parrot: Parrot) -> None:
-    """A question whose answer comes slowly, until the answer has begun."""
+    """Ask for an answer that arrives slowly, and wait until it has started."""
     parrot.loop.slow = 80  # steps a second
     say(tab, "say: " + "on and on " * 300, waits=False)
     until(tab, "document.querySelector('.turn:last-child > .reply').textContent.length > 20")
 
 
 def sent(tab) -> list[dict]:
-    """The bodies of all questions."""
+    """Return the bodies of all questions."""
     return [json.loads(r.post_data) for r in tab.asked if r.method == "POST"]
 
 
@@ -96,9 +96,9 @@ def facts(tab) -> str:
 
 
 def test_a_second_question_reads_only_what_is_new(talks):
-    """The page only watched: who wanted to ask needed another program, and saw nothing of the reuse."""
+    """The page could only watch: asking needed another program, which did not show the reuse."""
     tab = talks()
-    until(tab, "window.nanobatch")  # it knows the slots
+    until(tab, "window.nanobatch")  # the page knows the slots
     part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
     say(tab, "say: **Hello**, Ada. " + "And more. " * 20)
     assert tab.inner_text(".turn:last-child > .reply strong") == "Hello"
@@ -121,7 +121,7 @@ def test_a_second_question_reads_only_what_is_new(talks):
 
 
 def test_a_conversation_begins_as_the_terminals_does(talks):
-    """It took no limit, and a small model ran away. The temperature is the server's to choose."""
+    """The page had no limit, so a small model ran away. The server chooses the temperature."""
     tab = talks()
     say(tab, "say: one")
     for name in ("temperature", "length"):
@@ -140,14 +140,14 @@ def test_the_newest_line_stays_visible(talks):
         tab.set_viewport_size(viewport)
         until(tab, f"{BELOW} < 2")
     tab.evaluate("document.querySelector('.log').scrollTop = 0")
-    tab.wait_for_timeout(50)  # who reads above stays there
+    tab.wait_for_timeout(50)  # a user who has scrolled up stays there
     tab.set_viewport_size(PHONE)
     tab.wait_for_timeout(100)
     assert tab.evaluate(BELOW) > 300
 
 
 def test_a_question_waits_for_the_running_answer(talks, parrots):
-    """Enter did nothing, and did not say so."""
+    """Enter did nothing and gave no reason."""
     parrot = parrots()
     tab = talks(parrot)
     say_at_length(tab, parrot)
@@ -167,7 +167,7 @@ def test_a_question_waits_for_the_running_answer(talks, parrots):
 
 
 def test_a_reload_restores_the_conversation(talks, parrots):
-    """All was gone without a word. Texts alone are kept, and no key."""
+    """The conversation was silently lost. Only texts are kept, and no key."""
     parrot = parrots()
     tab, other = talks(parrot), talks(parrot)
     part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
@@ -198,7 +198,7 @@ def test_a_reload_restores_the_conversation(talks, parrots):
 
 
 def test_conversations_are_listed(talks):
-    """There was one, and a new one dropped it."""
+    """There was only one conversation, and starting a new one deleted it."""
     tab = talks()
     assert part(tab, "talks").is_hidden()
     part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
@@ -232,7 +232,7 @@ def test_conversations_are_listed(talks):
     titles.get_by_text("The second").click()
     assert tab.inner_text(".turn > .reply").strip() == "two\nand more"
     in_place_everywhere(tab, 20)
-    row.get_by_text("Delete").click()  # the open one
+    row.get_by_text("Delete").click()  # delete the open one
     assert tab.locator(".turn").count() == 0
 
 
@@ -254,7 +254,7 @@ def test_an_answer_ends_when_another_conversation_is_opened(talks, parrots):
 
 
 def test_two_tabs_lose_nothing_of_a_conversation(talks):
-    """The second one would overwrite what the first one has added."""
+    """The second tab would overwrite what the first one added."""
     tab = talks()
     say(tab, "say: one")
     other = tab.context.new_page()
@@ -275,7 +275,7 @@ FILLS = "localStorage.setItem('filler', 'x'.repeat(5 * 2 ** 20 - 40 - JSON.strin
 
 
 def test_a_full_storage(talks):
-    """A line says so, and what was kept stays."""
+    """A message says so, and what was stored stays."""
     tab = talks()
     say(tab, "say: one")
     tab.evaluate(FILLS)
@@ -379,7 +379,7 @@ PASTES = """(box) => {
 
 
 def test_a_dropped_file_is_attached(talks, parrots):
-    """Its text had to be pasted, and whether it fits was seen at the end."""
+    """Users had to paste the text of a file, and learned only at the end whether it fits."""
     tab = talks(parrots(max_len=640))
     tab.evaluate(DROPS, ["notes.txt", "a ``` b\n" * 10])
     shows(tab, ".files", "notes.txt, ")
@@ -391,10 +391,10 @@ def test_a_dropped_file_is_attached(talks, parrots):
     shows(tab, "[data-chat-part=note]", "long.txt has ")
     assert "and a slot holds 640, answer included" in part(tab, "note").inner_text()
     part(tab, "box").fill("say: one")
-    tab.evaluate(DROPS, ["longer.txt", "long " * 1_000, True])  # not without the file
+    tab.evaluate(DROPS, ["longer.txt", "long " * 1_000, True])  # not sent without the file
     shows(tab, "[data-chat-part=note]", "longer.txt does not fit")
     assert "640 tokens" in part(tab, "note").inner_text()
-    tab.said.clear()  # the browser's own line about a refusal
+    tab.said.clear()  # the browser's own message about a refusal
     tab.evaluate(DROPS, ["picture.png", "\0\0"])
     shows(tab, "[data-chat-part=note]", "picture.png is no text (UTF-8)")
     assert tab.locator(".files .attached").count() == 1 and tab.locator(".turn").count() == 0
@@ -416,7 +416,7 @@ def test_a_dropped_file_is_attached(talks, parrots):
 
 
 def test_the_heading_is_the_model(talks, parrots):
-    """It was the same for all servers, and the free memory was that of the start."""
+    """All servers had the same heading, and the free memory was that of the start."""
     parrot = parrots()
     parrot.engine.summary = "llama; 9.9 GiB of memory free at start; rows"
     tab = talks(parrot)
@@ -431,7 +431,7 @@ def test_the_heading_is_the_model(talks, parrots):
 
 
 def test_a_model_is_picked_from_several(opens):
-    """None is loaded at first. The one that is picked answers, and is watched."""
+    """None is loaded at first. The selected one answers and is watched."""
     models = ("--model", "one=demo", "--model", "two=demo", "--slots", "2", "--max-len", "256")
     with Server(*models) as server:
         tab = opens(f"{server.address}/", offline=False)
@@ -447,7 +447,7 @@ def test_a_model_is_picked_from_several(opens):
         say(tab, "Count from 3 to 5.")
         shows(tab, ".turn:last-child .facts", "by one")
         shows(tab, "h1", "one ready")
-        tab.said.clear()  # the browser writes down that a model could not be watched yet
+        tab.said.clear()  # the browser logs that a model could not be watched yet
 
 
 def test_a_browser_without_storage(talks):
@@ -492,7 +492,7 @@ def test_an_edited_question_replaces_what_followed(talks):
     edit = tab.locator(".turn .asked .tab")
     edit.nth(1).click()
     assert part(tab, "box").input_value() == "say: two" and tab.locator(".edited").count() == 2
-    part(tab, "box").press("Escape")  # all stays
+    part(tab, "box").press("Escape")  # everything stays
     assert part(tab, "box").input_value() == "" and tab.locator(".edited").count() == 0
     assert tab.locator(".turn").count() == 3
     edit.nth(1).click()
@@ -519,7 +519,7 @@ def test_a_saved_conversation_loads_in_the_terminal(talks, tmp_path):
 
 
 def test_the_progress_of_a_long_prompt(talks, parrots, monkeypatch):
-    """It said "about 0 tokens" for minutes."""
+    """The page said "about 0 tokens" for minutes."""
     monkeypatch.setattr(progress, "LONG_S", -1.0)
     parrot = parrots()
     tab = talks(parrot)
@@ -539,7 +539,8 @@ def test_a_stopped_answer_frees_its_slot(talks, parrots):
     part(tab, "box").press("Escape")
     until(tab, STOPPED)
     parrot.loop.slow = 0.0
-    assert re.search(r"; about \d+ tokens?(, [^;]*)?; stopped", facts(tab))  # nobody has told more
+    # The exact number was never reported
+    assert re.search(r"; about \d+ tokens?(, [^;]*)?; stopped", facts(tab))
     said = tab.inner_text(".turn > .reply")
     say(tab, "say: well")
     kept = sent(tab)[1]["messages"][1]["content"]
@@ -551,7 +552,7 @@ def test_a_stopped_answer_frees_its_slot(talks, parrots):
 
 
 def test_a_late_page_knows_the_queue(talks, parrots):
-    """It was told of the first 32, and said that no more were in line."""
+    """The page received the first 32 requests, and said that no more were queued."""
     parrot = parrots()
     parrot.loop.pause()
     for _ in range(50):
@@ -563,15 +564,15 @@ def test_a_late_page_knows_the_queue(talks, parrots):
 
 
 def test_a_late_page_counts_steps_like_the_server(talks, parrots):
-    """It said "step 4,000 of 1,000". And a press on a picture without a step was an error."""
+    """The page said "step 4,000 of 1,000", and a click on a picture without a step was an error."""
     parrot = parrots(max_len=640)
     tab = talks(parrot)
     until(tab, "window.nanobatch")
     tab.locator("[data-step-microscope]").click()
     tab.context.close()
-    # Who has seen more steps would be told an error
+    # A watcher that has seen more steps would receive an error
     wait_for(lambda: not parrot.api.view().watchers)
-    parrot.engine.registry.steps = Log(20)  # what the server still tells
+    parrot.engine.registry.steps = Log(20)  # what the server still remembers
     parrot.engine.submit("say: one", SamplingParams(max_tokens=60, ignore_eos=True)).result()
     late = talks(parrot)
     until(late, "window.nanobatch?.player.lane.rests")
@@ -592,7 +593,7 @@ def test_a_conversation_that_outgrows_its_slot(talks, parrots):
     until(tab, "document.querySelector('[data-chat-part=note]').textContent")
     assert "maximum context length is 512 tokens" in part(tab, "note").inner_text()
     assert part(tab, "box").input_value() == question and tab.locator(".turn").count() == 2
-    tab.said.clear()  # the browser's own line about a refusal
+    tab.said.clear()  # the browser's own message about a refusal
     part(tab, "drop").click()
     until(tab, f"{STOPPED} && document.querySelectorAll('.turn').length === 3")
     mark = tab.locator(".turn.dropped .facts").first
@@ -610,13 +611,13 @@ def give(tab, key: str) -> None:
 
 
 def test_a_refused_key_is_not_sent_again(talks, parrots):
-    """The page asked with the first key that was typed, also when the second one was right. No
-    address has a key in it."""
+    """The page kept using the first key that was typed, even when the second one was right. No URL contains a
+    key."""
     tab = talks(parrots(api_key="hush", watch_key="eye"))
     until(tab, "!document.querySelector('[data-key-form]').hidden")
     give(tab, "wrong")
     shows(tab, "[data-status]", "does not take")
-    give(tab, "hush")  # with it one may ask, and not read what others ask
+    give(tab, "hush")  # this key allows asking, but not reading what others ask
     shows(tab, "[data-status]", "not shown")
     say(tab, "say: hello")
     assert tab.inner_text(".turn > .reply").strip() == "hello"
@@ -627,11 +628,11 @@ def test_a_refused_key_is_not_sent_again(talks, parrots):
     home = tab.evaluate("location.origin")
     asked = {r.url.removeprefix(home) for r in tab.asked}
     assert asked == {"/watch", "/v1/chat/completions"}
-    tab.said.clear()  # the browser's own lines about 401
+    tab.said.clear()  # the browser's own messages about 401
 
 
 def test_a_missing_key_is_asked_for(talks, parrots):
-    """There are two: the watch key shows all texts, and the API key lets one ask."""
+    """There are two keys: the watch key shows all texts, and the API key allows asking."""
     tab = talks(parrots(api_key="hush", watch_key="eye"))
     form = "document.querySelector('[data-key-form]').hidden"
     until(tab, f"!{form}")
@@ -641,25 +642,25 @@ def test_a_missing_key_is_asked_for(talks, parrots):
     shows(tab, "[data-chat-part=note]", "notes.txt is not attached: ")
     until(tab, f"!{form}")
     say(tab, "say: hello")
-    # The status tells of the watch soon
+    # The status of the watch follows soon
     shows(tab, "[data-chat-part=note]", "wants its API key")
     assert part(tab, "box").input_value() == "say: hello"
     give(tab, "hush")
     shows(tab, ".turn .facts", "read ")
     assert tab.inner_text(".turn > .reply").strip() == "hello"
     assert tab.evaluate("nanobatch.player.lanes[0].hidesTexts") is False
-    tab.reload()  # which keeps what was said, and no key
+    tab.reload()  # keeps the conversation, but no key
     until(tab, f"!{form}")
     kept = tab.evaluate("JSON.stringify([{ ...localStorage }, { ...sessionStorage }])")
     assert "hello" in kept and "hush" not in kept and "eye" not in kept
-    tab.said.clear()  # the browser's own lines about 401
+    tab.said.clear()  # the browser's own messages about 401
 
 
-# --- answers that only have to be drawn ---------------------------------------------------------
+# --- answers that only need to be drawn ---------------------------------------------------------
 
 
 def events(said: str, thought: str = "") -> str:
-    """A server's stream."""
+    """Return a server's stream."""
     progress = {"total": 9, "cache": 0, "processed": 9, "time_ms": 1}
     size = 7 + len(said) // 1000
     deltas = [{"reasoning_content": thought[i : i + size]} for i in range(0, len(thought), size)]
@@ -729,7 +730,7 @@ def test_any_answer_stays_in_its_place_on_any_screen(talks):
 
 @pytest.fixture
 def draws(opens):
-    """A page with `Markdown` in it, and nothing else."""
+    """A page with `Markdown` and nothing else."""
     tab = opens(ROOT / "web" / "index.html", java_script_enabled=True)
     tab.route(
         "http://web.test/*.js",
@@ -789,7 +790,7 @@ COPIES = """([pieces]) => {
 
 
 def test_code_is_copied_as_the_model_wrote_it(draws):
-    """With its tabs, and without the indent of a list."""
+    """The copy has its tabs, without a list's indent."""
     text = (
         "- a\n  ```make\n  all:\n  \tcc\n\n  ```\n```\n" + "x = 1\n" * 100 + "```\nend\n```\nopen"
     )
@@ -828,8 +829,8 @@ LONG = {
 }
 TEXTS_OF = {name: (line * 30_000)[:30_000] for name, line in LONG.items()}
 TEXTS_OF["of items that lie deeper and deeper"] = "".join(" " * n + "- x\n" for n in range(250))
-# Letters that enter the page while an answer comes in pieces, for each letter of the answer; how deep
-# its elements lie; and how many parts one has
+# For each character of the answer, the number of characters that enter the page while it arrives in
+# pieces; the depth of its elements; and the largest number of children
 WORK = """([text, size]) => {
   let letters = 0;
   const { append, appendChild } = Element.prototype;
@@ -857,10 +858,10 @@ WORK = """([text, size]) => {
 
 
 def test_drawing_is_linear_in_the_answer(draws):
-    """Answers of 30,000 letters, in pieces of 50. What draws the answer anew for each piece puts each
-    letter into the page 300 times."""
+    """Answers of 30,000 characters arrive in pieces of 50. Redrawing the answer for each piece would put each
+    character into the page 300 times."""
     for name, text in TEXTS_OF.items():
         work, deep, broad = draws.evaluate(WORK, [text, 50])
         assert 0 < work < 50, name
         assert deep < 200, name
-        assert broad < 1000, name  # or the browser lays all of it out anew for each piece
+        assert broad < 1000, name  # otherwise the browser lays out the whole element for each piece

@@ -1,4 +1,5 @@
-"""The game: a hand that can be played, better than sched.py plays it, and a score that is no clock's."""
+"""The game: a hand that can be played, played better than sched.py does, and a score that does not depend
+on a clock."""
 
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def test_the_game_keeps_the_schedulers_rules(played):
 
 @needs_node
 def test_first_come_first_served_in_the_game(played):
-    """So the game is played by the rules that the scheduler has."""
+    """The game follows the rules of the scheduler."""
     continuous = SETUP["runs"][0]
     assert played["asTheyCome"]["done"] == pytest.approx(continuous["done"], rel=0.03)
     assert played["asTheyCome"]["useful"] == pytest.approx(continuous["useful"], rel=0.05)
@@ -71,13 +72,13 @@ def test_first_come_first_served_in_the_game(played):
 
 @needs_node
 def test_who_reads_the_prompts_beats_every_policy(played):
-    """The page says so: the scheduler counts tokens, and a visitor can read."""
+    """The page says so: the scheduler counts tokens, while a visitor can read the prompts."""
     assert played["byWords"]["done"] < min(run["done"] for run in SETUP["runs"])
 
 
 @needs_node
 def test_idle_time_with_a_queue_is_waste(played):
-    """The page promises red there, and it was blank."""
+    """The page announces red for it, but it was blank."""
     assert [hand["open"] for hand in played.values()] == [8, 8]
 
 
@@ -86,4 +87,4 @@ def test_a_score_can_be_pasted(played):
     text = played["byWords"]["text"]
     assert text.startswith("nanobatch, be the scheduler: 24 prompts, 8 slots\nyou ")
     assert text.endswith(" %\nhttps://ann.github.io/nanobatch/#game")
-    assert played["asTheyCome"]["text"].endswith(" %")  # as long as the page has no address
+    assert played["asTheyCome"]["text"].endswith(" %")  # the page has no address here

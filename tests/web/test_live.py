@@ -1,4 +1,4 @@
-"""The page that a server sends: nothing of the server's is in it, and it rebuilds what `/watch` tells."""
+"""The page that a server sends: it contains nothing of the server's data, and rebuilds what `/watch` sends."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from server import live_page
 
 
 def test_the_servers_page_needs_no_key():
-    """A browser that opens an address sends no key. So the page comes without one, and empty."""
+    """A browser that opens a URL sends no key, so the page itself is public and empty."""
     with Server("--api-key", "hush", "--watch-key", "eye") as server:
         server.ask("/v1/chat/completions", {}, authorization="Bearer hush")
         reply = server.ask("/")
@@ -32,7 +32,7 @@ def test_the_servers_page_needs_no_key():
 
 
 def test_the_servers_page_has_the_data_that_it_reads():
-    """It was embedded under another name than the script asks for, and the page stayed empty."""
+    """The data was embedded under another name than the script uses, so the page stayed empty."""
     text = live_page.live()[0]
     (name,) = re.findall(r'watch\(dataOf\("(\w+)"\)\)', text)
     (data,) = re.findall(rf'<script type="application/json" id="data-{name}">(.*?)</script>', text)
@@ -100,7 +100,8 @@ def packed(sender: watch_frames.Sender, seen) -> str:
 
 
 def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list], list[int]]:
-    """Frames of five requests from a step on, the texts at each frame, and the number of waiting requests."""
+    """Return frames of five requests from a step on, the texts at each frame, and the number of waiting
+    requests."""
     sender = watch_frames.Sender(texts)
     for n in range(5):
         engine.submit(
@@ -119,7 +120,7 @@ def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list
 
 
 def check_texts(played: dict, told: list[list]) -> None:
-    """The page had each text at each frame as the engine had told it."""
+    """Assert that the page had each text at each frame as in the engine."""
     compared = 0
     for got, sent in zip(played["texts"], told, strict=True):
         for number, text in sent:
@@ -131,7 +132,7 @@ def check_texts(played: dict, told: list[list]) -> None:
 @needs_node
 @pytest.mark.parametrize("begin", [0, 25])
 def test_the_page_rebuilds_each_text_as_it_grew(engine, begin):
-    """Also if it comes to the server in the middle of answers."""
+    """This includes a page that is opened in the middle of answers."""
     frames, told, lines = frames_of(engine, True, begin)
     played = play(frames)
     check_texts(played, told)
@@ -152,8 +153,8 @@ def test_an_open_page_forgets_old_steps(engine):
 @needs_node
 @pytest.mark.parametrize("at_once", [False, True])
 def test_rests_that_the_page_leaves_out_are_no_waits(engine, at_once):
-    """A request after a rest had waited a quarter of a second, and one before several rests for all of
-    them, as soon as the page came later."""
+    """A request after an idle time seemed to have waited a quarter of a second, and one after several idle times
+    even longer, if the page was opened later."""
     sender, seen, frames = watch_frames.Sender(True), None, []
     for n in range(3):
         engine.submit(f"prompt {n}", SamplingParams(max_tokens=2, ignore_eos=True))
@@ -216,7 +217,7 @@ def test_the_page_agrees_with_the_screen_on_long_prompts():
 
 
 class SlowClock:
-    """A hundred times as slow: a chunk takes half a second."""
+    """A clock a hundred times as slow: a chunk takes half a second."""
 
     def __init__(self, clock: Clock):
         self.clock = clock

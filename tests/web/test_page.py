@@ -1,4 +1,4 @@
-"""The page: one text, which may run nothing but itself, whatever a recording holds."""
+"""The page is a single text, which can run nothing but itself, whatever a recording contains."""
 
 import json
 import random
@@ -21,16 +21,16 @@ from screen.draw.style import clean
 from server import live_page
 
 ROOT = Path(__file__).parents[2]
-UNSEEN = ("Cc", "Cf", "Zl", "Zp")  # control and format characters, and separators of lines
+UNSEEN = ("Cc", "Cf", "Zl", "Zp")  # control and format characters, and line separators
 
 
 class Elements(HTMLParser):
-    """The elements of a page, as a browser would read them."""
+    """The elements of a page, as a browser would parse them."""
 
     def __init__(self, text: str):
         super().__init__()
         self.tags: list[tuple[str, dict]] = []
-        self.texts: dict[str, str] = {}  # of elements with an id
+        self.texts: dict[str, str] = {}  # texts of elements with an id
         self._inside = ""
         self.feed(text)
 
@@ -53,7 +53,7 @@ def test_a_hostile_text_ends_no_element_and_adds_none():
     assert [tag for tag, _ in found.tags] == [
         tag for tag, _ in Elements(page_program.make([calm])).tags
     ]
-    # The page's script gets the very same texts
+    # The page's script receives exactly the same texts
     assert json.loads(found.texts["data-recording"]) == hostile
     assert any("</script>" in json.dumps(run) for run in hostile["runs"])
 
@@ -75,8 +75,8 @@ def test_the_content_security_policy():
 
 
 def test_a_replay_with_drafts_is_marked():
-    """The lab's runs had the recorded drafts under any setting, and the page did not say so. In the
-    game the policies had them, too, and the player none."""
+    """The lab's runs used the recorded drafts under any setting, and the page did not say so. In the game the
+    policies had drafts, too, but the player had none."""
     run = recording(burst=24)
     names = run["fields"]["StepView"]
     alike = page_program.game_of(run)["runs"]
@@ -94,7 +94,7 @@ def body_of(text: str) -> str:
 
 
 def test_no_module_writes_markup():
-    """Texts enter as `textContent`. What could make markup of them is nowhere in the modules."""
+    """Texts enter as `textContent`. No module contains anything that could parse them as markup."""
     texts = {path.name: path.read_text() for path in live_page.FOLDER.glob("*.js")}
     assert len(texts) >= 7
     words = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc"
@@ -118,7 +118,7 @@ REPOSITORY, ADDRESS = "https://github.com/Ann/nanobatch", "https://ann.github.io
 
 
 def test_the_links_of_the_page_follow_from_one_setting(tmp_path, monkeypatch):
-    """On GitHub Pages, which serves docs/ alone, they led to nothing."""
+    """On GitHub Pages, which serves only docs/, the links led nowhere."""
     named = set()
     for setting, links in (("", []), (f'Repository = "{REPOSITORY}"', [REPOSITORY, ADDRESS])):
         (tmp_path / "pyproject.toml").write_text(f"[project]\n[project.urls]\n{setting}\n")
@@ -133,10 +133,10 @@ def test_the_links_of_the_page_follow_from_one_setting(tmp_path, monkeypatch):
             a for tag, a in found.tags if tag == "a" and not a.get("href", "").startswith("#")
         ]
         named |= {a["data-file"] for a in anchors if "data-file" in a}
-        # Without an address they are words, which the script makes links of where it can
+        # Without an address they are plain words, which the script turns into links where it can
         assert [a for a in anchors if "href" in a] == (anchors if setting else [])
         hrefs = {a["href"].removeprefix(f"{REPOSITORY}/blob/main/") for a in anchors if setting}
-        made = {f"{ADDRESS}annotated/index.html"}  # when the page is published
+        made = {f"{ADDRESS}annotated/index.html"}  # created when the page is published
         assert hrefs == (named | made if setting else set())
         metas = {a.get("property"): a["content"] for tag, a in found.tags if "content" in a}
         assert metas["og:image"] == f"{address}card.png"
@@ -164,8 +164,7 @@ ODD = (None, True, -1, 0, 10**400, 1e308, float("nan"), "", "x" * 3000, "\ud800"
 
 
 def changed(dice: random.Random, recording: dict) -> str:
-    """The recording with something in it left out, doubled, or taken for something else; or its
-    text, cut or damaged."""
+    """Return the recording with something removed, duplicated or changed, or its text truncated or damaged."""
     tree = json.loads(json.dumps(recording))
     node, parent, key = tree, tree, ""
     while isinstance(node, (dict, list)) and node and (node is tree or dice.random() < 0.85):
@@ -185,7 +184,7 @@ def changed(dice: random.Random, recording: dict) -> str:
 
 
 def test_a_changed_recording_makes_a_page_or_one_line(tmp_path, capsys):
-    """One mutated recording in three ended in a traceback."""
+    """One damaged recording in three led to a traceback."""
     whole = recording(burst=2)
     run, out = tmp_path / "run.json", tmp_path / "out.html"
     ends: Counter[int] = Counter()
@@ -212,7 +211,7 @@ def test_what_is_no_recording_is_refused_in_one_line(tmp_path, capsys):
 
 
 def test_a_page_that_cannot_be_written(tmp_path, capsys):
-    """A wrong file ended in a traceback."""
+    """An invalid path led to a traceback."""
     run = tmp_path / "run.json"
     run.write_text(json.dumps(recording()))
     assert page_program.main([str(run), str(tmp_path / "nowhere" / "out.html")]) == 1
@@ -221,7 +220,7 @@ def test_a_page_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_a_page_can_be_made_from_itself(tmp_path, capsys):
-    """Also where a text holds what no file can."""
+    """This includes texts with characters that no file can store."""
     one, two = (tmp_path / name for name in ("one.json", "two.json"))
     run = recording()
     run["about"]["command"] = "python tui.py --script \udcff"
@@ -240,7 +239,7 @@ def test_a_page_can_be_made_from_itself(tmp_path, capsys):
 
 
 def test_the_words_of_a_recording_are_no_markup():
-    """The words of its head, too: the command, the version, the policy."""
+    """This includes its header: the command, the version, the policy."""
     run = recording()
     run["about"] = dict.fromkeys(("command", "version", "processor", "model"), "<b>x</b>")
     for each in run["runs"]:
@@ -266,7 +265,7 @@ tell(out);
 
 @needs_node
 def test_the_player_says_of_a_run_what_the_screen_says():
-    """Its figures are those of `experiments/policy_runs.py`, and at the end each answer is there, whole."""
+    """Its metrics are those of `experiments/policy_runs.py`, and at the end each answer is complete."""
     stage = Stage().load()
     stage.session.obey("/race 12")
     stage.finish()
@@ -318,11 +317,11 @@ tell({ lines: signs.map(inOneLine), cuts: cuts.length, halves });
 
 @needs_node
 def test_the_page_agrees_with_the_terminal():
-    """Invisible and bidirectional characters are shown. The page has no ␊ and no ␛, which most
-    fonts of a browser draw as a box, and a terminal's do not."""
+    """Invisible and bidirectional characters are shown. The page does not use ␊ and ␛, which most browser fonts
+    draw as a box, unlike a terminal's."""
     hidden = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in UNSEEN]
     signs = [sign for sign in hidden if unicodedata.bidirectional(sign) != "AN"]
-    signs = [f"a{sign}b" for sign in signs if sign not in "\u200c\u200d"]  # as in an emoji
+    signs = [f"a{sign}b" for sign in signs if sign not in "\u200c\u200d"]  # these occur in emoji
     assert len(signs) > 200
     drawn = in_node(LINES, {"signs": signs, "families": "👩‍👩‍👧‍👦🇨🇭" * 9})
     code = lambda found: f"<U+{ord(found[0]) - 0x2400:04X}>"  # noqa: E731

@@ -1,4 +1,4 @@
-"""Nothing in docs/index.html is made up: its race is run again, by the scheduler and by the model."""
+"""Nothing in docs/index.html is made up: the scheduler and the model repeat its race."""
 
 import hashlib
 import json
@@ -29,22 +29,22 @@ def named(kind: str, values: list) -> dict:
 
 @at_every_run
 def test_the_scheduler_plans_each_step_of_the_page_again(run):
-    """From the prompts alone, and from the ends of the answers."""
+    """The plans follow from the prompts and the ends of the answers."""
     limits = named("Limits", run["limits"])
     prompts = simulate.sent_of(run, FIELDS)
     played = simulate.play(limits, POLICIES[run["policy"]], prompts, page.price_of(RECORDING))
     assert len(played["steps"]) == len(run["steps"]) > 400
     for plan, packed in zip(played["steps"], run["steps"], strict=True):
-        step = {"drafts": []} | named("StepView", packed)  # it was recorded before there were any
+        step = {"drafts": []} | named("StepView", packed)  # it was recorded before drafts existed
         for name, value in plan.items():
             assert json.loads(json.dumps(value)) == step[name], (plan["step"], name)
-    # With each token of a prompt at its mean price, it takes as long as the recording says
+    # With a mean price for each prompt token, it takes as long as the recording says
     assert played["clock"][-1][1] == pytest.approx(run["clock"][-1][1], rel=0.02)
 
 
 @pytest.fixture(scope="module")
 def answered():
-    """The page's prompts, asked once more: the engine, and a text for each."""
+    """Repeat the page's prompts: yield the engine, and the text of each answer."""
     args = tui.parse_arguments(["--model", "demo", "--slots", "8"])
     run = RECORDING["runs"][-1]
     with tui.load_engine(args, lambda stage: None, time.perf_counter) as engine:
@@ -56,7 +56,7 @@ def answered():
 
 
 def check_form(engine) -> None:
-    """Another form of the product may choose other words."""
+    """Skip the test on another form of the product, which may choose other words."""
     form = re.compile(r"rows \((\w+)")
     recorded, here = (form.search(s) for s in (RECORDING["about"]["engine"], engine.summary))
     if not (recorded and here and recorded[1] == here[1]):
@@ -68,7 +68,7 @@ def test_the_model_gets_the_restored_conversation(answered):
     assert page.talk_demo() == TALK
     assert len(TALK) == 4 and not TALK[0]["cached"]
     for before, turn in pairwise(TALK):
-        # All is found again but the last token of the answer, which has no row
+        # Everything is cached except for the last token of the answer, which has no row
         assert turn["cached"] == before["prompt"] + before["tokens"] - 1
 
 
@@ -87,7 +87,7 @@ def test_the_hashes_of_the_page_are_those_of_its_texts(run):
 
 
 def test_the_words_about_speed_are_those_of_the_table():
-    """llama.cpp is faster wherever all rows decode, and slower from four users on."""
+    """llama.cpp is faster when all rows decode, and slower from four users on."""
     cells = re.findall(
         r"<tr><td>(\d+) (requests?|users?)</td>(.*?)</tr>", page.table_of("bench-15m.json")
     )
@@ -98,7 +98,7 @@ def test_the_words_about_speed_are_those_of_the_table():
 
 
 def test_the_page_is_made_of_what_lies_here():
-    """But for the scheduler in it: exercises change it, and that is no mistake."""
+    """The page is up to date, except for the scheduler in it, which the exercises change."""
     anew, there = page.make([page.read_recording(str(PAGE))], talk=TALK), PAGE.read_text()
     data = re.compile(r'<script type="application/json" id="data-lab">(.*?)</script>')
     labs = [json.loads(data.search(text)[1]) for text in (anew, there)]

@@ -1,4 +1,4 @@
-"""The scheduler in the page, without the page: lines that are changed, and errors that know their line.
+"""The scheduler in the page, tested without the page: edited lines, and errors with their line numbers.
 
 `test_the_lab_runs_in_pyodide` needs Pyodide's npm package, at the version of `web/pyodide.json`:
 
@@ -44,14 +44,14 @@ def asked(lines: str = "", policy: str = "continuous", rate: float = 0, run: dic
 
 
 def test_the_page_offers_every_policy():
-    """A reader's record is known in the page's own lines, and not to the project."""
+    """A reader's policy exists only in the page's lines, not in the project."""
     assert json.loads(simulate.start())["policies"] == [*POLICIES, "mine"]
     assert "mine" not in POLICIES
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "mine"])
 def test_the_lines_as_they_are_change_no_plan(policy):
-    """The page's policies are those of `policies.py`, and one more record."""
+    """The page's policies are those of `policies.py` plus one more."""
     played = asked(policy=policy)
     assert "error" not in played and len(played["steps"]) > 20
     if policy in POLICIES:
@@ -120,7 +120,7 @@ def test_pyodide_is_pinned_by_hash():
 
 # --- in the page's worker -------------------------------------------------------------------------
 
-# `web/worker.js` with these files as those of Pyodide. It answers with what the worker says.
+# Run `web/worker.js` with these files in place of Pyodide's, and return what the worker says.
 WORKER = """
 import { mkdtempSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
@@ -156,7 +156,7 @@ for (const data of [{ files, sources, lock: { info: asked.info, packages: {} } }
 }
 node.stdout.write(JSON.stringify(answers), () => node.exit()); // Pyodide keeps Node alive
 """
-# A Pyodide with a disk, and no Python: it answers with the files that were written
+# A Pyodide with a file system but no Python: it returns the files that were written
 DISK = """
 const folders = new Set(["."]), written = {};
 const folder = (path) => path.includes("/") ? path.slice(0, path.lastIndexOf("/")) : ".";
@@ -174,7 +174,7 @@ export const loadPyodide = async () => ({
 
 
 def worker(questions: list[dict], **files) -> list[dict]:
-    """The answers of the page's worker: to its start, and then to each question."""
+    """Return the worker's responses to its start and to each question."""
     sources = page.lab_of(page.read_recording(str(ROOT / "docs" / "index.html")), {})["sources"]
     said = {"sources": sources, "questions": [{"question": json.dumps(q)} for q in questions]}
     return in_node(WORKER, said | files)
@@ -182,7 +182,7 @@ def worker(questions: list[dict], **files) -> list[dict]:
 
 @needs_node
 def test_the_worker_writes_every_source():
-    """It made one folder by a name of its own. The file moved, and no visitor could open the lab."""
+    """The worker created one folder by its own name. The file moved, and no visitor could open the lab."""
     fake = {"pyodide.mjs": DISK, "pyodide.asm.mjs": "export default null"}
     (answer,) = worker([], files=fake)
     assert "failed" not in answer, answer
@@ -194,7 +194,7 @@ def test_the_worker_writes_every_source():
 @needs_node
 @needs_pyodide
 def test_the_lab_runs_in_pyodide():
-    """The recorded race is planned again by the real scheduler, under each policy."""
+    """The real scheduler plans the recorded race again under each policy."""
     folder = Path(os.environ["NANOBATCH_PYODIDE"]).absolute()
     for name, integrity in PYODIDE["files"].items():
         digest = hashlib.sha384((folder / name).read_bytes()).digest()

@@ -1,4 +1,4 @@
-"""What the page does with conversations and files is what the terminal's chat does. Without a browser."""
+"""The page treats conversations and files like the terminal's chat. Tested without a browser."""
 
 import json
 import random
