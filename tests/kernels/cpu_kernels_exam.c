@@ -1,13 +1,12 @@
-/* An exam for cpu_kernels.c, compiled together with it: is each number right, and does a row have the same bits in any company?
-   And has a product of packed weights the same bits as one of the float32 numbers that they stand for? And is an operation on
-   rows as close to its formula as a float32 can be?
+/* An exam for cpu_kernels.c, compiled together with it. It checks that each number is right, that a row has the same bits in
+   any batch, that a product of packed weights has the same bits as one of the float32 numbers that they stand for, and that
+   an operation on rows is as close to its formula as float32 allows.
 
-       cc -O2 -ffp-contract=off cpu_kernels_exam.c ../../kernels/matmul.c -o exam -pthread -lm && ./exam [threads [bug [rounds]]]
+       cc -O2 -ffp-contract=off cpu_kernels_exam.c ../../kernels/cpu_kernels.c -o exam -pthread -lm && ./exam [threads [bug [rounds]]]
 
-   It prints how many rows were compared and how many differ, how many packed products were compared and how many numbers
-   of them differ, how many operations were looked at and how many numbers of them are wrong, and exits with 1 if any are.
-   Each array is exactly as long as the product may read, so that a sanitizer sees a read beyond its end. Several threads
-   ask for products at once, as two engines in one process would. */
+   It prints the number of rows, packed products and operations that were compared, and how many differ or are wrong. The
+   exit code is 1 if any are. Each array is exactly as long as the product may read, so that a sanitizer detects a read
+   beyond its end. Several threads compute products at once, as two engines in one process would. */
 
 #include <math.h>
 #include <pthread.h>
@@ -30,10 +29,10 @@ void rows_stack(void *at, int experts, int N, int K, int lines, int bias);
 
 static atomic_long compared, differ, wrong, packed, unlike, operations, off, rounded, uneven, stacks;
 static atomic_ulong rounded_bits; /* the same on every processor */
-int planted; /* the number of a bug, for a cpu_kernels.c that has several; 0: none */
+int planted; /* the number of the bug to turn on in a cpu_kernels.c with planted bugs; 0: none */
 static int rounds = 60;
 
-/* Let this thread take very small numbers for zero, or not, as -ffast-math does. Returns whether it did so before. */
+/* Flush denormal numbers to zero in this thread, or not, as -ffast-math does. Return the previous setting. */
 static int flush(int on) {
 #if defined(__SSE__)
   unsigned before = _mm_getcsr();
@@ -61,7 +60,7 @@ static float *random_numbers(unsigned *state, long count, float scale) {
   return numbers;
 }
 
-/* x (M, K) and W, (N, K) or (K, N), against sums of doubles; then some of its rows by themselves. */
+/* Compare x (M, K) times W, (N, K) or (K, N), with sums of doubles, and then some of its rows computed alone. */
 static void examine(unsigned *state, int M, int N, int K, int turned) {
   int ldx = K + between(state, 0, 3), ldy = N + between(state, 0, 3);
   int ldw = (turned ? N : K) + between(state, 0, 3);
@@ -70,7 +69,7 @@ static void examine(unsigned *state, int M, int N, int K, int turned) {
   float alpha = is_plain ? 1 : 0.7f, beta = is_plain ? 0 : 0.3f; /* powers of two would hide a rounding */
   long x_size = (long)(M - 1) * ldx + K, w_size = above ? (long)(above - 1) * ldw + (turned ? N : K) : 0;
   long y_size = (long)(M - 1) * ldy + N;
-  int is_tiny = is_plain && between(state, 0, 3) == 0; /* then all products of two numbers are denormal */
+  int is_tiny = is_plain && between(state, 0, 3) == 0; /* all products of two numbers are denormal */
   int flushes = between(state, 0, 1);
   float scale = is_tiny ? 1e-20f : 1;
   float *x = random_numbers(state, x_size, scale), *w = random_numbers(state, w_size, scale);
@@ -88,7 +87,7 @@ static void examine(unsigned *state, int M, int N, int K, int turned) {
     cblas_sgemm(101, 112, turned ? 111 : 112, M, N, K, alpha, columns, M, w, ldw, beta, y, ldy);
     free(columns);
   }
-  if (flush(0) != flushes) atomic_fetch_add(&wrong, 1); /* the caller's setting is the caller's */
+  if (flush(0) != flushes) atomic_fetch_add(&wrong, 1); /* the caller's setting must be kept */
   for (int m = 0; m < M; m++) for (int n = 0; n < N; n++) {
     double sum = 0, size = is_tiny ? K * 1e-38 : 1; /* the smallest numbers are 1e-45 apart */
     for (int k = 0; k < K; k++) {
@@ -128,7 +127,7 @@ static void draw_and_examine(unsigned *state, int most_M, int most_N, int most_K
 
 enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, ROUNDED_MXFP4, SOFTMAX, SWIGLU, GEGLU, NORM, CAP };
 
-/* The value of a number of 16 bits, by its definition: no trick that cpu_kernels.c might share. */
+/* Return the value of a number of 16 bits by its definition, without a trick that cpu_kernels.c might share. */
 static float value(int form, unsigned bits) {
   int places = form == FLOAT16 ? 10 : 7, bias = form == FLOAT16 ? 15 : 127;
   int exponent = bits >> places & (form == FLOAT16 ? 31 : 255), rest = bits & ((1 << places) - 1);
@@ -136,7 +135,7 @@ static float value(int form, unsigned bits) {
   return bits >> 15 ? -size : size;
 }
 
-/* Finite numbers, side by side: small ones of 16 bits, some of them so small that they have no leading 1. */
+/* Draw finite 16-bit numbers: small ones, some of them denormal. */
 static void *random_form(unsigned *state, int form, long count, float *values) {
   if (form == FLOAT32) {
     float *numbers = random_numbers(state, count, 1);
@@ -154,7 +153,7 @@ static void *random_form(unsigned *state, int form, long count, float *values) {
 
 static long lines(long nbytes) { return (nbytes + 63) / 64; }
 
-/* x (M, K) and a packed W (N, K), beside the float32 numbers that W stands for. */
+/* Compare x (M, K) times a packed W (N, K) with the float32 numbers that W stands for. */
 static void examine_packed(unsigned *state, int M, int N, int K, int form, int group, int form_of_scales) {
   int bits = form == FOUR_BITS ? 4 : form == EIGHT_BITS ? 8 : 16, has_offsets = bits < 16;
   int nbytes = form_of_scales == FLOAT32 ? 4 : 2, lda = K + between(state, 0, 3), ldy = N + between(state, 0, 3);
@@ -163,7 +162,7 @@ static void examine_packed(unsigned *state, int M, int N, int K, int form, int g
   void *scales = random_form(state, form_of_scales, groups, scale);
   void *offsets = random_form(state, form_of_scales, groups, offset);
   long at_scales = 1 + lines(N * rows_width(form, K)), at_offsets = at_scales + lines(groups * nbytes);
-  char *w = malloc(64 * (has_offsets ? at_offsets : at_scales) + groups * nbytes + 64); /* one vector, and not a byte more */
+  char *w = malloc(64 * (has_offsets ? at_offsets : at_scales) + groups * nbytes + 64); /* one vector, not a byte more */
   rows_pack(w, form, form_of_scales, N, K, group, at_scales, has_offsets ? at_offsets : 0, 0);
   if (bits == 16) {
     void *numbers = random_form(state, form, count, wide);
@@ -174,7 +173,7 @@ static void examine_packed(unsigned *state, int M, int N, int K, int form, int g
     int narrow = bits == 4 ? between(state, 0, 1) ? 4 : 2 : (int[]){3, 5, 6, 8}[between(state, 0, 3)];
     uint8_t *from = malloc(count * narrow / 8);
     for (long i = 0; i < count * narrow / 8; i++) from[i] = draw(state);
-    const int some = between(state, 0, N); /* in two parts, of which the second may begin anywhere */
+    const int some = between(state, 0, N); /* in two parts; the second may start anywhere */
     rows_lay(w, some, N - some, narrow, from + (long)some * K * narrow / 8, (char *)scales + (long)some * K / group * nbytes,
              (char *)offsets + (long)some * K / group * nbytes);
     rows_lay(w, 0, some, narrow, from, scales, offsets);
@@ -184,7 +183,7 @@ static void examine_packed(unsigned *state, int M, int N, int K, int form, int g
         long at = i * narrow + bit;
         number |= (from[at / 8] >> at % 8 & 1) << bit;
       }
-      volatile float product = number * scale[i / group]; /* rounded here, and once more below */
+      volatile float product = number * scale[i / group]; /* rounded here and again below */
       wide[i] = product + offset[i / group];
     }
     free(from);
@@ -217,8 +216,8 @@ static void draw_and_examine_packed(unsigned *state, int M, int most_N, int most
   }
 }
 
-/* M rows of 8 bits beside sums of doubles, and then one by one. The largest number of each part is 127, so that rounding
-   changes nothing. */
+/* Compare M rows of 8 bits with sums of doubles, and then one by one. The largest number of each group is 127, so that
+   rounding changes nothing. */
 static void examine_rounded(unsigned *state, int form, int M, int N, int groups) {
   const int bits = (int[]){4, 5, 6, 8}[form - ROUNDED_4], group = form == ROUNDED_6 ? 16 << between(state, 0, 1) : 32 << between(state, 0, 2);
   const int K = groups * group, rows = (N + 15) / 16 * 16, has_offsets = between(state, 0, 1);
@@ -260,7 +259,7 @@ static void examine_rounded(unsigned *state, int form, int M, int N, int groups)
   for (int i = 0; i < 7; i++) free(all[i]);
 }
 
-/* M rows, each with k experts of a stack, beside the same products one by one. */
+/* Compare M rows, each with k experts of a stack, with the same products one by one. */
 static void examine_experts(unsigned *state, int form, int M, int N, int groups) {
   enum { EXPERTS = 3, GROUP = 32 };
   const int k = between(state, 1, 3), is_apart = between(state, 0, 1), has_bias = between(state, 0, 1), K = groups * GROUP;
@@ -300,7 +299,7 @@ static void examine_experts(unsigned *state, int form, int M, int N, int groups)
 
 /* --- operations on rows -------------------------------------------------------------------------------------------- */
 
-/* What an operation makes of one row, in doubles, and how far off a float32 may be. */
+/* Compute an operation on one row in doubles, and the allowed error of float32. */
 static void define(int form, long N, const float *x, const float *weight, float setting, double *right, double *most_off) {
   double sum = 0, largest = -INFINITY, squares = 0;
   for (long n = 0; n < N; n++) largest = x[n] > largest ? x[n] : largest;
@@ -324,10 +323,10 @@ static void operate(int form, int M, int N, int K, float *x, int ldx, float *w, 
   else cblas_sgemm(101, 111, 112, M, N, K, 1, x, ldx, w, K, 0, y, ldy);
 }
 
-/* M rows beside the formula, and then one by one: in a softmax read further, behind what is hidden; in each with a NaN. */
+/* Compare M rows with the formula, and then one by one: a softmax with more masked numbers, and each row with a NaN. */
 static void examine_operation(unsigned *state, int form, int M, int N) {
   int is_gate = form == SWIGLU || form == GEGLU, K = is_gate ? 2 * N : N;
-  int is_alone = is_gate || form == CAP; /* each number by itself, so a NaN is the only one */
+  int is_alone = is_gate || form == CAP; /* elementwise, so a NaN affects nothing else */
   int ldx = K + between(state, 0, 3), ldy = N + between(state, 0, 3), flushes = between(state, 0, 1);
   float setting = (1 + draw(state) % 1000) / 1000.0f;
   float scale = (float[]){1, 10, 100}[between(state, 0, 2)];
@@ -336,7 +335,7 @@ static void examine_operation(unsigned *state, int form, int M, int N) {
   double *right = malloc(sizeof(double) * N), *most_off = malloc(sizeof(double) * N);
   if (form == NORM) memcpy(w + 16, weight, sizeof(float) * N);
   rows_operation(w, form, N, setting);
-  for (int m = 0; form == SOFTMAX && m < M; m++) /* the first is never hidden */
+  for (int m = 0; form == SOFTMAX && m < M; m++) /* the first is never masked */
     for (int n = 1; n < N; n++) if (between(state, 0, 2) == 0) x[(long)m * ldx + n] = -INFINITY;
   flush(flushes);
   operate(form, M, N, K, x, ldx, w, y, ldy);
@@ -369,7 +368,7 @@ static void examine_operation(unsigned *state, int form, int M, int N) {
   for (int i = 0; i < 6; i++) free(all[i]);
 }
 
-/* Whoever looks for a fault is done with the first one. */
+/* With a planted bug, the first fault is enough. */
 static int is_over(void) { return planted && (differ || wrong || unlike || off || uneven); }
 
 static void *student(void *seed) {

@@ -1,10 +1,9 @@
-"""Conversations through a model's own template: the prompt that `transformers` would make of them,
-and no way out.
+"""Conversations through a model's own template: the prompt equals that of `transformers`, and a template
+cannot escape its sandbox.
 
-The templates here are written in the manner of those that models are published with, down to their
-whitespace control. A prompt that differs by one space from the training is answered worse, and
-nothing says why. So texts and ids are held against `transformers`, and none of it may touch the
-network.
+The templates here imitate published ones, including their whitespace control. If a prompt differs from the
+training by one space, answers get worse, and nothing shows the reason. So texts and ids are compared with
+`transformers`, and none of it may access the network.
 """
 
 import datetime
@@ -135,8 +134,7 @@ EVERYTHING = """\
 {{- '\\n<|im_start|>assistant\\n' if add_generation_prompt }}
 """
 
-# What the newer families' templates use beyond that: modes, reasoning that is left out of old
-# turns, tools.
+# What newer families' templates use beyond that: modes, reasoning that is left out of old turns, tools.
 NEWER = r"""
 {%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
 {%- set budgets = {'0': 'none', 512: 'little', 'more': 'much'} -%}
@@ -191,7 +189,7 @@ TEMPLATES = {
 
 
 def turns(*contents: str, system: str | None = None) -> list[dict]:
-    """A conversation: user and assistant in turn."""
+    """Return a conversation in which user and assistant take turns."""
     head = [] if system is None else [{"role": "system", "content": system}]
     return head + [
         {"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)
@@ -225,8 +223,7 @@ every_conversation = pytest.mark.parametrize("messages", CONVERSATIONS.values(),
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    """A template is on the disk, with the model. Neither we nor the reference may look for it
-    elsewhere."""
+    """A template is on the disk, with the model. Neither our code nor the reference may access the network."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("a test touched the network")
@@ -242,7 +239,7 @@ def no_check(monkeypatch):
     monkeypatch.setattr(checker, "tokenizer", lambda *_: "")
 
 
-# A rendering is the same without the check in a child process, which takes half a second
+# Rendering gives the same text without the check in a child process, which takes half a second
 unchecked = pytest.mark.usefixtures("no_check")
 
 
@@ -254,7 +251,7 @@ def make_model(
     as_dict: bool = False,
     **config,
 ) -> Tokenizer:
-    """The files of a model folder that concern its text. `as_dict` spells the special tokens as older
+    """Write the files of a model folder that concern its text. `as_dict` spells the special tokens as older
     configs do."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
@@ -287,7 +284,8 @@ def make_model(
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A model of this template, made once: to read it takes longer than a conversation does."""
+    """Return a function that makes a model of each template once, because loading takes longer than
+    rendering."""
 
     @cache
     def made(name: str, adds_bos: bool = True) -> Tokenizer:
@@ -305,7 +303,7 @@ def transformers_of(folder: Path):
 
 
 def reference(folder: Path, messages: list[dict]) -> tuple[str, list[int]]:
-    """The rendering of the same folder and messages by `transformers`."""
+    """Return text and ids as `transformers` renders the same folder and messages."""
     tokenizer = transformers_of(folder)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
@@ -318,8 +316,7 @@ def reference(folder: Path, messages: list[dict]) -> tuple[str, list[int]]:
 @every_conversation
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_conversation_equals_transformers(published, name, messages):
-    """Whitespace control, filters that escape HTML, variables that are missing: each differs by a
-    character or two."""
+    """Whitespace control, filters that escape HTML and missing variables each change a character or two."""
     text = published(name)
     before = json.dumps(messages)
     assert (text.render(messages), text.encode_chat(messages)) == reference(text.folder, messages)
@@ -331,8 +328,7 @@ def test_conversation_equals_transformers(published, name, messages):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("name", "says_eos"), [("llama 2", True), ("chatml", False)])
 def test_template_in_three_places(tmp_path, name, says_eos, place, as_dict, adds_bos):
-    """Models are published with the template in a file, in the config, or there as one of several
-    with names."""
+    """Published models have the template in a file, in the config, or there as one of several named ones."""
     text = make_model(tmp_path, TEMPLATES[name], place, adds_bos, as_dict)
     messages = CONVERSATIONS["five turns and a system prompt"]
     rendered = text.render(messages)
@@ -358,7 +354,7 @@ FOR_TOOLS = """
 
 @pytest.mark.parametrize("place", ["a file", "several with names"])
 def test_separate_template_for_tools(tmp_path, place):
-    """Hermes is published with two: the one for tools cannot render a chat without them."""
+    """Hermes is published with two templates: the one for tools cannot render a chat without them."""
     make_model(tmp_path, PLAIN_CHAT, place)
     if place == "a file":
         (tmp_path / "additional_chat_templates").mkdir()
@@ -390,7 +386,7 @@ def test_broken_template_for_tools(tmp_path):
 
 @unchecked
 def test_template_file_wins_over_config(tmp_path):
-    """A model saved again by a newer library may have both, and the config's is the old one."""
+    """A model saved again by a newer library may have both, and the config's template is the old one."""
     text = make_model(tmp_path, "old", chat_template="old")
     (tmp_path / "chat_template.jinja").write_text("new {{ messages[0].content }}")
     text = Tokenizer(tmp_path, 300)
@@ -421,8 +417,8 @@ def test_strftime_now(tmp_path):
 
 @unchecked
 def test_null_field_counts_as_missing(tmp_path):
-    """OpenAI's clients send `content: null` along with tool calls. The word "None" is not what the
-    assistant said."""
+    """OpenAI's clients send `content: null` along with tool calls. The assistant did not say the word
+    "None"."""
     messages = [*turns("Hi"), {"role": "assistant", "content": None}, *turns("And?")]
     text = make_model(tmp_path, CHATML.replace("message.content", "(message.content or '')"))
     assert text.render(messages) == reference(tmp_path, messages)[0]
@@ -435,8 +431,7 @@ def test_null_field_counts_as_missing(tmp_path):
 
 @unchecked
 def test_generation_tag(tmp_path):
-    """`{% generation %}` is a tag of Hugging Face's own: it marks what is trained on, and writes
-    nothing itself."""
+    """`{% generation %}` is Hugging Face's own tag: it marks the text to train on, and renders nothing."""
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' %}\n  {% generation %}\n{{ m.content }}{% endgeneration %}"
         "\n{% else %}{{ m.content }}|{% endif %}{% endfor %}"
@@ -461,13 +456,12 @@ def test_generation_tag(tmp_path):
     ],
 )
 def test_bos_is_where_the_template_writes_it(published, name, count, adds_bos):
-    """A template's BOS and the tokenizer's make two, which is how a good model turns into a worse
-    one in silence."""
+    """If template and tokenizer both add a BOS, the model silently gets worse."""
     ids = published(name, adds_bos).encode_chat(turns("Hello!", "Hi.", "Bye."))
     assert ids.count(BOS) == count and ids[1] != BOS
 
 
-# --- prompts as a person types them ---------------------------------------------------------------
+# --- prompts as a user types them -----------------------------------------------------------------
 
 
 @unchecked
@@ -489,8 +483,8 @@ def test_raw_prompt_is_plain_text(tmp_path):
 @pytest.mark.parametrize("template", [CHATML, None])
 @pytest.mark.parametrize("raw", [True, False])
 def test_empty_prompt_has_no_tokens(tmp_path, template, raw):
-    """A template would make a conversation of nothing, and a tokenizer a BOS: the engine shall
-    refuse it as empty."""
+    """A template would render an empty conversation, and a tokenizer a BOS, but the engine must see that the
+    prompt is empty."""
     assert make_model(tmp_path, template).ask("", raw) == []
 
 
@@ -498,7 +492,7 @@ def test_empty_prompt_has_no_tokens(tmp_path, template, raw):
 
 
 def refusal(text: Tokenizer, messages, kind: type = ValueError) -> str:
-    """The one line with which a conversation is refused, by `render` and `encode_chat` alike."""
+    """Assert that `render` and `encode_chat` both refuse a conversation with one line. Return the line."""
     with pytest.raises(kind) as caught:
         text.render(messages)
     with pytest.raises(kind):
@@ -541,8 +535,8 @@ def test_template_error_reaches_the_caller(published, name, messages, words):
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_template_syntax_error_names_the_folder(tmp_path, place, source):
-    """The model is wrong and not the conversation: who asked cannot mend it, and must learn which
-    model it is."""
+    """The model is broken, not the conversation: the client cannot fix it, and must learn which model it
+    is."""
     text = make_model(tmp_path / "the-model", source, place)
     message = refusal(text, turns("Hi"), ModelError)
     assert "the-model" in message
@@ -590,7 +584,7 @@ def test_message_without_content(published, name):
     ],
 )
 def test_any_template_failure_is_a_refusal(tmp_path, source):
-    """A caller catches ValueError. Anything else from a template that came with the weights would
+    """A caller catches ValueError. Any other exception from a template that came with the weights would
     end a server."""
     refusal(make_model(tmp_path, source), turns("Hi"))
 
@@ -622,8 +616,7 @@ def test_any_template_failure_is_a_refusal(tmp_path, source):
     ],
 )
 def test_template_cannot_escape_the_sandbox(tmp_path, source):
-    """Templates come with weights, from anywhere: rendering one must not be running its author's
-    program."""
+    """Templates come with weights from anywhere, so rendering one must not run arbitrary code."""
     messages = turns("Hi")
     message = refusal(make_model(tmp_path, source), messages)
     assert "<class" not in message and "/" not in message.replace(str(tmp_path), "")
@@ -640,7 +633,7 @@ ENDLESS = [
     "{{ self.b() }}{{ self.b() }}{% endif %}{% set s.n = s.n + 1 %}{% endblock %}",
     LOOP + "{% set x = range(10 ** 5) | list | sort %}{% endfor %}",
 ]
-# In one operation of C each, which nothing but the system can stop
+# Each runs in a single C operation, which only the system can stop
 UNSTOPPABLE = [
     "{{ 10 ** (10 ** 9) }}",
     GROWS.replace("START", "7").replace("STEP", "s.x * s.x"),
@@ -653,17 +646,18 @@ HUGE = [
     MILLION + "{% for i in range(1000) %}{{ x }}{% endfor %}",
     GROWS.replace("START", "'a'").replace("STEP", "s.x ~ s.x"),
 ]
-# What no sample contains: two turns
+# No sample contains two turns
 HIDDEN = "{%% if messages | length == 2 %%}%s{%% endif %%}fine"
 no_limit_of_memory = pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no such limit")
 
 
 def unfit(text: Tokenizer) -> str:
-    """The line that says why a template is not used. Plain text still works."""
+    """Return the reason why a template is not used. Plain text still works."""
     assert not text.has_template
     assert text.ask("Hi", raw=True) == text.encode("Hi")
     with pytest.raises(ModelError):
-        text.ask("Hi")  # in plain text the model would be asked in a form that it does not know
+        # The model does not know plain text, so it must not silently replace the template
+        text.ask("Hi")
     line = refusal(text, turns("Hi"), ModelError)
     assert line == text.unfit and "the chat template" in line and "give plain text" in line
     assert str(text.folder / "tokenizer_config.json") in line
@@ -672,7 +666,8 @@ def unfit(text: Tokenizer) -> str:
 
 @pytest.mark.parametrize("source", [ENDLESS[0], *UNSTOPPABLE])
 def test_endless_template_is_found_at_load(tmp_path, monkeypatch, source):
-    """The slow template was found by the first client, whose conversation then held a thread of the server."""
+    """The slow template was noticed by the first client, whose conversation then blocked a thread of the
+    server."""
     limits = untrusted_model_files.LIMITS._replace(seconds=0.3)
     monkeypatch.setattr(untrusted_model_files, "LIMITS", limits)
     line = unfit(make_model(tmp_path, source))
@@ -682,8 +677,8 @@ def test_endless_template_is_found_at_load(tmp_path, monkeypatch, source):
 @no_limit_of_memory
 @pytest.mark.parametrize("source", HUGE)
 def test_greedy_template_is_found_at_load(tmp_path, source):
-    """Where memory runs out, the process dies with all its requests. A machine that is slow to hand
-    out memory meets the limit of time first, which is as good a reason: there the test failed."""
+    """When memory runs out, the process dies with all its requests. On a machine that allocates memory slowly the
+    time limit comes first, which is acceptable, too; the test used to fail there."""
     line = unfit(make_model(tmp_path, source))
     assert re.search(r"takes more than (512 MB|\d+ s) for a sample conversation", line), line
 
@@ -696,7 +691,7 @@ def executable(path: Path, script: str) -> str:
 
 @pytest.mark.parametrize("script", ["exec sleep 60", None])
 def test_load_without_a_child_process_is_refused(tmp_path, monkeypatch, script):
-    """Nothing is known of its template and its tokenizer, so they are not trusted."""
+    """Template and tokenizer cannot be checked, so they are not trusted."""
     python = executable(tmp_path / "python", script) if script else str(tmp_path / "nothing")
     monkeypatch.setattr(sys, "executable", python)
     monkeypatch.setattr("base.sandbox.START", 0.2)
@@ -707,7 +702,7 @@ def test_load_without_a_child_process_is_refused(tmp_path, monkeypatch, script):
 
 
 def test_only_the_demo_template_needs_no_check(tmp_path, monkeypatch):
-    """The demo's template is as trusted as the program. A child process would cost time at the start."""
+    """The demo's template is as trusted as the program, and a child process would delay the start."""
     asked = []
 
     def note(child, source: str, _) -> tuple[str, list[str]]:
@@ -721,14 +716,14 @@ def test_only_the_demo_template_needs_no_check(tmp_path, monkeypatch):
     assert asked == [f"{ours} "]
 
 
-# --- what a trusted template may still do ---------------------------------------------------------
+# --- limits of a trusted template -----------------------------------------------------------------
 
 
 @unchecked
 @pytest.mark.parametrize("source", ENDLESS)
 def test_slow_rendering_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
-    """Four such conversations held all of a server's threads that read prompts, for a minute. A
-    signal, which comes to the main thread alone, would not do."""
+    """Four such conversations blocked all of a server's threads that parse prompts for a minute. A signal would
+    not help, because it reaches only the main thread."""
     monkeypatch.setattr("text.chat_template.PATIENCE", 0.1)
     text, said = make_model(tmp_path, HIDDEN % source), []
     assert text.render(turns("a")) == text.render(turns("a", "b", "c")) == "fine"
@@ -746,7 +741,7 @@ def test_slow_rendering_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
 
 @unchecked
 def test_quadratic_template_is_stopped(tmp_path, monkeypatch):
-    """Such a template is quick on every conversation that its author had tried."""
+    """Such a template is fast on every conversation that its author tried."""
     monkeypatch.setattr("text.chat_template.PATIENCE", 0.1)
     pairs = "{% for a in messages %}{% for b in messages %}{% if a == b %}{% endif %}{% endfor %}"
     text = make_model(tmp_path, pairs + "{{ a.content }}{% endfor %}")
@@ -756,8 +751,7 @@ def test_quadratic_template_is_stopped(tmp_path, monkeypatch):
 
 @unchecked
 def test_busy_machine_does_not_stop_a_template(tmp_path, monkeypatch):
-    """On a busy machine a normal template was called endless: its seconds were those of the wall
-    clock."""
+    """On a busy machine a normal template was reported as endless, because the limit was wall-clock time."""
     text, wall = make_model(tmp_path, EVERYTHING), itertools.count(0, 10)
     with monkeypatch.context() as patch:
         patch.setattr("text.chat_template.time.monotonic", lambda: next(wall))
@@ -767,7 +761,7 @@ def test_busy_machine_does_not_stop_a_template(tmp_path, monkeypatch):
 @unchecked
 @pytest.mark.parametrize("name", ["llama 2", "everything"])
 def test_limits_are_far_from_normal_use(tmp_path, name):
-    """A million characters are more than most models can read."""
+    """A million characters are more than most models support."""
     text = make_model(tmp_path, TEMPLATES[name])
     messages = turns(*["some words of a turn, " * 450] * 101)
     assert sum(len(message["content"]) for message in messages) > 999_000
@@ -786,7 +780,7 @@ def test_limits_are_far_from_normal_use(tmp_path, name):
     ids=lambda source: source[:12],
 )
 def test_oversized_template_is_refused(tmp_path, source):
-    """Compiling it ended in a RecursionError, which nothing caught."""
+    """Compiling it raised a RecursionError, which nothing caught."""
     assert str(tmp_path) in refusal(make_model(tmp_path, source), turns("Hi"), ModelError)
 
 
@@ -800,9 +794,9 @@ def test_python_attributes_are_undefined(tmp_path, what):
     assert make_model(tmp_path, "".join(source)).render(turns("Hi")) == "[]" * len(own)
 
 
-# --- what a turn reads ----------------------------------------------------------------------------
+# --- what each turn prefills ----------------------------------------------------------------------
 
-# Thoughts of earlier turns are left out, in the manner of Qwen 3
+# Reasoning of earlier turns is left out, as in Qwen 3
 THINKS = """\
 {%- set ns = namespace(last=0) -%}
 {%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
@@ -824,8 +818,8 @@ PHI3 = """\
 {% for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
 DEMO = (ROOT / "demo" / "model" / "chat_template.jinja").read_text()
-# By family: the template, what the model writes before its answer, and how many tokens the second turn
-# reads, the tenth, and the tenth with a system message. A token is a letter or a mark of the template.
+# For each family: the template, the text before the answer, and the tokens that are prefilled in the second
+# turn, the tenth, and the tenth with a system message. A token is a character or a mark of the template
 READS = {
     "llama 2": (LLAMA2, " ", (22, 22, 22)),
     "llama 3": (LLAMA3, "", (38, 38, 38)),
@@ -840,7 +834,7 @@ READS = {
 
 
 class Talk(Replay):
-    """One slot, without a model: each answer is what it has to be."""
+    """One slot, without a model: each answer is given."""
 
     def say(self, prompt: list[int], answer: list[int]) -> Request:
         request = Request(self.sched.steps, tuple(prompt), len(answer), self.now)
@@ -860,15 +854,15 @@ class Talk(Replay):
 
 @pytest.mark.parametrize("name", READS)
 def test_rendering_is_stateless(published, name):
-    """All but what the slot still holds, which ends with the last word of the answer. By hand, of
-    Llama 3, 1 + 8 + 15 + 14 tokens:
+    """A turn prefills everything except the rows still in its slot, which end with the last word of the answer.
+    For Llama 3 these are 1 + 8 + 15 + 14 tokens:
 
         <|eot_id|> <|start_header_id|>user<|end_header_id|>\\n\\n What is 17 + 6?
         <|eot_id|><|start_header_id|>assistant<|end_header_id|>\\n\\n
 
-    Qwen's template leaves the thoughts of earlier turns out, so the answer after a thought is read
-    once more. Mistral's writes the system message into the newest question, so the question and the
-    answer before are.
+    Qwen's template leaves out the reasoning of earlier turns, so the answer after the reasoning is prefilled
+    again. Mistral's writes the system message into the newest question, so the previous question and
+    answer are.
     """
     _, opens, expected = READS[name]
     text = published(name)

@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF files, held against the libraries that they come from."""
+"""Tokenizers in GGUF files, compared with the libraries that they come from."""
 
 import io
 import json
@@ -27,13 +27,13 @@ CORPUS += [
     "x = [1, 2]\n\n\treturn y\r\n",
     "中文字 é à ü ß 😀😀",
 ]
-UNREACHED = "Ġqqzebra"  # a token that no merges make
+UNREACHED = "Ġqqzebra"  # a token that no merges produce
 SPECIAL = ["<s>", "</s>", "<|im_end|>"]
 OWN = ["<tool_call>", "<think>"]
 
 
 def texts(seed: int, special: list[str]) -> list[str]:
-    """Pieces of the corpus, signs, spaces, many alphabets and special tokens."""
+    """Return texts of corpus pieces, signs, spaces, many alphabets and special tokens."""
     dice = random.Random(seed)
     found = []
     for _ in range(TEXTS):
@@ -81,7 +81,7 @@ def alike(own: tokenizers.Tokenizer, reference: tokenizers.Tokenizer, special: l
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CUTS = {  # as the tokenizer.json of each has them
+CUTS = {  # as in the tokenizer.json of each
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "smollm": [
         pre_tokenizers.Digits(individual_digits=True),
@@ -143,7 +143,7 @@ def test_byte_level_bpe_has_the_ids_of_the_library(name, tmp_path):
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepieces_bpe_has_its_own_ids(prefix, tmp_path):
-    """The library itself is the reference. It splits special tokens in a text, so these are left out."""
+    """The library itself is the reference. It splits special tokens in a text, so they are left out here."""
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
@@ -175,7 +175,7 @@ def test_sentencepieces_bpe_has_its_own_ids(prefix, tmp_path):
 
 
 def test_gemma_4s_bpe_has_merges_in_the_file(tmp_path):
-    """Spaces are letters, other characters become bytes, and merges make no line ends."""
+    """Spaces are letters, other characters become bytes, and merges never cross line ends."""
     reference = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     reference.normalizer = normalizers.Replace(" ", "▁")
     reference.decoder = decoders.Sequence(
@@ -215,7 +215,7 @@ def type_of(reference: sentencepiece.SentencePieceProcessor, n: int) -> int:
     return 4 if reference.id_to_piece(n) == "<think>" else 1
 
 
-# --- what else the metadata say -------------------------------------------------------------------
+# --- other metadata -------------------------------------------------------------------------------
 
 
 def test_a_text_begins_with_bos_where_the_file_says_so(tmp_path):
@@ -234,7 +234,7 @@ def test_a_text_begins_with_bos_where_the_file_says_so(tmp_path):
 
 
 def test_answers_end_where_llama_cpp_ends_them(tmp_path):
-    """By the ids that fields name, and by control tokens of known names."""
+    """End tokens come from the ids in fields, and from control tokens with known names."""
     names = ["a", "</s>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>"]
     types = [1, 3, 3, 3, 1, 3]
     fields = {"pre": "gpt-2", "eos_token_id": 1, "eot_token_id": 0}
@@ -243,7 +243,7 @@ def test_answers_end_where_llama_cpp_ends_them(tmp_path):
 
 
 def test_the_end_of_a_message_is_no_end_in_harmony(tmp_path):
-    """gpt-oss ends its reasoning so, and goes on."""
+    """gpt-oss ends its reasoning with this token, and continues."""
     names = ["a", "<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"]
     fields = {"pre": "gpt-4o", "eos_token_id": 1}
     file = write(tmp_path / "a.gguf", "gpt2", names, [1, 3, 3, 3, 3], **fields)

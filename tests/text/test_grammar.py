@@ -1,5 +1,4 @@
-"""Grammars: which tokens may come next, and which grammars are refused. Nothing here runs a
-model."""
+"""Grammars: which tokens are allowed next, and which grammars are refused. No model is needed."""
 
 import json
 import random
@@ -33,7 +32,7 @@ def grammars() -> Grammars:
 
 @cache
 def tokens() -> Any:
-    """The same tokens, as the grammar library knows them."""
+    """Return the same tokens in the grammar library's form."""
     known = {"tokenizer": make_tokenizer().to_str(), "n_vocab": V, "eos_token": sorted(ENDS)}
     return grammar_file.read_tokens(known)
 
@@ -58,7 +57,7 @@ def say(grammars: Grammars, grammar, text: str) -> None:
 
 
 def random_answer(grammars: Grammars, grammar, seed: int, longest: int = 3000) -> str | None:
-    """An answer of random tokens; None if it is too long."""
+    """Return an answer of random allowed tokens, or None if it is too long."""
     dice, said = random.Random(seed), []
     while not grammar.is_complete:
         token = dice.choice(sorted(allowed(grammar)))
@@ -114,7 +113,7 @@ def test_random_answers_match_the_grammar(grammars, seed):
 
 
 def test_every_end_token_is_allowed(grammars):
-    """A mask that hid the second one made another server write 21,000 tokens of garbage."""
+    """A mask that hid the second end token made another server write 21,000 tokens of garbage."""
     grammar = make(grammars, json={"type": "integer"})
     assert not allowed(grammar) & set(ENDS)
     say(grammars, grammar, "12")
@@ -130,14 +129,14 @@ def test_no_end_token_no_grammars():
 
 
 def test_white_space_is_bounded(grammars):
-    """A model that likes spaces would write nothing else."""
+    """Otherwise a model that prefers spaces would write nothing else."""
     grammar = make(grammars, json={"type": "object"})
     say(grammars, grammar, "{\n" + " " * 40)
     assert not allowed(grammar) & {ord(" "), ord("\n"), ord("\t")}
 
 
 def test_unused_ids_are_forbidden(grammars):
-    """A model's head may know more numbers than its tokenizer."""
+    """A model's head may have more ids than its tokenizer."""
     for source in ({"regex": "(.|\n)*"}, {"json": {"type": "string"}}):
         assert max(allowed(make(grammars, **source))) <= max(ENDS)
 
@@ -218,7 +217,7 @@ def test_validated_grammar_is_immutable():
         SamplingParams(grammar={"json": {}}, ignore_eos=True)
 
 
-# --- what is hostile ------------------------------------------------------------------------------
+# --- hostile grammars -----------------------------------------------------------------------------
 
 
 TRIED = (
@@ -239,8 +238,8 @@ TRIED = (
 
 @pytest.mark.parametrize("name", TRIED)
 def test_hostile_grammar_is_refused_or_within_budget(grammars, name):
-    """A chain of 3,000 references ended the process: the library walks by recursion. And a step
-    with it runs in a thread with a stack of the usual size."""
+    """A chain of 3,000 references crashed the process, because the library recurses. A step with the grammar runs
+    in a thread with a stack of the usual size."""
     try:
         grammar = make(grammars, **HOSTILE[name])
     except ValueError as error:
@@ -251,8 +250,8 @@ def test_hostile_grammar_is_refused_or_within_budget(grammars, name):
     thread.start()
     thread.join()
     [(seconds, tokens, longest)] = taken
-    # Of a processor. The call that goes over the account is bounded by the library's own limits.
-    # A twentieth more, since here the measuring is measured, too.
+    # Processor time. The call that exceeds the budget is bounded by the library's own limits. A twentieth is
+    # added, since the measurement itself is included.
     assert seconds - longest <= 1.05 * (grammar_file.AT_FIRST + grammar_file.A_TOKEN * tokens)
 
 
@@ -276,8 +275,8 @@ def step_it(grammar, taken: list) -> None:
 
 @pytest.mark.parametrize("name", ["a large divisor", "a schema in it", "a large common multiple"])
 def test_grammar_over_a_limit_is_killed_and_remembered(name, monkeypatch):
-    """Two such requests blocked both threads that compile grammars. The process grew to 4 GiB,
-    and every other schema was refused."""
+    """Two such requests blocked both threads that compile grammars. The process grew to 4 GiB, and every other
+    schema was refused."""
     grammars = Grammars(make_tokenizer(), V, ENDS)
     make(grammars, choice=["yes"])
     before = len(threading.enumerate()), peak()
@@ -286,14 +285,14 @@ def test_grammar_over_a_limit_is_killed_and_remembered(name, monkeypatch):
             ValueError, match=r"^grammar: it takes more than (1 s|64 MB) .*simplify"
         ):
             make(grammars, **HOSTILE[name])
-        monkeypatch.setattr(Sandbox, "run", None)  # the second time nothing is tried
+        monkeypatch.setattr(Sandbox, "run", None)  # the second time nothing is compiled
     monkeypatch.undo()
     assert make(grammars, choice=["yes", "no"]).mask()
     assert len(threading.enumerate()) == before[0] and peak() - before[1] < 32 * 2**20
 
 
 def peak() -> int:
-    """The most memory that this process has had, in bytes."""
+    """Return this process's peak memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -306,7 +305,7 @@ def peak() -> int:
     ],
 )
 def test_grammar_that_fails_later_is_refused_before(grammars, source):
-    """An object of 1,500 properties passed, and its answer ended with a 500 at the first token."""
+    """An object with 1,500 properties passed, and its answer ended with a 500 at the first token."""
     with pytest.raises(ValueError, match=r"too many|Too many|more than 1 ms a token"):
         make(grammars, **source)
 
@@ -327,9 +326,9 @@ def test_large_grammars_are_compiled(grammars, source):
 
 
 def test_grammar_over_budget_ends_the_answer():
-    """One request with many ways to read its answer made all others 20 to 80 times as slow."""
+    """One request with an ambiguous grammar made all others 20 to 80 times as slow."""
     source = {"lark": "start: start start | start start start | /[a-z ]/ | "}
-    grammar = grammar_file.make(tokens(), source)  # as if the sandbox had passed it
+    grammar = grammar_file.make(tokens(), source)  # as if the sandbox had accepted it
     said = 0
     with pytest.raises(GrammarError, match=r"takes more than 1 ms a token|cannot go on"):
         for token in tokens().tokenize_str("a b c d e " * 40):
@@ -340,7 +339,7 @@ def test_grammar_over_budget_ends_the_answer():
 
 
 def test_masks_of_several_tokens_leave_the_state_unchanged(grammars):
-    """Drafts that it allows, a draft that it forbids, and drafts beyond its end."""
+    """Try drafts that the grammar allows, a draft that it forbids, and drafts beyond its end."""
     dice = random.Random(1)
     source = {"json": {"type": "array", "items": {"enum": [17, "ab", None]}, "maxItems": 3}}
     right = wrong = beyond = 0
@@ -365,13 +364,13 @@ def test_masks_of_several_tokens_leave_the_state_unchanged(grammars):
 
 
 def inside(grammar, dice: random.Random) -> int:
-    """A token that the grammar allows, as long as there is one that does not end the answer."""
+    """Return an allowed token, if possible one that does not end the answer."""
     return dice.choice(sorted(allowed(grammar) - {*ENDS}) or [ENDS[0]])
 
 
 def test_llguidance_panic_is_a_refusal(monkeypatch):
     class PanicException(BaseException):
-        """As a Rust panic arrives in Python."""
+        """Stands in for a Rust panic."""
 
     def panic(source):
         raise PanicException("index out of bounds")
@@ -388,7 +387,7 @@ def test_late_grammar_failure_is_reported(grammars):
 
 
 def test_verdicts_are_short(grammars):
-    """The message quotes the grammar, and a thousand of them took 30 MB."""
+    """The message quoted the grammar, so a thousand of them took 30 MB."""
     for source in ({"regex": "(" * 30_000}, {"json": '{"$ref": "#/' + "a" * 30_000 + '"}'}):
         with pytest.raises(ValueError, match="grammar: ") as refused:
             make(grammars, **source)

@@ -1,5 +1,5 @@
-"""Tokens to text: the stream joins to the whole, shows no half character, keeps stop strings in,
-and stays cheap."""
+"""Tokens to text: the stream joins to the whole text, shows no incomplete character, holds back stop strings,
+and has a constant cost per token."""
 
 import json
 import random
@@ -27,7 +27,7 @@ from nanobatch import Engine, SamplingParams, Tokenizer
 from text.detokenizer import StreamingDetokenizer, without_panics
 from text.tokenizer import OURS, TooLongError
 
-BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character
+BROKEN = "\ufffd"  # shown by a decoder for invalid bytes
 ALPHABETS = (
     "abcdefghij KLMNOP  0123456789.,;!?'\"-_/\\{}\n\t",
     "etaoin shrdlu ",
@@ -42,7 +42,7 @@ ALPHABETS = (
 
 
 def random_text(rng: random.Random, longest: int = 24) -> str:
-    """Characters from one to three alphabets: runs of the same kind, and kinds in turn."""
+    """Return characters from one to three alphabets, in random order."""
     alphabets = rng.sample(ALPHABETS, rng.randint(1, 3))
     return "".join(rng.choice(rng.choice(alphabets)) for _ in range(rng.randint(1, longest)))
 
@@ -53,7 +53,7 @@ def corpus() -> list[str]:
 
 
 def byte_bpe() -> tokenizers.Tokenizer:
-    """Byte-level BPE with merges, as Llama 3 and Qwen have it: a token may end in the middle of a
+    """Train a byte-level BPE with merges, as in Llama 3 and Qwen: a token may end in the middle of a
     character."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -68,13 +68,13 @@ def byte_bpe() -> tokenizers.Tokenizer:
 
 
 def sentencepiece() -> tokenizers.Tokenizer:
-    """BPE over characters as Llama 2 has it: '▁' for a space, and characters it does not know as
-    one token a byte."""
+    """Train a BPE over characters, as in Llama 2: '▁' for a space, and one token per byte of unknown
+    characters."""
     normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trained = tokenizers.Tokenizer(models.BPE())
     trained.normalizer = normalizer
     counts = Counter(char for text in corpus() for char in text if char not in f"{BROKEN}\n")
-    # The trainer's own limit breaks ties by chance
+    # The trainer's own limit breaks ties at random
     known = sorted(counts, key=lambda char: (-counts[char], char))[:110]
     trainer = trainers.BpeTrainer(vocab_size=250, max_token_length=8, show_progress=False)
     trained.train_from_iterator(
@@ -113,8 +113,8 @@ every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 def stream(
     tokenizer: tokenizers.Tokenizer, ids: list[int], stops: list[str] | None = None
 ) -> tuple[list[str], str, StreamingDetokenizer]:
-    """The pieces that pushing each id gave, up to a stop string; what was held back to the end; and
-    the stream."""
+    """Return the pieces from pushing each id up to a stop string, the text held back until the end, and the
+    stream."""
     text = StreamingDetokenizer(tokenizer, stops or [])
     pieces = []
     for token in ids:
@@ -124,12 +124,12 @@ def stream(
     return pieces, text.finish(ids), text
 
 
-# --- pieces and the whole -------------------------------------------------------------------------
+# --- pieces and the whole text --------------------------------------------------------------------
 
 
 def test_tokenizers_here_are_sharp():
-    """With tokens that end within a character, and tokens of several: else the tests below would
-    show nothing."""
+    """They have tokens that end within a character, and tokens of several characters. Otherwise the tests
+    below would show nothing."""
     rng = random.Random(1)
     texts = [random_text(rng) for _ in range(300)]
     for name, make in TOKENIZERS.items():
@@ -145,14 +145,14 @@ def test_tokenizers_here_are_sharp():
 
 @every_tokenizer
 def test_random_texts_stream_as_they_decode(name):
-    """Decoding token by token shows U+FFFD for each half of a character, and loses the spaces of
+    """Decoding token by token shows U+FFFD for each part of a character, and loses the spaces of
     SentencePiece."""
     tokenizer, rng = TOKENIZERS[name](), random.Random(2)
     for _ in range(500):
         text = random_text(rng)
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         whole = tokenizer.decode(ids, skip_special_tokens=True)
-        # What we are compared with is sound
+        # Check the reference first
         assert whole == text.replace("▁", " " if name == "sentencepiece" else "▁")
         pieces, rest, _ = stream(tokenizer, ids)
         assert "".join(pieces) + rest == whole, (text, pieces, rest)
@@ -161,7 +161,7 @@ def test_random_texts_stream_as_they_decode(name):
 
 @every_tokenizer
 def test_text_comes_with_the_token_that_completes_it(name):
-    """Holding all back to the end would join to the whole, too."""
+    """A stream that holds back everything until the end would also join to the whole text."""
     tokenizer, rng, shown = TOKENIZERS[name](), random.Random(3), 0
     letters = "etaoinshrd" if name == "sentencepiece" else "etaé中😀\n "
     for _ in range(150):
@@ -180,10 +180,9 @@ def test_text_comes_with_the_token_that_completes_it(name):
 
 @every_tokenizer
 def test_random_tokens_stream_as_they_decode(name):
-    """A model may say anything, at high temperature: bytes that are no UTF-8 may neither raise nor
-    get lost."""
+    """A model at a high temperature may say anything: invalid UTF-8 must neither raise nor be lost."""
     tokenizer, rng = TOKENIZERS[name](), random.Random(4)
-    # An embedding is often padded beyond the ids that mean something
+    # An embedding is often padded beyond the ids in use
     size = tokenizer.get_vocab_size() + 8
     byte_ids = range(3, 259) if name == "sentencepiece" else range(256)
     broken = 0
@@ -200,8 +199,7 @@ def test_random_tokens_stream_as_they_decode(name):
 
 
 def pieces_of(texts: list[str], count: int = 400) -> list[str]:
-    """Parts of texts, some of one character, some of several: a vocabulary that took no
-    training."""
+    """Return parts of texts, some of one character and some of several, as a vocabulary without training."""
     rng, pieces = random.Random(9), {" ", "a", "e"}
     while len(pieces) < count:
         text = rng.choice(texts)
@@ -215,7 +213,7 @@ def by_number(pieces: list[str]) -> dict[str, int]:
 
 
 def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
-    """Other kinds of published tokenizers, with their decoders."""
+    """Return other kinds of published tokenizers, with their decoders."""
     texts = corpus()
     plain = pieces_of(texts)
     split_output = [piece.replace(" ", "▁") for piece in plain]
@@ -257,8 +255,7 @@ def other_kinds() -> dict[str, tuple[models.Model, decoders.Decoder | None]]:
 
 @pytest.mark.parametrize("kind", [*other_kinds()])
 def test_every_tokenizer_streams_as_it_decodes(kind):
-    """Each kind has its own way with spaces, bytes and ends of words, and all have tokens that were
-    added later."""
+    """Each kind treats spaces, bytes and ends of words differently, and all have added tokens."""
     model, decoder = other_kinds()[kind]
     tokenizer = tokenizers.Tokenizer(model)
     if decoder:
@@ -271,7 +268,7 @@ def test_every_tokenizer_streams_as_it_decodes(kind):
     )
     rng, size, long = random.Random(10), tokenizer.get_vocab_size() + 5, 0
     for _ in range(150):
-        some = [rng.randrange(size) for _ in range(4)]  # so that tokens come again, too
+        some = [rng.randrange(size) for _ in range(4)]  # so that tokens repeat
         ids = [
             rng.choice(some) if rng.random() < 0.2 else rng.randrange(size)
             for _ in range(rng.randint(1, 60))
@@ -287,10 +284,10 @@ def test_every_tokenizer_streams_as_it_decodes(kind):
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, bool, int]:
-    """The text to be shown, whether a stop string came, and the characters read until it was seen.
-    By brute force."""
+    """Return the text to show, whether a stop string occurred, and the characters read until it was found, by
+    brute force."""
     for end in range(1, len(text) + 1):
-        # Of those that are complete here, the one that begins first
+        # Of those that are complete here, the one that starts first
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
                 return text[: end - len(stop)], True, end
@@ -298,15 +295,14 @@ def expected(text: str, stops: list[str]) -> tuple[str, bool, int]:
 
 
 def byte_names() -> list[str]:
-    """Byte -> the character that stands for it in a byte-level vocabulary."""
+    """Return for each byte the character that represents it in a byte-level vocabulary."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = iter(range(256, 512))
     return [chr(byte if byte in plain else next(rest)) for byte in range(256)]
 
 
 class Pieces:
-    """A tokenizer in which every stretch of the bytes of one text is a token, so that it can be cut
-    anywhere."""
+    """A tokenizer with a token for every range of one text's bytes, so that the text can be split anywhere."""
 
     def __init__(self, text: str):
         names = "".join(byte_names()[byte] for byte in text.encode())
@@ -328,7 +324,7 @@ class Pieces:
 
 
 def random_stops(rng: random.Random, text: str, alphabet: str) -> list[str]:
-    """One to four stop strings: parts of the text, parts with an end that does not come, and
+    """Return one to four stop strings: parts of the text, parts with an ending that does not occur, and
     others."""
     stops = []
     for _ in range(rng.randint(1, 4)):
@@ -342,8 +338,8 @@ def random_stops(rng: random.Random, text: str, alphabet: str) -> list[str]:
 
 
 def all_cuts(rng: random.Random, length: int) -> list[tuple[int, ...]]:
-    """Every way to cut a short text into tokens; for a longer one, every place alone, all together,
-    and some more."""
+    """Return every way to split a short text into tokens. For a longer one: each single place, all places, and
+    some random ones."""
     places = range(1, length)
     if length <= 7:
         return [cut for count in range(length) for cut in combinations(places, count)]
@@ -352,8 +348,8 @@ def all_cuts(rng: random.Random, length: int) -> list[tuple[int, ...]]:
 
 
 def test_stop_string_cut_at_every_place():
-    """One looked for in each piece alone is missed if it spans two; one that is waited for too late
-    has been shown."""
+    """A search within each piece would miss a stop string that spans two, and holding back too little would show
+    its start."""
     rng = random.Random(7)
     cases = stopped_cases = cut_stops = 0
     for _ in range(120):
@@ -380,8 +376,8 @@ def test_stop_string_cut_at_every_place():
 
 
 def test_cost_is_independent_of_stop_string_length():
-    """16 stop strings of 1,000 characters took 5 ms a token, in the thread that steps for all. Here
-    what counts is how often a text is held against one of them."""
+    """16 stop strings of 1,000 characters took 5 ms a token, in the thread that steps for all. This test counts how
+    often a text is compared with a stop string."""
 
     class Counted(str):
         looks = 0
@@ -403,7 +399,7 @@ def test_cost_is_independent_of_stop_string_length():
 
 @every_tokenizer
 def test_stop_strings_with_a_real_tokenizer(name):
-    """Where merges, spaces and byte tokens decide what a token is."""
+    """Here merges, spaces and byte tokens decide what a token is."""
     tokenizer, rng, stopped = TOKENIZERS[name](), random.Random(8), 0
     for _ in range(300):
         text = random_text(rng)
@@ -422,18 +418,18 @@ def test_stop_strings_with_a_real_tokenizer(name):
     ("text", "stops", "shown"),
     [
         ("say END now", ["END"], "say "),
-        # What looked like the stop string was one character of it too early
+        # What looked like the stop string started one character too early
         ("ababac", ["abac"], "ab"),
-        ("xabcx", ["abcx", "bc"], "xa"),  # the one that is complete first, though it begins later
-        ("xabcx", ["bc", "abc"], "x"),  # complete at once: the one that begins first
+        ("xabcx", ["abcx", "bc"], "xa"),  # the first one to be complete, although it starts later
+        ("xabcx", ["bc", "abc"], "x"),  # both are complete at once: the one that starts first
         ("aaaa", ["aaa"], ""),
-        ("the en", ["end"], "the en"),  # no stop string after all
+        ("the en", ["end"], "the en"),  # not a stop string after all
         ("\n\n", ["\n\n"], ""),
         ("a👍🏽b", ["🏽"], "a👍"),
     ],
 )
 def test_stop_strings_by_hand(text, stops, shown):
-    """The cases above are held against a reference; these hold the reference."""
+    """The cases above compare with a reference; these check the reference."""
     assert expected(text, stops)[:2] == (shown, text != shown)
     pieces = Pieces(text)
     ids = pieces.cut(tuple(range(1, pieces.length)))
@@ -451,7 +447,7 @@ ENDLESS = {
 
 
 class Counted:
-    """A tokenizer that counts the tokens which it decodes."""
+    """A tokenizer that counts the tokens that it decodes."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self._tokenizer = tokenizer
@@ -476,7 +472,7 @@ def endless_ids(name: str, kind: str) -> list[int]:
 @pytest.mark.parametrize("kind", ENDLESS)
 @every_tokenizer
 def test_token_costs_the_same_late_as_early(name, kind):
-    """A stream that decodes all again for each token makes long answers quadratic."""
+    """A stream that decodes everything again for each token makes long answers quadratic."""
     tokenizer, ids = Counted(TOKENIZERS[name]()), endless_ids(name, kind)
     text = StreamingDetokenizer(tokenizer, ["a" * 40 + "b"])
     for n in range(1000):
@@ -502,10 +498,10 @@ def make_text(folder: Path, adds_bos: bool, **config) -> Tokenizer:
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("begins_with_bos", [True, False])
 def test_prompt_has_one_bos(tmp_path, begins_with_bos, adds_bos, bos):
-    """A text copied from a rendered template begins with `<s>`. Two of them are a prompt that no
-    model was trained on.
+    """A text copied from a rendered template starts with `<s>`. With two of them, the prompt is unlike anything
+    that a model was trained on.
 
-    Where neither adds it, the prompt has none: models such as Qwen are trained without.
+    If neither adds one, the prompt has none: models such as Qwen are trained without it.
     """
     text = make_text(tmp_path, adds_bos, bos_token=bos)
     ids = text.encode("<s>Hé" if begins_with_bos else "Hé")
@@ -516,10 +512,10 @@ def test_prompt_has_one_bos(tmp_path, begins_with_bos, adds_bos, bos):
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_only_a_leading_bos_is_dropped(tmp_path, adds_bos):
-    """Further ones are kept: a few-shot prompt may begin each example with `<s>`."""
+    """Others are kept: a few-shot prompt may start each example with `<s>`."""
     text = make_text(tmp_path, adds_bos, bos_token="<s>")
     assert text.encode("a<s>b<s><s>").count(BOS) == 3 + adds_bos
-    # None named, none removed
+    # Without a BOS in the config, none is removed
     assert make_text(tmp_path, adds_bos).encode("<s><s>a").count(BOS) == 2 + adds_bos
 
 
@@ -565,8 +561,8 @@ def test_unreadable_prompt_is_refused_alone(parts, tmp_path, name, capfd):
 
 
 def panicking() -> tokenizers.Tokenizer:
-    """Its decoder panics at an empty token: at token 1 at once, and at token 2, which waits as a
-    byte, at the end."""
+    """Return a tokenizer whose decoder panics at an empty token: at token 1 immediately, and at token 2, which
+    waits as a byte, at the end."""
     vocabulary = {"hello": 0, "": 1, "<0x41>": 2, "<0x00>": 3}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="hello"))
     tokenizer.decoder = decoders.Sequence(
@@ -577,8 +573,8 @@ def panicking() -> tokenizers.Tokenizer:
 
 @pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt])
 def test_system_exit_is_no_panic(ending):
-    """SIGTERM came while the tokenizer ran; its handler's SystemExit became an error of one
-    request, and was lost."""
+    """SIGTERM arrived while the tokenizer ran. Its handler's SystemExit became an error of one request, and
+    was lost."""
 
     def interrupted(*arguments, **options):
         raise ending(143)
@@ -588,15 +584,14 @@ def test_system_exit_is_no_panic(ending):
 
 
 def test_undecodable_token_ends_its_request_alone(parts, tmp_path):
-    """A panic is no Exception: where the end of a request decodes what is left, it came out of
-    `cancel`."""
+    """A panic is not an Exception. When the end of a request decodes the rest, it escaped from `cancel`."""
     panicking().save(str(tmp_path / "tokenizer.json"))
     with Engine(parts[0], Tokenizer(tmp_path, V), slots=2, max_len=128) as engine:
 
         def says(token: int, count: int) -> SamplingParams:
             return SamplingParams(max_tokens=count, logit_bias={token: 1e6}, ignore_eos=True)
 
-        for token, count in ((1, 1), (2, 4)):  # how many tokens it takes to notice
+        for token, count in ((1, 1), (2, 4)):  # number of tokens until it is noticed
             failing, neighbour = (
                 engine.submit([5, 6], says(token, 4)),
                 engine.submit([5, 6], says(0, 4)),
@@ -633,8 +628,8 @@ def test_prompt_of_unknown_tokens_is_refused(tmp_path):
 
 
 def test_oversized_prompt_is_refused_after_a_part(monkeypatch):
-    """4 MB of text were tokenized, which takes 1.4 GB, before they were refused. 300 random texts
-    and rooms, seed 1."""
+    """4 MB of text were tokenized, which takes 1.4 GB, before they were refused. Test 300 random texts and
+    limits."""
     monkeypatch.setattr("text.tokenizer.FIRST", 64)
     text = Tokenizer(OURS, 1536)
     dice = random.Random(1)

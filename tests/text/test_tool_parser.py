@@ -1,5 +1,5 @@
-"""An answer taken apart, in each format: what was put together at random comes apart again, however
-it is cut into pieces."""
+"""Parsing an answer in each format: random parts that were joined are recovered, however the text is split into
+pieces."""
 
 import json
 import random
@@ -36,7 +36,7 @@ from text.tool_parser import (
 )
 
 ANSWERS = number_of("ANSWERS", 100)  # for each format
-# What may be an argument of a call in tags
+# Possible arguments of a call in tags
 PROPERTIES = {
     "text": {"type": "string"},
     "other text": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/text"}]},
@@ -65,13 +65,13 @@ WRITTEN = {
 
 
 def learned(rendered: str):
-    """The format of a template that writes a call so."""
+    """Return the format that is detected from a template that renders a call like this."""
     return detect_format("", lambda messages, tools: "Tools: is_listed. " + rendered).tools
 
 
 TAGGED = [learned(rendered)._replace(name=name) for name, rendered in WRITTEN.items()]
 ALL = [HERMES, MISTRAL, LLAMA, APRIEL, *TAGGED]
-# Text that looks like a mark, or like the end of one
+# Text that resembles a mark, or the end of one
 HOSTILE = ["}", "{", "]", "[", '"', "\\", "</", "<tool_ca", "[TOOL_", "<|python", "<thi", "\n", " "]
 HOSTILE += [
     "é",
@@ -107,8 +107,8 @@ def make_call(dice: random.Random, format) -> tuple[str, dict]:
 
 
 def make_arguments(dice: random.Random, format) -> dict:
-    """Some of `PROPERTIES`, in any order. A text may hold all marks, but not the one after a value
-    with what follows then."""
+    """Return some of `PROPERTIES` in random order. A text may contain any mark, but not the mark after a value
+    followed by a valid continuation."""
     tags = format.tags
     marks = [tags.after_value, tags.after_value.strip(), tags.before_key, tags.end + "<"]
     text = "".join(dice.choice([words(dice, 5), *marks, "\n", "x"]) for _ in range(4)) + "."
@@ -132,7 +132,7 @@ def make_arguments(dice: random.Random, format) -> dict:
 
 
 def in_tags(format, calls: list, dice: random.Random) -> str:
-    """As the template writes calls, or a model that is careless with white space."""
+    """Write calls like the template, or like a model that is careless with white space."""
     tags = format.tags
     bodies = []
     for name, given in calls:
@@ -149,7 +149,7 @@ def in_tags(format, calls: list, dice: random.Random) -> str:
 
 
 def written(format, calls: list, dice: random.Random) -> str:
-    """As a model of this family writes calls."""
+    """Write calls like a model of this family."""
     if format.tags:
         return in_tags(format, calls, dice)
     layout = {"indent": dice.choice([None, None, 2]), "ensure_ascii": dice.random() < 0.5}
@@ -180,7 +180,7 @@ def written(format, calls: list, dice: random.Random) -> str:
 
 
 def make_answer(format, seed: int) -> tuple[str, list[tuple], OutputFormat]:
-    """A text, and what it is: ("reasoning", ...), ("content", ...), ("tool_call", name, arguments)."""
+    """Return a text and its parts: ("reasoning", ...), ("content", ...), ("tool_call", name, arguments)."""
     dice = random.Random(seed)
     marks = dice.choice(REASONING_MARKS)
     text, parts = "", []
@@ -191,7 +191,7 @@ def make_answer(format, seed: int) -> tuple[str, list[tuple], OutputFormat]:
     calls = [make_call(dice, format) for _ in range(dice.randrange(4))]
     if not calls or (format is not LLAMA and dice.random() < 0.5):
         answer = "so " + words(dice, 12).replace(format.opens, "")
-        # Llama's calls are at the beginning, or after their mark
+        # Llama's calls are at the start, or after their mark
         text += answer
         parts.append(("content", answer.rstrip() if calls else answer))
     if calls:
@@ -201,7 +201,7 @@ def make_answer(format, seed: int) -> tuple[str, list[tuple], OutputFormat]:
 
 
 def joined(parts: list[ParsedPart]) -> list[ParsedPart]:
-    """Neighbouring pieces of one kind as one. Each call stays a call of its own."""
+    """Merge neighbouring pieces of the same kind, but keep calls separate."""
     whole: list[ParsedPart] = []
     for kind, text in parts:
         if whole and whole[-1].kind == kind != "tool_call":
@@ -221,7 +221,7 @@ def parse(
 
 
 def told(parts: list[ParsedPart]) -> list[tuple]:
-    """Calls with their arguments as Python reads them."""
+    """Return the parts with the arguments of calls parsed."""
     found = []
     for part in parts:
         if part.kind == "arguments":
@@ -232,7 +232,7 @@ def told(parts: list[ParsedPart]) -> list[tuple]:
 
 
 def as_bytes(text: str) -> list[str]:
-    """The pieces of a stream whose tokens are single bytes."""
+    """Return the pieces of a stream whose tokens are single bytes."""
     tokenizer = make_tokenizer()
     stream = StreamingDetokenizer(tokenizer)
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
@@ -241,7 +241,8 @@ def as_bytes(text: str) -> list[str]:
 
 
 def parse_however_cut(text: str, output_format: OutputFormat, seed: int, **how) -> list[ParsedPart]:
-    """The parts of an answer: the same whole, character by character, and cut at random places."""
+    """Return the parts of an answer. Assert that they are the same as a whole, character by character, and
+    split at random places."""
     dice = random.Random(seed)
     parts = parse(text, output_format, **how)
     for count in (1, 3, 6):
@@ -258,7 +259,7 @@ def test_random_answers_are_parsed_however_cut(format):
     for seed in range(ANSWERS):
         text, expected, output_format = make_answer(format, seed)
         parts = parse_however_cut(text, output_format, seed)
-        if format.is_bare:  # its template takes one call in a message: no more are told
+        if format.is_bare:  # its template supports one call in a message, so no more are reported
             first = [i for i, part in enumerate(expected) if part[0] == "tool_call"][:1]
             expected = expected[: first[0] + 1] if first else expected
         assert told(parts) == expected, (seed, text)
@@ -292,7 +293,7 @@ def test_damaged_answers_are_parsed_however_cut(format):
 
 
 def spaced(text: str, dice: random.Random) -> str:
-    """With long white space next to its marks, often just as long as the machine holds back."""
+    """Insert white space next to marks, often exactly as long as the parser holds back."""
     places = [match.start() for match in re.finditer(r"[<>\[\]{};]", text)]
     for place in sorted(dice.choices(places or [0], k=3), reverse=True):
         length = dice.choice([1, HEAD - 1, HEAD, HEAD + 1, 2 * HEAD])
@@ -303,7 +304,7 @@ def spaced(text: str, dice: random.Random) -> str:
 
 @pytest.mark.parametrize("format", [*ALL, None], ids=lambda format: format and format.name)
 def test_long_white_space_is_parsed_however_cut(format):
-    """More than 300 blanks after reasoning were the answer in one piece, and vanished in many."""
+    """More than 300 blanks after reasoning were part of the answer in one piece, and lost in many pieces."""
     for seed in range(ANSWERS // 8):
         text, _, output_format = make_answer(format or HERMES, seed)
         output_format = output_format._replace(tools=format)
@@ -417,7 +418,7 @@ def test_call_without_tools_is_content():
 
 def test_json_answer_is_no_call_of_an_unknown_tool():
     output_format = OutputFormat(None, LLAMA)
-    unnamed = '{"name": ["add"], "parameters": {}}'  # was a TypeError
+    unnamed = '{"name": ["add"], "parameters": {}}'  # raised a TypeError
     others = ('{"name": "Ann", "parameters": {"age": 3}}', '{"name": "add", "age": 3}', "{")
     for text in (unnamed, *others):
         assert parse(text, output_format) == [("content", text)] == parse(list(text), output_format)
@@ -487,11 +488,11 @@ IN_JSON = [HERMES, MISTRAL, LLAMA, APRIEL]
 
 @pytest.mark.parametrize("format", IN_JSON, ids=lambda format: format.name)
 def test_unmarked_call_of_a_known_tool(format):
-    """Of 16 calls of a published model none had its mark: it wrote them bare, or in a block of code.
-    The client got them as content, and its loop ended."""
+    """None of a published model's 16 calls had its mark: it wrote them bare, or in a code block. The client got
+    them as content, and its loop ended."""
     output_format = OutputFormat(REASONING_MARKS[0], format)
     for text, expected in BARE.items():
-        if format.is_bare:  # one call is all that its template takes
+        if format.is_bare:  # its template supports a single call
             first = [part[0] for part in expected].index("tool_call")
             expected = expected[: first + 1]
         for cut in range(len(text) + 1):
@@ -507,7 +508,7 @@ def test_unmarked_lookalikes_are_content(format):
     output_format = OutputFormat(REASONING_MARKS[0], format)
     for text in NO_CALLS:
         if format.is_bare and text.startswith('{"name": "add", "arguments": {'):
-            continue  # its own form of a call, at the beginning of an answer
+            continue  # its own form of a call, at the start of an answer
         for cut in range(len(text) + 1):
             found = parse([text[:cut], text[cut:]], output_format)
             assert found == [("content", text)], (text, cut)
@@ -517,7 +518,7 @@ def test_unmarked_lookalikes_are_content(format):
 
 
 def test_unmarked_calls_are_parsed_however_cut():
-    """Whole, cut off anywhere, damaged, and with `max_tokens` at their end."""
+    """The text is complete, truncated, damaged, or ends at `max_tokens`."""
     pieces = [*BARE, *NO_CALLS, *HOSTILE, "\n\n", "so", "```json\n", "```", "<tool_call>"]
     calls = 0
     for seed in range(10 * ANSWERS):
@@ -537,8 +538,8 @@ def test_unmarked_calls_are_parsed_however_cut():
 
 @pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 def test_truncated_call_is_dropped(format):
-    """Half a call was left in the content, as `<tool_call>\\n{"name": "`. An answer that ends by
-    itself is kept whole."""
+    """Half a call was left in the content, as `<tool_call>\\n{"name": "`. An answer that ends by itself is
+    kept completely."""
     dice = random.Random(5)
     output_format = OutputFormat(REASONING_MARKS[0], format)
     call = written(format, [("add", {})], dice)
@@ -563,7 +564,7 @@ def test_truncated_text_is_content():
 
 
 def test_single_call_ends_with_its_last_character():
-    """The engine stops there. A model that goes on would call until max_tokens."""
+    """The engine stops there. Otherwise a model that continues would write calls until max_tokens."""
     for format in ALL:
         for seed in range(20):
             text = written(format, [("add", {}), ("add", {})], random.Random(seed))
@@ -590,8 +591,8 @@ def test_single_call_ends_with_its_last_character():
     ids=["calls", "marks", "brackets", "halves", "ends", "space", "bodies", "bare", "blocks"],
 )
 def test_parsing_cost_does_not_grow(text):
-    """An answer of a whole slot must not hold up the thread that serves all clients. A machine that
-    looks at each character anew for each mark would take minutes."""
+    """An answer of a whole slot must not block the thread that serves all clients. A parser that checks each
+    character again for each mark would take minutes."""
     began = time.thread_time()
     pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
     parts = parse(pieces, SPEECH)
@@ -602,8 +603,8 @@ def test_parsing_cost_does_not_grow(text):
 
 @pytest.mark.parametrize("before", ["", "<think>a", "<tool_call>add"])
 def test_endless_white_space_streams(before):
-    """A client can ask for it with a logit bias. Held back, all of it was looked at for each token:
-    100,000 took four seconds of the thread that serves all clients."""
+    """A client can force it with a logit bias. If it was held back, all of it was checked for each token: 100,000
+    took four seconds of the thread that serves all clients."""
     for text in (before + " \n" * 800 + "x", before + " \n" * 800 + "<tool_call>x"):
         parser = OutputParser(SPEECH, TOOLS)
         parts = []
@@ -672,7 +673,7 @@ def test_messages_of_harmony_are_parsed_however_cut(text):
 
 
 def test_messages_that_max_tokens_cuts_off():
-    """No half of a header reaches a client."""
+    """No incomplete header reaches a client."""
     text = f'{THOUGHT}{TO_ADD}{{"a": 1}}'
     for end in range(len(text)):
         parts = parse(text[:end], GPT_OSS, is_cut=True)
@@ -722,7 +723,7 @@ def test_harmony_is_detected_from_the_template():
 
 @pytest.mark.parametrize("kind", ["letters", "special"])
 def test_grammar_of_messages(kind):
-    """A required call, or JSON as the answer, after any reasoning."""
+    """A required call or JSON answer may follow any reasoning."""
     tokenizer = make_tokenizer()
     if kind == "special":
         tokens = [AddedToken(mark, special=True, normalized=False) for mark in HARMONY_MARKS]
@@ -749,7 +750,7 @@ def test_grammar_of_messages(kind):
 
 
 def test_harmony_without_the_model():
-    """For those who watch, and for the next prompt, which must hold no marks."""
+    """Watchers need this, and so does the next prompt, which must not contain marks."""
     text = f"{THOUGHT}{FINAL}It is 3."
     assert split_output(text) == [("reasoning", "I add."), ("content", "It is 3.")]
     assert split_reasoning(text) == ("I add.", "It is 3.")
@@ -757,14 +758,14 @@ def test_harmony_without_the_model():
     assert parts == [THINKS, ("tool_call", 'add{"a": 1}')]
 
 
-# --- which format does a template speak? ----------------------------------------------------------
+# --- which format a template uses -----------------------------------------------------------------
 
 RENDERED = {
     "Hermes": '<|im_start|>assistant\n<tool_call>\n{"name": "is_called", "arguments": {"n": 7}}\n</tool_call>',
     "Mistral": '[TOOL_CALLS][{"name": "is_called", "arguments": {"n": 7}, "id": "abcdefghi"}]</s>',
     "Llama 3": 'assistant<|end|>\n\n{"name": "is_called", "parameters": {"n": 7}}<|eot_id|>',
 }
-RENDERED_OTHERWISE = {  # the format, or None if there is none
+RENDERED_OTHERWISE = {  # the format, or None if it is unknown
     '[TOOL_CALLS]is_called[ARGS]{"n": 7}</s>': "Mistral",
     "<tool_call>\n<function=is_called>\n<parameter=n>7</parameter>": None,  # half a call
     '<|tool_call|>[{"name": "is_called", "arguments": {"n": 7}}]': "Granite 3",
@@ -803,7 +804,7 @@ def test_model_without_tools_says_why():
     assert "no chat template" in detect_format(None, refuse).why
 
 
-# What models write, and their templates write for them, where a call has to come
+# What models write where a call is required, and what their templates write for them
 REQUIRED = {
     "Hermes": [
         "Hermes",
@@ -831,8 +832,8 @@ TEMPLATE_WRITES = (
 
 @cache
 def with_marks(kind: str):
-    """A small tokenizer whose tokens include all marks, as special tokens or as added ones that are
-    not special; its grammars; and the ids that a grammar has to know."""
+    """Return a small tokenizer that knows all marks as special tokens or as other added ones, its grammars, and
+    the ids that a grammar has to know."""
     tokenizer = make_tokenizer()
     if kind != "letters":
         is_special = kind == "special"
@@ -845,14 +846,14 @@ def with_marks(kind: str):
     return tokenizer, grammars, marks
 
 
-KINDS = ["letters", "special", "added"]  # how a tokenizer knows marks
+KINDS = ["letters", "special", "added"]  # how a tokenizer represents marks
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", REQUIRED)
 def test_grammar_allows_the_trained_format(name, kind):
-    """Held to another form, a model goes on with what is unlikely, and may call with nonsense.
-    Qwen's <tool_call> is an added token that is not special, and no call could be required."""
+    """Under another format a model continues with unlikely tokens, and its call may be nonsense. Qwen's
+    <tool_call> is an added token that is not special, so no call could be required."""
     template, text = REQUIRED[name]
     rendered = "Tools: is_listed. " + TEMPLATE_WRITES[template]
     output_format = detect_format("", lambda messages, tools: rendered)
@@ -866,9 +867,8 @@ def test_grammar_allows_the_trained_format(name, kind):
 @pytest.mark.parametrize("marks", REASONING_MARKS, ids="".join)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reasoning_mark_under_a_grammar(kind, marks):
-    """The token </think> was forbidden where it is an added one that is not special, so the thought
-    went on until max_tokens. And in letters the mark went on as a thought for the grammar, while
-    the parser took what followed for the answer."""
+    """If </think> is an added token that is not special, it was forbidden, so reasoning went on until max_tokens.
+    If it was written in letters, the grammar treated it as reasoning, while the parser took the rest for the answer."""
     tokenizer, grammars, ids = with_marks(kind)
     opens, closes = marks
     pieces = [opens, "Hm.", closes, "\n\n", '"yes"']
@@ -878,14 +878,14 @@ def test_reasoning_mark_under_a_grammar(kind, marks):
         )
         tokens = tokenizer.encode("".join(pieces[is_thinking:]), add_special_tokens=False).ids
         assert allows(grammars, rules, tokens)
-        # The mark in letters: reasoning cannot go on after it
+        # With the mark in letters, reasoning cannot continue after it
         letters = [token for each in closes for token in tokenizer.encode(each).ids[1:]]
         before = tokenizer.encode("".join(pieces[is_thinking:2]), add_special_tokens=False).ids
         assert not allows(grammars, rules, [*before, *letters, *letters])
 
 
 def allows(grammars, rules: str, tokens: list[int]) -> bool:
-    """Whether these tokens may come, and then the end."""
+    """Return True if the grammar allows these tokens, followed by the end."""
     held = grammars.grammar({"lark": rules})
     for token in tokens:
         if not int.from_bytes(held.mask(), "little") >> token & 1:
@@ -897,7 +897,7 @@ def allows(grammars, rules: str, tokens: list[int]) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", TAGGED, ids=lambda format: format.name)
 def test_tagged_string_follows_its_pattern(format, kind):
-    """Where the arguments are JSON, a pattern was kept. In tags any text could be written."""
+    """A pattern was enforced in JSON arguments, but in tags any text could be written."""
     tokenizer, grammars, marks = with_marks(kind)
     start, _, end = format.layout
     start += "pay" + format.tags.after_name
@@ -921,8 +921,8 @@ def test_tagged_string_follows_its_pattern(format, kind):
 
 
 def test_grammars_of_calls_with_unusual_tools():
-    """A key with a letter beyond ASCII was no valid reference. And a schema's colons were counted as
-    rules of a grammar, and 500 are the limit."""
+    """A key with a non-ASCII letter was not a valid reference. A schema's colons were counted as rules of the
+    grammar, of which 500 are allowed."""
     parameters = {"properties": {"日/%~": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"const": 5}}}
     fields = {name: {"type": "integer"} for name in "abc"}
     many = [{"name": f"t{n}", "parameters": {"properties": fields}} for n in range(60)]
@@ -932,7 +932,7 @@ def test_grammars_of_calls_with_unusual_tools():
         assert with_marks("letters")[1].grammar({"lark": rules})
 
 
-# --- for those who watch --------------------------------------------------------------------------
+# --- for watchers ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -966,14 +966,14 @@ def test_split_output_of_opened_reasoning():
 
 @pytest.mark.parametrize("marks", REASONING_MARKS)
 def test_split_reasoning_drops_the_marks(marks):
-    """Those of the third family stayed in the reasoning."""
+    """The marks of the third family stayed in the reasoning."""
     opens, closes = marks
     assert split_reasoning(f"{opens}Hm.{closes}Yes.") == ("Hm.", "Yes.")
 
 
 def test_content_after_reasoning_keeps_its_line_breaks():
-    """A conversation lost those at the end of an answer and in front of a call. So the model was
-    shown something else than it had said, and read again what its slot still held."""
+    """A conversation lost the line breaks at the end of an answer and before a call. So the next prompt differed
+    from what the model had said, and cached rows were prefilled again."""
     assert split_reasoning("<think>Hm.</think>\n\nYes.\n\n") == ("Hm.", "Yes.\n\n")
     assert split_reasoning("I look.\n\n<tool_call>{}\n") == (
         "",

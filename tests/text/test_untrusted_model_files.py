@@ -1,5 +1,5 @@
-"""Model folders that would take all memory, or end the process, at the first prompt: each is
-refused in one line when it is loaded."""
+"""Model folders that would use up all memory, or crash the process, at the first prompt: each is refused with
+one line when it is loaded."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ no_limit_of_memory = pytest.mark.skipif(
 )
 RARE = normalizers.Sequence([normalizers.Replace("ʘ", "ʘʘ") for _ in range(40)])
 DECODED = decoders.Sequence([decoders.ByteLevel(), *[decoders.Replace("e", "ee")] * 30])
-# The first number says how long the table is: 4 GB
+# The first number is the length of the table: 4 GB
 CHARSMAP = base64.b64encode(b"\xff\xff\xff\x7f" + bytes(64)).decode()
 
 
@@ -44,7 +44,7 @@ def hostile(name: str) -> str:
 @no_limit_of_memory
 @pytest.mark.parametrize("name", ["rare", "decoder", "charsmap"])
 def test_greedy_tokenizer_is_refused(tmp_path, monkeypatch, name):
-    """5 KB of JSON took all memory at the first prompt, or aborted the process."""
+    """5 KB of JSON used up all memory at the first prompt, or aborted the process."""
     limits = untrusted_model_files.LIMITS._replace(seconds=1.5, memory=2**27)
     monkeypatch.setattr(untrusted_model_files, "LIMITS", limits)
     (tmp_path / "tokenizer.json").write_text(hostile(name))
@@ -60,7 +60,7 @@ def test_padding_is_disabled(tmp_path):
 
 
 def test_panicking_tokenizer_is_served(tmp_path):
-    """Each prompt that it cannot read is refused in one line, as before."""
+    """Each prompt on which it panics is refused with one line."""
     tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -69,7 +69,7 @@ def test_panicking_tokenizer_is_served(tmp_path):
 
 
 def test_template_with_huge_output_is_refused(tmp_path):
-    """30 bytes made 20 MB of a question, and to tokenize these took 3.4 GB."""
+    """30 bytes rendered 20 MB for a question, and tokenizing them took 3.4 GB."""
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text('{{ "a "*10000000 }}')
     text = Tokenizer(tmp_path, 300)
@@ -79,7 +79,7 @@ def test_template_with_huge_output_is_refused(tmp_path):
 
 @no_limit_of_memory
 def test_renderings_are_tokenized_in_the_check(tmp_path, monkeypatch):
-    """The tokenizer explodes at a letter that only the template writes."""
+    """The tokenizer explodes at a character that only the template writes."""
     limits = untrusted_model_files.LIMITS._replace(seconds=1.5, memory=2**27)
     monkeypatch.setattr(untrusted_model_files, "LIMITS", limits)
     tokenizer = make_tokenizer()
@@ -94,7 +94,7 @@ def test_renderings_are_tokenized_in_the_check(tmp_path, monkeypatch):
 
 
 def test_tokenizer_is_checked_once(tmp_path, monkeypatch):
-    """A model that comes back need not wait for a child, and the demo came with the program."""
+    """A model that is loaded again need not wait for a child process, and the demo came with the program."""
     monkeypatch.setattr(untrusted_model_files, "PASSED", set())
     jobs = []
 
