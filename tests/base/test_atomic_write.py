@@ -113,7 +113,7 @@ for name in ("folder", "folder/closed/file", "file/inside", "none/file"):
 
 
 def test_size_limit_keeps_the_old_file(open_folder):
-    """On a full disk the file was empty or truncated, and the exit code was 0."""
+    """Regression: on a full disk the file was empty or truncated, and the exit code was 0."""
     folder = open_folder / "folder"
     folder.mkdir()
     file = folder / "file"
@@ -172,7 +172,7 @@ def test_server_survives_an_unwritable_log():
 
 
 def test_screen_on_a_full_disk(tmp_path):
-    """The program reported success with exit code 0, and the earlier files were gone."""
+    """Regression: the program reported success with exit code 0, and the earlier files were gone."""
     names = ("record.json", "picture.svg")
     files = [tmp_path / name for name in names]
     for file in files:
@@ -191,7 +191,7 @@ def test_screen_on_a_full_disk(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
 def test_unwritable_output_ends_a_program():
-    """Python also flushes at exit, which gave a traceback and exit code 120."""
+    """Regression: Python also flushes at exit, which gave a traceback and exit code 120."""
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     how = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
     words = [sys.executable, "tui.py", "--version"]

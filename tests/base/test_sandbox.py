@@ -85,7 +85,8 @@ def test_too_many_jobs_are_busy():
 
 
 def test_failed_prepare_is_remembered(monkeypatch):
-    """The failure was reported as a busy machine, and each request with a grammar started another process."""
+    """Regression: the failure was reported as a busy machine, and each request with a grammar started
+    another process."""
     sandbox = Sandbox("sandbox_jobs", "broken", LIMITS)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^some words$"):
@@ -151,7 +152,7 @@ def test_no_process_is_reported(monkeypatch):
 
 
 def test_no_file_descriptor_is_reported(monkeypatch, sandbox):
-    """A server with too many connections reported an internal error."""
+    """Regression: a server with too many connections reported an internal error."""
 
     def refuse() -> None:
         raise OSError(errno.EMFILE, "Too many open files")

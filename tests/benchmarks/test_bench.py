@@ -185,7 +185,7 @@ def test_table_cell():
 
 
 def test_decode_is_compared_with_what_memory_yields(spec, capsys):
-    """A line below the table shows it for our own product on the wall clock."""
+    """A line below the table shows the comparison for our own product on the wall clock."""
     sample = Sample(spec._replace(part="decode", rows=1))
     with closing(sample.contestant):
         figures = sample.decode()
@@ -276,7 +276,8 @@ def test_other_checkout_runs_its_own_bench(spec, checkout, monkeypatch):
 
 
 def test_numpy_is_needed_for_quality_alone():
-    """`nanobatch bench` failed with a traceback, because numpy belongs to the extras for tests and peers."""
+    """Regression: `nanobatch bench` failed with a traceback, because numpy belongs to the extras for tests
+    and peers."""
     code = "import sys; sys.modules['numpy'] = None; import bench; bench.parse_arguments({})"
     assert python(code.format([])).returncode == 0
     done = python(code.format(["--parts", "quality"]))
@@ -369,7 +370,8 @@ def test_chat_compares_equal_numbers_of_tokens(spec):
 
 
 def test_run_is_shown_and_plotted_again(spec, tmp_path, capsys):
-    """A benchmark of minutes printed nothing if its standard error was not a terminal, and seemed to hang."""
+    """Regression: a benchmark of minutes printed nothing if its standard error was not a terminal, and
+    seemed to hang."""
     data = tmp_path / "run.json"
     picture = tmp_path / "run.svg"
     words = (
@@ -488,8 +490,8 @@ def test_failing_sample_is_one_line(spec, monkeypatch, capsys):
 
 
 def test_long_prompts_overlap(spec):
-    """Late in a prompt, chunks are narrow, so the first answer had ended before the last prompt was
-    prefilled."""
+    """Regression: late in a prompt, chunks are narrow, so the first answer had ended before the last prompt
+    was prefilled."""
     sample = Sample(spec._replace(part="steps", rows=4, prompt=900, output=2))
     with closing(sample.contestant):
         steps = sample.decode_steps()

@@ -114,8 +114,8 @@ def test_no_prompt_reads_standard_input(here, arguments, prompts):
 
 @pytest.mark.parametrize("before", [[], ["one"]])
 def test_two_dashes_end_the_options(here, before):
-    """`-- --odd` was refused unless a positional prompt preceded it, because argparse forgot the two
-    dashes."""
+    """Regression: `-- --odd` was refused unless a positional prompt preceded it, because argparse forgot
+    the two dashes."""
     odd = ["--odd", "two", "--max-tokens", "--"]
     done = here(*before, "--max-tokens", "4", "--prompt=--what", "--", *odd)
     assert done.returncode == 0, done.stderr
@@ -286,7 +286,7 @@ def test_a_prompt_that_is_no_text_gets_its_line(model):
     ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
 )
 def test_a_signal_ends_an_answer_at_once(model, sent, code, background_job):
-    """It does so even in a background job."""
+    """The signal works even in a background job."""
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "ask.py"), "--model", model, *ENDLESS],
         stdout=subprocess.PIPE,
@@ -302,7 +302,7 @@ def test_a_signal_ends_an_answer_at_once(model, sent, code, background_job):
 
 @pytest.mark.parametrize("asked", [ask, serve, tui, bench], ids=lambda module: module.__name__)
 def test_version(here, asked):
-    """The version is read from pyproject.toml and defined nowhere else."""
+    """The version comes from pyproject.toml and is defined nowhere else."""
     number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     done = here("--version", main=asked.main)
     assert (done.returncode, done.stderr) == (0, "")
@@ -324,7 +324,7 @@ def test_version(here, asked):
     ],
 )
 def test_long_value_is_quoted_shortened(here, program, arguments):
-    """The message repeated all 5,000 characters."""
+    """Regression: the message repeated all 5,000 characters."""
     *others, option = arguments
     value = "x" * 4000 + "\x1b[31m\n" + "y" * 1000
     done = here(*others, f"{option}={value}", main=program.main)
@@ -399,7 +399,7 @@ def test_read_only_tmpdir_and_missing_home(here, model):
 
 
 def test_model_name_is_its_folder(tmp_path, monkeypatch):
-    """`--model .` served a model without a name, which no request could ask for."""
+    """Regression: `--model .` served a model without a name, which no request could ask for."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small").mkdir()
     assert {program.name_of(text) for text in ("small", "small/", "./small", "small/../small")} == {

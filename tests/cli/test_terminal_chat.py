@@ -93,7 +93,7 @@ def test_several_lines_are_one_question(engine):
 
 
 def test_a_file_goes_with_a_question(engine, tmp_path, monkeypatch):
-    """Users had to paste the text of a file."""
+    """Regression: users had to paste the text of a file."""
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").write_text("a ``` b\n")
     Path("other.bin").write_bytes(b"\xff\0")
@@ -142,7 +142,7 @@ def test_bad_conversation_file_is_one_line(engine, tmp_path, contents):
 
 
 def test_a_command_that_is_wrong_is_named(engine):
-    """The help was printed without saying what was wrong."""
+    """Regression: the help was printed without saying what was wrong."""
     dialogue, said = talk(engine, "/what", "/drop", "/retry", "/save", "/help", "/bye", "Why?")
     assert "nanobatch: '/what' is no command; /help names them" in said
     assert "nothing to forget" in said and "nothing to ask again" in said
@@ -229,7 +229,8 @@ def test_ctrl_c_stops_only_the_answer(tmp_path):
 
 
 def test_a_history_file_with_zeros_is_read(tmp_path):
-    """A lost block of the file is zeros. `readline` refuses a NUL, so `--chat` failed with a traceback."""
+    """Regression: a lost block of the file is zeros. `readline` refuses a NUL, so `--chat` failed with a
+    traceback."""
     file = tmp_path / "history"
     file.write_bytes(b"Why batch?\n\0\0\0\0\nWhat is a\0 slot?\n")
     assert History(file).questions == ["Why batch?", "What is a slot?"]

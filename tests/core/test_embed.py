@@ -140,7 +140,7 @@ def test_the_slab_is_not_copied_for_vectors(folder, monkeypatch):
 
 
 def test_non_finite_embedding_is_an_error(folder):
-    """Such a vector would look valid to a client."""
+    """A vector of NaN would look valid to a client."""
     with Engine.load(folder, slots=1, max_len=64) as sound:
         parts = poisoned(sound.model, 9), sound.text
     with Engine(*parts, slots=2, max_len=64) as engine:
@@ -168,7 +168,7 @@ def test_dimensions_truncate_and_renormalise(folder):
 
 
 def test_chat_model_warns_about_embeddings(tmp_path):
-    """Such vectors look valid, but are not."""
+    """Vectors of a chat model look valid, but are not."""
     folder = make_checkpoint(tmp_path, **QWEN)
     with Engine.load(folder, slots=1, max_len=64) as engine:
         with pytest.raises(ValueError, match=r"not made for embeddings: its folder has no 1_Pool"):

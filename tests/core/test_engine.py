@@ -57,7 +57,7 @@ def test_metrics_say_what_happened(make_engine):
 
 @pytest.mark.parametrize(("budget", "chunk"), [(8, 8), (1, 1), (8, 15), (1, 200)])
 def test_small_budget(make_engine, budget, chunk):
-    """With a chunk smaller than a segment of the prefix tree, an assertion ended all requests."""
+    """Regression: with a chunk smaller than a segment of the prefix tree, an assertion ended all requests."""
     engine = make_engine(slots=2)
     alone = engine.generate([[*range(40)], [*range(30), 7]], FEW)
     engine.sched.prefixes.clear()
@@ -67,7 +67,7 @@ def test_small_budget(make_engine, budget, chunk):
 
 
 def test_budget_that_admits_nothing_is_refused(make_engine):
-    """No step was ever planned."""
+    """Regression: no step was ever planned."""
     engine = make_engine(slots=2)
     for budget, chunk in ((0, 0), (0, 32), (-5, 32), (32, 0)):
         with pytest.raises(ValueError, match="it must be at least 1"):
@@ -108,7 +108,7 @@ def test_eos_and_ignore_eos(parts):
 
 
 def test_generate_cleans_up_after_a_bad_prompt(engine):
-    """The prompts before the bad one had been submitted, and kept running."""
+    """Regression: the prompts before the bad one had been submitted, and kept running."""
     with pytest.raises(ValueError, match="272"):
         engine.generate([[1], [272]], LONG)
     snapshot = engine.snapshot()
@@ -154,7 +154,7 @@ def test_client_must_be_a_string(engine):
 
 
 def test_a_large_budget_takes_no_memory_at_start(parts):
-    """Arrays as wide as the budget took 9.3 GiB and 52 s, or an OverflowError.
+    """Regression: arrays as wide as the budget took 9.3 GiB and 52 s, or an OverflowError.
 
     A step is never wider than a chunk for each slot.
     """
@@ -267,7 +267,8 @@ def test_cancel_frees_the_slot_in_every_phase(make_engine, steps, run_ahead):
 
 
 def test_close_ends_every_handle(parts):
-    """A thread that waited for a result of a closed engine waited forever. Later requests are refused."""
+    """Regression: a thread that waited for a result of a closed engine waited forever. Later requests are
+    refused."""
     engine = Engine(*parts, slots=1, max_len=128)
     with engine.serving():
         handles = [engine.submit([n], LONG) for n in range(4)]
@@ -309,7 +310,7 @@ engine = Engine.load({str(folder)!r}, slots=2, max_len=128)
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_step_times_add_up(make_engine, monkeypatch, run_ahead):
-    """The device's work counted as building, so Python looked slow."""
+    """Regression: the device's work counted as building, so Python looked slow."""
     now = 0.0
     spent = Counter()
 

@@ -130,7 +130,7 @@ def test_detokenizer_that_raises(engine, monkeypatch, caplog, kind):
 
 @pytest.mark.parametrize("act", ["cancel", "close"])
 def test_detokenizer_that_raises_at_the_end(engine, monkeypatch, caplog, act):
-    """Flushing the last text failed, which made cancel and close fail."""
+    """Regression: flushing the last text failed, which made cancel and close fail."""
     detokenize(monkeypatch, engine, finish=bug)
     handle = engine.submit([1], LONG)
     engine.step()
@@ -222,7 +222,8 @@ with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
 
 
 def test_bug_in_forward_is_no_usage_error(tmp_path):
-    """The first step runs while the model is loaded, and its failures were reported in one line."""
+    """Regression: the first step runs while the model is loaded, and its failures were reported in one
+    line."""
     folder = make_checkpoint(tmp_path, seed=1)
     (tmp_path / "hacked.py").write_text(
         "def forward(model, ids, windows, asked):\n    raise ValueError('shapes')\n"

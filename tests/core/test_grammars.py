@@ -103,7 +103,7 @@ def test_choices_have_separate_grammar_states(engine):
 
 
 def test_reused_slot_has_no_grammar_left(engine):
-    """After a cancel the next request in the slot was masked."""
+    """Regression: after a cancel the next request in the slot was masked."""
     prompt = (prompts(1)[0] * 90)[:90]
     first = engine.submit(prompt, SamplingParams(max_tokens=30, grammar=DIGITS))
     while len(first.tokens) < 3:

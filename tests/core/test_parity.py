@@ -69,7 +69,7 @@ def test_number_of_compared_prompts():
     ],
 )
 def test_quantized_weights_equal_mlx_lm(name, tmp_path):
-    """These are the products that a GPU uses: slow on a CPU, but equally exact."""
+    """Check the products that a GPU uses, which are slow on a CPU but equally exact."""
     folder = make_checkpoint(tmp_path, seed=5, **CONFIGS[name])
     with Engine.load(folder, dtype="checkpoint", slots=3, max_len=256, chunk=32) as engine:
         assert any(

@@ -148,7 +148,7 @@ def test_no_memory_for_a_new_slab(engine, monkeypatch):
 
 
 def test_exit_while_loading(tmp_path):
-    """A process that exited while MLX computed aborted or hung."""
+    """Regression: a process that exited while MLX computed aborted or hung."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     large = make_checkpoint(tmp_path, **sizes)
     code = f"""
@@ -185,7 +185,7 @@ def test_extreme_settings_disturb_no_other_request(engine, settings):
 
 
 def test_submitted_settings_are_immutable(engine):
-    """A caller could change a list after it had been validated."""
+    """Regression: a caller could change a list after it had been validated."""
     bias = {5: 1.0}
     sampling = SamplingParams(logit_bias=bias)
     bias[100_000] = 1.0

@@ -268,7 +268,7 @@ def test_filter_ties_keep_the_lowest_ids(options, kept, how):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all nan", "all -inf", "all inf"])
 def test_non_finite_row_has_no_token(bad, how):
-    """This includes NaN in the middle of a row, which comparisons silently ignore."""
+    """Comparisons silently ignore a NaN in the middle of a row."""
     picks = picks_of([*KINDS, *KINDS])
     logits = np.random.default_rng(2).standard_normal((len(picks), V)).astype(np.float32)
     good = outcome(logits, picks)
@@ -323,7 +323,8 @@ def test_inverse_cdf_draw(size):
 
 
 def test_no_sampling_sorts_a_large_vocabulary(monkeypatch):
-    """Sorting the vocabulary took as long as ten steps. At most a few thousand numbers are sorted."""
+    """Regression: sorting the vocabulary took as long as ten steps. At most a few thousand numbers are
+    sorted."""
     size, longest = 152_064, []
     for name in ("sort", "argsort", "partition", "argpartition"):
         real = getattr(mx, name)
@@ -338,7 +339,7 @@ def test_no_sampling_sorts_a_large_vocabulary(monkeypatch):
 
 
 def test_logit_bias_is_built_once():
-    """100,000 entries took a second in each step."""
+    """Regression: 100,000 entries took a second in each step."""
     state = SlotBiases(2, V)
     first, other = [SamplingParams(logit_bias={5: 1.0}).logit_bias for _ in range(2)]
     built = state.bias(0, first)
@@ -365,7 +366,7 @@ def fingerprint(result) -> tuple:
 
 
 def test_penalty_is_per_request(engine):
-    """The neighbour's answer outgrew the space for penalties, so the step failed for all."""
+    """Regression: the neighbour's answer outgrew the space for penalties, so the step failed for all."""
     wishes = [
         exactly(90, logprobs=0),
         exactly(9, logprobs=0, presence_penalty=1.5),

@@ -36,7 +36,8 @@ def test_serial_runs_one_request_at_a_time():
 
 
 def test_fair_prefers_the_client_with_fewest_slots():
-    """One client submits four requests, another submits one, which gets the next slot instead of the last."""
+    """One client submits four requests. The only request of another client gets the next slot instead of
+    the last."""
     story = Story(policy="fair")
     for _ in range(4):
         story.submit(3, 2, client="many")
@@ -61,8 +62,8 @@ def test_fair_breaks_ties_by_last_service():
 
 
 def test_a_cancel_gives_its_client_no_second_turn():
-    """A is served, and B, the next request of its client, is cancelled. C of the same client then overtook
-    D of the other client, because only B remembered its client's turn."""
+    """Regression: A is served, and B, the next request of its client, is cancelled. C of the same client
+    then overtook D of the other client, because only B remembered its client's turn."""
     story = Story(slots=1, policy="fair")
     clients = ("many", "many", "many", "one")
     _, second, *_ = [story.submit(3, 1, client=client) for client in clients]
@@ -82,8 +83,8 @@ class Name(str):
 
 
 def test_fair_is_linear_in_the_queue():
-    """64 slots are free, and each of 10,000 clients has a queued request. The plan took 349 ms, since it
-    looked at all of them for each slot."""
+    """Regression: 64 slots are free, and each of 10,000 clients has a queued request. The plan took 349 ms,
+    since it looked at all of them for each slot."""
     scheduler = Scheduler(64, 100, POLICIES["fair"], budget=1_000)
     for id in range(10_000):
         scheduler.submit(Request(id, (1, 2, 3), 2, 0.0, client=Name(f"client {id}")))
@@ -105,7 +106,7 @@ def test_short_ages_by_a_token_a_step():
 
 
 def test_each_admission_says_why_it_got_its_slot():
-    """The plan did not say why it chose one of several free slots."""
+    """Regression: the plan did not say why it chose one of several free slots."""
     story = Story(slots=3)
 
     def why(*prompts: tuple[int, ...]) -> list[tuple[int, str]]:
@@ -166,8 +167,8 @@ class FixedRoom:
 
 
 def test_short_prompt_does_not_wait_for_a_long_one():
-    """S arrives in step 2: its 6 tokens share the budget of 8 with L, which gets the rest. In arrival
-    order, L used it all until step 3."""
+    """S arrives in step 2. Its 6 tokens share the budget of 8 with L, which gets the rest. In plain arrival
+    order, L would use the whole budget until step 3."""
     story = Story(budget=8, chunk=8)
     story.submit(24, 1, prefix_cache=False)
     story.step()
@@ -212,7 +213,8 @@ def test_unneeded_half_is_not_reserved():
 
 
 def test_next_turn_counts_as_a_short_prompt():
-    """52 of B's 60 tokens are in its slot. Counted as 60, it was prefilled after A's remaining 30."""
+    """Regression: 52 of B's 60 tokens are in its slot, but it counted as 60 and was prefilled after A's
+    remaining 30."""
     story = Story(slots=2, max_len=200, budget=8, chunk=8)
     said = tuple(range(500, 552))
     story.submit(said, 1)
@@ -230,7 +232,8 @@ def test_next_turn_counts_as_a_short_prompt():
 
 @pytest.mark.parametrize("slots", [2, 8])
 def test_short_prompt_beside_a_long_one(slots):
-    """With the usual budget, 35 tokens next to 3,000 had their first token 17 steps after they arrived."""
+    """Regression: with the usual budget, 35 tokens next to 3,000 had their first token 17 steps after they
+    arrived."""
     budget = usual_budget(slots, 128)
     story = Story(slots=slots, max_len=4_000, chunk=128, budget=budget)
     story.submit(3_000, 1, prefix_cache=False)
@@ -291,7 +294,7 @@ def test_cancel_frees_the_slot_for_the_next_plan(lag, when):
 
 
 def test_restart_keeps_the_order_of_arrival():
-    """A held request was queued behind requests that had never been admitted."""
+    """Regression: a held request was queued behind requests that had never been admitted."""
     story = Story(slots=2, chunk=4, budget=4)
     requests = [story.submit((9 * i, *range(i, 20)), 2) for i in range(3)]
     story.step()
@@ -314,8 +317,8 @@ def test_full_queue_is_refused_with_both_numbers():
     ("policy", "idle", "busy"), [("continuous", 4, 3), ("static", 4, 1), ("serial", 2, 1)]
 )
 def test_queue_limit_ignores_requests_with_a_free_slot(policy, idle, busy):
-    """An idle engine with three slots and a queue of one refused the second of four requests that arrived
-    together."""
+    """Regression: an idle engine with three slots and a queue of one refused the second of four requests
+    that arrived together."""
 
     def most(story: Story) -> int:
         """Return the number of requests that are accepted before one is refused."""
@@ -394,7 +397,7 @@ def test_drain_empties_all_slots_first():
 
 
 def test_idle_drain_ends_at_once():
-    """This is when nothing is running. If there are two drains, the last one counts."""
+    """A drain ends immediately when nothing is running. Of two drains, the last one counts."""
     story = Story()
     continuous = POLICIES["continuous"]
     static = POLICIES["static"]
@@ -543,7 +546,7 @@ def test_longest_cached_prefix_is_found(segment):
 
 
 def test_unshared_prompt_has_no_cached_rows():
-    """It does not share its rows either."""
+    """An unshared prompt does not share its own rows either."""
     prefixes, prompt = Prefixes(2, segment=4), tuple(range(20))
     one, none = (prefixes.trail(prompt, shares) for shares in (True, False))
     prefixes.record_rows(0, one, 20)
@@ -690,8 +693,8 @@ def test_non_finite_chunks_are_not_cached(lag, at):
 
 
 def test_cancel_in_the_queue_keeps_the_cache():
-    """C is admitted, and waits for rows that B writes. After a cancel its slot forgot its rows, although C
-    had written nothing."""
+    """Regression: c is admitted, and waits for rows that B writes. After a cancel its slot forgot its rows,
+    although C had written nothing."""
     story = Story(slots=3, chunk=4, budget=7)
     first = story.submit(tuple(range(100, 120)), 1)
     story.drawn()

@@ -260,7 +260,8 @@ class Silent:
 
 
 def test_unforcing_grammar_is_asked_seldom():
-    """Each step of free text under a grammar waited for its tokens, although the grammar forced none."""
+    """Regression: each step of free text under a grammar waited for its tokens, although the grammar forced
+    none."""
     grammar = Silent()
     request = inventing(0)
     request.drafting.source = PromptLookup(grammar)
@@ -284,7 +285,8 @@ def test_expensive_rows_shorten_drafts(row_s, wide):
 
 
 def test_step_is_read_at_once_only_if_drafts_pay():
-    """Otherwise every answer with a repeated pair of tokens lost run-ahead, although nothing was drafted."""
+    """Otherwise every answer with a repeated pair of tokens would lose run-ahead, although nothing is
+    drafted."""
 
     def may_follow(row_s: float, *requests: Request) -> bool:
         emitters = tuple(Decode(request, request.slot, request.next_row) for request in requests)
@@ -297,7 +299,7 @@ def test_step_is_read_at_once_only_if_drafts_pay():
 
 
 def test_drafts_slow_others_by_at_most_5_percent():
-    """An answer that copies its prompt made each step half as long again for three neighbours."""
+    """Regression: an answer that copies its prompt made each step half as long again for three neighbours."""
     requests = [copying(0), inventing(1), inventing(2), inventing(3)]
     speculate = priced(0.1)
     longer = 0.0
@@ -313,7 +315,8 @@ def test_drafts_slow_others_by_at_most_5_percent():
 
 
 def test_outlier_step_is_no_price():
-    """Another program took the processor during some steps of one row, so rows seemed to cost nothing."""
+    """Regression: another program took the processor during some steps of one row, so rows seemed to cost
+    nothing."""
     usual = drafted_after(outlier=0.0)
     assert usual == 3 and drafted_after(outlier=2.0) == pytest.approx(usual, abs=1)
 

@@ -97,7 +97,7 @@ def test_users_of_a_system_prompt(folder):
 
 
 def test_checkpoints_are_seen(folder):
-    """They are marks on the slot's bar: at the end of the prompt, and within it."""
+    """Checkpoints are marks on the slot's bar: at the end of the prompt, and within it."""
     with load(folder, slots=1) as engine:
         run(engine, drawn(21, 80))
         (slot,) = engine.snapshot().slots
@@ -106,7 +106,7 @@ def test_checkpoints_are_seen(folder):
 
 @pytest.mark.parametrize("speculate", [0, 15])
 def test_a_conversation_goes_on_from_its_end(folder, speculate):
-    """This includes a draft that was partly rejected."""
+    """The next turn starts from the end of the answer, even after a partly rejected draft."""
     prompt, before = drawn(2, 50) * 2, 0
     with load(folder, speculate=speculate) as engine:
         for turn in range(3):
@@ -126,8 +126,8 @@ def test_the_same_prompt_again(folder):
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 6, 9])
 def test_a_cancelled_request_leaves_states(folder, steps):
-    """It is cancelled during its prompt or its answer. The remaining states serve the same prompt, and one
-    that differs."""
+    """Cancel the request during its prompt or its answer. The remaining states serve the same prompt, and
+    one that differs."""
     prompt = drawn(4, 150)
     with load(folder, speculate=0) as engine:
         handle = engine.submit(prompt, exactly(20))

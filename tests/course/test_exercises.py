@@ -137,7 +137,7 @@ def test_half_done_pane(monkeypatch):
 
 
 def test_a_policy_is_told_to_people_in_a_sentence(monkeypatch):
-    """A number in place of the sentence passed."""
+    """Regression: a number instead of a sentence passed the test."""
     test = exercise_of("policy", monkeypatch)["test_gentle_fills_a_free_slot_in_mid_answer"]
     gentle = POLICIES["continuous"]._replace(room=lambda free, running: min(1, free))
     monkeypatch.setitem(POLICIES, "gentle", gentle)
@@ -148,7 +148,7 @@ def test_a_policy_is_told_to_people_in_a_sentence(monkeypatch):
 
 
 def test_sampler_is_reachable_by_clients(monkeypatch):
-    """Without its name in `PLAIN` all tests passed."""
+    """Regression: without its name in `PLAIN` all tests passed."""
     test = exercise_of("sampler", monkeypatch)["test_a_client_may_ask_for_top_a_over_http"]
     monkeypatch.setitem(test.__globals__, "drawn", lambda **options: None)
     with pytest.raises(pytest.fail.Exception, match="is its name in PLAIN"):
@@ -183,7 +183,7 @@ def count_as_hung_up(is_one: Callable[[RequestRecord], bool], patch: pytest.Monk
     ],
 )
 def test_metric_counts_hang_ups(is_one, is_right, monkeypatch):
-    """Requests that the server itself cancelled counted, too, and all three tests passed."""
+    """Regression: requests that the server itself cancelled counted, too, and all three tests passed."""
     count_as_hung_up(is_one, monkeypatch)
     failed = [name for name, test in exercise_of("metric", monkeypatch).items() if fails(test)]
     assert bool(failed) != is_right, failed

@@ -234,7 +234,7 @@ def without_bodies(text: str, names: Sequence[str]) -> str:
 
 
 def test_the_blank_book_differs_only_in_bodies():
-    """This would reveal a missing name, or a bounds check that was blanked."""
+    """A missing name, or a bounds check that was blanked, would fail this test."""
     wanted = tasks()
     written = start.blank_book()
     assert sum(map(len, wanted.values())) >= 25 and len(written) == len(wanted)
@@ -310,8 +310,8 @@ def test_stage_passes_simple_and_fails_blank(stage, tmp_path):
 
 @pytest.mark.parametrize("mistake", TRIED, ids=lambda m: f"{m.stage}-{m.name}-{m.right}")
 def test_mistake_is_named_by_its_stage(mistake, tmp_path, monkeypatch):
-    """In CI pytest prints the full difference of two values. For two lists of 4,000 draws that took hours,
-    until CI stopped the run."""
+    """Regression: in CI pytest prints the full difference of two values. For two lists of 4,000 draws that
+    took hours, until CI stopped the run."""
     monkeypatch.setenv("CI", "true")
     file = tmp_path / "wrong.py"
     function = mistake.name.partition(".")[2]
@@ -430,7 +430,7 @@ def test_program_survives_a_mistake_in_a_book(tmp_path):
 
 
 def test_endless_step_of_a_book_ends(tmp_path):
-    """A plan holds the engine's lock, so the screen waited for it and could not be closed."""
+    """Regression: a plan holds the engine's lock, so the screen waited for it and could not be closed."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "sched.py").write_text((ROOT / "sched.py").read_text() + start.STAND_IN)

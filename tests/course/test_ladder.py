@@ -124,7 +124,8 @@ def test_run_ahead_in_a_long_conversation(engine, monkeypatch):
 
 
 def test_run_ahead_when_all_slots_end_at_once(monkeypatch):
-    """Then for a moment there is nothing to plan, while a step is in flight and a request is queued."""
+    """When all slots end at once, there is nothing to plan for a moment, while a step is in flight and a
+    request is queued."""
     monkeypatch.syspath_prepend(LEARN)
     rung = runpy.run_path(str(LEARN / "5_run_ahead.py"))
     engine = rung["Engine"](64, runs_ahead=True)
@@ -138,7 +139,7 @@ def test_run_ahead_when_all_slots_end_at_once(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Mac's MLX always has its backend")
 def test_rung_without_mlx(tmp_path):
-    """One line says what to install."""
+    """Without MLX, one line says what to install."""
     done = run(RUNGS[0], **without_backend(tmp_path))
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "pip install -e '.[cpu]'" in done.stderr

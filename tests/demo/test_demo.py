@@ -219,8 +219,8 @@ def test_planted_position_bug_lowers_the_score(demo, right_score, monkeypatch, b
 
 
 def test_burst_prompts_share_a_prefix():
-    """With chunks longer than the shared prefix, the screen never showed that a prompt reuses another's
-    rows."""
+    """Regression: with chunks longer than the shared prefix, the screen never showed that a prompt reuses
+    another's rows."""
     engine = tui.load_engine(tui.parse_arguments([]), lambda stage: None, time.perf_counter)
     with closing(engine):
         alike = [prompt for prompt, _ in BURST if EVENING in prompt]

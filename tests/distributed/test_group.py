@@ -321,7 +321,8 @@ class Beside(Ranks):
 
 
 def test_ranks_with_other_weights_are_refused(tmp_path):
-    """A model and a fine-tuned version have the same config. Half of each gave nonsense without an error."""
+    """Regression: a model and a fine-tuned version have the same config. Half of each gave nonsense without
+    an error."""
     models = [
         ModelReader(make_checkpoint(tmp_path / str(seed), seed=seed), "float32").read_model()
         for seed in (1, 2)
@@ -446,7 +447,7 @@ class Answering:
 
 
 def test_strangers_are_not_accepted():
-    """The first caller was accepted as the neighbour."""
+    """Regression: the first caller was accepted as the neighbour."""
     listener = Answering("a", "b")
     silent = [listener.stranger() for _ in range(150)]
     wrong = [
@@ -525,8 +526,8 @@ def test_other_program_at_the_port(says, why):
 
 
 def test_self_connection_is_retried(monkeypatch):
-    """While nothing listens, the system may give the caller the very port that it connects to, and the rank
-    could not listen there."""
+    """Regression: while nothing listens, the system may give the caller the very port that it connects to,
+    and the rank could not listen there."""
     made = []
 
     def itself(*_) -> socket.socket:
@@ -543,7 +544,7 @@ def test_self_connection_is_retried(monkeypatch):
 
 
 def test_silent_neighbour_times_out():
-    """A rank that failed just after MLX had connected it was silent."""
+    """A rank that fails just after MLX has connected it stays silent."""
     with socket.create_server((LOOPBACK, 0)) as server, pytest.raises(TimeoutError):
         accept([server], KEY, {"a"}, time.monotonic() + 0.01)
 
@@ -596,8 +597,8 @@ def test_rank_lost_during_goodbye():
 
 
 def test_full_send_buffer_does_not_block_the_exit():
-    """After `mlx.launch` was killed, the message about a lost rank raised a BrokenPipeError, and rank 0
-    waited forever."""
+    """Regression: after `mlx.launch` was killed, the message about a lost rank raised a BrokenPipeError,
+    and rank 0 waited forever."""
     code = "from distributed.group import Ranks; Ranks(0, 2)._end('rank 1 is gone', 3)"
     reader, writer = os.pipe()
     os.close(reader)
@@ -791,8 +792,8 @@ def test_lost_rank_ends_every_process(tmp_path, fault, codes, says):
 
 
 def test_server_of_rank_0_stops_all_ranks(tmp_path):
-    """In a terminal, Ctrl-C reaches all ranks. A third one interrupted the farewell to rank 1, which then
-    took rank 0 for lost."""
+    """Regression: in a terminal, Ctrl-C reaches all ranks. A third one interrupted the farewell to rank 1,
+    which then took rank 0 for lost."""
     with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0") as pair:
         address = pair.says(0, r"at http://(\S+)/v1; .*rank 0 of 2 by ring")[1]
         pair.says(1, "follows rank 0")
@@ -810,9 +811,9 @@ def test_server_of_rank_0_stops_all_ranks(tmp_path):
 
 
 def test_idle_rank_loss_is_noticed(tmp_path):
-    """Nothing is sent while idle, so MLX does not notice, and the next client would have been the first to
-    find out. With another spelling of an address in the hostfile, such as a name, a lost rank was never
-    noticed."""
+    """Regression: nothing is sent while idle, so MLX does not notice, and the next client would have been
+    the first to find out. With another spelling of an address in the hostfile, such as a name, a lost rank
+    was never noticed."""
     with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0", host="127.1") as pair:
         pair.says(0, r"at http://(\S+)/v1;")
         pair.says(1, "follows rank 0")
@@ -886,7 +887,7 @@ def test_rank_lost_while_loading(tmp_path):
 
 
 def test_missing_rank_is_named(tmp_path):
-    """MLX waited for it without a message, and held the GIL."""
+    """Regression: MLX waited for it without a message, and held the GIL."""
     with Pair(tmp_path, str(ROOT / "ask.py"), "Hello", only=(1,)) as pair:
         pair.says(1, re.escape(f"rank 1 waits for rank 0 ({pair.hosts[0]})"))
         pair.processes[1].send_signal(signal.SIGINT)
@@ -894,7 +895,7 @@ def test_missing_rank_is_named(tmp_path):
 
 
 def test_server_answers_while_ranks_meet(tmp_path):
-    """MLX held the GIL, so the server did not answer."""
+    """Regression: MLX held the GIL, so the server did not answer."""
     (port,) = free_ports(1)
     command = [str(ROOT / "serve.py"), "--port", str(port)]
     with Pair(tmp_path, *command, only=(0,)) as pair:
@@ -928,7 +929,7 @@ sys.exit(ask.main())
 
 
 def test_ranks_with_other_keys_end_with_one_line(tmp_path):
-    """The ranks waited forever in MLX."""
+    """Regression: the ranks waited forever in MLX."""
     with Pair(tmp_path, "-c", OTHER_KEYS) as pair:
         assert pair.codes() == [2, 2], pair.said(0) + pair.said(1)
         for rank in (0, 1):

@@ -268,7 +268,7 @@ def test_no_import_runs_in_a_circle():
 
 
 def test_scheduler_and_first_frame_need_no_mlx():
-    """This includes indirect imports. Imports inside functions happen later."""
+    """Indirect imports count, too. Imports inside functions do not, because they happen later."""
     ways = {
         name: reached(graph(inside=False), name)
         for name in everything()
@@ -316,7 +316,7 @@ def calls_that_differ(name: str, text: str) -> set[str]:
 
 
 def test_no_processor_dependent_operation():
-    """Gemma's cap used MLX's tanh, so answers on ARM had other bits than on x86-64."""
+    """Regression: Gemma's cap used MLX's tanh, so answers on ARM had other bits than on x86-64."""
     names = [name for name in ("nanobatch", *reached(graph(), "nanobatch")) if name in everything()]
     found = set().union(*(calls_that_differ(name, source(name)) for name in names))
     assert found == MAY_DIFFER
@@ -344,8 +344,8 @@ def assigned(name: str, text: str) -> list[str]:
 
 
 def test_screen_uses_engine_methods_only():
-    """A page replaced a method of the runner and wrote into the slab, and the engine client set the
-    scheduler's budget without the engine's lock."""
+    """Regression: a page replaced a method of the runner and wrote into the slab, and the engine client set
+    the scheduler's budget without the engine's lock."""
     screen = [name for name in everything() if name.startswith("screen/") or name == "tui"]
     offenders = [line for name in screen for line in assigned(name, source(name))]
     assert not offenders, report(offenders)

@@ -35,6 +35,6 @@ def test_pictures_are_made_by_programs():
 
 
 def test_screen_is_drawn(tmp_path):
-    """The program called a function of tui.py that had been renamed."""
+    """Regression: the program called a function of tui.py that had been renamed."""
     assert pictures.main(["screen", "--out", str(tmp_path)]) == 0
     assert "prefill" in (tmp_path / "screen.svg").read_text()

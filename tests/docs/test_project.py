@@ -124,7 +124,7 @@ def test_links_between_pages():
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout of the repository")
 def test_root_has_no_stray_files():
-    """A command had left two empty files there, and a commit included them."""
+    """Regression: a command had left two empty files in the root, and a commit included them."""
     said = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
     tracked = [ROOT / name for name in said.stdout.splitlines() if "/" not in name]
     assert len(tracked) > 10
@@ -150,7 +150,7 @@ def test_programs_in_the_pages_exist():
 
 
 def test_commands_leave_the_checkout_clean():
-    """The docs print `--record run.json`, and an empty `run.json` was tracked."""
+    """Regression: the docs print `--record run.json`, and an empty `run.json` was tracked."""
     ignored = re.findall(r"^/(\S+)$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), ROOT / "docs" / "index.html"]
     programs = [*ROOT.glob("*.py"), *ROOT.glob("docs/make/*.py")]
@@ -271,7 +271,7 @@ def test_ci_runs_the_printed_command():
 
 
 def test_models_page_names_config_fields():
-    """The page named a field that had been renamed."""
+    """Regression: the page named a field that had been renamed."""
     rows = re.findall(
         r"^\| `\w+` \|.*\| (.*) \|$", MODELS.split("## What is supported")[0], re.MULTILINE
     )

@@ -57,7 +57,7 @@ def make_wheel(folder: Path, tag: str, *names: str) -> Path:
 
 
 def test_wheel_is_compared_with_the_package(tmp_path):
-    """A build folder still contained deleted files."""
+    """Regression: a build folder still contained deleted files."""
     wheel = make_wheel(tmp_path, "any", "nanobatch/kv.py", "nanobatch/old.py")
     assert release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "old.py"}) == []
     lacks, carries = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "sched.py"})

@@ -106,8 +106,8 @@ with defer_interrupt():
 
 
 def test_second_ctrl_c_is_immediate():
-    """A second Ctrl-C while a server took leave of its other ranks made it exit with 130, although its own
-    handler lets it shut down in order."""
+    """Regression: a second Ctrl-C while a server took leave of its other ranks made it exit with 130,
+    although its own handler lets it shut down in order."""
     calls, order = [], []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append(list(order)))
     try:
@@ -208,8 +208,8 @@ def press_after(seconds: float, act: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ctrl_c_while_serving(engine, expected, seed):
-    """Ctrl-C at some lines of Python's condition left its lock released, so a RuntimeError was raised
-    instead: exit code 1."""
+    """Regression: Ctrl-C at some lines of Python's condition left its lock released, so a RuntimeError was
+    raised instead: exit code 1."""
     handles = []
 
     def serve() -> None:

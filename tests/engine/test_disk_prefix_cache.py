@@ -141,7 +141,7 @@ OFFSETS = [[0], [0, 1, 2], [-5, 10], [0, "9"], [0, 2**70], None, [True, False], 
 @pytest.mark.parametrize("name", ["tokens", "layers.0", "digest"])
 @pytest.mark.parametrize("field", ["shape", "data_offsets", "dtype"])
 def test_damaged_entry_is_damage(saved, name, field):
-    """One changed comma ended all running requests, and then the server did not start."""
+    """Regression: one changed comma ended all running requests, and then the server did not start."""
     folder = SlotFolder(str(saved[0]))
     (file,) = files(saved[0])
     whole = file.read_bytes()
@@ -191,7 +191,7 @@ def one_layer_less(entries, data):
     ],
 )
 def test_layers_of_another_model_are_damage(parts, saved, caplog, change):
-    """Rows of another shape, under a correct digest and key, ended all running requests."""
+    """Regression: rows of another shape, under a correct digest and key, ended all running requests."""
     folder, prompt = saved
     (file,) = files(folder)
     rewritten(file, change)
@@ -203,7 +203,7 @@ def test_layers_of_another_model_are_damage(parts, saved, caplog, change):
 
 
 def test_named_pipe_among_the_slots(parts, saved):
-    """Opening a named pipe hung the engine at startup."""
+    """Regression: opening a named pipe hung the engine at startup."""
     folder, prompt = saved
     (file,) = files(folder)
     pipe = folder / f"{file.name[:17]}{'0' * 32}.safetensors"
@@ -214,8 +214,8 @@ def test_named_pipe_among_the_slots(parts, saved):
 
 @pytest.mark.skipif("fma" not in library.processor(), reason="no fused multiply-add on this x86")
 def test_rows_of_another_arithmetic_are_not_restored(parts, tmp_path):
-    """The kernels without fused multiply-adds compute different bits, yet their rows were restored under
-    the other kernels."""
+    """Regression: the kernels without fused multiply-adds compute different bits, yet their rows were
+    restored under the other kernels."""
     folder = tmp_path / "slots"
     model = parts[1].folder
     code = f"""
@@ -344,8 +344,8 @@ def hold(monkeypatch, name: str) -> threading.Event:
 
 @pytest.mark.parametrize("kind", ["list", "open"])
 def test_nobody_waits_for_a_slow_folder(parts, saved, kind):
-    """A read from disk blocked new requests, even after its own request was cancelled. A listing of the
-    folder blocked everybody who submitted."""
+    """Regression: a read from disk blocked new requests, even after its own request was cancelled. A
+    listing of the folder blocked everybody who submitted."""
     folder, prompt = saved
     with (
         Engine(*parts, slots=2, max_len=128, chunk=32) as another,
@@ -370,8 +370,8 @@ def test_nobody_waits_for_a_slow_folder(parts, saved, kind):
 
 
 def test_closing_engine_holds_no_lock_while_slots_are_written(parts, tmp_path):
-    """An engine that was closed or unloaded held the device lock until its slots were written, so no other
-    engine of the program could step."""
+    """Regression: an engine that was closed or unloaded held the device lock until its slots were written,
+    so no other engine of the program could step."""
     folder = tmp_path / "slots"
     closing = engine(parts, folder)
     assert closing.submit(tokens(100), SHORT).result().finish_reason == "length"
@@ -392,8 +392,8 @@ def test_closing_engine_holds_no_lock_while_slots_are_written(parts, tmp_path):
 
 @pytest.mark.parametrize("name", ["names", "read_tensors", "write", "make_room"])
 def test_folder_that_does_not_answer_holds_nobody_up(parts, saved, monkeypatch, caplog, name):
-    """`close` waited forever for a network folder whose server was gone, and so did a prompt with a file
-    there."""
+    """Regression: `close` waited forever for a network folder whose server was gone, and so did a prompt
+    with a file there."""
     folder, prompt = saved
     monkeypatch.setattr(disk_prefix_cache, "PATIENCE_S", 0.3)
     may_go = hold(monkeypatch, name)

@@ -136,7 +136,7 @@ def test_only_reloadable_models_are_unloaded(folders, engine):
 
 
 def test_failed_reload_ends_the_requests(tmp_path, alone):
-    """Later requests are served as soon as the weights are back."""
+    """A failed reload ends the waiting requests. Later ones are served as soon as the weights are back."""
     folder = make_checkpoint(tmp_path / "model", seed=1)
     file = folder / "model.safetensors"
     with Engine.load(folder, **SIZES) as engine:
@@ -150,8 +150,8 @@ def test_failed_reload_ends_the_requests(tmp_path, alone):
 
 
 def test_changed_weights_are_not_served(tmp_path, alone):
-    """Other weights of the same shape were served without an error. The sizes and times of the files reveal
-    them."""
+    """Regression: other weights of the same shape were served without an error. The sizes and times of the
+    files reveal them."""
     folder = make_checkpoint(tmp_path / "model", seed=1)
     with Engine.load(folder, **SIZES) as engine:
         assert answers(engine) == alone[0]
@@ -168,8 +168,8 @@ def test_changed_weights_are_not_served(tmp_path, alone):
 
 @pytest.mark.parametrize("kind", ["list", "open"])
 def test_slow_folder_of_a_model_holds_no_lock(engine, folders, alone, kind):
-    """While the files of an unloaded model were listed and opened, no other engine of the program could
-    step."""
+    """Regression: while the files of an unloaded model were listed and opened, no other engine of the
+    program could step."""
     engine.release()
     with (
         Engine.load(folders[1], **SIZES) as another,
@@ -190,7 +190,7 @@ def test_slow_folder_of_a_model_holds_no_lock(engine, folders, alone, kind):
 
 
 def test_reload_that_fails_while_it_unloads_refuses_nobody(engine, folders, alone, monkeypatch):
-    """The flag that marks a running reload was never reset."""
+    """Regression: the flag that marks a running reload was never reset."""
     with monkeypatch.context() as patched:
         patched.setattr(device, "give_back", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):

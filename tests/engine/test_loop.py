@@ -100,7 +100,7 @@ def test_failing_command_is_logged(engine, loop):
 
 @pytest.mark.parametrize("how", ["result", "serve"])
 def test_waiting_command_is_refused(engine, loop, how):
-    """The loop's thread waited for a step that only it could run, and every later caller hung."""
+    """Regression: the loop's thread waited for a step that only it could run, and every later caller hung."""
     acts = {
         "result": lambda: engine.submit([7], SHORT).result(),
         "serve": lambda: engine.serving().start(),
@@ -142,7 +142,7 @@ def test_stopped_loop_returns_the_engine(engine, paused):
 
 
 def test_waiter_steps_after_the_loop_stops(engine):
-    """`result()` waited for a loop that had stopped."""
+    """Regression: `result()` waited for a loop that had stopped."""
     loop, reasons = Loop(engine).start(), []
     loop.pause()
     handle = engine.submit([1], LONG)
@@ -189,7 +189,7 @@ def test_stopped_stopwatch_stands_still():
 
 
 def test_stopwatch_without_a_stop_is_exact():
-    """The stopwatch read its clock twice, and /metrics reported a negative pause."""
+    """Regression: the stopwatch read its clock twice, and /metrics reported a negative pause."""
     watch = Stopwatch(iter(range(100)).__next__)
     assert watch.stopped_s == 0
     watch.stop()
@@ -197,8 +197,8 @@ def test_stopwatch_without_a_stop_is_exact():
 
 
 def test_stopwatch_is_monotonic():
-    """When a pause ended between two reads of a field, a client's submit raised a TypeError or got a time
-    in the past."""
+    """Regression: when a pause ended between two reads of a field, a client's submit raised a TypeError or
+    got a time in the past."""
     watch, wrong, readings = Stopwatch(), [], []
     done = threading.Event()
 
@@ -247,7 +247,7 @@ def test_slow_motion_rate(make_engine):
 
 
 def test_slow_motion_can_be_left_at_once(make_engine):
-    """At one step in a hundred seconds, a thread that waited for the next step waited forever."""
+    """Regression: at one step in a hundred seconds, a thread that waited for the next step waited forever."""
     watch = Stopwatch()
     engine = make_engine(clock=watch)
     loop = Loop(engine, clock=watch).start()

@@ -95,7 +95,7 @@ def test_hook_sees_every_end(parts, monkeypatch, way):
 
 
 def test_hook_runs_in_the_committing_thread(engine):
-    """This is the thread that steps, or the one that ends a request."""
+    """The hook runs in the thread that steps, or in the one that ends a request."""
     hook = Hook(engine)
     with engine.serving():
         handle = engine.submit([1], SHORT)

@@ -75,7 +75,7 @@ def test_ghost_is_shown_in_its_step(make_engine):
 
 
 def test_kept_texts_are_bounded(make_engine, monkeypatch):
-    """500 prompts of 400 kB took 200 MB as long as the server ran."""
+    """Regression: 500 prompts of 400 kB took 200 MB as long as the server ran."""
     monkeypatch.setattr(RequestRegistry, "TEXTS", 1000)
     engine = make_engine()
     for number in range(10):

@@ -163,8 +163,8 @@ def after_waiting(dice: random.Random) -> list[Guest]:
 @pytest.mark.parametrize("disturbed", [QUIET, BUSY])
 @pytest.mark.parametrize("situation", [alone, beside_decodes, beside_prompts, after_waiting])
 def test_what_is_said_of_the_time_left_is_true(situation: Callable, disturbed):
-    """A prompt that arrived during another one was prefilled at one or two tokens a step, so the estimate
-    was "about 14.7 h" for a few minutes."""
+    """Regression: a prompt that arrived during another one was prefilled at one or two tokens a step, so
+    the estimate was "about 14.7 h" for a few minutes."""
     errors = []
     for seed in SEEDS:
         guests = situation(random.Random(seed))

@@ -220,7 +220,7 @@ async def test_the_page_before_any_fault(it):
 
 
 def test_a_failed_step_fills_its_column(stage):
-    """The numbers went from 7 to 9, and nothing showed that a step had failed in between."""
+    """Regression: the numbers went from 7 to 9, and nothing showed that a step had failed in between."""
     broken(stage, "step")
     failed = [c for c in stage.state.history if c.cells[0].kind == style.FAILED]
     assert len(failed) == 1 and failed[0].step in range(2, 30)

@@ -71,7 +71,7 @@ def test_a_run_with_a_changed_budget_is_not_replayed(stage):
 
 
 def test_a_replay_uses_the_budget_of_its_run(stage):
-    """With today's limits the replay had different steps from the run."""
+    """Regression: with today's limits the replay had different steps from the run."""
     stage.obey("/budget 40")
     stage.turns()
     stage.obey("/burst 20")
@@ -84,7 +84,7 @@ def test_a_replay_uses_the_budget_of_its_run(stage):
 
 
 def test_the_totals_price_each_period_with_its_own_budget():
-    """The makespan of an earlier period changed when the budget was changed after it."""
+    """Regression: the makespan of an earlier period changed when the budget was changed after it."""
     stage = like_a_cpu(Stage().load())
 
     def makespans(count: int) -> list[str]:
@@ -204,7 +204,7 @@ def test_a_long_prompt_reports_gaps_and_first_token():
 
 
 def test_the_steps_of_a_short_prompt_are_counted():
-    """No short prompt arrived during the long one, so nothing showed that it does not wait."""
+    """Regression: no short prompt arrived during the long one, so nothing showed that it does not wait."""
     stage = like_a_cpu(Stage().load())
     stage.obey("/long 24")
     (result,) = results(finish(stage))
@@ -328,7 +328,7 @@ async def test_the_page_during_and_after_a_long_prompt(it):
 
 
 def test_reopening_the_page_submits_another():
-    """The new prompt went to the experiment that was about to end."""
+    """Regression: the new prompt went to the experiment that was about to end."""
     stage = like_a_cpu(Stage().load())
     stage.session.stays = True
     stage.obey("/long")
@@ -340,7 +340,7 @@ def test_reopening_the_page_submits_another():
 
 
 def test_the_calmest_of_equal_drops_counts():
-    """A chunk that was interrupted for a second was attributed to the budget."""
+    """Regression: a chunk that was interrupted for a second was attributed to the budget."""
     stage = like_a_cpu(Stage().load())
     begin = stage.engine.runner.start_forward
 

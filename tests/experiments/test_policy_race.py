@@ -72,8 +72,8 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, is_hurried):
 
 
 def test_a_replay_drops_what_is_computed_behind_an_end():
-    """A token that ends an answer is seen one step late. The replay counted the ghost after the end as useful,
-    and its token as delivered."""
+    """Regression: a token that ends an answer is seen one step late. The replay counted the ghost after the
+    end as useful, and its token as delivered."""
     stage = Stage(slots=4).load()
     for most in (5, 9, 14, 20, 26):
         stage.engine.submit([96 + most] * 5, SamplingParams(max_tokens=100, stop=f"<{most}>"))
@@ -104,7 +104,7 @@ def test_a_comparison_simulates_both_policies(stage):
 
 
 def test_a_comparison_in_mid_burst(stage):
-    """Half of a burst was compared as if it were the whole."""
+    """Regression: half of a burst was compared as if it were the whole."""
     stage.obey("/burst 20")
     stage.turns(100)
     engine = stage.state.view.engine
@@ -126,7 +126,7 @@ def test_a_comparison_in_mid_burst(stage):
 
 @pytest.mark.parametrize("order", ["/compare", "/race 8"])
 def test_policies_are_alike_without_a_queue(order, stage):
-    """The page said "320 steps instead of 320 ... 1.00 times as fast" without a reason."""
+    """Regression: the page said "320 steps instead of 320 ... 1.00 times as fast" without a reason."""
     stage.obey("/burst 8")
     stage.finish()
     stage.obey(order)
@@ -171,7 +171,7 @@ def test_a_race_ends_a_pause(stage):
 
 
 def test_a_cancelled_race_has_no_winner(stage):
-    """A cancelled race was shown as "running …" until the screen was closed."""
+    """Regression: a cancelled race was shown as "running …" until the screen was closed."""
     stage.obey("/race 20")
     stage.turns(30)
     assert race.is_racing(stage.state.view)
@@ -184,8 +184,8 @@ def test_a_cancelled_race_has_no_winner(stage):
 
 
 def test_races_agree_on_a_busy_machine(stage):
-    """The same race came out as 1.03 to 3.85 times as fast, because other programs were using the
-    processor."""
+    """Regression: the same race came out as 1.03 to 3.85 times as fast, because other programs were using
+    the processor."""
     stage.obey("/set max=90")
     stage.obey("/race 12")
     quiet = [run.makespan for run in race.shown_in(stage.finish().state).last.runs]
@@ -230,7 +230,8 @@ def test_a_replay_agrees_on_a_busy_machine(policy):
 
 
 def test_unseen_steps_are_priced_by_extrapolation():
-    """A class with few steps had no reliable price, and a policy that never ran had none at all."""
+    """Regression: a class with few steps had no reliable price, and a policy that never ran had none at
+    all."""
 
     def step(rows: int, chunks: int, seconds: float) -> SimpleNamespace:
         return SimpleNamespace(decode=range(rows), prefill=range(chunks), seconds=seconds)
@@ -262,8 +263,8 @@ def test_unseen_steps_are_priced_by_extrapolation():
 
 @on_screen((120, 40))
 async def test_the_last_race_can_be_opened_again(it):
-    """Escape closed the sheet, and the race could not be opened again. After a minute its film was over at
-    the first look."""
+    """Regression: Escape closed the sheet, and the race could not be opened again. After a minute its film
+    was over at the first look."""
     await it.press("R")
     await it.sees("no race has been run yet; r runs one")
     await it.press("r", turns=30)
@@ -309,7 +310,7 @@ def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
 
 
 def test_both_legs_are_animated_on_one_clock(stage):
-    """The second run did not move until the first had ended."""
+    """Regression: the second run did not move until the first had ended."""
     stage.obey("/race 20")
     shown = race.shown_in(stage.finish().state)
     longest = max(run.makespan for run in shown.last.runs)
@@ -346,8 +347,8 @@ def test_while_the_first_leg_runs_nothing_is_blank(stage):
 
 @on_screen()
 async def test_a_comparison_right_after_a_race_stays(it):
-    """The screen updates ten times a second. Escape and c arrived between two updates, and the race replaced
-    the comparison."""
+    """Regression: the screen updates ten times a second. Escape and c arrived between two updates, and the
+    race replaced the comparison."""
     await it.press("r", turns=30)
     it.stage.finish()
     await it.pilot.press("escape", "c")
@@ -358,7 +359,7 @@ async def test_a_comparison_right_after_a_race_stays(it):
 
 @on_screen()
 async def test_a_film_plays_although_the_engine_has_no_news(it):
-    """The film did not start until something else happened."""
+    """Regression: the film did not start until something else happened."""
     await it.press("r", turns=30)
     it.stage.finish()
     await it.turns()
@@ -377,7 +378,8 @@ async def test_a_film_plays_although_the_engine_has_no_news(it):
 
 @on_screen((120, 40))
 async def test_a_waiting_race_names_its_policies(it):
-    """The page said "Race: static and continuous" for any policies, and then "The race begins" forever."""
+    """Regression: the page said "Race: static and continuous" for any policies, and then "The race begins"
+    forever."""
     it.stage.obey("/burst 3")
     await it.turns(3)
     it.app.action_command("/race 3 serial fair")

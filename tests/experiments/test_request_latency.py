@@ -100,7 +100,7 @@ def outcomes(state: State, id: int) -> list[breakdown.Outcome]:
 
 
 def test_random_requests_are_replayed_to_their_whole_length():
-    """Without the drafts, each answer took a step for each token."""
+    """Regression: without the drafts, each answer took a step for each token."""
     compared = Counter()
     for seed in range(number_of("REPLAYS", 4)):
         shares, cancels, drafts = (seed % 2 > 0, seed % 3 > 0, seed % 4 > 1)
@@ -125,8 +125,8 @@ def test_random_requests_are_replayed_to_their_whole_length():
 
 
 def test_an_unread_prompt_counts_in_a_replay():
-    """Such a prompt was left out, so its chunks took no time. A request that was cancelled next to it had its
-    first token 10.50 ms before it arrived."""
+    """Regression: such a prompt was left out, so its chunks took no time. A request that was cancelled next
+    to it had its first token 10.50 ms before it arrived."""
     stage = Stage(slots=4, max_len=4_000).load()
     stage.engine.submit([97] * 5, SamplingParams(max_tokens=600))
     stage.turns(10)
@@ -181,7 +181,7 @@ def test_what_cannot_be_replayed_says_why():
 
 
 def test_an_answer_that_fills_its_slot_is_replayed():
-    """The replay planned one token more than the slot holds, and was refused."""
+    """Regression: the replay planned one token more than the slot holds, and was refused."""
     stage = Stage(slots=1, max_len=40).load()
     for _ in range(2):
         stage.engine.submit([97] * 10, SamplingParams(max_tokens=30, stop="<30>"))

@@ -170,7 +170,7 @@ def test_ending_it_cancels_its_requests(when, stage):
 
 
 def test_it_ends_the_slow_motion_of_a_first_burst(stage):
-    """At sixteen steps a second, 200 runs took minutes."""
+    """Regression: at sixteen steps a second, 200 runs took minutes."""
     stage.session.eases = True
     stage.obey("/burst 3")
     stage.turns(2)
@@ -181,7 +181,7 @@ def test_it_ends_the_slow_motion_of_a_first_burst(stage):
 
 
 def test_an_experiment_is_one_busy_period(stage):
-    """The runs alone, those among neighbours, and each compared request were separate periods."""
+    """Regression: the runs alone, those among neighbours, and each compared request were separate periods."""
     stage.obey("/burst 3")
     stage.finish()
     gathered(stage, f"/same 9 {SHORT}")

@@ -49,8 +49,8 @@ def test_run_ahead_sees_an_end_a_step_late():
 
 
 def test_replay_drafts_the_same_tokens():
-    """The page's answers came several tokens a step, while the replay took a step for each token. Also, the step
-    before a draft is read first."""
+    """Regression: the page's answers came several tokens a step, while the replay took a step for each
+    token. Also, the step before a draft is read first."""
     (guest,) = guests((9, math.inf))
     guest = guest._replace(drafts=[(0, 0), (3, 2), (2, 0), (9, 2)])
     played = list(Replay.under(OLD, CONTINUOUS, [guest], lambda plan: 1.0))
@@ -71,7 +71,8 @@ def test_limits_of_an_old_recording():
 
 
 def test_replay_refuses_no_request():
-    """Under another policy the queue may exceed the engine's limit. A comparison failed with a traceback."""
+    """Regression: under another policy the queue may exceed the engine's limit. A comparison failed with a
+    traceback."""
     crowd = guests(*[(3, math.inf)] * 9)
     played = list(Replay.under(OLD, POLICIES["serial"], crowd, lambda plan: 1.0))
     assert max(step.plan.waiting for step in played) == 8
@@ -80,7 +81,7 @@ def test_replay_refuses_no_request():
 
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_replayed_cancel_leaves_at_the_same_moment(run_ahead):
-    """After the last step nothing was planned any more, and a request still had a slot."""
+    """Regression: after the last step nothing was planned any more, and a request still had a slot."""
     crowd = guests((math.inf, 4.5), arrived=1.0)
     options = {"run_ahead": run_ahead}
     played = list(Replay.under(OLD, POLICIES["fair"], crowd, lambda plan: 1.0, **options))

@@ -143,7 +143,7 @@ def test_a_scene_asks_runs_and_explains_by_what_ran(number, guess):
 
 
 def test_answers_that_depend_on_the_company_are_counted():
-    """Here an answer ends after a different number of words each time."""
+    """On this stage, an answer ends after a different number of words each time."""
     stage = TourStage(GHOSTS).load().begin(SAME).until("ask")
     stage.tour.guess(1)
     told = stage.until("tell").state.strip
@@ -154,7 +154,7 @@ def test_answers_that_depend_on_the_company_are_counted():
 
 
 def test_the_scene_of_json():
-    """The text mentioned ✗ next to an empty line, and 71 of 73 next to 85 tokens."""
+    """Regression: the text mentioned ✗ next to an empty line, and 71 of 73 next to 85 tokens."""
     stage = staged(JSON).until("ask")
     stage.tour.go_on()
     told = stage.until("tell").state.strip.text
@@ -231,7 +231,7 @@ def test_leaving_in_any_phase_puts_everything_back(number, phase):
 
 
 def test_two_tours_in_a_row_restore_the_first_state():
-    """T came after Esc, before the screen knew that the policy was restored, and was ignored."""
+    """Regression: T came after Esc, before the screen knew that the policy was restored, and was ignored."""
     stage = TourStage().load()
     stage.obey("/policy static")
     stage.turns()
@@ -246,7 +246,7 @@ def test_two_tours_in_a_row_restore_the_first_state():
 
 
 def test_after_a_tour_the_stage_is_as_fresh_as_before():
-    """The tour's 260 requests stayed in the histogram, and its experiments on the pages."""
+    """Regression: the tour's 260 requests stayed in the histogram, and its experiments on the pages."""
     stage = staged(BREAK).until("ask")
     stage.tour.go_on()
     for _ in range(60):
@@ -302,8 +302,8 @@ def test_an_engine_that_stands_still_is_not_waited_for():
 
 
 def test_a_late_stage_leaves_the_run_its_time():
-    """On a busy machine the scene failed as soon as a guess was made: it reported that it had not succeeded
-    "within 14 s"."""
+    """Regression: on a busy machine the scene failed as soon as a guess was made: it reported that it had
+    not succeeded "within 14 s"."""
     stage = staged(0)
     while not stage.tour.seen.decodes(1):
         stage.turn()

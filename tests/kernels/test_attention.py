@@ -132,8 +132,8 @@ def test_a_slab_keeps_its_label_through_all_that_is_written():
 
 
 def test_a_label_stays_within_its_slab():
-    """In bfloat16, which the operation does not read, the label was written as far beyond the slab as the slab
-    is long: `--dtype checkpoint` ended with a damaged heap."""
+    """Regression: in bfloat16, which the operation does not read, the label was written as far beyond the
+    slab as the slab is long: `--dtype checkpoint` ended with a damaged heap."""
     both = mx.zeros((2, 2, 33, 16), mx.bfloat16)
     mx.eval(both)
     slab = both[:1]

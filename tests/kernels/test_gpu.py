@@ -148,7 +148,8 @@ def test_wrong_fused_attention_is_found_at_load_and_the_formula_runs(plant, tmp_
 
 @pytest.mark.parametrize(("whole", "limit"), [(None, 2**28), (2**30, 2**28), (2**34, 2**30)])
 def test_buffers_that_mlx_keeps_are_bounded(whole, limit, tmp_path, monkeypatch):
-    """MLX caches buffers of each shape that it has seen, so memory grew to 1.5 times the recommended size."""
+    """Regression: MLX caches buffers of each shape that it has seen, so memory grew to 1.5 times the
+    recommended size."""
     info = {"max_recommended_working_set_size": whole} if whole else {}
     limits = []
     monkeypatch.setattr(mx, "device_info", lambda: info)
@@ -309,8 +310,8 @@ def counts_of_steps(folder: Path, weights: str, slots: list[int]) -> list[tuple[
 @pytest.mark.parametrize("slots", [[0], [0, 1, 2], [1, 2, 4, 5]])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_step_has_no_more_operations_than_mlx_lm(weights, slots, tmp_path):
-    """A layer took 22 operations in half precision, compared with mlx-lm's 17. An index, a split or a cast may
-    add one."""
+    """Regression: a layer took 22 operations in half precision, compared with mlx-lm's 17. An index, a
+    split or a cast may add one."""
     (one, peers_one), (two, peers_two) = counts_of_steps(tmp_path, weights, slots)
     layer, peers_layer = two - one, peers_two - peers_one
     rest, peers_rest = one - layer, peers_one - peers_layer

@@ -231,7 +231,7 @@ def test_every_planted_bug_is_caught(tmp_path, exam):
 
 
 def test_fork():
-    """Both parent and child continue to multiply."""
+    """Both parent and child continue to multiply after a fork."""
     code = (
         "import os, sys; from kernels import library as matmul_library, device\n"
         "from kernels.device import mx\n"

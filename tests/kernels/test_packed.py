@@ -221,7 +221,7 @@ def rounded_product(x: np.ndarray, part: Matrix) -> np.ndarray:
     ],
 )
 def test_int8_activations_round_each_row_by_itself(part):
-    """This finds a sum of bytes that overflows, a row that depends on others, and a lost NaN."""
+    """Detect a sum of bytes that overflows, a row that depends on others, and a lost NaN."""
     matrix = packed(part, rounds=True)
     width = matrix.width
     x = np.array(normal(0, 70, width)) ** 3
@@ -337,8 +337,8 @@ def test_shard_has_the_widened_bits(tmp_path, way, size):
 
 
 def test_float32_is_not_taken_for_packed():
-    """This includes matrices that start like a packed one, except for one bit of its key. (The key may be a NaN,
-    so the first column of a result is not compared.)"""
+    """Matrices that differ from a packed one in one bit of the key are plain float32. (The key may be a
+    NaN, so the first column of a result is not compared.)"""
     matrix = packed(quantized(1, (64, 64), 8, 32))
     begins = (ctypes.c_char * library.LINE).from_address(address(matrix.weight) - library.LINE)
     x, wide = normal(2, 3, 64), np.array(normal(3, 64, 64))
@@ -353,7 +353,7 @@ def test_float32_is_not_taken_for_packed():
 
 
 def test_lazy_product_holds_the_matrix():
-    """The model was freed and its memory reused before the graph was evaluated."""
+    """Regression: the model was freed and its memory reused before the graph was evaluated."""
     x = normal(1, 3, 512)
     for seed in range(6):
         part = quantized(seed, (300, 512), 4, 64)

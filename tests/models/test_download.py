@@ -51,7 +51,7 @@ def meet(monkeypatch, address: str) -> None:
 
 
 def test_the_progress_of_a_download_is_one_line(tiny, cache, monkeypatch):
-    """The hub's library drew a bar for each file, one over another."""
+    """Regression: the hub's library drew a bar for each file, one over another."""
     shown = threading.Event()
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -111,7 +111,7 @@ def test_a_download_goes_on_after_ctrl_c(tiny, cache, tmp_path):
 
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_without_a_network_a_line_says_so(tiny, cache, monkeypatch, is_begun):
-    """It also appears if an earlier download fetched only the small files."""
+    """The line also appears if an earlier download fetched only the small files."""
     if is_begun:
         with Hub(tiny) as hub:
             meet(monkeypatch, hub.address)

@@ -331,7 +331,7 @@ def test_states_that_do_not_fit_together_are_refused_in_one_line(name, tmp_path)
 
 
 def test_layers_that_draft_tokens_are_not_read(tmp_path):
-    """Such layers follow the others; here a list marks them."""
+    """Layers that draft tokens follow the others; here a list marks them."""
     fields = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
     fields["qwen35.attention.recurrent_layers"] = [True, True, True, False, False]
     names = ("blk.4.attn_norm.weight", "blk.4.nextn.eh_proj.weight")

@@ -121,7 +121,7 @@ def test_stored_rope_tables_are_ignored(folder):
 
 
 def test_eos_tokens_are_the_union(folder):
-    """They come from config, generation_config and tokenizer."""
+    """EOS tokens come from config, generation_config and tokenizer."""
     assert Tokenizer(folder, V).end_tokens == {257}
     (folder / "generation_config.json").write_text('{"eos_token_id": [259, 257]}')
     assert Tokenizer(folder, V).end_tokens == {257, 259}
@@ -169,7 +169,8 @@ def test_wrong_number_of_layers(folder):
 
 
 def test_a_billion_layers_of_fused_tensors_are_refused(tmp_path):
-    """The shapes of all layers were computed first, to split fused tensors, until memory was full."""
+    """Regression: the shapes of all layers were computed first, to split fused tensors, until memory was
+    full."""
     folder = make_checkpoint(tmp_path, model_type="phi3")
     change_config(folder, num_hidden_layers=10**9)
     refused(folder, "lacks", "model.layers.999999999")
@@ -234,7 +235,7 @@ Q = "model.layers.0.self_attn.q_proj"
     ],
 )
 def test_bad_tensors(folder, name, change, words):
-    """One wrong number in a matrix is enough."""
+    """One wrong number in a matrix is enough for a refusal."""
 
     def replace(weights) -> None:
         new = change(weights.pop(name, None))
@@ -292,7 +293,7 @@ def test_bad_experts(tmp_path):
     ],
 )
 def test_bad_quantized_tensors(tmp_path, part, change, word):
-    """Some were read beyond their end, or scales of one kind were taken for another."""
+    """Regression: some tensors were read beyond their end, or scales of one kind were taken for another."""
     folder = make_checkpoint(
         tmp_path, quantize=lambda module: (4, 32) if "down" in module else None
     )
@@ -553,8 +554,8 @@ def test_a_refused_family_names_the_one_that_is_near(tmp_path, name, near):
 
 
 def test_zero_initialized_block(folder):
-    """LLaMA Pro adds blocks whose last matrices are initialized to zero; they were reported as a broken
-    download."""
+    """Regression: LLaMA Pro adds blocks whose last matrices are initialized to zero; they were reported as
+    a broken download."""
     names = [f"model.layers.1.{name}.weight" for name in ("self_attn.o_proj", "mlp.down_proj")]
     change_weights(folder, lambda w: w.update({name: mx.zeros_like(w[name]) for name in names}))
     layer = read_model(folder).layers[1]
@@ -587,8 +588,8 @@ def test_model_larger_than_memory(whole, monkeypatch):
 
 
 def test_sizes_are_fixed_before_loading(whole, monkeypatch):
-    """The sizes were computed twice. When another program took memory in between, a model was refused after its
-    weights had been loaded."""
+    """Regression: the sizes were computed twice. When another program took memory in between, a model was
+    refused after its weights had been loaded."""
     read = ModelReader.read_model
 
     def read_beside_a_neighbour(reader: ModelReader, between: Callable):
@@ -651,7 +652,7 @@ def test_special_files_are_refused(folder, file, kind):
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "model.safetensors"])
 def test_oversized_file_is_refused(folder, file):
-    """An index of two million entries was refused after 34 s. The test file is sparse."""
+    """Regression: an index of two million entries was refused after 34 s. The test file is sparse."""
     path, most = folder / file, LARGEST.get(file, LARGEST_OTHER)
     with path.open("wb") as large:
         large.truncate(most + 1)
@@ -724,7 +725,8 @@ def strange(rng: random.Random, config: dict) -> dict:
 
 
 def test_random_configs(folder):
-    """A value of 5,000 characters was repeated in full, and a number of 5,000 digits raised another error."""
+    """Regression: a value of 5,000 characters was repeated in full, and a number of 5,000 digits raised
+    another error."""
     rng, config, count = (
         random.Random(11),
         json.loads((folder / "config.json").read_text()),

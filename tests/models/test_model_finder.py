@@ -48,7 +48,7 @@ def refused(model: str, *words: str) -> None:
 
 
 def test_cached_model_needs_no_network(home, monkeypatch):
-    """Without a network each start waited for it to time out."""
+    """Regression: without a network each start waited for it to time out."""
     folder = cached(home, "someone/tiny")
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *args, **options: pytest.fail("asked")
@@ -217,7 +217,7 @@ def test_list_survives_a_vanishing_file(home, monkeypatch, capsys):
 
 
 def test_list_of_a_folder(home, capsys):
-    """GGUF files were found only where other programs store them."""
+    """Regression: GGUF files were found only where other programs store them."""
     make_checkpoint(home / "a" / "whole")
     in_studio(home, "owner/Tiny-GGUF/Tiny-Q8_0.gguf")
     in_studio(home, "owner/Tiny-GGUF/mmproj-Tiny-F16.gguf")  # a projector for images

@@ -75,7 +75,7 @@ def test_no_bit_differs(capsys, few):
 
 
 def test_a_model_with_states(capsys, monkeypatch, tmp_path):
-    """Its prompts start from checkpoints, also while the requests that left them continue."""
+    """Prompts of such a model start from checkpoints, also while the requests that left them continue."""
     ask_only(monkeypatch, COPY)
     monkeypatch.setattr(verify, "TOKENS", 48 if IS_LONG else 12)
     folder = make_checkpoint(tmp_path, **QWEN3_5)
@@ -125,8 +125,8 @@ def alone() -> list[verify.Case]:
 
 @pytest.mark.parametrize("bug", MISSED)
 def test_a_planted_bug_is_seen(monkeypatch, alone, bug):
-    """Prompts and answers were too short, few draft tokens were accepted, all neighbours were sampled in the
-    same way and never together with a question, and no prompt was embedded."""
+    """Regression: prompts and answers were too short, few draft tokens were accepted, all neighbours were
+    sampled in the same way and never together with a question, and no prompt was embedded."""
     question, setting, times = MISSED[bug]
     asked = [case for case in alone if (case.question, case.setting) == (question, setting)] * times
     plant(monkeypatch, bug)
@@ -137,7 +137,7 @@ def test_a_planted_bug_is_seen(monkeypatch, alone, bug):
 
 @long_form
 def test_every_planted_bug_is_seen(capsys):
-    """One of the ways finds it, tried in the order of the program."""
+    """Each bug is found by one of the ways, which are tried in the order of the program."""
     args = verify.parse_arguments([])
     seen = {}
     for bug in [*BUGS, *FAULTS]:

@@ -108,7 +108,7 @@ def test_engine_is_imported_from_an_empty_folder(package, tmp_path):
 
 
 def test_command_runs_in_an_empty_folder(package, tmp_path):
-    """It writes nothing, neither there nor into the package."""
+    """The command writes nothing, neither there nor into the package."""
     before = listing(package)
     answered = command(package, "ask", "Count from 3 to 6.", cwd=tmp_path)
     assert answered.returncode == 0 and "3, 4, 5, 6." in answered.stdout, answered.stderr
@@ -150,7 +150,7 @@ def test_a_missing_backend_is_one_line_of_the_command(package, tmp_path):
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
-    """A wheel put tests and CI files into site-packages."""
+    """Regression: a wheel put tests and CI files into site-packages."""
     if not INSTALLED:
         assert {path.name.partition("-")[0] for path in wheel.iterdir()} == {"nanobatch"}
     names = {path.relative_to(wheel / "nanobatch").as_posix() for path in listing(wheel)}
@@ -161,7 +161,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
 
 
 def test_every_module_of_the_wheel_is_imported(wheel):
-    """None is imported under its short name: `sched` is the standard library's."""
+    """No module is imported under its short name: `sched` is the standard library's."""
     files = [path for path in listing(wheel) if path.suffix == ".py" and "python" not in path.parts]
     code = """
 import sched, sys
@@ -236,7 +236,7 @@ def test_page_of_a_wheel_embeds_the_scheduler_as_it_is(wheel, tmp_path):
 
 
 def test_editable_install_leads_to_this_checkout(sites):
-    """It puts nothing else into site-packages: with a .pth, `sched` was ours in every program."""
+    """The install puts nothing else into site-packages: with a .pth, `sched` was ours in every program."""
     assert {path.name.partition("-")[0] for path in (sites / "editable").iterdir()} == {"nanobatch"}
     code = """
 import sys, nanobatch
@@ -327,7 +327,7 @@ def test_what_to_type_for_a_backend_is_said_for_each_way_of_installing(monkeypat
 
 
 def test_a_command_is_said_as_this_installation_spells_it(monkeypatch):
-    """Users of a wheel were told to run `python serve.py`, a file that does not exist there."""
+    """Regression: users of a wheel were told to run `python serve.py`, a file that does not exist there."""
     assert installation.command("serve.py", "--model", "a b") == "python serve.py --model 'a b'"
     assert options.CommandLine("tui.py").prog == "tui.py"
     monkeypatch.setattr(installation, "IS_INSTALLED", True)

@@ -15,7 +15,7 @@ from screen.pages import busy_periods, request_details
 
 
 def test_the_statistics_of_a_busy_period(stage):
-    """No statistics were left to read after a burst."""
+    """Regression: no statistics were left to read after a burst."""
     for policy in ("continuous", "static"):
         stage.obey(f"/policy {policy}")
         stage.obey("/burst 20")
@@ -79,8 +79,8 @@ async def test_totals_after_a_burst(it):
 
 
 def test_requests_whose_ends_were_missed_are_forgotten():
-    """Requests whose end was missed stayed in the list of open ones: memory grew, and each chart visited
-    them."""
+    """Regression: requests whose end was missed stayed in the list of open ones: memory grew, and each
+    chart visited them."""
     stage = Stage(slots=2).load()
     handles = [
         stage.engine.submit([1], SamplingParams(max_tokens=400, ignore_eos=True))
@@ -97,7 +97,7 @@ def test_requests_whose_ends_were_missed_are_forgotten():
 
 
 def test_counts_go_on_beyond_what_is_remembered():
-    """After 500 requests, the count stayed at "500 ended"."""
+    """Regression: after 500 requests, the count stayed at "500 ended"."""
     stage = Stage(slots=2).load()
     stage.state.REMEMBERED = 50
     for _ in range(6):
@@ -118,7 +118,7 @@ def absorb(stage: Stage, ended: RequestView) -> None:
 
 
 def test_of_requests_with_long_texts_fewer_can_be_opened():
-    """2,000 prompts of 100,000 characters took 200 MB."""
+    """Regression: 2,000 prompts of 100,000 characters took 200 MB."""
     stage = Stage(slots=2).load()
     stage.state.TEXTS = 9 * 10_000
     for number in range(30):
@@ -159,7 +159,7 @@ def test_the_step_pane():
 
 
 def test_the_farewell_fits_any_width(stage):
-    """A width of one column raised a ValueError."""
+    """Regression: a width of one column raised a ValueError."""
     stage.obey("/burst 12")
     stage.finish()
     for width in range(160):

@@ -38,7 +38,7 @@ def test_words_can_be_read_in_every_theme(name):
 
 
 def test_prefill_can_be_seen_on_light_and_on_dark():
-    """Yellow was nearly invisible on white."""
+    """Regression: yellow was nearly invisible on white."""
     for p in (style.LIGHT, style.DARK):
         for request in range(1, 20):
             cell = p.cell(PREFILL, request)

@@ -57,7 +57,7 @@ def seen(it: Show) -> str:
 
 @on_screen((120, 40), make=Talking)
 async def test_typing_opens_the_conversation(it):
-    """The model forgot a name from its previous question and said another."""
+    """Regression: the model forgot a name from its previous question and said another."""
     await it.press("m", "y", turns=0)
     assert "Type a question" in it.text() and it.app.prompt.value == "my"
     await ask(it, 'Say "Ada".')
@@ -68,7 +68,7 @@ async def test_typing_opens_the_conversation(it):
 
 @on_screen((120, 40))
 async def test_the_page_takes_a_question_at_once(it):
-    """`o` said "Type a question", but "Tell" opened the settings and turned the load on."""
+    """Regression: `o` said "Type a question", but "Tell" opened the settings and turned the load on."""
     await it.press("o", *"Tell me.", turns=0)
     assert it.app.prompt.value == "Tell me." and not it.state.view.load
     await it.press("enter", turns=0)

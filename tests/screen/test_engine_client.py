@@ -35,8 +35,8 @@ def test_prompts_are_tokenized_in_the_callers_thread(stage, line):
 
 
 def test_panes_agree_while_paused_and_stepping(stage):
-    """The slots pane was one step ahead of the step pane, so a prompt of one chunk was never shown as
-    prefill in its slot."""
+    """Regression: the slots pane was one step ahead of the step pane, so a prompt of one chunk was never
+    shown as prefill in its slot."""
     stage.engine.sched.budget = 16  # one chunk a step, so that many prompts are held
     stage.obey("/burst 20")
     stage.turns(3)
@@ -65,7 +65,7 @@ def test_panes_agree_while_paused_and_stepping(stage):
 
 
 def test_a_pause_reads_the_step_in_flight_first(stage):
-    """The time of that step is counted, too."""
+    """The time of the step in flight is counted, too."""
     stage.obey("/burst 4")
     stage.turns(9)
     assert stage.state.view.engine.planned == stage.state.history[-1].step + 1
@@ -284,7 +284,7 @@ def stage_asks(count: int) -> list[workload.Ask]:
 
 
 def test_a_steady_load_that_fills_the_queue_is_turned_off(stage):
-    """Each refused prompt was reported as a separate fault for as long as the load went on."""
+    """Regression: each refused prompt was reported as a separate fault for as long as the load went on."""
     stage.engine.sched.max_queue = 20
     stage.obey("/load 1000")
     for _ in range(100):
@@ -299,8 +299,8 @@ def test_a_steady_load_that_fills_the_queue_is_turned_off(stage):
 
 @pytest.mark.parametrize("order", ["/same 5 hello", "/race 4"])
 def test_a_steady_load_pauses_during_an_experiment(stage, order):
-    """Some experiments were refused under a load. After a race, all prompts that had been due in the
-    meantime were sent at once."""
+    """Regression: some experiments were refused under a load. After a race, all prompts that had been due
+    in the meantime were sent at once."""
     stage.obey("/load 2")
     stage.turns()
     stage.obey(order)
@@ -319,7 +319,8 @@ def test_a_steady_load_pauses_during_an_experiment(stage, order):
 
 
 def test_ended_requests_are_dropped_from_our_own(stage):
-    """After each step all of a client's requests were checked, so a step took a millisecond longer."""
+    """Regression: after each step all of a client's requests were checked, so a step took a millisecond
+    longer."""
     dice = random.Random(5)
     stage.obey("/burst 100")
     ended = 0
@@ -339,7 +340,7 @@ def test_ended_requests_are_dropped_from_our_own(stage):
 
 
 def test_watchers_see_the_prompt_as_typed(stage):
-    """A server's page and a remote screen showed "5 token ids" instead."""
+    """Regression: a server's page and a remote screen showed "5 token ids" instead."""
     stage.obey("Hello")
     stage.turns()
     (request,) = stage.engine.snapshot().requests
@@ -347,7 +348,7 @@ def test_watchers_see_the_prompt_as_typed(stage):
 
 
 def test_a_watched_engine_obeys_or_refuses_each_command():
-    """A command without its own method raised an AttributeError, and /json was refused."""
+    """Regression: a command without its own method raised an AttributeError, and /json was refused."""
     session = Session(RemoteEngineClient("http://127.0.0.1:1"), State(), MENU)
     session.refresh()
     session.stays = True

@@ -31,7 +31,7 @@ async def test_a_failed_step_is_reported_with_its_place(it):
 
 @on_screen((120, 40))
 async def test_ten_thousand_faults_are_a_few_warnings(it):
-    """Each fault was a separate toast, and with a few thousand of them Textual froze."""
+    """Regression: each fault was a separate toast, and with a few thousand of them Textual froze."""
     it.stage.client.fault("the first")
     await it.turns()
     await it.sees("the first")
@@ -44,7 +44,7 @@ async def test_ten_thousand_faults_are_a_few_warnings(it):
 
 
 def test_the_newest_tracebacks_are_kept():
-    """All tracebacks were kept as long as the screen was open."""
+    """Regression: all tracebacks were kept as long as the screen was open."""
 
     told = []
 
@@ -96,7 +96,7 @@ def test_tracebacks_go_to_the_terminal_after_the_screen(caplog):
 
 
 def test_a_notice_that_outlives_the_screen_is_no_fault():
-    """Its timer may fire while the program exits, which gave a traceback."""
+    """A notice's timer may fire while the program exits, which used to print a traceback."""
     apps = []
 
     async def scenario(it):
@@ -109,7 +109,7 @@ def test_a_notice_that_outlives_the_screen_is_no_fault():
 
 
 def test_failed_requests_are_on_the_page_of_errors(stage):
-    """After a NaN the page said that nothing had failed."""
+    """Regression: after a NaN the page said that nothing had failed."""
     stage.obey("one")
     handle = stage.engine.submit([97], SamplingParams(max_tokens=9))
     stage.turns(2)

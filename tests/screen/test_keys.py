@@ -145,7 +145,8 @@ async def test_the_cursor_goes_back_in_time(it):
 
 @on_screen(size=(120, 40))
 async def test_all_panes_go_back_with_the_cursor(it):
-    """Only the timeline and the step pane went back. Slots, queue and answers showed the present."""
+    """Regression: only the timeline and the step pane went back. Slots, queue and answers showed the
+    present."""
 
     state, seen = it.state, {}
     await it.press("b", turns=0)
@@ -196,8 +197,8 @@ async def test_all_panes_go_back_with_the_cursor(it):
 
 
 def test_back_in_time_an_answer_is_cut_where_it_was():
-    """At full speed the screen sampled the text only ten times a second, so a step in between showed "Of al…"
-    instead of "Of all the".
+    """Regression: at full speed the screen sampled the text only ten times a second, so a step in between
+    showed "Of al…" instead of "Of all the".
 
     The expected text of each step comes from a second engine, whose screen is updated after each step."""
     story = "".join(f"{i:04}" for i in range(24))  # four characters a token
@@ -223,7 +224,8 @@ def test_back_in_time_an_answer_is_cut_where_it_was():
 
 @on_screen(size=(120, 40))
 async def test_the_step_pane_says_newest_only_if_it_is(it):
-    """The pane is drawn less often than the header, which gave "step 689" above "Step 663 newest"."""
+    """Regression: the pane is drawn less often than the header, which gave "step 689" above "Step 663
+    newest"."""
 
     await it.press("b", turns=30)
     for _ in range(3):
@@ -243,7 +245,8 @@ async def test_the_step_pane_says_newest_only_if_it_is(it):
 
 @on_screen(size=(120, 40))
 async def test_g_goes_from_a_step_to_its_request_and_back(it):
-    """A request named in a step could not be opened from there, and a request did not say when it had run."""
+    """Regression: a request named in a step could not be opened from there, and a request did not say when
+    it had run."""
 
     state = it.state
     await it.press("g")
@@ -269,7 +272,7 @@ async def test_g_goes_from_a_step_to_its_request_and_back(it):
 
 
 def test_a_cut_step_pane_can_be_opened(stage):
-    """At 80x24 the last lines of a step were missing, without a sign."""
+    """Regression: at 80x24 the last lines of a step were missing, without a sign."""
     stage.obey("/burst 20")
     stage.turns(3)
     tall = stage.lines(steps.draw_step_pane, 60, 30)
@@ -294,7 +297,7 @@ def test_a_cut_step_pane_can_be_opened(stage):
 
 @on_screen(size=(120, 40))
 async def test_a_message_too_long_for_the_prompt_is_a_notice(it):
-    """At 120 columns the message about a step's budget was cut off after 38 characters."""
+    """Regression: at 120 columns the message about a step's budget was cut off after 38 characters."""
 
     it.app.say("fired")
     it.app.paint()
@@ -338,7 +341,7 @@ async def test_help_names_every_key_and_the_words(it):
 
 @on_screen()
 async def test_i_and_slash_open_the_prompt_from_every_page(it):
-    """The prompt box took all keys while a page hid it, and Esc did not return to it."""
+    """Regression: the prompt box took all keys while a page hid it, and Esc did not return to it."""
 
     it.stage.obey("one")
     await it.turns(2)
@@ -355,8 +358,8 @@ async def test_i_and_slash_open_the_prompt_from_every_page(it):
 
 @on_screen()
 async def test_keys_switch_and_close_pages(it):
-    """A key only returned to the main screen, so every key had to be pressed twice. On a fresh screen the
-    keys went into the prompt box."""
+    """Regression: a key only returned to the main screen, so every key had to be pressed twice. On a fresh
+    screen the keys went into the prompt box."""
 
     for key in "Ethf":
         await it.press(key, turns=0)
@@ -386,7 +389,7 @@ async def test_keys_switch_and_close_pages(it):
 
 @on_screen()
 async def test_a_pause_behind_a_page_is_said_on_the_page(it):
-    """Space paused the engine while a page was open, and the page did not show it."""
+    """Regression: Space paused the engine while a page was open, and the page did not show it."""
 
     await it.press("b", "t", "space")
     assert it.state.view.paused
@@ -450,7 +453,7 @@ async def test_every_action_is_in_the_command_palette(it):
 
 @pytest.mark.parametrize("broken", [True, False])
 def test_a_model_that_cannot_be_loaded_gives_exit_code_2(broken, capsys):
-    """The exit code was 0 although the model could not be loaded."""
+    """Regression: the exit code was 0 although the model could not be loaded."""
     view = state.View(stage="failed", error="x is cut off") if broken else state.View(stage="ready")
     assert tui.failed(State(view=view)) == (2 if broken else 0)
     assert capsys.readouterr().err == ("nanobatch: x is cut off\n" if broken else "")
@@ -476,7 +479,7 @@ def test_the_screen_can_be_left_in_every_state(keys, load):
 
 @on_screen(size=(120, 40))
 async def test_help_and_quit_are_commands(it):
-    """Only keys could open the help or quit."""
+    """Regression: only keys could open the help or quit."""
 
     await it.press("slash", *"help", "enter")
     await it.sees("Help: keys")
@@ -490,7 +493,7 @@ async def test_help_and_quit_are_commands(it):
 
 
 def test_cancelling_what_is_not_there_says_so(stage):
-    """`/cancel 99999` claimed to have cancelled the request."""
+    """Regression: `/cancel 99999` claimed to have cancelled the request."""
     stage.obey("one")
     stage.obey("/cancel 1")  # the view has not been updated yet
     stage.turns(2)
@@ -504,15 +507,15 @@ def test_cancelling_what_is_not_there_says_so(stage):
 
 
 def test_max_is_cut_to_the_slot(stage):
-    """The edge of the screen kept showing 100,000 tokens in slots of 512. A temperature may be anything
-    that sampling accepts."""
+    """Regression: the edge of the screen kept showing 100,000 tokens in slots of 512. A temperature may be
+    anything that sampling accepts."""
     assert stage.obey("/set max=100000") == "max=512: a slot holds no more"
     assert stage.state.settings.max_tokens == 512
     assert stage.obey("/set max=512 temperature=500") == "set max=512 temperature=500"
 
 
 def test_P_saves_a_picture_of_any_page(tmp_path, monkeypatch):
-    """The palette's screenshot failed without a downloads folder, and did not name the page."""
+    """Regression: the palette's screenshot failed without a downloads folder, and did not name the page."""
     monkeypatch.chdir(tmp_path)
 
     async def scenario(it):
@@ -529,7 +532,7 @@ def test_P_saves_a_picture_of_any_page(tmp_path, monkeypatch):
 
 @on_screen()
 async def test_escape_clears_a_command_but_not_a_prompt(it):
-    """`/set …` stayed in the box."""
+    """Regression: `/set …` stayed in the box."""
 
     await it.press("e", turns=0)
     assert it.app.query_one(app.PromptBox).value.startswith("/set temperature=default")
@@ -541,7 +544,7 @@ async def test_escape_clears_a_command_but_not_a_prompt(it):
 
 @on_screen(size=(120, 40))
 async def test_a_letter_that_is_no_key_begins_a_prompt(it):
-    """The letter was refused, with the advice to press `i` first."""
+    """Regression: the letter was refused, with the advice to press `i` first."""
 
     assert "press i to type" in it.text()
     await it.press(*"my name", "enter", turns=2)
@@ -594,7 +597,7 @@ async def test_page_down_scrolls_the_help_by_a_page(it):
 
 @on_screen()
 async def test_a_small_screen_shows_the_requested_pane(it):
-    """At 80x24 neither an answer nor a plan was visible until the user found `v`."""
+    """Regression: at 80x24 neither an answer nor a plan was visible until the user found `v`."""
 
     assert "b fires a burst" in it.text() and "v leads to them" in it.text()
     await it.press("i", *"quiz", "enter", "escape", turns=30)
@@ -609,8 +612,8 @@ async def test_a_small_screen_shows_the_requested_pane(it):
 
 @pytest.mark.parametrize(("looks_on", "runs"), [(True, False), (True, True), (False, False)])
 def test_json_begins_paused_for_a_user(stage, looks_on, runs, monkeypatch):
-    """The request finished in a quarter of a second, before the user could press `s`. A plain log would
-    never resume."""
+    """Regression: the request finished in a quarter of a second, before the user could press `s`. A plain
+    log would never resume."""
     asked = []
     if runs:
         stage.obey("/burst 2")

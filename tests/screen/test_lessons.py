@@ -59,7 +59,7 @@ def test_why_requests_wait_is_told():
 
 
 def test_why_batching_pays_by_rows():
-    """Nothing showed why batching pays: a step of 8 rows takes hardly longer than a step of 1."""
+    """Regression: nothing showed why batching pays: a step of 8 rows takes hardly longer than a step of 1."""
     stage = Stage(slots=4).load()
     lines = stage.lines(charts.draw_cost, 60, 12)
     assert "No step has only decoded so far" in " ".join(lines)
@@ -128,8 +128,8 @@ def test_the_rate_is_what_the_steps_delivered():
 
 
 def test_missed_steps_are_drawn_as_a_gap():
-    """The timeline continued as if no step were missing, and tokens/s ignored the tokens of the missed
-    steps."""
+    """Regression: the timeline continued as if no step were missing, and tokens/s ignored the tokens of the
+    missed steps."""
     stage = Stage(slots=2).load()
     stage.engine.submit([1], SamplingParams(max_tokens=9, ignore_eos=True)).result()
     stage.turns()

@@ -37,7 +37,7 @@ def test_a_wrong_option_gets_one_line_and_exit_code_2(arguments, capsys):
 
 
 def test_a_script_may_be_written_in_capitals(capsys):
-    """`--script Burst24` reported that 'urst' is not a command."""
+    """Regression: `--script Burst24` reported that 'urst' is not a command."""
     assert tui.parse_arguments(["--script", "Static Burst24"]).script == "Static Burst24"
     assert commands.orders_of("Static Burst24", MENU) == [("static", ""), ("burst", "24")]
     with pytest.raises(SystemExit):
@@ -58,7 +58,8 @@ def test_a_script_may_be_written_in_capitals(capsys):
     ],
 )
 def test_a_wrong_script_is_refused_before_loading(script, words, capsys):
-    """`burst-3` and `burst 5` fired 24 prompts, and an unknown word did not list the valid ones."""
+    """Regression: `burst-3` and `burst 5` fired 24 prompts, and an unknown word did not list the valid
+    ones."""
     with pytest.raises(SystemExit) as left:
         tui.parse_arguments(["--script", script, "--screenshot", "/dev/null/x.svg"])
     said = capsys.readouterr().err
@@ -73,7 +74,7 @@ def test_a_wrong_script_is_refused_before_loading(script, words, capsys):
     "script", ["pause burst2", "static burst24 step60", "load5", "slow4", "view", "cancel"]
 )
 def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
-    """`pause burst2` hung silently, and a step or a load was ignored."""
+    """Regression: `pause burst2` hung silently, and a step or a load was ignored."""
     assert commands.orders_of(script, MENU)
     with pytest.raises(SystemExit) as left:
         tui.parse_arguments(["--plain", "--script", script])
@@ -107,7 +108,7 @@ def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
     ids=range(4),
 )
 def test_an_unusable_file_is_named_with_its_option(arguments, words, capsys):
-    """The message was "[Errno 2] No such file or directory", and foo.png was no PNG."""
+    """Regression: the message was "[Errno 2] No such file or directory", and foo.png was no PNG."""
     with pytest.raises(SystemExit):
         tui.parse_arguments(arguments)
     assert capsys.readouterr().err.startswith(f"nanobatch: {words}")
@@ -203,7 +204,7 @@ def test_an_interrupted_log_is_complete(stage):
 
 
 def test_the_log_times_a_policy_switch_by_its_first_step():
-    """Errors were logged with the time at which they were shown."""
+    """Regression: errors were logged with the time at which they were shown."""
     stage = Stage(slots=2)
     stage.load()
     lines: list[str] = []
@@ -220,7 +221,7 @@ def test_the_log_times_a_policy_switch_by_its_first_step():
 
 
 def test_pages_in_a_log_name_no_keys(stage):
-    """The headings in the log contained "Esc back" and "↑↓ scroll"."""
+    """Regression: the headings in the log contained "Esc back" and "↑↓ scroll"."""
     stage.obey("/burst 3")
     stage.finish()
     for name in ("requests", "totals", "clients", "errors"):

@@ -54,8 +54,8 @@ print("hello, too")
 
 
 def test_a_new_page_is_a_file_and_a_line_of_the_table(tmp_path):
-    """The long-prompt page was named in five files and sixteen tables. This needs a separate process, since
-    bindings are created with the screen class."""
+    """Regression: the long-prompt page was named in five files and sixteen tables. This needs a separate
+    process, since bindings are created with the screen class."""
     for name in (
         *PACKAGES,
         "benchmarks",
@@ -86,7 +86,7 @@ def test_a_new_page_is_a_file_and_a_line_of_the_table(tmp_path):
 
 
 def test_every_page_can_be_read_in_a_log(stage):
-    """Totals, errors and clients were only available on a screen."""
+    """Regression: totals, errors and clients were only available on a screen."""
     stage.obey("/burst 4")
     stage.finish()
     for page in MENU.pages.values():

@@ -10,7 +10,7 @@ from cli.terminal_chat import History
 
 @on_screen()
 async def test_the_box_stays_open_after_enter(it):
-    """Each question needed `i` again, and text typed without it was lost."""
+    """Regression: each question needed `i` again, and text typed without it was lost."""
 
     await it.press("i", *"one", "enter", *"two", "enter", turns=3)
     assert [it.stage.prompt(1), it.stage.prompt(2)] == ["one", "two"]

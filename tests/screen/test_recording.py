@@ -112,7 +112,7 @@ def test_a_recording_names_no_client_and_tells_no_error(stage):
 
 
 def test_a_recording_of_fair_still_knows_who_is_who():
-    """Otherwise its plans could not be reproduced."""
+    """Without the clients, the plans of `fair` could not be reproduced."""
     stage = Stage(policy="fair", slots=2).load()
     for number in range(12):
         ids = stage.engine.text.ask(f"prompt {number}")
@@ -156,7 +156,7 @@ def test_the_contents_of_a_recording_are_announced(stage, capsys, tmp_path):
 
 
 def test_recording_nothing_is_a_failure(capsys, tmp_path):
-    """The exit code was 0 although nothing had been recorded."""
+    """Regression: the exit code was 0 although nothing had been recorded."""
     file = tmp_path / "run.json"
     file.write_text("an earlier one")
     args = tui.parse_arguments(["--record", str(file)])

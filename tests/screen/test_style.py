@@ -67,7 +67,7 @@ def test_ordinary_text_stays(text, drawn):
 
 @pytest.mark.parametrize("rare", [(), (style.FAILED,)])
 def test_the_legend_of_the_timeline_is_whole_at_120_columns(rare):
-    """With "used 100 %", or after a failed step, the last glyphs had no labels."""
+    """Regression: with "used 100 %", or after a failed step, the last glyphs had no labels."""
     on = Canvas(style.DARK, 73, 10)
     usual = (style.PREFILL, style.DECODE, style.BLOCKED, style.HELD, style.GHOST, style.EMPTY)
     kinds = (*rare, *usual)

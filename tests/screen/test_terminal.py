@@ -64,7 +64,7 @@ def test_a_session_of_a_user(model, tmp_path):
 
 
 def test_the_first_frame_comes_before_mlx(model, tmp_path):
-    """Here importing MLX never finishes."""
+    """The screen appears although importing MLX never finishes here."""
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "core.py").write_text("import time\ntime.sleep(600)\n")
     (tmp_path / "mlx" / "__init__.py").write_text("")
@@ -119,7 +119,8 @@ def test_a_lost_screen_lets_clients_finish(model, crashes):
 
 
 def test_ctrl_z_suspends(model):
-    """Ctrl-Z did nothing. The engine's clock stops while the program is suspended, perhaps for an hour."""
+    """Regression: Ctrl-Z did nothing. The engine's clock stops while the program is suspended, perhaps for
+    an hour."""
 
     def state() -> str:
         return state_of(terminal.process.pid)
@@ -153,7 +154,7 @@ def test_without_a_terminal_the_same_run_is_a_plain_log(model):
 
 
 def test_no_terminal_and_no_prompt_is_one_line(model):
-    """The program answered eight prompts of its own, on any model, however slow."""
+    """Regression: the program answered eight prompts of its own, on any model, however slow."""
     command = [sys.executable, str(ROOT / "tui.py"), "--plain", "--model", model]
     nothing = subprocess.DEVNULL
     done = subprocess.run(command, stdin=nothing, capture_output=True, timeout=120, cwd="/")
@@ -167,7 +168,8 @@ def test_no_terminal_and_no_prompt_is_one_line(model):
 
 
 def test_a_log_on_a_terminal_says_what_to_type(model):
-    """The log printed nothing and seemed to hang. Text typed before the model is loaded waits for it."""
+    """Regression: the log printed nothing and seemed to hang. Text typed before the model is loaded waits
+    for it."""
     with Terminal("--model", model, "--max-len", "128", "--plain", size=(100, 40)) as terminal:
         terminal.sees("type a prompt, or a command such as /burst 8")
         terminal.type("/set max=3\nhello\n")
@@ -197,8 +199,8 @@ def test_ask_prints_no_escape_sequence(model):
 
 
 def test_textual_serve(model):
-    """The program wrote the plain log, since pipes are not a terminal. Totals after the end are not
-    packets."""
+    """Regression: the program wrote the plain log, since pipes are not a terminal. Totals after the end are
+    not packets."""
     env = os.environ | {
         "TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver",
         "COLUMNS": "100",

@@ -28,7 +28,7 @@ def step(number: int, decode=(), ghosts=(), tokens: int = 0, **more) -> StepView
 
 
 def test_a_ghost_fills_no_row():
-    """When the user went back in time, a slot showed one row more than its request ever had."""
+    """Regression: when the user went back in time, a slot showed one row more than its request ever had."""
     first = column(step(1, prefill=((0, 7, 0, 20),), admitted=((0, 7),)), slots=2)
     second = column(step(2, decode=((0, 7),), tokens=1), 2, first)
     ghost = column(step(3, decode=((0, 7),), ghosts=(0,)), 2, second)
@@ -37,7 +37,7 @@ def test_a_ghost_fills_no_row():
 
 
 def test_a_ghost_is_no_gap_between_two_tokens():
-    """The 95th percentile of a period's gaps included tokens that no client had received."""
+    """Regression: the 95th percentile of a period's gaps included tokens that no client had received."""
     period = Period(0.0)
     for each in (step(1), step(2, ((0, 7), (1, 8)), (1,), 1), step(3, ((0, 7),), (), 1)):
         period.take_step(column(each, slots=2))

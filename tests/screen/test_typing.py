@@ -113,7 +113,7 @@ def test_random_keys_do_the_same_whenever_they_come():
 
 @on_screen(size=(120, 40), load=False)
 async def test_text_typed_while_loading_is_in_the_box(it):
-    """The text was invisible, and Ctrl-U deleted the whole prompt."""
+    """Regression: the text was invisible, and Ctrl-U deleted the whole prompt."""
 
     await it.pilot.press("i", "ctrl+u", *"Hellp", "backspace", *"o there")
     assert "❯ Hello there" in it.text() and "starting" in it.text()
@@ -196,7 +196,7 @@ def test_a_page_opened_while_loading(page):
 
 @on_screen(load=False)
 async def test_a_model_that_cannot_be_loaded_while_typing(it):
-    """The prompt box had the keyboard focus while it was invisible."""
+    """Regression: the prompt box had the keyboard focus while it was invisible."""
 
     await it.pilot.press("i", *"hello")
     it.stage.load_engine = lambda report, clock: os.stat("/no/such/model")

@@ -264,8 +264,8 @@ def test_a_watched_server_answers_a_prompt(server):
 
 
 def test_a_prompt_is_settled_only_with_its_answer(server, monkeypatch):
-    """The stream of a prompt could end before the frame that reports its end, so a script quit without the
-    answer."""
+    """Regression: the stream of a prompt could end before the frame that reports its end, so a script quit
+    without the answer."""
     take = watch_frames.Receiver.unpack
     monkeypatch.setattr(
         watch_frames.Receiver, "unpack", lambda self, event: (time.sleep(0.5), take(self, event))[1]
@@ -278,7 +278,7 @@ def test_a_prompt_is_settled_only_with_its_answer(server, monkeypatch):
 
 
 def test_a_prompt_waits_for_a_loading_server(engine):
-    """The prompt came back, refused with a 503."""
+    """Regression: the prompt came back, refused with a 503."""
     api = APIServer(Options(port=0)).start()
     client = RemoteEngineClient(api.address)
     client.start()
@@ -373,7 +373,8 @@ def places_of(data: object, path: tuple[int, ...] = ()) -> Iterator[tuple[int, .
 
 
 def test_hostile_frames_do_no_harm(stage):
-    """A server with `slots: 4000000000` did harm. Replace one value of a real frame at a time, 100 times."""
+    """Regression: a server with `slots: 4000000000` did harm. Replace one value of a real frame at a time,
+    100 times."""
     stage.obey("/burst 6")
     engine = stage.turns(12).engine.snapshot()
     data = json.loads(
@@ -515,7 +516,7 @@ def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
 
 
 def test_clients_are_counted_beyond_those_that_are_kept():
-    """The count stopped at "2,000 ended", with a falling number of refused ones."""
+    """Regression: the count stopped at "2,000 ended", with a falling number of refused ones."""
     state, server = State(), canned_server()
     for number in range(1, 1001):
         state.absorb(View(server=replace(server, seen=3 * number)))

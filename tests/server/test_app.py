@@ -55,7 +55,8 @@ BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
 
 def test_log_reports_progress_of_long_prompts(here, monkeypatch):
-    """The only line came at the end, so for ten minutes the log did not show what the server was doing."""
+    """Regression: the only line came at the end, so for ten minutes the log did not show what the server
+    was doing."""
     monkeypatch.setattr(prefill_progress, "LONG_S", -1.0)  # every unfinished prompt counts as long
     lines = queue.Queue()
     here.api.log = lines.put
@@ -106,7 +107,7 @@ def test_busy_streams_get_no_pings(here):
 
 @pytest.mark.parametrize("how", ["paused", "slow"])
 def test_shutdown_ends_a_pause_and_slow_motion(here, how):
-    """Otherwise an answer could not finish within the shutdown timeout."""
+    """In a pause or slow motion an answer could not finish within the shutdown timeout."""
     if how == "paused":
         here.loop.pause()
     else:
@@ -136,7 +137,7 @@ def test_failed_answer_is_an_error_and_the_next_is_right(here, engine, monkeypat
 
 
 def test_the_memory_that_is_free_now(here):
-    """Watchers saw the free memory at the server's start."""
+    """Regression: watchers saw the free memory at the server's start."""
     assert here.api.view().free_memory > 1_000_000
 
 
@@ -158,7 +159,7 @@ def test_errors_name_no_folder_of_the_server(here, engine, monkeypatch):
 
 
 def test_seed_of_a_later_choice_stays_in_range(here):
-    """The largest seed with two choices got a 400 about a seed that the client had not sent."""
+    """Regression: the largest seed with two choices got a 400 about a seed that the client had not sent."""
     body = {"prompt": "Hello", "temperature": 1, "max_tokens": 20}
     last = here.ask(COMPLETIONS, body | {"seed": 2**64 - 1, "n": 2})
     first = here.ask(COMPLETIONS, body | {"seed": 0})
@@ -166,8 +167,9 @@ def test_seed_of_a_later_choice_stays_in_range(here):
 
 
 def test_ctrl_c_in_another_thread_ends_the_wait(here):
-    """Python handles a signal when its main thread runs. A signal that reached another thread, or arrived
-    just before the main thread went to sleep, was not handled, and a busy server did not shut down."""
+    """Regression: Python handles a signal when its main thread runs. A signal that reached another thread,
+    or arrived just before the main thread went to sleep, was not handled, and a busy server did not shut
+    down."""
 
     main = threading.get_ident()
 
@@ -194,7 +196,7 @@ def test_ctrl_c_in_another_thread_ends_the_wait(here):
 
 
 def test_metrics_keep_no_texts_between_scrapes(here):
-    """There may never be another scrape."""
+    """Texts must not wait for the next scrape, which may never come."""
     here.complete()
     assert here.gauge("step_seconds_count") == here.gauge("step_seconds_count") > 5
     kept = here.api._status._scraped["small"]
@@ -242,7 +244,7 @@ def test_internal_error_is_a_traceback_and_a_500(here, monkeypatch, caplog, owne
 
 
 def test_close_ends_all_connections(engine):
-    """Python warned about each connection that was still open: "unclosed transport"."""
+    """Regression: Python warned about each connection that was still open: "unclosed transport"."""
     gc.collect()  # collect what other tests have left
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ResourceWarning)
@@ -296,7 +298,7 @@ def narrow(here) -> None:
 
 
 def test_slowest_reader_is_ended_when_too_much_waits(here, monkeypatch):
-    """40 slow clients held 5.7 MiB each without limit."""
+    """Regression: 40 slow clients held 5.7 MiB each without limit."""
     body = BODY | {"max_tokens": 300, "temperature": 1, "seed": 7}
     expected = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
     monkeypatch.setattr(http, "SWEEP_S", 0.05)
@@ -327,8 +329,8 @@ def test_slowest_reader_is_ended_when_too_much_waits(here, monkeypatch):
 
 
 def test_large_answer_is_sent_in_chunks(here):
-    """The whole answer was buffered in the transport. It was cut off after a minute, however steadily the client
-    read, and the call had been recorded as ended long before."""
+    """Regression: the whole answer was buffered in the transport. It was cut off after a minute, however
+    steadily the client read, and the call had been recorded as ended long before."""
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048)
     line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
@@ -348,7 +350,7 @@ def test_large_answer_is_sent_in_chunks(here):
 
 
 def test_hang_up_during_a_large_answer_is_recorded(here):
-    """The log said that the client had received everything."""
+    """Regression: the log said that the client had received everything."""
     here.loop.pause()
     line = Line(here.host, here.port, receive=2048)
     line.post(COMPLETIONS, BODY | {"logprobs": 20, "n": 8, "max_tokens": 100})
@@ -413,8 +415,8 @@ def fill(here, line: Line, requests: int, what: str = "GET /metrics") -> None:
 
 @pytest.mark.parametrize("what, requests", [("GET /metrics", 100), ("HEAD /health", 1000)])
 def test_unread_responses_end_the_connection(here, monkeypatch, what, requests):
-    """Only streams were watched. The next response on a blocked connection hung, and unread responses
-    without a body piled up."""
+    """Regression: only streams were watched. The next response on a blocked connection hung, and unread
+    responses without a body piled up."""
     monkeypatch.setattr(http, "WRITE_TIMEOUT_S", 0.2)
     fill(here, Line(here.host, here.port, receive=2048), requests, what)
 
@@ -438,8 +440,8 @@ def test_connection_lost_in_its_close_leaves_no_traceback(here, monkeypatch, cap
 
 
 def test_blocked_client_does_not_end_the_sweeper(here, monkeypatch):
-    """The sweeper asked for the lag of the connection's next request before that was parsed, and died.
-    Pings and the limit on slow clients stopped for the life of the server."""
+    """Regression: the sweeper asked for the lag of the connection's next request before that was parsed,
+    and died. Pings and the limit on slow clients stopped for the life of the server."""
     monkeypatch.setattr(http, "SLOW_AFTER_S", 0.0)
     goes_on = threading.Event()
     read = openai.read_prompts
@@ -484,8 +486,8 @@ def test_unread_response_keeps_no_idle_connection(engine, monkeypatch):
 
 @pytest.mark.parametrize("what", ["a pipelined request", "a long body"])
 def test_hang_up_is_noticed_after(here, what):
-    """A pipelined request, or a long body in one piece, stopped the server from reading, so it did not
-    notice that the client hung up."""
+    """Regression: a pipelined request, or a long body in one piece, stopped the server from reading, so it
+    did not notice that the client hung up."""
     here.loop.pause()
     is_long = what == "a long body"
     line = here.line().post(COMPLETIONS, BODY | {"user": "x" * 30_000 * is_long})
@@ -517,7 +519,7 @@ def test_read_ahead_is_bounded(here):
 
 
 def test_all_bodies_together_have_a_limit(here, monkeypatch):
-    """512 connections with 4 MiB of unfinished body each took two gigabytes."""
+    """Regression: 512 connections with 4 MiB of unfinished body each took two gigabytes."""
     monkeypatch.setattr(http, "MAX_BODIES_BYTES", 10 * LONG_BODY_BYTES)
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 1000000\n\n"
     lines = [here.line().send(head).send(b"x" * 4 * LONG_BODY_BYTES) for _ in range(4)]
@@ -559,8 +561,8 @@ def test_packet_with_thousands_of_parts_blocks_nobody(here, what):
 
 
 def test_trailers_have_a_limit(here):
-    """A chunked body may end with headers, and a client may send them without end: 38 MB of them took 660
-    MB of memory."""
+    """Regression: a chunked body may end with headers, and a client may send them without end: 38 MB of
+    them took 660 MB of memory."""
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
     data = json.dumps(BODY).encode()
     body = f"{len(data):x}\r\n".encode() + data + b"\r\n0\r\n"
@@ -571,7 +573,7 @@ def test_trailers_have_a_limit(here):
 
 
 def test_many_preflights_on_one_connection(here):
-    """A preflight, which no route answers, was counted as a pending request forever."""
+    """Regression: a preflight, which no route answers, was counted as a pending request forever."""
     line = here.line()
     head = f"OPTIONS {COMPLETIONS} HTTP/1.1\nHost: localhost\nOrigin: http://localhost\n"
     for _ in range(150):
@@ -620,7 +622,7 @@ def test_alias(engine, alias):
 
 
 def test_max_tokens_of_requests_without_their_own(engine):
-    """Codex sends no max_tokens, and a small model repeated its calls to the end of the slot."""
+    """Regression: Codex sends no max_tokens, and a small model repeated its calls to the end of the slot."""
     with Here(engine, max_tokens=5) as here:
         body = {"prompt": "Hello", "ignore_eos": True}
         for asked, length in ((None, 5), (3, 3), (9, 9)):
@@ -678,8 +680,8 @@ def test_event_from_a_pattern_equals_the_whole_event(chat, text):
 
 
 def test_exactly_the_requests_over_the_limit_are_refused(here, monkeypatch):
-    """A refused client that had not hung up yet still counted, so all others were refused, too. Clients
-    retry a 429, while a plain 503 looks like a server that shuts down."""
+    """Regression: a refused client that had not hung up yet still counted, so all others were refused, too.
+    Clients retry a 429, while a plain 503 looks like a server that shuts down."""
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
     idle = [here.line() for _ in range(3)]
     for line in idle:  # a connection without an active request does not count
@@ -706,8 +708,8 @@ def test_exactly_the_requests_over_the_limit_are_refused(here, monkeypatch):
     ],
 )
 def test_idle_connections_keep_nobody_out(here, monkeypatch, what):
-    """Idle connections were all kept until no file could be opened and no client could connect; or they
-    counted towards the limit, and each client got a 429."""
+    """Regression: idle connections were all kept until no file could be opened and no client could connect;
+    or they counted towards the limit, and each client got a 429."""
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 20)
     monkeypatch.setattr(http, "MAX_IDLE_CONNECTIONS", 10)
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 100\n\n{{"
@@ -739,7 +741,8 @@ def test_newest_connection_is_aborted_if_all_are_active(here, monkeypatch):
 
 
 def test_accept_failures_are_one_line_a_minute(here, monkeypatch, caplog):
-    """When no file could be opened, each of a hundred failures a second was logged with a traceback."""
+    """Regression: when no file could be opened, each of a hundred failures a second was logged with a
+    traceback."""
     accept = socket.socket.accept
     failed = []
 
@@ -759,7 +762,8 @@ def test_accept_failures_are_one_line_a_minute(here, monkeypatch, caplog):
 
 
 def test_log_lines_are_in_the_order_of_their_times():
-    """Each line had its request's arrival time, but was written after the lines of later requests."""
+    """Regression: each line had its request's arrival time, but was written after the lines of later
+    requests."""
     begun = RequestRecord(1, 1_000_000_000.0, "127.0.0.1", "POST /v1/completions", status=200)
     long, short = (request_line(replace(begun, latency_s=seconds)) for seconds in (9.0, 1.0))
     assert short < long and long.startswith("time=20")
@@ -810,7 +814,7 @@ def test_long_prompt_blocks_no_other_thread(engine):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/messages/count_tokens"])
 def test_only_the_start_of_an_oversized_prompt_is_tokenized(tmp_path, path):
-    """A body of 4 MB was tokenized completely, which takes 1.4 GB, before it was refused."""
+    """Regression: a body of 4 MB was tokenized completely, which takes 1.4 GB, before it was refused."""
     sizes = []
 
     class Noted:
@@ -837,7 +841,7 @@ def test_only_the_start_of_an_oversized_prompt_is_tokenized(tmp_path, path):
 
 
 def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
-    """Four long prompts kept all tokenizing threads busy for seconds."""
+    """Regression: four long prompts kept all tokenizing threads busy for seconds."""
     read, goes_on = openai.read_prompts, threading.Event()
 
     def slow(asked):
@@ -922,8 +926,8 @@ def test_progress_and_metrics_reveal_no_other_clients_prompt(here, monkeypatch):
 
 
 def test_right_guess_hides_none_of_the_clients_own_rows(here):
-    """A longer correct guess took the other client's slot. Then nothing was reported as cached, not even
-    what the client had sent before."""
+    """Regression: a longer correct guess took the other client's slot. Then nothing was reported as cached,
+    not even what the client had sent before."""
     prompt = [65 + place % 7 for place in range(90)]
     other = [*prompt[:30], *[90] * 60]
 
@@ -937,7 +941,8 @@ def test_right_guess_hides_none_of_the_clients_own_rows(here):
 
 
 def test_client_gone_before_its_turn_is_not_served(here, monkeypatch):
-    """A hundred grammars of five seconds each were compiled, although their clients had long hung up."""
+    """Regression: a hundred grammars of five seconds each were compiled, although their clients had long
+    hung up."""
     asked, goes_on = [], threading.Event()
 
     def slow(answer):
@@ -963,7 +968,7 @@ def test_client_gone_before_its_turn_is_not_served(here, monkeypatch):
 
 
 def test_choices_share_one_compiled_grammar(here, monkeypatch):
-    """With `n`, a grammar was compiled for each choice: another client's schema took 15 s."""
+    """Regression: with `n`, a grammar was compiled for each choice: another client's schema took 15 s."""
     made = []
     make = Grammars.grammar
 
@@ -1020,8 +1025,8 @@ def test_too_many_messages_are_refused_before_the_template(engine, monkeypatch):
 
 
 def test_log_probabilities_shorten_the_answer(here):
-    """128 choices of 1,000 tokens with 20 log probabilities each took 170 MB of JSON and blocked the server
-    for 18 s."""
+    """Regression: 128 choices of 1,000 tokens with 20 log probabilities each took 170 MB of JSON and
+    blocked the server for 18 s."""
     most = tokenize_request.MAX_LOGPROBS // 16
     for asked, expected in (({"logprobs": 20}, most // 21), ({"logprobs": 0}, most)):
         body = json.dumps({"prompt": "x", "n": 16, **asked}).encode()
@@ -1032,7 +1037,7 @@ def test_log_probabilities_shorten_the_answer(here):
 
 
 def test_large_answer_is_serialized_in_another_thread(here, monkeypatch):
-    """Serializing megabytes of JSON in the thread that serves all clients blocked them all."""
+    """Regression: serializing megabytes of JSON in the thread that serves all clients blocked them all."""
     wrote, write = [], protocol_adapter.dump_large
 
     def noted(body) -> bytes:

@@ -50,7 +50,8 @@ def test_a_limit_of_answers_needs_a_server(capsys):
 @pytest.mark.parametrize("name", ["API", "WATCH"])
 @pytest.mark.parametrize("program", [serve.parse_arguments, tui.parse_arguments])
 def test_empty_key_in_the_environment_is_refused(monkeypatch, capsys, program, name, value):
-    """A variable without a value, for example in a compose file, opened the server to everybody."""
+    """Regression: a variable without a value, for example in a compose file, opened the server to
+    everybody."""
     monkeypatch.setenv(f"NANOBATCH_{name}_KEY", value)
     with pytest.raises(SystemExit) as exit:
         program([])
@@ -200,8 +201,8 @@ BOTH = {"api_key": "key", "watch_key": "eye"}
     ],
 )
 def test_texts_through_a_local_proxy(engine, keys, given, head, shown):
-    """Behind a plain proxy on this machine everybody seems to be local, so the API key showed everybody's
-    prompts."""
+    """Regression: behind a plain proxy on this machine everybody seems to be local, so the API key showed
+    everybody's prompts."""
     head = [*head, f"Authorization: Bearer {given}"] if given else head
     assert watched(engine, head, "1.0", **keys) == shown
 
@@ -231,7 +232,7 @@ OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
     ],
 )
 def test_foreign_page_needs_a_key_to_watch(engine, keys, origin, given, shown):
-    """Any page on this machine, on any port, could read everybody's prompts and answers."""
+    """Regression: any page on this machine, on any port, could read everybody's prompts and answers."""
     head = ["Host: localhost:8000"]
     head += [f"Origin: {origin}"] if origin else []
     head += [f"Authorization: Bearer {given}"] if given else []
@@ -284,7 +285,8 @@ def test_client_is_the_last_address_that_is_no_proxy(peer, forwarded, client):
 
 
 def test_log_names_the_client_and_not_the_proxy(engine):
-    """Behind nginx all users counted as one client, in the log, for limits and for `--policy fair`."""
+    """Regression: behind nginx all users counted as one client, in the log, for limits and for `--policy
+    fair`."""
     assert seen_through(serve, ()) is serve, "the header counts for nothing without the option"
     with Here(engine, trusted_proxies=TRUSTED) as here:
         for address in ("192.0.2.7", "192.0.2.1, 192.0.2.8"):

@@ -83,8 +83,8 @@ TAGS = as_written(FORMATS[0], PROBED, PROBED.index("is_called"))
     ],
 )
 def test_call_that_ends_in_its_arguments_is_not_complete(format, text, is_called):
-    """A model at a high temperature ends its answer anywhere, and clients were told to run the incomplete
-    call."""
+    """Regression: a model at a high temperature ends its answer anywhere, and clients were told to run the
+    incomplete call."""
     handle = SimpleNamespace(finish_reason="stop", lengths=[], stop=None)
     choice = Choice(handle, OutputParser(OutputFormat(None, format), {"add": {}}), None)
     assert [*choice.grow(text), *choice.grow(None)]

@@ -480,8 +480,8 @@ def claude_code(version: str, question: str) -> dict:
 
 
 def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
-    """The first block of its system prompt differs in each conversation, so everything after it was
-    prefilled again."""
+    """Regression: the first block of its system prompt differs in each conversation, so everything after it
+    was prefilled again."""
     first, second = claude_code("c8b", "Yes."), claude_code("4f0", "No.")
     server.ask(MESSAGES, first)
     usage = server.ask(MESSAGES, second).json["usage"]
@@ -497,8 +497,8 @@ def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
 
 
 def test_request_is_called_by_its_last_user(server):
-    """Claude Code ends with a system message ("Available agent types ..."), so all its requests had the
-    same name."""
+    """Regression: Claude Code ends with a system message ("Available agent types ..."), so all its requests
+    had the same name."""
     system = {"role": "system", "content": "Available agent types: none."}
     message(server, messages=[said("Yes."), said("No."), system])
     assert server.parrot.engine.snapshot().ended[-1].prompt == "say: No."

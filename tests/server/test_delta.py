@@ -148,8 +148,8 @@ class Tracer:
 
 
 def test_file_changes_to_the_first_token(demo, monkeypatch):
-    """From a POST to the first event with text, execution changed file 353 times when three classes polled
-    each other and each field of a body was parsed by its own call."""
+    """Regression: from a POST to the first event with text, execution changed file 353 times when three
+    classes polled each other and each field of a body was parsed by its own call."""
     tracer = Tracer()
     ask = {"messages": QUESTION, "max_tokens": 20, "temperature": 0, "stream": True}
     take = Handle.take_delta

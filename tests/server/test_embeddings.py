@@ -162,7 +162,8 @@ def test_model_without_embeddings_is_400(here, monkeypatch):
 
 
 def test_vector_with_nan_is_500(here, monkeypatch):
-    """This vector was returned as a list of NaN with a 200, whereas a chat fails on the same text."""
+    """Regression: this vector was returned as a list of NaN with a 200, whereas a chat fails on the same
+    text."""
     monkeypatch.setattr(
         Handle, "vector", property(lambda _: [1.0, math.nan], lambda *_: None), False
     )

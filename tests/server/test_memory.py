@@ -92,8 +92,8 @@ def is_quiet(taught: Taught) -> bool:
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_no_leak_from_ended_requests(taught, census, kind):
-    """A stream and its answer referred to each other, and a connection to itself. Each cycle kept a handle
-    and its grammar until the collector ran, which counts objects, not megabytes."""
+    """Regression: a stream and its answer referred to each other, and a connection to itself. Each cycle
+    kept a handle and its grammar until the collector ran, which counts objects, not megabytes."""
     path, body = BODIES[kind]
     for number in range(REQUESTS):
         assert taught.ask(path, body | {"stream": bool(number % 2)}).status == 200
@@ -181,7 +181,7 @@ def test_no_leak_from_failed_answers(taught, census, kind, monkeypatch):
 
 
 def test_no_leak_from_a_kept_connection(taught, census):
-    """The response to a connection's last request was kept as long as the connection."""
+    """Regression: the response to a connection's last request was kept as long as the connection."""
     line = taught.line()
     path, body = BODIES["choices"]
     for number in range(8):

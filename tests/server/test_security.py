@@ -106,7 +106,7 @@ def test_watchers_are_limited(here, monkeypatch):
 
 
 def test_frame_with_too_many_slots_is_refused(engine):
-    """The screen drew four billion slots of a hostile server."""
+    """Regression: the screen drew four billion slots of a hostile server."""
     view = engine.snapshot()
     watch_frames.check_slots(view)
     for count in (0, 3, watch_frames.SLOTS + 1, 4_000_000_000):

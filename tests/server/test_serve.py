@@ -337,8 +337,8 @@ def test_oversized_body_is_413(server):
     ],
 )
 def test_counts_in_a_body_are_limited(server, body, message):
-    """130,000 empty messages are a body of 4 MB. A template took five seconds for them, and four such
-    bodies delayed an ordinary request by 24."""
+    """Regression: 130,000 empty messages are a body of 4 MB. A template took five seconds for them, and
+    four such bodies delayed an ordinary request by 24."""
     reply = server.ask(CHAT, body)
     assert reply.status in (400, 413) and message in reply.error["message"], reply.error
 
@@ -398,7 +398,8 @@ def test_http_1_0_chunks_and_expect(server):
 
 
 def test_http_2_upgrade_is_ignored(server):
-    """Java's own client offers HTTP/2 in its first request. The parser took the body for another protocol."""
+    """Regression: Java's own client offers HTTP/2 in its first request. The parser took the body for
+    another protocol."""
     offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAA")
     line = server.line()
     for _ in range(2):
@@ -407,7 +408,7 @@ def test_http_2_upgrade_is_ignored(server):
 
 @pytest.mark.parametrize("blank", ["\r\n", "\n\r\n\n"])
 def test_blank_lines_before_a_request(server, blank):
-    """Old clients send a blank line after a body, and their next request got a 400."""
+    """Regression: old clients send a blank line after a body, and their next request got a 400."""
     line = server.line().send(blank.encode())
     health = f"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n{blank}".encode()
     line.post(CHAT, say(max_tokens=2)).send(blank.encode() + health * 2)
@@ -468,7 +469,8 @@ def test_invalid_http_is_400(server):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_two_lengths_are_refused(server, order):
-    """The connection was kept open, although a proxy in front may have found another end of the body."""
+    """Regression: the connection was kept open, although a proxy in front may have found another end of the
+    body."""
     lengths = ["Content-Length: 4", "Transfer-Encoding: chunked"][::order]
     head = "\n".join([f"POST {CHAT} HTTP/1.1", "Host: localhost", *lengths])
     said = server.line().send(head + "\n\n0\n\nGET /health HTTP/1.1\nHost: localhost\n\n")
@@ -651,8 +653,8 @@ def test_first_signal_drains_and_second_ends_streams():
 
 
 def test_many_signals_end_a_busy_server():
-    """A third signal escaped from `close` as an exception: a traceback, work left on the device, and any
-    exit code."""
+    """Regression: a third signal escaped from `close` as an exception: a traceback, work left on the
+    device, and any exit code."""
     with Server() as server:
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
@@ -700,8 +702,8 @@ print(ended)
 
 
 def test_signal_at_any_line_ends_the_server(tmp_path):
-    """Ctrl-C escaped from a line of Python's own `wait`: its lock was never released, and no other signal
-    ended the server. Or the lock was released twice, and the exit code was 2."""
+    """Regression: Ctrl-C escaped from a line of Python's own `wait`: its lock was never released, and no
+    other signal ended the server. Or the lock was released twice, and the exit code was 2."""
     lines = ["0", "4", "8", "20"]  # 20 and 32 were among those lines
     done = run("-c", SIGNALS_AT_LINES, tmp_path / "model", *lines)
     assert (done.returncode, done.stdout) == (0, f"{len(lines)}\n"), done.stderr[-2000:]

@@ -278,8 +278,8 @@ def body_of(path: str, text: str, length: int = 300, **fields) -> dict:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_unmarked_call_in_each_protocol(taught, path):
-    """Each of five agents' loops began with the correct call in a code block, and ended there because the
-    call was not recognized."""
+    """Regression: each of five agents' loops began with the correct call in a code block, and ended there
+    because the call was not recognized."""
     for text in (f"I look.\n\n{BARE}", f"I look.\n```json\n{BARE}\n```\nAnd so on."):
         body = body_of(path, text)
         found = ask(taught, path, body, False)
@@ -298,7 +298,7 @@ def test_unmarked_call_in_each_protocol(taught, path):
     ids=["marked", "bare", "block"],
 )
 def test_truncated_call_is_no_content(taught, path, call):
-    """Half of a sixth call was left in the content, as `<tool_call>\\n{"name": "`."""
+    """Regression: half of a sixth call was left in the content, as `<tool_call>\\n{"name": "`."""
     for length in range(9, len("I look.\n" + call) - 20, 19):
         body = body_of(path, f"I look.\n{call}", length)
         found = ask(taught, path, body, False)
@@ -349,7 +349,7 @@ ASKS = number_of("TOOLS", 6)
 
 @pytest.mark.parametrize("marks", [(), HAS_MARKS], ids=["letters", "added"])
 def test_random_requests_with_tools(marks):
-    """Qwen's <tool_call> is an added token that is not special: each required call was a 400.
+    """Regression: Qwen's <tool_call> is an added token that is not special: each required call was a 400.
     NANOBATCH_TOOLS=1000 is the long form."""
     with Taught(template=with_calls(HERMES), is_taught=False, marks=marks) as server:
         assert set(marks) <= set(server.parrot.engine.text.marks)
@@ -364,7 +364,7 @@ FIVE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [
 
 
 def test_reasoning_can_end_under_a_grammar():
-    """The mask forbade the token </think>, so reasoning went on until max_tokens."""
+    """Regression: the mask forbade the token </think>, so reasoning went on until max_tokens."""
     with Taught(template=THINKING, is_taught=False, marks=HAS_MARKS) as server:
         end = server.parrot.engine.text.tokenizer.token_to_id("</think>")
         ask = {"messages": [said("x")], "max_tokens": 60, "logit_bias": {str(end): 20}}
@@ -436,7 +436,7 @@ def test_invalid_form_in_other_protocols(taught):
 
 
 def test_oversized_tools_are_refused_before_the_template(taught, monkeypatch):
-    """Template and tokenizer took seconds for 4 MB of tools."""
+    """Regression: template and tokenizer took seconds for 4 MB of tools."""
     asked = []
     monkeypatch.setattr(taught.parrot.engine.text, "encode_prompt", asked.append)
     function = {"name": "f", "description": "x" * 1_000_000}

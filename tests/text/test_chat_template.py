@@ -666,8 +666,8 @@ def unfit(text: Tokenizer) -> str:
 
 @pytest.mark.parametrize("source", [ENDLESS[0], *UNSTOPPABLE])
 def test_endless_template_is_found_at_load(tmp_path, monkeypatch, source):
-    """The slow template was noticed by the first client, whose conversation then blocked a thread of the
-    server."""
+    """Regression: the slow template was noticed by the first client, whose conversation then blocked a
+    thread of the server."""
     limits = untrusted_model_files.LIMITS._replace(seconds=0.3)
     monkeypatch.setattr(untrusted_model_files, "LIMITS", limits)
     line = unfit(make_model(tmp_path, source))
@@ -722,8 +722,8 @@ def test_only_the_demo_template_needs_no_check(tmp_path, monkeypatch):
 @unchecked
 @pytest.mark.parametrize("source", ENDLESS)
 def test_slow_rendering_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
-    """Four such conversations blocked all of a server's threads that parse prompts for a minute. A signal would
-    not help, because it reaches only the main thread."""
+    """Regression: four such conversations blocked all of a server's threads that parse prompts for a
+    minute. A signal would not help, because it reaches only the main thread."""
     monkeypatch.setattr("text.chat_template.PATIENCE", 0.1)
     text, said = make_model(tmp_path, HIDDEN % source), []
     assert text.render(turns("a")) == text.render(turns("a", "b", "c")) == "fine"
@@ -741,7 +741,7 @@ def test_slow_rendering_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
 
 @unchecked
 def test_quadratic_template_is_stopped(tmp_path, monkeypatch):
-    """Such a template is fast on every conversation that its author tried."""
+    """A quadratic template is fast on every conversation that its author tried."""
     monkeypatch.setattr("text.chat_template.PATIENCE", 0.1)
     pairs = "{% for a in messages %}{% for b in messages %}{% if a == b %}{% endif %}{% endfor %}"
     text = make_model(tmp_path, pairs + "{{ a.content }}{% endfor %}")
@@ -751,7 +751,8 @@ def test_quadratic_template_is_stopped(tmp_path, monkeypatch):
 
 @unchecked
 def test_busy_machine_does_not_stop_a_template(tmp_path, monkeypatch):
-    """On a busy machine a normal template was reported as endless, because the limit was wall-clock time."""
+    """Regression: on a busy machine a normal template was reported as endless, because the limit was
+    wall-clock time."""
     text, wall = make_model(tmp_path, EVERYTHING), itertools.count(0, 10)
     with monkeypatch.context() as patch:
         patch.setattr("text.chat_template.time.monotonic", lambda: next(wall))
@@ -780,7 +781,7 @@ def test_limits_are_far_from_normal_use(tmp_path, name):
     ids=lambda source: source[:12],
 )
 def test_oversized_template_is_refused(tmp_path, source):
-    """Compiling it raised a RecursionError, which nothing caught."""
+    """Regression: compiling it raised a RecursionError, which nothing caught."""
     assert str(tmp_path) in refusal(make_model(tmp_path, source), turns("Hi"), ModelError)
 
 

@@ -238,8 +238,8 @@ TRIED = (
 
 @pytest.mark.parametrize("name", TRIED)
 def test_hostile_grammar_is_refused_or_within_budget(grammars, name):
-    """A chain of 3,000 references crashed the process, because the library recurses. A step with the grammar runs
-    in a thread with a stack of the usual size."""
+    """Regression: a chain of 3,000 references crashed the process, because the library recurses. A step
+    with the grammar runs in a thread with a stack of the usual size."""
     try:
         grammar = make(grammars, **HOSTILE[name])
     except ValueError as error:
@@ -275,8 +275,8 @@ def step_it(grammar, taken: list) -> None:
 
 @pytest.mark.parametrize("name", ["a large divisor", "a schema in it", "a large common multiple"])
 def test_grammar_over_a_limit_is_killed_and_remembered(name, monkeypatch):
-    """Two such requests blocked both threads that compile grammars. The process grew to 4 GiB, and every other
-    schema was refused."""
+    """Regression: two such requests blocked both threads that compile grammars. The process grew to 4 GiB,
+    and every other schema was refused."""
     grammars = Grammars(make_tokenizer(), V, ENDS)
     make(grammars, choice=["yes"])
     before = len(threading.enumerate()), peak()
@@ -305,7 +305,8 @@ def peak() -> int:
     ],
 )
 def test_grammar_that_fails_later_is_refused_before(grammars, source):
-    """An object with 1,500 properties passed, and its answer ended with a 500 at the first token."""
+    """Regression: an object with 1,500 properties passed, and its answer ended with a 500 at the first
+    token."""
     with pytest.raises(ValueError, match=r"too many|Too many|more than 1 ms a token"):
         make(grammars, **source)
 
@@ -326,7 +327,7 @@ def test_large_grammars_are_compiled(grammars, source):
 
 
 def test_grammar_over_budget_ends_the_answer():
-    """One request with an ambiguous grammar made all others 20 to 80 times as slow."""
+    """Regression: one request with an ambiguous grammar made all others 20 to 80 times as slow."""
     source = {"lark": "start: start start | start start start | /[a-z ]/ | "}
     grammar = grammar_file.make(tokens(), source)  # as if the sandbox had accepted it
     said = 0
@@ -387,7 +388,7 @@ def test_late_grammar_failure_is_reported(grammars):
 
 
 def test_verdicts_are_short(grammars):
-    """The message quoted the grammar, so a thousand of them took 30 MB."""
+    """Regression: the message quoted the grammar, so a thousand of them took 30 MB."""
     for source in ({"regex": "(" * 30_000}, {"json": '{"$ref": "#/' + "a" * 30_000 + '"}'}):
         with pytest.raises(ValueError, match="grammar: ") as refused:
             make(grammars, **source)

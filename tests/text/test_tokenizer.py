@@ -128,8 +128,8 @@ def stream(
 
 
 def test_tokenizers_here_are_sharp():
-    """They have tokens that end within a character, and tokens of several characters. Otherwise the tests
-    below would show nothing."""
+    """The tokenizers have tokens that end within a character, and tokens of several characters. Otherwise
+    the tests below would show nothing."""
     rng = random.Random(1)
     texts = [random_text(rng) for _ in range(300)]
     for name, make in TOKENIZERS.items():
@@ -376,8 +376,8 @@ def test_stop_string_cut_at_every_place():
 
 
 def test_cost_is_independent_of_stop_string_length():
-    """16 stop strings of 1,000 characters took 5 ms a token, in the thread that steps for all. This test counts how
-    often a text is compared with a stop string."""
+    """Regression: 16 stop strings of 1,000 characters took 5 ms a token, in the thread that steps for all.
+    This test counts how often a text is compared with a stop string."""
 
     class Counted(str):
         looks = 0
@@ -573,8 +573,8 @@ def panicking() -> tokenizers.Tokenizer:
 
 @pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt])
 def test_system_exit_is_no_panic(ending):
-    """SIGTERM arrived while the tokenizer ran. Its handler's SystemExit became an error of one request, and
-    was lost."""
+    """Regression: SIGTERM arrived while the tokenizer ran. Its handler's SystemExit became an error of one
+    request, and was lost."""
 
     def interrupted(*arguments, **options):
         raise ending(143)
@@ -584,7 +584,8 @@ def test_system_exit_is_no_panic(ending):
 
 
 def test_undecodable_token_ends_its_request_alone(parts, tmp_path):
-    """A panic is not an Exception. When the end of a request decodes the rest, it escaped from `cancel`."""
+    """Regression: a panic is not an Exception. When the end of a request decodes the rest, it escaped from
+    `cancel`."""
     panicking().save(str(tmp_path / "tokenizer.json"))
     with Engine(parts[0], Tokenizer(tmp_path, V), slots=2, max_len=128) as engine:
 
@@ -628,8 +629,8 @@ def test_prompt_of_unknown_tokens_is_refused(tmp_path):
 
 
 def test_oversized_prompt_is_refused_after_a_part(monkeypatch):
-    """4 MB of text were tokenized, which takes 1.4 GB, before they were refused. Test 300 random texts and
-    limits."""
+    """Regression: 4 MB of text were tokenized, which takes 1.4 GB, before they were refused. Test 300
+    random texts and limits."""
     monkeypatch.setattr("text.tokenizer.FIRST", 64)
     text = Tokenizer(OURS, 1536)
     dice = random.Random(1)

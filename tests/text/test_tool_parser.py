@@ -304,7 +304,8 @@ def spaced(text: str, dice: random.Random) -> str:
 
 @pytest.mark.parametrize("format", [*ALL, None], ids=lambda format: format and format.name)
 def test_long_white_space_is_parsed_however_cut(format):
-    """More than 300 blanks after reasoning were part of the answer in one piece, and lost in many pieces."""
+    """Regression: more than 300 blanks after reasoning were part of the answer in one piece, and lost in
+    many pieces."""
     for seed in range(ANSWERS // 8):
         text, _, output_format = make_answer(format or HERMES, seed)
         output_format = output_format._replace(tools=format)
@@ -488,8 +489,8 @@ IN_JSON = [HERMES, MISTRAL, LLAMA, APRIEL]
 
 @pytest.mark.parametrize("format", IN_JSON, ids=lambda format: format.name)
 def test_unmarked_call_of_a_known_tool(format):
-    """None of a published model's 16 calls had its mark: it wrote them bare, or in a code block. The client got
-    them as content, and its loop ended."""
+    """Regression: none of a published model's 16 calls had its mark: it wrote them bare, or in a code
+    block. The client got them as content, and its loop ended."""
     output_format = OutputFormat(REASONING_MARKS[0], format)
     for text, expected in BARE.items():
         if format.is_bare:  # its template supports a single call
@@ -538,8 +539,8 @@ def test_unmarked_calls_are_parsed_however_cut():
 
 @pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 def test_truncated_call_is_dropped(format):
-    """Half a call was left in the content, as `<tool_call>\\n{"name": "`. An answer that ends by itself is
-    kept completely."""
+    """Regression: half a call was left in the content, as `<tool_call>\\n{"name": "`. An answer that ends
+    by itself is kept completely."""
     dice = random.Random(5)
     output_format = OutputFormat(REASONING_MARKS[0], format)
     call = written(format, [("add", {})], dice)
@@ -603,8 +604,8 @@ def test_parsing_cost_does_not_grow(text):
 
 @pytest.mark.parametrize("before", ["", "<think>a", "<tool_call>add"])
 def test_endless_white_space_streams(before):
-    """A client can force it with a logit bias. If it was held back, all of it was checked for each token: 100,000
-    took four seconds of the thread that serves all clients."""
+    """Regression: a client can force it with a logit bias. If it was held back, all of it was checked for
+    each token: 100,000 took four seconds of the thread that serves all clients."""
     for text in (before + " \n" * 800 + "x", before + " \n" * 800 + "<tool_call>x"):
         parser = OutputParser(SPEECH, TOOLS)
         parts = []
@@ -867,8 +868,9 @@ def test_grammar_allows_the_trained_format(name, kind):
 @pytest.mark.parametrize("marks", REASONING_MARKS, ids="".join)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reasoning_mark_under_a_grammar(kind, marks):
-    """If </think> is an added token that is not special, it was forbidden, so reasoning went on until max_tokens.
-    If it was written in letters, the grammar treated it as reasoning, while the parser took the rest for the answer."""
+    """Regression: if </think> is an added token that is not special, it was forbidden, so reasoning went on
+    until max_tokens. If it was written in letters, the grammar treated it as reasoning, while the parser
+    took the rest for the answer."""
     tokenizer, grammars, ids = with_marks(kind)
     opens, closes = marks
     pieces = [opens, "Hm.", closes, "\n\n", '"yes"']
@@ -897,7 +899,7 @@ def allows(grammars, rules: str, tokens: list[int]) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", TAGGED, ids=lambda format: format.name)
 def test_tagged_string_follows_its_pattern(format, kind):
-    """A pattern was enforced in JSON arguments, but in tags any text could be written."""
+    """Regression: a pattern was enforced in JSON arguments, but in tags any text could be written."""
     tokenizer, grammars, marks = with_marks(kind)
     start, _, end = format.layout
     start += "pay" + format.tags.after_name
@@ -921,8 +923,8 @@ def test_tagged_string_follows_its_pattern(format, kind):
 
 
 def test_grammars_of_calls_with_unusual_tools():
-    """A key with a non-ASCII letter was not a valid reference. A schema's colons were counted as rules of the
-    grammar, of which 500 are allowed."""
+    """Regression: a key with a non-ASCII letter was not a valid reference. A schema's colons were counted
+    as rules of the grammar, of which 500 are allowed."""
     parameters = {"properties": {"日/%~": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"const": 5}}}
     fields = {name: {"type": "integer"} for name in "abc"}
     many = [{"name": f"t{n}", "parameters": {"properties": fields}} for n in range(60)]
@@ -966,14 +968,14 @@ def test_split_output_of_opened_reasoning():
 
 @pytest.mark.parametrize("marks", REASONING_MARKS)
 def test_split_reasoning_drops_the_marks(marks):
-    """The marks of the third family stayed in the reasoning."""
+    """Regression: the marks of the third family stayed in the reasoning."""
     opens, closes = marks
     assert split_reasoning(f"{opens}Hm.{closes}Yes.") == ("Hm.", "Yes.")
 
 
 def test_content_after_reasoning_keeps_its_line_breaks():
-    """A conversation lost the line breaks at the end of an answer and before a call. So the next prompt differed
-    from what the model had said, and cached rows were prefilled again."""
+    """Regression: a conversation lost the line breaks at the end of an answer and before a call. So the
+    next prompt differed from what the model had said, and cached rows were prefilled again."""
     assert split_reasoning("<think>Hm.</think>\n\nYes.\n\n") == ("Hm.", "Yes.\n\n")
     assert split_reasoning("I look.\n\n<tool_call>{}\n") == (
         "",

@@ -44,7 +44,7 @@ def hostile(name: str) -> str:
 @no_limit_of_memory
 @pytest.mark.parametrize("name", ["rare", "decoder", "charsmap"])
 def test_greedy_tokenizer_is_refused(tmp_path, monkeypatch, name):
-    """5 KB of JSON used up all memory at the first prompt, or aborted the process."""
+    """Regression: 5 KB of JSON used up all memory at the first prompt, or aborted the process."""
     limits = untrusted_model_files.LIMITS._replace(seconds=1.5, memory=2**27)
     monkeypatch.setattr(untrusted_model_files, "LIMITS", limits)
     (tmp_path / "tokenizer.json").write_text(hostile(name))
@@ -60,7 +60,7 @@ def test_padding_is_disabled(tmp_path):
 
 
 def test_panicking_tokenizer_is_served(tmp_path):
-    """Each prompt on which it panics is refused with one line."""
+    """Each prompt on which the tokenizer panics is refused with one line."""
     tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -69,7 +69,7 @@ def test_panicking_tokenizer_is_served(tmp_path):
 
 
 def test_template_with_huge_output_is_refused(tmp_path):
-    """30 bytes rendered 20 MB for a question, and tokenizing them took 3.4 GB."""
+    """Regression: 30 bytes rendered 20 MB for a question, and tokenizing them took 3.4 GB."""
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text('{{ "a "*10000000 }}')
     text = Tokenizer(tmp_path, 300)

@@ -125,7 +125,7 @@ def test_the_cost_of_a_step_adds_up_in_its_words(opens):
 
 
 def test_heading_and_picture_show_the_same_step(opens):
-    """The heading is updated less often than steps end, so the picture was ahead of it."""
+    """Regression: the heading is updated less often than steps end, so the picture was ahead of it."""
     tab = opens(DEMO)
     tab.locator("[data-step-words]").scroll_into_view_if_needed()
     until(tab, "nanobatch.player.step > 20")
@@ -138,7 +138,7 @@ def test_heading_and_picture_show_the_same_step(opens):
 
 
 def test_a_press_on_a_timeline_opens_the_request_there(opens):
-    """Where the lane had ended, it opened the request that ended last."""
+    """Regression: where the lane had ended, it opened the request that ended last."""
     tab = opens(DEMO)
     tab.evaluate("nanobatch.player.goTo(nanobatch.player.end)")
     tab.locator("canvas.timeline >> nth=1").click(position={"x": 60, "y": 5})
@@ -197,7 +197,7 @@ def test_any_text_stays_in_its_row(plays):
 
 
 def test_nothing_moves_when_it_is_seen_for_the_first_time(opens):
-    """The list of requests was filled when it became visible, and everything below it jumped."""
+    """Regression: the list of requests was filled when it became visible, and everything below it jumped."""
     tab = opens(DEMO)
     until(tab, "nanobatch.player.now > 0.02")
     tab.evaluate("nanobatch.player.pause()")
@@ -219,7 +219,7 @@ def test_who_wants_no_motion_sees_the_whole_run_at_rest(opens):
 
 
 def test_a_few_requests_are_listed_until_all_are_asked_for(plays):
-    """In a recording of more than 40 requests the first ones were never listed."""
+    """Regression: in a recording of more than 40 requests the first ones were never listed."""
     tab = plays(recording(burst=45), viewport=PHONE, reduced_motion="reduce")
     rows = tab.locator("[data-requests] li")
     until(tab, "!document.querySelector('[data-every]').hidden")
@@ -231,7 +231,7 @@ def test_a_few_requests_are_listed_until_all_are_asked_for(plays):
 
 
 def test_an_open_request_stays_open(opens):
-    """Newer requests of a server replaced it, and after that no request could be opened."""
+    """Regression: newer requests of a server replaced it, and after that no request could be opened."""
     tab = opens(DEMO, reduced_motion="reduce")
     tab.click("[data-requests] .request >> nth=1")
     until(tab, "document.querySelector('li [data-request] .chip')?.textContent === '2'")

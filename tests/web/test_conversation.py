@@ -96,7 +96,7 @@ def facts(tab) -> str:
 
 
 def test_a_second_question_reads_only_what_is_new(talks):
-    """The page could only watch: asking needed another program, which did not show the reuse."""
+    """Regression: the page could only watch: asking needed another program, which did not show the reuse."""
     tab = talks()
     until(tab, "window.nanobatch")  # the page knows the slots
     part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
@@ -121,7 +121,7 @@ def test_a_second_question_reads_only_what_is_new(talks):
 
 
 def test_a_conversation_begins_as_the_terminals_does(talks):
-    """The page had no limit, so a small model ran away. The server chooses the temperature."""
+    """Regression: the page had no limit, so a small model ran away. The server chooses the temperature."""
     tab = talks()
     say(tab, "say: one")
     for name in ("temperature", "length"):
@@ -133,7 +133,7 @@ def test_a_conversation_begins_as_the_terminals_does(talks):
 
 
 def test_the_newest_line_stays_visible(talks):
-    """In a narrower window the same text is longer, and its end was below the visible part."""
+    """Regression: in a narrower window the same text is longer, and its end was below the visible part."""
     tab = talks(viewport={"width": 1280, "height": 800})
     hear(tab, "and so on " * 300)
     for viewport in (PHONE, {"width": 700, "height": 500}, {"width": 1280, "height": 800}):
@@ -147,7 +147,7 @@ def test_the_newest_line_stays_visible(talks):
 
 
 def test_a_question_waits_for_the_running_answer(talks, parrots):
-    """Enter did nothing and gave no reason."""
+    """Regression: Enter did nothing and gave no reason."""
     parrot = parrots()
     tab = talks(parrot)
     say_at_length(tab, parrot)
@@ -167,7 +167,7 @@ def test_a_question_waits_for_the_running_answer(talks, parrots):
 
 
 def test_a_reload_restores_the_conversation(talks, parrots):
-    """The conversation was silently lost. Only texts are kept, and no key."""
+    """Regression: the conversation was silently lost. Only texts are kept, and no key."""
     parrot = parrots()
     tab, other = talks(parrot), talks(parrot)
     part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
@@ -198,7 +198,7 @@ def test_a_reload_restores_the_conversation(talks, parrots):
 
 
 def test_conversations_are_listed(talks):
-    """There was only one conversation, and starting a new one deleted it."""
+    """Regression: there was only one conversation, and starting a new one deleted it."""
     tab = talks()
     assert part(tab, "talks").is_hidden()
     part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
@@ -275,7 +275,7 @@ FILLS = "localStorage.setItem('filler', 'x'.repeat(5 * 2 ** 20 - 40 - JSON.strin
 
 
 def test_a_full_storage(talks):
-    """A message says so, and what was stored stays."""
+    """When the browser's storage is full, a message says so, and what was stored stays."""
     tab = talks()
     say(tab, "say: one")
     tab.evaluate(FILLS)
@@ -301,7 +301,7 @@ SPOILT = (
 
 
 def test_spoilt_conversations(talks):
-    """The page stayed empty."""
+    """Regression: a damaged conversation in the browser's storage left the page empty."""
     tab = talks()
     say(tab, "say: one")
     for i, text in enumerate(SPOILT):
@@ -379,7 +379,7 @@ PASTES = """(box) => {
 
 
 def test_a_dropped_file_is_attached(talks, parrots):
-    """Users had to paste the text of a file, and learned only at the end whether it fits."""
+    """Regression: users had to paste the text of a file, and learned only at the end whether it fits."""
     tab = talks(parrots(max_len=640))
     tab.evaluate(DROPS, ["notes.txt", "a ``` b\n" * 10])
     shows(tab, ".files", "notes.txt, ")
@@ -416,7 +416,7 @@ def test_a_dropped_file_is_attached(talks, parrots):
 
 
 def test_the_heading_is_the_model(talks, parrots):
-    """All servers had the same heading, and the free memory was that of the start."""
+    """Regression: all servers had the same heading, and the free memory was that of the start."""
     parrot = parrots()
     parrot.engine.summary = "llama; 9.9 GiB of memory free at start; rows"
     tab = talks(parrot)
@@ -431,7 +431,7 @@ def test_the_heading_is_the_model(talks, parrots):
 
 
 def test_a_model_is_picked_from_several(opens):
-    """None is loaded at first. The selected one answers and is watched."""
+    """No model is loaded at first. The selected one answers and is watched."""
     models = ("--model", "one=demo", "--model", "two=demo", "--slots", "2", "--max-len", "256")
     with Server(*models) as server:
         tab = opens(f"{server.address}/", offline=False)
@@ -519,7 +519,7 @@ def test_a_saved_conversation_loads_in_the_terminal(talks, tmp_path):
 
 
 def test_the_progress_of_a_long_prompt(talks, parrots, monkeypatch):
-    """The page said "about 0 tokens" for minutes."""
+    """Regression: the page said "about 0 tokens" for minutes."""
     monkeypatch.setattr(progress, "LONG_S", -1.0)
     parrot = parrots()
     tab = talks(parrot)
@@ -552,7 +552,7 @@ def test_a_stopped_answer_frees_its_slot(talks, parrots):
 
 
 def test_a_late_page_knows_the_queue(talks, parrots):
-    """The page received the first 32 requests, and said that no more were queued."""
+    """Regression: the page received the first 32 requests, and said that no more were queued."""
     parrot = parrots()
     parrot.loop.pause()
     for _ in range(50):
@@ -564,7 +564,8 @@ def test_a_late_page_knows_the_queue(talks, parrots):
 
 
 def test_a_late_page_counts_steps_like_the_server(talks, parrots):
-    """The page said "step 4,000 of 1,000", and a click on a picture without a step was an error."""
+    """Regression: the page said "step 4,000 of 1,000", and a click on a picture without a step was an
+    error."""
     parrot = parrots(max_len=640)
     tab = talks(parrot)
     until(tab, "window.nanobatch")
@@ -611,8 +612,8 @@ def give(tab, key: str) -> None:
 
 
 def test_a_refused_key_is_not_sent_again(talks, parrots):
-    """The page kept using the first key that was typed, even when the second one was right. No URL contains a
-    key."""
+    """Regression: the page kept sending the first key that was typed, even after a correct one. No URL
+    contains a key."""
     tab = talks(parrots(api_key="hush", watch_key="eye"))
     until(tab, "!document.querySelector('[data-key-form]').hidden")
     give(tab, "wrong")

@@ -72,13 +72,13 @@ def test_first_come_first_served_in_the_game(played):
 
 @needs_node
 def test_who_reads_the_prompts_beats_every_policy(played):
-    """The page says so: the scheduler counts tokens, while a visitor can read the prompts."""
+    """The page claims this, because the scheduler counts tokens, while a visitor can read the prompts."""
     assert played["byWords"]["done"] < min(run["done"] for run in SETUP["runs"])
 
 
 @needs_node
 def test_idle_time_with_a_queue_is_waste(played):
-    """The page announces red for it, but it was blank."""
+    """Regression: the page announces red for such time, but it was blank."""
     assert [hand["open"] for hand in played.values()] == [8, 8]
 
 

@@ -32,7 +32,7 @@ def test_the_servers_page_needs_no_key():
 
 
 def test_the_servers_page_has_the_data_that_it_reads():
-    """The data was embedded under another name than the script uses, so the page stayed empty."""
+    """Regression: the data was embedded under another name than the script uses, so the page stayed empty."""
     text = live_page.live()[0]
     (name,) = re.findall(r'watch\(dataOf\("(\w+)"\)\)', text)
     (data,) = re.findall(rf'<script type="application/json" id="data-{name}">(.*?)</script>', text)
@@ -132,7 +132,7 @@ def check_texts(played: dict, told: list[list]) -> None:
 @needs_node
 @pytest.mark.parametrize("begin", [0, 25])
 def test_the_page_rebuilds_each_text_as_it_grew(engine, begin):
-    """This includes a page that is opened in the middle of answers."""
+    """A page that is opened in the middle of answers gets the whole texts, too."""
     frames, told, lines = frames_of(engine, True, begin)
     played = play(frames)
     check_texts(played, told)
@@ -141,7 +141,7 @@ def test_the_page_rebuilds_each_text_as_it_grew(engine, begin):
 
 @needs_node
 def test_an_open_page_forgets_old_steps(engine):
-    """A request whose admission was forgotten was shown as queued, without a slot."""
+    """Regression: a request whose admission was forgotten was shown as queued, without a slot."""
     frames, told, lines = frames_of(engine, True)
     played = play(frames, most=40, kept=15)
     check_texts(played, told)
@@ -153,8 +153,8 @@ def test_an_open_page_forgets_old_steps(engine):
 @needs_node
 @pytest.mark.parametrize("at_once", [False, True])
 def test_rests_that_the_page_leaves_out_are_no_waits(engine, at_once):
-    """A request after an idle time seemed to have waited a quarter of a second, and one after several idle times
-    even longer, if the page was opened later."""
+    """Regression: a request after an idle time seemed to have waited a quarter of a second, and one after
+    several idle times even longer, if the page was opened later."""
     sender, seen, frames = watch_frames.Sender(True), None, []
     for n in range(3):
         engine.submit(f"prompt {n}", SamplingParams(max_tokens=2, ignore_eos=True))
@@ -199,7 +199,7 @@ tell(said);
 
 @needs_node
 def test_the_page_agrees_with_the_screen_on_long_prompts():
-    """The page showed a hatched bar for minutes, without the remaining time."""
+    """Regression: the page showed a hatched bar for minutes, without the remaining time."""
     clock, sender = Clock(), watch_frames.Sender(False)
     frames, told, seen = [], [], None
     with word_engine(clock, clock, slots=2, max_len=9_000) as engine:

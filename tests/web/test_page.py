@@ -75,8 +75,8 @@ def test_the_content_security_policy():
 
 
 def test_a_replay_with_drafts_is_marked():
-    """The lab's runs used the recorded drafts under any setting, and the page did not say so. In the game the
-    policies had drafts, too, but the player had none."""
+    """Regression: the lab's runs used the recorded drafts under any setting, and the page did not say so.
+    In the game the policies had drafts, too, but the player had none."""
     run = recording(burst=24)
     names = run["fields"]["StepView"]
     alike = page_program.game_of(run)["runs"]
@@ -184,7 +184,7 @@ def changed(dice: random.Random, recording: dict) -> str:
 
 
 def test_a_changed_recording_makes_a_page_or_one_line(tmp_path, capsys):
-    """One damaged recording in three led to a traceback."""
+    """Regression: one damaged recording in three led to a traceback."""
     whole = recording(burst=2)
     run, out = tmp_path / "run.json", tmp_path / "out.html"
     ends: Counter[int] = Counter()
@@ -220,7 +220,7 @@ def test_a_page_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_a_page_can_be_made_from_itself(tmp_path, capsys):
-    """This includes texts with characters that no file can store."""
+    """Texts with characters that no file can store are kept, too."""
     one, two = (tmp_path / name for name in ("one.json", "two.json"))
     run = recording()
     run["about"]["command"] = "python tui.py --script \udcff"
@@ -239,7 +239,7 @@ def test_a_page_can_be_made_from_itself(tmp_path, capsys):
 
 
 def test_the_words_of_a_recording_are_no_markup():
-    """This includes its header: the command, the version, the policy."""
+    """The recording's header (command, version, policy) is escaped, too."""
     run = recording()
     run["about"] = dict.fromkeys(("command", "version", "processor", "model"), "<b>x</b>")
     for each in run["runs"]:

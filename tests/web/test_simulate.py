@@ -182,7 +182,8 @@ def worker(questions: list[dict], **files) -> list[dict]:
 
 @needs_node
 def test_the_worker_writes_every_source():
-    """The worker created one folder by its own name. The file moved, and no visitor could open the lab."""
+    """Regression: the worker created one folder by its own name. The file moved, and no visitor could open
+    the lab."""
     fake = {"pyodide.mjs": DISK, "pyodide.asm.mjs": "export default null"}
     (answer,) = worker([], files=fake)
     assert "failed" not in answer, answer
