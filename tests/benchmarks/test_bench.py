@@ -414,7 +414,7 @@ def test_a_shape_makes_a_model_that_both_can_read(tiny, who):
 
 @pytest.mark.parametrize("bits", [4, 16])
 def test_packed_shape_against_widened(tiny, bits):
-    """`--bits 4 --vs widened`."""
+    """Test `--bits 4 --vs widened`."""
     forms = []
     for column in (our_column("continuous"), read_rival("widened", "continuous")):
         sample = Sample(tiny(bits)._replace(dtype=column.dtype))

@@ -197,7 +197,7 @@ def test_llama_cpp_batches_rows_and_prompts(library, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("kv", "is_float32"), [("auto", False), ("float32", True)])
 def test_llama_cpp_keeps_keys_in_as_many_bits_as_we_do(library, tmp_path, kv, is_float32):
-    """With weights of 16 bits these are 16 bits, which is llama.cpp's default."""
+    """With weights of 16 bits, the keys have 16 bits, too, which is llama.cpp's default."""
     folder = make_checkpoint(tmp_path / "model", dtype=mx.bfloat16)
     peers.write_gguf(folder, folder / peers.GGUF)
     peers.LlamaCpp(str(folder), rows=1, length=20, kv=kv)

@@ -126,7 +126,7 @@ def test_a_conversation_that_was_saved_goes_on(engine, tmp_path):
         '{"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "x"}]}',
         '{"messages": [{"role": "tool"}, {"content": "x"}]}',
         '{"messages": ["x", "y"]}',
-        # It was loaded, and `/drop` then failed with a traceback
+        # Such a file used to be loaded, and `/drop` then failed with a traceback
         '{"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}',
         "[" * 100_000,
         "\ud800".encode("utf-8", "surrogatepass"),

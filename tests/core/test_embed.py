@@ -109,7 +109,7 @@ def test_embedding_is_batch_invariant(folder):
 
 
 def test_the_row_of_a_vector_ends_with_its_prompt(folder):
-    """The screen shows no token for it, and its slot is free for the next step."""
+    """The screen shows no token for a vector, and its slot is free for the next step."""
     with Engine.load(folder, slots=2, max_len=192, chunk=32) as engine:
         handle = engine.submit(list(range(70)), EMBED)
         result = handle.result()

@@ -92,7 +92,7 @@ def test_eos_where_the_grammar_allows_it(engine):
 
 
 def test_choices_have_separate_grammar_states(engine):
-    """With n > 1 the choices shared one matcher."""
+    """Regression: with n > 1 the choices shared one matcher."""
     wishes = [
         SamplingParams(grammar=LIST, temperature=1.0, seed=seed, max_tokens=90) for seed in range(6)
     ]

@@ -1,4 +1,4 @@
-"""Prompts with a common prefix share its rows, which changes nothing but the time."""
+"""Prompts with a common prefix share its rows, which saves time and changes nothing else."""
 
 import numpy as np
 import pytest

@@ -197,8 +197,8 @@ def test_head_computes_only_sampled_rows(parts, record):
 
 
 def test_chunk_keeps_no_reference_to_the_slab(parts):
-    """The output of its last layer is never computed. An unevaluated reference would keep the arrays, and
-    the next write would copy them."""
+    """The output of a chunk's last layer is never computed. An unevaluated reference would keep the arrays,
+    and the next write would copy them."""
     sizes = Sizes(slots=4, max_len=16_384, chunk=32, budget=100)
     with device_lock, device_stream():
         runner = Runner(parts[0], sizes)

@@ -693,7 +693,7 @@ def test_non_finite_chunks_are_not_cached(lag, at):
 
 
 def test_cancel_in_the_queue_keeps_the_cache():
-    """Regression: c is admitted, and waits for rows that B writes. After a cancel its slot forgot its rows,
+    """Regression: C is admitted, and waits for rows that B writes. After a cancel its slot forgot its rows,
     although C had written nothing."""
     story = Story(slots=3, chunk=4, budget=7)
     first = story.submit(tuple(range(100, 120)), 1)
@@ -1018,7 +1018,7 @@ def schedules_fail() -> bool:
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(monkeypatch, bug):
-    """The invariants catch it in random schedules."""
+    """The invariants catch each bug in random schedules."""
     owner, name, plant = BUGS[bug]
     monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
     assert schedules_fail()

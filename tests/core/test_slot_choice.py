@@ -93,9 +93,9 @@ def common(one: list[int], other: list[int]) -> int:
 @pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("talks", [2, 3, 4])
 def test_only_new_tokens_are_read_where_slots_suffice(talks, has_states):
-    """Three conversations with a common system prompt took turns in slot 0 and prefilled what the others had
-    overwritten, while three slots were empty. A prefix shorter than a segment is computed again, which takes
-    no longer than copying it.
+    """Regression: three conversations with a common system prompt took turns in slot 0 and prefilled what the
+    others had overwritten, while three slots were empty. A prefix shorter than a segment is computed again,
+    which takes no longer than copying it.
 
     With states, the second conversation prefills the common prefix again, since there is no state at its end.
     The others find the state that it leaves there, which the ends of prompts used to replace."""

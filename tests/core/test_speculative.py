@@ -204,8 +204,8 @@ def test_draft_continues_the_last_bigram():
 
 
 def test_acceptance_is_learned_by_run_length():
-    """A single acceptance rate treated a copy with changes like an exact copy, and a pair of words like a
-    quotation."""
+    """Regression: a single acceptance rate treated a copy with changes like an exact copy, and a pair of
+    words like a quotation."""
     lookup = hints_of([1, 2, 3, 4, 5, 6, 7, 1])
     assert lookup.chances(6) == [1 / 2, 2 / 3, 3 / 4, 4 / 5, 5 / 6, 6 / 7]
     answer = []

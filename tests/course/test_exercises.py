@@ -124,7 +124,7 @@ def exercise_of(name: str, monkeypatch) -> dict:
 
 
 def test_half_done_pane(monkeypatch):
-    """With a name in CHARTS and none in LOWER, the message complained about CHARTS."""
+    """Regression: with a name in CHARTS and none in LOWER, the message complained about CHARTS."""
     test = exercise_of("pane", monkeypatch)["test_v_leads_to_the_pane"]
     monkeypatch.setitem(app.PANES, "memory", None)
     with pytest.raises(pytest.fail.Exception, match="CHARTS has no"):

@@ -290,8 +290,8 @@ def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, te
 
 
 def test_taken_port(monkeypatch, tmp_path):
-    """Two processes with the same MLX_RANK listened on one port, which MLX allows, so either might be
-    connected."""
+    """Regression: two processes with the same MLX_RANK listened on one port, which MLX allows, so either
+    might be connected."""
     with socket.socket() as other:
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as MLX does
             other.setsockopt(socket.SOL_SOCKET, option, 1)
@@ -588,7 +588,8 @@ leader.leave()
 
 
 def test_rank_lost_during_goodbye():
-    """After a signal that ended both ranks at once, rank 0 waited forever for the other's farewell."""
+    """Regression: after a signal that ended both ranks at once, rank 0 waited forever for the other's
+    farewell."""
     done = python(GOODBYE)
     assert done.returncode == LOST and "rank 1 (there) is gone" in done.stderr
 
@@ -887,7 +888,7 @@ def test_rank_lost_while_loading(tmp_path):
 
 
 def test_missing_rank_is_named(tmp_path):
-    """Regression: MLX waited for it without a message, and held the GIL."""
+    """Regression: MLX waited for a missing rank without a message, and held the GIL."""
     with Pair(tmp_path, str(ROOT / "ask.py"), "Hello", only=(1,)) as pair:
         pair.says(1, re.escape(f"rank 1 waits for rank 0 ({pair.hosts[0]})"))
         pair.processes[1].send_signal(signal.SIGINT)

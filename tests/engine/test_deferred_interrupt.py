@@ -54,7 +54,7 @@ def test_ctrl_c_is_deferred_to_the_end_of_a_block():
 
 
 def test_nested_blocks_call_a_handler_once():
-    """The handler is the program's own."""
+    """The program's own handler is called once, at the end of the outer block."""
     calls, order = [], []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append(list(order)))
     try:
@@ -106,7 +106,7 @@ with defer_interrupt():
 
 
 def test_second_ctrl_c_is_immediate():
-    """Regression: a second Ctrl-C while a server took leave of its other ranks made it exit with 130,
+    """Regression: a second Ctrl-C while a server said goodbye to its other ranks made it exit with 130,
     although its own handler lets it shut down in order."""
     calls, order = [], []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append(list(order)))

@@ -87,7 +87,7 @@ def test_command_runs_between_steps(engine, loop):
 
 
 def test_failing_command_is_logged(engine, loop):
-    """The command after it still runs."""
+    """The command after a failing one still runs."""
     done = threading.Event()
     loop.call(lambda: 1 / 0)
     loop.call(lambda: exit(3))

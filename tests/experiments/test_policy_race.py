@@ -20,7 +20,7 @@ from tui import MENU
 
 
 def test_a_comparison_counts_cancelled_requests():
-    """Under the other policy they leave at the same time, some before their first token."""
+    """Cancelled requests leave at the same time under the other policy, some before their first token."""
     stage = Stage(slots=2).load()
     stage.obey("/burst 10")
     stage.turns(40)
@@ -208,7 +208,7 @@ def test_races_agree_on_a_busy_machine(stage):
 
 @pytest.mark.parametrize("policy", ["continuous", "static"])
 def test_a_replay_agrees_on_a_busy_machine(policy):
-    """Compare's cost of a chunk ranged from 1.9 to 249 ms."""
+    """Regression: Compare's cost of a chunk ranged from 1.9 to 249 ms."""
     stage = Stage(policy=policy).load()
     stage.engine.prefix_cache = False
     disturb(stage, 0.1)

@@ -125,8 +125,8 @@ def test_random_requests_are_replayed_to_their_whole_length():
 
 
 def test_an_unread_prompt_counts_in_a_replay():
-    """Regression: such a prompt was left out, so its chunks took no time. A request that was cancelled next
-    to it had its first token 10.50 ms before it arrived."""
+    """Regression: an unread prompt was left out, so its chunks took no time. A request that was cancelled
+    next to it had its first token 10.50 ms before it arrived."""
     stage = Stage(slots=4, max_len=4_000).load()
     stage.engine.submit([97] * 5, SamplingParams(max_tokens=600))
     stage.turns(10)
@@ -211,7 +211,7 @@ def test_what_is_not_known_is_refused_in_a_line(stage):
     ("cached", "where"), [(77, "the last one before that is at 77"), (0, "nor before")]
 )
 def test_tokens_read_again_are_explained(cached, where):
-    """The reason is a missing checkpoint, in a model with states."""
+    """The page gives the reason, which is a missing checkpoint in a model with states."""
     stage = Stage().load()
     handle = stage.engine.submit([97] * 120, SamplingParams(max_tokens=2))
     stage.finish()

@@ -59,7 +59,7 @@ def test_replay_drafts_the_same_tokens():
 
 
 def test_limits_of_an_old_recording():
-    """Back then, late tokens cost more from row `far` on."""
+    """When the recording was made, late tokens cost more from row `far` on."""
 
     def cuts(**more) -> list[int]:
         limits = OLD | {"chunk": 32, "budget": 8} | more

@@ -90,7 +90,7 @@ IN_LONG = {
 @NEEDS_COMPILER
 @pytest.mark.parametrize("sanitizer", IN_SHORT)
 def test_sanitizers_find_nothing(tmp_path, sanitizer):
-    """No read beyond an array, and no data race."""
+    """The sanitizers find no read beyond an array and no data race."""
     options = (IN_LONG if IS_LONG else IN_SHORT)[sanitizer].split()
     options += BEST if IS_LONG or sanitizer == "address" else []
     program = compiled(tmp_path / "exam", *options, EXAM, build.SOURCE)

@@ -250,7 +250,7 @@ def test_int8_activations_round_each_row_by_itself(part):
 def test_activations_have_8_bits_where_packed_weights_are_multiplied(
     config, dtype, rounds, tmp_path
 ):
-    """The default rounds activations; with 32 nothing does."""
+    """Check which models round activations by default. With 32 none does."""
     folder = make_checkpoint(tmp_path, **config)
     usual, asked = (ModelReader(folder, dtype, **how) for how in ({}, {"activations": 32}))
     assert (usual.rounds, asked.rounds) == (rounds, False)

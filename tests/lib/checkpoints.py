@@ -243,11 +243,11 @@ class Reference:
 
     def __init__(self, folder: Path, config: dict | None = None):
         """`config` renames fields of config.json that mlx-lm does not know."""
-        import mlx_lm.utils  # here, since it takes a second that only references need
+        import mlx_lm.utils  # imported here, because it takes a second
 
         self.model, _ = mlx_lm.utils.load_model(folder, model_config=config)
         self.model.set_dtype(mx.float32)
-        # Mlx-lm always uses longrope's long factors. We use the short ones where slots are no longer than
+        # mlx-lm always uses longrope's long factors. We use the short ones where slots are no longer than
         # the original length, so for such slots the reference gets them in place of the long ones.
         given = json.loads((folder / "config.json").read_text()) | (config or {})
         scaling, self.short, self.bound = (

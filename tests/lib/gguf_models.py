@@ -21,7 +21,7 @@ from models.gguf_file import GgufTensor
 from models.gguf_weights import GgufWeights
 from models.weights import Tensor
 
-# Llama.cpp requires keys and values of the same size
+# Keys and values of the same size, as llama.cpp requires
 DELTA_HEADS = {
     "head_dim": 64,
     "linear_num_key_heads": 4,

@@ -37,7 +37,7 @@ class Heap(ctypes.Structure):
         ("of_blocks", ctypes.c_size_t * 4),
         ("mapped", ctypes.c_size_t),  # bytes of large blocks
         ("of_freed", ctypes.c_size_t * 2),
-        ("used", ctypes.c_size_t),  # bytes of all others
+        ("used", ctypes.c_size_t),  # bytes of all other blocks
         ("of_free", ctypes.c_size_t * 2),
     ]
 

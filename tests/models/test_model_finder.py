@@ -241,7 +241,7 @@ def test_list_of_a_folder(home, capsys):
 
 
 def test_list_of_a_folder_that_does_not_answer(home, monkeypatch, capsys):
-    """An example is a network folder whose machine is off."""
+    """A network folder whose machine is off must not hang the list."""
     hangs = threading.Event()
 
     def search(root: Path) -> Iterator[Path]:

@@ -173,7 +173,7 @@ def test_sliding_window_mask(L):
     ],
 )
 def test_a_window_outside_the_slab_is_refused(slots, starts, L):
-    """MLX checks no bounds. Asserts did, which `python -O` removes."""
+    """MLX checks no bounds, and `python -O` removes asserts."""
     slab = Slab(1, 2, 2, 96, 16, mx.float32)
     with pytest.raises(IndexError):
         Window(slab, slots, starts, L)
@@ -205,7 +205,7 @@ def test_softmax_is_its_formula(form, rows, T, scale):
 
 
 def test_softmax_is_row_invariant(form):
-    """The form depended on the number of rows, and so on the other requests."""
+    """Regression: the form depended on the number of rows, and so on the other requests."""
     x = mx.array(normal(40, 4, 96, scale=5.0))
     whole = softmax(x)
     for rows in (1, 2, 3, 4, 15, 16, 39):
@@ -265,7 +265,7 @@ def test_interleaved_rope(turned, interleaved):
     [
         ({"rope_type": "yarn", "factor": 4.0}, 0.1 * math.log(4) + 1),
         ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.75}, 0.75),
-        # One of the two has no effect
+        # One without the other has no effect
         ({"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}, 0.1 * math.log(4) + 1),
         (
             {"rope_type": "yarn", "original_max_position_embeddings": 512},

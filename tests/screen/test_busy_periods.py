@@ -1,5 +1,4 @@
-"""What remains of a busy period: its totals, its steps, and counts that keep growing when old requests are
-forgotten."""
+"""Busy periods: their totals and steps, and counts that include forgotten requests."""
 
 import re
 from dataclasses import replace

@@ -105,7 +105,8 @@ async def test_a_question_waits_and_escape_returns_it(it):
 
 @on_screen((120, 40), make=Talking)
 async def test_escape_while_paused_keeps_the_question(it):
-    """The footer offered space to go on, but Esc, which leads to that key, discarded the question."""
+    """Regression: the footer offered space to go on, but Esc, which leads to that key, discarded the
+    question."""
     await it.press("space", "i", *"one", "enter", "escape", turns=2)
     assert it.app.focused is None and not it.state.ended
     await it.press("space", turns=0)

@@ -309,7 +309,7 @@ async def test_a_message_too_long_for_the_prompt_is_a_notice(it):
 
 
 def test_the_printed_parts_of_a_step_add_up(stage):
-    """Parts and sum were rounded separately, which could give 0.00 + 0.00 + 0.00 = 0.01."""
+    """Regression: parts and sum were rounded separately, which could give 0.00 + 0.00 + 0.00 = 0.01."""
     stage.obey("one")
     stage.finish()
     parts = {"plan_s": 4e-6, "build_s": 4e-6, "commit_s": 4e-6, "device_s": 14.4e-6, "wait_s": 1.0}
@@ -487,7 +487,7 @@ async def test_help_and_quit_are_commands(it):
     assert it.app.focused is it.app.prompt
     await it.press("slash", *"helpp", "enter")
     await it.sees("/quit")
-    # The message said that /quit is no command, in front of a list that contains it
+    # The message used to say that /quit is no command, in front of a list that contains it
     await it.press("ctrl+u", *"/quit", "space", *"now", "enter")
     assert it.app.return_code == 0
 
@@ -627,8 +627,8 @@ def test_json_begins_paused_for_a_user(stage, looks_on, runs, monkeypatch):
 
 
 def test_every_click_leads_to_what_is_there(stage):
-    """A click on the number of ended requests called an action that no longer exists. No line is longer
-    than its page."""
+    """Regression: a click on the number of ended requests called an action that no longer exists. No line
+    is longer than its page."""
     for order in ("/same 9", "/break client"):
         stage.obey(order)
         stage.turns()

@@ -81,7 +81,7 @@ def test_the_load_average_replaces_missing_counts():
 
 
 def test_the_header_names_other_programs(stage):
-    """ "219 ms = build 170" blamed the engine for the time of other programs."""
+    """Regression: "219 ms = build 170" blamed the engine for the time of other programs."""
     stage.obey("/burst 20")
     stage.turns(70)
     (before,) = stage.lines(status.draw_status, 80, 1)

@@ -179,7 +179,7 @@ def test_a_log_on_a_terminal_says_what_to_type(model):
 
 
 def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
-    """Waiting while paused never finished."""
+    """Regression: waiting while paused never finished."""
     picture = tmp_path / "picture.svg"
     script = "light static pause burst24 step60 wait"
     options = ["--screenshot", picture, "--size", "120x40"]

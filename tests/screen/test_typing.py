@@ -94,8 +94,8 @@ def outcome(keys: list, loaded: bool, slowly: bool) -> dict:
 
 
 def test_random_keys_do_the_same_whenever_they_come():
-    """While the model was loading, `i`, "Hellp", Backspace, "o there" and Enter fired "Hellpo ther". With a
-    loaded model, a letter overtook the previous key if both arrived at once."""
+    """Regression: while the model was loading, `i`, "Hellp", Backspace, "o there" and Enter fired "Hellpo
+    ther". With a loaded model, a letter overtook the previous key if both arrived at once."""
     typists = number_of("TYPISTS", 2)
     fired = posted = 0
     for seed in range(typists):
@@ -134,7 +134,8 @@ async def test_text_typed_while_loading_is_in_the_box(it):
 
 
 def test_toggle_keys_faster_than_the_engine():
-    """Pressing `space` twice before the next view paused only once; `l` and `p` had the same bug."""
+    """Regression: pressing `space` twice before the next view paused only once; `l` and `p` had the same
+    bug."""
     keys = ("space", "space", "space", "l", "l", "p", "p", "plus", "plus", "minus")
     keys += ("left_square_bracket",) * 2
 

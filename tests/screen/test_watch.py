@@ -112,7 +112,7 @@ def watched(request):
 
 
 def test_refused_http_requests_are_shown(watched):
-    """The engine's own snapshot does not contain them."""
+    """The engine's own snapshot does not contain refused requests."""
     seen = len(watched.state.calls)
     assert watched.complete(n=0).status == 400
     assert watched.ask("/v1/nothing", {}).status == 404

@@ -263,7 +263,7 @@ def test_close_ends_all_connections(engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancelled_answer_is_an_error(here, engine, stream):
-    """When a person cancels it at the screen, `finish_reason` "stop" would be false."""
+    """When a person cancels an answer at the screen, `finish_reason` "stop" would be false."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": stream})
     (request,) = submitted(here)
@@ -634,7 +634,7 @@ def test_max_tokens_of_requests_without_their_own(engine):
 
 
 def test_health_is_503_once_the_loop_has_ended(here):
-    """Every request would hang."""
+    """Without the loop, every request would hang."""
     assert here.ask("/health").json == {"status": "ok", "arithmetic": "float"}
     here.loop.stop()
     assert here.ask("/health").status == 503
@@ -833,7 +833,7 @@ def test_only_the_start_of_an_oversized_prompt_is_tokenized(tmp_path, path):
     words = "so long " * 400_000
     chat = {"messages": [{"role": "user", "content": words}]}
     with Engine.load(folder, slots=2, max_len=128, chunk=32) as engine, Here(engine) as here:
-        engine.text.longest = 10**6  # like a token of many blanks
+        engine.text.longest = 10**6  # As with a token that stands for many blanks
         engine.text.tokenizer = Noted(engine.text.tokenizer)
         reply = here.ask(path, {"prompt": words} if path == COMPLETIONS else chat)
     assert reply.status == 400 and "maximum context length" in reply.body.decode()
@@ -869,8 +869,8 @@ def test_engine_gets_the_client_address(here):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_cached_tokens_reveal_no_other_clients_prompt(here, seed):
-    """The count confirmed a guessed prompt, sixteen tokens at a time. Send 40 requests of two clients with
-    common prefixes."""
+    """Regression: the count of cached tokens confirmed a guessed prompt, sixteen tokens at a time. Send 40
+    requests of two clients with common prefixes."""
     dice = random.Random(seed)
     said = {"127.0.0.2": [], "127.0.0.3": []}
     reused = told = 0
@@ -904,7 +904,7 @@ def token_counts(here) -> list[float]:
 
 
 def test_progress_and_metrics_reveal_no_other_clients_prompt(here, monkeypatch):
-    """Each correctly guessed token moved `processed` and two counters by one."""
+    """Regression: each correctly guessed token moved `processed` and two counters by one."""
     monkeypatch.setattr(http, "SWEEP_S", 0.01)
     monkeypatch.setattr(http, "PROGRESS_S", 0.0)
     prompt = [65 + place % 7 for place in range(120)]
@@ -1051,7 +1051,7 @@ def test_large_answer_is_serialized_in_another_thread(here, monkeypatch):
 
 
 def test_paused_reader_gets_log_probabilities_in_parts(here, monkeypatch):
-    """Everything that arrived during the pause became one event of megabytes."""
+    """Regression: everything that arrived during the pause became one event of megabytes."""
     monkeypatch.setattr(answer_stream, "PIECES", 10)
     goes_on = threading.Event()
     output = AnswerWriter._output
@@ -1073,7 +1073,7 @@ def test_paused_reader_gets_log_probabilities_in_parts(here, monkeypatch):
     said = line.until(b"[DONE]").decode()
     events = [json.loads(text) for text in re.findall(r"data: (\{.*\})", said)]
     counts = [len((e["choices"][0]["logprobs"] or {"tokens": ()})["tokens"]) for e in events]
-    assert sum(counts) == 100 and max(counts) <= 40  # some tokens are no piece by themselves
+    assert sum(counts) == 100 and max(counts) <= 40  # some tokens complete no piece
 
 
 def test_log_probabilities_cost_the_same_late_as_early():

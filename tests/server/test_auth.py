@@ -112,7 +112,7 @@ def test_foreign_pages_are_refused(engine):
 
 def test_local_pages_are_allowed(here):
     asked = {"Access_Control_Request_Method": "POST"}
-    # A byte above 127 left a preflight without a response
+    # A byte above 127 used to leave a preflight without a response
     asked["Access_Control_Request_Headers"] = "authorization,x-stainless-os,x-\xe9"
     for origin in ("http://localhost:3000", "http://127.0.0.1:8080", "https://localhost"):
         reply = here.ask(CHAT, method="OPTIONS", Origin=origin, **asked)

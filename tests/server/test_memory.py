@@ -195,7 +195,7 @@ def test_no_leak_from_a_kept_connection(taught, census):
 
 
 def test_no_leak_from_incomplete_requests(taught, census):
-    """Neither do pipelined requests."""
+    """Pipelined requests must not leak either."""
     taught.parrot.loop.pause()
     data = json.dumps(BODIES["chat"][1])
     head = f"POST {CHAT} HTTP/1.1\nHost: localhost\nContent-Length: {len(data)}\n\n"

@@ -393,8 +393,8 @@ AT_ONCE = {
     ],
 )
 def test_recursive_schema_of_arguments(template, schema):
-    """Within a call's schema, "#" meant the whole call: a tree became an endless nesting of calls, and a
-    second field like the first one a 400."""
+    """Regression: within a call's schema, "#" meant the whole call: a tree became an endless nesting of
+    calls, and a second field like the first one a 400."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     body = {"messages": [said("x")], "tools": tools, "tool_choice": "required", "max_tokens": 400}
     body |= {"parallel_tool_calls": False, "temperature": 1}

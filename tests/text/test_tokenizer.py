@@ -512,7 +512,7 @@ def test_prompt_has_one_bos(tmp_path, begins_with_bos, adds_bos, bos):
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_only_a_leading_bos_is_dropped(tmp_path, adds_bos):
-    """Others are kept: a few-shot prompt may start each example with `<s>`."""
+    """Only the first BOS is dropped: a few-shot prompt may start each example with `<s>`."""
     text = make_text(tmp_path, adds_bos, bos_token="<s>")
     assert text.encode("a<s>b<s><s>").count(BOS) == 3 + adds_bos
     # Without a BOS in the config, none is removed

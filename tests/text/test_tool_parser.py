@@ -419,7 +419,7 @@ def test_call_without_tools_is_content():
 
 def test_json_answer_is_no_call_of_an_unknown_tool():
     output_format = OutputFormat(None, LLAMA)
-    unnamed = '{"name": ["add"], "parameters": {}}'  # raised a TypeError
+    unnamed = '{"name": ["add"], "parameters": {}}'  # used to raise a TypeError
     others = ('{"name": "Ann", "parameters": {"age": 3}}', '{"name": "add", "age": 3}', "{")
     for text in (unnamed, *others):
         assert parse(text, output_format) == [("content", text)] == parse(list(text), output_format)
@@ -490,7 +490,7 @@ IN_JSON = [HERMES, MISTRAL, LLAMA, APRIEL]
 @pytest.mark.parametrize("format", IN_JSON, ids=lambda format: format.name)
 def test_unmarked_call_of_a_known_tool(format):
     """Regression: none of a published model's 16 calls had its mark: it wrote them bare, or in a code
-    block. The client got them as content, and its loop ended."""
+    block. The client received them as content, and its loop ended."""
     output_format = OutputFormat(REASONING_MARKS[0], format)
     for text, expected in BARE.items():
         if format.is_bare:  # its template supports a single call
@@ -604,8 +604,8 @@ def test_parsing_cost_does_not_grow(text):
 
 @pytest.mark.parametrize("before", ["", "<think>a", "<tool_call>add"])
 def test_endless_white_space_streams(before):
-    """Regression: a client can force it with a logit bias. If it was held back, all of it was checked for
-    each token: 100,000 took four seconds of the thread that serves all clients."""
+    """Regression: a client can force endless white space with a logit bias. If it was held back, all of it
+    was checked for each token: 100,000 took four seconds of the thread that serves all clients."""
     for text in (before + " \n" * 800 + "x", before + " \n" * 800 + "<tool_call>x"):
         parser = OutputParser(SPEECH, TOOLS)
         parts = []

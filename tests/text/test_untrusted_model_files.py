@@ -79,7 +79,7 @@ def test_template_with_huge_output_is_refused(tmp_path):
 
 @no_limit_of_memory
 def test_renderings_are_tokenized_in_the_check(tmp_path, monkeypatch):
-    """The tokenizer explodes at a character that only the template writes."""
+    """The tokenizer needs too much memory for a character that only the template writes."""
     limits = untrusted_model_files.LIMITS._replace(seconds=1.5, memory=2**27)
     monkeypatch.setattr(untrusted_model_files, "LIMITS", limits)
     tokenizer = make_tokenizer()

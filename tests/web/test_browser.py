@@ -75,7 +75,7 @@ def test_it_answers_to_the_keyboard_and_to_the_scrubber(opens):
 
 
 def test_links_of_the_annotated_core_open_a_step(opens):
-    """Links of another page work, those within the open page, where only the hash changes, and buttons."""
+    """Links work from another page and within the open page, where only the hash changes. So do buttons."""
     tab = opens(f"file://{DEMO}#ghost")
     shows(tab, "[data-step-words]", "a ghost")
     assert not tab.evaluate("nanobatch.player.playing")
@@ -138,7 +138,7 @@ def test_heading_and_picture_show_the_same_step(opens):
 
 
 def test_a_press_on_a_timeline_opens_the_request_there(opens):
-    """Regression: where the lane had ended, it opened the request that ended last."""
+    """Regression: a click on a timeline whose lane had ended opened the request that ended last."""
     tab = opens(DEMO)
     tab.evaluate("nanobatch.player.goTo(nanobatch.player.end)")
     tab.locator("canvas.timeline >> nth=1").click(position={"x": 60, "y": 5})
@@ -182,8 +182,8 @@ def plays(opens, tmp_path):
 
 
 def test_any_text_stays_in_its_row(plays):
-    """The demo model writes no line breaks. Lines of a real model's answers overlapped the rows below and the
-    next heading."""
+    """Regression: the demo model writes no line breaks. Lines of a real model's answers overlapped the rows
+    below and the next heading."""
     run = recording([(f'"{text}"', 600) for text in TEXTS], burst=len(TEXTS), max_len=4096)
     tab = plays(run, run)
     until(tab, "nanobatch.player.now > 0")
@@ -254,7 +254,8 @@ def test_touch_targets_are_large_enough(opens):
 
 
 def test_file_names_become_links(opens, tmp_path):
-    """File names become links on GitHub Pages and in a copy of the repository. Elsewhere they led nowhere."""
+    """File names become links on GitHub Pages and in a copy of the repository. Elsewhere such links led
+    nowhere."""
     links = "[...document.querySelectorAll('a[data-file]')].map((link) => [link.dataset.file, link.href])"
     found = opens(DEMO).evaluate(links)
     assert len(found) >= 5

@@ -1,5 +1,5 @@
-"""The game: a hand that can be played, played better than sched.py does, and a score that does not depend
-on a clock."""
+"""The game: a hand that can be played, and played better than sched.py does, with a score that does not
+depend on a clock."""
 
 from pathlib import Path
 

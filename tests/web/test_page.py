@@ -1,4 +1,4 @@
-"""The page is a single text, which can run nothing but itself, whatever a recording contains."""
+"""The page is one HTML file that runs only its own script, whatever a recording contains."""
 
 import json
 import random
@@ -118,7 +118,7 @@ REPOSITORY, ADDRESS = "https://github.com/Ann/nanobatch", "https://ann.github.io
 
 
 def test_the_links_of_the_page_follow_from_one_setting(tmp_path, monkeypatch):
-    """On GitHub Pages, which serves only docs/, the links led nowhere."""
+    """Regression: on GitHub Pages, which serves only docs/, the links led nowhere."""
     named = set()
     for setting, links in (("", []), (f'Repository = "{REPOSITORY}"', [REPOSITORY, ADDRESS])):
         (tmp_path / "pyproject.toml").write_text(f"[project]\n[project.urls]\n{setting}\n")
@@ -211,7 +211,7 @@ def test_what_is_no_recording_is_refused_in_one_line(tmp_path, capsys):
 
 
 def test_a_page_that_cannot_be_written(tmp_path, capsys):
-    """An invalid path led to a traceback."""
+    """Regression: an invalid path led to a traceback."""
     run = tmp_path / "run.json"
     run.write_text(json.dumps(recording()))
     assert page_program.main([str(run), str(tmp_path / "nowhere" / "out.html")]) == 1
