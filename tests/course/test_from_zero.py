@@ -157,7 +157,10 @@ MISTAKES = [
         "Budget that the oldest",
     ),
     Mistake(
-        "nanobatch.Engine.step", "_in_flight) > 1", "_in_flight) > 2", "so are all steps before it"
+        "nanobatch.Engine.step",
+        "_in_flight) > 1",
+        "_in_flight) > 2",
+        "starts before the last one is read",
     ),
     Mistake(
         "runner.Runner.start_sampling",
