@@ -204,8 +204,10 @@ class Book:
 
 
 def check_book(folder: str) -> Path:
-    """Return the path of a student's folder. ValueError unless it holds chapters, and no other
-    modules."""
+    """Return the path of a student's folder, after checking it.
+
+    ValueError unless it contains chapters that are valid Python, and no other modules.
+    """
     path = Path(folder).expanduser().resolve()
     files = Book(path).files
     if not files:

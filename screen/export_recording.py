@@ -22,9 +22,9 @@ from screen.timeline_columns import Column
 from screen.undisturbed_times import Prices, on_clock
 
 FORMAT = 2
-STEPS = 5_000  # recorded per run, the first ones
-REQUESTS = 500  # recorded per run
-LETTERS = 20_000  # recorded per text
+STEPS = 5_000  # limit per run; the first ones are recorded
+REQUESTS = 500  # limit per run
+LETTERS = 20_000  # limit per text
 FIELDS = {
     kind.__name__: watch_frames.names_of(kind) or kind._fields
     for kind in (StepView, RequestView, Metrics, Limits)

@@ -55,7 +55,8 @@ class Page(NamedTuple):
     pane: Callable[[State, Canvas], None] | None = None
     # Keys while the page is open: key -> an action of the screen, or a function
     own: Mapping[str, str | Callable[[State], None]] = {}
-    on_view: Callable[[State, View], None] | None = None  # called with the previous view
+    # called for each new view, with the previous one
+    on_view: Callable[[State, View], None] | None = None
     # Called ten times a second while the page is open; returns True if there is news to draw
     poll: Callable[[Session], bool] | None = None
     leave: Callable[[Session], None] | None = None  # called when the page is closed

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 RETRY_S = 1.0
 SILENT_S = 5.0  # timeout: a server sends something every second
-LINE = 2**26  # bytes of an event, at most
-MODELS = 1000  # of a server, at most
+LINE = 2**26  # limit of bytes per event
+MODELS = 1000  # limit of names taken from a server
 SENDERS = 64  # requests in flight; others wait in this client
 
 

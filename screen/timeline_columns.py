@@ -38,7 +38,7 @@ class Column(NamedTuple):
     began: float
     ended: float
     cells: tuple[Cell, ...]  # by slot
-    tokens: int  # delivered
+    tokens: int  # number of tokens delivered
     # Number of cells that worked for a request; in a merged column, summed over all its steps. A
     # cell with draft tokens counts as the share of its rows that yielded a token
     useful: float

@@ -81,7 +81,7 @@ def test_top_a_works_beside_the_other_filters(other, how, monkeypatch):
 
 
 def test_a_neighbour_with_min_p_or_none_gets_its_own_filter():
-    """Requests share a group, with their settings in columns."""
+    """Requests in a group keep their own settings, which are stored in columns."""
     drawn(top_a=0.3)
     settings = [{"top_a": 0.3}, {"min_p": 0.5}, {}, {"top_a": 0.3, "min_p": 0.5}]
     logits = mx.broadcast_to(mx.log(mx.array([*PROBABILITIES, *[1e-30] * 251])), (DRAWS, 256))

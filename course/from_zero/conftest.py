@@ -19,7 +19,7 @@ from course.from_zero.stages import STAGES, Stage, names
 BLANK = set()  # blank functions of the student's chapters
 if BOOK := overlay.opened():
     sys.path.insert(0, str(BOOK.folder))  # before the folders of pytest's option `pythonpath`
-    os.environ.setdefault("PYTEST_TIMEOUT", "60")  # seconds per test; a test takes about one
+    os.environ.setdefault("PYTEST_TIMEOUT", "60")  # limit per test; most take about one second
     BLANK = {name for name, _ in BOOK.blanks()}
 
 FAKES = Path(__file__).with_name("stand_ins.py")

@@ -33,7 +33,6 @@ Compared with rung 3, padding and ghosts are gone. A prompt goes in with its own
 of the newest tokens names only the slots that decode. So under "static" the same slots stay without
 a request as on rung 3. There they computed in vain (a ghost), and here they do nothing: such a slot
 is *blocked* (╳) while requests wait for the batch, and *free* (·) if none waits.
-slot is *blocked* (╳) while requests wait for the batch, and *free* (·) when none waits.
 """
 
 import time
