@@ -1,14 +1,13 @@
-"""The demo model's exam: questions that it was not trained on, asked through the engine, all in flight at
-once.
+"""The demo model's exam: held-out questions, answered by the engine, all in flight at once.
 
     python demo/eval.py                     # every skill, 120 questions each, 8 slots
     python demo/eval.py --slots 1           # the same answers, one at a time
     python demo/eval.py --skill story --show 5
 
-An answer counts if it is right to the letter. Of a story one can only ask what a machine can see:
-that both nouns are in it, that nobody changes names (there are at most two, and the one asked for
-is there), that it is as long as was asked for, that it ends by itself, and that it does not go
-round in circles. The rest is for a reader.
+An answer counts only if every character is right. For a story, only properties that a program can
+check count: both nouns occur, characters keep their names (there are at most two names, and the
+requested one is there), the length is as requested, the story ends by itself, and no sentence occurs
+three times. The rest is for a human reader.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the engine lives one folder up
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the engine is one folder up
 
 import corpus
 from nanobatch import Engine, Result, SamplingParams
@@ -30,12 +29,12 @@ from stories import NAMES
 from stories import WORDS as WORDS_IN
 
 MAX_TOKENS = 400
-# The names in a story, and none of these: "Will it rain?", "it was June".
+# The names in a story, but not the words in "Will it rain?" or "it was June".
 NAME = re.compile(rf"(?<!was )\b(?!Will it|Will you)({'|'.join(name for name, _ in NAMES)})\b")
 
 
 def questions(skill: str, count: int, seed: str = "exam") -> list[corpus.Task]:
-    """The first different questions of the exam, as many as are wanted or there are."""
+    """Return up to `count` different questions of the exam; fewer if the skill has fewer."""
     rng, tasks = random.Random(f"{seed} {skill}"), {}
     for _ in range(20 * count):
         task = corpus.ask(rng, skill, exam=True)
@@ -46,7 +45,7 @@ def questions(skill: str, count: int, seed: str = "exam") -> list[corpus.Task]:
 
 
 def marks(skill: str, task: corpus.Task, result: Result) -> dict[str, bool]:
-    """What is right about an answer: name of the mark -> yes or no."""
+    """Grade an answer. Return the name of each mark and whether the answer earns it."""
     ended = result.finish_reason == "stop"
     if skill != "story":
         return {skill: ended and result.text == task.answer.replace(corpus.CUT, "")}
@@ -76,7 +75,7 @@ def length_asked(prompt: str) -> str:
 def answer_all(
     engine: Engine, skills: list[str], count: int
 ) -> dict[str, list[tuple[corpus.Task, Result]]]:
-    """All questions of all skills at once, shuffled, so that short and long answers share the
+    """Ask all questions of all skills at once, shuffled, so that short and long answers share the
     slots."""
     asked = [(skill, task) for skill in skills for task in questions(skill, count)]
     random.Random(0).shuffle(asked)
@@ -89,7 +88,7 @@ def answer_all(
 
 
 def scores(answered: dict[str, list[tuple[corpus.Task, Result]]]) -> dict[str, float]:
-    """Name of the mark -> share of the answers that have it."""
+    """Return, for each mark, the fraction of answers that earned it."""
     given = [
         mark
         for skill, pairs in answered.items()

@@ -1,33 +1,31 @@
-"""Endless short stories from a grammar: what the demo's tiny model reads in order to learn to tell
-them.
+"""Endless short stories from a grammar: the training stories of the demo model.
 
-The problem: two nouns and a length are given ("a fox and a lantern, short"), and a story has to
-come out that one can read aloud. A model of a few million parameters writes what it has read, no
-better, so all the care is in here.
+The problem: given two nouns and a length ("a fox and a lantern, short"), generate a story that one
+can read aloud. A model of a few million parameters writes no better than its training text, so the
+quality has to come from this file.
 
-How a story is made. The nouns cast it: an animal or a person becomes the hero, a thing becomes what
-the story is about, a second animal or person the friend; for two things we invent a child. The cast
-chooses the family of plots. A plot is a text of beats. A line that begins with a digit begins a
-beat, a line that begins with "| " is another wording of it, and other lines go on with the line
-above. The digit says who hears the beat: 1 is told in every story, 2 in medium and long ones, 3 in
-long ones only, and of the deepest a few are left out at random. So each plot has to make sense at
-all three depths, and no beat may lean on one that is as deep as itself, unless both are 1s.
+How a story is made. The nouns decide the cast: an animal or a person becomes the hero, a thing becomes
+the subject, and a second animal or person becomes the friend; for two things a child is invented. The
+cast decides the family of plots. A plot is a text of beats. A line that begins with a digit begins a
+beat, a line that begins with "| " is an alternative wording, and any other line continues the line
+above. The digit is the beat's depth: 1 is told in every story, 2 in medium and long ones, 3 only in
+long ones, and a few of the deepest beats are left out at random. So each plot has to make sense at
+all three depths, and a beat must not depend on another of the same depth, unless both are 1s.
 
-In a wording, `[a|b]` is a choice on the spot, and `{field}` is a word of this story: drawn once,
+In a wording, `[a|b]` is a random choice, and `{field}` is a word of this story: it is drawn once and
 then kept, so that `{place}` stays the same place to the end. A field's name may end in a 2, for a
-different draw from the same list, and begin with a capital, for a value that does. `{he} {him}
-{his}` are the hero's pronouns, `{they} {them} {their}` stand for the friend's (she, her, her).
-Fields may hold fields: `{owns}` is a whole first sentence. Verbs are in the past tense, where they
-agree with everyone; "a" becomes "an" by itself.
+different draw from the same list, or begin with a capital, to capitalize the value. `{he} {him}
+{his}` are the hero's pronouns, `{they} {them} {their}` are the friend's (she, her, her). Fields may
+contain fields: `{owns}` is a complete first sentence. Verbs are in the past tense, which needs no
+agreement; "a" becomes "an" automatically.
 
-A noun has its habits (`habit`): mostly the fox has the same name, lives in the same place, and is
-cast in the same kind of story. A greedy model says what it has met most often, so without habits
-all its stories would begin alike. Names need them for another reason: drawn from a hat they were
-all alike to the model, which then could not tell one from another, and a fox who began as Ruby
-ended as Ada.
+A noun has habits (`habit`): a fox usually has the same name, lives in the same place, and appears in
+the same kind of story. A greedy model generates what it saw most often, so without habits all its
+stories would begin in the same way. Names need habits for another reason: with random names, the model
+could not tell one name from another, and a fox that was introduced as Ruby became Ada.
 
-`story` draws until a draw fits: the length is right, both nouns are there twice, the first one in
-the first sentence.
+`story` draws until a story fits: the length is right, both nouns occur at least twice, and the first
+noun is in the first sentence.
 
 To add a plot, write one more text under FOUND, OWNED, FRIENDS or PAIRS. To add a noun, add it to a
 list below.
@@ -41,7 +39,7 @@ from itertools import chain
 
 
 def words(text: str) -> tuple[str, ...]:
-    """A list of single words, as one writes it down."""
+    """Split a text into words."""
     return tuple(text.split())
 
 
@@ -61,8 +59,7 @@ PERSONS = words(
     """
 )
 
-# What one does with each thing. Those that tear, and those that nobody made and nobody can mend,
-# stand apart.
+# The use of each thing. Things that tear are in SOFT, and natural things, which cannot be mended, in WILD.
 HARD = {
     "basket": "gather berries",
     "bell": "call everyone to supper",
@@ -195,10 +192,10 @@ PRONOUNS = {"he": ("he", "him", "his"), "she": ("she", "her", "her")}
 
 LENGTHS = ("short", "medium", "long")
 SENTENCES = {"short": (3, 5), "medium": (5, 11), "long": (10, 21)}
-# Nine draws in ten: a model cannot draw again
+# The range of nine stories in ten. `story` draws again outside it, which a model cannot do
 WORDS = {"short": (35, 78), "medium": (78, 145), "long": (145, 240)}
 
-# The fields that several plots share: first words, then whole sentences.
+# Fields shared by several plots: first words, then complete sentences.
 FIELDS = {
     "adj": words("red blue green yellow small little pretty fine lovely plain"),
     "trait": words(
@@ -324,7 +321,7 @@ FIELDS = {
     ),
 }
 
-# One hero, and a thing that comes into the hero's life.
+# One hero, and a thing that the hero finds or gets.
 FOUND = {
     "the owner": """
 1 {finds}
@@ -525,7 +522,7 @@ FOUND = {
 """,
 }
 
-# One hero, and a thing that was there from the beginning.
+# One hero, and a thing that the hero owns from the beginning.
 OWNED = {
     "lost and found": """
 1 {owns}
@@ -871,7 +868,7 @@ OWNED = {
 """,
 }
 
-# Two characters. Where they share a pronoun, `story` puts the noun instead of {they} and {them}.
+# Two characters. If they share a pronoun, the friend's noun replaces {they} and {them}.
 FRIENDS = {
     "a stranger in the rain": """
 1 A {trait} {hero} named {name} sat by the fire one rainy night when a {friend} knocked at the door.
@@ -1163,7 +1160,7 @@ FRIENDS = {
 """,
 }
 
-# Two things, and a child to meet them both.
+# Two things, and a child who meets both.
 PAIRS = {
     "only one of them": """
 1 On the table stood a {adj} {thing} and a {adj2} {other}, and a {hero} named {name} could choose only one.
@@ -1345,13 +1342,13 @@ PAIRS = {
 
 
 def article(noun: str) -> str:
-    """The noun with its article: "a fox", "an owl", "a unicorn"."""
+    """Return the noun with its article: "a fox", "an owl", "a unicorn"."""
     vowel = noun[:1].lower() in tuple("aeiou") and not re.match("uni|use|uku|eu|one", noun.lower())
     return f"{'an' if vowel or noun.lower().startswith(('hour', 'honest')) else 'a'} {noun}"
 
 
 def beats(plot: str) -> list[tuple[int, list[str]]]:
-    """A plot's text as (depth, wordings), in the order of the telling."""
+    """Parse a plot's text into (depth, wordings) pairs, in order."""
     parts = re.split(r"^(?=[123] )", plot.strip(), flags=re.MULTILINE)[1:]
     return [
         (int(part[0]), [" ".join(w.split()) for w in re.split(r"^\| ", part[2:], flags=re.M)])
@@ -1364,8 +1361,8 @@ MENDED = FAMILIES[1][list(OWNED).index("broken and mended")]
 
 
 def habit(rng: random.Random, noun: str, options: Sequence):
-    """One of the options: mostly the one that this noun always takes, so that a fox differs from an
-    owl, else any."""
+    """Return one of the options: usually the noun's habitual one, so that a fox differs from an owl,
+    otherwise a random one."""
     return (
         options[zlib.crc32(noun.encode()) % len(options)]
         if rng.random() < 0.75
@@ -1374,7 +1371,7 @@ def habit(rng: random.Random, noun: str, options: Sequence):
 
 
 class StoryWords(dict):
-    """The words of one story. A missing one is drawn from FIELDS, and kept."""
+    """The words of one story, by field. A missing word is drawn from FIELDS and kept."""
 
     def __init__(self, rng: random.Random, *nouns: str, **fields: str):
         super().__init__(fields)
@@ -1390,7 +1387,8 @@ class StoryWords(dict):
         return self[key]
 
     def expand(self, wordings: list[str], key: str = "") -> str:
-        """One of the wordings, filled in. No bell may ring by chance in a story about a bell."""
+        """Choose a wording and fill it in. Avoid wordings that contain a noun of the story: in a story
+        about a bell, no other bell may ring."""
         taken = re.compile(rf"(?<!{{)\b({'|'.join(map(re.escape, self.nouns))})\b")
         free = [text for text in wordings if not taken.search(text)] or wordings
         wording = habit(self.rng, f"{key} {self.nouns[0]}", free) if key else self.rng.choice(free)
@@ -1400,15 +1398,14 @@ class StoryWords(dict):
 
 
 def names_for(noun: str) -> list[tuple[str, str]]:
-    """The names, each with its pronoun, that this animal or person may have."""
+    """Return the names that this animal or person may have, each with its pronoun."""
     return [pair for pair in NAMES if GENDER.get(noun, pair[1]) == pair[1]]
 
 
 def cast(
     rng: random.Random, first: str, second: str, kinds: Mapping[str, str], name: str = ""
 ) -> tuple[list, StoryWords]:
-    """Who plays: the plots that suit the two nouns, and a scene with the names and pronouns in
-    it."""
+    """Cast the two nouns. Return the plots that suit them, and a scene with the names and pronouns."""
     things = [noun for noun in (first, second) if kinds.get(noun, "thing") == "thing"]
     hero, *others = [noun for noun in (first, second) if noun not in things] or [
         habit(rng, first, ("girl", "boy"))
@@ -1438,8 +1435,8 @@ def cast(
 
 
 def thin(rng: random.Random, plot: list[tuple[int, list[str]]], depth: int) -> list[list[str]]:
-    """The beats down to this depth, less a few of the deepest, but never without the first beats
-    and the last."""
+    """Return the wordings of the beats down to this depth. A few of the deepest are dropped at random, but
+    never beats of depth 1 or the last one."""
     share = rng.uniform(0.5, 0.85)
     last = max(at for at, (level, _) in enumerate(plot) if level <= depth)
     return [
@@ -1450,13 +1447,13 @@ def thin(rng: random.Random, plot: list[tuple[int, list[str]]], depth: int) -> l
 
 
 def sentences(text: str) -> list[str]:
-    """The text, cut after each full stop. A question within a sentence ('"Who?" he asked.') does
-    not end it."""
+    """Split a text into sentences. A question within a sentence ('"Who?" he asked.') does not end the
+    sentence."""
     return re.split(r'(?<=[.!?])\s+(?=["A-Z])|(?<=[.!?]")\s+(?=["A-Z])', text)
 
 
 def fits(text: str, first: str, second: str, length: str) -> bool:
-    """True if a draw is a story of this length about these two nouns."""
+    """Return True if a text is a story of this length about these two nouns."""
     parts, (low, high), (least, most) = sentences(text), SENTENCES[length], WORDS[length]
     hits = [len(re.findall(rf"\b{re.escape(noun)}\b", text)) for noun in (first, second)]
     right_size = low <= len(parts) <= high and least <= len(text.split()) <= most
@@ -1475,10 +1472,9 @@ def story(
     kinds: Mapping[str, str] = NOUNS,
     name: str = "",
 ) -> str:
-    """A story about two different nouns, of a length out of LENGTHS. A noun that `kinds` lacks is a
-    thing.
+    """Return a story about two different nouns, with a length from LENGTHS.
 
-    A name, if one is given, is the hero's.
+    A noun that is not in `kinds` is a thing. `name`: the hero's name; empty for a random one.
     """
     depth = LENGTHS.index(length) + 1
     while True:

@@ -1,15 +1,15 @@
-"""Train the demo model: a tokenizer and a small Llama, on a plain CPU, in an afternoon.
+"""Train the demo model, a tokenizer and a small Llama, on a CPU in an afternoon.
 
     pip install -e '.[cpu,train]' && python demo/train.py
 
-What happens. The tokenizer is trained on a sample of the corpus. Then the corpus flows by once,
-never repeated: batches of conversations of similar length, each beginning at position 0, and the
-model is asked for what the assistant says and for nothing else. Every so often a checkpoint is
-written to `demo/run/`, from which the same command goes on, and the engine itself takes a small
-exam on it. At the end the model is saved to `demo/model/` in float16.
+The tokenizer is trained on a sample of the corpus. Then the model sees the corpus once, without
+repetition, in batches of conversations of similar length, each beginning at position 0. Only the
+assistant's tokens count in the loss. A checkpoint is written to `demo/run/` regularly, from which the
+same command resumes, and the engine runs a small exam on it. Finally the model is saved to
+`demo/model/` in float16.
 
-Why transformers' own Llama and `save_pretrained`: the result is a checkpoint like any other.
-Nothing else in this project needs torch.
+The model is transformers' own Llama, saved by `save_pretrained`, so the result is an ordinary
+checkpoint. Nothing else in this project needs torch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ HERE = Path(__file__).resolve().parent
 MODEL, RUN = HERE / "model", HERE / "run"
 
 VOCABULARY = 1536
-LENGTH = 1024  # the longest conversation, and the most positions that the model knows
-POOL = 1024  # conversations that are sorted by length together
+LENGTH = 1024  # tokens of the longest conversation, and the model's context length
+POOL = 1024  # number of conversations that are sorted by length together
 START, SYSTEM, USER, ASSISTANT, END = (
     "<|start|>",
     "<|system|>",
@@ -47,8 +47,8 @@ START, SYSTEM, USER, ASSISTANT, END = (
     "<|end|>",
 )
 
-# Words with the space before them, marks, and every digit and every space run on its own: so
-# numbers are made of digits wherever they stand.
+# Words with the preceding space, punctuation, single digits, and runs of spaces. So a number is always
+# tokenized digit by digit.
 PIECES = r" ?\p{L}+| ?\p{N}|'\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 TEMPLATE = """\
@@ -69,7 +69,7 @@ TEMPLATE = """\
 
 
 def train_tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE: any text survives, and what the corpus says often becomes one token."""
+    """Train a byte-level BPE: it can encode any text, and frequent words become single tokens."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -115,7 +115,7 @@ def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
 
 
 class Encoder:
-    """Conversations as token ids, each with a flag: is this one for the model to say?"""
+    """Encodes conversations as token ids, each with a flag: True for tokens that the model should generate."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self.tokenizer = tokenizer
@@ -125,14 +125,13 @@ class Encoder:
         }
 
     def ids(self, text: str) -> list[int]:
-        """Piece by piece where the corpus says `CUT`. Whole pieces are all the tokenizer sees of a
-        text."""
+        """Tokenize a text. It is split at `CUT` first, and each piece is tokenized separately."""
         pieces = self.tokenizer.encode_batch(text.split(corpus.CUT), add_special_tokens=False)
         return [id for piece in pieces for id in piece.ids]
 
     def encode(self, talk: corpus.TrainingText) -> list[tuple[int, bool]]:
         tokens = [(self.start, False)]
-        # No template: the question, if there is one, then the answer on a line of its own
+        # No template: the question, if there is one, then the answer on its own line
         if talk.plain:
             *asked, answer = (message["content"] for message in talk.messages)
             tokens += [(id, False) for text in asked for id in self.ids(text)]
@@ -147,8 +146,8 @@ class Encoder:
 
 
 def pools(encoder: Encoder, batch_tokens: int, first: int) -> Iterator[tuple[int, list[list]]]:
-    """Pool after pool of batches, from number `first` on. Within a batch, lengths are alike: little
-    is padding."""
+    """Yield the pools from number `first` on, each as a list of batches. Rows of a batch have similar
+    lengths, so there is little padding."""
     for n in itertools.count(first):
         talks = itertools.islice(corpus.conversations(f"pool {n}"), POOL)
         rows = sorted((row for row in map(encoder.encode, talks) if len(row) <= LENGTH), key=len)
@@ -164,7 +163,7 @@ def pools(encoder: Encoder, batch_tokens: int, first: int) -> Iterator[tuple[int
 
 
 def tensors(batch: list[list[tuple[int, bool]]], end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, labels), both (B, L), padded at the right; the loss leaves out -100."""
+    """Return (ids, labels), both (B, L), padded on the right. The loss ignores labels of -100."""
     L = max(map(len, batch))
     ids = torch.tensor([[id for id, _ in row] + [end] * (L - len(row)) for row in batch])
     labels = torch.tensor(
@@ -195,23 +194,23 @@ def make_model(encoder: Encoder, vocabulary: int) -> LlamaForCausalLM:
 
 
 def start_from(folder: Path) -> tuple[LlamaForCausalLM, tokenizers.Tokenizer]:
-    """A model that has learnt already, and what its token ids mean."""
+    """Load a trained model and its tokenizer."""
     model = LlamaForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).train()
     return model, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 @torch.no_grad()
 def mix_in(model: LlamaForCausalLM, folder: Path, share: float) -> None:
-    """The mean of before and after: what a second run has learnt stays, and it has forgotten
-    less."""
+    """Average the weights with those before a second run, with weight `share`, so that the model forgets
+    less of the first run."""
     before = LlamaForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
     for now, then in zip(model.parameters(), before.parameters(), strict=True):
         now.lerp_(then, share)
 
 
 def precision():
-    """bfloat16 where the processor multiplies it in hardware (twice as fast), and where it would be
-    emulated, not."""
+    """Return a context that uses bfloat16 if the processor supports it in hardware, where it is twice as
+    fast."""
     cpu = Path("/proc/cpuinfo")
     fast = cpu.exists() and " avx512bw " in cpu.read_text()
     return torch.autocast("cpu", torch.bfloat16, enabled=fast)
@@ -225,7 +224,7 @@ def make_optimizer(model: LlamaForCausalLM) -> torch.optim.AdamW:
 
 
 def rate(seen: int, total: int, peak: float) -> float:
-    """Up over the first hundredth, then down along a cosine to a fiftieth of the peak."""
+    """Return the learning rate: a warm-up over the first 1 %, then a cosine decay to 2 % of the peak."""
     done = min(seen / total, 1.0)
     if done < 0.01:
         return peak * (done / 0.01 + 0.01)
@@ -233,7 +232,7 @@ def rate(seen: int, total: int, peak: float) -> float:
 
 
 def save_model(model: LlamaForCausalLM, tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
-    """In float16: half the bytes, and finer steps than bfloat16 for numbers of this size."""
+    """Save the model in float16: half the size, and more precise than bfloat16 for weights in this range."""
     folder.mkdir(parents=True, exist_ok=True)
     half = LlamaForCausalLM(model.config)
     half.load_state_dict(model.state_dict())
@@ -249,16 +248,16 @@ def save_model(model: LlamaForCausalLM, tokenizer: tokenizers.Tokenizer, folder:
 
 
 def keep_freed_memory() -> None:
-    """glibc gives each large tensor back to the kernel, which then clears the same pages again:
-    half of the time."""
+    """Make glibc keep freed memory. It returns each large tensor to the kernel, and clearing the same
+    pages again takes half of the training time."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         trim_threshold, mmap_threshold = -1, -3
-        libc.mallopt(mmap_threshold, 32 << 20)  # the largest that it takes
+        libc.mallopt(mmap_threshold, 32 << 20)  # glibc's maximum
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 class TrainingLog:
-    """Lines for people on the screen, the same as JSON in a file."""
+    """Prints readable lines, and appends the same figures as JSON to a file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -270,7 +269,7 @@ class TrainingLog:
 
 
 def exam(folder: Path) -> dict[str, float]:
-    """The engine's own scores, from a process of its own."""
+    """Run `eval.py` in a separate process, and return its scores."""
     command = [
         sys.executable,
         str(HERE / "eval.py"),
@@ -384,7 +383,7 @@ def main() -> None:
                 "state": state,
             }
             torch.save(saved, checkpoint.with_suffix(".new"))
-            # So that there is a whole one at any moment
+            # Atomic, so that there is always a complete checkpoint
             checkpoint.with_suffix(".new").rename(checkpoint)
         if finished:
             if args.start and args.keep:

@@ -3,11 +3,11 @@
     python docs/make/annotated.py                     # writes docs/annotated/
     python -m webbrowser docs/annotated/index.html
 
-The prose is taken from the files: docstrings, and comments on lines of their own. A word such as
-"ghost" links to the first step of the recorded run (`docs/index.html`) in which one occurs.
+The prose is taken from the files: docstrings, and comments on their own lines. A word such as "ghost"
+links to the first step of the recorded run (`docs/index.html`) with a ghost.
 
 The pages are not committed, because every change of a core file would change them, too. GitHub's
-workflow makes them when it publishes `docs/`.
+workflow builds them when it publishes `docs/`.
 """
 
 import ast
@@ -26,11 +26,11 @@ from pygments.lexers import PythonLexer
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "annotated"
 STYLE = ROOT / "docs" / "make" / "annotated.css"
-# In the order in which they are read
+# In reading order
 CORE = ["llama", "kv", "request", "prefix", "sched", "policies", "sampling", "runner", "nanobatch"]
 CORE += ["prompt_lookup"]
-# What is marked in a paragraph. All but code and emphasis are moments of the run, with the names
-# that EXAMPLES in web/details.js has. Code comes first, so that a word within it is no link.
+# Marks in a paragraph. All except code and emphasis are moments of the run, named as in EXAMPLES of
+# web/details.js. Code comes first, so that words within code do not become links.
 MARKS = re.compile(
     r"""
     `(?P<code>[^`]+)`
@@ -66,15 +66,15 @@ to a step of <a href="../index.html">the recorded run</a> in which one occurs.</
 
 
 class Section(NamedTuple):
-    """Some lines of a file, and the prose about them."""
+    """A part of a file: some lines of code, and the prose about them."""
 
-    name: str  # of the function or class that begins here, such as "Scheduler.plan"
+    name: str  # the function or class that begins here, such as "Scheduler.plan"; may be empty
     prose: list[str]
     code: list[str]  # lines of HTML
 
 
 def definitions(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """The module, and all its classes and functions, with qualified names."""
+    """Yield the module and all its classes and functions, with qualified names."""
     yield name, node
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
@@ -82,7 +82,7 @@ def definitions(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 
 def parts_of(text: str) -> list[Section]:
-    """A file, cut before each function, class and comment. The first part is the essay."""
+    """Split a file before each function, class and comment. The first section has the essay."""
     lines = highlight(text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
     begins: dict[int, Section] = {}
     docstrings: set[int] = set()
@@ -112,9 +112,9 @@ def parts_of(text: str) -> list[Section]:
 
 
 def in_html(prose: str) -> str:
-    """Paragraphs of prose. What is indented stays as it is."""
+    """Convert prose to HTML paragraphs. Indented blocks become preformatted text."""
     blocks = []
-    # An item of a list, a described argument or a drawing need not follow a blank line
+    # List items, argument descriptions and drawings start a block without a blank line before them
     prose = re.sub(r"(?m)^( {0,3}\S.*)\n(?=    |- |`.+`: )", r"\1\n\n", prose)
     for block in re.split(r"\n\n+", prose):
         escaped = html.escape(dedent(block))
@@ -129,7 +129,8 @@ def in_html(prose: str) -> str:
 
 
 def link(linked: set[str], found: re.Match) -> str:
-    """The HTML of a mark. The first word for each moment is a link; `linked` has these."""
+    """Return the HTML of a mark. Only the first mention of each moment becomes a link; `linked` records
+    them."""
     kind = found.lastgroup
     words = found[kind]
     if kind == "em":
@@ -155,7 +156,7 @@ def page_of(file: str, text: str) -> str:
 
 
 def pages() -> dict[str, str]:
-    """All pages, by name."""
+    """Return all pages, by file name."""
     found = {"style.css": STYLE.read_text(encoding="utf-8")}
     items = ""
     for file, link_to in LINKS.items():

@@ -1,16 +1,14 @@
-"""The life of one request to its first token, as text: which of our functions it enters, in which
-file and order.
+"""List our functions that one request enters until its first token, in order and with their files.
 
     python docs/make/life.py
 
-One slot, one request, from `submit` to the step that delivers its first token. The list ends with
-two figures: the number of functions entered, and how often the reader changes to another file. To see
-whether a change makes the way longer, run this file of another checkout, too.
+There is one slot and one request, from `submit` to the step that delivers its first token. The list ends
+with two figures: the number of functions entered, and the number of changes to another file. To see whether
+a change makes the path longer, compare with the output in another checkout.
 
-Left out are the layers after the first, what `ops.py`, `rope.py` and `layers.py` in `models` and
-`device.py` and `row_ops.py` in `kernels` define, and the slab's windows. A comprehension, a generator
-expression or a lambda belongs to its function. A function entered several times in a row takes one
-line.
+Left out are all layers but the first, the functions of `ops.py`, `rope.py` and `layers.py` in `models` and
+of `device.py` and `row_ops.py` in `kernels`, and the slab's windows. Comprehensions, generator expressions
+and lambdas count as part of their function. Consecutive calls of the same function share a line.
 """
 
 import inspect
@@ -45,12 +43,12 @@ def trace(engine: Engine, prompt: str) -> list[tuple[int, str, str]]:  # depth, 
         if event != "call" or not is_ours(frame) or frame in generators:
             return
         if frame.f_code.co_flags & inspect.CO_GENERATOR:
-            generators.add(frame)  # each time that it goes on is a call, too
+            generators.add(frame)  # because each resume is reported as a call, too
         stack = [frame]
         while stack[-1].f_back:
             stack.append(stack[-1].f_back)
         names = [caller.f_code.co_name for caller in stack]
-        # The second layer's calls come from the same places in the code as the first's
+        # Calls in later layers come from the same call sites as in the first layer
         if "forward" in names[1:]:
             callers = stack[1 : names.index("forward", 1) + 1]
             site = (frame.f_code, *((each.f_code, each.f_lasti) for each in callers))
@@ -72,7 +70,7 @@ def trace(engine: Engine, prompt: str) -> list[tuple[int, str, str]]:  # depth, 
 
 if __name__ == "__main__":
     with Engine.load("demo", slots=1, max_len=256) as engine:
-        trace(engine, "What is 17 + 6?")  # what is made once, when it is first needed, is made now
+        trace(engine, "What is 17 + 6?")  # warm up what is created on first use
         life = [
             (line, len(list(same))) for line, same in groupby(trace(engine, "Count from 3 to 12."))
         ]

@@ -1,10 +1,10 @@
-"""Make a self-contained HTML page of a recording.
+"""Make a self-contained HTML page from a recording.
 
     python tui.py --plain --script race24 --record run.json
     python docs/make/page.py run.json out.html
 
 Two recordings of one run each are shown as a race: python docs/make/page.py static.json continuous.json out.html
-A page contains its recording, so it can be made again from itself: python docs/make/page.py out.html out.html
+A page contains its recording, so it can be regenerated from itself: python docs/make/page.py out.html out.html
 
 The project's own page, with a new race of the demo model: python docs/make/page.py --demo docs/index.html
 """
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from importlib.metadata import metadata
 from pathlib import Path
 
-if not __package__:  # as a program of the checkout
+if not __package__:  # run as a program in the checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from base import installation
@@ -38,16 +38,16 @@ from server import live_page
 from web import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST = 1_000_000  # bytes of a page, for slow connections
+MOST = 1_000_000  # size limit of a page in bytes, for slow connections
 EMBEDDED = r'<script type="application/json" id="data-{}">(.*?)</script>'
-LETTER, RATE = 240, 60.0  # of the game: tokens of a long text, prompts a second
+LETTER, RATE = 240, 60.0  # in the game: tokens of a long text, prompts per second
 SCHEDULER = (
     "request.py",
     "sched.py",
     "policies.py",
     "prefix.py",
     "experiments/simulator.py",
-)  # what runs in the page
+)  # sources that run in the page
 SECTIONS = ("lab", "game", "talk", "story", "made")
 QUESTIONS = (
     "Tell me a story about a fox and a lantern.",
@@ -59,7 +59,7 @@ NAVIGATION = """<a href="#game">Play it</a>
   <a href="#lab">Try it</a>
   <a href="#run">Run it</a>
   <a data-file="README.md">The repository</a>"""
-# What messengers show of a link to the page
+# The preview that messengers show for a link to the page
 CARD = """<meta property="og:image" content="{address}card.png">
 <meta property="og:image:width" content="1200">
 <meta property="og:image:height" content="630">
@@ -83,7 +83,7 @@ COLUMNS = ("nanobatch continuous", "mlx-lm", "llama.cpp")
 
 
 def joined(recordings: list[dict]) -> dict:
-    """One recording of all runs."""
+    """Join recordings into one with all their runs."""
     first = recordings[0]
     if any(recording["fields"] != first["fields"] for recording in recordings):
         raise ValueError("the recordings are of several versions; record all of them again")
@@ -91,8 +91,8 @@ def joined(recordings: list[dict]) -> dict:
 
 
 def addresses() -> tuple[str, str]:
-    """Of the repository, and of the page that GitHub makes of its `docs/`. Both are empty until
-    pyproject.toml names the repository."""
+    """Return the URLs of the repository and of the page that GitHub publishes from its `docs/`. Both are
+    empty until pyproject.toml names the repository."""
     if installation.IS_INSTALLED:
         urls = metadata("nanobatch").get_all("Project-URL", [])
         repository = dict(each.split(", ", 1) for each in urls).get("Repository", "")
@@ -109,7 +109,7 @@ def addresses() -> tuple[str, str]:
 
 
 def read_recording(path: str) -> dict:
-    """Read a recording from its file, or from a page that was made of it."""
+    """Read a recording from its file, or from a page that contains it."""
     name = shown(path, 200)
     if not Path(path).is_file():
         raise ValueError(f"there is no file {name}; tui.py --record writes one")
@@ -118,7 +118,7 @@ def read_recording(path: str) -> dict:
         found = re.search(EMBEDDED.format("recording"), text)
         recording = json.loads(found[1] if found else text)
         is_ours = recording["format"] == record.FORMAT
-    except (ValueError, RecursionError, LookupError, TypeError):  # no JSON, or no object
+    except (ValueError, RecursionError, LookupError, TypeError):  # invalid JSON, or not an object
         is_ours = False
     if not is_ours:
         raise ValueError(f"{name} is not a recording of this version; tui.py --record writes one")
@@ -126,8 +126,8 @@ def read_recording(path: str) -> dict:
 
 
 def record_demo() -> dict:
-    """A race of the demo model, in a process of its own. Without draft tokens, since when those are
-    tried depends on the clock, and readers of the page plan each step again."""
+    """Record a race of the demo model in a separate process. Without draft tokens, because their timing
+    depends on the clock, and the page plans each step again."""
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/run.json"
         command = [
@@ -144,13 +144,13 @@ def record_demo() -> dict:
 
 
 def read_talk(path: str) -> list[dict]:
-    """Read the conversation of a page; a recording has none."""
+    """Read the conversation in a page; a recording has none."""
     found = re.search(EMBEDDED.format("talk"), Path(path).read_text(encoding="utf-8"))
     return json.loads(found[1]) if found else []
 
 
 def talk_demo() -> list[dict]:
-    """A conversation with the demo model: turns with their token counts."""
+    """Run a conversation with the demo model. Return its turns with their token counts."""
     from nanobatch import Engine, SamplingParams
 
     turns = []
@@ -168,13 +168,13 @@ def talk_demo() -> list[dict]:
 
 
 def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()) -> str:
-    """The page. `pyodide_at`: where Python comes from, if not from the CDN. `talk`: the turns of a
+    """Return the page. `pyodide_at`: the URL of Pyodide, if not the CDN's. `talk`: the turns of a
     conversation."""
     recording = joined(recordings)
     pyodide = json.loads((live_page.FOLDER / "pyodide.json").read_text(encoding="utf-8"))
     pyodide["at"] = pyodide_at or pyodide["at"]
     data = {"recording": recording, "lab": lab_of(recording, pyodide)}
-    # The text about the project's own race would be wrong for another run
+    # Another run does not get the text about the project's own race, which would be wrong
     is_ours = recording["about"].get("model") == "demo" and is_race(recording, of=24)
     repository, address = addresses()
     if is_ours:
@@ -199,8 +199,8 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
 
 
 def checked(recordings: list[dict], talk: Sequence[dict]) -> str:
-    """Make the page of untrusted files."""
-    addresses()  # an error in these is not the recording's
+    """Make the page from untrusted recordings. Raise ValueError if they are malformed."""
+    addresses()  # first, because an error here is not the recording's fault
     try:
         return make(recordings, talk=talk)
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
@@ -210,7 +210,7 @@ def checked(recordings: list[dict], talk: Sequence[dict]) -> str:
 
 
 def is_race(recording: dict, of: int | None = None) -> bool:
-    """Two runs of the same prompts, static and continuous, with the same answers."""
+    """Return True for two runs of the same prompts, static and continuous, with the same answers."""
     first, *others = recording["runs"]
     policies = [run["policy"] for run in recording["runs"]]
     is_alike = len(others) == 1 and others[0]["hashes"] == first["hashes"]
@@ -218,15 +218,15 @@ def is_race(recording: dict, of: int | None = None) -> bool:
 
 
 def has_drafts(recording: dict) -> bool:
-    """The earliest recordings know of no draft tokens."""
+    """Return True if a step has draft tokens. The earliest recordings lack the field."""
     names = recording["fields"]["StepView"]
     steps = (simulate.named(names, step) for run in recording["runs"] for step in run["steps"])
     return any(step.get("drafts") for step in steps)
 
 
 def lab_of(recording: dict, pyodide: dict) -> dict:
-    """What the scheduler in the page needs."""
-    python = live_page.FOLDER / "python"  # of a wheel (setup.py): modules with their short names
+    """Return the data for the scheduler in the page."""
+    python = live_page.FOLDER / "python"  # in a wheel (setup.py): copies with short module names
     folder = python if python.is_dir() else ROOT
     paths = {name: folder / name for name in SCHEDULER}
     paths["simulate.py"] = folder / "web" / "simulate.py"
@@ -239,7 +239,7 @@ def lab_of(recording: dict, pyodide: dict) -> dict:
 
 
 def price_of(recording: dict) -> dict[str, float]:
-    """The recorded step costs, with that of a chunk divided among its tokens."""
+    """Return the recorded step costs, with the cost of a chunk converted to a cost per token."""
     at = recording["fields"]["StepView"].index("prefill")
     chunks = [chunk for run in recording["runs"] for step in run["steps"] for chunk in step[at]]
     tokens = sum(stop - start for *_, start, stop in chunks)
@@ -249,9 +249,9 @@ def price_of(recording: dict) -> dict[str, float]:
 
 
 def game_of(recording: dict) -> dict:
-    """A hand of prompts, and how each policy plays it.
+    """Return the game's prompts, and the result of each policy with them.
 
-    These are the recorded prompts with the lengths of their answers. They arrive one after the other, from
+    They are the recorded prompts with the lengths of their answers. They arrive one after another, from
     three clients, and some begin with a long text.
     """
     run = recording["runs"][0]
@@ -263,7 +263,7 @@ def game_of(recording: dict) -> dict:
         # No two prompts share a prefix
         prompt = tuple([number + 1] * (len(sent.prompt) + long))
         client = "first" if number % 2 else ("second", "third")[number // 2 % 2]
-        # No draft tokens, as in the player's slots
+        # Without draft tokens, like the player's slots
         hand.append(sent._replace(prompt=prompt, client=client, drafts=()))
     hand = simulate.arrivals(hand, RATE)
     price = price_of(recording)
@@ -282,7 +282,7 @@ def game_of(recording: dict) -> dict:
 
 
 def figures_of(played: dict, hand: list[simulate.Sent]) -> dict[str, float]:
-    """The makespan, the 95th percentile of TTFT, and the useful share of slots × time."""
+    """Return the makespan, the 95th percentile of TTFT, and the useful fraction of slots × time."""
     firsts: dict[int, float] = {}
     used = 0.0
     for step, (began, ended) in zip(played["steps"], played["clock"], strict=True):
@@ -299,7 +299,7 @@ def figures_of(played: dict, hand: list[simulate.Sent]) -> dict[str, float]:
 
 
 def head_of(recording: dict) -> dict[str, str]:
-    """The title and the introduction."""
+    """Return the title and the introduction."""
     runs = recording["runs"]
     many = len(runs[0]["requests"])
     policies = [html.escape(run["policy"]) for run in runs]
@@ -331,7 +331,7 @@ def head_of(recording: dict) -> dict[str, str]:
 
 
 def budget_in_words(recording: dict) -> str:
-    """The budget of a step, why it has this size, and how much of it most steps use."""
+    """Describe the budget of a step, why it has this size, and how much of it most steps use."""
     fields = recording["fields"]
     run = recording["runs"][-1]
     limits = simulate.named(fields["Limits"], run["limits"])
@@ -349,13 +349,13 @@ def budget_in_words(recording: dict) -> str:
 
 
 def times_of(prices: dict[str, float], rows: int) -> str:
-    """The cost of a step with this number of rows, as a multiple of a step with one row."""
+    """Return the cost of a step with this number of rows, as a multiple of a step with one row."""
     one = prices["step"] + prices["row"]
     return f"{(prices['step'] + prices['row'] * rows) / one:.1f}" if one else ""
 
 
 def filled(story: str, recording: dict) -> str:
-    """Fill the text next to a recording. Every figure comes from a file."""
+    """Fill in the figures of the text next to a recording. Every figure comes from a file."""
     price = recording["prices"]
     one, eight = (price["step"] + price["row"] * rows for rows in (1, 8))
     about = recording["about"]
@@ -377,7 +377,7 @@ def filled(story: str, recording: dict) -> str:
 
 
 def told(section: str, turns: Sequence[dict]) -> str:
-    """A conversation: each turn with a bar of its tokens, all on one scale."""
+    """Return the HTML of a conversation: each turn with a bar of its tokens, all on the same scale."""
     most = max(turn["prompt"] + turn["tokens"] for turn in turns)
     lines = []
     for turn in turns:
@@ -407,7 +407,7 @@ def told(section: str, turns: Sequence[dict]) -> str:
 
 
 def table_of(file: str) -> str:
-    """The speed of three engines in two parts of a benchmark."""
+    """Return an HTML table of the speed of three engines in two parts of a benchmark."""
     records = json.loads((ROOT / "docs" / file).read_text())["records"]
     medians: dict[tuple[str, str], dict[str, float]] = {}
     for (part, x, figure, contestant), summary in report.summarise(records).items():

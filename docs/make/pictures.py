@@ -10,11 +10,11 @@
     stage      course/from_zero/stage.svg: the first stage of the course, moving
     card       docs/card.png: the finished race of docs/index.html, for links to the page
 
-`card` takes Chromium, and pip install -e '.[browser]'. All others run the screen without a terminal.
+`card` needs Chromium, and pip install -e '.[browser]'. The others run the screen without a terminal.
 
-A moving picture is made of frames, which are SVGs as Rich and Textual export them. It has no script:
-CSS shows one frame after the other. Most lines of a frame are as they were in the one before, so each
-is kept once. Where a reader wants no motion, the last frame stays.
+An animated picture is made of frames, which Rich and Textual export as SVG. It has no script: CSS shows
+one frame after another. Most lines do not change from frame to frame, so each is stored only once. If the
+reader prefers reduced motion, the last frame is shown.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from screen.draw.canvas import Canvas  # noqa: E402
 from screen.draw.style import DARK  # noqa: E402
 from screen.state import State  # noqa: E402
 
-PLAIN_SIZE = (120, 40)  # characters of a picture that does not move
-SIZE = (100, 34)  # and of one that does
+PLAIN_SIZE = (120, 40)  # size of a still picture in characters
+SIZE = (100, 34)  # size of an animated picture
 
 
-# --- moving pictures ----------------------------------------------------------------------------
+# --- animated pictures --------------------------------------------------------------------------
 
 
 class Picture(NamedTuple):
@@ -68,8 +68,8 @@ class Picture(NamedTuple):
     seconds: float
 
 
-CELL, LINE, BASE = 12, 24, 19  # pixels of a character, of a line, and down to its baseline
-RICH_CELL, RICH_LINE = 12.2, 24.4  # the same in an SVG of Rich
+CELL, LINE, BASE = 12, 24, 19  # pixels: width of a character, height of a line, its baseline
+RICH_CELL, RICH_LINE = 12.2, 24.4  # width and height in Rich's SVG
 RECT = re.compile(r'<rect fill="(#\w+)" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"')
 TEXT = re.compile(
     r'class="[^"]*-(r\d+)" x="([\d.]+)" y="([\d.]+)" textLength="([\d.]+)"[^>]*>(.*?)</text>'
@@ -82,7 +82,8 @@ def cells(pixels: str) -> int:
 
 
 def lines_of(svg: str, classes: dict[str, str], rows: int) -> list[str]:
-    """A frame as lines of SVG, each at the origin. `classes`: the name of each style so far."""
+    """Split a frame into lines of SVG, each at the origin. `classes`: CSS style -> class name, extended
+    here."""
 
     def name_of(style: str) -> str:
         return classes.setdefault(style.replace(" ", ""), f"s{len(classes)}")
@@ -96,7 +97,7 @@ def lines_of(svg: str, classes: dict[str, str], rows: int) -> list[str]:
     for style, x, y, width, text in TEXT.findall(svg):
         text = text.replace("&#160;", " ")
         if text.strip():
-            # Blocks may come from another font, with another width
+            # Block characters may come from another font with another width
             fixed = "" if text.isascii() else f' textLength="{cells(width)}"'
             place = f'class="{name_of(styles[style])}" x="{cells(x)}"{fixed}'
             lines[int(float(y) / RICH_LINE)] += f"<text {place}>{text}</text>"
@@ -104,8 +105,8 @@ def lines_of(svg: str, classes: dict[str, str], rows: int) -> list[str]:
 
 
 def keyframes(name: str, begin: float, end: float) -> str:
-    """CSS: a class that is shown from one percent of the time to another. The last frame is also
-    shown where nothing moves."""
+    """Return the CSS of a class that is visible from `begin` to `end`, in percent of the time. The last
+    frame is also visible without animation."""
     moments = "" if begin else "0%{visibility:visible}"
     if begin:
         moments += f"0%{{visibility:hidden}}{begin:.2f}%{{visibility:visible}}"
@@ -116,7 +117,8 @@ def keyframes(name: str, begin: float, end: float) -> str:
 
 
 def moving(frames: Sequence[Picture], size: tuple[int, int] = SIZE) -> str:
-    """One picture of all frames. A line that stays for several frames is written once."""
+    """Return one animated SVG of all frames. A line that stays the same for several frames is written
+    once."""
     columns, rows = size
     whole = sum(frame.seconds for frame in frames)
     ends = [100 * sum(f.seconds for f in frames[: i + 1]) / whole for i in range(len(frames))]
@@ -152,7 +154,7 @@ def moving(frames: Sequence[Picture], size: tuple[int, int] = SIZE) -> str:
 
 
 def exported(lines: Sequence[Sequence[Segment] | Text], size: tuple[int, int] = SIZE) -> str:
-    """Lines as Rich draws them on a terminal of this size."""
+    """Return Rich's SVG of these lines on a terminal of this size."""
     columns, rows = size
     console = Console(
         record=True,
@@ -176,7 +178,7 @@ def run_screen(
     *options: str,
     size: tuple[int, int] = SIZE,
 ) -> None:
-    """Run the screen without a terminal until `act` has ended."""
+    """Run the screen without a terminal until `act` returns."""
     args = tui.parse_arguments(["--model", "demo", *options])
     client = tui.open_client(args)
     client.start()
@@ -208,9 +210,9 @@ def screen() -> dict[str, str]:
 
 # --- a burst ------------------------------------------------------------------------------------
 
-BURST_STEPS = (1, 1, 1, 1, 1, 1, 2, 2, 2, 2, *[6] * 18)  # before each frame: slowly at first
+BURST_STEPS = (1, 1, 1, 1, 1, 1, 2, 2, 2, 2, *[6] * 18)  # engine steps before each frame
 SHOWN = 0.45  # seconds of a frame
-LAST = 9 * SHOWN  # of the last one
+LAST = 9 * SHOWN  # seconds of the last frame
 
 
 def watch() -> dict[str, str]:
@@ -236,7 +238,7 @@ RACE_FRAMES = 24
 
 
 def race() -> dict[str, str]:
-    """The page of a race that has ended, as both legs are shown on one clock."""
+    """Draw the replay of a finished race, with both legs on one clock."""
     frames = []
 
     async def act(screen: Screen) -> None:
@@ -294,14 +296,14 @@ def ask_in_thread(address: str, body: dict) -> threading.Thread:
 
 
 def traffic(address: str) -> None:
-    """Requests as several programs might send them: some answered, some refused, one hangs up."""
+    """Send requests as several clients would: some are answered, some refused, and one disconnects."""
     for path, body in REFUSED[:2]:
         post(address, path, body).read()
     for thread in [ask_in_thread(address, chat(text)) for text in SHORT]:
         thread.join()
     gone = post(address, CHAT, chat(STORY, stream=True))
     gone.read(200)
-    gone.close()  # hangs up, because nothing else holds the connection
+    gone.close()  # disconnects, because nothing else holds the connection
     for path, body in REFUSED[2:]:
         post(address, path, body).read()
     for i, name in enumerate(NAMES):
@@ -335,7 +337,8 @@ HUES = {"$": DARK.accent, "✓": "#7fd08a", "✗": DARK.bad}
 
 
 def stage() -> dict[str, str]:
-    """Blank, a mistake that is named, done: the commands run in a folder of their own."""
+    """Draw a stage of the course: blanks, a mistake with its message, success. The commands run in a
+    temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         frames = [Picture(page_of(lines), seconds) for seconds, lines in scenes(Path(folder))]
     return {f"{COURSE}/stage.svg": moving(frames, STAGE_SIZE)}
@@ -348,7 +351,7 @@ def page_of(lines: Sequence[str]) -> str:
 
 
 def scenes(folder: Path) -> Iterator[tuple[float, list[str]]]:
-    """(seconds, frame) pairs."""
+    """Yield (seconds, frame) pairs."""
     run = partial(output_of, folder)
     check = "check.py mine 1"
     yield 2, run("start.py mine")
@@ -364,7 +367,7 @@ def scenes(folder: Path) -> Iterator[tuple[float, list[str]]]:
 
 
 def output_of(folder: Path, command: str) -> list[str]:
-    """A command as it is typed, and what it prints."""
+    """Run a command. Return the command line and its output."""
     program, *words = command.split()
     done = subprocess.run(
         [sys.executable, str(ROOT / COURSE / program), *words],
@@ -376,7 +379,7 @@ def output_of(folder: Path, command: str) -> list[str]:
 
 
 def fill_in(folder: Path, name: str, forget: str = "") -> list[str]:
-    """Give a blank function its body. Return the function as it is then."""
+    """Fill in the body of a blank function. Return the lines of the complete function."""
     file = folder / "mine" / "llama.py"
     solution = SOLUTION.read_text().replace(forget, "") if forget else SOLUTION.read_text()
     blank = functions(file.read_text())[name]
@@ -390,7 +393,7 @@ def fill_in(folder: Path, name: str, forget: str = "") -> list[str]:
 # --- the page -----------------------------------------------------------------------------------
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
-CARD_SIZE = {"width": 1200, "height": 630}  # shown whole by messengers and networks
+CARD_SIZE = {"width": 1200, "height": 630}  # messengers show this size without cropping
 CARD_STYLE = """
 .bar a, .lead, .key, .transport, .hint, [data-answers], section ~ section { display: none !important; }
 body { max-width: none; padding: 10px 60px; }
@@ -403,20 +406,20 @@ h3, .figures { font-size: 22px; }
 
 
 def card() -> dict[str, bytes]:
-    """The page in a browser, without all that cannot be read at this size."""
+    """Take a screenshot of the page in a browser, without the parts that are illegible at this size."""
     chromium = next(filter(None, map(shutil.which, CHROMIUM)), "")
     if not (chromium and find_spec("playwright")):
         raise ValueError("card takes Chromium, and pip install -e '.[browser]'; name the others")
-    from playwright import sync_api  # not installed with the rest
+    from playwright import sync_api  # an optional dependency
 
     with sync_api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        # Without motion the race is at its end. The page's own policy allows no other style.
+        # With reduced motion the page shows the end of the race. `bypass_csp` allows CARD_STYLE.
         context = browser.new_context(viewport=CARD_SIZE, reduced_motion="reduce", bypass_csp=True)
         tab = context.new_page()
         tab.goto(f"file://{ROOT / 'docs' / 'index.html'}")
         tab.add_style_tag(content=CARD_STYLE)
-        # The canvases have another size now, and are drawn again in the next frame
+        # The style changed the size of the canvases, so redraw them and wait for the next frame
         tab.evaluate("nanobatch.player.change({ looks: 1 }); new Promise(requestAnimationFrame)")
         picture = tab.screenshot()
         browser.close()

@@ -1,9 +1,9 @@
-"""Curves of what a benchmark has measured: its parts `decode` and `open`.
+"""Plot the results of a benchmark's parts `decode` and `open`.
 
     python bench.py --shape 15m --vs mlx-lm --parts decode,open --json run.json
     python docs/make/plot.py run.json run.svg
 
-The pages' own: python docs/make/plot.py docs/bench-open.json docs/bench-open.svg
+The plot in docs/: python docs/make/plot.py docs/bench-open.json docs/bench-open.svg
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from xml.sax.saxutils import escape
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-# `report` comes first: it lets a fast product be put under MLX.
 from base.atomic_write import write_whole
 from benchmarks.report import Summary, load_data, summarise
 
@@ -28,12 +27,12 @@ COLOURS = {
     "mlx-lm": "#3d7fc4",
     "llama": "#c4473d",
 }
-GREY = "#7d858d"  # can be read on white and on black
+GREY = "#7d858d"  # legible on white and on black
 
 
 def draw(records: Sequence[dict]) -> str:
-    """An SVG with a panel for each part that has a curve. It has no background, so it takes the
-    page's."""
+    """Return an SVG with a panel for each part that has a curve. It is transparent, so the page's
+    background shows."""
     curves = defaultdict(lambda: defaultdict(list))
     for (part, x, name, who), figure in summarise(records).items():
         if (part, name) in (
@@ -56,8 +55,8 @@ def draw(records: Sequence[dict]) -> str:
 
 
 def panel(title: str, curves: dict[str, list[tuple[float, Summary]]], log: bool, left: int) -> str:
-    """Axes, and a curve of medians for each contestant, with a thick line from the lowest sample to
-    the highest."""
+    """Return the axes, and a curve of medians for each contestant, with a thick line from the lowest sample
+    to the highest."""
     xs = sorted({x for curve in curves.values() for x, _ in curve})
     marks = ticks(
         [value for curve in curves.values() for _, figure in curve for value in figure], log
@@ -99,8 +98,8 @@ def panel(title: str, curves: dict[str, list[tuple[float, Summary]]], log: bool,
 
 
 def ticks(values: Sequence[float], log: bool) -> list[float]:
-    """Round numbers around the values, from zero or, for a logarithmic axis, powers of ten: 370 ->
-    0, 100, ... 400"""
+    """Return round numbers for an axis: from zero to at least the largest value (370 -> 0, 100, ... 400), or
+    powers of ten for a logarithmic axis."""
     if log:
         low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
         return [10.0**e for e in range(low, max(high, low + 1) + 1)]
@@ -110,7 +109,7 @@ def ticks(values: Sequence[float], log: bool) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """An exit code."""
+    """Run the program. Return an exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
         if len(given) != 2:

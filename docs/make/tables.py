@@ -1,18 +1,18 @@
-"""Generate the pages' tables from measurements and from the counts of the tests.
+"""Generate the tables in docs/ from measurements and from the tests.
 
     python docs/make/tables.py            rewrites stale tables, and lists their pages
 
-A generated table follows a comment, which is invisible in the page:
+A generated table follows a comment, which is invisible on the page:
 
     <!-- made: speeds bench-15m.json decode "decode tokens/s" -->
     <!-- made: gains bench-speculate-demo.json -->
     <!-- made: counts -->
     <!-- made: sizes -->
 
-`speeds` shows one figure of one part of a benchmark: for each contestant the median, and ours
-divided by it. `gains` shows what draft tokens gain. `counts` shows how much the tests compare. `sizes`
-calculates the memory of models on a CPU from their published shapes. So no table is typed, and the
-prose next to it says "about twice".
+`speeds` shows one figure of one part of a benchmark: the median of each contestant, and ours divided by
+it. `gains` shows the gain from draft tokens. `counts` shows how much the tests compare. `sizes` calculates
+the memory of models on a CPU from their published shapes. So no table is typed by hand, and the prose next
+to a table only says "about twice".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-# `device` comes first, as in a program of ours.
+# Before the modules of tests/, which may import MLX: `device` must load our product first.
 from base.atomic_write import write_whole  # noqa: E402
 from benchmarks import report  # noqa: E402
 from kernels import device  # noqa: E402, F401  # isort: split
@@ -40,7 +40,7 @@ MADE = re.compile(r"(<!-- made: (.+?) -->\n)((?:\|.*\n)*)")
 
 
 def table(heads: list[str], rows: list[list[str]], left: int = 0) -> str:
-    """A table in Markdown. The first `left` columns are words, the others numbers."""
+    """Return a Markdown table. The first `left` columns are text, the others are numbers."""
     rules = ["---" if column < left else "---:" for column in range(len(heads))]
     lines = [f"| {' | '.join(heads)} |", f"|{'|'.join(rules)}|"]
     for row in rows:
@@ -49,7 +49,7 @@ def table(heads: list[str], rows: list[list[str]], left: int = 0) -> str:
 
 
 def speeds(file: str, part: str, figure: str) -> str:
-    """A line for each number of rows, or of users."""
+    """Return a table with a line for each number of rows or users."""
     records = json.loads((ROOT / "docs" / file).read_text())["records"]
     found = {}
     for (at, x, name, contestant), summary in report.summarise(records).items():
@@ -70,8 +70,8 @@ def speeds(file: str, part: str, figure: str) -> str:
 
 
 def gains(*files: str) -> str:
-    """A line for each text of `bench.py --parts speculate`: with draft tokens, how many times as many tokens
-    a processor second has, how many times fewer the steps are, and how many draft tokens were accepted."""
+    """Return a table with a line for each text of `bench.py --parts speculate`: the ratios of tokens per
+    processor second and of steps with and without draft tokens, and the number of draft tokens accepted."""
     heads = ["text"]
     found: dict[str, list[str]] = {}
     for file in files:
@@ -96,19 +96,19 @@ def of_line(figures: dict, x: str, who: str, name: str) -> float:
 
 
 class Published(NamedTuple):
-    """What a model's config.json says."""
+    """The shapes in a model's config.json."""
 
     D: int
     layers: int
-    heads: tuple[int, int, int]  # of queries, of keys, and the size of each
-    hidden: int  # width of the MLP, or of an expert
+    heads: tuple[int, int, int]  # query heads, key heads, and the size of a head
+    hidden: int  # width of the MLP or of an expert
     V: int
     tied: bool
     experts: int = 1
     taken: int = 1
 
     def weights(self, experts: int) -> int:
-        """Of the layers and the head, with this many experts in each layer."""
+        """Return the number of weights of the layers and the head, with this many experts in each layer."""
         H, Hkv, Dh = self.heads
         attention = self.D * Dh * (2 * H + 2 * Hkv)
         layer = attention + 3 * self.D * self.hidden * experts
@@ -123,12 +123,13 @@ PUBLISHED = {
     "Qwen3-30B-A3B": Published(2_048, 48, (32, 4, 128), 768, 151_936, False, 128, 8),
 }
 RATES = (10, 20, 40)  # memory bandwidth, GB/s
-# Bytes of a weight. With 4 and 8 bits, 64 of them share a scale and an offset of two bytes each.
+# Bytes per weight. With 4 and 8 bits, 64 weights share a scale and an offset of two bytes each.
 NBYTES = {4: 4 / 8 + 4 / 64, 8: 8 / 8 + 4 / 64, 16: 2.0}
 
 
 def sizes() -> str:
-    """Size of the weights, bytes read for a token, and the tokens per second that this allows."""
+    """Return a table of the weights' size, the bytes read per token, and the tokens per second that these
+    allow."""
     rows = []
     for name, model in PUBLISHED.items():
         for bits, nbytes in NBYTES.items():
@@ -142,7 +143,7 @@ def sizes() -> str:
 
 
 def counts() -> str:
-    """How much the tests compare, for docs/correctness.md."""
+    """Return a table of how much the tests compare, for docs/correctness.md."""
     names = "parity test_batch_invariance random_batches test_matmul test_sched test_group"
     parity, exact, company, product, sched, ranks = map(of_the_tests, names.split())
     prompts, own = parity.count()
@@ -166,7 +167,7 @@ def counts() -> str:
 
 
 def of_the_tests(name: str):
-    """Import a module from any folder of tests/."""
+    """Import a module of tests/ by its name, from any folder."""
     (path,) = (ROOT / "tests").rglob(f"{name}.py")
     for folder in (ROOT / "tests", ROOT / "tests" / "lib", path.parent):
         if str(folder) not in sys.path:
@@ -183,7 +184,7 @@ MAKERS: dict[str, Callable[..., str]] = {
 
 
 def made_anew(page: str) -> str:
-    """The page, with its tables as they should be."""
+    """Return the page with all its tables regenerated."""
 
     def anew(found: re.Match) -> str:
         maker, *arguments = shlex.split(found[2])
