@@ -119,7 +119,20 @@ def read_messages(request: BodyReader) -> list[dict]:
     if found[-1]["role"] == "assistant":
         words = "the last message is the assistant's, but an answer cannot be begun by the client"
         raise invalid("messages", words, "unsupported_content")
-    return found
+    return instructions_first(found)
+
+
+def instructions_first(messages: list[dict]) -> list[dict]:
+    """Put the system's messages that directly follow the first question before it.
+
+    Claude Code lists agents and skills in one. So conversations share it, and the question comes last.
+    """
+    roles = [message["role"] for message in messages]
+    first = roles.index("user") if "user" in roles else len(roles)
+    rest = first + 1
+    while roles[rest : rest + 1] == ["system"]:
+        rest += 1
+    return messages[:first] + messages[first + 1 : rest] + messages[first : first + 1] + messages[rest:]
 
 
 def read_user(blocks: list[BodyReader]) -> list[dict]:

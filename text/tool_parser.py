@@ -132,9 +132,10 @@ KEY = r"[^<>\"\n]{1,128}"  # an argument's name in tags
 # Separators between calls, and the tool's name if it precedes the body
 BEFORE = rf"[\s,;\[]*(?:({NAME})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)"
 # The start of a call in JSON, in pieces, because an answer may end or pause after any of them. A
-# body that starts differently is recognized only when it is complete
+# body that starts differently is recognized only when it is complete. Qwen 2.5 Coder's template shows the
+# form of a call in doubled braces, and its models close one or both
 GAP = r"\s{0,20}"
-BODY = [r"\{", GAP, *'"name"', GAP, ":", GAP, '"', rf"({NAME})", '"', GAP, ",", GAP]
+BODY = [r"\{", r"\{?", GAP, *'"name"', GAP, ":", GAP, '"', rf"({NAME})", '"', GAP, ",", GAP]
 BODY += ['"', "(arguments|parameters)", '"', GAP, ":", GAP]
 # Models with little training on calls write them without a mark at the start of a line: bare, in a
 # list, or in a code block. Then the start of a call includes the first argument or the end
@@ -576,6 +577,8 @@ class ParserState:
         yield from self._object(kind="arguments")
         if found:
             yield from self._object(depth=1)
+            if found[0].startswith("{{"):
+                yield from self._skip("}")
         return None
 
     def _close(self) -> Reading[bool]:

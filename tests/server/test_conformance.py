@@ -475,13 +475,14 @@ def claude_code(version: str, question: str) -> dict:
     blocks = [{"type": "text", "text": text} for text in (reminder, f"say: {question}")]
     system = [{"type": "text", "text": text} for text in texts]
     system[1]["cache_control"] = system[2]["cache_control"] = {"type": "ephemeral"}
-    messages = [{"role": "user", "content": blocks}]
+    agents = {"role": "system", "content": "Available agent types for the Agent tool:\n- claude"}
+    messages = [{"role": "user", "content": blocks}, agents]
     return {"model": "default", "max_tokens": 99, "system": system, "messages": messages}
 
 
 def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
     """Regression: the first block of its system prompt differs in each conversation, so everything after it
-    was prefilled again."""
+    was prefilled again; so was the system's message after the question."""
     first, second = claude_code("c8b", "Yes."), claude_code("4f0", "No.")
     server.ask(MESSAGES, first)
     usage = server.ask(MESSAGES, second).json["usage"]
@@ -494,6 +495,16 @@ def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
     common = alike.index(False)
     assert usage["cache_read_input_tokens"] == common
     assert usage["input_tokens"] == len(prompts[1]) - common < common / 4
+    assert "Available agent types" in text.tokenizer.decode(prompts[0][:common])
+
+
+def test_only_the_first_question_changes_places_with_the_system():
+    """Later messages of the system may be about what was said before them."""
+    roles = ["user", "system", "system", "assistant", "user", "system"]
+    messages = [{"role": role, "content": f"{n}"} for n, role in enumerate(roles)]
+    body = {"model": "default", "max_tokens": 9, "system": "x", "messages": messages}
+    chat = anthropic.parse_request(BodyReader(body)).prompts[0]
+    assert "".join(message["content"] for message in chat.messages) == "x120345"
 
 
 def test_request_is_called_by_its_last_user(server):

@@ -460,6 +460,10 @@ BARE = {
     '{"name":"add","arguments":{}}': [("tool_call", "add", {})],
     '{\n"name" : "add" ,\n"parameters" : { "a": 1 }, "id": "x"}': [CALLED],
     f"An x:\n```json\n[1]\n```\n{ADD}": [("content", "An x:\n```json\n[1]\n```"), CALLED],
+    # Qwen 2.5 Coder's template shows a call in doubled braces, and an agent got such calls as content
+    f"{{{ADD}}}": [CALLED],
+    f"{{{ADD}\n": [CALLED],
+    f"```json\n{{{ADD}}}\n```": [CALLED],
 }
 NO_CALLS = [
     '{"name": "sub", "arguments": {"a": 1}}',
@@ -483,6 +487,8 @@ NO_CALLS = [
     "{",
     "a list:\n[1]\n{\n}\n",
     '["name": "add", "arguments": {"a": 1}]',
+    '{{"name": "sub", "arguments": {"a": 1}}',
+    '{{{"name": "add", "arguments": {"a": 1}}}}',
 ]
 IN_JSON = [HERMES, MISTRAL, LLAMA, APRIEL]
 
@@ -502,6 +508,14 @@ def test_unmarked_call_of_a_known_tool(format):
         single = [*expected[: [part[0] for part in expected].index("tool_call") + 1]]
         assert told(parse(text, output_format, is_single=True)) == single, text
         assert "tool_call" not in str(parse(text, output_format, is_strict=True)) or format.is_bare
+
+
+@pytest.mark.parametrize("call", [f"{{{ADD}}}", f"{{{ADD}"], ids=["closed", "open"])
+def test_marked_call_in_doubled_braces(call):
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    for cut in range(len(text) + 1):
+        assert told(parse([text[:cut], text[cut:]], OutputFormat(None, HERMES))) == [CALLED], cut
+    assert told(parse(f"{text}\n{text}", OutputFormat(None, HERMES))) == [CALLED, CALLED]
 
 
 @pytest.mark.parametrize("format", IN_JSON, ids=lambda format: format.name)
