@@ -132,7 +132,8 @@ def instructions_first(messages: list[dict]) -> list[dict]:
     rest = first + 1
     while roles[rest : rest + 1] == ["system"]:
         rest += 1
-    return messages[:first] + messages[first + 1 : rest] + messages[first : first + 1] + messages[rest:]
+    question, instructions = messages[first : first + 1], messages[first + 1 : rest]
+    return messages[:first] + instructions + question + messages[rest:]
 
 
 def read_user(blocks: list[BodyReader]) -> list[dict]:
