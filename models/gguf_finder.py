@@ -26,7 +26,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def models_among(found: Iterable[Path]) -> list[Path]:
-    """Keep the GGUF files that `--model` takes: of a split model the first part, and no image
+    """Keep the GGUF files that `--model` accepts: the first part of a split model, and no image
     projectors."""
     parts = {path: SPLIT.search(path.name) for path in found if not path.name.startswith("mmproj")}
     return [path for path, part in parts.items() if part is None or int(part[1]) == 1]
