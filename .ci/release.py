@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernels import build as kernels
 
 ROOT = Path(__file__).resolve().parents[1]
-# Files of the checkout that a wheel has
+# Files of the checkout that go into a wheel
 PACKAGED = r"""(?x) [a-z_]+\.py$ | (?!build_backend|course|demo|docs|tests)[a-z]+/ | demo/model/
     | README\.md | CONTRIBUTING\.md | docs/([^/]+\.md|bench-15m\.json|make/page\.py)$"""
 

@@ -20,7 +20,7 @@ def check_writable(file: str) -> None:
 
 
 def write_whole(file: str | Path, text: str) -> None:
-    """Replace the content of a file by this text, or leave the file unchanged and raise OSError.
+    """Replace the content of a file with this text, or leave the file unchanged and raise OSError.
 
     The text is written to a temporary file in the same folder, which then replaces the file.
     """

@@ -45,8 +45,8 @@ GRACE = 5.0  # seconds after a job's deadline until the fork server counts as go
 class SandboxLimits(NamedTuple):
     """The limits of a job."""
 
-    seconds: float  # processor time
-    patience: float  # wall-clock time in seconds: on a busy machine a job may have to wait
+    seconds: float  # of processor time
+    patience: float  # seconds of wall-clock time: on a busy machine a job may have to wait
     memory: int  # bytes in addition to the fork server's. macOS ignores this limit
     at_once: int = 1  # maximum number of concurrent jobs
 

@@ -1,4 +1,4 @@
-"""A status line in the terminal, which shows the progress of something slow."""
+"""A status line in the terminal that shows the progress of a slow operation."""
 
 from __future__ import annotations
 

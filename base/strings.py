@@ -13,7 +13,7 @@ def json_or_none(text: str) -> Any:
 
 
 def beginning(mark: str, text: str) -> str:
-    """Return the longest suffix of the text that is an incomplete prefix of the mark."""
+    """Return the longest suffix of the text that is a proper prefix of the mark."""
     first = len(text) - len(mark) + 1
     for place in range(max(first, 0), len(text)):
         if mark.startswith(text[place:]):

@@ -192,7 +192,7 @@ PRONOUNS = {"he": ("he", "him", "his"), "she": ("she", "her", "her")}
 
 LENGTHS = ("short", "medium", "long")
 SENTENCES = {"short": (3, 5), "medium": (5, 11), "long": (10, 21)}
-# The range of nine stories in ten. `story` draws again outside it, which a model cannot do
+# The limits hold for nine draws in ten. `story` draws again, but the model that learns from it cannot
 WORDS = {"short": (35, 78), "medium": (78, 145), "long": (145, 240)}
 
 # Fields shared by several plots: first words, then complete sentences.

@@ -77,7 +77,7 @@ class Ranks:
         self._next: Sequence[socket.socket] = ()  # connections to the next rank
         self._received = queue.SimpleQueue()  # messages
         self._ends = threading.Lock()
-        self._fails_together = size > 1  # until the goodbye, the loss of one rank stops all
+        self._fails_together = size > 1  # before the goodbye, losing one rank stops all
         # With a GPU, most backends transfer arrays through host memory
         self._stream = (
             mx.new_thread_unsafe_stream(mx.cpu)
@@ -111,7 +111,7 @@ class Ranks:
     # --- collective operations that wait for their result
 
     def gather(self, *numbers: int) -> list[list[int]]:
-        """Return the numbers of each rank."""
+        """Gather the numbers of all ranks, in the order of the ranks."""
         if self.size == 1:
             return [list(numbers)]
         own = mx.array([numbers], mx.int32)
@@ -119,7 +119,7 @@ class Ranks:
             try:
                 return mx.distributed.all_gather(own, stream=self._stream).tolist()
             except RuntimeError:  # a backend may notice a lost rank before we do
-                time.sleep(NEWS_S)  # time for `_listen` to exit this process
+                time.sleep(NEWS_S)  # let `_listen` report the loss and exit
                 raise
 
     # --- batches
@@ -206,7 +206,7 @@ class Ranks:
             return
         if isinstance(error, KeyboardInterrupt):
             self._end("interrupted in a step", 130)
-        time.sleep(NEWS_S)  # if a rank was lost, `_listen` exits this process during this time
+        time.sleep(NEWS_S)  # if a rank was lost, `_listen` reports it now, and exits
         self._end(one_line(f"{type(error).__name__}: {error}"), 1)
 
     def _end(self, why: str, code: int) -> NoReturn:

@@ -9,7 +9,7 @@ The solution. The launcher passes this process's rank in the environment and, fo
 with all addresses. The ranks connect at these addresses, each to the next one, and prove to each other
 that they know the key (`channel.py`). Only then is MLX's ring created, and it never uses the network
 (`tie_ring`): each process connects its ring to itself, on the loopback interface, and then replaces
-MLX's connections by the authenticated ones.
+MLX's connections with the authenticated ones.
 
     connections that MLX opens                   after the replacement
 
@@ -51,7 +51,7 @@ from distributed.group import ALONE, Ranks
 from kernels.device import mx
 
 PYTHON = [sys.executable or "python3", "-I", "-S"]  # with the standard library only
-MEET_S = 30  # time that a rank waits for its neighbours
+MEET_S = 30  # how long a rank waits for its neighbours
 LOOPBACK = "127.0.0.1"
 
 
@@ -99,8 +99,8 @@ def tie_ring(
 ) -> None:
     """Create MLX's ring on existing connections from the previous rank and to the next one.
 
-    MLX accepts one connection and opens another: here both lead to this machine. Then `dup2` replaces
-    its file descriptors by our connections. This is early enough, because MLX does not read or write
+    MLX accepts one connection and opens another; here both lead to this machine. Then `dup2` replaces
+    its file descriptors with our connections. This is early enough, because MLX does not read or write
     before it computes.
     """
     with ExitStack() as at_last:
@@ -144,8 +144,8 @@ for address in sys.argv[1:]:
 
 
 def exchange(number: int, connections: Mapping[tuple, socket.socket]) -> bool:
-    """Replace this file descriptor by our connection if it is MLX's end of a loopback connection, and return
-    True. It is recognized by the address that MLX listened at or connected to."""
+    """Replace this file descriptor with our connection and return True, if it is MLX's end of a loopback
+    connection. It is recognized by the address that MLX listened at or connected to."""
     try:
         file = socket.socket(fileno=number)
     except OSError:  # not a socket

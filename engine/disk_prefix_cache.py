@@ -135,10 +135,10 @@ class SlotCache:
         self._dtype = ""
         # For each layer with states: the size of a slot's place, and of a checkpoint
         self._states: list[tuple[int, int]] = []
-        self._lock = threading.Lock()  # guards the next attributes
+        self._lock = threading.Lock()  # guards the attributes below
         self._saved: dict[str, SavedSlot] = {}  # by name, as last listed
         self._unusable: set[str] = set()  # names
-        self._jobs: set[Future] = set()  # unfinished jobs in threads
+        self._jobs: set[Future] = set()  # jobs that are still running in threads
         self._reading: WeakValueDictionary[str, Future[list[SavedLayer]]] = WeakValueDictionary()
         self._listing = threading.Lock()  # one thread lists at a time
         self._listed = -math.inf  # when the last listing began
@@ -216,8 +216,8 @@ class SlotCache:
         return RestoredRows(self, search)
 
     def wait(self, running: Collection[Request]) -> bool:
-        """If all running requests wait for rows, sleep until something changes: rows are there, or a
-        request arrives. No other lock may be held. False if no request runs."""
+        """If all running requests wait for rows, sleep until rows are loaded or a request arrives. Call this
+        without holding another lock. Return False if no request is running."""
         with self._changed:
             if running and all(request.waits_for_disk for request in running):
                 self._changed.wait(WAIT_S)

@@ -26,7 +26,7 @@ class Idle:
         self._seconds = seconds
         self._say = say
         self._now = now
-        self._since = now()  # idle since
+        self._since = now()  # when the engine became idle
         self._submitted = 0
         self._is_away = False
 

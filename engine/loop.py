@@ -157,7 +157,7 @@ class Loop:
             self._thread = threading.Thread(target=self._run, name="nanobatch", daemon=True)
             try:
                 self._thread.start()
-            except BaseException:  # the system has no thread left
+            except BaseException:  # no more threads can be started
                 self._thread = None
                 self.engine.driver.attach(None)
                 raise

@@ -1,4 +1,4 @@
-"""The lifecycle of an engine's model: unloading it, loading it again, replacing it by another one.
+"""The lifecycle of an engine's model: unloading it, loading it again, replacing it with another one.
 
 `model_source.py` knows where a model comes from; `idle_unload.py` decides when a server unloads it.
 """

@@ -36,7 +36,7 @@ from sched import UNLIMITED, Scheduler
 USUAL_S = 0.2
 MOST_MS = 3_600_000  # an hour
 TIMES = 4  # default limit, as a multiple of a step without a chunk
-LEAST = 4  # prompt tokens of a step under any limit: they cost little more than one token
+LEAST = 4  # fewest prompt tokens of a step, whatever the limit: they cost little more than one token
 FORGET = 0.003  # the weight of the newest step in the fit
 NEWEST = 9  # number of newest steps that a median covers
 RECENT = 64  # number of steps in the mean pace, which includes interrupted steps, for predictions
@@ -249,7 +249,7 @@ class StepTime:
 
 
 def allotted(reading: Collection[Reading], room: float, chunk: int) -> dict[int, float]:
-    """Return the tokens of each prompt in a step, shared like in `Scheduler._allot`."""
+    """Return the tokens of each prompt in a step, divided as in `Scheduler._allot`."""
     oldest, *others = reading
     kept = min(oldest.unread, chunk, room / 2) if others else 0.0
     shares = {}

@@ -1,8 +1,8 @@
 """Fair sharing of one device by several engines: a step is a turn, and the engine with the least time is next.
 
 A step of a large model takes as long as many steps of a small one. So instead of round robin, the time of
-each turn is measured. An engine that was idle starts with the time of the engine with the least, because it
-has no claim to time that it did not need.
+each turn is measured. An engine that was idle is set to the least time of the active engines, because it has
+no claim to time that it did not need.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
-GRACE_S = 0.002  # time to wait for an engine with less time between two of its steps
+GRACE_S = 0.002  # how long to wait, between two of its steps, for an engine that has had less time
 IDLE_S = 0.5  # an engine that ran no step for longer counts as idle
 
 
