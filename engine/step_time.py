@@ -36,7 +36,7 @@ from sched import UNLIMITED, Scheduler
 USUAL_S = 0.2
 MOST_MS = 3_600_000  # an hour
 TIMES = 4  # default limit, as a multiple of a step without a chunk
-LEAST = 4  # fewest prompt tokens of a step, whatever the limit: they cost little more than one token
+LEAST = 4  # fewest prompt tokens of a step, under any limit: they cost little more than one
 FORGET = 0.003  # the weight of the newest step in the fit
 NEWEST = 9  # number of newest steps that a median covers
 RECENT = 64  # number of steps in the mean pace, which includes interrupted steps, for predictions
