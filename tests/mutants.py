@@ -643,7 +643,7 @@ class StaleError(Exception):
 
 
 class Replaced(ast.NodeTransformer):
-    """Replace each node that equals `old`, and count the replacements."""
+    """A transformer that replaces each node that equals `old`, and counts the replacements."""
 
     def __init__(self, old: ast.AST, new: ast.AST):
         self.old = old

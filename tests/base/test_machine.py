@@ -1,5 +1,5 @@
-"""What a container leaves of the machine: the tightest of the cgroups around this process, in versions 1
-and 2."""
+"""The resources that a container leaves: the tightest of the cgroups around this process, in versions 1 and
+2."""
 
 from pathlib import Path
 

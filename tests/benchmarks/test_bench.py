@@ -538,7 +538,7 @@ def line_of(pid: str) -> str:
 
 
 def test_steps_on_a_gpu_are_timed_with_the_wait_and_without(spec, monkeypatch):
-    """Whether to wait for the previous pass (`Runner._start`) had not been measured on GPUs."""
+    """A GPU needs both timings to decide whether to wait for the previous pass (`Runner._start`)."""
     monkeypatch.setattr("kernels.device.is_gpu", True)
     sample = Sample(spec._replace(part="steps", output=8))
     with closing(sample.contestant):

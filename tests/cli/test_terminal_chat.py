@@ -57,7 +57,7 @@ def test_question_continues_the_conversation(engine):
 
 
 def test_system_message_survives_new(engine):
-    """`/new` keeps it, and an empty `/system` removes it."""
+    """`/new` keeps the system message, and an empty `/system` removes it."""
     dialogue, _ = talk(engine, "/system Be brief.", "Why batch?", "/new", "Who are you?")
     roles = [message["role"] for message in dialogue.talk.messages()]
     assert roles == ["system", "user", "assistant"]

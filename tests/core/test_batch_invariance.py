@@ -125,7 +125,7 @@ def is_all_well(folder: Path, asks: list[Ask], answers: list[list[int]]) -> bool
     "bug", ["a reach that shows", "no further than the one before", "a form by their number"]
 )
 def test_planted_variance_is_caught(models, monkeypatch, bug):
-    """Each of these was once in the code, or in an attempt to fix it."""
+    """Each of these bugs was once in the code, or in an attempt to fix it."""
     groups, softmax, attention = kv.Window.groups.func, llama.softmax, llama.attention
 
     def a_reach_that_shows(q, k, *rest):

@@ -222,7 +222,7 @@ with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
 
 
 def test_bug_in_forward_is_no_usage_error(tmp_path):
-    """Regression: the first step runs while the model is loaded, and its failures were reported in one
+    """Regression: failures of the first step, which runs while the model is loaded, were reported in one
     line."""
     folder = make_checkpoint(tmp_path, seed=1)
     (tmp_path / "hacked.py").write_text(

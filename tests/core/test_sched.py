@@ -562,7 +562,7 @@ def test_unshared_prompt_has_no_cached_rows():
 
 @pytest.mark.parametrize("answer", [1, 41])
 def test_unused_prefixes_are_freed(answer):
-    """Otherwise every prompt and every answer would stay in memory."""
+    """Prefixes that were not freed would keep every prompt and every answer in memory."""
     before = nodes()
     planner = Scheduler(2, 200, POLICIES["continuous"], chunk=4)
     for id in range(100):

@@ -58,7 +58,7 @@ def turns(
 
 
 class Reader:
-    """A scheduler that runs one turn after another, and the number of tokens that each prefills."""
+    """A scheduler that runs one turn after another, and counts the tokens that each prefills."""
 
     def __init__(self, slots: int, max_len: int, chunk: int = 64, *, has_states: bool = False):
         policy = POLICIES["continuous"]

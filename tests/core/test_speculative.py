@@ -59,7 +59,7 @@ def stopped(asks: list[Ask], handles: list[Handle]) -> list[Ask]:
 
 
 class Oracle(Drafter):
-    """Drafts the known answers, with some tokens replaced."""
+    """A drafter that knows the answers, and drafts them with some tokens replaced."""
 
     def __init__(self, plain: list[Handle], dice: np.random.Generator, wrong: int = -1):
         super().__init__(5)
@@ -285,8 +285,8 @@ def test_expensive_rows_shorten_drafts(row_s, wide):
 
 
 def test_step_is_read_at_once_only_if_drafts_pay():
-    """Otherwise every answer with a repeated pair of tokens would lose run-ahead, although nothing is
-    drafted."""
+    """If a step were read at once for any draft, every answer with a repeated pair of tokens would lose
+    run-ahead, although nothing is drafted."""
 
     def may_follow(row_s: float, *requests: Request) -> bool:
         emitters = tuple(Decode(request, request.slot, request.next_row) for request in requests)

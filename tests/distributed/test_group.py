@@ -277,7 +277,7 @@ def test_single_process(monkeypatch):
     ],
 )
 def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, text, says):
-    """MLX aborts or waits forever; it takes port 65537 for 1."""
+    """With such values MLX aborts or waits forever, and takes port 65537 for 1."""
     monkeypatch.setenv("MLX_RANK", rank)
     monkeypatch.delenv("MLX_HOSTFILE", raising=False)
     if text:
@@ -399,7 +399,8 @@ def test_orders_are_passed_along_the_ring(monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("lost", [0, 2])
 def test_every_rank_hears_which_one_is_lost(monkeypatch, lost):
-    """The ranks that exit because of it close their connections, too, so each blamed its neighbour."""
+    """Regression: ranks that exit because of a lost one close their connections, too, so each rank blamed
+    its neighbour."""
     with Ring(monkeypatch, 4) as ring:
         ring.lines[(lost + 1) % 4][0].shutdown(socket.SHUT_RDWR)
         said = dict(ring.ended.get(timeout=60) for _ in range(4))
@@ -425,7 +426,7 @@ def soon() -> float:
 
 
 class Answering:
-    """Run `accept` in a thread, on a free port."""
+    """`accept` running in a thread, on a free port."""
 
     def __init__(self, *names: str, until: float = 0.0):
         server = socket.create_server((LOOPBACK, 0), backlog=200)
@@ -502,7 +503,7 @@ def test_replayed_proof_is_refused():
     ],
 )
 def test_other_program_at_the_port(says, why):
-    """The error says that this is not a rank."""
+    """The error says that the other program is not a rank."""
     with socket.create_server((LOOPBACK, 0)) as server:
         address = "{}:{}".format(*server.getsockname())
 

@@ -145,8 +145,7 @@ def test_ctrl_c_finishes_the_step(engine, monkeypatch):
 
 
 def test_ctrl_c_at_any_line_of_a_step(engine, expected):
-    """Three requests on two slots: interrupt admission, prefill, decode and finishing at one line after
-    another."""
+    """With three requests on two slots, interrupt admission, prefill, decode and finishing line by line."""
     interrupted = 0
     for at in range(0, 2_600, 65):
         handles = [engine.submit(prompt, FEW) for prompt in PROMPTS]

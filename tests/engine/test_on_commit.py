@@ -25,7 +25,8 @@ SHORT = exactly(3)
 
 
 class Hook:
-    """Record what is visible in each call, and check that another thread can take the engine's locks."""
+    """An `on_commit` that records what is visible in each call, and checks that another thread can take the
+    engine's locks."""
 
     def __init__(self, engine: Engine):
         self.engine, self.calls, self.threads = engine, [], []

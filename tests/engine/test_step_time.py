@@ -28,8 +28,8 @@ QUIET, BUSY = 0.0, 0.3  # the share of steps that another program slows down
 
 
 class Machine:
-    """Return the seconds that a plan takes. `speed` is relative to the constants above; `far` scales the row
-    at which attention costs as much as everything else."""
+    """A simulated machine: the seconds that it takes for a plan. `speed` is relative to the constants above; `far`
+    scales the row at which attention costs as much as everything else."""
 
     def __init__(self, seed: int, disturbed: float):
         self.dice = random.Random(seed)
@@ -52,7 +52,8 @@ class Machine:
 
 
 class Run(Replay):
-    """Record the estimates of each prompt's remaining time, as `RequestRegistry.estimate` asks for them."""
+    """A replay that records the estimates of each prompt's remaining time, as `RequestRegistry.estimate`
+    asks for them."""
 
     def __init__(self, machine: Machine, guests: Sequence[Guest], limit_ms: int | None = None):
         sched = Scheduler(4, 40_000, POLICIES["continuous"], chunk=128, budget=260)

@@ -211,9 +211,9 @@ def planted(folder: Path) -> Path:
 @NEEDS_COMPILER
 @long_form
 def test_every_planted_bug_is_caught(tmp_path, exam):
-    """The exam catches it and, if it shows in one thread, so does the check at load, which rejects the output of
-    a broken compiler. One library contains all bugs, which are turned on one after another. The bugs quote
-    lines of C: whoever changes those lines has to plant the bugs again before a release."""
+    """The exam catches each bug, and so does the check at load if the bug shows in one thread: it rejects
+    the output of a broken compiler. One library contains all bugs, which are turned on one after another.
+    They quote lines of C: whoever changes those lines has to plant the bugs again before a release."""
     path = compiled(tmp_path / "planted.so", "-shared", *BEST, planted(tmp_path))
     exam = compiled(tmp_path / "exam", exam, path)
     library = ctypes.CDLL(path)

@@ -366,7 +366,7 @@ def test_lazy_product_holds_the_matrix():
 
 
 def test_wrong_shape_ends_the_process():
-    """A packed matrix would be read beyond its end."""
+    """With a wrong shape, a packed matrix would be read beyond its end."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels', 'tools']\n"
         "from kernels import device\n"

@@ -24,7 +24,7 @@ def normal(seed: int, *shape: int) -> mx.array:
 
 
 def test_tiny_matrices_are_not_operations():
-    """The check for an operation must not read beyond them."""
+    """The check for an operation must not read beyond a tiny matrix."""
     for N, K in ((1, 1), (2, 1), (1, 2)):
         x, w = normal(1, 5, K), normal(2, N, K)
         right = np.array(x, np.float64) @ np.array(w, np.float64).T
@@ -46,7 +46,7 @@ def test_lazy_norm_holds_its_weights():
 
 
 def test_operation_used_as_a_matrix():
-    """The process ends with one line, before it misreads memory."""
+    """The process ends with one line before it misreads memory."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels']\n"
         "from kernels import device, library, row_ops\n"

@@ -27,7 +27,7 @@ def exactly(tokens: int | None, **more) -> SamplingParams:
 
 
 class Tap:
-    """Record the logits that each token was sampled from: `logits[request id, index]`, (V,)."""
+    """A tap that records the logits from which each token was sampled: `logits[request id, index]`, (V,)."""
 
     def __init__(self, engine: Engine):
         self.logits: dict[tuple[int, int], np.ndarray] = {}

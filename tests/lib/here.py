@@ -8,7 +8,7 @@ from server.http import Options
 
 
 class Here(Server):
-    """Has the interface of a server in another process."""
+    """A server in this process, with the interface of one in another process."""
 
     def __init__(self, engine, **options):
         self.api = APIServer(Options(port=0, **options)).start()

@@ -14,7 +14,7 @@ COMMIT = "1" * 40
 
 
 class Hub:
-    """Serve the files of a folder as `owner/tiny`.
+    """A hub that serves the files of a folder as `owner/tiny`.
 
     `pause(name, sent)` is called with a file's name and the bytes sent of it, before more is sent.
     """

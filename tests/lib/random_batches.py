@@ -237,8 +237,8 @@ def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> 
 
 
 class Bold(Drafter):
-    """Drafts like the engine, and for any other answer it repeats the newest token, because random models
-    repeat themselves."""
+    """A drafter like the engine's that, for any other answer, repeats the newest token, because random
+    models repeat themselves."""
 
     def __init__(self, most: int, rng: np.random.Generator):
         super().__init__(most)

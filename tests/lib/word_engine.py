@@ -85,7 +85,7 @@ class WordText:
 
 
 class WordStream:
-    """Decode tokens to words. The stop string "<9>" ends an answer after nine of them."""
+    """A stream that decodes tokens to words. The stop string "<9>" ends an answer after nine of them."""
 
     def __init__(self, pieces: Sequence[str], left: int | None):
         self.pieces = pieces

@@ -429,7 +429,7 @@ def test_values_that_are_keys(tmp_path):
 
 
 def test_granite_without_positions(tmp_path):
-    """Granite 4 encodes this in a field with an unrelated name."""
+    """Granite 4 stores the lack of positions in a field with an unrelated name."""
     fields = {"granite.rope.scaling.finetuned": False}
     file, _ = make_pair(tmp_path, "F32", "granite", fields=fields)
     assert all(kind.rope is None for kind in read_model(file).kinds)

@@ -113,7 +113,7 @@ def test_weights_decide_about_tying(folder):
 
 
 def test_stored_rope_tables_are_ignored(folder):
-    """Old checkpoints contain them."""
+    """Old checkpoints contain RoPE tables."""
     change_weights(
         folder, lambda w: w.update({"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(8)})
     )

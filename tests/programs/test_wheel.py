@@ -250,7 +250,7 @@ print(kv.__file__, engine.__file__, nanobatch.Engine is engine.Engine)
 
 @pytest.mark.parametrize("name", ["sched", "models"])
 def test_module_with_our_name_that_was_imported_first(package, tmp_path, name):
-    """The checkout's modules have short names, and would have imported the other one."""
+    """The checkout's modules have short names, and would have imported the other module."""
     (tmp_path / "models.py").write_text("")
     code = f"import sys; sys.path.append({str(tmp_path)!r}); import {name}\n{COUNT}"
     done = user(package, "-c", code)

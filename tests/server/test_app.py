@@ -1128,7 +1128,7 @@ def test_piece_costs_the_same_late_as_early(shape, text, monkeypatch):
 
 
 def test_call_costs_the_same_however_many_there_are():
-    """Each call used to count all calls before it."""
+    """Regression: each tool call counted all calls before it."""
     looked = []
 
     class Watched(list):

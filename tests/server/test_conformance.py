@@ -481,8 +481,8 @@ def claude_code(version: str, question: str) -> dict:
 
 
 def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
-    """Regression: the first block of its system prompt differs in each conversation, so everything after it
-    was prefilled again; so was the system's message after the question."""
+    """Regression: the first block of Claude Code's system prompt differs in each conversation, so
+    everything after it was prefilled again. So was the system message after the question."""
     first, second = claude_code("c8b", "Yes."), claude_code("4f0", "No.")
     server.ask(MESSAGES, first)
     usage = server.ask(MESSAGES, second).json["usage"]

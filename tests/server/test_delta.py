@@ -118,8 +118,8 @@ def test_one_wake_up_per_step(demo, monkeypatch, stream):
 
 
 class Tracer:
-    """Count how often execution crosses from one of our files into another, in all threads, without the
-    forward pass."""
+    """A profiler that counts how often execution crosses from one of our files into another, in all
+    threads, without the forward pass."""
 
     FORWARD = ("llama.py", "kv.py", "sampling.py", "token_choice.py", "models/", "kernels/")
 

@@ -162,8 +162,7 @@ def test_model_without_embeddings_is_400(here, monkeypatch):
 
 
 def test_vector_with_nan_is_500(here, monkeypatch):
-    """Regression: this vector was returned as a list of NaN with a 200, whereas a chat fails on the same
-    text."""
+    """Regression: a list of NaN was returned with a 200, whereas a chat fails on the same text."""
     monkeypatch.setattr(
         Handle, "vector", property(lambda _: [1.0, math.nan], lambda *_: None), False
     )

@@ -124,7 +124,8 @@ def test_a_busy_model_is_never_unloaded(pools):
 
 
 def test_later_requests_wait_behind_one_that_needs_the_memory(pools):
-    """Otherwise a constant stream of requests for the busy model would keep it loaded forever."""
+    """If later requests went first, a constant stream of them for the busy model would keep it loaded
+    forever."""
     pool = pools({"a": 6, "b": 6, "small": 1}, 8)
     busy, other = pool.wait("a"), pool.wait("small")
     waits = pool.ask("b")

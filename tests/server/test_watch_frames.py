@@ -57,7 +57,7 @@ def test_frames_survive_the_wire(engine):
 
 
 def test_only_new_text_is_sent(engine):
-    """Otherwise an answer of 8,000 tokens would be sent ten times a second while it grows."""
+    """An answer of 8,000 tokens must not be sent ten times a second while it grows."""
     sender, seen, sizes = watch_frames.Sender(True), None, []
     engine.submit("a prompt of some length " * 2, LONG)
     while engine.step() or not sizes:
@@ -129,7 +129,7 @@ def test_request_log_is_thread_safe():
 
 
 def test_stalled_watcher_is_dropped(engine, monkeypatch):
-    """Otherwise its frames would pile up in memory, and its snapshots would waste time."""
+    """The frames of a stalled watcher would pile up in memory, and its snapshots would waste time."""
     monkeypatch.setattr(watch_module, "WATCH_TIMEOUT_S", 0.3)
     with Here(engine) as here:
         line = Line(here.host, here.port, receive=4096)

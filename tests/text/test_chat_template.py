@@ -395,7 +395,7 @@ def test_template_file_wins_over_config(tmp_path):
 
 @unchecked
 def test_special_tokens_map(tmp_path):
-    """Otherwise `bos_token` is undefined in the template, and the prompt has no BOS at all."""
+    """Without the map `bos_token` is undefined in the template, and the prompt has no BOS at all."""
     make_model(tmp_path, LLAMA3)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": LLAMA3}))
     (tmp_path / "special_tokens_map.json").write_text(
@@ -722,7 +722,7 @@ def test_only_the_demo_template_needs_no_check(tmp_path, monkeypatch):
 @unchecked
 @pytest.mark.parametrize("source", ENDLESS)
 def test_slow_rendering_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
-    """Regression: four such conversations blocked all of a server's threads that parse prompts for a
+    """Regression: four slow conversations blocked all of a server's threads that parse prompts for a
     minute. A signal would not help, because it reaches only the main thread."""
     monkeypatch.setattr("text.chat_template.PATIENCE", 0.1)
     text, said = make_model(tmp_path, HIDDEN % source), []
@@ -781,7 +781,7 @@ def test_limits_are_far_from_normal_use(tmp_path, name):
     ids=lambda source: source[:12],
 )
 def test_oversized_template_is_refused(tmp_path, source):
-    """Regression: compiling it raised a RecursionError, which nothing caught."""
+    """Regression: compiling such a template raised a RecursionError, which nothing caught."""
     assert str(tmp_path) in refusal(make_model(tmp_path, source), turns("Hi"), ModelError)
 
 

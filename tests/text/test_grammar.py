@@ -129,7 +129,7 @@ def test_no_end_token_no_grammars():
 
 
 def test_white_space_is_bounded(grammars):
-    """Otherwise a model that prefers spaces would write nothing else."""
+    """Without a bound, a model that prefers spaces would write nothing else."""
     grammar = make(grammars, json={"type": "object"})
     say(grammars, grammar, "{\n" + " " * 40)
     assert not allowed(grammar) & {ord(" "), ord("\n"), ord("\t")}
@@ -275,8 +275,8 @@ def step_it(grammar, taken: list) -> None:
 
 @pytest.mark.parametrize("name", ["a large divisor", "a schema in it", "a large common multiple"])
 def test_grammar_over_a_limit_is_killed_and_remembered(name, monkeypatch):
-    """Regression: two such requests blocked both threads that compile grammars. The process grew to 4 GiB,
-    and every other schema was refused."""
+    """Regression: two requests with such grammars blocked both threads that compile them. The process grew
+    to 4 GiB, and every other schema was refused."""
     grammars = Grammars(make_tokenizer(), V, ENDS)
     make(grammars, choice=["yes"])
     before = len(threading.enumerate()), peak()

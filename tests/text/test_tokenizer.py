@@ -399,7 +399,7 @@ def test_cost_is_independent_of_stop_string_length():
 
 @every_tokenizer
 def test_stop_strings_with_a_real_tokenizer(name):
-    """Here merges, spaces and byte tokens decide what a token is."""
+    """With a real tokenizer, merges, spaces and byte tokens decide what a token is."""
     tokenizer, rng, stopped = TOKENIZERS[name](), random.Random(8), 0
     for _ in range(300):
         text = random_text(rng)

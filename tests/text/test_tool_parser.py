@@ -765,7 +765,7 @@ def test_grammar_of_messages(kind):
 
 
 def test_harmony_without_the_model():
-    """Watchers need this, and so does the next prompt, which must not contain marks."""
+    """Watchers parse the text without the model, and so does the next prompt, which must not contain marks."""
     text = f"{THOUGHT}{FINAL}It is 3."
     assert split_output(text) == [("reasoning", "I add."), ("content", "It is 3.")]
     assert split_reasoning(text) == ("I add.", "It is 3.")

@@ -231,7 +231,8 @@ def test_a_few_requests_are_listed_until_all_are_asked_for(plays):
 
 
 def test_an_open_request_stays_open(opens):
-    """Regression: newer requests of a server replaced it, and after that no request could be opened."""
+    """Regression: newer requests of a server replaced the open one, and after that no request could be
+    opened."""
     tab = opens(DEMO, reduced_motion="reduce")
     tab.click("[data-requests] .request >> nth=1")
     until(tab, "document.querySelector('li [data-request] .chip')?.textContent === '2'")

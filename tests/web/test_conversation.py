@@ -791,7 +791,7 @@ COPIES = """([pieces]) => {
 
 
 def test_code_is_copied_as_the_model_wrote_it(draws):
-    """The copy has its tabs, without a list's indent."""
+    """The copied code keeps its tabs, but not a list's indent."""
     text = (
         "- a\n  ```make\n  all:\n  \tcc\n\n  ```\n```\n" + "x = 1\n" * 100 + "```\nend\n```\nopen"
     )

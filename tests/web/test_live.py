@@ -153,8 +153,8 @@ def test_an_open_page_forgets_old_steps(engine):
 @needs_node
 @pytest.mark.parametrize("at_once", [False, True])
 def test_rests_that_the_page_leaves_out_are_no_waits(engine, at_once):
-    """Regression: a request after an idle time seemed to have waited a quarter of a second, and one after
-    several idle times even longer, if the page was opened later."""
+    """Regression: if the page was opened later, a request after an idle time seemed to have waited a
+    quarter of a second, and one after several idle times even longer."""
     sender, seen, frames = watch_frames.Sender(True), None, []
     for n in range(3):
         engine.submit(f"prompt {n}", SamplingParams(max_tokens=2, ignore_eos=True))
