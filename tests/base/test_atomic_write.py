@@ -191,7 +191,7 @@ def test_screen_on_a_full_disk(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is full")
 def test_unwritable_output_ends_a_program():
-    """Regression: Python also flushes at exit, which gave a traceback and exit code 120."""
+    """Regression: Python flushes again at exit, which gave a traceback and exit code 120."""
     environment = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     how = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
     words = [sys.executable, "tui.py", "--version"]

@@ -526,7 +526,8 @@ def test_ctrl_c_ends_the_sample_too(spec, background_job):
     assert re.fullmatch(
         r"nanobatch: 1 of \d+ after \d+ s: decode, rows 1, nanobatch continuous\n", stderr
     ), stderr
-    wait_for(lambda: not line_of(samples[0]))  # it may still be importing the code that notices
+    # It may still be importing the code that notices the exit
+    wait_for(lambda: not line_of(samples[0]))
 
 
 def line_of(pid: str) -> str:

@@ -652,8 +652,8 @@ def test_cancelled_prompt_keeps_its_finite_chunks():
 
 
 def test_chunk_in_flight_at_a_cancel_is_kept():
-    """A cancel during the building of a step leaves two chunks in flight. Both are read back, and the slot
-    keeps them, unless the next prompt has started there."""
+    """If a request is cancelled while a step is being built, two chunks are in flight. Both are read back,
+    and the slot keeps them, unless the next prompt has started there."""
     for late in (False, True):
         story = Story(slots=1, lag=1)
         first = story.submit(24, 2)

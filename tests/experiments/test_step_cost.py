@@ -168,8 +168,8 @@ async def test_the_arrows_lead_to_other_steps_and_s_takes_one(it):
 
 
 def test_the_roofline_is_measured_once_off_the_clock(monkeypatch):
-    """The measurement takes as long as a hundred steps, which must not count as waiting time of a request. The
-    step in flight is read first, so its time stays its own."""
+    """The measurement takes as long as a hundred steps, which must not count as waiting time of a request.
+    The step in flight is read first, so its time does not include the measurement."""
     stage = ready()
     measured = []
 

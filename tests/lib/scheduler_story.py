@@ -147,7 +147,7 @@ class Story(Replay):
             )
 
     def good_rows(self, request: Request) -> float:
-        """Return the number of the request's first rows that are finite."""
+        """Return how many of the request's first rows are finite."""
         if request.id in self.fails:
             return 0
         return request.prompt.index(BAD) if BAD in request.prompt else math.inf

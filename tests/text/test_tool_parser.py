@@ -533,7 +533,7 @@ def test_unmarked_lookalikes_are_content(format):
 
 
 def test_unmarked_calls_are_parsed_however_cut():
-    """The text is complete, truncated, damaged, or ends at `max_tokens`."""
+    """Texts are complete, truncated, damaged, or cut off by `max_tokens`."""
     pieces = [*BARE, *NO_CALLS, *HOSTILE, "\n\n", "so", "```json\n", "```", "<tool_call>"]
     calls = 0
     for seed in range(10 * ANSWERS):

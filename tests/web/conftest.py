@@ -23,7 +23,8 @@ def browser() -> Iterator:
 
 @pytest.fixture
 def opens(browser) -> Iterator:
-    """Opens pages. Afterwards asserts that no page reported an error or made a request."""
+    """Yield a function that opens a page. Afterwards assert that no page reported an error or made a
+    request."""
     contexts, said = [], []
 
     def opened(address: str | Path, *, offline: bool = True, **how):

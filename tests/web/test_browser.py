@@ -322,7 +322,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def files() -> Iterator[Callable[[str], str]]:
-    """Serves folders. Returns the address of each."""
+    """Yield a function that serves a folder and returns its address."""
     servers = []
 
     def serve(folder: str) -> str:

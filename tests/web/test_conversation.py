@@ -55,7 +55,8 @@ def parrots() -> Iterator[Callable[..., Parrot]]:
 
 @pytest.fixture
 def talks(opens, parrots):
-    """Opens the page of a server that repeats prompts, and records each request of the page."""
+    """Yield a function that opens the page of a server that repeats prompts, and records the page's
+    requests."""
 
     def opened(parrot: Parrot | None = None, **how):
         address = (parrot or parrots()).api.address
