@@ -315,7 +315,7 @@ def test_step_times_add_up(make_engine, monkeypatch, run_ahead):
     spent = Counter()
 
     def takes(seconds, owner, name):
-        """Make this function take this long."""
+        """Make a function take this many seconds."""
         real = getattr(owner, name)
 
         def slow(*args, **options):

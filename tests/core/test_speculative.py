@@ -97,7 +97,7 @@ def outcome(handle: Handle) -> tuple:
 
 
 class Compared(NamedTuple):
-    """A request without draft tokens and with them."""
+    """The outcomes of a request without draft tokens and with them."""
 
     kind: str
     differs: str  # the difference, or "" if there is none

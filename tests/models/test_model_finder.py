@@ -48,7 +48,7 @@ def refused(model: str, *words: str) -> None:
 
 
 def test_cached_model_needs_no_network(home, monkeypatch):
-    """Regression: without a network each start waited for it to time out."""
+    """Regression: without a network, each start waited for the hub to time out."""
     folder = cached(home, "someone/tiny")
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *args, **options: pytest.fail("asked")
