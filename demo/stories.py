@@ -192,7 +192,7 @@ PRONOUNS = {"he": ("he", "him", "his"), "she": ("she", "her", "her")}
 
 LENGTHS = ("short", "medium", "long")
 SENTENCES = {"short": (3, 5), "medium": (5, 11), "long": (10, 21)}
-# The limits hold for nine draws in ten. `story` draws again, but the model that learns from it cannot
+# Nine random stories in ten are within these limits; `story` redraws the others
 WORDS = {"short": (35, 78), "medium": (78, 145), "long": (145, 240)}
 
 # Fields shared by several plots: first words, then complete sentences.
