@@ -1,2 +1,1 @@
-"""The course: the ladder, the blank book, the exercises, and the overlay that runs a reader's
-chapters."""
+"""The course: the ladder, the blank book, the exercises, and an overlay for readers' chapters."""

@@ -103,8 +103,7 @@ def has_reference() -> bool:
 
 
 def function_of(module: ModuleType, name: str) -> FunctionType:
-    """Return the function with a name such as "Window.write". For a property, this is its
-    getter."""
+    """Return the function with a name such as "Window.write", or the getter of a property."""
     try:
         found = attrgetter(name)(module)
     except AttributeError as error:
@@ -276,16 +275,14 @@ def watch() -> None:
 
 
 def seconds_of(thread: int) -> float:
-    """Return a thread's processor time if the platform has it: on a busy machine each step takes
-    long."""
+    """Return a thread's processor time, if known: on a busy machine each step takes long."""
     if hasattr(time, "pthread_getcpuclockid"):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()
 
 
 def step_of(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the step that a thread is in; None outside of a step, or in a
-    debugger."""
+    """Return the frame of a thread's current step; None outside of one, or in a debugger."""
     while frame is not None:
         file = os.path.basename(frame.f_code.co_filename)
         if file == "bdb.py":

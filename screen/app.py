@@ -472,8 +472,7 @@ class Screen(App):
         return done
 
     def check_action(self, action: str, parameters: tuple) -> bool | None:
-        """Allow only a few actions if loading has failed, and no letter shortcuts while the user
-        types."""
+        """Allow only a few actions if loading has failed, and no letters while the user types."""
         if self.page and action in OF_PANES:
             return False
         if self.state.view.stage == "failed":
@@ -495,8 +494,11 @@ class Screen(App):
             self.prompt.select_all()  # typing replaces it
 
     def action_escape(self) -> None:
-        """Handle Esc in the prompt box: stop the running answer and take back the waiting question,
-        or leave the box. While the engine is paused, always leave, because its keys are needed."""
+        """Handle Esc in the prompt box.
+
+        Stop the running answer and take back the waiting question, or leave the box. While the
+        engine is paused, always leave, because its keys are needed.
+        """
         if self.state.view.paused or not (self.state.chatting and self.session.stop()):
             self.action_leave()
         else:
@@ -533,8 +535,10 @@ class Screen(App):
             self.action_prompt()
 
     def action_submit(self) -> None:
-        """Run the contents of the prompt box, or break the line if it ends with a backslash. The
-        box keeps the focus unless `/` opened it for one command."""
+        """Run the prompt box, or break the line if it ends with a backslash.
+
+        The box keeps the focus unless `/` opened it for one command.
+        """
         if self.prompt.continues():
             return
         line = self.prompt.value.strip()
@@ -701,8 +705,10 @@ class Screen(App):
     def deliver_screenshot(
         self, filename: str | None = None, path: str | None = None, time_format: str | None = None
     ) -> str | None:
-        """Save the screenshot in the current folder, because Textual's default folder may not
-        exist. In a browser, download it."""
+        """Save the screenshot in the current folder; in a browser, download it.
+
+        Textual's default folder may not exist.
+        """
         if BROWSER:
             return super().deliver_screenshot(filename, path, time_format)
         name = filename or f"nanobatch-{datetime.now():%F-%H-%M-%S-%f}.svg"

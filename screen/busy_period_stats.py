@@ -20,8 +20,7 @@ KEPT = 10_000  # waits and gaps kept per period, for percentiles
 
 @dataclass
 class Period:
-    """A period of work, from the first request after idle time to the last token before idle
-    time."""
+    """A period of work, from the first request after idle time to the last token."""
 
     began: float
     ended: float = 0.0
@@ -41,8 +40,11 @@ class Period:
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def take_step(self, step: Column) -> None:
-        """Add a step. A slot decodes in every step, so the gap between its tokens is the time
-        between the ends of two steps."""
+        """Add a step.
+
+        A slot decodes in every step, so the gap between its tokens is the time between the ends of
+        two steps.
+        """
         if self.cells:
             tokens = len(step.view.decode) - len(step.view.ghosts)
             self.gaps.extend([step.ended - self.ended] * tokens)

@@ -129,8 +129,7 @@ class Session:
         ]
 
     def obey(self, line: str) -> str:
-        """Run a prompt or a command. Return a message for the user. An invalid line is a
-        ValueError."""
+        """Run a prompt or a command, and return a message. An invalid line is a ValueError."""
         name, rest = split_command(line)
         if name is None:
             is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
@@ -230,8 +229,10 @@ class Session:
         return "slowly: + faster, 0 full speed"
 
     def ask_json(self, rest: str) -> str:
-        """Fire a prompt with a JSON schema. If a user is watching and nothing else runs, pause
-        first, so that each token can be seen."""
+        """Fire a prompt with a JSON schema.
+
+        If a user is watching and nothing else runs, pause first, so that each token can be seen.
+        """
         ask = self.state.settings.ask(rest or "Tell me a story about a fox.")
         if self.stays and not (self.coming.busy or self.state.view.watches):
             self.pause("")
@@ -239,8 +240,7 @@ class Session:
         return "JSON is asked for: s shows how, token by token"
 
     def run_experiment(self, experiment: Experiment) -> None:
-        """Start an experiment and resume a paused engine. Refuse if it would disturb other
-        clients."""
+        """Start an experiment and resume a paused engine, unless other clients would suffer."""
         self.check_alone(experiment.what)
         self.expect(paused=False)
         self.client.run_experiment(experiment)
@@ -328,8 +328,10 @@ class Session:
         return f"slow motion: {rate:g} steps/s" if rate else "full speed"
 
     def set_budget(self, rest: str) -> str:
-        """Set the budget of a step. "off" restores the initial one, "-" and "+" halve or double the
-        chunk."""
+        """Set the budget of a step.
+
+        "off" restores the initial one; "-" and "+" halve or double the chunk.
+        """
         engine = self.coming.engine
         if not rest:
             return (

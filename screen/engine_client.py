@@ -183,8 +183,10 @@ class LocalEngineClient(EngineClient):
         )
 
     def drain(self) -> None:
-        """Stop accepting HTTP requests, and give the open ones `DRAIN_S` to finish. A second Ctrl-C
-        cancels them."""
+        """Stop accepting HTTP requests, and give the open ones `DRAIN_S` to finish.
+
+        A second Ctrl-C cancels them.
+        """
         with suppress(KeyboardInterrupt, OSError):
             if self.server and self.loop and any(call.requests for call in self.server.view().open):
                 print(
@@ -197,8 +199,10 @@ class LocalEngineClient(EngineClient):
             self.server.close()
 
     def stop(self, patience: float) -> bool:
-        """Stop the loop and close the engine. Return False if a download or a long step did not end
-        in time."""
+        """Stop the loop and close the engine.
+
+        Return False if a download or a long step did not end in time.
+        """
         self._stopping = True
         if self._loader.is_alive():
             self._loader.join(patience)
@@ -247,8 +251,10 @@ class LocalEngineClient(EngineClient):
     # --- firing and cancelling
 
     def tokenize(self, ask: Ask) -> Ask:
-        """Tokenize a prompt in the caller's thread, because a chat template may take long. Before
-        the model is loaded, do nothing."""
+        """Tokenize a prompt in the caller's thread, because a chat template may take long.
+
+        Before the model is loaded, do nothing.
+        """
         if self.engine is None or ask.read:
             return ask
         text = self.engine.text
@@ -321,8 +327,7 @@ class LocalEngineClient(EngineClient):
 
     @between_steps
     def cancel(self, request: int | None) -> None:
-        """Cancel one of this screen's requests; None cancels all of them and ends the
-        experiment."""
+        """Cancel one of this screen's requests; None cancels all and ends the experiment."""
         if request is None:
             self._end_experiment()
         for handle in list(self.own.values()):
@@ -376,8 +381,10 @@ class LocalEngineClient(EngineClient):
 
     @between_steps
     def set_budget(self, budget: int | str | None) -> None:
-        """Set the budget of a step. None restores the initial one, "-" and "+" halve or double the
-        chunk."""
+        """Set the budget of a step.
+
+        None restores the initial one; "-" and "+" halve or double the chunk.
+        """
         if self._is_fixed("budget"):
             return
         try:
@@ -418,8 +425,7 @@ class LocalEngineClient(EngineClient):
         self.engine.drain(policy or following)
 
     def _is_fixed(self, setting: str) -> bool:
-        """Report a fault and return True if the running experiment forbids a change of the
-        setting."""
+        """Report a fault and return True if the running experiment forbids the change."""
         why = self._experiment.fixes.get(setting) if self._experiment else None
         if why:
             self.fault(why)

@@ -38,8 +38,10 @@ Ids = Callable[[RequestView], Sequence[int]]  # a request's prompt tokens; () if
 
 
 def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
-    """Return a recording of the last experiment, or of the latest busy period. `about`: the
-    command, the machine and other context."""
+    """Return a recording of the last experiment, or of the latest busy period.
+
+    `about`: the command, the machine and other context.
+    """
     costs = prices(state)
     runs = []
     for columns, requests in parts_of(state):

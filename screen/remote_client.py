@@ -185,8 +185,7 @@ class RemoteEngineClient(EngineClient):
             self.update_view(stage="ready")
 
     def _lose(self, reason: str) -> None:
-        """Record that the server is gone. Called once a second, because the screen shows the
-        seconds."""
+        """Record that the server is gone. Called every second, to update the seconds shown."""
         with self._lock:
             if self._frame is None:
                 words = clean(reason.removeprefix(f"--watch {self.url}: "))
@@ -273,8 +272,10 @@ class RemoteEngineClient(EngineClient):
                 self.update_view(handled=self._known.handled + 1)
 
     def _stream(self, ask: Ask, cancels: int) -> None:
-        """Send a request and read its stream to the end. Then wait for the last frame, because the
-        screen takes the text from the frames."""
+        """Send a request and read its stream to the end.
+
+        Then wait for the last frame, because the screen takes the text from the frames.
+        """
         body = {
             **({"model": self._model} if self._model else {}),
             "max_tokens": ask.max_tokens,

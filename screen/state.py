@@ -306,8 +306,7 @@ class State:
         return self.view.busy and not (self.view.paused or self.view.slow)
 
     def tokens_per_s(self) -> float:
-        """Return the rate over the last second of the engine's clock, or since the busy period
-        began."""
+        """Return the rate over the last second, or since the latest busy period began."""
         if not self.history:
             return 0.0
         now = min(self.view.engine.now, self.moment)
@@ -353,8 +352,7 @@ class State:
         return self.history[slice(*ends)]
 
     def move(self, steps: int) -> None:
-        """Move the cursor. Past the newest step it disappears, and the screen follows the
-        engine."""
+        """Move the cursor. Past the newest step it is removed, and the screen follows it."""
         if self.history:
             self.look_at(max(0, self.at + steps))
 
@@ -424,8 +422,7 @@ class State:
         return out
 
     def line(self) -> tuple[int, Sequence[tuple[int, float]]]:
-        """Return the number of waiting requests, and (request, seconds waited) for the first
-        ones."""
+        """Return the number of waiting requests, and (request, seconds) for the first ones."""
         past = self.past
         if past is None:
             return self.view.engine.waiting, self.view.engine.queue

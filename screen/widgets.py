@@ -125,8 +125,11 @@ class Pane(Widget):
 
 
 class PromptBox(TextArea):
-    """The prompt box. A refused prompt is put back. Up in the first line recalls the previous
-    prompt, Down in the last line the next one."""
+    """The prompt box.
+
+    A refused prompt is put back. Up in the first line recalls the previous prompt, Down in the last
+    line the next one.
+    """
 
     BINDINGS = (
         ("escape", "app.escape"),
@@ -203,8 +206,10 @@ class PromptBox(TextArea):
         self.insert_text("\n")
 
     def continues(self) -> bool:
-        """Replace a backslash before the cursor with a line break, as shells do. Return True if
-        so."""
+        """Replace a backslash before the cursor with a line break, as shells do.
+
+        Return True if there was one.
+        """
         row, column = self.cursor_location
         if not self.document[row][:column].endswith("\\"):
             return False

@@ -89,8 +89,10 @@ class Settings(NamedTuple):
         return f"{figures} burst={self.burst} rate={self.rate:g}{client}"
 
     def ask(self, prompt: str, most: float = math.inf, number: int = 0) -> Ask:
-        """Return a prompt with these settings, except at most `most` new tokens, and the seed plus
-        `number`."""
+        """Return a prompt with these settings and at most `most` new tokens.
+
+        `number` is added to the seed.
+        """
         seed = None if self.seed is None else self.seed + number
         most = min(most, self.max_tokens)
         rest = {"client": self.client, "speculate": self.speculate}

@@ -88,8 +88,10 @@ def test_the_pane_tells_the_truth_about_every_row(stage):
 
 
 def test_the_pane_goes_back_in_time_with_the_cursor(stage):
-    """A pane that shows the present next to panes that show the past would be wrong. So would a
-    pane that says 0 % for an unknown share."""
+    """A pane must not show the present next to panes that show the past.
+
+    Nor may it say 0 % for an unknown share.
+    """
     draw(stage.state)
     now = shares(draw(stage.state))
     stage.state.cursor = stage.state.history[0].step

@@ -99,8 +99,10 @@ def test_a_tied_head_has_the_scores_of_an_untied_one_that_holds_the_same_numbers
 
 
 def test_the_family_answers_as_mlx_lm_does(folder):
-    """Compare greedy answers to three prompts at once, up to the first near tie of mlx-lm's two
-    best tokens."""
+    """Compare greedy answers to three prompts at once with mlx-lm's.
+
+    The comparison ends at the first near tie of its two best tokens.
+    """
     prompts, reference = [(5, 9, 200), tuple(range(30, 90)), (77,)], Reference(folder)
     with Engine(
         read_model(folder), Tokenizer(folder, 272), slots=2, max_len=128, chunk=32

@@ -1,5 +1,4 @@
-"""Helpers of the stages' tests: the demo model, engines, stories of a scheduler, and
-comparisons."""
+"""Helpers of the stages' tests: the demo model, engines, scheduler stories, and comparisons."""
 
 import os
 import random
@@ -52,8 +51,7 @@ MOST_STEPS = 3_000  # an engine that has not finished by then never will
 
 
 def assert_close(found: mx.array, wanted: mx.array, what: str, tolerance: float = 1e-4) -> None:
-    """Assert that the numbers are the same up to rounding. Otherwise say where they begin to
-    differ."""
+    """Assert that the numbers are the same up to rounding, or say where they begin to differ."""
     __tracebackhide__ = True
     assert isinstance(found, mx.array), f"{what}: {found!r} came out, and should be an mx.array"
     assert found.shape == wanted.shape, (
@@ -87,8 +85,10 @@ def numbered(count: int) -> mx.array:  # (count, 2, 4)
 
 
 def row_pictures(arrays: Sequence[mx.array], place: str, most: int = 16) -> list[str]:
-    """Draw a line for each head of a slot or page that holds anything. The numbers of a row must be
-    equal."""
+    """Draw a line for each head of a slot or page that holds anything.
+
+    All numbers of a row must be equal.
+    """
     lines = []
     for layer, array in enumerate(arrays):
         heads = array.shape[1] // 2

@@ -28,8 +28,10 @@ def weights() -> dict[str, mx.array]:
 
 
 def weights_of(layer: int) -> dict[str, mx.array]:
-    """Return a layer's weights by short name: "q_proj" (H * Dh, D), "down_proj" (D, hidden),
-    "input_layernorm" (D,)."""
+    """Return a layer's weights by short name.
+
+    They are "q_proj" (H * Dh, D), "down_proj" (D, hidden), "input_layernorm" (D,) and so on.
+    """
     prefix = f"layers.{layer}."
     found = weights().items()
     return {name.split(".")[-2]: each for name, each in found if name.startswith(prefix)}
@@ -97,10 +99,10 @@ def turn(x: mx.array, window: "Window") -> mx.array:
 
 
 class Window:
-    """The base of windows. Each of B sequences has L new tokens, whose rows begin at its entry in
-    `starts`.
+    """The base of windows.
 
-    The groups are like those of `kv.Window`, but each sequence has a group of its own.
+    Each of B sequences has L new tokens, whose rows begin at its entry in `starts`. The groups are
+    like those of `kv.Window`, but each sequence has a group of its own.
     """
 
     def __init__(self, starts: Sequence[int], L: int):

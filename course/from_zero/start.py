@@ -107,8 +107,7 @@ def blank_book(first: int = 1) -> dict[str, str]:
 
 
 def mark() -> str:
-    """Return a checksum of the blank book (in a handout, too), because later versions may rename
-    things."""
+    """Return a checksum of the blank book, because later versions may rename things."""
     return f"{zlib.crc32(''.join(blank_book().values()).encode()):08x}"
 
 

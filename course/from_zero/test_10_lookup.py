@@ -53,8 +53,7 @@ def test_accept():
 
 
 class Model:
-    """A model that says `wanted` after `prompt`, and nonsense after anything else. It draws its
-    steps."""
+    """A model that says `wanted` after `prompt`, nonsense otherwise, and draws its steps."""
 
     def __init__(self, prompt: str, wanted: str):
         self.text = tokens(prompt + wanted)

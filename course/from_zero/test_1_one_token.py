@@ -42,8 +42,10 @@ def attention_by_hand(q: mx.array, k: mx.array, v: mx.array, mask: mx.array) -> 
 
 
 def check_attention(H: int, Hkv: int, B: int, L: int, T: int) -> None:
-    """Check attention for new tokens at the end of each sequence. If the result is wrong, compare
-    it with those of common mistakes."""
+    """Check attention for new tokens at the end of each sequence.
+
+    If the result is wrong, compare it with those of common mistakes.
+    """
     Dh = varied(8, 4, 12)
     q = drawn((B * L, H, Dh), 1)
     k = drawn((B, Hkv, T, Dh), 2)

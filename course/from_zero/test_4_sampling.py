@@ -18,8 +18,10 @@ from sampling import SamplingRow
 
 
 def assert_same(found: Sequence[float], wanted: Sequence[float], when: str) -> None:
-    """Count the differences of long lists, because pytest's own diff of these, which `-v` and CI
-    ask for, takes hours."""
+    """Count the differences of long lists.
+
+    pytest's own diff, which `-v` and CI ask for, would take hours.
+    """
     differing = sum(a != b for a, b in zip(found, wanted, strict=True))
     assert differing == 0, f"{when}, {differing} of {len(wanted)} numbers are others"
 

@@ -25,8 +25,10 @@ from sampling import SamplingRow
 
 
 def starts_and_reads(run_ahead: bool, eager_first_token: bool, later: bool = False) -> list[str]:
-    """Return the starts and reads of an answer of four tokens, in order. `later`: another prompt
-    arrives after two steps."""
+    """Return the starts and reads of an answer of four tokens, in order.
+
+    `later`: another prompt arrives after two steps.
+    """
     lines: list[str] = []
 
     def note(what: str) -> None:

@@ -21,8 +21,10 @@ def check_pages(pool: pages.Pool, count: int) -> None:
 
 
 def story(pool: pages.Pool, *events: tuple[str, int]) -> list[str]:
-    """Return a line for each event: a sequence grows to some rows, or leaves (0 rows). A square is
-    a page."""
+    """Return a line for each event; a square is a page.
+
+    In an event, a sequence grows to some rows, or leaves (0 rows).
+    """
     lines = []
     for name, rows in events:
         sequence = "AB".index(name)

@@ -105,8 +105,7 @@ def run(slab: Slab, chunks: dict[int, Chunk], decodes: dict[int, Sequence]) -> d
 
 
 def serve(most: int) -> list[Sequence]:
-    """Serve all prompts. A step runs one chunk of each unfinished prompt, and a token of each
-    answer."""
+    """Serve all prompts: a step runs one chunk of each unfinished prompt, and the decodes."""
     talk = TEXT.encode_chat([*TALK, {"role": "user", "content": PROMPTS[-1]}])
     prompts = [*(TEXT.ask(prompt) for prompt in PROMPTS[:-1]), talk]
     sequences = [Sequence(number, list(ids)) for number, ids in enumerate(prompts, 1)]

@@ -143,8 +143,7 @@ class Engine:
         self.sched.commit(plan, tokens, why_it_ends, time.perf_counter())
 
     def draw(self, plan: Plan) -> None:
-        """Draw a column of the picture. A sequence that has ended in the meantime ran as a
-        ghost."""
+        """Draw a column of the picture. A sequence that has ended by now ran as a ghost."""
         cells = {}
         for chunk in plan.chunks:
             cells[chunk.slot] = ("prefill", chunk.request.id)

@@ -44,8 +44,7 @@ WIDTH = 96  # steps in a line; a longer run continues below
 
 
 def load() -> tuple[Model, Tokenizer]:
-    """Load the demo model: 2.7 million weights. It tells stories, counts, spells, and adds up to
-    99."""
+    """Load the demo model, which has 2.7 million weights."""
     model = read_model(DEMO)
     text = Tokenizer(DEMO, model.config.V)
     return model, text
@@ -114,8 +113,7 @@ def show_answers(text: Tokenizer, prompts: Sequence[str], answers: Sequence[Sequ
 
 
 def rate(tokens: int, steps: int, seconds: float) -> str:
-    """Format a rate. Steps come first, because they are the same on every machine, unlike
-    seconds."""
+    """Format a rate, with the steps first: unlike seconds, they are the same on every machine."""
     return f"{steps} steps for {tokens} tokens, {tokens / steps:.1f} a step ({seconds:.2f} s)"
 
 

@@ -69,8 +69,7 @@ def hue_of(on: Canvas, kind: str) -> str:
 
 
 def draw_streams(state: State, on: Canvas) -> None:
-    """Draw the text of every slot if each has two lines, otherwise only that of the selected
-    slot."""
+    """Draw the text of every slot if each has two lines, otherwise only the selected slot's."""
     count = len(state.view.engine.slots)
     across = max(1, min(count, (on.width + 2) // 30))
     tall = (on.height - 1) // math.ceil(count / across)  # lines for each slot

@@ -76,8 +76,10 @@ class Canvas:
         return pen
 
     def heading(self, title: str, note: str = "", legend: Legend = (), do: str = "") -> None:
-        """Draw a rule with a title on the left, and a note and a legend on the right. A note
-        without an action is left out if the legend would only fit without it."""
+        """Draw a rule with a title on the left, and a note and a legend on the right.
+
+        A note without an action is left out if the legend would only fit without it.
+        """
         pen = self.pen().put("── ", self.faint)
         pen.put(shorten(title, self.width - 8), bold=True).put(" ")
         right = Pen()
@@ -157,8 +159,10 @@ class Canvas:
     # --- tables
 
     def columns(self, figures: Sequence[Figure], room: int = 1, more: str = "") -> list[Figure]:
-        """Draw the titles of the columns that fit next to `room` cells, then `more`. Return the
-        columns."""
+        """Draw the titles of the columns, and return the columns that fit.
+
+        Leave `room` cells free, and write `more` there.
+        """
         shown = fitting(figures, self.width - room)
         titles = {each.title: each.title for each in shown}
         self.row(shown, titles, self.muted).put(more, self.muted)

@@ -34,8 +34,10 @@ def nice(top: float) -> float:
 def draw_area(
     on: Canvas, values: Sequence[float], top: float, hue: str, ends: tuple[str, str]
 ) -> None:
-    """Draw values as columns over a zero line. The scale is on the left; `ends` are the labels of
-    the first and last column."""
+    """Draw values as columns over a zero line, with the scale on the left.
+
+    `ends` are the labels of the first and last column.
+    """
     height = on.lines_left - 1
     scale = {0: "0", height - 1: f"{top:,.0f}"}
     label = max(len(scale[height - 1]), SCALE)
@@ -51,8 +53,10 @@ def draw_area(
 
 
 def stretch(state: State) -> tuple[float, float]:
-    """Return the time span of the charts: the latest busy period up to the cursor, but at most its
-    last ten seconds."""
+    """Return the time span of the charts.
+
+    It ends at the cursor, and covers at most the last ten seconds of the latest busy period.
+    """
     if not state.history:
         return 0.0, 0.0
     last = state.here.ended
@@ -210,8 +214,7 @@ def draw_ttft(state: State, on: Canvas) -> None:
 
 
 def first_tokens(state: State) -> tuple[list[RequestView], int]:
-    """Return the requests with a first token at the cursor, and the number still waiting for
-    one."""
+    """Return the requests with a first token at the cursor, and how many still wait."""
     had = []
     waiting = 0
     for r in state.requests.values():

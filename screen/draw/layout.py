@@ -69,8 +69,10 @@ def arrange_wide(width: int, body: int, slots: int, lower: str, server: bool) ->
 
 
 def arrange_chat(width: int, height: int, slots: int) -> dict[str, Region]:
-    """Place the panes while a conversation is open. Some engine panes are above it, or next to it
-    on a wide screen."""
+    """Place the panes while a conversation is open.
+
+    Some engine panes are above it, or next to it on a wide screen.
+    """
     places = frame(width, height)
     body = height - 3
     if width >= 150:
@@ -90,8 +92,10 @@ def arrange_loading(width: int, height: int) -> dict[str, Region]:
 
 
 def arrange_strip(width: int, height: int, slots: int, lower: str) -> dict[str, Region]:
-    """Place the panes while a page has a strip in place of the prompt box. Slots and timeline are
-    always visible, side by side on a small screen."""
+    """Place the panes while a page has a strip in place of the prompt box.
+
+    Slots and timeline are always visible, side by side on a small screen.
+    """
     tall = 8 if width >= 80 else 9
     y = height - 1 - tall
     # The usual layout, on a screen that ends where the strip begins
@@ -139,8 +143,10 @@ def is_wide(width: int, height: int) -> bool:
 
 
 def stack(place: Region, name: str) -> dict[str, Region]:
-    """Place one pane, or the panes of a stack: vertically, or side by side if there are too few
-    lines. Panes that do not fit are left out, the last ones first."""
+    """Place one pane, or the panes of a stack: vertically, or side by side in few lines.
+
+    Panes that do not fit are left out, the last ones first.
+    """
     names = STACKS.get(name, (name,))
     x, y, wide, tall = place
     out = {}

@@ -77,8 +77,10 @@ def drawn(text: str, width: int, p: Palette, hue: str) -> list[Line]:
 
 
 def parse(text: str) -> list[Token]:
-    """Parse a block, keeping line breaks. The parsed text is cleaned, because an entity may encode
-    a control character."""
+    """Parse a block, keeping line breaks.
+
+    The parsed text is cleaned, because an entity may encode a control character.
+    """
     found = PARSER.parse(text)
     for token in found:
         token.info = token.info if token.info in LEXERS else ""

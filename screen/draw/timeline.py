@@ -57,8 +57,7 @@ def draw_cells(
 
 
 def tokens_of(column: Column, slot: int) -> str:
-    """Return the tokens of a step with draft tokens as a small number, if the column is one
-    step."""
+    """Return the tokens of a step with drafts as a small number, if the column is one step."""
     right = {drafter: right for drafter, _, right in column.view.drafts}
     is_known = column.steps == 1 and slot in right
     return style.SMALL[min(1 + right[slot], 10)] if is_known else ""

@@ -60,8 +60,10 @@ class SmallSlab:
 
 
 class SmallWindow(Window):
-    """The rows that some slots write and read in a forward pass. Each slot writes L rows, from its
-    entry in `starts` on."""
+    """The rows that some slots write and read in a forward pass.
+
+    Each slot writes L rows, from its entry in `starts` on.
+    """
 
     def __init__(self, slab: SmallSlab, slots: Sequence[int], starts: Sequence[int], L: int):
         super().__init__(starts, L)

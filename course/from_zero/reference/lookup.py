@@ -34,8 +34,10 @@ Step = Callable[[list[int], int], list[int]]
 
 
 def draft(text: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` tokens that followed the last earlier occurrence of the newest two
-    tokens; an empty list if there is none."""
+    """Return up to `most` tokens that followed the newest two when these last occurred.
+
+    If they have not occurred before, return an empty list.
+    """
     for at in range(len(text) - 3, -1, -1):
         if text[at : at + 2] == text[-2:]:
             return list(text[at + 2 : at + 2 + most])
@@ -43,8 +45,11 @@ def draft(text: Sequence[int], most: int) -> list[int]:
 
 
 def accept(drafted: Sequence[int], sampled: Sequence[int]) -> list[int]:
-    """Return the tokens to append to the answer. `sampled` has the model's tokens after the newest
-    token and after each drafted one: one more than `drafted`."""
+    """Return the tokens to append to the answer.
+
+    `sampled` has the model's tokens after the newest token and after each drafted one: one more
+    than `drafted`.
+    """
     right = 0
     while right < len(drafted) and drafted[right] == sampled[right]:
         right += 1
@@ -54,11 +59,10 @@ def accept(drafted: Sequence[int], sampled: Sequence[int]) -> list[int]:
 def answer(
     step: Step, prompt: list[int], most: int, max_tokens: int, ends: Collection[int]
 ) -> list[int]:
-    """Return the greedy answer, with drafts of up to `most` tokens. It ends with a token of `ends`,
-    or after `max_tokens`.
+    """Return the greedy answer, with drafts of up to `most` tokens.
 
-    `step(ids, start)` puts ids into the rows from `start` on, and returns the next token after each
-    of them.
+    It ends with a token of `ends`, or after `max_tokens`. `step(ids, start)` puts ids into the rows
+    from `start` on, and returns the next token after each of them.
     """
     said = step(prompt, 0)[-1:]
     while len(said) < max_tokens and said[-1] not in ends:

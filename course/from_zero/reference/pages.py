@@ -43,8 +43,10 @@ class Pool:
         self.tables: dict[int, list[int]] = {}  # sequence -> its pages, in order
 
     def grow(self, sequence: int, rows: int) -> bool:
-        """Give a sequence enough pages for `rows` rows in total. If too few are free, return False
-        and change nothing."""
+        """Give a sequence enough pages for `rows` rows in total.
+
+        If too few are free, return False and change nothing.
+        """
         table = self.tables.get(sequence, [])
         missing = max(0, -(-rows // PAGE) - len(table))
         if missing > len(self.free):
@@ -63,8 +65,10 @@ class Pool:
 
 
 class PagedWindow(Window):
-    """The rows that some sequences write and read in a forward pass. Each sequence writes L rows,
-    from its entry in `starts` on."""
+    """The rows that some sequences write and read in a forward pass.
+
+    Each sequence writes L rows, from its entry in `starts` on.
+    """
 
     def __init__(self, pool: Pool, sequences: Sequence[int], starts: Sequence[int], L: int):
         super().__init__(starts, L)
