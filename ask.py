@@ -2,12 +2,13 @@
 
     python ask.py "Count from 3 to 12." "Why batch?"
     python ask.py --chat
+    python ask.py --url http://127.0.0.1:8000 "Why batch?"
 
 All prompts run at once. The answers stream in the order of the prompts, each followed by a line of
 figures. A program needs no more of the engine than this: `Engine.load`, `submit` once for each prompt,
 and a thread that steps the engine while we read. (`engine.serving()` starts it. While there is work,
 it calls `Engine.step`, the heart of the engine.) With `--chat`, or without a prompt in a terminal, it
-is a conversation (`cli/terminal_chat.py`).
+is a conversation (`cli/terminal_chat.py`). With `--url` a running server answers (`cli/server_model.py`).
 
 Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py`, which answers.
 """
@@ -17,7 +18,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from base.status_line import StatusLine
@@ -25,12 +28,17 @@ from base.untrusted_files import read_some
 from base.validation import one_line, printable
 from cli import config_file, model_list, terminal_chat
 from cli import options as cli
+from cli.chat_model import Answer, EngineAnswer
+from cli.http_client import base_of
 from cli.options import say
-from cli.text_output import WordWrap, wait_for_text
+from cli.server_model import ServerModel
+from cli.text_output import WordWrap
 from distributed import environment
-from nanobatch import POLICIES, Engine, Handle, QueueFull, SamplingParams, Tokenizer
+from nanobatch import POLICIES, Engine, QueueFull, SamplingParams
 from sampling_params import ADVICE, GRAMMAR, advised
 from text.tool_formats import OutputFormat
+
+KEY = "NANOBATCH_API_KEY"
 
 
 def options() -> cli.CommandLine:
@@ -47,7 +55,11 @@ def options() -> cli.CommandLine:
     plain = "take prompts as plain text, even if the model has a chat template"
     add("--raw", action="store_true", help=plain)
     add("--max-tokens", type=int, help="longest answer in tokens (default: to the end of the slot)")
-    parser.add_engine(POLICIES, "one for each prompt, up to 8", "1024, or what fits")
+    slots = "one for each prompt, up to 8"
+    parser.add_engine(POLICIES, slots, "1024, or what fits", is_checked=False)
+    says = "ask a running server, such as http://127.0.0.1:8000; options of the engine are its own"
+    parser.add_read("--url", partial(base_of, "--url"), says, metavar="URL")
+    add("--api-key", help="with --url: the server's key ($NANOBATCH_API_KEY)")
     advice = "(default: as generation_config.json advises"
     add("--temperature", type=float, help=f"0 is greedy {advice}, else 0)")
     add(
@@ -79,13 +91,25 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser = options()
     args = parser.parse_intermixed_args(config_file.expand(parser, "ask", arguments[:end]))
     args.prompts += arguments[end + 1 :]
+    try:
+        if args.url:
+            args.api_key = server_key(args.api_key)
+        else:
+            args.model = cli.read_model("demo" if args.model is None else args.model)
+    except ValueError as error:
+        parser.error(str(error))
     return args
+
+
+def server_key(given: str | None) -> str:
+    key = os.environ.get(KEY) if given is None else given
+    return "" if key is None else cli.read_key("--api-key", KEY, key)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all prompts and stream the answers in order. Return 2 for a user's mistake."""
     args = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    handles: list[Handle] = []
+    answers: list[Answer] = []
     try:
         if args.list is not None:
             return show_models(args.list)
@@ -102,6 +126,15 @@ def main(arguments: list[str] | None = None) -> int:
             if asked[name] is None:  # the model's generation_config.json decides
                 del asked[name]
         SamplingParams(**asked)  # reports a mistake before anything is loaded
+        if args.url:
+            model = ServerModel(args.url, args.api_key, args.model, asked)
+            if talks:
+                return terminal_chat.chat(model, model.summary, prompts)
+            answers = [model.submit(prompt, args.raw) for prompt in prompts]
+            say(model.summary)
+            for answer, prompt in zip(answers, prompts, strict=True):
+                show(answer, prompt)
+            return exit_code(answers)
         options = cli.engine_options(args)
         options |= {"slots": slots, "usual_len": 8192 if talks else 1024}
         with Engine.load(args.model, **options) as engine:
@@ -110,18 +143,24 @@ def main(arguments: list[str] | None = None) -> int:
             sampling = SamplingParams(**advised(engine.text.folder) | asked)
             if talks:
                 return terminal_chat.chat_in_terminal(engine, sampling, prompts)
+            output_format = engine.text.output_format if terminal_chat.columns() else OutputFormat()
             for prompt in prompts:
-                handles.append(engine.submit(engine.text.ask(prompt, args.raw), sampling))
+                handle = engine.submit(engine.text.ask(prompt, args.raw), sampling)
+                answers.append(EngineAnswer(handle, output_format))
             say(engine.summary)
             if not engine.text.has_template and not args.raw:
                 say("this model has no chat template; prompts are taken as plain text")
             with engine.serving():
-                for handle, prompt in zip(handles, prompts, strict=True):
-                    show(handle, prompt, engine.text)
+                for answer, prompt in zip(answers, prompts, strict=True):
+                    show(answer, prompt)
+            return exit_code(answers)
     except (ValueError, QueueFull) as error:
         say(one_line(error))
         return 2
-    return 1 if any(handle.finish_reason == "error" for handle in handles) else 0
+
+
+def exit_code(answers: Sequence[Answer]) -> int:
+    return 1 if any(answer.result().finish_reason == "error" for answer in answers) else 0
 
 
 def read_schema(path: str) -> str:
@@ -150,16 +189,16 @@ def show_models(folder: str) -> int:
     return 0
 
 
-def show(handle: Handle, prompt: str, text: Tokenizer) -> None:
+def show(answer: Answer, prompt: str) -> None:
     """Print one answer as it streams, and a line of figures after it."""
-    print(f"--- {handle.id}: {printable(' '.join(prompt.split()))[:100]}")
+    print(f"--- {answer.id}: {printable(' '.join(prompt.split()))[:100]}")
     width = terminal_chat.columns()
     wrap = WordWrap(width) if width else None
-    wait_for_text(handle, StatusLine().show)
-    for _, shown in terminal_chat.spoken(handle, text.output_format if width else OutputFormat()):
+    answer.wait_for_text(StatusLine().show)
+    for _, shown in terminal_chat.spoken(answer, is_dim=bool(width)):
         print(wrap.push(shown) if wrap else shown, end="", flush=True)
     print(wrap.flush() if wrap else "", end="")
-    result = handle.result()
+    result = answer.result()
     m = result.metrics
     ttft = "-" if m.ttft_s is None else f"{m.ttft_s * 1000:.0f} ms"
     rate = "-" if m.tokens_per_s is None else f"{m.tokens_per_s:.0f} tokens/s"
@@ -169,7 +208,7 @@ def show(handle: Handle, prompt: str, text: Tokenizer) -> None:
         flush=True,
     )
     if result.error:
-        say(f"request {handle.id}: {one_line(result.error)}")
+        say(f"request {answer.id}: {one_line(result.error)}")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from base.untrusted_files import read_some
 from base.validation import read_whole, shown
 from cli import config_file
 from cli import options as cli
+from cli.http_client import base_of
 from cli.options import BROWSER, about, on_a_terminal
 from cli.terminal_chat import History, history_file, state_folder
 from distributed import environment
@@ -59,7 +60,7 @@ from screen.commands import Session, orders_of, run_plain, script_help
 from screen.engine_client import LocalEngineClient
 from screen.keys import Menu
 from screen.pages.busy_periods import farewell
-from screen.remote_client import RemoteEngineClient, address_of, base_of
+from screen.remote_client import RemoteEngineClient, address_of
 from screen.state import State
 from screen.workload import BURST, CHUNK, Ask, Settings
 
@@ -116,7 +117,7 @@ def options() -> cli.CommandLine:
     parser.add_max_tokens("with --serve: ")
     parser.add_keys()
     says = "watch a server, such as http://127.0.0.1:8000, instead of an engine in here"
-    parser.add_read("--watch", base_of, says, metavar="URL")
+    parser.add_read("--watch", partial(base_of, "--watch"), says, metavar="URL")
     add(
         "--key",
         default="",

@@ -270,9 +270,12 @@ class CommandLine(argparse.ArgumentParser):
         )
         self.add_whole("--max-tokens", 1, 2**24, says)
 
-    def add_model(self) -> None:
+    def add_model(self, is_checked: bool = True) -> None:
         says = "a model folder, a GGUF file, a hub id such as owner/name, or 'demo'"
-        self.add_read("--model", read_model, says, default="demo")
+        if is_checked:
+            self.add_read("--model", read_model, says, default="demo")
+        else:
+            self.add_argument("--model", help=f"{says}; with --url a name that the server knows")
 
     def add_models(self) -> None:
         """Add `--model` for a program that serves several models."""
@@ -283,13 +286,22 @@ class CommandLine(argparse.ArgumentParser):
         self.add_read("--model", read_named_model, says, action="append", default=[])
 
     def add_engine(
-        self, policies: Iterable[str], slots: str, max_len: str, has_models: bool = False
+        self,
+        policies: Iterable[str],
+        slots: str,
+        max_len: str,
+        has_models: bool = False,
+        is_checked: bool = True,
     ) -> None:
         """Add the options of every program that loads a model.
 
         `slots`, `max_len`: the defaults, in words. `has_models`: the program may have several models.
+        `is_checked`: False if the model may be a name that only a server knows.
         """
-        (self.add_models if has_models else self.add_model)()
+        if has_models:
+            self.add_models()
+        else:
+            self.add_model(is_checked)
         self.add_whole("--slots", 1, 4096, f"sequences that run at once (default: {slots})")
         says = f"length of a slot, prompt and answer together (default: {max_len})"
         self.add_whole("--max-len", 2, 2**24, says)

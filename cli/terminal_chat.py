@@ -19,24 +19,21 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from base.atomic_write import write_whole
 from base.status_line import StatusLine
 from base.untrusted_files import read_some
 from base.validation import one_line, printable, shown
+from cli.chat_model import SETTABLE, ChatModel, EngineModel, Outgrown
 from cli.options import say
-from cli.text_output import WordWrap, wait_for_text
-from text.tool_formats import OutputFormat
-from text.tool_parser import OutputParser, ParsedPart
+from cli.text_output import WordWrap
+from text.tool_parser import ParsedPart
 
 if TYPE_CHECKING:
-    from engine.handle import Handle
     from engine.snapshot import Metrics
     from nanobatch import Engine
     from sampling_params import SamplingParams
@@ -50,13 +47,9 @@ HELP = """/new            begin another conversation (the system message stays)
 @FILE           in a question: a text file that goes with it
 \"\"\"             begins and ends a question of several lines
 Ctrl-C          stops an answer; Ctrl-D ends"""
-# Settings that /set can change
-SETTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
-REMEDY = "/drop forgets the oldest question and asks again, /new begins anew"
 LARGEST = 10_000_000  # maximum characters of a saved conversation
 LARGEST_FILE = 2_000_000  # maximum characters of an attached file
 NAMED = re.compile(r"(?<!\S)@(\S+)")  # @FILE in a question
-LEAST = 16  # minimum tokens that must be free for an answer
 FEW = 0.25  # fraction of a slot below which the dialogue says how many tokens are left
 
 
@@ -130,14 +123,13 @@ class Dialogue:
 
     def __init__(
         self,
-        engine: Engine,
-        sampling: SamplingParams,
+        model: ChatModel,
         read: Callable[[str], str] = input,
         write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
         width: Callable[[], int | None] = lambda: None,
     ):
-        self.engine = engine
-        self.sampling = sampling
+        self.model = model
+        self.changes: dict[str, Any] = {}  # of the settings, by /set
         self.read = read
         self.write = write
         self.width = width
@@ -148,17 +140,16 @@ class Dialogue:
     def run(self, questions: Sequence[str] = ()) -> int:
         """Answer these questions, then those that the user types, until the end of input."""
         first = list(questions)
-        with self.engine.serving():
-            while True:
-                try:
-                    self.handle_line(first.pop(0) if first else self.next_line())
-                except KeyboardInterrupt:
-                    self.say("\n(Ctrl-D ends)")
-                except EOFError:
-                    self.write("\n")
-                    return 0
-                except ValueError as error:
-                    self.say(f"nanobatch: {one_line(error)}")
+        while True:
+            try:
+                self.handle_line(first.pop(0) if first else self.next_line())
+            except KeyboardInterrupt:
+                self.say("\n(Ctrl-D ends)")
+            except EOFError:
+                self.write("\n")
+                return 0
+            except ValueError as error:
+                self.say(f"nanobatch: {one_line(error)}")
 
     def next_line(self) -> str:
         line = self.read(">>> ")
@@ -186,7 +177,7 @@ class Dialogue:
             if os.path.isfile(path):
                 files[path] = read_attachment(path)
         for name, text in files.items():
-            self.say(f"with {name}, {len(self.engine.text.encode(text)):,} tokens")
+            self.say(f"with {name}, {self.model.size_of(text)}")
         return with_files(question, files)
 
     def obey(self, command: str, rest: str) -> None:
@@ -229,8 +220,8 @@ class Dialogue:
                 known = ", ".join(SETTABLE)
                 raise ValueError(f"/set {shown(word)}: give NAME=NUMBER; the names are {known}")
             changes[name] = number(value)
-        self.sampling = replace(self.sampling, **changes)  # validates all values
-        values = {name: getattr(self.sampling, name) for name in SETTABLE}
+        values = self.model.settings(self.changes | changes)
+        self.changes |= changes
         words = [f"{name}={'none' if each is None else each}" for name, each in values.items()]
         self.say(" ".join(words))
 
@@ -245,34 +236,33 @@ class Dialogue:
             raise
 
     def ask(self, question: str) -> None:
-        ids = self.engine.text.encode_chat(self.talk.messages(question))
-        length = self.engine.sched.max_len
-        room = length - len(ids)
-        self.waiting = question if room < LEAST else ""
-        if self.waiting:
-            raise ValueError(outgrown(len(ids), length))
-        most = min(self.sampling.max_tokens or room, room)
-        handle = self.engine.submit(ids, replace(self.sampling, max_tokens=most))
+        try:
+            reply = self.model.ask(self.talk.messages(question), self.changes)
+        except Outgrown:
+            self.waiting = question
+            raise
+        self.waiting = ""
         thought = answer = ""
         width = self.width()
         wrap = WordWrap(width) if width else None
         try:
-            wait_for_text(handle, self.status.show)
-            for part, said in spoken(handle, self.engine.text.output_format):
+            reply.wait_for_text(self.status.show)
+            for part, said in spoken(reply):
                 if part.kind == "reasoning":
                     thought += part.text
                 else:
                     answer += part.text
                 self.write(wrap.push(said) if wrap else said)
         except KeyboardInterrupt:
-            handle.cancel()
+            reply.cancel()
         self.write(wrap.flush() if wrap else "")
-        result = handle.result()
+        result = reply.result()
         if result.error:
             raise ValueError(result.error)
         self.talk.add(question, answer, thought)
-        left = length - result.metrics.prompt_tokens - len(result.tokens)
         said = figures(result.metrics, result.finish_reason)
+        length = self.model.length
+        left = length - result.metrics.prompt_tokens - result.metrics.output_tokens
         self.say(f"\n    [{said}{room_left(left, length)}]")
 
     def say(self, line: str) -> None:
@@ -313,23 +303,14 @@ def number(text: str) -> int | float | str | None:
     return text
 
 
-def outgrown(tokens: int, length: int) -> str:
-    """Return the message for a conversation that does not fit in a slot."""
-    return (
-        f"with this question the conversation has {tokens:,} tokens, and a slot holds {length:,}, "
-        f"answer included: {REMEDY}"
-    )
-
-
-def spoken(handle: Handle, output_format: OutputFormat) -> Iterator[tuple[ParsedPart, str]]:
+def spoken(parts: Iterable[ParsedPart], is_dim: bool = True) -> Iterator[tuple[ParsedPart, str]]:
     """Yield the parts of an answer as they arrive, each with its terminal text. Reasoning is dim."""
-    parser = OutputParser(output_format, is_thinking=handle.is_thinking)
     before = ""
-    for piece in chain(handle, [None]):
-        for part in parser.push(piece):
-            ends_thought = before == "reasoning" != part.kind
-            yield part, "\n" * ends_thought + on_terminal(part)
-            before = part.kind
+    for part in parts:
+        ends_thought = before == "reasoning" != part.kind
+        text = on_terminal(part) if is_dim else printable(part.text)
+        yield part, "\n" * ends_thought + text
+        before = part.kind
 
 
 def on_terminal(part: ParsedPart) -> str:
@@ -346,7 +327,9 @@ def room_left(left: int, length: int) -> str:
 def figures(m: Metrics, reason: str | None, where: str = "the slot") -> str:
     """Describe the cost of a turn. `where`: the slot that held the conversation's cached tokens."""
     read = f"read {m.prompt_tokens - m.cached_tokens:,}"
-    if m.cached_tokens:
+    if not m.prompt_tokens:  # a server does not say it of a stopped answer
+        read = "stopped"
+    elif m.cached_tokens:
         where = "on disk" if m.cached_from == "disk" else f"still in {where}"
         read += f" of {m.prompt_tokens:,} tokens; {m.cached_tokens:,} were {where}"
     else:
@@ -429,10 +412,15 @@ def chat_in_terminal(engine: Engine, sampling: SamplingParams, questions: Sequen
     """Chat with the user in this terminal."""
     if not engine.text.has_template:
         raise ValueError("this model has no chat template, so it knows no turns: give a PROMPT")
-    say(engine.summary)
+    with engine.serving():
+        return chat(EngineModel(engine, sampling), engine.summary, questions)
+
+
+def chat(model: ChatModel, summary: str, questions: Sequence[str]) -> int:
+    say(summary)
     say("/help says more")
     history = History(history_file() if sys.stdin.isatty() else None)
-    return Dialogue(engine, sampling, keep(history), width=columns).run(questions)
+    return Dialogue(model, keep(history), width=columns).run(questions)
 
 
 def columns() -> int | None:

@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 
 from base import foreign_modules
 from base.error_reports import show_fault
-from cli.terminal_chat import LEAST, outgrown
+from cli.chat_model import LEAST, Outgrown, outgrown
 from engine.cpu_contention import OtherPrograms
 from engine.handle import Handle
 from engine.loop import Loop, Stopwatch
@@ -40,10 +40,6 @@ if TYPE_CHECKING:
 
 OTHER_RUNS = "another experiment is running; X ends it"
 DRAIN_S = 20.0  # how long clients' requests may still run at shutdown
-
-
-class Outgrown(ValueError):
-    """A conversation no longer fits in a slot."""
 
 
 class EngineClient:

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
 from base.installation import command
-from base.validation import one_line, read_whole, shown
-from cli.terminal_chat import REMEDY
+from base.validation import read_whole, shown
+from cli.chat_model import REMEDY, Outgrown
+from cli.http_client import base_of, read_events, refusal, request, why
 from engine import watch_frames
 from screen.draw.style import clean
-from screen.engine_client import EngineClient, Outgrown
+from screen.engine_client import EngineClient
 from screen.engine_view import View
 from screen.workload import Ask
 
@@ -34,26 +35,12 @@ if TYPE_CHECKING:
 
 RETRY_S = 1.0
 SILENT_S = 5.0  # timeout: a server sends something every second
-LINE = 2**26  # limit of bytes per event
 MODELS = 1000  # limit of names taken from a server
 SENDERS = 64  # requests in flight; others wait in this client
 
 
 class Loading(ValueError):
     """The server has not loaded its model yet."""
-
-
-def base_of(url: str) -> str:
-    """Return the base URL of a server, without a trailing `/v1` or `/watch`."""
-    try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        good = False
-    if not good or parts.query or parts.fragment or parts.username:
-        raise ValueError(f"--watch {shown(url)} is not an address such as http://127.0.0.1:8000")
-    path = parts.path.rstrip("/").removesuffix("/watch").removesuffix("/v1")
-    return f"{parts.scheme}://{parts.netloc}{path}"
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -71,7 +58,7 @@ class RemoteEngineClient(EngineClient):
     def __init__(self, url: str, key: str = "", ask_key: str = ""):
         """`key` is for watching, `ask_key` for firing prompts."""
         super().__init__()
-        self.url = base_of(url)
+        self.url = base_of("--watch", url)
         self._key = key
         self._ask_key = ask_key or key
         self.own: dict[int, socket.socket] = {}  # by request; closing a socket cancels it
@@ -145,11 +132,11 @@ class RemoteEngineClient(EngineClient):
     def _connect(self) -> Iterator[watch_frames.Frame]:
         """Connect, check that the server is a nanobatch of this version, and return its frames."""
         query = f"?model={quote(self._model)}" if self._model else ""
-        answer = self._ask_for("GET", f"/watch{query}", self._key, SILENT_S)
+        answer = self._request("GET", f"/watch{query}", self._key, SILENT_S)
         self._stream_line = answer.line
         if answer.status != 200:
             error = Loading if answer.status == 503 else ValueError
-            raise error(f"--watch {self.url}: {said(answer)[0]}")
+            raise error(f"--watch {self.url}: {refusal(answer)[0]}")
         events = read_events(answer)
         hello = next(events, {})
         is_ours = isinstance(hello, dict) and isinstance(hello.get("model"), str)
@@ -196,20 +183,10 @@ class RemoteEngineClient(EngineClient):
             else:
                 self.update_view()
 
-    def _ask_for(self, method: str, path: str, key: str, patience: float, body: str | None = None):
-        address = urlsplit(self.url)
-        kind = http.client.HTTPConnection
-        if address.scheme == "https":
-            kind = http.client.HTTPSConnection
-        connection = kind(address.hostname, address.port, timeout=patience)
-        headers = {"Content-Type": "application/json"}
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
-        connection.request(method, address.path + path, body, headers)
-        line = connection.sock
-        answer = connection.getresponse()
-        answer.line = line
-        return answer
+    def _request(
+        self, method: str, path: str, key: str, patience: float, body: str | None = None
+    ) -> http.client.HTTPResponse:
+        return request(self.url, method, path, key, patience, body)
 
     # --- commands
 
@@ -292,10 +269,10 @@ class RemoteEngineClient(EngineClient):
             "/v1/completions": {"prompt": ask.prompt},
         }
         for route, prompt in routes.items():
-            answer = self._ask_for("POST", route, self._ask_key, 60, json.dumps(body | prompt))
+            answer = self._request("POST", route, self._ask_key, 60, json.dumps(body | prompt))
             if answer.status == 200:
                 break
-            words, code = said(answer)
+            words, code = refusal(answer)
             if code == "context_length_exceeded" and len(ask.messages) > 2:
                 raise Outgrown(f"{words}; {REMEDY}")
             if "no chat template" not in words:
@@ -324,29 +301,3 @@ class RemoteEngineClient(EngineClient):
             answer.line.close()
         with self._came:
             self._came.wait_for(lambda: number in self._over or self._lost_at is not None, SILENT_S)
-
-
-# --- news over the wire -------------------------------------------------------------------------
-
-
-def read_events(answer: http.client.HTTPResponse) -> Iterator:
-    """Yield the data of each server-sent event. Comments only keep the connection alive."""
-    while line := answer.readline(LINE):
-        if line.startswith(b"data: ") and line != b"data: [DONE]\n":
-            try:
-                yield json.loads(line.removeprefix(b"data: "))
-            except RecursionError:
-                raise ValueError("an event is nested too deep") from None
-
-
-def said(answer: http.client.HTTPResponse) -> tuple[str, str]:
-    """Return the message and the code of a refused request."""
-    try:
-        error = json.loads(answer.read(2**16))["error"]
-        return clean(error["message"]), error.get("code") or ""
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return clean(f"{answer.status} {answer.reason}"), ""
-
-
-def why(error: BaseException) -> str:
-    return clean(getattr(error, "strerror", None) or one_line(error) or type(error).__name__)

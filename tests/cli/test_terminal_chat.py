@@ -11,6 +11,7 @@ from harness import exactly
 from processes import run
 from terminals import Terminal
 
+from cli.chat_model import EngineModel
 from cli.terminal_chat import Conversation, Dialogue, History, chat_in_terminal, history_file
 from nanobatch import Engine, SamplingParams
 
@@ -36,7 +37,7 @@ def talk(engine: Engine, *lines: str, sampling: SamplingParams = SHORT) -> tuple
         except StopIteration:
             raise EOFError from None
 
-    dialogue = Dialogue(engine, sampling, read, written.append)
+    dialogue = Dialogue(EngineModel(engine, sampling), read, written.append)
     assert dialogue.run() == 0
     return dialogue, "".join(written)
 
@@ -159,7 +160,7 @@ def test_retry_asks_the_last_question_again(engine):
 def test_failed_retry_keeps_the_answer(engine, monkeypatch):
     """The old answer must not be lost."""
     typed = iter(["Count from 3 to 5.", "/retry"])
-    dialogue = Dialogue(engine, SHORT, lambda asked: next(typed), lambda text: None)
+    dialogue = Dialogue(EngineModel(engine, SHORT), lambda asked: next(typed), lambda text: None)
     with engine.serving():
         dialogue.handle_line(next(typed))
         before = dialogue.talk.messages()
@@ -173,7 +174,7 @@ def test_set_changes_how_answers_are_sampled(engine):
     dialogue, said = talk(
         engine, "/set temperature=0.7 seed=3 max_tokens=5", "/set", "/set seed=none"
     )
-    assert dialogue.sampling.temperature == 0.7 and dialogue.sampling.seed is None
+    assert dialogue.changes == {"temperature": 0.7, "seed": None, "max_tokens": 5}
     assert said.count("temperature=0.7 top_p=1.0 top_k=0 min_p=0.0") == 3
     _, said = talk(engine, "/set heat=1", "/set seed", "/set temperature=hot", "/set top_p=0")
     assert "/set 'heat=1': give NAME=NUMBER; the names are temperature, top_p" in said

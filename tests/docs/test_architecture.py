@@ -44,7 +44,7 @@ MAY_IMPORT = {
         distributed/* text/* kernels/* base/*""",
     "nanobatch": """runner sampling sampling_params request sched policies prompt_lookup engine/*
         models/* text/* kernels/* base/*""",
-    "cli/*": "engine/* models/* text/* distributed/environment kernels/* base/*",
+    "cli/*": "sampling_params engine/* models/* text/* distributed/environment kernels/* base/*",
     "benchmarks/*": """nanobatch kv llama sampling_params engine/* cli/* models/* text/* kernels/*
         distributed/* base/*""",
     "server/*": "sampling_params step_output request engine/* cli/* text/* base/*",

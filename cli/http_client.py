@@ -1,0 +1,73 @@
+"""Requests to a server over HTTP, each with a connection of its own, and the events of its answers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from base.validation import one_line, printable, shown
+
+LINE = 2**26  # limit of bytes per event
+
+
+def base_of(option: str, url: str) -> str:
+    """Parse an option: return the base URL of a server, without a trailing `/v1` or `/watch`."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or parts.query or parts.fragment or parts.username:
+        raise ValueError(f"{option} {shown(url)} is not an address such as http://127.0.0.1:8000")
+    path = parts.path.rstrip("/").removesuffix("/watch").removesuffix("/v1")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def request(
+    url: str, method: str, path: str, key: str, patience: float, body: str | None = None
+) -> http.client.HTTPResponse:
+    """Send a request and return the response. Its `line` is the socket: shutting that down cancels an
+    answer. `patience`: seconds without a byte until TimeoutError."""
+    address = urlsplit(url)
+    kind = http.client.HTTPConnection
+    if address.scheme == "https":
+        kind = http.client.HTTPSConnection
+    connection = kind(address.hostname, address.port, timeout=patience)
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    connection.request(method, address.path + path, body, headers)
+    line = connection.sock
+    answer = connection.getresponse()
+    answer.line = line
+    return answer
+
+
+def read_events(
+    answer: http.client.HTTPResponse, note: Callable[[str], None] = lambda comment: None
+) -> Iterator[Any]:
+    """Yield the data of each server-sent event. `note` receives the comments."""
+    while line := answer.readline(LINE):
+        if line.startswith(b":"):
+            note(printable(line[1:].decode(errors="replace").strip()))
+        elif line.startswith(b"data: ") and line != b"data: [DONE]\n":
+            try:
+                yield json.loads(line.removeprefix(b"data: "))
+            except RecursionError:
+                raise ValueError("an event is nested too deep") from None
+
+
+def refusal(answer: http.client.HTTPResponse) -> tuple[str, str]:
+    """Return the message and the code of a refused request."""
+    try:
+        error = json.loads(answer.read(2**16))["error"]
+        return printable(error["message"]), error.get("code") or ""
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return printable(f"{answer.status} {answer.reason}"), ""
+
+
+def why(error: BaseException) -> str:
+    return printable(getattr(error, "strerror", None) or one_line(error) or type(error).__name__)
