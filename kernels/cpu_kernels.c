@@ -53,6 +53,8 @@
    calls. */
 
 #define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <signal.h>
@@ -1835,14 +1837,16 @@ static NOINLINE void run(const Product *p) {
        Q4_K   256          d, dmin, 12 bytes of scales and minima, 128 bytes: of 32 bytes the lower halves, then the upper
        Q5_K   256          d, dmin, the same 12, 32 bytes of fifth bits, 128 bytes
        Q6_K   256          128 bytes of lower halves, 64 of upper two bits, 16 signed scales, d
+       MXFP4  32           a byte for the scale, 16 bytes: each half says which of 16 numbers a weight is (CODES: in pairs)
 
    SPAN weights of a row at a time are unpacked to bytes, and then written to their places in the matrix. */
 
-enum { OF_GGUF = 100, Q4_0 = OF_GGUF, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K };
+enum { CODES = 99, OF_GGUF, Q4_0 = OF_GGUF, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q4_K, Q5_K, Q6_K };
 
 typedef union {
   uint8_t bytes[SPAN];
   uint32_t words[SPAN / 4]; /* four weights each */
+  uint64_t eights[SPAN / 8];
 } Numbers;
 
 /* Unpack numbers of `bits` bits: 8 of them take `bits` bytes. */
@@ -1862,38 +1866,49 @@ INLINE void split(const uint8_t *from, uint8_t *to, const long count) {
   }
 }
 
+/* Spread eight fifth bits to eight bytes. Byte n of `bits` is 0 or 2^n. */
+INLINE uint64_t fifth_bits(uint8_t eight) {
+  const uint64_t bits = eight * 0x0101010101010101u & 0x8040201008040201u;
+  return (bits + 0x7f7f7f7f7f7f7f7fu & 0x8080808080808080u) >> 3;
+}
+
 /* Unpack blocks of 32 weights: `before` bytes precede the numbers; if `fifth`, the last four of them are the fifth bits. */
-INLINE void split_blocks(const uint8_t *from, uint8_t *to, long count, const int before, const int fifth) {
-  for (long k = 0; k < count; k += 32, from += before + 16) {
-    split(from + before, to + k, 16);
-    for (int i = 0; fifth && i < 32; i++) to[k + i] |= (from[before - 4 + i / 8] >> i % 8 & 1) << 4;
+INLINE void split_blocks(const uint8_t *from, uint64_t *to, long count, const int before, const int fifth) {
+  for (long k = 0; k < count; k += 32, from += before + 16, to += 4) {
+    uint64_t halves[2];
+    memcpy(halves, from + before, sizeof halves);
+    for (int i = 0; i < 4; i++)
+      to[i] = (halves[i % 2] >> i / 2 * 4 & 0x0f0f0f0f0f0f0f0fu) | (fifth ? fifth_bits(from[before - 4 + i]) : 0);
   }
 }
 
-static long block_nbytes(int source) { return (long[]){18, 20, 22, 24, 34, 144, 176, 210}[source - OF_GGUF]; }
+static long block_nbytes(int source) { return (long[]){18, 20, 22, 24, 34, 17, 144, 176, 210}[source - OF_GGUF]; }
+static long source_bits(int source) { return source == CODES ? 4 : source; }
 static long block_size(int source) { return source < Q4_K ? 32 : SPAN; }
 
 /* Unpack up to SPAN numbers of a row, from number k on. */
 static void read_numbers(const uint8_t *row, long k, long count, int source, Numbers *to) {
   uint8_t *numbers = to->bytes;
-  const uint8_t *at = source < OF_GGUF ? row + k * source / 8 : row + k / block_size(source) * block_nbytes(source);
+  const uint8_t *at = source < OF_GGUF ? row + k * source_bits(source) / 8 : row + k / block_size(source) * block_nbytes(source);
   switch (source) {
     case 2: spread(at, numbers, count, 2); break;
     case 3: spread(at, numbers, count, 3); break;
     case 4:
+    case CODES:
       for (long i = 0; i < count / 2; i++) numbers[2 * i] = at[i] & 15, numbers[2 * i + 1] = at[i] >> 4;
       break;
     case 5: spread(at, numbers, count, 5); break;
     case 6: spread(at, numbers, count, 6); break;
     case 8: memcpy(numbers, at, count); break;
-    case Q4_0: split_blocks(at, numbers, count, 2, 0); break;
-    case Q4_1: split_blocks(at, numbers, count, 4, 0); break;
-    case Q5_0: split_blocks(at, numbers, count, 6, 1); break;
-    case Q5_1: split_blocks(at, numbers, count, 8, 1); break;
+    case Q4_0: split_blocks(at, to->eights, count, 2, 0); break;
+    case Q4_1: split_blocks(at, to->eights, count, 4, 0); break;
+    case Q5_0: split_blocks(at, to->eights, count, 6, 1); break;
+    case Q5_1: split_blocks(at, to->eights, count, 8, 1); break;
     case Q8_0:
       for (long b = 0; b < count; b += 32)
         for (int i = 0; i < 32; i++) numbers[b + i] = at[b / 32 * 34 + 2 + i] ^ 128;
       break;
+    case MXFP4: split_blocks(at, to->eights, count, 1, 0); break;
     case Q4_K:
       for (int c = 0; c < 4; c++) split(at + 16 + 32 * c, numbers + 64 * c, 32);
       break;
@@ -1967,7 +1982,8 @@ static void block_factors(const Packed *a, long j, long k, long count, const uin
   const uint8_t *at = row + k / block_size(source) * block_nbytes(source);
   const int has_offsets = a->setting == 0;
   for (long g = k / 32; source < Q4_K && g < (k + count) / 32; g++, at += block_nbytes(source)) {
-    memcpy(factor_at(a, a->scales, j, g), at, 2);
+    const uint16_t power = *at > 1 ? (*at - 1) << 7 : 0x20 << *at; /* of MXFP4, 2^(byte - 128) in bfloat16 */
+    memcpy(factor_at(a, a->scales, j, g), source == MXFP4 ? (const void *)&power : at, 2);
     if (has_offsets) memcpy(factor_at(a, a->offsets, j, g), at + 2, 2);
   }
   if (source < Q4_K) return;
@@ -2009,7 +2025,8 @@ void rows_stack(void *at, int experts, int N, int K, int lines, int bias) {
    whose blocks also hold scales and offsets. */
 void rows_lay(void *matrix, long first, long count, int source, const uint8_t *from, const char *scales, const char *offsets) {
   const Packed *a = matrix;
-  const long row = source < OF_GGUF ? a->K * source / 8 : a->K / block_size(source) * block_nbytes(source);
+  const long row = source < OF_GGUF ? a->K * source_bits(source) / 8 : a->K / block_size(source) * block_nbytes(source);
+  const int are_codes = source == CODES || source == MXFP4;
   for (long j0 = first, j1; j0 < first + count; j0 = j1) { /* a panel, so that its lines stay in the L1 cache */
     j1 = at_most(j0 / ORDER * ORDER + ORDER, first + count);
     for (long k = 0; a->form >= FOUR_BITS && k < a->K; k += SPAN)
@@ -2018,13 +2035,17 @@ void rows_lay(void *matrix, long first, long count, int source, const uint8_t *f
         Numbers numbers = {{0}};
         read_numbers(from + (j - first) * row, k, some, source, &numbers);
         if (a->form == FOUR_BITS) write_numbers(&numbers, some, a, j, k, FOUR_BITS);
+        for (long i = 0; are_codes && a->form == EIGHT_BITS && i < some; i += sizeof(words)) {
+          const words w = looked_up_bytes(load_words(numbers.bytes + i));
+          memcpy(numbers.bytes + i, &w, sizeof w);
+        }
         if (a->form == EIGHT_BITS) write_numbers(&numbers, some, a, j, k, EIGHT_BITS);
         if (a->form == ROUNDED_4) write_numbers(&numbers, some, a, j, k, ROUNDED_4);
         if (a->form == ROUNDED_5) write_numbers(&numbers, some, a, j, k, ROUNDED_5);
         if (a->form == ROUNDED_6) write_numbers(&numbers, some, a, j, k, ROUNDED_6);
         if (a->form == ROUNDED_8) write_numbers(&numbers, some, a, j, k, ROUNDED_8);
         if (a->form == ROUNDED_MXFP4) {
-          for (long i = 0; i < some; i++) numbers.bytes[i] = to_mxfp4[numbers.bytes[i] & 31];
+          for (long i = 0; !are_codes && i < some; i++) numbers.bytes[i] = to_mxfp4[numbers.bytes[i] & 31];
           write_numbers(&numbers, some, a, j, k, ROUNDED_MXFP4);
         }
         if (source >= OF_GGUF) block_factors(a, j, k, some, from + (j - first) * row, source);
@@ -2035,6 +2056,46 @@ void rows_lay(void *matrix, long first, long count, int source, const uint8_t *f
       if (source < OF_GGUF && offsets) copy_factors(a, a->offsets, j, offsets + (j - first) * factors_nbytes(a));
     }
   }
+}
+
+/* Whether the float16 numbers in blocks are finite, and the scales of MXFP4. */
+static int are_finite(const uint8_t *at, long blocks, int source) {
+  const long nbytes = block_nbytes(source);
+  const int has_two = source == Q4_1 || source == Q5_1 || source == Q4_K || source == Q5_K;
+  int infinite = 0;
+  for (at += source == Q6_K ? 208 : 0; blocks > 0; blocks--, at += nbytes) {
+    infinite |= source == MXFP4 ? *at == 255 : (at[1] & 0x7c) == 0x7c; /* all bits of the exponent are set */
+    if (has_two) infinite |= (at[3] & 0x7c) == 0x7c;
+  }
+  return !infinite;
+}
+
+/* Fill rows from a GGUF file, reading into a buffer that fits in the L2 cache. `begin`: the offset of the matrix in the file;
+   `rows`: the numbers of its rows there. Returns 0, an errno, or one of these. */
+enum { CUT_OFF = -1, INFINITE = -2 };
+
+int rows_lay_file(void *matrix, long first, long count, int source, const char *path, long begin, const int32_t *rows) {
+  const Packed *a = matrix;
+  const long row = a->K / block_size(source) * block_nbytes(source), panels = (1 << 18) / (ORDER * row);
+  const long most = (panels > 1 ? panels : 1) * ORDER;
+  uint8_t *piece = allocate(most * row);
+  int file = open(path, O_RDONLY | O_CLOEXEC), result = file < 0 ? errno : 0;
+  for (long j = 0, some; j < count && !result; j += some) {
+    some = at_most(most, count - j);
+    for (long i = 0, next; i < some && !result; i = next) { /* consecutive rows of the file */
+      for (next = i + 1; next < some && rows[j + next] == rows[j + next - 1] + 1;) next++;
+      for (long at = i * row, end = next * row, got; at < end && !result; at += got > 0 ? got : 0) {
+        got = pread(file, piece + at, end - at, begin + rows[j + i] * row + at - i * row);
+        if (got == 0) result = CUT_OFF;
+        if (got < 0 && errno != EINTR) result = errno;
+      }
+    }
+    if (!result && !are_finite(piece, some * (row / block_nbytes(source)), source)) result = INFINITE;
+    if (!result) rows_lay(matrix, first + j, some, source, piece, NULL, NULL);
+  }
+  if (file >= 0) close(file);
+  free(piece);
+  return result;
 }
 
 /* --- exported functions ---------------------------------------------------------------------------------------------- */

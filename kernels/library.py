@@ -55,9 +55,10 @@ FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS = range(5)
 # Weights for 8-bit activations
 ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, ROUNDED_MXFP4 = range(5, 10)
 SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY, EXPERTS = range(10, 20)
-# `source` of `rows_lay`: GGUF types from here on; a smaller number is the bits of a weight
-OF_GGUF = 100
-Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = range(OF_GGUF, OF_GGUF + 8)
+# `source` of `rows_lay`: codes of MXFP4, and GGUF types; a smaller number is the bits of a weight
+CODES, OF_GGUF = 99, 100
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q4_K, Q5_K, Q6_K = range(OF_GGUF, OF_GGUF + 9)
+CUT_OFF, INFINITE = -1, -2  # results of `rows_lay_file`
 LINE = 64  # bytes of the header of a packed matrix; a cache line
 ORDER = 16  # the number of partial sums of a product
 WIDE = 144  # columns of a turned matrix: more vectors than a tile has in any form, and a rest

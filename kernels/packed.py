@@ -26,12 +26,15 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
+from base.untrusted_files import ModelError
 from kernels import device, library
 from kernels.device import mx
 from kernels.library import LINE, ORDER
@@ -74,7 +77,7 @@ MXFP4_CENTER = -12.0
 MXFP4_NUMBERS = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 MLX_GROUPS = (32, 64, 128)  # group sizes that MLX's own products support
 PARTS = ("weight", "scales", "offsets")
-LEAST_SHARE = 2**18  # bytes of a file that a thread copies at a time
+LEAST_SHARE = 2**19  # weights that a thread copies at a time
 MOST_AT_ONCE = 2**30  # bytes of an allocation: MLX counts an array's elements in 32 bits
 LEAST = 16  # numbers in a row of a packed matrix; a header takes as much memory as 16 floats
 
@@ -95,12 +98,14 @@ class Claim:
 
 
 class Blocks(NamedTuple):
-    """A GGUF type. Its rows are blocks, which hold weights, scales and offsets."""
+    """A matrix in a GGUF file. Its rows are blocks, which hold weights, scales and offsets."""
 
     source: int  # the type's number in `cpu_kernels.c`
-    size: int  # weights of a block
-    nbytes: int  # bytes of a block
     factors: mx.Dtype  # the type of scales and offsets in memory
+    path: Path
+    name: str
+    begin: int  # the offset in the file
+    width: int  # weights of a row
 
 
 class Matrix(NamedTuple):
@@ -109,7 +114,8 @@ class Matrix(NamedTuple):
     W may be packed: `bits` bits per weight, and a scale and an offset for each `group` of weights.
     16-bit weights may have a float32 scale for each row, and no offset. Scales and offsets may be
     bytes (`widened`). With a `center`, each offset is the scale times the center, and no offsets are
-    stored.
+    stored. Until it is packed, W may be in MXFP4 as files have it (uint8, two weights each), or still
+    in a GGUF file.
     """
 
     weight: mx.array  # (..., out, in); packed (..., out, in * bits / 32), uint32
@@ -121,7 +127,9 @@ class Matrix(NamedTuple):
     claim: Claim | None = None  # set if W is packed for our own product; None: MLX multiplies
     rounds: bool = False  # activations are rounded to 8 bits
     center: float = 0.0
-    blocks: Blocks | None = None  # set if `weight` holds the blocks of a GGUF file, as uint16
+    blocks: Blocks | None = (
+        None  # set if W is in a file; `weight` has the numbers of its rows there
+    )
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
         if self.scales is not None and not self.claim:
@@ -188,7 +196,7 @@ class Matrix(NamedTuple):
         if not self.bits:
             return self.weight.shape[-1]
         if self.blocks:
-            return self.weight.shape[-1] * 2 // self.blocks.nbytes * self.blocks.size
+            return self.blocks.width
         return groups_of(self.scales, self.group) * self.group
 
     @property
@@ -196,8 +204,8 @@ class Matrix(NamedTuple):
         """The properties that matrices must share to be joined."""
         if self.scales is None and not self.blocks:
             return ()
-        scales = None if self.blocks else self.scales.dtype
-        return self.bits, self.group, self.center, self.weight.dtype, scales, self.blocks
+        stored = self.blocks.source if self.blocks else self.scales.dtype
+        return self.bits, self.group, self.center, self.weight.dtype, stored
 
 
 def joined(parts: Sequence[Matrix]) -> Matrix:
@@ -312,25 +320,40 @@ def lay(parts: Sequence[Matrix], at: int, to_next: int) -> None:
         arrays = [mx.contiguous(array) for array in part.arrays.values()]
         held.append(arrays)
         sources = [(address(array), array.nbytes // math.prod((*many, N))) for array in arrays]
-        source = part.blocks.source if part.blocks else part.bits or 32
-        share = -(-max(LEAST_SHARE // sources[0][1], 1) // ORDER) * ORDER  # whole panels
+        share = -(-max(LEAST_SHARE // part.width, 1) // ORDER) * ORDER  # whole panels
         for index in range(math.prod(many)):
             for row in range(0, N, share):
-                rows = ctypes.c_long(first + row), ctypes.c_long(min(share, N - row))
+                where = [ctypes.c_void_p(at + index * to_next)]
+                where += ctypes.c_long(first + row), ctypes.c_long(min(share, N - row))
                 places = [begin + (index * N + row) * width for begin, width in sources]
-                places += [0] * (3 - len(places))
-                pointers = (ctypes.c_void_p(place) for place in places)
-                jobs.append((ctypes.c_void_p(at + index * to_next), *rows, source, *pointers))
+                jobs.append((part, where, places))
         first += N
-    lay_rows = device.blas.library.rows_lay
     threads = min(library.threads(), len(jobs))
     if threads < 2:
         for job in jobs:
-            lay_rows(*job)
+            lay_share(*job)
         return
     with ThreadPoolExecutor(threads) as pool:  # ctypes releases the GIL during a call
-        for future in [pool.submit(lay_rows, *job) for job in jobs]:
+        for future in [pool.submit(lay_share, *job) for job in jobs]:
             future.result()
+
+
+def lay_share(part: Matrix, where: list, places: list[int]) -> None:
+    """`where`: the matrix in memory, the first row and their number; `places`: of the part's arrays."""
+    c = device.blas.library
+    pointers = [ctypes.c_void_p(place) for place in places]
+    blocks = part.blocks
+    if not blocks:
+        source = library.CODES if part.weight.dtype == mx.uint8 else part.bits or 32
+        c.rows_lay(*where, source, *pointers, *[None] * (3 - len(pointers)))
+        return
+    begin = ctypes.c_long(blocks.begin)
+    error = c.rows_lay_file(*where, blocks.source, os.fsencode(blocks.path), begin, *pointers)
+    if error == library.INFINITE:
+        raise ModelError(f"{blocks.path}: {blocks.name} holds NaN or infinity; download it again.")
+    if error:
+        why = "it has become shorter" if error == library.CUT_OFF else os.strerror(error)
+        raise ModelError(f"{blocks.path} cannot be read ({why}); download it again.")
 
 
 class Memory:

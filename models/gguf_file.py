@@ -6,7 +6,6 @@ Every length in the header is checked against the file's size before it is used.
 the same format, but takes 9 s for a vocabulary of 300,000 strings; this parser takes 0.3 s.
 """
 
-import ctypes
 import math
 import os
 import re
@@ -78,17 +77,6 @@ class GgufTensor(NamedTuple):
     shape: tuple[int, ...]  # the dimension with the longest stride first
     begin: int  # offset in the file
     nbytes: int
-
-    def read_into(self, buffer: ctypes.Array[ctypes.c_char]) -> None:
-        """Read all bytes of the tensor."""
-        view = memoryview(buffer).cast("B")
-        with self.opened() as file:
-            start = 0
-            while start < self.nbytes:
-                count = file.readinto(view[start:])
-                if not count:
-                    raise ValueError("it has become shorter")
-                start += count
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:

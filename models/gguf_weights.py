@@ -18,7 +18,6 @@ this form (`widened` in `kernels/packed.py`).
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import NamedTuple
 from base.untrusted_files import ModelError
 from kernels import library
 from kernels.device import mx
-from kernels.packed import SPAN, Blocks, address, unwritten, widened, words
+from kernels.packed import SPAN, Blocks, widened, words
 from models import mxfp4
 from models.config import Config
 from models.gguf_config import FREQUENCIES, is_drafting, names, renamed
@@ -137,20 +136,18 @@ class BlockFormat(NamedTuple):
     group: int
     factors: mx.Dtype = mx.float16  # dtype of scales and offsets
     center: float = 0.0  # if not 0, each offset is its scale times this
-    # Byte offsets of the float16 numbers in a block; empty if the C library cannot read the blocks
-    halves: tuple[int, ...] = (0,)
 
 
 FORMS = {
     "Q4_0": BlockFormat(q4_0, 4, 32, center=-8),
-    "Q4_1": BlockFormat(q4_1, 4, 32, halves=(0, 2)),
+    "Q4_1": BlockFormat(q4_1, 4, 32),
     "Q5_0": BlockFormat(q5_0, 5, 32, center=-16),
-    "Q5_1": BlockFormat(q5_1, 5, 32, halves=(0, 2)),
+    "Q5_1": BlockFormat(q5_1, 5, 32),
     "Q8_0": BlockFormat(q8_0, 8, 32, center=-128),
-    "Q4_K": BlockFormat(q4_k, 4, 32, mx.uint8, halves=(0, 2)),
-    "Q5_K": BlockFormat(q5_k, 5, 32, mx.uint8, halves=(0, 2)),
-    "Q6_K": BlockFormat(q6_k, 6, 16, mx.uint8, -32, (208,)),
-    "MXFP4": BlockFormat(mxfp4_blocks, mxfp4.BITS, mxfp4.GROUP, mx.bfloat16, mxfp4.CENTER, ()),
+    "Q4_K": BlockFormat(q4_k, 4, 32, mx.uint8),
+    "Q5_K": BlockFormat(q5_k, 5, 32, mx.uint8),
+    "Q6_K": BlockFormat(q6_k, 6, 16, mx.uint8, -32),
+    "MXFP4": BlockFormat(mxfp4_blocks, mxfp4.BITS, mxfp4.GROUP, mx.bfloat16, mxfp4.CENTER),
 }
 
 
@@ -198,24 +195,14 @@ class GgufWeights(Weights):
         return form.bits, form.group, form.center
 
     def blocks_of(self, name: str) -> Blocks | None:
-        kind = self.file.tensors[self.tensors[name].name].type
-        if kind.name not in FORMS or not FORMS[kind.name].halves:
+        stored = self.file.tensors[self.tensors[name].name]
+        kind = stored.type.name
+        if kind not in FORMS:
             return None
-        source = getattr(library, kind.name)
-        return Blocks(source, kind.block, kind.nbytes, FORMS[kind.name].factors)
+        where = stored.path, stored.name, stored.begin, stored.shape[-1]
+        return Blocks(getattr(library, kind), FORMS[kind].factors, *where)
 
-    def read_blocks(self, name: str) -> mx.array:
-        tensor = self.tensors[name]
-        stored = self.file.tensors[tensor.name]
-        array = unwritten(stored.nbytes)
-        stored.read_into((ctypes.c_char * stored.nbytes).from_address(address(array)))
-        numbers = array.view(mx.uint16)[: stored.nbytes // 2]
-        blocks = numbers.reshape(-1, stored.type.nbytes // 2)
-        for at in FORMS[stored.type.name].halves:
-            self._check_numbers(tensor, mx.contiguous(blocks[:, at // 2]).view(mx.float16))
-        return numbers.reshape(*stored.shape[:-1], -1)
-
-    def _read(self, tensor: Tensor) -> mx.array:
+    def _read(self, tensor: Tensor, as_codes: bool = False) -> mx.array:
         name = re.sub(r"\.(scales|biases)$", ".weight", tensor.name)
         stored = self.file.tensors[name]
         if tensor.name not in self._decoded:

@@ -11,6 +11,7 @@ are read layer by layer, so that only one layer is in memory twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -128,6 +129,11 @@ class ModelReader:
                 "activations = 8 is for weights of 8 bits or fewer, on a CPU, by our own product; "
                 "choose such a model, or leave it out"
             )
+        if self.form == "checkpoint" and not device.has_gpu() and (kind := self.wide_experts):
+            raise ValueError(
+                f"dtype = 'checkpoint' with experts in {kind}, but on a CPU MLX multiplies experts "
+                "in float32 or quantized; choose auto or float32"
+            )
         self.rounds = activations != 32 and self.can_round
         self.share = Shard.for_rank(config, ranks.rank, ranks.size)
         self.config = self.share.config(config)
@@ -143,6 +149,18 @@ class ModelReader:
     def can_round(self) -> bool:
         """True if our own product multiplies weights of 8 bits or fewer."""
         return self.form == "packed" and any(t.bits for t in self.weights.tensors.values())
+
+    @property
+    def wide_experts(self) -> str:
+        """The 16-bit type in which MLX would have to multiply experts; empty if there is none."""
+        for name, tensor in self.weights.tensors.items():
+            if ".experts." not in name or not name.endswith(".weight"):
+                continue
+            if tensor.bits and tensor.group not in MLX_GROUPS:
+                return "float16"  # `quantized` unpacks them
+            if not tensor.bits and tensor.dtype != mx.float32:
+                return str(tensor.dtype).removeprefix("mlx.core.")
+        return ""
 
     def check_room(self) -> None:
         """Refuse weights that do not fit into memory."""
@@ -472,9 +490,12 @@ class ModelReader:
         K = self.weights.tensors[name].shape[-1] * 32 // bits
         is_whole = columns.indices(K) == (0, K, 1) and self.config.factor(name) == 1
         if self.form == "packed" and is_whole and (blocks := self.weights.blocks_of(name)):
-            weight = self.in_order(self.weights.read_blocks(name), name)[..., rows, :]
-            return Matrix(weight, bias, bits=bits, group=group, center=center, blocks=blocks)
-        weight = self.load_tensor(name)
+            *many, N, _ = self.weights.tensors[name].shape
+            numbers = mx.arange(math.prod((*many, N)), dtype=mx.int32).reshape(*many, N, 1)
+            numbers = self.in_order(numbers, name)[..., rows, :]
+            return Matrix(numbers, bias, bits=bits, group=group, center=center, blocks=blocks)
+        as_codes = self.form == "packed" and is_whole
+        weight = self.in_order(self.weights.read_tensor(name, as_codes), name)
         scales = self.load_tensor(f"{module}.scales")
         offsets = None if center else self.load_tensor(f"{module}.biases")
         width = groups_of(scales, group) * group
@@ -493,8 +514,10 @@ class ModelReader:
             weight = dequantized(weight, scales, offsets, group, bits)
             weight = weight.astype(mx.float16) if is_unknown else weight
             return Matrix(cut_out(weight, rows, columns), bias)
-        words = slice(start * bits // 32, stop * bits // 32)
-        groups = slice(None) if stop - start == width else slice(start // group, stop // group)
+        words = groups = slice(None)
+        if stop - start < width:
+            words = slice(start * bits // 32, stop * bits // 32)
+            groups = slice(start // group, stop // group)
         return Matrix(
             cut_out(weight, rows, words),
             bias,

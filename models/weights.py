@@ -492,13 +492,16 @@ class Weights:
             f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
         )
 
-    def read_tensor(self, name: str) -> mx.array:
-        """Read and check one tensor. It can be read only once, because the caller then owns its memory."""
-        return self._read(self.tensors[name])
+    def read_tensor(self, name: str, as_codes: bool = False) -> mx.array:
+        """Read and check one tensor. It can be read only once, because the caller then owns its memory.
 
-    def _read(self, tensor: Tensor) -> mx.array:
+
+        `as_codes`: leave weights in MXFP4 as bytes, each for two of them."""
+        return self._read(self.tensors[name], as_codes)
+
+    def _read(self, tensor: Tensor, as_codes: bool = False) -> mx.array:
         if tensor.parts:
-            return mx.stack([self._read(part) for part in tensor.parts])
+            return mx.stack([self._read(part, as_codes) for part in tensor.parts])
         path = tensor.path
         if path not in self._arrays:
             try:
@@ -516,18 +519,16 @@ class Weights:
         array = array[rows]
         if tensor.every != slice(None):
             array = mx.contiguous(array[:, tensor.every])
-        if tensor.mxfp4:
+        if tensor.mxfp4 and as_codes and not tensor.mxfp4.is_scales:
+            array = mx.contiguous(array).view(mx.uint8).reshape(*tensor.shape[:-1], -1)
+        elif tensor.mxfp4:
             array = tensor.mxfp4(array)
         self._check_numbers(tensor, array)
         return array
 
     def blocks_of(self, name: str) -> Blocks | None:
-        """Return the type of a GGUF tensor's blocks if `packed` can read them as stored, else None."""
+        """Return where a GGUF tensor is if `packed` can read its blocks as stored, else None."""
         return None
-
-    def read_blocks(self, name: str) -> mx.array:
-        """Read and check one tensor in its stored blocks."""
-        raise NotImplementedError
 
     def _check_numbers(self, tensor: Tensor, array: mx.array) -> None:
         """Refuse NaN and infinity.

@@ -194,6 +194,16 @@ def test_experts_round_each_row_by_itself(make):
         assert mx.array_equal(found, row_by_row(experts, x, chosen)), count
 
 
+@pytest.mark.parametrize("rounds", [True, False])
+def test_mxfp4_as_in_a_file_is_packed_into_the_same_matrix(rounds):
+    """gpt-oss's experts are not converted into five bits first."""
+    whole = of_mxfp4(3, (5, 37, 288))
+    codes = mx.quantize(normal(3, 5, 37, 288), mode="mxfp4")[0].view(mx.uint8)
+    found, right = (packed(part, rounds=rounds) for part in (whole._replace(weight=codes), whole))
+    for name, array in right.arrays.items():
+        assert mx.array_equal(found.arrays[name], array), name
+
+
 def rounded_product(x: np.ndarray, part: Matrix) -> np.ndarray:
     """Round 32 numbers of a row, or a smaller group, to integers from -127 to 127, and compute in float64."""
     wide = np.array(packed(part).embed(mx.arange(len(part.weight))), np.float64)

@@ -1,5 +1,6 @@
 """GGUF files give the same bits as weights that the `gguf` package converts to float32."""
 
+import os
 import struct
 from collections import Counter
 from dataclasses import replace
@@ -193,6 +194,19 @@ def test_a_file_that_is_cut_off_is_refused(part, tmp_path, whole_file):
     data = whole_file.read_bytes()
     (tmp_path / "cut.gguf").write_bytes(data[: int(part * len(data))])
     refused(tmp_path / "cut.gguf", "cut off" if part > 0.01 else "broken header")
+
+
+def test_a_file_that_is_cut_off_later_is_refused(tmp_path, whole_file):
+    """Its header was read before."""
+    file = tmp_path / "cut.gguf"
+    file.write_bytes(whole_file.read_bytes())
+    reader = ModelReader(file)
+    os.truncate(file, file.stat().st_size - 1000)
+    with pytest.raises(ModelError, match="become shorter"):
+        reader.read_model()
+    file.unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        reader.read_model()
 
 
 @pytest.fixture(scope="module")
@@ -404,7 +418,7 @@ def nan_scale(name: str, data: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("fields", "change", "word"),
     [
-        ({}, nan_scale, "blk.1.ffn_up_exps.scales holds NaN"),
+        ({}, nan_scale, "blk.1.ffn_up_exps.weight holds NaN"),
         ({}, without("blk.1.attn_sinks.weight"), "lacks the tensor blk.1.attn_sinks.weight"),
         ({}, without("blk.1.ffn_down_exps.bias"), "lacks the tensor blk.1.ffn_down_exps.bias"),
         ({"gpt-oss.expert_used_count": 4}, None, "num_experts_per_tok = 4"),

@@ -88,6 +88,16 @@ def test_cpu_weights_become_float32(tmp_path):
     assert read_model(folder, "checkpoint").dtype == mx.float16
 
 
+@pytest.mark.skipif(device.has_gpu(), reason="a GPU multiplies them")
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_16_bit_experts_as_in_the_checkpoint_are_refused_on_a_cpu(dtype, tmp_path):
+    """Each request ended in MLX's "[GatherMM::eval] Currently only supports float32"."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    folder = make_checkpoint(tmp_path, dtype=dtype, model_type="qwen3_moe", **sizes)
+    with pytest.raises(ValueError, match=r"'checkpoint'.* float32 .*choose auto or float32"):
+        Engine.load(folder, dtype="checkpoint", slots=1, max_len=16)
+
+
 def test_a_long_load_says_how_far_it_is(folder, monkeypatch):
     monkeypatch.setattr(model_source, "SILENT_S", 0)
     said = []
