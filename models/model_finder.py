@@ -104,7 +104,8 @@ def _download(repo: str) -> Path:
         why = "is no folder here, and not on the hub: check the spelling, or `hf auth login` if it is private"
     except errors.HFValidationError:
         why = "is no folder here, and no valid hub id (owner/name)"
-    except Exception as error:  # no network, a proxy, a full disk: something that the user can fix
+    # No network, a proxy, a full disk. Errors of the hub's HTTP library are not all an OSError
+    except (OSError, errors.HTTPError, errors.XetDownloadError) as error:
         patterns = [*FILES, WEIGHTS]
         try:  # without a network, a partial older download may be enough
             return Path(
@@ -112,7 +113,7 @@ def _download(repo: str) -> Path:
                     repo, allow_patterns=patterns, local_files_only=True
                 )
             )
-        except Exception:
+        except OSError:
             why = "is no folder here, not in the cache, and could not be downloaded: check the network"
             why += f" ({one_line(error, 200)})"
     raise ModelError(f"{shown(repo)} {why}.")

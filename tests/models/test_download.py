@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 from hub_stand_in import COMMIT, Hub
-from huggingface_hub import constants
+from huggingface_hub import constants, errors
 
 from base.untrusted_files import ModelError
 from models import download, model_finder
@@ -107,6 +107,33 @@ def test_a_download_goes_on_after_ctrl_c(tiny, cache, tmp_path):
             patched.setattr(constants, "HF_HUB_CACHE", str(cache.parent))
             assert model_finder.is_whole(model_finder.find("owner/tiny"))
         assert hub.fetched == ["model-00002-of-00002.safetensors"], "the other one is there"
+
+
+def test_a_fault_of_ours_is_not_taken_for_the_networks(cache, monkeypatch):
+    def faulty(*args: object) -> None:
+        raise TypeError("a fault of ours")
+
+    monkeypatch.setattr(model_finder, "download", faulty)
+    with pytest.raises(TypeError, match="a fault of ours"):
+        model_finder.find("owner/tiny")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        OSError(28, "No space left on device"),
+        errors.HTTPError("502"),
+        errors.XetDownloadError("reset"),
+    ],
+)
+def test_a_fault_of_network_or_disk_is_one_line(fault, cache, monkeypatch):
+    def failing(*args: object) -> None:
+        raise fault
+
+    meet(monkeypatch, "http://127.0.0.1:9")
+    monkeypatch.setattr(model_finder, "download", failing)
+    with pytest.raises(ModelError, match="could not be downloaded"):
+        model_finder.find("owner/tiny")
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
