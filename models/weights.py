@@ -495,8 +495,8 @@ class Weights:
     def read_tensor(self, name: str, as_codes: bool = False) -> mx.array:
         """Read and check one tensor. It can be read only once, because the caller then owns its memory.
 
-
-        `as_codes`: leave weights in MXFP4 as bytes, each for two of them."""
+        `as_codes`: leave weights in MXFP4 as bytes, two weights each.
+        """
         return self._read(self.tensors[name], as_codes)
 
     def _read(self, tensor: Tensor, as_codes: bool = False) -> mx.array:
