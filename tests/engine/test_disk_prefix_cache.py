@@ -431,7 +431,10 @@ def test_folder_that_cannot_be_written_stops_nothing(parts, saved, caplog):
         file.unlink()
         folder.rmdir()
         assert restarted.submit(prompt, SHORT).result().finish_reason == "length"
-    assert ["No such file" in record.message for record in caplog.records] == [True]
+    messages = [record.message for record in caplog.records]
+    assert sum("slots are not saved" in message for message in messages) == 1
+    # A thread that looked into the folder before may find it gone, and says so
+    assert all("No such file" in message for message in messages), messages
 
 
 def test_more_slots_than_may_be_pending_are_dropped(parts, saved, monkeypatch, caplog):
