@@ -39,6 +39,8 @@ class ToolFormat(NamedTuple):
     # The answer may begin with a call that has no mark. Then the template accepts only one call
     is_bare: bool = False
     is_named: bool = False  # the tool's name may precede a body that holds only the arguments
+    # Encloses strings in a notation of its own: call:name{key:<|"|>text<|"|>,other:[7,true]}
+    quote: str = ""
     wrap: tuple[str, str] = ("", "")  # marks that may enclose a value in tags
     key: str = "arguments"  # the JSON key of the arguments
     # The text before the first body, between two bodies, and after the last body
@@ -60,6 +62,7 @@ FORMATS = (
     ToolFormat("Seed", "<seed:tool_call>", "</seed:tool_call>"),
     ToolFormat("MiniMax", "<minimax:tool_call>", "</minimax:tool_call>"),
     ToolFormat("MiniCPM", '<function name="', "</function>", wrap=("<![CDATA[", "]]>")),
+    ToolFormat("Gemma 4", "<|tool_call>", "<tool_call|>", quote='<|"|>'),
     ToolFormat("Llama 3", "<|python_tag|>", "", is_bare=True, key="parameters"),
 )
 SILENT = ToolFormat("none", "", "")  # calls are not parsed
@@ -79,6 +82,7 @@ MARKS = frozenset(
     [
         "[ARGS]",
         "[CALL_ID]",
+        '<|"|>',
         "<|action_start|>",
         "<|plugin|>",
         "<arg_key>",
@@ -140,6 +144,8 @@ def with_layout(format: ToolFormat, call: str, place: int) -> ToolFormat:
     rest = call[place + len("is_called") :]
     if format.is_named and not start.endswith('"'):
         return format._replace(layout=(start, start, ""), after_name=rest.partition("{")[0])
+    if format.quote:
+        return format._replace(layout=(start, format.closes + start, format.closes))
     closes = ""
     if format.closes:
         rest, closes, _ = rest.partition(format.closes)
@@ -197,12 +203,17 @@ def tool_call_grammar(
             rules.update(up_to(name, "", tags.after_value, marks, form))
             return name
 
-        bodies = [
-            tagged_rule(tags, tool["function"], spelled, value)
-            if tags
-            else body_rule(output_format.tools, tool["function"], spelled)
-            for tool in tools
-        ]
+        if quote := output_format.tools.quote:
+            rules |= quoted_rules(quote, marks)
+
+        def body(function: Mapping[str, Any]) -> str:
+            if quote:
+                return f"{spelled(function['name'])} arguments"
+            if tags:
+                return tagged_rule(tags, function, spelled, value)
+            return body_rule(output_format.tools, function, spelled)
+
+        bodies = [body(tool["function"]) for tool in tools]
         start, between, end = output_format.tools.layout
         more = f"({spelled(between)} body)*"
         if is_single or output_format.tools.is_bare:
@@ -320,6 +331,17 @@ def tagged_rule(
         rule = f"{spelled(tags.before_key + key + tags.after_key)} {said}"
         rules.append(rule if key in required else f"({rule})?")
     return " ".join([*rules, spelled(tags.end)])
+
+
+def quoted_rules(quote: str, marks: Mapping[str, int]) -> dict[str, str]:
+    """The rules of arguments in a notation with strings between marks: any that can be parsed."""
+    return up_to("quoted", quote, quote, marks) | {
+        "arguments": '"{" (pair ("," pair)*)? "}"',
+        "pair": 'KEY ":" value',
+        "value": 'quoted | NUMBER | "true" | "false" | "null" | "[" (value ("," value)*)? "]" | arguments',
+        "KEY": r"/[^\s\"{}\[\],:<>]+/",
+        "NUMBER": r"/-?[0-9]+(\.[0-9]+)?/",
+    }
 
 
 # A pattern without anchors, except at its ends

@@ -128,6 +128,7 @@ def harmony_output(text: str) -> list[ParsedPart]:
 # belongs to a mark
 HEAD = 300
 NAME = r"[\w.-]{1,128}"  # a tool's name
+BARE_KEY = re.compile(r'([{,]\s*)([^\s"{}\[\],:][^"{}\[\],:]{0,127}?)\s*:')
 KEY = r"[^<>\"\n]{1,128}"  # an argument's name in tags
 # Separators between calls, and the tool's name if it precedes the body
 BEFORE = rf"[\s,;\[]*(?:({NAME})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)"
@@ -246,7 +247,8 @@ class ParserState:
         self._format = (tools and output_format.tools) or SILENT
         self._tools = tools
         self._is_single = is_single or self._format.is_bare
-        self._reads_bare = bool(self._format.opens and not self._format.tags and not is_strict)
+        has_own = self._format.tags or self._format.quote
+        self._reads_bare = bool(self._format.opens and not has_own and not is_strict)
         self._is_line_start = True
         self._is_fenced = False  # a code block of calls is open
         # Text not parsed yet. It begins with the reasoning mark if the prompt has opened the reasoning
@@ -477,6 +479,8 @@ class ParserState:
         self._is_fenced |= FENCE in opening
         is_tagged = self._format.tags and not (yield from self._begins_with("{"))
         read = self._call_in_tags if is_tagged else self._call_in_json
+        if self._format.quote:
+            read = self._call_in_quotes
         while (taken := (yield from read())) is None:
             opening = ""
             if self._is_single or (yield from self._close()) or not is_marked:
@@ -555,6 +559,38 @@ class ParserState:
                 return True
             emit(found)
         return False
+
+    def _call_in_quotes(self) -> Reading[str | None]:
+        """Parse a call whose strings are between marks, when it is complete. Return None, or the text
+        consumed so far if it is not a call."""
+        found = yield from self._consume("call:", rf"({NAME})(?={{)")
+        if not found:
+            return ""
+        quote = self._format.quote
+        marks = re.compile(rf"{re.escape(quote)}|[{{}}\[\]]")
+        taken = ""
+        depth = 0
+        in_text = False
+        while not taken or (depth and not self.is_complete):
+            end = len(self._text) - len(beginning(quote, self._text))
+            for mark in marks.finditer(self._text, 0, end):
+                in_text ^= mark[0] == quote
+                if not in_text and mark[0] != quote:
+                    depth += 1 if mark[0] in "{[" else -1
+                if depth == 0:
+                    end = mark.end()
+                    break
+            taken += self._text[:end]
+            self._text = self._text[end:]
+            if depth and not self.is_complete:
+                yield
+        arguments = quoted_as_json(taken, quote)
+        if arguments is None:
+            return found[0] + taken
+        self._begin(found[1])
+        self._emit("arguments", arguments)
+        self.is_in_call = False
+        return None
 
     def _call_in_json(self) -> Reading[str | None]:
         """Parse a call in JSON. Return None, or the text consumed so far if it is not a call."""
@@ -742,7 +778,24 @@ def strip_held_space(text: str) -> str:
     return text[: max(len(text.rstrip()), len(text) - HEAD)]
 
 
-# --- values in tags -------------------------------------------------------------------------------
+# --- values in tags and between marks -------------------------------------------------------------------------------
+
+
+def quoted_as_json(text: str, quote: str) -> str | None:
+    """Return an object whose strings are between marks as JSON; None if it is not one."""
+    pieces = text.split(quote)
+    for index, piece in enumerate(pieces):
+        if index % 2:
+            pieces[index] = json.dumps(piece, ensure_ascii=False)
+        else:
+            piece = re.sub(r"\b(True|False|None)\b", lambda found: PYTHONS[found[0]], piece)
+            pieces[index] = BARE_KEY.sub(r'\1"\2":', piece)
+    found = "".join(pieces)
+    try:
+        parsed = json.loads(found, parse_constant=JSONS.__getitem__)  # NaN is not JSON
+    except (ValueError, KeyError, RecursionError):
+        return None
+    return found if isinstance(parsed, dict) else None
 
 
 def as_json_value(text: str, kinds: Collection[str]) -> str:

@@ -115,6 +115,20 @@ AS_GPT_OSS = with_calls(GPT_OSS).replace(
 AS_GPT_OSS += "{{ reasoning_effort }}{# <|channel|>analysis<|message|> #}"
 
 
+GEMMA = """<|tool_call>call:{{ call.function.name }}{{ '{' }}\
+{% for key, value in call.function.arguments | dictsort %}{{ key }}:{{ value }}{% endfor %}{{ '}' }}<tool_call|>"""
+
+
+def test_call_of_gemma():
+    marks = ["<|tool_call>", "<tool_call|>", '<|"|>']
+    with Taught(template=with_calls(GEMMA), marks=marks) as server:
+        asked = said('I look.<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>')
+        choice = server.ask(CHAT, {"messages": [asked], "tools": TOOLS}).json["choices"][0]
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "I look.")
+        assert json.loads(call["function"]["arguments"]) == PARIS
+
+
 def test_messages_of_harmony():
     """gpt-oss ends its answer with one of two tokens, and its messages with a third."""
     marks = [*HARMONY_MARKS, *HARMONY_ENDS]

@@ -70,7 +70,9 @@ def learned(rendered: str):
 
 
 TAGGED = [learned(rendered)._replace(name=name) for name, rendered in WRITTEN.items()]
-ALL = [HERMES, MISTRAL, LLAMA, APRIEL, *TAGGED]
+IN_GEMMA = "<|tool_call>call:is_called{n:7}<tool_call|>"
+GEMMA = learned(IN_GEMMA)
+ALL = [HERMES, MISTRAL, LLAMA, APRIEL, GEMMA, *TAGGED]
 # Text that resembles a mark, or the end of one
 HOSTILE = ["}", "{", "]", "[", '"', "\\", "</", "<tool_ca", "[TOOL_", "<|python", "<thi", "\n", " "]
 HOSTILE += [
@@ -103,6 +105,8 @@ def value(dice: random.Random, depth: int = 0):
 def make_call(dice: random.Random, format) -> tuple[str, dict]:
     if format.tags:
         return dice.choice([*TOOLS]), make_arguments(dice, format)
+    if format.quote:
+        return dice.choice([*TOOLS]), {key: value(dice) for key in dice.sample("abé_", k=3)}
     return dice.choice([*TOOLS]), {words(dice, 2): value(dice) for _ in range(dice.randrange(4))}
 
 
@@ -148,10 +152,25 @@ def in_tags(format, calls: list, dice: random.Random) -> str:
     return start + dice.choice([between, "\n" + between]).join(bodies) + end
 
 
+def in_quotes(value) -> str:
+    """Write a value as in Gemma 4. Its own template writes nested keys in either way."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, list):
+        return f"[{','.join(map(in_quotes, value))}]"
+    if isinstance(value, dict):
+        keys = {key: key if key.isidentifier() else in_quotes(key) for key in value}
+        return "{" + ",".join(f"{keys[key]}:{in_quotes(value[key])}" for key in value) + "}"
+    return str(value) if value is None else json.dumps(value)
+
+
 def written(format, calls: list, dice: random.Random) -> str:
     """Write calls like a model of this family."""
     if format.tags:
         return in_tags(format, calls, dice)
+    if format.quote:
+        said = [f"<|tool_call>call:{name}{in_quotes(given)}<tool_call|>" for name, given in calls]
+        return dice.choice(["", "\n"]).join(said)
     layout = {"indent": dice.choice([None, None, 2]), "ensure_ascii": dice.random() < 0.5}
 
     def body(call) -> str:
@@ -433,6 +452,30 @@ def test_prompt_may_open_the_reasoning():
     assert parser.reasoning_length == len("It is late.</think>")
     parts = parse("It is late.\n</think>\n\nGood night.", SPEECH, is_thinking=True)
     assert parts == [("reasoning", "It is late."), ("content", "Good night.")]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ('{city:<|"|>Par"is" {},<|"|>}', {"city": 'Par"is" {},'}),
+        ("{}", {}),
+        ('{a:{<|"|>b:c<|"|>:null,d e:None},f:[true,False,[-1.5,<|"|><|"|>]]}',
+         {"a": {"b:c": None, "d e": None}, "f": [True, False, [-1.5, ""]]}),
+    ],
+)  # fmt: skip
+def test_strings_between_marks(given, expected):
+    text = f"<|tool_call>call:add{given}<tool_call|>"
+    for cut in range(len(text) + 1):
+        parts = told(parse([text[:cut], text[cut:]], OutputFormat(None, GEMMA)))
+        assert parts == [("tool_call", "add", expected)], cut
+
+
+@pytest.mark.parametrize(
+    "given", ["{a}", "{a:NaN}", "{a:b}", '{a:<|"|>x}', "{a:[}", "add", "(a=1)"]
+)
+def test_call_between_marks_that_cannot_be_read_is_content(given):
+    text = f"<|tool_call>call:add{given}<tool_call|>"
+    assert parse(list(text), OutputFormat(None, GEMMA)) == [("content", text)]
 
 
 # --- calls without a mark -------------------------------------------------------------------------
@@ -778,6 +821,7 @@ def test_harmony_without_the_model():
 RENDERED = {
     "Hermes": '<|im_start|>assistant\n<tool_call>\n{"name": "is_called", "arguments": {"n": 7}}\n</tool_call>',
     "Mistral": '[TOOL_CALLS][{"name": "is_called", "arguments": {"n": 7}, "id": "abcdefghi"}]</s>',
+    "Gemma 4": "<|turn>model\n" + IN_GEMMA,
     "Llama 3": 'assistant<|end|>\n\n{"name": "is_called", "parameters": {"n": 7}}<|eot_id|>',
 }
 RENDERED_OTHERWISE = {  # the format, or None if it is unknown
@@ -830,6 +874,7 @@ REQUIRED = {
     "with a space": ["space", '[TOOL_CALLS] [{"name": "is_listed", "arguments": {"n": 7}}]'],
     "newer Mistral": ["newer", '[TOOL_CALLS]is_listed[ARGS]{"n": 7}'],
     "Mistral with ids": ["ids", '[TOOL_CALLS]is_listed[CALL_ID]abcdefghi[ARGS]{"n": 7}'],
+    "Gemma 4": ["Gemma 4", IN_GEMMA.replace("is_called", "is_listed")],
     "Mistral without an id": ["ids", '[TOOL_CALLS]is_listed[ARGS]{"n": 7}'],
 }
 for name, rendered in WRITTEN.items():
