@@ -1,1 +1,1 @@
-"""The modules of `bench.py`."""
+"""Modules that `bench.py` and `verify.py` use."""

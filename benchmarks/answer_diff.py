@@ -1,7 +1,7 @@
 """Compare two answers bit by bit.
 
-Equal texts do not prove equal logits, so the log probabilities of the tokens are compared, and those of
-the likeliest alternatives; of a prompt that is embedded, its vector.
+Equal texts do not prove equal logits, so the log probabilities of the tokens and of the likeliest
+alternatives are compared. For an embedding the vector is compared.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from engine.handle import Handle
 
 
 class Bits(NamedTuple):
-    """A request's answer with its log probabilities, or its vector."""
+    """An answer with its log probabilities, or an embedding."""
 
-    digest: str  # of `tokens`, `likely` and the vector
+    digest: str  # hash of `tokens`, `likely` and `vector`
     tokens: tuple[int, ...]
-    # By position: the token with its log probability, then the likeliest tokens with theirs
+    # For each position: (token, log probability) of the chosen token, then of the likeliest tokens
     likely: tuple[tuple[tuple[int, float], ...], ...]
     pieces: tuple[str, ...]  # the text that came with each token
     vector: tuple[float, ...] = ()
 
     @staticmethod
     def from_handle(handle: Handle, until: int | None = None) -> Bits:
-        """`until`: only the first tokens."""
+        """Return the bits of a request. `until`: use only this many tokens."""
         tokens = tuple(handle.tokens[:until])
         likely = []
         for token, found in zip(tokens, handle.logprobs, strict=False):
@@ -47,7 +47,7 @@ class Bits(NamedTuple):
         return Bits(digest, tokens, likely, pieces, vector)
 
     def only(self, place: int) -> Bits:
-        """The token at one position, as an answer of its own."""
+        """Return the token at one position as an answer with only this token."""
         here = slice(place, place + 1)
         return Bits.made(self.tokens[here], self.likely[here], self.pieces[here])
 
@@ -57,11 +57,11 @@ class Bits(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """The number of log probabilities that the hash covers, or of the vector's numbers."""
+        """The number of floats that the hash covers."""
         return sum(map(len, self.likely)) + len(self.vector)
 
     def piece(self, place: int) -> str:
-        """A token as text. The last token of an answer may have none."""
+        """Return a token as text. The last token of an answer may have no text."""
         if place >= len(self.tokens):
             return "nothing more"
         if place >= len(self.pieces):
@@ -70,12 +70,12 @@ class Bits(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The first difference of two answers."""
+    """The first difference between two answers."""
 
     place: int  # the first position with different bits, from 0; -1: the vectors differ
-    by: float  # the largest difference of a token's log probabilities, or of the vectors' numbers
-    parted: int | None  # the first position with another token
-    said: tuple[str, str]  # the two tokens there: expected, found
+    by: float  # the largest difference of a log probability or of a vector's element
+    parted: int | None  # the first position with different tokens
+    said: tuple[str, str]  # the expected and the actual token at that position
 
     @property
     def words(self) -> str:
@@ -90,7 +90,8 @@ class Difference(NamedTuple):
 
 
 def difference(right: Bits, other: Bits) -> Difference | None:
-    """None if all bits are equal. After the first different token nothing can be compared."""
+    """Return the difference, or None if all bits are equal. Positions after the first different token
+    are not compared, because their contexts differ."""
     if right.digest == other.digest:
         return None
     if right.vector or other.vector:
@@ -102,19 +103,19 @@ def difference(right: Bits, other: Bits) -> Difference | None:
         if ours != theirs and place is None:
             place = i
         for (token, value), (same, found) in product(ours, theirs):
-            if token == same and value != found:  # so that -inf equals -inf
+            if token == same and value != found:  # skips -inf, whose difference to itself is NaN
                 furthest = max(furthest, abs(value - found))
         if right.tokens[i] != other.tokens[i]:
             break
     parted = first_other(right.tokens, other.tokens)
     said = ("", "") if parted is None else (right.piece(parted), other.piece(parted))
-    if place is None:  # one of them is longer, or there are no log probabilities
+    if place is None:  # one answer is longer, or there are no log probabilities
         place = parted or 0
     return Difference(place, furthest, parted, said)
 
 
 def first_other(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first position with another token."""
+    """Return the first position with different tokens, or None if the answers are equal."""
     for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
         if one != other:
             return place

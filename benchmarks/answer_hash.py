@@ -1,9 +1,9 @@
-"""A hash of the demo model's answers, to compare between machines.
+"""A hash of the demo model's answers, for comparison between machines.
 
-Every processor with fused multiply-adds computes the same bits (`kernels/cpu_kernels.c`), so the demo's
-answers are the same on any x86-64 or ARM CPU, down to the last bit of each log probability, and one
-line is enough to compare them. It depends on MLX's version, because positions, the softmax of the
-logits and random numbers are MLX's own.
+Every processor with fused multiply-adds computes the same bits (`kernels/cpu_kernels.c`). So the demo's
+answers are equal on any x86-64 or ARM CPU, down to the last bit of each log probability, and a single
+hash is enough to compare them. It depends on the version of MLX, which computes the positions, the
+softmax of the logits and the random numbers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from nanobatch import Engine
 
 QUESTIONS = ("Count from 3 to 12.", "What is 17 + 6?", "Tell me a story about a fox and a lantern.")
-# By MLX version. README prints one of them
+# MLX version -> hash. The README shows one of them
 EXPECTED = {"0.32.4": "4dd3cd15a3c27a3c"}
 
 
 def fingerprint(engine: Engine) -> str:
-    """Ask the demo each question twice: greedy, and sampled."""
+    """Ask the demo each question twice, greedy and sampled. Return the hash of all answers."""
     handles = []
     for question in QUESTIONS:
         for temperature in (0.0, 0.9):
@@ -37,7 +37,7 @@ def fingerprint(engine: Engine) -> str:
 
 
 def compared(found: str, version: str) -> str:
-    """The hash, and whether it is the expected one."""
+    """Return the hash with a note whether it is the expected one."""
     expected = EXPECTED.get(version)
     if not expected:
         return f"{found}; none is recorded for MLX {version}"

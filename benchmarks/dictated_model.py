@@ -1,9 +1,9 @@
-"""Answers that are known beforehand, for measuring prompt lookup.
+"""A model with predetermined answers, for measuring prompt lookup.
 
-The gain of prompt lookup depends on the text. A model with random weights repeats nothing, and a small
-one copies badly. So texts of this project are dictated: its code with a name changed, its pages, and
-the same pages repeated. A word is a token. The model computes logits and samples as usual, and then
-the sampled token is replaced. So the tokens are the same with draft tokens and without.
+The speedup of prompt lookup depends on the text. A model with random weights does not repeat its prompt,
+and a small model copies badly. So texts of this project are dictated: its code with a name changed, its
+pages, and its pages repeated. Each word is a token. The model computes logits and samples as usual, and
+then the sampled token is replaced, so the tokens are the same with and without draft tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = ("policies.py", "prefix.py", "kv.py", "llama.py", "sampling.py")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/server.md", "docs/correctness.md", "docs/slots.md")
 NAMES = ("request", "slot", "self", "rows", "length", "array", "start", "prompt", "state")
-LENGTH = 240  # tokens of an answer, and of a prompt
+LENGTH = 240  # tokens in a prompt and in an answer
 
 
 class Dictated(NamedTuple):
@@ -31,7 +31,7 @@ class Dictated(NamedTuple):
 
 
 def texts(kind: str, vocabulary: int) -> Iterator[Dictated]:
-    """Yield texts of this kind forever, always the same ones in the same order."""
+    """Yield an endless sequence of texts of this kind, the same in each run."""
     dice = random.Random(kind)
     files = [words_of(ROOT / name, kind) for name in (CODE if kind == "rewrite" else PAGES)]
     while True:
@@ -48,7 +48,7 @@ def texts(kind: str, vocabulary: int) -> Iterator[Dictated]:
 
 
 def words_of(path: Path, kind: str) -> list[str]:
-    """The words of a file, without tables and commands, which repeat themselves."""
+    """Return the words of a file. Leave out tables and commands, which are repetitive."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     if kind != "rewrite":
         lines = [line for line in lines if not line.startswith(("|", "!", "    ", "```", "python"))]
@@ -60,11 +60,11 @@ def ids_of(words: list[str], vocabulary: int) -> list[int]:
 
 
 class DictatedModel:
-    """An engine whose answers are dictated."""
+    """Wrap an engine and replace its sampled tokens by dictated ones."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.answers: dict[int, list[int]] = {}  # by request
+        self.answers: dict[int, list[int]] = {}  # request id -> answer
         self._sample = engine.runner._sample
         engine.runner._sample = self._dictate
 
@@ -84,5 +84,5 @@ class DictatedModel:
             for i, pick in enumerate(picks[slot]):
                 known = pick.index < len(answer)
                 said[slot][i] = answer[pick.index] if known else 0
-        # Always true, but keeps the sampling in the graph
+        # The condition is always true, but keeps the sampling in the graph
         return mx.where(emitted >= -1, mx.array(said, mx.int32), emitted), *rest

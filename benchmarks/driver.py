@@ -1,8 +1,8 @@
-"""Take samples: one loop (`drive`) sends requests to any engine. Each sample runs in its own process,
-so that it inherits no memory, caches or threads.
+"""Take the samples of a benchmark. The same loop (`drive`) sends requests to every engine.
 
-Columns take turns, so that a machine which slows down slows all of them. No sample's process
-outlives this one.
+Each sample runs in a process of its own, so that it inherits no memory, caches or threads. Samples of
+different columns alternate, so that a slowdown of the machine affects all columns. A sample's process
+ends with this one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from kernels import device
 from kernels.device import mx
 from nanobatch import Engine, Handle, QueueFull, SamplingParams
 
-DRAFTED = 3  # `speculate`: texts, or for several rows as many at a time
+DRAFTED = 3  # number of texts per row in `speculate`
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -70,10 +70,10 @@ SCHEMA = {
     "additionalProperties": False,
 }
 SCHEMA["required"] = list(SCHEMA["properties"])
-CHUNK = 128  # `chat`: every version of nanobatch can go on from a multiple of it
-INTERLEAVED = 3  # `chat`: how often both ways take turns
-PATIENCE_S = 1800  # for one sample
-BESIDE = ("closed", "open", "long")  # parts in which the time of a step is bounded as usual
+CHUNK = 128  # `chat`: all versions of nanobatch can resume prefill at a multiple of it
+INTERLEAVED = 3  # `chat`: number of times that both measurements alternate
+PATIENCE_S = 1800  # timeout of a sample in seconds
+BESIDE = ("closed", "open", "long")  # parts that keep the default limit of a step's time
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
@@ -92,7 +92,7 @@ class Nanobatch:
             step_ms=None if spec.part in BESIDE else MOST_MS,
         )
         self.handles: dict[int, Handle] = {}  # running requests
-        self.reported = Counter()  # tokens reported of each
+        self.reported = Counter()  # request id -> number of tokens reported so far
 
     def submit(self, request: TimedRequest) -> int:
         sampling = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
@@ -101,7 +101,7 @@ class Nanobatch:
         return handle.id
 
     def step(self) -> Iterator[News]:
-        """For each running request: the id, the new tokens, and whether it has ended."""
+        """Run a step. Yield the id, the new tokens and the end flag of each running request."""
         self.engine.step()
         for key, handle in list(self.handles.items()):
             if handle.finish_reason == "error":
@@ -123,11 +123,11 @@ def drive(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Delivery]:
-    """Send each request when it is due, and step until all have ended. The answers are in the order
+    """Send each request when it is due, and step until all have finished. Return the answers in the order
     of the requests.
 
-    With `users` (a closed loop), a request is due when a user is idle. Without (an open loop), at the
-    time that it names.
+    With `users` (a closed loop), a request is due when a user is idle. Without `users` (an open loop),
+    it is due at its own time.
     """
     waiting = deque(requests)
     answers = []
@@ -162,7 +162,7 @@ def drive(
 
 
 class Sample:
-    """A contestant, warmed up, and its prompts: random, so that no prefix cache helps."""
+    """A warmed-up contestant, with random prompts so that no prefix cache can help."""
 
     def __init__(self, spec: Spec):
         self.spec = spec
@@ -173,16 +173,16 @@ class Sample:
         else:
             peer = PEERS[spec.contestant]
             self.contestant = peer(spec.folder, spec.rows, self.longest, spec.kv)
-        if environment.rank():  # with several ranks, rank 0 measures
+        if environment.rank():  # only rank 0 measures
             self.contestant.engine.lifecycle.follow()
             return
         drive(self.contestant, self.requests(spec.rows, output=min(spec.output, 16)))
-        mx.reset_peak_memory()  # loading does not count
+        mx.reset_peak_memory()  # exclude loading
 
     def requests(
         self, count: int, prompt: int | None = None, output: int | None = None
     ) -> list[TimedRequest]:
-        """Requests of the spec's lengths, unless others are given."""
+        """Return requests with these lengths, by default the spec's."""
         ids = range(self.spec.vocabulary)
         prompt = prompt or self.spec.prompt
         output = output or self.spec.output
@@ -209,12 +209,11 @@ class Sample:
         answers = drive(self.contestant, self.requests(4 * users), users, clock)
         figures = closed_figures(answers, users)
         if not isinstance(self.contestant, LlamaCpp):
-            figures["peak memory MiB"] = mx.get_peak_memory() / 2**20  # of MLX alone
+            figures["peak memory MiB"] = mx.get_peak_memory() / 2**20  # only MLX's memory
         return figures
 
     def open(self) -> Figures:
-        """Prompts arrive as a Poisson process: the gaps between them are exponential, and scaled by
-        the rate."""
+        """Measure an open loop with Poisson arrivals: the gaps are exponential, scaled by the rate."""
         draw = random.Random(1)
         at = 0.0
         requests = []
@@ -225,7 +224,7 @@ class Sample:
 
     def long(self) -> Figures:
         spec = self.spec
-        for _ in range(2):  # once to warm up
+        for _ in range(2):  # the first run is a warm-up
             (alone,) = drive(self.contestant, self.requests(1, spec.late, 2))
         rows = self.requests(spec.rows - 1, output=spec.output + spec.overlap)
         late = TimedRequest(
@@ -259,7 +258,7 @@ class Sample:
         return figures | (self.waits() if device.has_gpu() else {})
 
     def waits(self) -> Figures:
-        """Decode with the wait before each pass, and without it (`Runner._start`)."""
+        """Measure decode with and without the wait before each pass (`Runner._start`)."""
         figures = {}
         for waits, way in ((True, "waiting"), (False, "not waiting")):
             self.contestant.engine.runner.waits = waits
@@ -270,7 +269,8 @@ class Sample:
         return figures
 
     def chat(self) -> Figures:
-        """Alternate a conversation and a prompt as long as its last one, with the earlier rows cached."""
+        """Compare the last turn of a conversation with a single prompt of the same length whose earlier
+        rows are cached. Alternate the two measurements."""
         turns = []
         chunks = []
         for _ in range(INTERLEAVED):
@@ -287,8 +287,8 @@ class Sample:
         }
 
     def last_turn(self) -> Metrics:
-        """The last turn of a conversation. Each prompt is everything said before, and something
-        new."""
+        """Run a conversation, whose prompts consist of all earlier turns and new tokens. Return the
+        metrics of the last turn."""
         said = []
         for _ in range(TURNS):
             (request,) = self.requests(1)
@@ -298,9 +298,9 @@ class Sample:
         return result.metrics
 
     def lone_chunk(self) -> Metrics:
-        """A prompt about as long as that of the last turn, cached except for as many tokens as a turn
-        has new ones."""
-        new = self.spec.prompt + 1  # an answer's newest token is not in the slab yet
+        """Run a prompt about as long as the last turn's, of which only as many tokens are uncached as a
+        turn adds. Return its metrics."""
+        new = self.spec.prompt + 1  # an answer's last token is not in the slab yet
         before = (TURNS - 1) * (self.spec.prompt + self.spec.output) - 1
         rows = before // CHUNK * CHUNK
         (request,) = self.requests(1, prompt=rows + new)
@@ -312,8 +312,8 @@ class Sample:
         return self.contestant.engine.submit(prompt, sampling).result()
 
     def speculate(self) -> Figures:
-        """Dictate texts to all rows, or one kind to the first row and another to the others. The model
-        itself answers a schema. Count from when all rows decode to the end of the first."""
+        """Measure decode with dictated texts: one kind for all rows, or one for the first row and
+        another for the others. The text "schema" measures the model's own answer to a JSON schema."""
         engine = self.contestant.engine
         if self.spec.text == "schema":
             return self.in_schema()
@@ -333,12 +333,12 @@ class Sample:
         sampling = SamplingParams(max_tokens=200, grammar={"json": SCHEMA})
         try:
             handles = [engine.submit(request.prompt, sampling)]
-        except ValueError:  # a tokenizer without letters writes no JSON
+        except ValueError:  # a tokenizer without letters cannot produce JSON
             return {}
         return sums_of([draft_figures(engine, handles, handles)])
 
     def decode_steps(self) -> list[StepView]:
-        """Steps in which all rows decode, and nothing else happens."""
+        """Return steps in which all rows decode and nothing else happens."""
         spec = self.spec
         engine = self.contestant.engine
         for request in self.requests(spec.rows, output=spec.output + spec.overlap):
@@ -351,12 +351,12 @@ class Sample:
             engine.step()
         for handle in handles:
             handle.cancel()
-        later = engine.snapshot(seen).steps[1:]  # the first was in flight already
+        later = engine.snapshot(seen).steps[1:]  # the first step was already in flight
         return [step for step in later if len(step.decode) == spec.rows and not step.prefill]
 
 
 class Failure(RuntimeError):
-    """A sample failed, and not because of a user's mistake."""
+    """A sample failed for another reason than a user's mistake."""
 
 
 def run_sample(spec: Spec) -> Figures:
@@ -365,19 +365,19 @@ def run_sample(spec: Spec) -> Figures:
         try:
             return {} if environment.rank() else getattr(sample, spec.part)()
         except Exception as error:
-            # The other ranks would wait for the next sample
+            # Otherwise the other ranks would wait for the next sample
             join().fail(error)
             raise
 
 
 def take_sample(text: str) -> int:
-    """Runs in the sample's process: print a line of JSON, the figures or the user's mistake."""
+    """Take one sample in this process, and print the figures or the user's mistake as a line of JSON."""
     spec = Spec(**json.loads(text))
-    # End with the parent process: see `measure`
+    # Exit when the parent process does: see `measure`
     threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()
     try:
         answer = {"figures": run_sample(spec)}
-        if spec.contestant != "llama.cpp":  # llama.cpp has products of its own
+        if spec.contestant != "llama.cpp":  # llama.cpp does not use a BLAS
             blas = device.blas
             name = os.environ.get("LD_PRELOAD") if spec.contestant == "mlx-lm" else ""
             answer["blas"] = f"{blas.name} ({blas.kernels})" if blas.kernels else name or blas.name
@@ -388,13 +388,13 @@ def take_sample(text: str) -> int:
 
 
 def measure(spec: Spec, column: Contestant) -> dict:
-    """Take one sample of a column in a fresh process. Return the figures, and the BLAS under them.
+    """Take one sample of a column in a new process. Return the figures and the BLAS that was used.
 
-    The process ends when the pipe to its input does, so it cannot outlive this call. Ranks stay in
-    their processes: they have found each other, and over MPI no other process could join.
+    The process exits when its input pipe is closed, so it cannot outlive this call. Ranks take samples in
+    their own processes, because they are already connected and MPI does not let other processes join.
 
-    subtle: `subprocess.run` kills the process when it is interrupted, but not while it starts the
-    process.
+    subtle: `subprocess.run` kills the process on an interrupt, but not on one that arrives while it
+    starts the process.
     """
     same = ("dtype", "activations", "speculate")
     spec = spec._replace(contestant=column.engine, **{name: getattr(column, name) for name in same})
@@ -403,7 +403,7 @@ def measure(spec: Spec, column: Contestant) -> dict:
     program = installation.start("bench.py")
     if column.checkout:
         program = [sys.executable, os.path.join(column.checkout, "bench.py")]
-    # Another checkout may not know what is new, and has defaults of its own
+    # Pass only changed values: another checkout may lack new fields and have different defaults
     usual = Spec._field_defaults
     wanted = {name: value for name, value in spec._asdict().items() if value != usual.get(name)}
     theirs, ours = os.pipe()
@@ -438,7 +438,7 @@ def measure(spec: Spec, column: Contestant) -> dict:
 def take_all(
     plan: Sequence[Setup], samples: int, records: list[dict], report: Callable[[str], None]
 ) -> Iterator[None]:
-    """Append a record for each sample to `records`. `report` is called before each."""
+    """Append a record for each sample to `records`. `report` is called before each sample."""
     for setup in plan:
         for number in range(samples):
             for column in setup.columns[:: -1 if number % 2 else 1]:
@@ -458,7 +458,7 @@ def take_all(
 
 
 def describe_machine(rivals: Sequence[Contestant]) -> dict[str, str]:
-    """Everything that the figures depend on."""
+    """Describe the machine and the versions that the figures depend on."""
     machine = {
         "processor": processor(),
         "version": installation.version(),
@@ -480,7 +480,7 @@ def describe_machine(rivals: Sequence[Contestant]) -> dict[str, str]:
 
 
 def commit_of(folder: str | Path) -> str:
-    """The commit that is checked out there; "" without git."""
+    """Return the commit that is checked out in a folder; "" without git."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
     with suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()

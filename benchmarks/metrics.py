@@ -1,4 +1,4 @@
-"""Compute every reported figure from plain times. The name of a figure ends with its unit."""
+"""Compute the reported figures from plain times. Names of figures end with the unit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from nanobatch import Engine, Handle
 
 @dataclass
 class Delivery:
-    """One request as a user saw it."""
+    """The times of one request as its user sees them."""
 
     sent: float
-    times: list[float] = field(default_factory=list)  # of the tokens
+    times: list[float] = field(default_factory=list)  # arrival time of each token
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -29,21 +29,21 @@ class Delivery:
         return 1e3 * (self.times[0] - self.sent)
 
     def gaps_ms(self, since: float = -math.inf, until: float = math.inf) -> list[float]:
-        """Times between a token and the next, without gaps wholly outside of the given span."""
+        """Return the gaps between consecutive tokens that overlap the given time span."""
         return [1e3 * (b - a) for a, b in pairwise(self.times) if b > since and a < until]
 
 
-Figures = dict[str, float]  # by name and unit, as in the tables
+Figures = dict[str, float]  # name with unit -> value, as in the tables
 READ, OF_ALL, OF_ONE = (
     "GB/s read",
     "GB/s of all threads",
     "GB/s of one thread",
-)  # `bandwidth_figures`
+)  # figures of `bandwidth_figures`
 
 
 def decode_figures(answers: Sequence[Delivery], count: int) -> Figures:
-    """The rate once all rows have their first token, until one of them has `count` more; and the
-    time until then."""
+    """Return the decode rate, from the time when all rows have a first token until one of them has
+    `count` more, and the prefill time before it."""
     began = max(a.times[0] for a in answers)
     later = [[t for t in a.times if t > began] for a in answers]
     if not all(later):
@@ -65,7 +65,8 @@ def open_figures(answers: Sequence[Delivery]) -> Figures:
 
 
 def closed_figures(answers: Sequence[Delivery], users: int) -> Figures:
-    """`decode` is the rate of all users together while answers run; `total` includes waiting."""
+    """Return the figures of a closed loop. `decode` is the rate of all users together while answers run;
+    `total` includes waiting."""
     gaps = [gap for a in answers for gap in a.gaps_ms()]
     return {
         "decode tokens/s": users
@@ -78,7 +79,7 @@ def closed_figures(answers: Sequence[Delivery], users: int) -> Figures:
 
 
 def long_figures(rows: Sequence[Delivery], late: Delivery, alone: Delivery) -> Figures:
-    """The rows' gaps before the late prompt was sent, and from then to its first token."""
+    """Compare the rows' gaps before the late prompt was sent with the gaps until its first token."""
     began = max(a.times[0] for a in rows)
     calm = statistics.median(gap for a in rows for gap in a.gaps_ms(began, late.sent))
     disturbed = [gap for a in rows for gap in a.gaps_ms(late.sent, late.times[0])]
@@ -94,7 +95,7 @@ def long_figures(rows: Sequence[Delivery], late: Delivery, alone: Delivery) -> F
 
 
 def draft_figures(engine: Engine, handles: Sequence[Handle], until: Sequence[Handle]) -> Figures:
-    """Measure from the time when all decode to the end of those in `until`."""
+    """Step the engine and measure from when all requests decode until those in `until` have finished."""
     while any(handle.request.committed == 0 for handle in handles):
         engine.step()
     before = sum(handle.request.committed for handle in handles)
@@ -122,7 +123,7 @@ def draft_figures(engine: Engine, handles: Sequence[Handle], until: Sequence[Han
 
 
 def sums_of(figures: Sequence[Figures]) -> Figures:
-    """Sum counts and seconds over several texts, and compute the rates."""
+    """Sum counts and seconds over several texts and compute the rates."""
     sums = {name: sum(each[name] for each in figures) for name in figures[0]}
     seconds = sums.pop("seconds")
     spent = sums.pop("processor seconds")
@@ -133,13 +134,13 @@ def sums_of(figures: Sequence[Figures]) -> Figures:
     return sums
 
 
-# The last three are spent in Python
+# The last three are parts of Python's time
 PARTS_OF_A_STEP = ("python", "device", "wait", "plan", "build", "commit")
 
 
 def step_figures(steps: Sequence[StepView]) -> Figures:
-    """Medians. With run-ahead the stages of a step overlap those of the next, so a step's own time
-    is its period."""
+    """Return medians over the steps. With run-ahead, the stages of a step overlap with those of the next
+    step, so the time of a step is the period between two ends."""
     seconds = {
         "step ms": [b.ended - a.ended for a, b in pairwise(steps)],
         **{f"{part} ms": [getattr(s, f"{part}_s") for s in steps] for part in PARTS_OF_A_STEP},
@@ -148,8 +149,8 @@ def step_figures(steps: Sequence[StepView]) -> Figures:
 
 
 def bandwidth_figures(engine: Engine, rows: int, length: int, tokens_per_s: float) -> Figures:
-    """What decode reads a second, and what this machine reads at most, measured now with one thread and with
-    all: the weights, and keys and values of rows that are this long."""
+    """Return the memory bandwidth that decode uses (weights, and keys and values of rows of this length), and
+    the machine's maximum, measured now with one thread and with all."""
     nbytes = of_rows(engine.model.cost, rows, length).nbytes
     return {
         READ: nbytes * tokens_per_s / rows / 1e9,
@@ -159,10 +160,10 @@ def bandwidth_figures(engine: Engine, rows: int, length: int, tokens_per_s: floa
 
 
 def floor_figures(engine: Engine, rows: int, length: int) -> Figures:
-    """The roofline's lower bound for a step of this many rows, each `length` tokens long.
+    """Return the roofline's lower bound for a step of this many rows, each `length` tokens long.
 
-    `models/forward_cost.py` counts what the step reads and multiplies, and both rates are measured
-    here and now. The longer of the two times is the floor.
+    `models/forward_cost.py` counts the bytes and multiplications of the step, and the machine's rates are
+    measured now. The larger of the two times is the floor.
     """
     measure_roofline(engine)
     roof = engine.snapshot().roof

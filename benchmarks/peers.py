@@ -1,9 +1,9 @@
-"""The peers of `bench.py`: other engines behind one interface.
+"""The peers of `bench.py`: other engines behind a common interface.
 
-A benchmark is fair if the other engine does the same work, and is as fast as its own developers would
-make it. Each peer is a class, and its docstring says which settings were chosen and why. A peer has our
-weights, is greedy, never stops early, and computes in float32 on a CPU. Only for packed weights
-llama.cpp has its own format with as many bits (`GGUF_FORMS`). `python bench.py --vs llama.cpp --parts
+A benchmark is fair if the other engine does the same work with the settings that its own developers
+would choose. Each peer is a class whose docstring explains its settings. A peer uses our weights, samples
+greedily, never stops early, and computes in float32 on a CPU. Only packed weights are converted, to
+llama.cpp's format with the same number of bits (`GGUF_FORMS`). `python bench.py --vs llama.cpp --parts
 same` counts how many of llama.cpp's tokens equal ours.
 """
 
@@ -25,7 +25,7 @@ from models.config import read_config
 from models.gguf_file import is_gguf
 from models.load import ModelReader
 
-# Of a request, after a step: the key, the new tokens, and whether the request has ended
+# The result of a step for one request: its key, its new tokens, and whether it has finished
 News = tuple[int, list[int], bool]
 
 
@@ -33,17 +33,19 @@ News = tuple[int, list[int], bool]
 class TimedRequest:
     prompt: list[int]
     max_tokens: int
-    at: float = 0.0  # an open loop sends it this many seconds after the start
-    after: int = 0  # and not before all running answers have this many tokens
+    at: float = 0.0  # seconds after the start at which an open loop sends it
+    after: int = 0  # an open loop sends it only when all running answers have this many tokens
 
 
 class MlxLm:
-    """mlx-lm's BatchGenerator. The batch is as wide as we have slots. As many prompts are prefilled
-    together as fit, each in one piece; fewer at a time, or chunks, gave fewer tokens a second. On a
-    CPU the model computes in float32, because everything else is slow there.
+    """mlx-lm's BatchGenerator.
 
-    mlx-lm multiplies with the BLAS under MLX. On Linux it gets the system's OpenBLAS, the best one that
-    its users can put there. It keeps keys and values as it computes them, whatever `kv` says.
+    The batch size is our number of slots. As many prompts as fit are prefilled together, each in one piece;
+    smaller groups or chunks gave fewer tokens per second. On a CPU the model computes in float32, because
+    other types are slow there.
+
+    mlx-lm uses MLX's BLAS. On Linux it gets the system's OpenBLAS, the fastest one that its users can
+    install. Keys and values are stored in the type of the computation; `kv` is ignored.
     """
 
     PACKAGES = ("mlx_lm",)
@@ -68,36 +70,35 @@ class MlxLm:
 
     def close(self) -> None:
         self.generator.close()
-        mx.synchronize()  # mlx-lm runs ahead, and a process may hang if it exits meanwhile
+        mx.synchronize()  # mlx-lm runs ahead, and a process that exits during a pass may hang
 
 
 @dataclass
 class Row:
-    """A request to llama.cpp."""
+    """A running request of llama.cpp."""
 
     key: int
-    ids: list[int]  # the prompt, and then the newest token: what goes in next
-    left: int  # tokens still to come
-    sequence: int = 0  # of the cache
-    length: int = 0  # tokens that have gone in
+    ids: list[int]  # the next input: first the prompt, then the newest token
+    left: int  # number of tokens to generate
+    sequence: int = 0  # sequence id in the KV cache
+    length: int = 0  # number of tokens in the KV cache
 
 
 class LlamaCpp:
-    """llama.cpp on the CPU, through the C functions that llama-cpp-python binds, with a thread for
-    each core.
+    """llama.cpp on the CPU with one thread per core, through the C functions that llama-cpp-python binds.
 
-    A step is one `llama_decode`, as in llama.cpp's own server: the newest token of each row, and as
-    many prompts as fit the batch, each in one piece. numpy finds the best token, because numpy is
-    quicker than llama.cpp's samplers.
+    A step is one `llama_decode`, as in llama.cpp's own server. It contains the newest token of each row and
+    as many prompts as fit in the batch, each in one piece. numpy finds the likeliest token, because it is
+    faster than llama.cpp's samplers.
 
-    Keys and values have as many bits as ours. In 16 bits that is llama.cpp's own choice, with flash
-    attention. In float32 attention is the plain one, because flash attention rounds more than
-    float32 does, so that some answers differ.
+    Keys and values have as many bits as ours. With 16 bits, which is llama.cpp's default, flash attention is
+    used. With float32, plain attention is used: flash attention rounds more than float32 does, and some
+    answers would differ.
     """
 
     PACKAGES = ("llama_cpp", "gguf")
     REMEDY = "pip install llama-cpp-python gguf (it compiles for minutes)"
-    BATCH = 2048  # tokens in one call at most, as in llama.cpp's server, unless a prompt is longer
+    BATCH = 2048  # maximum tokens per call, as in llama.cpp's server, unless a prompt is longer
 
     def __init__(self, folder: str, rows: int, length: int, kv: str = "auto"):
         import llama_cpp
@@ -151,7 +152,7 @@ class LlamaCpp:
             self.put(row)
         if code := self.c.llama_decode(self.context, self.batch):
             raise RuntimeError(f"llama_decode answered with {code}")
-        logits = self.c.llama_get_logits(self.context)  # of each row's last token, in their order
+        logits = self.c.llama_get_logits(self.context)  # (rows, V): each row's last token
         best = self.numpy.ctypeslib.as_array(logits, (len(self.running), self.V)).argmax(axis=1)
         for row, token in zip(self.running, best.tolist(), strict=True):
             row.ids = [token]
@@ -165,7 +166,7 @@ class LlamaCpp:
         return came
 
     def put(self, row: Row) -> None:
-        """A row's tokens for the next call. The last one's logits choose a token."""
+        """Add a row's tokens to the next call. Request the logits of the last one."""
         batch = self.batch
         for at, id in enumerate(row.ids, batch.n_tokens):
             batch.token[at] = id
@@ -178,7 +179,8 @@ class LlamaCpp:
         batch.logits[batch.n_tokens - 1] = True
 
     def logits(self, ids: list[int], at: int):
-        """The logits of all of these tokens of one sequence, the first at row `at`; 0 starts it anew."""
+        """Return the logits of all of these tokens, which continue a sequence at position `at`. Position 0
+        starts a new sequence."""
         if at == 0:
             self.c.llama_memory_seq_rm(self.c.llama_get_memory(self.context), 0, -1, -1)
         self.batch.n_tokens = 0
@@ -200,14 +202,15 @@ PEERS = {"mlx-lm": MlxLm, "llama.cpp": LlamaCpp}
 
 
 def environment_of(peer: str) -> dict[str, str]:
-    """mlx-lm gets the system's OpenBLAS on a CPU under Linux; LD_PRELOAD is empty if that is missing."""
+    """Return a peer's environment variables. On Linux without a GPU, mlx-lm gets the system's OpenBLAS;
+    LD_PRELOAD is empty if OpenBLAS is missing."""
     if peer != "mlx-lm" or sys.platform != "linux" or has_gpu():
         return {}
     return {"LD_PRELOAD": find_library("openblas") or "", "NANOBATCH_BLAS": "off"}
 
 
 def obstacle(peer: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """Why a peer cannot be measured here, and what helps; None if the peer can be measured."""
+    """Return why a peer cannot be measured here, with a remedy; None if it can be measured."""
     packages = PEERS[peer].PACKAGES
     if missing := [name for name in packages if not importlib.util.find_spec(name)]:
         words = f"{peer} is not installed ({' and '.join(missing)} missing)"
@@ -220,11 +223,11 @@ def obstacle(peer: str, environment: Mapping[str, str] | None = None) -> str | N
     return None
 
 
-# --- GGUF, the files of llama.cpp ---------------------------------------------------------------
+# --- conversion to GGUF, llama.cpp's file format ------------------------------------------------
 
 GGUF = "model.gguf"
-# The files of llama.cpp with about as many bits a weight. (Q4_0 and Q8_0 have a scale for each 32
-# weights, and llama.cpp rounds activations to 8 bits for such files.)
+# Bits per weight -> llama.cpp's file type with about as many bits. (Q4_0 and Q8_0 have a scale for each
+# 32 weights, and llama.cpp rounds activations to 8 bits with them.)
 GGUF_FORMS = {
     4: "LLAMA_FTYPE_MOSTLY_Q4_0",
     8: "LLAMA_FTYPE_MOSTLY_Q8_0",
@@ -233,8 +236,8 @@ GGUF_FORMS = {
 
 
 def make_gguf(folder: Path, place: Path) -> Path:
-    """A folder's model in llama.cpp's form, made in another folder. If the weights are packed here,
-    llama.cpp itself packs them there."""
+    """Convert a model to a GGUF file in another folder and return the file. If our weights are packed,
+    llama.cpp packs the file's weights itself."""
     import llama_cpp
 
     file = place / GGUF
@@ -244,7 +247,7 @@ def make_gguf(folder: Path, place: Path) -> Path:
     bits = table.bits or 8 * table.weight.dtype.size
     if bits == 32:
         return whole.rename(file)
-    llama_cpp.llama_log_set(errors_alone(), None)  # else each tensor has a line
+    llama_cpp.llama_log_set(errors_alone(), None)  # otherwise it prints a line for each tensor
     options = llama_cpp.llama_model_quantize_default_params()
     options.nthread = len(my_cores())
     options.ftype = getattr(llama_cpp, GGUF_FORMS[bits])
@@ -256,18 +259,18 @@ def make_gguf(folder: Path, place: Path) -> Path:
 
 @functools.cache
 def errors_alone():
-    """A function for llama.cpp to call instead of printing: prints errors, and nothing else."""
+    """Return a log callback for llama.cpp that prints only errors."""
     import llama_cpp
 
     def say(level: int, text: bytes, _: object) -> None:
-        if level == 4:  # an error, in ggml's words
+        if level == 4:  # GGML_LOG_LEVEL_ERROR
             print(text.decode(errors="replace"), end="", file=sys.stderr)
 
     return llama_cpp.llama_log_callback(say)
 
 
 def write_gguf(folder: Path, file: Path) -> None:
-    """A plain Llama in float32, without a tokenizer."""
+    """Write a plain Llama model to a GGUF file in float32, without a tokenizer."""
     import gguf
     import numpy
 
@@ -300,8 +303,8 @@ def write_gguf(folder: Path, file: Path) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.layers)
     for name in c.tensors():
         weight = numpy.array(reader.part(name.removesuffix(".weight")).weight)
-        # A rotary position turns pairs of numbers. Ours are the two halves of a head; llama.cpp's
-        # stand side by side.
+        # RoPE rotates pairs of elements. We pair an element of a head's first half with one of its
+        # second half; llama.cpp pairs adjacent elements.
         if heads := {"q_proj": c.H, "k_proj": c.Hkv}.get(name.split(".")[-2]):
             weight = weight.reshape(heads, 2, c.Dh // 2, c.D).swapaxes(1, 2).reshape(-1, c.D)
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight)

@@ -1,8 +1,7 @@
-"""The plan of a benchmark: its parts, the rows and columns of the tables, and models with random
-weights.
+"""The plan of a benchmark: its parts, the rows and columns of its tables, and models with random weights.
 
-Every row of every table is known before the first sample is taken, and all columns of a row
-measure the same `Spec`.
+All rows of all tables are planned before the first sample is taken, and all columns of a row measure the
+same `Spec`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from benchmarks.peers import PEERS, environment_of
 from kernels.device import mx
 from models.config import read_config
 
-PARTS = {  # the name of a part, and the caption of its table
+PARTS = {  # part -> caption of its table
     "decode": "all rows decode, and nothing else happens",
     "closed": "users who send a prompt when the last one's answer has ended",
     "open": "prompts arrive at random; load 1 is the capacity of static batching, at load inf all come at once",
@@ -34,23 +33,23 @@ PARTS = {  # the name of a part, and the caption of its table
     "speculate": "dictated answers without draft tokens and with them: renamed code, pages, pages repeated",
     "same": "tokens of the peer that equal ours, up to the first difference of each answer",
 }
-# The policies that `open` compares. The others differ only with several clients, or with prompts of
-# very different lengths.
+# The policies that `open` compares. Others differ only with several clients or very different prompt
+# lengths.
 OF_ONE_CLIENT = ("continuous", "static", "serial")
-# Parts that need nothing but requests and tokens
+# Parts that a peer can run, because they need only requests and tokens
 PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
-# Of `speculate`: what is dictated, and to how many rows
+# `speculate`: the dictated text and the number of rows
 DICTATED = [("rewrite", 1), ("rewrite", 4), ("repeat", 1)]
 DICTATED += [("fresh", n) for n in (1, 4, 8, 16)]
 DICTATED += [("schema", 1), ("rewrite fresh", 4)]
-# Parts whose times may be processor time, because they never wait
+# Parts that can be measured in processor time, because they never wait
 OF_ANY_CLOCK = "decode", "closed"
-ROWS = 8  # in the parts with one number of rows
-CROWD = 40  # requests of `open`
-LONGEST = 256  # tokens of their longest answer; the shortest has 16
-# `open`: as shares of what static batching can do; inf has to come first
+ROWS = 8  # number of rows in parts with a fixed number
+CROWD = 40  # `open`: number of requests
+LONGEST = 256  # `open`: tokens in the longest answer; the shortest has 16
+# `open`: fractions of static batching's capacity, which load inf measures first
 LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2
-TURNS = 5  # of `chat`
+TURNS = 5  # `chat`: number of turns
 CHAT = {"rows": 1, "prompt": 64, "output": 33, "length": TURNS * (64 + 33)}
 
 
@@ -58,16 +57,16 @@ class Spec(NamedTuple):
     """The settings of one sample, sent to the sample's process as JSON."""
 
     part: str  # a method of `Sample`
-    contestant: str  # the engine of a column
+    contestant: str  # the column's engine
     folder: str
     vocabulary: int
     rows: int
     prompt: int
     output: int
-    rate: float = math.inf  # open: requests a second (in a plan: the load)
+    rate: float = math.inf  # open: requests per second (in a plan, the load)
     late: int = 0  # long: length of the late prompt
-    length: int = 0  # of a slot; 0: what the longest prompt and its answer need
-    # draft tokens: what is dictated, or "schema"; of two words, the first row's and the others'
+    length: int = 0  # length of a slot; 0: enough for the longest prompt with its answer
+    # speculate: the dictated text, or "schema"; two words are for the first row and for the others
     text: str = ""
     dtype: str = "auto"
     activations: str | int = "auto"  # as for `--activations`
@@ -78,9 +77,11 @@ class Spec(NamedTuple):
 
     @property
     def overlap(self) -> int:
-        """The tokens by which answers must be longer so that all run at once. Ours start one after the
-        other: prompts are read in chunks, one a step, and late in a long prompt a chunk may have as
-        few as 16 tokens."""
+        """The number of additional tokens per answer that lets all answers run at the same time.
+
+        Our answers start one after another, because prompts are prefilled in chunks, one per step. Late
+        in a long prompt a chunk may have only 16 tokens.
+        """
         if self.part in ("closed", "open"):
             return 0
         narrow = 64 if self.prompt <= 512 else 16
@@ -88,33 +89,33 @@ class Spec(NamedTuple):
 
 
 def crowd_lengths(longest: int) -> list[int]:
-    """The lengths of the answers of an open loop, the same for all contestants."""
+    """Return the answers' lengths in an open loop, the same for all contestants."""
     draw = random.Random(2)
     return [draw.randint(max(1, longest // 16), longest) for _ in range(CROWD)]
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A column of the tables: an engine, and the surroundings in which it is measured."""
+    """A column of the tables: an engine and the environment in which it is measured."""
 
     name: str
-    engine: str  # in a sample's spec: a peer, or "nanobatch" and a policy
-    # Added to the environment of the column's processes
+    engine: str  # `Spec.contestant`: a peer, or "nanobatch" and a policy
+    # Environment variables added for the column's processes
     environment: Mapping[str, str] = field(default_factory=dict)
-    # Another version of nanobatch, whose bench.py takes the samples; None: this one
+    # Another checkout whose bench.py takes the samples; None for this one
     checkout: Path | None = None
     dtype: str = "auto"
     activations: str | int = "auto"  # as for `--activations`
     speculate: str = "0"  # as for `--speculate`
 
 
-FLOAT = "float"  # this checkout, with activations of 32 bits
-WIDENED = "widened"  # this checkout, with all weights made float32 when they are loaded
+FLOAT = "float"  # this checkout with 32-bit activations
+WIDENED = "widened"  # this checkout with all weights converted to float32 when they are loaded
 
 
 def our_column(policy: str, speculate: str = "0") -> Contestant:
-    """This checkout, on the BLAS that the user's environment asks for. Others draft nothing, and
-    next to them neither do we, unless `--speculate` says so."""
+    """Return the column of this checkout, with the BLAS of the user's environment. Draft tokens are off
+    unless `--speculate` turns them on, because the peers use none."""
     name = f"nanobatch {policy}"
     return Contestant(
         name if speculate == "0" else f"{name}, speculate {speculate}", name, speculate=speculate
@@ -122,13 +123,13 @@ def our_column(policy: str, speculate: str = "0") -> Contestant:
 
 
 def read_rivals(names: str, policy: str) -> list[Contestant]:
-    """The columns of `--vs`."""
+    """Parse `--vs`. Return its columns."""
     each = dict.fromkeys(names.split(",")) if names else ()
     return [read_rival(name, policy) for name in each]
 
 
 def read_rival(name: str, policy: str) -> Contestant:
-    """One name of `--vs`: a peer, or a folder with another checkout, then perhaps @ and a
+    """Parse a name in `--vs`: a peer or another checkout's folder, and optionally @ and a value of
     NANOBATCH_BLAS."""
     ours = f"nanobatch {policy}"
     if name == WIDENED:
@@ -143,11 +144,11 @@ def read_rival(name: str, policy: str) -> Contestant:
         return Contestant(name, rival, environment)
     checkout = Path(rival).expanduser().absolute()
     if rival and (checkout / "bench.py").is_file():
-        # Its own folder is first on its path, even if another one is on ours
+        # Python must put the checkout's own folder first on the path
         return Contestant(name, ours, {"PYTHONSAFEPATH": ""} | environment, checkout)
     core = [path.name for path in Path(ROOT).glob("*.py") if not IS_INSTALLED]
     if rival and any(file.name in core for file in checkout.glob("*.py")):
-        # Modules that run in place of ours
+        # A folder with modules that replace ours
         path = os.pathsep.join([str(checkout), ROOT])
         return Contestant(name, ours, {"PYTHONSAFEPATH": "1", "PYTHONPATH": path} | environment)
     raise ValueError(
@@ -157,10 +158,10 @@ def read_rival(name: str, policy: str) -> Contestant:
 
 
 class Setup(NamedTuple):
-    """A row of a table, and the columns in which it is measured."""
+    """A row of a table and the columns in which it is measured."""
 
-    x: str  # such as "rows 8"
-    spec: Spec  # complete but for the contestant
+    x: str  # the row's name, such as "rows 8"
+    spec: Spec  # complete except for the contestant
     columns: list[Contestant]
 
 
@@ -171,7 +172,7 @@ def make_plan(
     ours: Contestant,
     rivals: Sequence[Contestant],
 ) -> list[Setup]:
-    """All setups of these parts."""
+    """Return all setups of these parts."""
     return [
         Setup(x, usual._replace(part=part, **change), columns_of(part, ours, rivals))
         for part in parts
@@ -180,7 +181,7 @@ def make_plan(
 
 
 def columns_of(part: str, ours: Contestant, rivals: Sequence[Contestant]) -> list[Contestant]:
-    """The columns of a part's table. Ours is the first, and the others have their ratio to it."""
+    """Return the columns of a part's table. Ours is the first; the others show their ratio to it."""
     of_all = part in PARTS_OF_A_PEER
     able = [rival for rival in rivals if of_all or rival.engine not in PEERS]
     if part == "open":
@@ -195,7 +196,7 @@ def columns_of(part: str, ours: Contestant, rivals: Sequence[Contestant]) -> lis
 
 
 def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
-    """The rows of a part's table: for each name the changes to the usual spec."""
+    """Return the rows of a part's table: name -> changes to the default spec."""
     return {
         "decode": {f"rows {n}": {"rows": n} for n in rows},
         "closed": {f"users {n}": {"rows": n} for n in rows},
@@ -210,7 +211,7 @@ def lines_of(part: str, rows: Sequence[int]) -> dict[str, dict]:
 
 
 def capacity(records: Sequence[dict]) -> float:
-    """Requests per second of static batching, measured when all of them arrive at once."""
+    """Return the requests per second of static batching, measured when all arrive at once."""
     rates = [
         record["figures"]["total tokens/s"]
         for record in records
@@ -219,7 +220,7 @@ def capacity(records: Sequence[dict]) -> float:
     return statistics.median(rates) / statistics.mean(crowd_lengths(LONGEST))
 
 
-SHAPES = {  # width, layers, heads, key and value heads, width of the MLP, vocabulary
+SHAPES = {  # width, layers, heads, KV heads, MLP width, vocabulary
     "15m": (288, 6, 6, 6, 768, 32_000),
     "smollm2-135m": (576, 30, 9, 3, 1536, 49_152),
     "1b": (2048, 16, 32, 8, 8192, 128_256),
@@ -235,10 +236,10 @@ FIELDS = (
 
 
 def make_model(folder: Path, shape: str, bits: int = 32) -> Path:
-    """Random weights, a tied head, and a tokenizer with a text for each id, as real ones have.
+    """Create a model folder: random weights, a tied head, and a tokenizer with a text for each id.
 
-    `bits`: of a weight. 32: float32; 16: bfloat16; 8 or 4: in groups of 64, with scales and offsets
-    in bfloat16.
+    `bits` per weight: 32 is float32; 16 is bfloat16; 8 and 4 are packed in groups of 64, with scales and
+    offsets in bfloat16.
     """
     from tokenizers import Tokenizer, decoders, models
 
@@ -258,7 +259,7 @@ def make_model(folder: Path, shape: str, bits: int = 32) -> Path:
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    mx.random.seed(0)  # with several processes, all make the same
+    mx.random.seed(0)  # all processes must create the same weights
     shapes = read_config(folder, has_head=False).tensors()
     dtype = mx.float32 if bits == 32 else mx.bfloat16
     weights = {}
@@ -269,7 +270,7 @@ def make_model(folder: Path, shape: str, bits: int = 32) -> Path:
             module = name.removesuffix(".weight")
             weight, scales, biases = mx.quantize(weights[name], group_size=GROUP, bits=bits)
             weights |= {name: weight, f"{module}.scales": scales, f"{module}.biases": biases}
-        mx.eval(weights)  # one by one, since a large model would not fit the memory as a whole
+        mx.eval(weights)  # tensor by tensor: a large model would not fit in memory in float32
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     del weights
     mx.clear_cache()  # the samples need the memory

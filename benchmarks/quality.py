@@ -1,5 +1,5 @@
-"""`bench.py --parts quality`: what does rounding cost? The perplexity of a text that comes with Python, and
-how often the likeliest next token is that of float arithmetic."""
+"""`bench.py --parts quality`: the cost of rounding, as the perplexity of a text that comes with Python and
+the share of positions whose likeliest token is the same as with float arithmetic."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from models.load import ModelReader, read_model
 from models.memory import rows_of_layers, slab_shape
 from text.tokenizer import Tokenizer
 
-SPAN = 1000  # tokens that are read with nothing before them
+SPAN = 1000  # tokens in a window; each window starts without context
 CHUNK = 100
 
 
 class Quality(NamedTuple):
-    nll: np.ndarray  # of each token: minus its log probability, given those before it
-    likeliest: np.ndarray
+    nll: np.ndarray  # (tokens,): negative log-likelihood given the tokens before
+    likeliest: np.ndarray  # (tokens,): the likeliest token
 
     @classmethod
     def from_logits(cls, logits: np.ndarray, targets: np.ndarray) -> Quality:
@@ -40,7 +40,7 @@ class Quality(NamedTuple):
 
 
 def ours(folder: Path, ids: np.ndarray, **how) -> Iterator[Quality]:
-    """Read the text with a model that is loaded in this way."""
+    """Yield the quality of each chunk with our model. `how`: arguments of `read_model`."""
     with device_lock, device_stream():
         model = read_model(folder, **how)
         shape = slab_shape(model.config, 1, SPAN + CHUNK, 128)
@@ -56,7 +56,7 @@ def ours(folder: Path, ids: np.ndarray, **how) -> Iterator[Quality]:
 
 
 def theirs(folder: Path, ids: np.ndarray) -> Iterator[Quality]:
-    """Read it with llama.cpp."""
+    """Yield the quality of each chunk with llama.cpp."""
     with closing(LlamaCpp(str(folder), 1, SPAN)) as peer:
         for at in range(0, len(ids) - CHUNK, CHUNK):
             logits = peer.logits(ids[at : at + CHUNK].tolist(), at % SPAN)
@@ -64,14 +64,14 @@ def theirs(folder: Path, ids: np.ndarray) -> Iterator[Quality]:
 
 
 def show(folder: Path, tokens: int = 4000) -> None:
-    """Print the table. Each line takes seconds to minutes."""
+    """Measure and print the table. Each row takes seconds to minutes."""
     text = Tokenizer(folder, read_config(folder, has_head=False).V)
     ids = np.array(text.encode("\n\n".join(topics[name] for name in sorted(topics))))[: tokens + 1]
     ways = {
         "`--activations 32`": ours(folder, ids, activations=32),
         "and `--kv float32`": ours(folder, ids, activations=32, kv="float32"),
     }
-    with suppress(ValueError):  # no weights of 8 bits or fewer
+    with suppress(ValueError):  # the model has no weights of 8 bits or fewer
         ModelReader(folder, activations=8)
         ways["`--activations 8`"] = ours(folder, ids, activations=8)
     if not obstacle("llama.cpp"):

@@ -1,7 +1,7 @@
-"""Ask questions in random batches: among neighbours that arrive, finish and are cancelled.
+"""Ask questions in random batches, with neighbours that arrive, finish and are cancelled.
 
-`verify.py` and the page of `experiments/same_answer.py` ask through this, and compare the answers with
-those of the same questions alone (`answer_diff.py`).
+`verify.py` and `experiments/same_answer.py` use it, and compare the answers with answers to the same
+questions asked alone (`answer_diff.py`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from nanobatch import Engine
 
 WAVE = 20  # steps after which the number of concurrent requests is drawn again
-CANCELLED = 0.25  # share of the neighbours
+CANCELLED = 0.25  # fraction of neighbours that are cancelled
 
 
 class OpenQuestion:
-    """A question that has not been answered yet."""
+    """A question that is not answered yet."""
 
     def __init__(self, handle: Handle):
         self.handle = handle
         self.steps = 0
-        self.beside = 0  # other running requests, summed over these steps
+        self.beside = 0  # number of other running requests, summed over the steps
 
 
 class RandomBatch:
@@ -46,17 +46,17 @@ class RandomBatch:
         self.ask = ask
         self.meet = meet
         self.open: list[OpenQuestion] = []
-        self.others: dict[Handle, int] = {}  # neighbours, with the steps until it is cancelled
-        self.came = 0  # neighbours
+        self.others: dict[Handle, int] = {}  # neighbour -> steps until it is cancelled
+        self.came = 0  # number of neighbours so far
         self.cancelled = 0
-        self.beside = 0  # most others in one step
-        self._ran = 0  # steps
-        self._at_once = 1  # questions
+        self.beside = 0  # maximum number of other requests in a step
+        self._ran = 0  # number of steps
+        self._at_once = 1  # maximum number of concurrent questions
         self._neighbours = 0
 
     def arrive(self, left: int) -> None:
-        """Submit a question, of which `left` have not been asked, and a neighbour: sometimes few,
-        sometimes more than there are slots."""
+        """Submit a question or a neighbour at random. Sometimes few requests are open, and sometimes more
+        than there are slots. `left`: the number of questions not asked yet."""
         dice = self.dice
         slots = self.engine.sched.slots
         if self._ran % WAVE == 0:
@@ -73,8 +73,8 @@ class RandomBatch:
                 self.came += 1
 
     def leave(self) -> list[OpenQuestion]:
-        """Note who ran together in the step, cancel some neighbours, and return the questions whose
-        requests have ended."""
+        """Record which requests ran together, cancel some neighbours, and return the finished
+        questions."""
         running = self.engine.sched.running.keys()
         for asked in self.open:
             if asked.handle.id in running:

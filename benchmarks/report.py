@@ -1,4 +1,4 @@
-"""Tables of the samples, for a terminal: medians, and in brackets the lowest and the highest."""
+"""Tables of the samples for a terminal: medians, with the lowest and the highest value in brackets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Summary(NamedTuple):
     high: float
 
 
-Key = tuple[str, str, str, str]  # part, x, name of the figure, contestant
+Key = tuple[str, str, str, str]  # part, x, figure, contestant
 
 
 def summarise(records: Iterable[dict]) -> dict[Key, Summary]:
@@ -36,7 +36,7 @@ def summarise(records: Iterable[dict]) -> dict[Key, Summary]:
 
 
 def load_data(path: str) -> dict:
-    """Read a file of `bench.py --json`. If the file holds something else, one line says so."""
+    """Load a file of `bench.py --json`. Raise ValueError for any other file."""
     try:
         data = json.loads(Path(path).read_text())
         summarise(data["records"])
@@ -51,12 +51,12 @@ def load_data(path: str) -> dict:
 
 
 def compared_with(key: Key, known: Iterable[Key]) -> Key:
-    """The figure to divide this figure by: ours, in the first column."""
+    """Return the key of the same figure in the first column, which is ours."""
     return next(other for other in known if other[:3] == key[:3])
 
 
 def cell_text(key: Key, table: dict[Key, Summary]) -> str:
-    """12.3 (11.9–12.8) ×1.25"""
+    """Format a cell: "12.3 (11.9–12.8) ×1.25"."""
     if key not in table:
         return ""
     figure = table[key]
@@ -70,20 +70,20 @@ def cell_text(key: Key, table: dict[Key, Summary]) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits: 1234.5 -> '1,234', 12.345 -> '12.3', 0.012345 -> '0.0123'"""
+    """Format three significant digits: 1234.5 -> '1,234', 12.345 -> '12.3', 0.012345 -> '0.0123'."""
     if abs(value) >= 100 or value == 0:
         return f"{value:,.0f}"
     return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
 
 
 def bandwidth_line(part: str, x: str, who: str, table: dict[Key, Summary]) -> str:
-    """What decode reads, compared with what the machine can read."""
+    """Compare the bandwidth that decode uses with the machine's maximum."""
     read, most, one = (table[part, x, name, who].median for name in (READ, OF_ALL, OF_ONE))
     return f"{read:.1f} GB/s read, {read / most:.0%} of {most:.1f} (one thread: {one:.1f})"
 
 
 def column_heads(records: Iterable[dict]) -> dict[str, str]:
-    """The head of each contestant's column: the name, and the BLAS of the samples."""
+    """Return each contestant's column heading: its name and the BLAS of its samples."""
     heads = {}
     for record in records:
         name = record["contestant"]
