@@ -1,15 +1,15 @@
-"""What the experiments share. Each asks a question, and the running engine answers it.
+"""The base of the experiments. Each experiment asks a question that the running engine answers.
 
-Each is a file with the same four parts:
+Each experiment is a file with the same four parts:
 
-    question   the docstring, and the constants that fix what is asked
-    run        how the engine is made to answer, and the command that starts it
+    question   the docstring and the constants
+    run        what the engine does, and the command that starts it
     record     what was measured
-    drawing    the record as lines of text, and the page
+    drawing    the record as text, and the page
 
-Those that submit requests derive from `Experiment`. Its `run` is a generator of records, resumed between
-two steps (`LocalEngineClient.run_experiment`), so it may submit, cancel and change settings. It restores
-those in a `finally`, and its requests end with it.
+Experiments that submit requests derive from `Experiment`. Their `run` is a generator of records that is
+resumed between two steps (`LocalEngineClient.run_experiment`), so it may submit and cancel requests and
+change settings. It restores the settings in a `finally`, and its requests are cancelled when it ends.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ PAUSED = "paused: space goes on"
 
 
 class Experiment:
-    """An experiment: `run` yields its records."""
+    """An experiment, whose `run` yields its records."""
 
-    what: ClassVar[str]  # in a refusal: "no race while a server runs"
+    what: ClassVar[str]  # its name in a refusal, such as "no race while a server runs"
     fixes: ClassVar[
         Mapping[str, str]
-    ] = {}  # settings that a user may not change meanwhile, and why
-    client: LocalEngineClient  # both from `start` on
+    ] = {}  # settings that the user may not change while it runs -> the reason
+    client: LocalEngineClient  # `client` and `engine` are set by `start`
     engine: Engine
 
     def __init__(self, record: ExperimentRecord):
-        self.record = record  # what was measured so far
+        self.record = record  # the measurements so far
 
     def takes_in(self, other: Experiment) -> bool:
-        """Take in another experiment that was asked for while this one runs; False: refuse it."""
+        """Merge an experiment that the user starts while this one runs. Return False to refuse it."""
         return False
 
     def start(self, client: LocalEngineClient) -> Iterator[ExperimentRecord]:
@@ -63,12 +63,12 @@ class Experiment:
         raise NotImplementedError
 
     def update(self, **changes: object) -> ExperimentRecord:
-        """The record with these changes."""
+        """Change fields of the record and return it."""
         self.record = replace(self.record, **changes)
         return self.record
 
     def submit(self, ask: Ask, prefix_cache: bool = True) -> Handle:
-        """Submit one of hundreds of prompts, which a log does not show."""
+        """Submit a prompt that the log does not show, because there may be hundreds."""
         return self.client.submit(ask._replace(mute=True), prefix_cache)
 
     def until(self, is_so: Callable[[], bool]) -> Iterator[ExperimentRecord]:
@@ -79,7 +79,8 @@ class Experiment:
         yield from self.until(lambda: not self.engine.has_work)
 
     def run_alone(self, submit: Callable[[], Handle]) -> Generator[ExperimentRecord, None, Handle]:
-        """Submit a request until it ran alone: a user may fire or cancel something meanwhile."""
+        """Submit a request, and repeat it until it ran alone: the user may submit or cancel requests
+        at any time."""
         while True:
             yield from self.until_idle()
             before = self.engine.sched.submitted
@@ -91,7 +92,7 @@ class Experiment:
 
 
 def read_count(name: str) -> Callable[[str], int]:
-    """A parser of the number of requests or runs that follows a command."""
+    """Return a parser for a command's number of requests or runs."""
     return partial(read_whole, name, least=1, most=1000)
 
 
@@ -99,12 +100,12 @@ def read_count(name: str) -> Callable[[str], int]:
 
 
 def draw_title(state: State, on: Canvas, title: str, keys: str) -> None:
-    """Draw the heading of a page. `keys`: those while no experiment runs."""
+    """Draw the heading of a page. `keys`: the keys to show while no experiment runs."""
     on.title(title, f"{'X ends it' if state.view.experimenting else keys}  Esc back")
 
 
 def progress(view: View, record: ExperimentRecord) -> str:
-    """The record in a few words. An experiment that neither runs nor is over was ended."""
+    """Summarize the record. Say so if the user ended the experiment early."""
     if view.experiment is record:
         return disturbed(view, record.so_far)
     ended = "" if record.stage == "over" else ", and then it was ended"
@@ -112,6 +113,6 @@ def progress(view: View, record: ExperimentRecord) -> str:
 
 
 def disturbed(view: View, *words: str) -> str:
-    """Words about a running experiment, with what keeps it back: a pause, other programs."""
+    """Join words about a running experiment, and add what slows it down: a pause or other programs."""
     notes = (*words, PAUSED if view.paused else "", others_of(view))
     return "; ".join(note.rstrip(".") for note in notes if note)

@@ -1,12 +1,12 @@
-"""What does a failure, a NaN or a lost client do to all other requests?
+"""What does a failure, a NaN or a lost client do to the other requests?
 
-    step      an exception, raised after the forward pass of the next step has been started
-    nan       NaN, written over the newest values of one slot
-    client    a request is cancelled in mid-answer, as when a client hangs up
+    step      raise an exception after the forward pass of the next step was launched
+    nan       overwrite the newest values of one slot with NaN
+    client    cancel a request in the middle of its answer, as when a client hangs up
 
-The open requests are the witnesses. Afterwards each runs again, alone, and the two answers are compared:
-all tokens and all bits of the log probabilities, up to where a witness was cut off. The engine has
-no code for this: for one step another runner does the damage (`running_on`).
+The open requests are the witnesses. Afterwards each one runs again alone, and the two answers are compared:
+all tokens and all bits of the log probabilities, up to the point where the witness was cut off. The engine
+contains no code for it: a different runner injects the fault for one step (`running_on`).
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
 
 # --- question -------------------------------------------------------------------------------------
 
-BREAKS = {  # by name: title and mechanism
+BREAKS = {  # name -> title, mechanism
     "step": ("an exception in the next step", "raised when the forward pass has begun"),
     "nan": ("NaN in a slot", "written over the newest values of one request"),
     "client": ("a client that vanishes", "its request is cancelled in mid-answer"),
 }
-LIKELIEST = 5  # likeliest tokens compared at each position
-LONGEST = 48  # tokens of a witness of our own
-FEWEST = 4  # open requests; with fewer, witnesses are submitted
+LIKELIEST = 5  # number of likeliest tokens compared at each position
+LONGEST = 48  # maximum tokens of a witness that the experiment submits
+FEWEST = 4  # with fewer open requests, the experiment submits its own witnesses
 LONG_ANSWERS = [prompt for prompt, most in BURST if most >= 64]
 
 # --- run ------------------------------------------------------------------------------------------
 
 
 class Planted(Exception):
-    """Raised on purpose."""
+    """An exception raised on purpose."""
 
 
 class Saboteur:
-    """Wrap our runner. Before each step `harm` may damage something, and returns what; then `fault`
-    is raised, once the forward pass has been launched."""
+    """Wrap a runner to inject one fault. Before each step `harm` may damage something, and returns a
+    description if it did. Then `fault` is raised after the forward pass was launched."""
 
     def __init__(self, ours: Runner, harm: Callable[[ForwardBatch], str], fault: Exception | None):
         self.did = ""
@@ -80,7 +80,7 @@ class Saboteur:
 
 @contextmanager
 def running_on(engine: Engine, runner: RunnerProtocol) -> Iterator[None]:
-    """Inside, another runner runs the steps, such as one that fails."""
+    """Let a different runner run the steps inside the `with` block."""
     with engine.changed:
         own = engine.runner
         engine.runner = runner
@@ -92,7 +92,7 @@ def running_on(engine: Engine, runner: RunnerProtocol) -> Iterator[None]:
 
 
 class FaultInjection(Experiment):
-    """Inject one of `BREAKS`, and compare each witness with the same request alone."""
+    """Inject one of `BREAKS` and compare each witness with the same request run alone."""
 
     what = "breakage"
 
@@ -113,7 +113,7 @@ class FaultInjection(Experiment):
         yield self.update(stage="over")
 
     def _gather(self) -> Iterator[FaultInjectionRecord]:
-        """Take the running requests, or submit some, and wait until they decode."""
+        """Use the running requests as witnesses, or submit some, and wait until they decode."""
         self.handles = self._open(self.client.own.values())
         if len(self.handles) < FEWEST:
             many = self.engine.sched.slots + FEWEST
@@ -129,7 +129,7 @@ class FaultInjection(Experiment):
         return [handle for handle in handles if handle.finish_reason is None]
 
     def _victim(self) -> Handle | None:
-        """The witness with most tokens left, once half of those in slots decode."""
+        """Return the witness with the most tokens left, once half of the running witnesses decode."""
         running = [h for h in self._open(self.handles) if h.request.slot is not None]
         at_it = [handle for handle in running if len(handle.tokens) >= 3]
         if not at_it or 2 * len(at_it) < len(running):
@@ -137,7 +137,7 @@ class FaultInjection(Experiment):
         return max(at_it, key=lambda h: (h.request.max_tokens - len(h.tokens), -h.id))
 
     def _record_witnesses(self) -> None:
-        """Record where each witness is when the fault is injected."""
+        """Record each witness's phase when the fault is injected."""
         witnesses = [Witness(handle.id, where(handle)) for handle in self.handles]
         self.update(stage="goes on", witnesses=witnesses)
 
@@ -159,8 +159,8 @@ class FaultInjection(Experiment):
         yield from self._sabotage(harm, fault)
 
     def _poison(self) -> Iterator[FaultInjectionRecord]:
-        """Overwrite only rows of the answer: others may share the prompt's rows, and would rightly
-        become NaN as well."""
+        """Write NaN into a slot. Only rows of the answer are overwritten, because other requests may share
+        the prompt's rows and would legitimately become NaN, too."""
         slab = self.engine.runner.slab
         if slab is None:
             raise ValueError("this engine has no slab to write into")
@@ -186,7 +186,7 @@ class FaultInjection(Experiment):
     def _sabotage(
         self, harm: Callable[[ForwardBatch], str], fault: Exception | None = None
     ) -> Iterator[FaultInjectionRecord]:
-        """Replace the runner until the damage is done."""
+        """Replace the runner until the fault was injected."""
         saboteur = Saboteur(self.engine.runner, harm, fault)
         with running_on(self.engine, saboteur):
             yield from self.until(lambda: saboteur.did or not self.engine.has_work)
@@ -211,7 +211,7 @@ class FaultInjection(Experiment):
     # --- the comparison
 
     def _compare(self) -> Iterator[FaultInjectionRecord]:
-        """Run each witness again, alone, without cached rows."""
+        """Run each witness again, alone and without cached rows."""
         self._update_witnesses()
         self.update(stage="compares")
         for i, handle in enumerate(self.handles):
@@ -233,14 +233,14 @@ class FaultInjection(Experiment):
 
 
 def where(handle: Handle) -> str:
-    """The phase of a request now."""
+    """Describe the current phase of a request."""
     slot = handle.request.slot
     words = "in line" if slot is None else f"slot {slot}"
     return f"{words}, {count(len(handle.tokens), 'token')}" if handle.tokens else words
 
 
 def read_fault(text: str) -> str:
-    """One of the faults."""
+    """Parse the name of a fault."""
     if text not in BREAKS:
         raise ValueError(f"break = {shown(text)}; choose one of {', '.join(BREAKS)}")
     return text
@@ -262,12 +262,12 @@ class Witness(NamedTuple):
     """A request that was open when the fault was injected."""
 
     id: int
-    where: str  # at this moment
+    where: str  # its phase at that time
     reason: str | None = None
     error: str = ""
     tokens: int = 0
-    covers: int | None = None  # number of compared log probabilities; None: not compared yet
-    difference: Difference | None = None  # from the answer of the same request alone
+    covers: int | None = None  # number of log probabilities compared; None before the comparison
+    difference: Difference | None = None  # compared with the same request alone
 
     @property
     def went_on(self) -> bool:
@@ -276,7 +276,7 @@ class Witness(NamedTuple):
 
 @dataclass(frozen=True)
 class FaultInjectionRecord(ExperimentRecord):
-    """The outcome of one of `BREAKS`."""
+    """The outcome of an injected fault."""
 
     name = "break"
     what: str  # one of `BREAKS`
@@ -313,7 +313,7 @@ class FaultInjectionRecord(ExperimentRecord):
 
     @property
     def receipt(self) -> str:
-        """The answers that "no bit changed" covers."""
+        """The amount of data that was compared."""
         tokens = sum(each.tokens for each in self.compared)
         numbers = sum(each.covers for each in self.compared)
         words = f"{count(tokens, 'token')} and {numbers:,} log probabilities"
@@ -321,7 +321,7 @@ class FaultInjectionRecord(ExperimentRecord):
 
 
 def by_end(witnesses: Sequence[Witness]) -> list[tuple[str, list[Witness]]]:
-    """Witnesses grouped by how they ended."""
+    """Group witnesses by their error or finish reason."""
     found: dict[str, list[Witness]] = {}
     for each in witnesses:
         found.setdefault(each.error or each.reason, []).append(each)
@@ -344,7 +344,7 @@ COLUMNS = (
 
 
 def draw(state: State, on: Canvas) -> None:
-    """Draw the three faults; and of the last one, who ended, who went on, and what changed."""
+    """Draw the three faults, and the outcome of the last one: which requests ended and what changed."""
     record = state.records.get("break")
     draw_title(state, on, "Break it", "1 to 3 break it")
     for number, (what, (title, how)) in enumerate(BREAKS.items(), 1):
@@ -375,7 +375,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def draw_witnesses(on: Canvas, record: FaultInjectionRecord) -> None:
-    """Draw a line for each witness."""
+    """Draw a row for each witness."""
     shown = on.columns(COLUMNS, more="as alone?")
     for each in record.witnesses:
         texts = {

@@ -1,13 +1,13 @@
-"""The latency of a request in parts, and the same request under other circumstances (for
+"""The latency of a request in parts, and replays of the request under other conditions (for
 request_latency.py).
 
-A late first token has one of three causes: the queue, the prompt's own length, or the neighbours.
-Each moment of a request belongs to one part, so the parts add up to the whole latency. Before
-admission a request is queued. Afterwards each step is divided by the work in it, at the prices of a
-row and of a chunk (`screen/undisturbed_times.py`).
+A late first token has three possible causes: the queue, the length of its own prompt, and the other requests
+in its steps. Each moment of a request belongs to exactly one part, so the parts add up to the latency. Before
+admission a request is queued. Afterwards each step's time is divided by the work in it, at the prices of a row
+and of a chunk (`screen/undisturbed_times.py`).
 
-The scheduler needs no model, so the same requests are also replayed: this one alone, and all of
-them under each other policy.
+The scheduler needs no model, so the requests are also replayed: this one alone, and all of them under each
+other policy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from screen.state import State, prices
 from screen.timeline_columns import Column, during
 from screen.undisturbed_times import LEAST, Prices, on_clock
 
-# The parts of a latency, in the order of the drawing
+# The parts of a latency, in drawing order
 PARTS = {
     "line": "in line: no slot yet",
     "slot": "in a slot, without work: another step ran, or the budget was spent",
@@ -40,12 +40,12 @@ PARTS = {
     "ghost": "computed in its slot after its end, and dropped",
     "unseen": "steps that the screen missed",
 }
-ROUNDING = 1e-9  # seconds that a step may seem to begin before a prompt, after a pause
-LONGEST = 5_000  # steps: a longer replay would block the screen
+ROUNDING = 1e-9  # seconds by which rounding may date a step before its prompt, after a pause
+LONGEST = 5_000  # maximum steps of a replay; a longer one would block the screen
 
 
 class Piece(NamedTuple):
-    """A stretch of time in one part."""
+    """A stretch of time that belongs to one part."""
 
     part: str
     began: float
@@ -58,22 +58,22 @@ class Piece(NamedTuple):
 
 @dataclass
 class LatencyBreakdown:
-    """One request's latency in parts, and the requests that it met. Seconds are the engine's."""
+    """One request's latency in parts, and the requests that delayed it. Seconds are on the engine's clock."""
 
     pieces: list[Piece] = field(default_factory=list)
-    # by request: its seconds in a slot while this one was queued
+    # request -> its seconds in a slot while this one was queued
     ahead: Counter[int] = field(default_factory=Counter)
     shut: float = 0.0  # seconds in the queue while a slot was free but blocked
-    # by request: seconds of its chunks in this one's steps
+    # request -> seconds of its chunks in this one's steps
     chunks: Counter[int] = field(default_factory=Counter)
-    overtakers: list[int] = field(default_factory=list)  # came later and were admitted earlier
+    overtakers: list[int] = field(default_factory=list)  # arrived later, admitted earlier
 
     @property
     def seconds(self) -> float:
         return self.pieces[-1].ended - self.pieces[0].began
 
     def parts(self, until: float = math.inf) -> dict[str, float]:
-        """Seconds by part, up to a time. Empty parts are left out."""
+        """Return part -> seconds up to a time, without empty parts."""
         sums = dict.fromkeys(PARTS, 0.0)
         for piece in self.pieces:
             sums[piece.part] += max(0.0, min(piece.ended, until) - piece.began)
@@ -84,7 +84,7 @@ class LatencyBreakdown:
 
 
 def breakdown_in(state: State, request: RequestView) -> LatencyBreakdown:
-    """The latency of a request in parts, each step divided at the usual prices."""
+    """Break down a request's latency at the usual prices."""
     steps = state.steps_of(request)
     step = state.history[steps[-1]].step if steps else None
     usual = prices(state, one_in=2, step=step)
@@ -98,9 +98,9 @@ def break_down(
     prices: Prices,
     now: float,
 ) -> LatencyBreakdown:
-    """Break down a request's latency, up to its end or so far.
+    """Break down a request's latency up to its end, or up to now if it is still running.
 
-    `requests`: all known ones. `history`: a column for each step, oldest first.
+    `requests`: all known requests. `history`: a column for each step, oldest first.
     """
     breakdown = LatencyBreakdown()
     prices = with_a_chunk(prices)
@@ -128,7 +128,7 @@ def is_noisy(prices: Prices) -> bool:
 
 
 def with_a_chunk(prices: Prices) -> Prices:
-    """The prices; if they are too noisy for a chunk, it costs as much as a step of one row."""
+    """Return the prices. If they are too noisy, set a chunk's price to that of a step with one row."""
     if not is_noisy(prices):
         return prices
     estimated = copy(prices)
@@ -139,7 +139,7 @@ def with_a_chunk(prices: Prices) -> Prices:
 def _add_queue(
     breakdown: LatencyBreakdown, request: RequestView, history: Sequence[Column], until: float
 ) -> None:
-    """Add up who was in the slots while the request was queued."""
+    """Add up the seconds of other requests in slots while the request was queued."""
     for column in during(history, request.arrived, until):
         seconds = min(column.ended, until) - max(column.began, request.arrived)
         if column.view.blocked:
@@ -157,7 +157,7 @@ def _add_slot(
     admitted: float,
     end: float,
 ) -> None:
-    """Divide each step after admission."""
+    """Divide each step after admission into parts."""
     slot = request.slot
     now = admitted
     first = bisect_left(history, admitted, key=lambda column: column.ended)
@@ -186,10 +186,10 @@ def _add_slot(
 
 
 def work_ends(step: StepView) -> float:
-    """When the work of a step was done.
+    """Return the time at which the work of a step was done.
 
-    A step ends when its tokens are read. On a CPU the device works while Python launches the step;
-    then the next step is launched, and only then the tokens are read.
+    A step ends when its tokens are read. On a CPU the work is done while Python launches the step. Then the
+    next step is launched, and only after it are the tokens read.
     """
     started = step.began + step.plan_s + step.build_s + step.device_s
     return min(started, step.ended) if step.device_s > step.wait_s else step.ended
@@ -202,7 +202,7 @@ def _shares(
     prices: Prices,
     seconds: float,
 ) -> dict[str, float]:
-    """Each part's share of a step, by price."""
+    """Return part -> share of a step's time, by price."""
     rows = len(column.view.decode)
     read = {owner: stop - start for _, owner, start, stop in column.view.prefill}
     tokens = sum(read.values())
@@ -222,7 +222,7 @@ def _shares(
 
 
 def _divided(shares: Mapping[str, float], began: float, ended: float) -> Iterator[Piece]:
-    """Divide a step's seconds among its parts, one after the other."""
+    """Divide a step's time into consecutive pieces, one for each part."""
     parts = [(part, share) for part, share in shares.items() if share > 0]
     now = began
     for part, share in parts[:-1]:
@@ -236,10 +236,10 @@ def _divided(shares: Mapping[str, float], began: float, ended: float) -> Iterato
 
 
 class Outcome(NamedTuple):
-    """The outcome for a request, measured or replayed. Seconds count from its arrival."""
+    """The measured or replayed outcome of a request. Seconds count from its arrival."""
 
-    name: str  # "measured" | "alone" | a policy
-    # steps to the admission, from there to the first token, from there to the last
+    name: str  # "measured", "alone" or a policy
+    # number of steps to the admission, from there to the first token, from there to the last
     steps: tuple[int, int, int]
     line: float
     ttft: float
@@ -253,12 +253,15 @@ def outcomes(
     limits: Limits,
     prices: Prices,
 ) -> list[Outcome]:
-    """As measured, replayed alone, and under each policy: its own steps without interruptions,
-    replays under the others. ValueError if there can be none."""
+    """Return the outcomes: measured, replayed alone, and under each policy.
+
+    For the request's own policy, these are the measured steps without interruptions; the other policies
+    are replayed. Raise ValueError if a replay is not possible.
+    """
     if not request.metrics.output_tokens:
         raise ValueError("it has no token yet, and a replay must know how long its answer is")
     prices = with_a_chunk(prices)
-    # Those that are still queued took part in no step
+    # Requests that are still queued took part in no step
     company = [
         r for r in company_of(request, requests) if r.admitted is not None or is_cut_short(r)
     ]
@@ -270,12 +273,12 @@ def outcomes(
     total = real.total if request.ended is None else request.ended - request.arrived
     real = real._replace(line=request.metrics.queued_s, ttft=request.metrics.ttft_s, total=total)
     drafts = drafts_by_request(column.view for column in columns)
-    # In other replays a request that was cut short runs to the same number of tokens
+    # A request that was cut short runs to the same number of tokens in the replays
     whole = replace(request, reason="length") if is_cut_short(request) else request
     alone = simulated(limits, [guest_of(whole, lambda at: 0.0, drafts)], request.policy, prices)
     out = [real, outcome("alone", request, alone, 0.0)]
     late = sum(after.view.began >= before.view.ended for before, after in pairwise(columns))
-    run_ahead = 2 * late < len(columns)  # in slow motion a step is planned when the last is read
+    run_ahead = 2 * late < len(columns)  # slow motion plans a step after the previous one was read
     for policy in POLICIES:
         if policy == request.policy:  # its steps are known
             ran = outcome(policy, request, undisturbed, arrived, came)
@@ -289,7 +292,7 @@ def outcomes(
 
 
 def company_of(request: RequestView, requests: Iterable[RequestView]) -> list[RequestView]:
-    """The requests of the same busy period."""
+    """Return the requests of the same busy period."""
     group: list[RequestView] = []
     until = -math.inf
     for r in sorted(requests, key=lambda r: r.id):
@@ -303,7 +306,7 @@ def company_of(request: RequestView, requests: Iterable[RequestView]) -> list[Re
 
 
 def steps_of(company: Sequence[RequestView], history: Sequence[Column]) -> Sequence[Column]:
-    """The steps of a busy period. ValueError if some are not known."""
+    """Return the steps of a busy period. Raise ValueError if some are unknown."""
     began = company[0].arrived
     ended = max(math.inf if r.ended is None else r.ended for r in company)
     first = bisect_left(history, began - ROUNDING, key=lambda column: column.view.began)
@@ -317,14 +320,14 @@ def steps_of(company: Sequence[RequestView], history: Sequence[Column]) -> Seque
 
 
 def next_plan(columns: Sequence[Column], moment: float) -> int:
-    """The number, from 1, of the first step that was planned at this time or later."""
+    """Return the number, from 1, of the first step planned at this time or later."""
     return bisect_left(columns, moment - ROUNDING, key=lambda column: column.view.began) + 1
 
 
 def outcome(
     name: str, request: RequestView, steps: Iterable[Column], arrived: float, came: int = 0
 ) -> Outcome:
-    """One request in a run. `came`: the first step after its arrival; 0: by the clock."""
+    """Return a request's outcome in a run. `came`: the first step after its arrival; 0: find it by time."""
     admitted = first = last = 0
     line = ttft = total = 0.0
     for number, column in enumerate(steps, 1):
@@ -352,13 +355,13 @@ def outcome(
 
 
 def ranked(requests: Iterable[RequestView]) -> list[RequestView]:
-    """Ended requests in the order of their TTFT."""
+    """Return the finished requests in order of TTFT."""
     done = [r for r in requests if r.ended is not None and r.metrics.ttft_s is not None]
     return sorted(done, key=lambda r: (r.metrics.ttft_s, r.id))
 
 
 def at_percent(percent: float, order: Sequence[RequestView]) -> RequestView:
-    """The request at a percentile of TTFT."""
+    """Return the request at a percentile of TTFT."""
     return order[percentile(range(len(order)), percent / 100)]
 
 
@@ -366,6 +369,6 @@ def at_percent(percent: float, order: Sequence[RequestView]) -> RequestView:
 
 
 def blamed(seconds: Counter[int], most: int = 3) -> str:
-    """ "r3 0.90 s, r5 0.41 s and 3 more", the longest first."""
+    """List requests with their seconds, the longest first: "r3 0.90 s, r5 0.41 s and 3 more"."""
     names = [f"r{request} {span(spent)}" for request, spent in seconds.most_common()]
     return listed(names, most)

@@ -1,14 +1,13 @@
-"""What does a prompt as long as a slot cost running chats, and what does the budget of a step trade?
+"""What does a prompt as long as a slot cost running chats, and what does a step's budget trade off?
 
-A long prompt is read in chunks, and all chats decode in the same steps, so their tokens come later.
-Small chunks keep the gaps short but delay the long prompt. Two keys change the budget while it
-runs.
+A long prompt is prefilled in chunks in the same steps in which the chats decode, so their tokens come later.
+Small chunks keep the gaps between tokens short but delay the long prompt. Two keys change the budget while
+the experiment runs.
 
-The experiment lets chats decode, measures their gaps, submits the long prompt and measures again.
-The median is shown next to the maximum, because another program may cause a single long gap.
-Halfway through, a short prompt arrives, and the steps to both first tokens are counted. Each long
-prompt begins with other words, so no rows come from the prefix cache. All changes are undone at the
-end.
+The experiment measures the chats' gaps, submits the long prompt and measures again. The median is shown next
+to the maximum, because a single long gap may be another program's fault. Halfway through, a short prompt
+arrives, and the steps to both first tokens are counted. Each long prompt begins differently, so that no rows
+come from the prefix cache. All changes are undone at the end.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ if TYPE_CHECKING:
 # --- question -------------------------------------------------------------------------------------
 
 NAME = "long"
-ANSWER = 2  # tokens: a long prompt only has to be read
-SHORT = 35  # tokens of the prompt that arrives halfway through
+ANSWER = 2  # tokens in a long prompt's answer, which does not matter
+SHORT = 35  # maximum tokens of the short prompt
 QUIET = 24  # steps measured before a long prompt
-AFTER = 12  # steps after it, for the end of the picture
-KEPT = 40  # results
+AFTER = 12  # steps drawn after a long prompt
+KEPT = 40  # maximum results kept
 NOUNS = (
     "hen",
     "fox",
@@ -66,16 +65,16 @@ VERBS = ("saw", "found", "liked", "took", "lost", "knew")
 
 
 def chat(i: int) -> str:
-    """A prompt with a long answer."""
+    """Return a prompt that has a long answer."""
     return f"Tell me a long story about a {NOUNS[i % 7]} and a {NOUNS[7 + i // 7 % 5]}."
 
 
 def long_text(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> str:
-    """A prompt of whole sentences with at most `size` tokens. It begins with a number, so that no
-    two share a prefix. `ask` tokenizes."""
+    """Return a prompt of complete sentences with at most `size` tokens. It begins with a number, so that
+    no two share a prefix. `ask` tokenizes a prompt."""
     dice = random.Random(number)
     said = [f"{number}."]
-    for _ in range(size // 5):  # a sentence has no fewer tokens than words
+    for _ in range(size // 5):  # a sentence has five words, so at least five tokens
         said.append(f"The {dice.choice(NOUNS)} {dice.choice(VERBS)} the {dice.choice(NOUNS)}.")
 
     def text(sentences: int) -> str:
@@ -91,8 +90,8 @@ def long_text(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> st
 class LongPrompt(Experiment):
     """Submit long prompts among chats.
 
-    `before`: earlier findings to compare with. `stays`: go on until a user ends it. `wanted`: the
-    budget of each long prompt; None: no change.
+    `before`: the record with earlier results. `stays`: continue until the user ends it. `wanted`: the
+    budget for each long prompt; None leaves it unchanged.
     """
 
     what = "long prompt"
@@ -101,11 +100,11 @@ class LongPrompt(Experiment):
         super().__init__(LongPromptRecord("", before.newest, before.short, before.results[-KEPT:]))
         self.wanted = deque(wanted)
         self._stays = stays
-        self._fired = 0  # number of chats so far
-        self._has_company = False  # keep all slots but two filled with chats
+        self._fired = 0  # number of chats submitted
+        self._has_company = False  # True: keep all but two slots filled with chats
 
     def takes_in(self, other: Experiment) -> bool:
-        """Take over the long prompts of another one."""
+        """Take over another experiment's long prompts."""
         is_alike = isinstance(other, LongPrompt)
         if is_alike:
             self.wanted += other.wanted
@@ -129,7 +128,8 @@ class LongPrompt(Experiment):
             self.client.turn_budget(budget)
 
     def _gather(self) -> Iterator[LongPromptRecord]:
-        """Wait until a long prompt is wanted, chats decode, nothing is read, and a slot is free."""
+        """Wait until a long prompt is wanted, chats decode, no prompt is in prefill, and a slot is
+        free."""
         sched = self.engine.sched
         while True:
             self._keep_company()
@@ -146,8 +146,8 @@ class LongPrompt(Experiment):
             yield self.update(now=words)
 
     def _keep_company(self) -> None:
-        """If nothing runs, fill all slots with chats and keep them filled, but for two: one for the
-        long prompt, one for the short one."""
+        """If nothing runs, fill all but two slots with chats and keep them filled. The two are for the
+        long and the short prompt."""
         sched = self.engine.sched
         busy = len(sched.running) + len(sched.waiting)
         self._has_company = self._has_company or not busy
@@ -158,7 +158,7 @@ class LongPrompt(Experiment):
             self._fired += missing
 
     def _check_open(self) -> None:
-        """Raise if the policy admits nothing while others run."""
+        """Raise ValueError if the policy blocks free slots while requests run."""
         sched = self.engine.sched
         if not (sched.waiting and sched.free) or sched.draining_to:
             return
@@ -201,7 +201,7 @@ class LongPrompt(Experiment):
             yield self.update(now=decoding(len(sched.running)))
 
     def _has_room_beside(self, request: Request) -> bool:
-        """True if half of the long prompt is read, and a slot is free for another."""
+        """True if half of the long prompt is prefilled and a slot is free for the short one."""
         sched = self.engine.sched
         is_half_read = 2 * request.prefilled >= len(request.prompt)
         has_slot = len(sched.free) > len(sched.waiting)
@@ -226,8 +226,8 @@ as_budget = partial(read_whole, "budget", least=1, most=2**31)
 
 
 def obey(session: Session, rest: str) -> None:
-    """Submit a prompt as long as a slot among chats; with numbers, one for each of these
-    budgets."""
+    """Submit a prompt as long as a slot among chats. Numbers are budgets: submit one prompt for
+    each."""
     state = session.state
     budgets = [as_budget(word) for word in rest.split()]
     for budget in budgets if state.view.engine else ():  # otherwise the client refuses
@@ -240,38 +240,38 @@ def obey(session: Session, rest: str) -> None:
 
 
 class Gap(NamedTuple):
-    """From one token of a chat to the next."""
+    """The time between two tokens of a chat."""
 
     seconds: float
-    steps: int  # 1: the chat had a token in each step
-    tokens: int  # of the long prompt, read meanwhile
-    cost: int  # prompt tokens, its own and others'
+    steps: int  # number of steps; 1 means a token in each step
+    tokens: int  # tokens of the long prompt prefilled in the gap
+    cost: int  # all prompt tokens prefilled in the gap
 
 
 class ShortPrompt(NamedTuple):
-    """A short prompt that arrived while the long one was read. Steps count from its arrival."""
+    """A short prompt that arrived during the long prompt's prefill. Steps count from its arrival."""
 
     request: int
     tokens: int
-    left: int  # unread tokens of the long prompt
-    steps: int  # to its first token
-    long_steps: int  # to the long prompt's first token
+    left: int  # tokens of the long prompt not prefilled yet
+    steps: int  # steps to its first token
+    long_steps: int  # steps to the long prompt's first token
 
 
 class LongPromptResult(NamedTuple):
-    """One long prompt and its effect on the chats. Seconds are the engine's."""
+    """One long prompt and its effect on the chats. Seconds are on the engine's clock."""
 
     request: int
-    budgets: tuple[int, ...]  # more than one if the budget changed in mid-prompt
-    widest: int  # the most in a step
-    steps: int  # with a chunk of the long prompt
+    budgets: tuple[int, ...]  # more than one if the budget changed during prefill
+    widest: int  # the largest chunk
+    steps: int  # number of steps with a chunk of the long prompt
     ttft: float
-    gap: float  # the median of the chats' gaps with a whole chunk inside
-    longest: float
-    steps_between: int  # from a chat's token to the next, at most
-    quiet_gap: float  # before the long prompt
-    quiet_longest: float
-    short: ShortPrompt | None = None  # one that arrived halfway through and was answered
+    gap: float  # median gap of the chats with a full chunk in it
+    longest: float  # the longest gap with a chunk in it
+    steps_between: int  # the most steps between two tokens of a chat
+    quiet_gap: float  # median gap before the long prompt
+    quiet_longest: float  # the longest gap before the long prompt
+    short: ShortPrompt | None = None  # the short prompt, if it was answered
 
     @property
     def budget(self) -> str:
@@ -280,12 +280,12 @@ class LongPromptResult(NamedTuple):
 
 @dataclass(frozen=True)
 class LongPromptRecord(ExperimentRecord):
-    """The long prompts so far, and what happens now."""
+    """The results so far and the current state."""
 
     name = NAME
-    now: str = ""  # what happens now
-    newest: int | None = None  # long prompt, also if it has not ended
-    short: int | None = None  # the short prompt next to it
+    now: str = ""  # description of the current state
+    newest: int | None = None  # the newest long prompt, finished or not
+    short: int | None = None  # the newest short prompt
     results: tuple[LongPromptResult, ...] = ()
 
     @property
@@ -294,13 +294,13 @@ class LongPromptRecord(ExperimentRecord):
 
 
 def read_of(step: StepView, request: int) -> int:
-    """Number of tokens of this prompt in a step."""
+    """Return how many tokens of this prompt a step prefills."""
     return sum(stop - start for _, id, start, stop in step.prefill if id == request)
 
 
 def gaps_of(steps: Sequence[StepView], long: int | None) -> Iterator[tuple[int, int, Gap]]:
-    """Each gap of each chat, with the index of its last step and the slot."""
-    newest: dict[int, int] = {}  # by chat: the place of the step of the newest token
+    """Yield the gaps of all chats, each with the index of its last step and the slot."""
+    newest: dict[int, int] = {}  # chat -> index of the step of its newest token
     for i, step in enumerate(steps):
         for slot, chat in step.decode:
             if chat == long or slot in step.ghosts:
@@ -308,7 +308,7 @@ def gaps_of(steps: Sequence[StepView], long: int | None) -> Iterator[tuple[int, 
             if chat in newest:
                 first = newest[chat]
                 began = steps[first].ended
-                # A step's tokens may be read only after the work of the next step
+                # A step's tokens may be read after the next step's work is done
                 chunks = [
                     other
                     for other in steps[first : i + 2]
@@ -327,7 +327,7 @@ def gaps_of(steps: Sequence[StepView], long: int | None) -> Iterator[tuple[int, 
 def measured(
     steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]
 ) -> LongPromptResult | None:
-    """Measure the effect of a long prompt. None if no chat decoded meanwhile."""
+    """Measure the effect of a long prompt. Return None if no chat decoded during its prefill."""
     reads = [step for step in steps if read_of(step, handle.id)]
     quiet: list[Gap] = []
     disturbed: list[Gap] = []
@@ -338,7 +338,7 @@ def measured(
             quiet.append(gap)
     if not quiet or not disturbed:
         return None
-    # Leave out a short last chunk: of two gaps it would be the median
+    # Leave out a short last chunk, which would be the median of two gaps
     dearest = max(gap.cost for gap in disturbed)
     whole = [gap.seconds for gap in disturbed if 2 * gap.cost >= dearest]
     return LongPromptResult(
@@ -358,8 +358,8 @@ def measured(
 def counted(
     steps: Sequence[StepView], long: Handle, short: Handle, left: int
 ) -> ShortPrompt | None:
-    """Count the steps from the arrival of a short prompt to both first tokens. None if it was
-    cancelled, or its steps are forgotten."""
+    """Count the steps from the arrival of a short prompt to both first tokens. Return None if it was
+    cancelled or its steps are no longer known."""
     last = {
         handle: max((step.step for step in steps if read_of(step, handle.id)), default=0)
         for handle in (long, short)
@@ -378,10 +378,10 @@ def counted(
 
 # --- drawing --------------------------------------------------------------------------------------
 
-LEFT = 10  # characters before a trace: slot and request
-RIGHT = 10  # and after it: the newest gap
-TALLEST = 6  # lines of a trace
-NOISY = 3  # times the median: such a gap has a cause outside the engine
+LEFT = 10  # characters before a trace, for slot and request
+RIGHT = 10  # characters after a trace, for the newest gap
+TALLEST = 6  # maximum lines of a trace
+NOISY = 3  # a gap longer than this multiple of the median has a cause outside the engine
 FIGURES = (
     Figure("prompt", 9, 8),
     Figure("budget", 9, 0),
@@ -396,7 +396,7 @@ FIGURES = (
 
 
 def draw(state: State, on: Canvas) -> None:
-    """Draw a trace for each chat, a line for each long prompt, and what the budget trades."""
+    """Draw a trace for each chat, a row for each result, and the trade-off of the budget."""
     record = state.records.get(NAME, LongPromptRecord())
     is_on = state.view.experiment is record
     keys = "L another  [ ] budget  Esc ends it" if is_on else "L sends one  Esc back"
@@ -415,7 +415,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def doing(state: State, record: LongPromptRecord, is_on: bool) -> str:
-    """The current stage, and the budget."""
+    """Describe the current state and the budget."""
     limits = state.view.engine.limits
     own = state.view.made_with
     words = "over, the budget is restored" if record.results else "no long prompt has been read yet"
@@ -428,7 +428,7 @@ def doing(state: State, record: LongPromptRecord, is_on: bool) -> str:
 
 
 def sentence(results: Sequence[LongPromptResult]) -> str:
-    """The trade-off of the budget, with the newest value and the one before."""
+    """Describe the trade-off of the budget, with the newest value and the one before."""
     newest = results[-1]
     result, which = calmest(results, newest.budgets)
     words = (
@@ -447,7 +447,7 @@ def sentence(results: Sequence[LongPromptResult]) -> str:
 
 
 def company(result: LongPromptResult) -> str:
-    """The short prompt's time to first token."""
+    """Describe the short prompt's time to first token."""
     short = result.short
     if short is None:
         return (
@@ -464,14 +464,15 @@ def company(result: LongPromptResult) -> str:
 def calmest(
     results: Sequence[LongPromptResult], budgets: tuple[int, ...]
 ) -> tuple[LongPromptResult, str]:
-    """The least disturbed result with these budgets: other programs only make gaps longer."""
+    """Return the result with the shortest median gap for these budgets, because other programs only make
+    gaps longer."""
     alike = [result for result in results if result.budgets == budgets]
     which = f", the calmest of {len(alike):,}" if len(alike) > 1 else ""
     return min(alike, key=lambda result: result.gap), which
 
 
 def truth(results: Sequence[LongPromptResult]) -> str:
-    """The reliability of the figures."""
+    """Describe how reliable the figures are."""
     words = ""
     if results and results[-1].quiet_longest > NOISY * results[-1].quiet_gap:
         longest = span(results[-1].quiet_longest)
@@ -486,9 +487,12 @@ def truth(results: Sequence[LongPromptResult]) -> str:
 def scope_of(
     state: State, long: int | None, width: int
 ) -> tuple[Sequence[Column], int, int | None]:
-    """The steps of the picture, the steps per cell, and the number of cells before the long
-    prompt's first chunk (None: not read yet). As on an oscilloscope, the picture begins a little
-    before the newest long prompt and stops when it is full."""
+    """Return the steps to draw, the steps per cell, and the number of cells before the long prompt's first
+    chunk (None before its prefill).
+
+    As on an oscilloscope, the picture begins shortly before the newest long prompt and stops when it is
+    full.
+    """
     history = state.history
     request = state.requests.get(long)
     steps = state.steps_of(request) if request else []
@@ -507,7 +511,7 @@ def draw_traces(state: State, on: Canvas, height: int, record: LongPromptRecord)
     long = record.newest
     cells = on.width - LEFT - RIGHT
     columns, zoom, before = scope_of(state, long, cells)
-    lanes: dict[int, dict[int, Gap]] = defaultdict(dict)  # by slot and cell: the longest gap
+    lanes: dict[int, dict[int, Gap]] = defaultdict(dict)  # [slot][cell] -> the longest gap
     is_whole = not any(column.unseen for column in columns)
     for i, slot, gap in gaps_of([column.view for column in columns], long):
         if gap.steps == 1 or is_whole:
@@ -549,8 +553,8 @@ def draw_traces(state: State, on: Canvas, height: int, record: LongPromptRecord)
 
 
 def top_of(gaps: Collection[Gap]) -> float:
-    """The end of the scale. Gaps that another program caused may exceed it, or all others would
-    look alike."""
+    """Return the end of the scale. Outliers caused by other programs may exceed it, because otherwise all
+    other gaps would look the same."""
     usual = percentile((gap.seconds for gap in gaps), 0.98) or 0.01
     read = max((gap.seconds for gap in gaps if gap.tokens), default=0.0)
     return nice(max(usual, read))
@@ -559,7 +563,7 @@ def top_of(gaps: Collection[Gap]) -> float:
 def draw_trace(
     on: Canvas, slot: int, chat: int | None, trace: Sequence[Gap | None], top: float, tall: int
 ) -> None:
-    """Draw one chat's gaps as columns, in another colour while the long prompt is read."""
+    """Draw one chat's gaps as columns, in another colour during the long prompt's prefill."""
     bars = [
         (gap.seconds / top, on.bad if gap.tokens else on.p.fill(chat)) if gap else (None, "")
         for gap in trace
@@ -573,7 +577,7 @@ def draw_trace(
 def draw_chunks(
     on: Canvas, slot: int, request: int, read: Collection[int], cells: int, name: str
 ) -> None:
-    """Draw the line of the long or the short prompt: the cells with a chunk."""
+    """Draw the line of the long or the short prompt, with a mark for each cell with a chunk."""
     pen = on.pen().put(f"{slot:>3} r{request}", bold=True)
     for x in sorted(read):
         pen.to(LEFT + x).put(GLYPHS[PREFILL], on.p.cell(PREFILL, request))
@@ -581,7 +585,7 @@ def draw_chunks(
 
 
 def draw_results(on: Canvas, results: Sequence[LongPromptResult]) -> None:
-    """Draw a line for each long prompt, the newest last."""
+    """Draw a row for each result, the newest last."""
     if not results:
         on.lines.append([])
         return

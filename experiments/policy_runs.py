@@ -1,10 +1,9 @@
-"""A workload under a policy, measured or replayed, on a clock without interruptions (for race.py and
-request_latency.py).
+"""Runs of a workload under a policy, measured or replayed, on a clock without interruptions (for race.py
+and request_latency.py).
 
-Other programs interrupt steps, so measured seconds of one race differ by factors of 1.0 to 3.9. A
-run is therefore as long as the undisturbed times of its steps (`screen/undisturbed_times.py`); the rest
-of the engine's clock is shown as interruptions. Every time in a `Run` except `took` is on that
-clock.
+Other programs interrupt steps: measured times of the same race differed by factors of up to 3.9. So the
+length of a run is the sum of its steps' undisturbed times (`screen/undisturbed_times.py`), and the rest of
+the engine's time is shown as interruptions. All times in a `Run` except `took` are on this clock.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ FIGURES = (
 
 
 class Run(NamedTuple):
-    """A workload under one policy, measured or simulated: timeline and figures."""
+    """The timeline and figures of a workload under one policy, measured or simulated."""
 
     policy: str
     how: str  # "measured" | "simulated" | "running …" | "cut short"
     columns: Sequence[Column]
     ttfts: Sequence[float]
     took: float = 0.0  # seconds on the engine's clock; 0 if simulated
-    # in a race: by the number in `columns`
+    # in a race: number in `columns` -> request
     requests: Mapping[int, RequestView] = {}
 
     @property
@@ -57,7 +56,7 @@ class Run(NamedTuple):
 
     @property
     def figures(self) -> dict[str, str]:
-        """As texts, by the titles of `FIGURES`."""
+        """The figures as text, by the titles of `FIGURES`."""
         rate = sum(c.tokens for c in self.columns) / self.makespan if self.makespan else 0.0
         return {
             "steps": f"{len(self.columns):,}",
@@ -70,7 +69,7 @@ class Run(NamedTuple):
 
     @property
     def on_the_engines(self) -> str:
-        """Seconds on the engine's clock, and how much of it were interruptions."""
+        """The duration on the engine's clock, and the part that was interruptions."""
         lost = self.took - self.makespan
         words = f", of it interruptions: {span(lost)}" if lost > self.took / 50 else ""
         return span(self.took) + words
@@ -78,7 +77,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Contest:
-    """Two runs of one workload to compare."""
+    """Two runs of the same workload to compare."""
 
     title: str
     runs: Sequence[Run]
@@ -95,7 +94,7 @@ def measured(
     prices: Prices,
     how: str = "measured",
 ) -> Run:
-    """A real run."""
+    """Return a measured run."""
     steps, moment = on_clock(columns, prices)
     took = 0.0
     if columns:
@@ -107,7 +106,7 @@ def measured(
 def ttfts_of(
     columns: Iterable[Column], requests: Iterable[RequestView], moment: Callable[[float], float]
 ) -> list[float]:
-    """TTFTs: a first token comes with the last chunk of the prompt."""
+    """Return the TTFTs. A first token comes with the last chunk of the prompt."""
     ends = {(request, stop): c.ended for c in columns for _, request, _, stop in c.view.prefill}
     ttfts = []
     for r in requests:
@@ -118,15 +117,15 @@ def ttfts_of(
 
 
 def renumbered(columns: Iterable[Column], numbers: dict[int, int]) -> list[Column]:
-    """The same steps, with other numbers for the requests."""
+    """Return the steps with renumbered requests."""
     return [
         c._replace(cells=tuple(Cell(kind, numbers.get(r)) for kind, r in c.cells)) for c in columns
     ]
 
 
 def terms_of(state: State, columns: Sequence[Column]) -> tuple[Limits, Prices]:
-    """The limits of these steps and the prices then, for a replay. ValueError if the budget changed
-    in between."""
+    """Return the limits and prices of these steps, for a replay. Raise ValueError if the budget changed
+    between them."""
     first, last = columns[0].step, columns[-1].step
     return state.limits_of(first, last), prices_in(state, step=first)
 
@@ -139,8 +138,10 @@ def replay(
     prices: Prices,
     steps: Iterable[StepView] = (),
 ) -> Run:
-    """Replay requests through the scheduler under another policy, on the clock of the prices. `steps`:
-    the steps that were run, with their drafts."""
+    """Replay requests through the scheduler under another policy, on the clock of the prices.
+
+    `steps`: the original steps, from which draft tokens are taken.
+    """
     drafts = drafts_by_request(steps)
     guests = [guest_of(request, moment, drafts) for request in requests]
     columns = [*simulated(limits, guests, policy, prices)]
@@ -150,7 +151,7 @@ def replay(
 def simulated(
     limits: Limits, guests: Sequence[Guest], policy: str, prices: Prices, **options: Any
 ) -> Iterator[Column]:
-    """The steps of a replay on the clock of the prices. Options are those of `Replay`."""
+    """Yield the steps of a replay on the clock of the prices. `options`: arguments for `Replay`."""
 
     def seconds(plan: Plan) -> float:
         return prices.seconds(len(plan.decodes), len(plan.chunks))
@@ -175,7 +176,7 @@ def simulated(
 
 
 def drafts_by_request(steps: Iterable[StepView]) -> dict[int, list[tuple[int, int]]]:
-    """The draft tokens of these steps, for `guest_of`."""
+    """Return the draft tokens of these steps, for `guest_of`."""
     return drafts_in((step.decode, step.ghosts, step.drafts) for step in steps)
 
 
@@ -184,8 +185,8 @@ def guest_of(
     moment: Callable[[float], float],
     drafts: Mapping[int, Sequence[tuple[int, int]]],
 ) -> Guest:
-    """A request for a replay. If it still runs, it counts as far as it is: during prefill, to its
-    first token.
+    """Return a request for a replay. A running request is replayed up to its newest token, or to its first
+    token during prefill.
 
     `moment` converts arrival times to the clock of the costs.
     """
@@ -207,19 +208,19 @@ def guest_of(
 
 
 def is_cut_short(request: RequestView) -> bool:
-    """True if a cancel or an error ended it."""
+    """True if the request was cancelled or failed."""
     return request.reason in ("cancelled", "error")
 
 
 def until(run: Run, moment: float) -> Run:
-    """A run up to a time of its clock, in a race, where all requests arrive at 0."""
+    """Return a run up to a time of its clock. All requests must have arrived at 0, as in a race."""
     columns = run.columns[: bisect_right(run.columns, moment, key=lambda c: c.ended)]
     ttfts = [ttft for ttft in run.ttfts if ttft <= moment]
     return run._replace(columns=columns, ttfts=ttfts)
 
 
 def answer_in(run: Run, slot: int) -> tuple[int, str] | None:
-    """Number and text so far of the last request in a slot, or None."""
+    """Return the number and the text so far of the last request in a slot, or None."""
     step = last_in(run.columns, slot)
     number = step and step.cells[slot].request
     if number not in run.requests:
@@ -230,13 +231,13 @@ def answer_in(run: Run, slot: int) -> tuple[int, str] | None:
 
 
 def in_time(run: Run, width: int, longest: float) -> list[Column]:
-    """A run's columns on a time scale, with `longest` seconds over `width` cells."""
+    """Return a run's columns merged to a time scale of `longest` seconds over `width` cells."""
     out = []
     first = 0
     for x in range(round(run.makespan / longest * width)):
         ends = (x + 1) * longest / width
         stop = max(first, bisect_left(run.columns, ends, key=lambda c: c.ended))
-        # A cell in which no step ends shows the step that is running
+        # A cell in which no step ends shows the running step
         merged = run.columns[first:stop] or [run.columns[min(first, len(run.columns) - 1)]]
         out.append(merge(merged))
         first = stop

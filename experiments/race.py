@@ -1,7 +1,8 @@
-"""Which of two policies serves the same requests sooner?
+"""Which of two policies serves the same requests faster?
 
-A race measures it: one leg after the other, each from an idle engine, both shown on one clock. A comparison
-simulates it: the last busy period is replayed through the scheduler under its own policy and another.
+A race measures it: the legs run one after another, each from an idle engine, and are shown on a common clock.
+A comparison simulates it: the last busy period is replayed through the scheduler under its own policy and
+another one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 # --- question -------------------------------------------------------------------------------------
 
-RIVALS = tuple(POLICIES)[1::-1]  # in order: static, continuous
+RIVALS = tuple(POLICIES)[1::-1]  # static, then continuous
 
 # --- run ------------------------------------------------------------------------------------------
 
@@ -66,7 +67,7 @@ class Race(Experiment):
         try:
             yield from self.until_idle()
             for policy in self.record.to_race:
-                # Idle, so this happens at once; slots forget what they remembered
+                # The engine is idle, so the policy changes immediately. This also clears the slots' caches
                 engine.drain(policy)
                 first = engine.sched.steps + 1
                 handles = [*map(self.client.submit, self._asks)]
@@ -81,8 +82,8 @@ class Race(Experiment):
 
 
 def obey_race(session: Session, rest: str) -> None:
-    """Race a burst of this size under the named policies: /race 12 static serial. /race last shows
-    the last race."""
+    """Race a burst of this size under these policies: /race 12 static serial. /race last shows the
+    last race."""
     state = session.state
     if rest == "last":
         if not shown_in(state).last.runs:
@@ -94,19 +95,19 @@ def obey_race(session: Session, rest: str) -> None:
     policies = [policy_of(word).name for word in words if not word[:1].isdigit()] or RIVALS
     size = next((word for word in words if word[:1].isdigit()), str(state.settings.burst))
     asks = session.asks(read_count("race")(size))
-    # The same seeds in each leg, so that all legs sample alike
+    # The same seeds in each leg, so that all legs sample the same tokens
     seed = state.settings.seed or 0
-    # Tokenize here and not in the thread that steps, because a chat template may take long
+    # Tokenize here and not in the engine's thread, because a chat template may be slow
     asks = [session.client.tokenize(ask._replace(seed=seed + i)) for i, ask in enumerate(asks)]
     shown_in(state).film = None
     session.run_experiment(Race(asks, policies))
 
 
 def compare(state: State, rival: str = "") -> Contest:
-    """Replay the last busy period under its own policy and under another.
+    """Replay the last busy period under its own policy and under another one.
 
-    Both are simulated, because a measured run and a simulated one differ by the simulation's errors
-    as well. If there is nothing to compare, a ValueError says why.
+    Both are simulated, because the difference between a measured and a simulated run would include the
+    simulation's error. Raise ValueError if there is nothing to compare.
     """
     columns = state.history[state.woke :]
     if not columns:
@@ -117,7 +118,7 @@ def compare(state: State, rival: str = "") -> Contest:
     if len(requests) < 2:
         raise ValueError("one request alone takes as long under every policy; b fires a burst")
     limits, costs = terms_of(state, columns)
-    # More than one if the user changed the policy
+    # Several policies if the user changed it
     policies = Counter(column.view.policy for column in columns)
     ran = policies.most_common(1)[0][0]
     rival = rival or next(policy for policy in POLICIES if policy != ran)
@@ -157,12 +158,12 @@ def obey_compare(session: Session, rest: str) -> None:
 
 @dataclass(frozen=True)
 class RaceRecord(ExperimentRecord):
-    """The same requests under one policy after the other."""
+    """The same requests under several policies, one after another."""
 
     name = "race"
     doing = "⚑ racing"
     is_one_run = False
-    legs: tuple[ExperimentRun, ...]  # the same burst under one policy each
+    legs: tuple[ExperimentRun, ...]  # the burst's run under each policy so far
     to_race: tuple[str, ...]  # policies of the remaining legs
 
     @property
@@ -175,12 +176,12 @@ def is_racing(view: View) -> bool:
 
 
 def legs_in(view: View) -> tuple[ExperimentRun, ...]:
-    """The legs of the running race, or of the last experiment if that was one."""
+    """Return the legs of the running race, or of the last experiment if it was a race."""
     return view.record.legs if isinstance(view.record, RaceRecord) else ()
 
 
 def race_in(state: State) -> Contest:
-    """The race so far, measured. Requests are numbered from 1 in each leg, to be compared."""
+    """Return the race so far. Requests are numbered from 1 in each leg, so that legs can be compared."""
     runs: list[Run] = []
     racing = is_racing(state.view)
     legs = legs_in(state.view)
@@ -206,7 +207,7 @@ def race_in(state: State) -> Contest:
 
 
 def verdict(runs: Sequence[Run]) -> str:
-    """One sentence about two runs that have ended."""
+    """Compare two finished runs in one sentence."""
     if len(runs) < 2 or any(
         run.how in ("running …", "cut short") or not run.makespan for run in runs
     ):
@@ -225,10 +226,10 @@ def verdict(runs: Sequence[Run]) -> str:
 
 # --- drawing --------------------------------------------------------------------------------------
 
-FILM = (4.0, 10.0)  # seconds that the animation of both legs takes, at least and at most
-NAME = 23  # characters of a policy and of how it ran
-SHORT_NAME = 12  # of the policy alone, on a narrow screen
-TALLEST = 3  # lines of a slot
+FILM = (4.0, 10.0)  # minimum and maximum seconds of the animation
+NAME = 23  # characters for a policy and how it ran
+SHORT_NAME = 12  # characters for only the policy, on a narrow screen
+TALLEST = 3  # maximum lines per slot
 RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
 NEXT = "runs next"
 NO_RACE = Contest("Race", [], "No race has been run: r runs one.")
@@ -239,8 +240,8 @@ NO_COMPARISON = Contest("Compare", [], NOTHING_RAN)
 class Shown:
     """The state of the race's page."""
 
-    last: Contest = NO_RACE  # the last race that ended
-    # how far both legs are animated, in seconds of the clock; None: to the end
+    last: Contest = NO_RACE  # the last finished race
+    # position of the animation in seconds of the common clock; None: not animated
     film: float | None = None
     began: float | None = None  # when the animation began
 
@@ -254,7 +255,7 @@ def draw(state: State, on: Canvas) -> None:
     if is_racing(state.view):
         draw_contest(state, on, race_in(state))
     else:
-        film = shown.film if on.has_keys else None  # a log has the result
+        film = shown.film if on.has_keys else None  # a log shows only the result
         draw_contest(state, on, shown.last, film)
 
 
@@ -263,7 +264,7 @@ def draw_comparison(state: State, on: Canvas) -> None:
 
 
 def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None = None) -> None:
-    """Draw each run with its figures, and a sentence about the winner."""
+    """Draw the runs with their figures, and a sentence about the winner."""
     longest = max([run.makespan for run in contest.runs], default=0) or 1.0
     result = verdict(contest.runs)
     if film is not None:
@@ -283,7 +284,7 @@ def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None 
     room = (on.height - 7 - len(below.lines)) // 2  # lines for each run
     many = len(state.view.engine.slots)
     slots = fit_slots(state, max(1, room + 1))
-    # On a tall screen more than one line for a slot, as long as the answers below have one each
+    # Use several lines per slot on a tall screen if the answers below still have a line each
     tall = max(1, min(TALLEST, (on.height - 8 - len(below.lines) - many) // (2 * many)))
     part = f"slots {slots[0]}–{slots[-1]}" if len(slots) < many else ""
     name = NAME if on.width >= 80 else SHORT_NAME
@@ -304,7 +305,7 @@ def draw_contest(state: State, on: Canvas, contest: Contest, film: float | None 
 
 
 def draw_run(run: Run, on: Canvas, slots: Sequence[int], longest: float, tall: int) -> None:
-    """Draw the timeline of a run. `longest` seconds fill the width."""
+    """Draw the timeline of a run. The width is `longest` seconds."""
     columns = in_time(run, on.width - 5, longest)
     for slot in slots:
         for line in range(tall):
@@ -315,7 +316,7 @@ def draw_run(run: Run, on: Canvas, slots: Sequence[int], longest: float, tall: i
 
 
 def draw_answers(state: State, on: Canvas, runs: Sequence[Run]) -> None:
-    """Draw the ends of each slot's answers in both legs, side by side."""
+    """Draw the end of each slot's answer in all legs, side by side."""
     runs = [run for run in runs if run.requests]
     if on.lines_left < 2 or not runs:
         return
@@ -336,14 +337,14 @@ def draw_answers(state: State, on: Canvas, runs: Sequence[Run]) -> None:
 
 
 def show_again(state: State) -> None:
-    """Show the last race, animated if there are two legs."""
+    """Show the last race, animated if two legs can be compared."""
     shown = shown_in(state)
     shown.film = 0.0 if verdict(shown.last.runs) else None
     shown.began = None
 
 
 def show_result(state: State, before: View) -> None:
-    """Show a race that has ended, both legs at once."""
+    """Show a race that has just finished."""
     view = state.view
     if is_racing(view):
         return

@@ -1,6 +1,6 @@
-"""Why did a request wait, and how would it have gone under another policy?
+"""Why did a request wait, and how would it have fared under another policy?
 
-Its latency is a waterfall of parts, and the same request is replayed under each policy
+The page draws the latency as a waterfall of parts, and replays the request under each policy
 (`latency_breakdown.py`).
 """
 
@@ -44,7 +44,7 @@ MARKS = (50, 95, 99)  # percentiles marked on the slider
 
 
 def read_request(text: str) -> int | str:
-    """A request's number, or a percentile such as p95."""
+    """Parse a request's number or a percentile such as p95."""
     if text.startswith("p"):
         read_real("why", text[1:], 0, 100)
         return text
@@ -52,7 +52,7 @@ def read_request(text: str) -> int | str:
 
 
 def obey(session: Session, rest: str) -> None:
-    """Explain the open request, a named one (/why 7), or that at a percentile of TTFT (/why
+    """Explain the open request, a request by number (/why 7), or the one at a percentile of TTFT (/why
     p95)."""
     state = session.state
     chosen = read_request(rest) if rest else None
@@ -82,14 +82,14 @@ def open_request(state: State, request: RequestView) -> None:
 
 
 def open_beside(state: State, by: int) -> None:
-    """Open the next request by TTFT."""
+    """Open the next or previous request in order of TTFT."""
     order = ranked(state.ended)
     if order:
         open_request(state, beside(state.open, order, by))
 
 
 def open_mark(state: State) -> None:
-    """Open the next percentile's request; after the last, the first."""
+    """Open the request at the next percentile, after the last at the first."""
     order = ranked(state.ended)
     if not order:
         return
@@ -104,17 +104,17 @@ def open_mark(state: State) -> None:
 
 @dataclass(frozen=True)
 class RequestLatencyRecord:
-    """A request as measured, replayed alone, and replayed under each policy."""
+    """The outcomes of a request: measured, replayed alone, and replayed under each policy."""
 
     request: int
     outcomes: Sequence[Outcome] = ()
-    why_not: str = ""  # there are none
+    why_not: str = ""  # the reason if there are no outcomes
 
 
 # --- drawing --------------------------------------------------------------------------------------
 
-NAMES = 16  # characters of a part's name
-FIGURES = (14, 8)  # characters of the milliseconds, and of the percent
+NAMES = 16  # characters for a part's name
+FIGURES = (14, 8)  # characters for the milliseconds and for the percentage
 TABLE = (Figure("TTFT", 10), Figure("total", 10), Figure("steps in all", 16))
 LINE = "░"
 KNOB = "●"
@@ -123,7 +123,7 @@ SOON, LATE = "█▒"  # before and after the first token
 
 
 def draw(state: State, on: Canvas) -> None:
-    """Draw one request: its parts, the others, and the replays."""
+    """Draw a request's parts, the requests that it waited for, and the replays."""
     on.names = NAMES - 1
     r = state.open
     if r is None:
@@ -145,7 +145,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def draw_slider(state: State, on: Canvas, r: RequestView) -> None:
-    """Draw the request's rank by TTFT. A click on a percentile opens its request."""
+    """Draw the request's rank by TTFT. A click on a percentile opens the request there."""
     order = ranked(state.ended)
     place = place_of(r, order)
     cells = ["─"] * (on.width - 8)
@@ -172,7 +172,7 @@ def at_cell(part: float, cells: int) -> int:
 
 
 def draw_parts(on: Canvas, r: RequestView, breakdown: LatencyBreakdown) -> None:
-    """Draw the waterfall: each part begins where the one above ends."""
+    """Draw the waterfall. Each part begins where the previous one ends."""
     first = math.inf if r.metrics.ttft_s is None else r.arrived + r.metrics.ttft_s
     parts = {part: in_ms(seconds) for part, seconds in breakdown.parts().items()}
     parts = {part: spent for part, spent in parts.items() if spent}
@@ -199,14 +199,14 @@ def in_ms(seconds: float) -> float:
 
 
 def color_of(p: Palette, part: str, request: int) -> str:
-    """The request's colour for its own parts."""
+    """Return the colour of a part: the request's own for its own work."""
     if part in ("own chunks", "decoding"):
         return p.fill(request)
     return p.bad if part in ("line", "slot") else p.muted
 
 
 def draw_others(state: State, on: Canvas, r: RequestView, breakdown: LatencyBreakdown) -> None:
-    """Draw which requests this one waited for."""
+    """Draw the requests that this one waited for."""
     clients = shares_of_clients(state, breakdown)
     most = 3 if on.width < 100 else 7
     if breakdown.ahead:
@@ -227,7 +227,7 @@ def draw_others(state: State, on: Canvas, r: RequestView, breakdown: LatencyBrea
 
 
 def reread_in_words(m: Metrics) -> str:
-    """Why a model with states read known tokens again (docs/slots.md)."""
+    """Explain why a recurrent model prefilled cached tokens again (docs/slots.md)."""
     if not m.reread_tokens:
         return ""
     known = m.cached_tokens + m.reread_tokens
@@ -241,13 +241,13 @@ def reread_in_words(m: Metrics) -> str:
 
 
 def bounded(state: State) -> str:
-    """How long a step with a chunk may take."""
+    """Describe the time limit of a step with a chunk."""
     seconds = state.view.engine.step_s
     return f"; a step with one may take {span(seconds)} (--step-ms)" if seconds else ""
 
 
 def cut_short(state: State, r: RequestView) -> str:
-    """What the step's time left of its chunks while others decoded."""
+    """Describe the chunks that the time limit of a step cut short while other requests decoded."""
     steps = [state.history[i].view for i in state.steps_of(r)]
     cut = [
         step.prompt_tokens
@@ -263,7 +263,7 @@ def cut_short(state: State, r: RequestView) -> str:
 
 
 def shares_of_clients(state: State, breakdown: LatencyBreakdown) -> str:
-    """The share of each client in the slots meanwhile, if there was more than one."""
+    """Describe each client's share of the slots during the wait, if there were several clients."""
     held: Counter[str] = Counter()
     for request, seconds in breakdown.ahead.items():
         if request in state.requests:
@@ -312,7 +312,7 @@ def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
 
 
 def reliability(state: State, r: RequestView, outcomes: Sequence[Outcome]) -> str:
-    """The deviation of the replays from the real run."""
+    """Describe how far the replays deviate from the measured run."""
     words = ""
     ran = next(each for each in outcomes if each.name == r.policy)
     times = outcomes[0].total / ran.total if ran.total else 1.0

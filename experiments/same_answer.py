@@ -1,10 +1,10 @@
 """Does an answer depend on the other requests in its steps?
 
-On most engines it does: a library adds up eight rows in another order than one, so last bits differ,
-and sooner or later a token does; temperature 0 does not help. Here one prompt runs alone, and then
-hundreds of times among random neighbours that come, go and are cancelled; half of the runs may use cached
-rows of a common prefix. Each run becomes a hash of all tokens and of all bits of the log probabilities,
-and the hashes are counted. All random choices come from one seed.
+In most engines it does: libraries sum in a different order for eight rows than for one, so the last bits
+differ, and sooner or later a token does, even at temperature 0. Here a prompt runs alone, and then hundreds
+of times among random neighbours that arrive, finish and are cancelled. Half of the runs may use cached rows of
+a common prefix. Each run is hashed (all tokens and all bits of the log probabilities), and the distinct hashes
+are counted. All random choices use a fixed seed.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
 # --- question -------------------------------------------------------------------------------------
 
 RUNS = 200
-LONGEST = 24  # tokens of a run, so that 200 take seconds
-LIKELIEST = 5  # likeliest tokens compared at each position
-WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # the words of neighbours
+LONGEST = 24  # maximum tokens of a run, so that 200 runs take seconds
+LIKELIEST = 5  # number of likeliest tokens compared at each position
+WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # words of the neighbours' prompts
 
 # --- run ------------------------------------------------------------------------------------------
 
 
 class SameAnswer(Experiment):
-    """Run a prompt alone, then among neighbours."""
+    """Run a prompt alone, and then many times among neighbours."""
 
     what = "same-answer experiment"
 
     def __init__(self, ask: Ask, runs: int):
         most = min(ask.max_tokens, LONGEST)
-        # Sampling needs the same seed for the same tokens
+        # Sampled runs can only be equal with the same seed
         seed = ask.seed if ask.seed is not None else 0
         self.ask = ask._replace(max_tokens=most, seed=seed, logprobs=LIKELIEST, speculate=False)
         super().__init__(SameAnswerRecord(self.ask, runs))
         self.dice = random.Random(0)
-        self.asked = 0  # runs
+        self.asked = 0  # number of runs submitted
 
     def run(self) -> Iterator[SameAnswerRecord]:
         self._check()
         product = self.engine.summary.rpartition("; ")[2]
-        product = product.partition(", so ")[0]  # `exact` says so, too
+        product = product.partition(", so ")[0]  # the rest repeats `exact`
         self.update(exact=self.engine.is_batch_invariant, product=product)
         yield from self.until_idle()
         yield from self._run_alone()
@@ -88,7 +88,7 @@ class SameAnswer(Experiment):
 
     @property
     def _left(self) -> int:
-        """The number of runs that have not ended."""
+        """The number of runs that have not finished."""
         return self.record.wanted - len(self.record.runs)
 
     def _submit(self) -> Handle:
@@ -114,7 +114,7 @@ class SameAnswer(Experiment):
         )
 
     def _count(self, run: OpenQuestion) -> None:
-        """Count an ended run. One that a user cancelled is repeated."""
+        """Count a finished run. A run that the user cancelled does not count and is repeated."""
         if not is_complete(run.handle):
             return
         answer = Bits.from_handle(run.handle)
@@ -136,15 +136,18 @@ class SameAnswer(Experiment):
 
 
 def is_complete(handle: Handle) -> bool:
-    """True if an answer is complete. A failure ends the experiment."""
+    """True if an answer is complete. Raise ValueError if it failed, to end the experiment."""
     if handle.error:
         raise ValueError(f"a run failed: {handle.error}")
     return handle.finish_reason in ("stop", "length")
 
 
 def obey(session: Session, rest: str) -> None:
-    """Run a prompt alone, then among neighbours: /same 200, or /same 50 What is 3 + 4? By default
-    the prompt of the selected slot, if a user typed it. /same last shows the last result."""
+    """Run a prompt alone, and then among neighbours: /same 200, or /same 50 What is 3 + 4?
+
+    The default is the prompt in the selected slot, if the user typed it. /same last shows the last
+    result.
+    """
     is_on = isinstance(session.state.view.experiment, SameAnswerRecord)
     if rest == "last" or (is_on and not rest):
         return
@@ -157,7 +160,7 @@ def obey(session: Session, rest: str) -> None:
 
 
 def own_prompt(state: State) -> str:
-    """The user's last prompt in the selected slot, or the longest of the burst."""
+    """Return the prompt in the selected slot if the user typed it, otherwise the burst's longest."""
     owner = state.owner(state.selected)
     ours = [prompt for prompt, _ in state.prompts]
     is_asked = owner and isinstance(owner.origin, Ask) and not owner.origin.mute
@@ -168,7 +171,7 @@ def own_prompt(state: State) -> str:
 
 # --- record ---------------------------------------------------------------------------------------
 
-BEFORE = {  # by stage: words before the first run has ended
+BEFORE = {  # stage -> text until the first run has finished
     "waits": WAITS,
     "alone": "The prompt runs alone.",
     "runs": "Neighbours arrive.",
@@ -179,10 +182,10 @@ class Answered(NamedTuple):
     """One run among neighbours."""
 
     digest: str
-    beside: float  # mean number of other requests per step
-    reused: int  # prompt tokens whose rows were cached
+    beside: float  # mean number of other requests in its steps
+    reused: int  # number of prompt tokens whose rows were cached
     draft_tokens: int = 0
-    accepted_tokens: int = 0  # of these
+    accepted_tokens: int = 0  # part of `draft_tokens`
 
 
 class Alike(NamedTuple):
@@ -190,30 +193,30 @@ class Alike(NamedTuple):
 
     answer: Bits
     count: int
-    difference: Difference | None  # from the run alone
+    difference: Difference | None  # compared with the run alone
 
 
 @dataclass(frozen=True)
 class SameAnswerRecord(ExperimentRecord):
-    """The answers of the run alone and of the runs among neighbours."""
+    """The answers of the run alone and of those among neighbours."""
 
     name = "same"
     ask: Ask
-    wanted: int  # runs
-    exact: bool = False  # batch-invariant
+    wanted: int  # number of runs to do
+    exact: bool = False  # the engine is batch-invariant
     product: str = ""  # the engine's matrix product
     # stage: "waits" | "alone" | "runs" | "over"
     alone: Bits | None = None
     prompt_tokens: int = 0
     runs: tuple[Answered, ...] = ()
-    kinds: Sequence[Alike] = ()  # the one alone first
-    came: int = 0  # neighbours
+    kinds: Sequence[Alike] = ()  # the answer of the run alone first
+    came: int = 0  # number of neighbours so far
     cancelled: int = 0
-    beside: int = 0  # most others in one step
+    beside: int = 0  # maximum number of other requests in a step
 
     @property
     def texts(self) -> int:
-        """Number of different answers by tokens."""
+        """The number of answers that differ in tokens."""
         return len({kind.answer.tokens for kind in self.kinds if kind.count})
 
     @property
@@ -222,7 +225,7 @@ class SameAnswerRecord(ExperimentRecord):
 
     @property
     def unlike(self) -> int:
-        """Number of runs that differ from the run alone."""
+        """The number of runs that differ from the run alone."""
         return sum(kind.count for kind in self.kinds if kind.difference)
 
     @property
@@ -239,7 +242,7 @@ class SameAnswerRecord(ExperimentRecord):
 
     @property
     def covers(self) -> str:
-        """The numbers inside a hash."""
+        """A description of the numbers that a hash covers."""
         tokens = count(len(self.alone.tokens), "token")
         what = f"their log probabilities and those of the {LIKELIEST} likeliest"
         return f"{tokens}, {what}: {self.alone.numbers:,} numbers, each in all its bits"
@@ -254,7 +257,7 @@ class SameAnswerRecord(ExperimentRecord):
 
     @property
     def drafts(self) -> str:
-        """In how many runs something was drafted: half of them may."""
+        """A description of the draft tokens, which half of the runs may use."""
         some = [run for run in self.runs if run.draft_tokens]
         drafted = sum(run.draft_tokens for run in some)
         accepted = sum(run.accepted_tokens for run in some)
@@ -263,7 +266,7 @@ class SameAnswerRecord(ExperimentRecord):
 
     @property
     def beginnings(self) -> str:
-        """The number of runs that computed the whole prompt, and of those that found a cached prefix."""
+        """A description of how many runs computed the whole prompt and how many found a cached prefix."""
         taken = [run.reused for run in self.runs if run.reused]
         computed = f"{len(self.runs) - len(taken):,} runs computed all rows of the prompt"
         if not taken:
@@ -273,15 +276,15 @@ class SameAnswerRecord(ExperimentRecord):
 
 
 def unlike(found: SameAnswerRecord) -> list[Alike]:
-    """Different answers: those with other tokens first, then by frequency."""
+    """Return the answers that differ: first those with different tokens, then by frequency."""
     kinds = [kind for kind in found.kinds if kind.difference]
     return sorted(kinds, key=lambda kind: (kind.difference.parted is None, -kind.count))
 
 
 # --- drawing --------------------------------------------------------------------------------------
 
-TALLEST = 6  # lines of the picture
-TEXT_ROWS = 3  # lines of the answer's text
+TALLEST = 6  # maximum lines of the chart
+TEXT_ROWS = 3  # maximum lines of the answer's text
 
 
 def draw(state: State, on: Canvas) -> None:
@@ -321,14 +324,14 @@ def product_of(record: SameAnswerRecord) -> str:
 
 
 def draw_counter(state: State, on: Canvas, record: SameAnswerRecord) -> None:
-    """Draw the number of runs and of answers."""
+    """Draw the number of runs and of distinct answers."""
     words = progress(state.view, record)
     hue = on.bad if record.unlike else on.accent if record.runs else on.muted
     on.pen().put(" " + shorten(words, on.width - 2), hue, True)
 
 
 def draw_kinds(on: Canvas, record: SameAnswerRecord) -> None:
-    """Draw a line for each answer: hash, runs, and the difference."""
+    """Draw a row for each distinct answer: its hash, its number of runs, and the difference."""
     bar = on.width // 14
     most = max(kind.count for kind in record.kinds)
     kinds = [record.kinds[0], *unlike(record)]
@@ -346,8 +349,8 @@ def draw_kinds(on: Canvas, record: SameAnswerRecord) -> None:
 
 
 def draw_strip(state: State, on: Canvas, record: SameAnswerRecord) -> None:
-    """Draw a column for each run, as high as the number of others; a cross marks a different
-    answer."""
+    """Draw a column for each run, whose height is the number of other requests. A cross marks a
+    different answer."""
     most = state.view.engine.limits.slots - 1
     left = on.names + 1
     across = on.width - left - 1

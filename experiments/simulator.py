@@ -1,9 +1,9 @@
-"""The scheduler without a model: lengths and step costs in, steps out. So other policies can be tried on
-the same requests, also in a web page. It needs the standard library only.
+"""Run the scheduler without a model, from known lengths and step costs.
 
-`Replay` sends requests of known lengths through a scheduler, in the loop of `Engine.step`. Tokens that
-were drafted are drafted again, and as many of them are accepted. The invariant: a run that is replayed
-under its own policy has the same steps, perhaps in other slots: a slot is chosen by the tokens that it holds.
+It shows how other policies would have served the same requests, also in a web page, and needs only the
+standard library. `Replay` sends requests through a scheduler in the loop of `Engine.step`. The same numbers of
+tokens are drafted and accepted as in the original run. The invariant: a replay under the original policy has
+the same steps, though perhaps in other slots, because the choice of a slot depends on the tokens in it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from sched import UNLIMITED, Scheduler
 if TYPE_CHECKING:
     from engine.step_time import StepTime
 
-SAID = 2**40  # the only token of all answers: no prompt has it
+SAID = 2**40  # the token of all answers; no prompt contains it
 WRONG = SAID + 1  # a draft token that is rejected
 
 
 class Guest(NamedTuple):
-    """A request to replay: its output length, and when it is cancelled."""
+    """A request to replay."""
 
     request: Request
-    tokens: float  # the length of its answer
-    leaves: float = math.inf  # when it is cut short, in seconds
-    # Of each step in which it decodes: how many tokens are drafted, and how many of these are right
+    tokens: float  # length of its answer
+    leaves: float = math.inf  # time in seconds at which it is cancelled
+    # (drafted, accepted) for each decode step
     drafts: Sequence[tuple[int, int]] = ()
 
 
 class Ran(NamedTuple):
-    """A step, committed."""
+    """A committed step."""
 
     plan: Plan
     began: float
     ended: float
-    ghosts: tuple[int, ...]  # slots whose request had ended before
+    ghosts: tuple[int, ...]  # slots whose request had already finished
     drafts: tuple[tuple[int, int, int], ...] = ()  # (slot, drafted, accepted)
 
 
@@ -48,10 +48,10 @@ def drafts_in(
         tuple[Iterable[tuple[int, int]], Collection[int], Iterable[tuple[int, int, int]]]
     ],
 ) -> dict[int, list[tuple[int, int]]]:
-    """By request: of each step in which it decodes, how many tokens were drafted, and how many of
-    these were accepted.
+    """Return request -> (drafted, accepted) for each of its decode steps.
 
-    `steps`: of each (slot, request) that decode, the slots of ghosts, and the draft tokens.
+    `steps`: for each step, the decoding (slot, request) pairs, the ghosts' slots, and the draft tokens as
+    (slot, drafted, accepted).
     """
     found: dict[int, list[tuple[int, int]]] = {}
     for decodes, ghosts, drafts in steps:
@@ -63,16 +63,16 @@ def drafts_in(
 
 
 class Stuck(ValueError):
-    """Requests are left, and no step is planned for them."""
+    """The scheduler plans no step although requests are left."""
 
 
 class Replay:
-    """A scheduler and its requests.
+    """A replay of requests through a scheduler.
 
-    `seconds`: how long a step takes.
-    `run_ahead`: a step is planned before the tokens of the one before have been read.
-    `eager_first_token`: but they are read at once if one of them is the first of an answer.
-    `step_time`: bounds steps as in an engine, and learns from `seconds`.
+    `seconds`: returns the duration of a step.
+    `run_ahead`: plan a step before the previous step's tokens are read.
+    `eager_first_token`: read a step's tokens immediately if one is the first of an answer.
+    `step_time`: limits steps as in an engine, and learns from `seconds`.
     """
 
     def __init__(
@@ -92,42 +92,42 @@ class Replay:
         self.step_time = step_time
         self.now = 0.0
         self._coming = deque(sorted(guests, key=lambda guest: guest.request.arrived))
-        self._tokens: dict[int, float] = {}  # by request
-        self._drafts: dict[int, deque[tuple[int, int]]] = {}  # by request, of the steps to come
+        self._tokens: dict[int, float] = {}  # request -> length of its answer
+        self._drafts: dict[int, deque[tuple[int, int]]] = {}  # request -> its remaining drafts
         if any(guest.drafts for guest in self._coming):
             sched.draft = self._draft
         self._leaving: list[Guest] = []
-        self._in_flight: deque[tuple[Plan, Tokens]] = deque()  # planned, and not committed
+        self._in_flight: deque[tuple[Plan, Tokens]] = deque()  # planned but not committed
 
     @classmethod
     def under(
         cls, limits: Mapping[str, Any], policy: Policy, guests: Sequence[Guest], *rest, **options
     ) -> Replay:
-        """With an engine's limits, as snapshots and recordings have them: old ones lack some.
+        """Return a replay with an engine's limits from a snapshot or a recording; old ones lack some.
 
-        No request is refused, however long the queue is under this policy.
+        The queue is unlimited, so that no request is refused under this policy.
         """
         made = {**limits, "max_queue": len(guests) + 1}
-        made.pop("far", None)  # of old recordings
+        made.pop("far", None)  # only in old recordings
         eager_first_token = made.pop("eager_first_token", False)
         sched = Scheduler(**made, policy=policy)
         return cls(sched, guests, *rest, eager_first_token=eager_first_token, **options)
 
     def __iter__(self) -> Iterator[Ran]:
-        """Yield every step as soon as it has been committed."""
+        """Yield each step when it is committed."""
         sched = self.sched
         while self._coming or self._in_flight or sched.waiting or sched.running:
             yield from self.turn()
 
     def turn(self) -> Iterator[Ran]:
-        """One iteration: plan -> run -> commit."""
+        """Run one iteration: plan -> run -> commit."""
         sched = self.sched
         self._arrive_and_leave()
         plan = sched.plan(self.now, self._prompt_tokens())
         if plan:
             self._in_flight.append((plan, self.run(plan)))
         elif self._in_flight:
-            pass  # a step that is read may free a slot, or end a prompt
+            pass  # committing the step in flight may free a slot or finish a prefill
         elif self._coming:
             self.now = max(self.now, self._coming[0].request.arrived)
             self._enter()
@@ -147,7 +147,7 @@ class Replay:
         return self.step_time.prompt_tokens(self.sched.running.values())
 
     def _draft(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
-        """The drafts of the real run, as far as the budget allows."""
+        """Return the drafts of the original run, as far as the budget allows."""
         found = {}
         for request in decoding:
             known = self._drafts.get(request.id)
@@ -160,24 +160,24 @@ class Replay:
         return found
 
     def _may_draft(self, plan: Plan) -> bool:
-        """True if one of these answers has draft tokens in the next step."""
+        """True if a request of this step has draft tokens in its next step."""
         coming = [self._drafts.get(member.request.id) for member in plan.emitters]
         return any(known and known[0][0] for known in coming)
 
     def run(self, plan: Plan) -> Tokens:
-        """Stands in for a device: by slot, a token for each row that yields one."""
+        """Return slot -> tokens, in place of a device."""
         return {member.slot: [SAID] * (1 + len(member.draft)) for member in plan.emitters}
 
     def finite(self, plan: Plan) -> list[int]:
-        """The slots of the chunks that are finite, in place of a device."""
+        """Return the slots whose chunks have finite values (all of them), in place of a device."""
         return [chunk.slot for chunk in plan.chunks if not chunk.emits]
 
     def accept(self, request: Request, token: int) -> str | None:
-        """The reason for which an answer ends with this token; None if it goes on."""
+        """Return the finish reason if the answer ends with this token, otherwise None."""
         return "stop" if request.committed >= self._tokens[request.id] else None
 
     def _may_stay_in_flight(self, plan: Plan | None) -> bool:
-        """As in `Engine`."""
+        """The same rule as `Engine._may_stay_in_flight`."""
         if plan is None or not self.run_ahead or plan.is_due(self.eager_first_token):
             return False
         return not self._may_draft(plan)
@@ -195,7 +195,7 @@ class Replay:
         return Ran(plan, began, self.now, done.ghosts, done.drafts)
 
     def _arrive_and_leave(self) -> None:
-        """Before a step is planned or read: arrivals and cancels."""
+        """Submit and cancel the requests that are due, before a step is planned or committed."""
         while self._coming and self._coming[0].request.arrived <= self.now:
             self._enter()
         for guest in self._leaving:

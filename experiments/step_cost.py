@@ -1,14 +1,14 @@
-"""What does a step cost, and what bounds it?
+"""What does a step cost, and what is its bottleneck?
 
-A step's bytes and operations are counted (`models/forward_cost.py`) and compared with what the
-machine can do (`engine/roofline.py`):
+A step's bytes and operations are counted (`models/forward_cost.py`) and compared with the machine's measured
+limits (`engine/roofline.py`):
 
-    weights          read once, whatever the number of rows: a token's share falls as 1 / rows
-    keys and values  each sequence reads its own cache and shares none
-    arithmetic       a fixed number of operations per token, and more for each cached row
+    weights          read once for any number of rows, so the share of a token is 1 / rows
+    keys and values  each sequence reads its own cache
+    arithmetic       a fixed number of operations per token, plus some for each cached row
     Python           the engine's own work, measured
 
-The page names what bounds a step: one of the three, or none of them.
+The page says which of reading, arithmetic and Python limits a step, or that none of them does.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
 # --- question -------------------------------------------------------------------------------------
 
 NAME = "cost"
-COUNTS = (1, 2, 4, 8, 16)  # rows of the steps side by side
-MORE_COUNTS = (*COUNTS, 32, 64, 128)  # where there is room for them
-MOST = 2**16  # rows of the largest batch considered
+COUNTS = (1, 2, 4, 8, 16)  # numbers of rows in the table
+MORE_COUNTS = (*COUNTS, 32, 64, 128)  # numbers of rows in the table on a tall screen
+MOST = 2**16  # number of rows in the largest batch considered
 
 # --- run ------------------------------------------------------------------------------------------
 
-ASKED = 100  # steps whose experts are kept
+ASKED = 100  # number of steps whose experts are kept
 
 
 def obey(session: Session, rest: str) -> None:
-    """Show the cost of the step at the cursor. The roofline is measured the first time, and again
-    with "again"."""
+    """Show the cost of the step at the cursor. Measure the roofline the first time, and again with
+    "again"."""
     if rest not in ("", "again"):
         raise ValueError(f"/cost {shown(rest)}: only again may follow; it measures the roofline")
     engine = session.state.view.engine
@@ -70,25 +70,25 @@ def obey(session: Session, rest: str) -> None:
 
 
 def measure(engine: Engine, others: float) -> None:
-    from engine.roofline import measure_roofline  # it needs MLX
+    from engine.roofline import measure_roofline  # imports MLX
 
     measure_roofline(engine, others)
 
 
 def ask_for_experts(session: Session) -> bool:
-    """Ask for the experts of the newest step, once per step."""
+    """Request the experts of the newest step, once per step."""
     engine = session.state.view.engine
     newest = engine.planned if engine and engine.model.experts else None
     known = experts_in(session.state)
     if newest and session.handled and newest not in known:
         known[newest] = None
         session.client.inspect(NAME, chosen_experts)
-    return False  # the answer is news
+    return False  # nothing to draw until the answer arrives
 
 
 def chosen_experts(engine: Engine) -> ExpertsView:
-    """The experts that the newest step uses, layer by layer."""
-    from kernels.device import device_lock, device_stream  # they need MLX
+    """Return the experts that the newest step uses in each layer."""
+    from kernels.device import device_lock, device_stream  # imports MLX
 
     choices = engine.model.choices
     with device_lock, device_stream():
@@ -106,7 +106,7 @@ def keep_experts(state: State, before: View) -> None:
 
 
 def experts_in(state: State) -> dict[int, ExpertsView | None]:
-    """The experts by step; None: asked for, not known yet."""
+    """Return step -> experts; None while the answer is pending."""
     return state.kept.setdefault(NAME, {})
 
 
@@ -115,13 +115,13 @@ def experts_in(state: State) -> dict[int, ExpertsView | None]:
 
 @dataclass(frozen=True)
 class StepCostRecord:
-    """One step: the bytes that it read, its operations, and its duration."""
+    """The bytes, operations and duration of a step."""
 
     step: StepView
     model: ModelCost
     roof: Roof
-    members: Sequence[Member]  # its sequences, the longest first
-    experts: Sequence[Mapping[int, int]]  # by layer, the tokens of each expert; empty: unknown
+    members: Sequence[Member]  # the step's sequences, the longest first
+    experts: Sequence[Mapping[int, int]]  # [layer] -> expert -> tokens; empty if unknown
 
     @property
     def cost(self) -> StepCost:
@@ -130,8 +130,11 @@ class StepCostRecord:
 
 
 def record_of(state: State, column: Column) -> StepCostRecord:
-    """The experts are unknown of a step with two passes, whose second alone is known, and on a GPU,
-    where a chunk's padding counts as well."""
+    """Return the record of a step.
+
+    The experts are left out if the counts do not match the step's tokens: with two passes only the second
+    is known, and on a GPU a chunk's padding is counted, too.
+    """
     engine = state.view.engine
     model = engine.model
     members = parts_of(column)
@@ -146,13 +149,13 @@ def record_of(state: State, column: Column) -> StepCostRecord:
 
 
 def parts_of(column: Column) -> list[Member]:
-    """The sequences of a step, the longest first."""
+    """Return the sequences of a step, the longest first."""
     step = column.view
     parts = [Member(request, stop - start, stop) for _, request, start, stop in step.prefill]
     drafts = {slot: (drafted, right) for slot, drafted, right in step.drafts}
     for slot, request in step.decode:
         drafted, right = drafts.get(slot, (0, 0))
-        # Rows of ghosts and of wrong drafts are computed, but not counted elsewhere
+        # `column.rows` does not include the rows of ghosts and rejected drafts, which are computed, too
         rows = column.rows[slot] + (slot in step.ghosts) + drafted - right
         parts.append(Member(request, 1 + drafted, rows))
     return sorted(parts, key=lambda part: -part.rows)
@@ -163,7 +166,7 @@ def asked_of(step: StepView) -> int:
 
 
 def usual_length(state: State) -> int:
-    """The mean length of the decoding sequences, or half a slot."""
+    """Return the mean length of the decoding sequences, or half a slot if none decodes."""
     column = state.here
     lengths = [part.rows for part in parts_of(column) if part.tokens == 1] if column else []
     return round(fmean(lengths)) if lengths else state.view.engine.limits.max_len // 2
@@ -171,9 +174,9 @@ def usual_length(state: State) -> int:
 
 # --- drawing --------------------------------------------------------------------------------------
 
-NAMES = 13  # characters of a name
-NEARER = 1.2  # times as fast as memory: such weights are in a cache
-DISTURBED = 1.5  # times the usual duration
+NAMES = 13  # characters for a name
+NEARER = 1.2  # weights read this many times faster than memory are in a cache
+DISTURBED = 1.5  # a step this many times longer than usual was disturbed
 FIGURES = (
     Figure("rows", 5, 0),
     Figure("bytes", 9, 3),
@@ -187,7 +190,7 @@ FIGURES = (
 
 
 def draw(state: State, on: Canvas) -> None:
-    """Draw the cost of the step at the cursor, then of steps by number of rows."""
+    """Draw the cost of the step at the cursor, and a table of costs by number of rows."""
     on.names = NAMES
     column = state.here
     model = state.view.engine.model
@@ -213,7 +216,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def draw_entries(state: State, on: Canvas, record: StepCostRecord) -> None:
-    """Draw bytes and operations."""
+    """Draw the bytes and operations of a step."""
     engine = state.view.engine
     bill = record.cost
     shared = "read once"
@@ -239,7 +242,7 @@ def draw_entries(state: State, on: Canvas, record: StepCostRecord) -> None:
 
 
 def experts_of(record: StepCostRecord, watches: bool) -> str:
-    """The number of experts read, known or expected."""
+    """Describe the number of experts read, known or expected."""
     model = record.model
     if not model.experts:
         return ""
@@ -253,7 +256,7 @@ def experts_of(record: StepCostRecord, watches: bool) -> str:
 
 
 def windows_of(record: StepCostRecord) -> str:
-    """The sliding window, if a sequence is longer."""
+    """Describe the sliding window if a sequence is longer than the window."""
     model = record.model
     rows = max((member.rows for member in record.members), default=0)
     if model.window is None or rows <= model.window:
@@ -262,7 +265,7 @@ def windows_of(record: StepCostRecord) -> str:
 
 
 def roof_of(state: State) -> str:
-    """The measured roofline."""
+    """Describe the measured roofline."""
     roof = state.view.engine.roof
     if not roof.reading:
         if state.view.watches:
@@ -278,7 +281,7 @@ def roof_of(state: State) -> str:
 
 
 def draw_floors(state: State, on: Canvas, record: StepCostRecord) -> None:
-    """Draw the least time by each bound, and the measured time."""
+    """Draw the lower bounds of the step's time and the measured time."""
     step = record.step
     floors = floors_of(record.cost, record.roof)
     bars = [("Python", step.python_s, HUES[0], "░"), ("measured", step.seconds, on.text, "█")]
@@ -296,7 +299,7 @@ def draw_floors(state: State, on: Canvas, record: StepCostRecord) -> None:
 
 
 def how_usual(state: State, step: StepView) -> str:
-    """A note if the step took much longer than usual."""
+    """Return a note if the step took much longer than usual, otherwise ""."""
     usual = None if step.prefill else cost_of(state.costs.get(len(step.decode), ()))
     if usual is None or step.seconds < DISTURBED * usual:
         return ""
@@ -304,7 +307,7 @@ def how_usual(state: State, step: StepView) -> str:
 
 
 def draw_counts(state: State, on: Canvas, counts: Sequence[int], length: int) -> None:
-    """Draw steps by number of rows, and the share of a token."""
+    """Draw a table of steps by number of rows, with the share of a token."""
     model = state.view.engine.model
     room = on.width - 3 - sum(figure.width for figure in fitting(FIGURES, on.width - 1))
     has_room = room > 17
@@ -322,7 +325,7 @@ def draw_counts(state: State, on: Canvas, counts: Sequence[int], length: int) ->
 
 
 def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
-    """A row of the table; measured only if this run had such a step."""
+    """Return a row of the table. The measured time is given only if this run had such a step."""
     engine = state.view.engine
     bill = of_rows(engine.model, rows, length)
     floors = floors_of(bill, engine.roof)
@@ -340,7 +343,7 @@ def figures_of(state: State, rows: int, length: int) -> dict[str, str]:
 
 
 def draw_experts(on: Canvas, record: StepCostRecord) -> None:
-    """Draw the experts of each layer with their tokens."""
+    """Draw the experts of each layer with their numbers of tokens."""
     many = record.model.experts
     if record.experts:
         on.heading("Experts: by how many tokens each was read")
@@ -351,7 +354,7 @@ def draw_experts(on: Canvas, record: StepCostRecord) -> None:
 
 
 def scaled(value: float, unit: str) -> str:
-    """12345678, "B" -> "12.3 MB" """
+    """Format a value with a unit prefix: 12345678, "B" -> "12.3 MB"."""
     for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= scale:
             return f"{number(value / scale)} {prefix}{unit}"
@@ -363,8 +366,8 @@ def percent(part: float, whole: float) -> str:
 
 
 def what_bounds(bill: StepCost, step: StepView, roof: Roof) -> str:
-    """The bottleneck of the step, in one sentence. It does not mention caches if other programs ran while
-    the roofline was measured."""
+    """Name the bottleneck of the step. Do not mention caches if other programs ran while the roofline was
+    measured."""
     floors = floors_of(bill, roof)
     whole = step.seconds
     if floors is None or not whole:
@@ -394,7 +397,7 @@ def what_bounds(bill: StepCost, step: StepView, roof: Roof) -> str:
 
 
 def what_is_shared(model: ModelCost, length: int) -> str:
-    """Why eight rows cost hardly more than one."""
+    """Explain why eight rows cost hardly more than one."""
     one, eight = (of_rows(model, rows, length) for rows in (1, 8))
     shares = [scaled(bill.weights / bill.tokens, "B") for bill in (one, eight)]
     keys = scaled(one.keys, "B")
@@ -405,7 +408,7 @@ def what_is_shared(model: ModelCost, length: int) -> str:
 
 
 def where_it_ends(model: ModelCost, roof: Roof, length: int) -> str:
-    """From how many rows on another one costs as much as the first."""
+    """Say from how many rows on a further row no longer shares the cost of the first."""
     ends = []
     outweighs = first_count(lambda bill: bill.keys >= bill.weights, model, length)
     if outweighs is not None:
@@ -423,7 +426,7 @@ def where_it_ends(model: ModelCost, roof: Roof, length: int) -> str:
 
 
 def first_count(is_so: Callable[[StepCost], bool], model: ModelCost, length: int) -> int | None:
-    """The lowest number of rows for which this holds; it holds for all higher ones."""
+    """Return the lowest number of rows for which `is_so` holds. It must hold for all higher numbers."""
     counts = range(1, MOST + 1)
     place = bisect_left(counts, True, key=lambda rows: is_so(of_rows(model, rows, length)))
     return counts[place] if place < len(counts) else None

@@ -1,10 +1,10 @@
-"""How does the engine work? Eight scenes ask a question each, let the engine answer, and explain.
+"""How does the engine work? Each of eight scenes asks a question, lets the engine answer, and explains.
 
     set the stage -> ask -> a guess -> run -> explain -> the next scene
 
-A scene (`tour_scenes.py`) uses the same lines as a user (`Session.obey`), and the tour names the keys. The
-player is a generator (`Tour._play`), and so is each scene; `Tour.advance` goes on as far as possible without
-waiting. Whatever happens, `restoring` restores policy, budget, pause, settings and selection, and
+A scene (`tour_scenes.py`) sends the same lines that a user would type (`Session.obey`), and the tour shows the
+keys for them. The player (`Tour._play`) and each scene are generators; `Tour.advance` resumes them as far as
+possible without waiting. `restoring` always restores policy, budget, pause, settings and selection, and
 cancels the tour's requests. No part of a scene takes longer than `LONGEST`.
 """
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 # --- question -------------------------------------------------------------------------------------
 
 HURRY = 8.0  # seconds after which a scene runs at full speed
-LONGEST = 14.0  # seconds after which it is cut short
-LEAST_SLOTS = 4  # with fewer slots there is nothing to see
-# The beginning of every scene: nothing runs, and no slot remembers anything
+LONGEST = 14.0  # seconds after which a scene is cut short
+LEAST_SLOTS = 4  # minimum slots for the scenes to show anything
+# Run before each scene, so that nothing runs and all slots are empty
 CLEARED = ("/pause", "/cancel all", "/slow off", "/budget off", "/policy continuous")
 # Fields of the state that the tour changes
 FIELDS = ("settings", "prompts", "lower", "has_chosen", "zoom", "cursor", "selected")
@@ -59,7 +59,7 @@ COMES = "the tour begins when the model is there"
 
 
 class Tour:
-    """Play scenes one after the other. No method waits. `now`: a clock, in seconds."""
+    """Play scenes one after another. No method blocks. `now`: a clock in seconds."""
 
     def __init__(
         self,
@@ -69,24 +69,24 @@ class Tour:
     ):
         self.session = session
         self.state = session.state
-        self.waits = False  # waits for the user
-        self._runs = False  # a scene runs, and can be sped up
+        self.waits = False  # waiting for the user
+        self._runs = False  # a scene is running and can be sped up
         self._now = now
         self._scenes = scenes
-        self._right = 0  # correct guesses
+        self._right = 0  # number of correct guesses
         self._playing = self._play()
         self.advance()
 
-    # --- the user's words
+    # --- input from the user
 
     def guess(self, answer: int) -> None:
-        """Take a guess, from 1, if something was asked and there is such an answer."""
+        """Record the user's guess, counted from 1, if a question is open and has that answer."""
         if self.state.strip.asks and 1 <= answer <= len(self.state.strip.answers):
             self.seen.guess = answer
             self.go_on()
 
     def go_on(self) -> None:
-        """Go on without a guess, or to the next scene. While a scene runs: run it at full speed."""
+        """Continue without a guess, or with the next scene. Speed up a scene that is running."""
         if self.waits:
             self.waits = False
             self.advance()
@@ -96,20 +96,20 @@ class Tour:
             self.session.obey("/resume")
 
     def leave(self) -> None:
-        """Leave at once, with everything as before."""
+        """Leave the tour immediately and restore the previous state."""
         self._playing.close()
         self.state.strip = None
 
-    # --- going on by itself
+    # --- playing
 
     def advance(self) -> None:
-        """Go on as far as possible without waiting."""
+        """Continue as far as possible without waiting."""
         has_failed = self.state.view.stage == "failed"
         if has_failed or not (self.waits or next(self._playing, "over") is None):
             self.leave()
 
     def _play(self) -> Iterator[None]:
-        """Play the whole tour. Each `yield` lets the screen and the user act."""
+        """Play the tour. Each `yield` returns control to the screen."""
         check_idle(self.session)
         self.state.strip = TourRecord(0, 0, "", "", hint=COMES)
         while self.state.view.stage != "ready":
@@ -123,7 +123,7 @@ class Tour:
                     yield from self._play_scene()
                 except ValueError as error:
                     self._give_up(str(error))
-                except Exception as error:  # a mistake in the scene
+                except Exception as error:  # a bug in the scene
                     show_fault(f"the scene {self.scene.title!r} failed", error)
                     self._give_up(f"{describe(error)}; E shows where")
                 yield from self._until_the_user()
@@ -131,7 +131,7 @@ class Tour:
             yield from self._until_the_user()
 
     def _play_scene(self) -> Iterator[None]:
-        """Run the story's lines. If it is late, skip lines and waits."""
+        """Run the lines of a story. If it is late, skip lines and waits."""
         self._set_stage()
         yield from self._until_next_view()
         for line in self.scene.story(self.seen):
@@ -154,7 +154,7 @@ class Tour:
             yield
 
     def _until_quiet(self) -> Iterator[None]:
-        """Wait until the view shows the effect of all lines."""
+        """Wait until the view shows the effect of all lines so far."""
         while not self.seen.late:
             yield from self._until_next_view()
             if self.session.handled and not self.state.view.stepping:
@@ -169,7 +169,7 @@ class Tour:
         if self._runs and self.seen.found:
             self._change_hint(f"{self.seen.found.so_far} · {RUNS}")
         faults = self.state.faults[self._faults :]
-        if faults:  # a prompt was not fired
+        if faults:  # a prompt could not be submitted
             raise ValueError(faults[0].message)
 
     def _obey(self, line: str) -> None:
@@ -193,14 +193,14 @@ class Tour:
         self._began = self._now()
         self._show("The stage is being set …", "esc: leave")
 
-    # --- the tour's words
+    # --- output of the tour
 
     def _ask(self, question: Question) -> Iterator[None]:
         answers = tuple(question.answers)
         hint = f"1–{len(answers)}: your guess · enter: no guess · esc: leave"
         self._show(question.text, hint, answers=answers, asks=True)
         yield from self._until_the_user()
-        self._began = self._now()  # the run has a time limit of its own
+        self._began = self._now()  # the time limit starts again for the run
         self._runs = True
         self._change_hint(f"it runs … · {RUNS}", asks=False, guess=self.seen.guess)
         yield from self._until_next_view()
@@ -216,12 +216,12 @@ class Tour:
         )
 
     def _give_up(self, why: str) -> None:
-        """Say that the scene failed. The tour goes on."""
+        """Say that the scene failed. The tour continues with the next one."""
         late = f" within {LONGEST:g} s" if self.seen.late else ""
         self._explain(f"This scene failed{late}: {clean(why)}.")
 
     def _explain(self, text: str, **more: object) -> None:
-        # Other programs make steps slow, so say so beside the figures
+        # Mention other programs next to the figures, because they slow steps down
         others = others_of(self.state.view)
         note = f" · {others}" if others else ""
         self._show(text, f"enter: go on · esc: leave{note}", **more)
@@ -243,7 +243,7 @@ class Tour:
 
 @contextmanager
 def restoring(session: Session) -> Iterator[None]:
-    """Inside, the tour has the engine and the screen. Afterwards everything is as before."""
+    """Reserve the engine and the screen for the tour, and restore their state afterwards."""
     client = session.client
     state = session.state
     view = state.view
@@ -254,7 +254,7 @@ def restoring(session: Session) -> Iterator[None]:
     is_fresh = not state.history
     fields = {name: getattr(state, name) for name in FIELDS}
     session.eases = False
-    session.stays = False  # an experiment ends by itself
+    session.stays = False  # experiments end without waiting for the user
     try:
         yield
     finally:
@@ -264,7 +264,7 @@ def restoring(session: Session) -> Iterator[None]:
         client.slow(view.slow)
         client.pause(view.paused)
         session.eases = eases
-        session.stays = True  # the user who left the tour is there
+        session.stays = True  # the user is at the screen
         if is_fresh:
             state.begin_anew()
         for name, value in fields.items():
@@ -272,10 +272,10 @@ def restoring(session: Session) -> Iterator[None]:
 
 
 def check_idle(session: Session) -> None:
-    """Raise a ValueError if there can be no tour now."""
+    """Raise ValueError if the tour cannot start now."""
     view = session.state.view
     session.check_alone("tour")
-    if not session.handled:  # otherwise stale values would be restored
+    if not session.handled:  # otherwise the tour would restore stale values
         raise ValueError("the last keys have not reached the engine yet; press T again")
     if view.busy or view.load:
         raise ValueError(
@@ -300,7 +300,7 @@ def obey(session: Session, rest: str) -> str:
 
 
 def advance(session: Session) -> bool:
-    """Advance the tour. One that was asked for while the model loaded may be refused now."""
+    """Advance the tour. A tour requested while the model was loading may be refused now."""
     state = session.state
     told = state.strip
     try:
@@ -312,7 +312,7 @@ def advance(session: Session) -> bool:
 
 
 def press(state: State, act: Callable[[Tour], None]) -> None:
-    """A key of the tour."""
+    """Handle a key of the tour."""
     act(state.kept["tour"])
 
 
@@ -326,11 +326,11 @@ for number in range(1, 5):
 
 
 def run_plain_tour(session: Session) -> int:
-    """Run the tour in lines: each question, a guess from standard input, the explanation."""
+    """Run the tour as text: print each question, read a guess from standard input, and explain."""
     tour = Tour(session)
     told: TourRecord | None = None
     while session.state.strip:
-        now = replace(session.state.strip, hint="")  # it changes with each token of a run
+        now = replace(session.state.strip, hint="")  # the hint changes with each token
         if now != told:
             told = now
             print("\n".join(in_lines(session.state.strip)), flush=True)
@@ -346,7 +346,7 @@ def run_plain_tour(session: Session) -> int:
 
 
 def obey_line(tour: Tour, line: str) -> None:
-    """Take a line of standard input: a number is a guess, q leaves, an empty line goes on."""
+    """Handle a line of standard input: a number is a guess, q leaves, anything else continues."""
     word = line.strip().lower()
     if word in ("q", "quit", "/quit", "esc", "\x1b"):
         tour.leave()
@@ -361,23 +361,23 @@ def obey_line(tour: Tour, line: str) -> None:
 
 @dataclass(frozen=True)
 class TourRecord:
-    """A scene: its question, the guess, and what the engine answered."""
+    """The current scene: its question, the user's guess, and the explanation."""
 
     scene: int  # from 1
     scenes: int
     title: str
-    text: str  # the question, or the explanation
+    text: str  # the question or the explanation
     answers: tuple[str, ...] = ()
-    asks: bool = False  # it waits for an answer
+    asks: bool = False  # waits for an answer
     guess: int | None = None  # from 1
-    verdict: str = ""  # the right answer
-    pressed: tuple[str, ...] = ()  # keys that do the same
-    place: str = ""  # the line of code
-    hint: str = ""  # what the keys do now
+    verdict: str = ""  # the correct answer
+    pressed: tuple[str, ...] = ()  # keys with the same effect as the scene's lines
+    place: str = ""  # file, line and function of the code
+    hint: str = ""  # the available keys
 
 
 def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
-    """The correct answer, and whether the user guessed it."""
+    """Return the correct answer, and whether the user guessed it."""
     if not 1 <= right <= len(answers):
         return "None of the answers came true."
     said = f"{right}, {answers[right - 1]}."
@@ -390,7 +390,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def line_of(file: str, name: str) -> str:
-    """The place of a function, such as "sched.py:234  Scheduler._admit"."""
+    """Return the place of a function, such as "sched.py:234  Scheduler._admit"."""
     begins = None
     with suppress(OSError, UnicodeError):  # the file is being changed
         text = (ROOT / file).read_text(encoding="utf-8")
@@ -403,7 +403,7 @@ def line_of(file: str, name: str) -> str:
 
 
 def draw(state: State, on: Canvas) -> None:
-    """Draw the tour: a heading, a text, and as much of the rest as fits."""
+    """Draw the tour: the heading, the text, and as much of the rest as fits."""
     told = state.strip
     if told is None:
         return
@@ -412,7 +412,7 @@ def draw(state: State, on: Canvas) -> None:
     on.say(told.text)
     draw_answers(told, on)
     on.say(told.verdict, on.accent, True)
-    if told.place:  # whole, because a reader copies it
+    if told.place:  # never shortened, because users copy it
         pen = on.pen().put(f" {told.place}", bold=True).put("   by hand:", on.muted)
         for i, pressed in enumerate(told.pressed):
             if pen.width + cell_len(pressed) + 2 > on.width:
@@ -425,7 +425,7 @@ def draw(state: State, on: Canvas) -> None:
 
 
 def draw_answers(told: TourRecord, on: Canvas) -> None:
-    """Draw answers, as many per line as fit. Each can be clicked."""
+    """Draw the answers, as many per line as fit. Each can be clicked."""
     pen = None
     for number, answer in enumerate(told.answers, 1):
         text = shorten(f"{number} {answer}", on.width - 4)
@@ -440,7 +440,7 @@ def draw_answers(told: TourRecord, on: Canvas) -> None:
 
 
 def keys_of(state: State) -> list[Key]:
-    """The keys in the footer."""
+    """Return the keys in the footer."""
     told = state.strip
     guess = [Key("", f"1-{len(told.answers)}", "", "Guess", "", 1)] if told.asks else []
     go_on = Key("", "enter", "own('enter')", "Go on", "", 1)
@@ -448,7 +448,7 @@ def keys_of(state: State) -> list[Key]:
 
 
 def in_lines(told: TourRecord) -> list[str]:
-    """The tour's lines in the plain log."""
+    """Return the tour's lines for the plain log."""
     if told.answers and not told.asks:  # it runs
         return [f"  ({clean(told.hint)})"]
     lines = ["", f"{told.scene} of {told.scenes}: {told.title}"] if told.asks else []

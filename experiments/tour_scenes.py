@@ -1,9 +1,8 @@
 """The scenes of tour.py: eight questions, answered by the running engine.
 
-A scene is a story read from top to bottom: a generator of lines that a user could type, with waits
-between them, a `Question` in the middle and an `Explanation` at the end. All figures come from the
-steps and requests of the scene; if a run does not show the scene's subject, the story raises a
-ValueError and the tour goes on.
+A scene's story is a generator of lines that a user could type, with waits between them, a `Question` in the
+middle and an `Explanation` at the end. All figures come from the scene's own steps and requests. If a run does
+not show the effect that the scene is about, the story raises ValueError and the tour continues.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ STORIES = tuple((f"Tell me a long story about a {hero}.", 320) for hero in HEROE
 
 # --- the parts of a scene -----------------------------------------------------------------------
 
-# In a story: go on when the view shows the effect of all lines
+# In a story: continue when the view shows the effect of all lines
 WAIT = "wait"
-STOP = "stop"  # the same, and pause before
-BACK = "←"  # the cursor was put on a step; shown as a key, not run as a line
+STOP = "stop"  # pause the engine, then WAIT
+BACK = "←"  # the cursor was moved to a step; shown as a key, not run as a line
 
 
 class Question(NamedTuple):
@@ -49,17 +48,17 @@ class Explanation(NamedTuple):
 
 
 class Sight:
-    """The steps and the requests since the scene began."""
+    """The steps and requests since the scene began."""
 
     def __init__(self, state: State):
         self.state = state
-        # Steps up to this one and requests up to `newest` are older than the scene
+        # Steps up to `first` and requests up to `newest` are older than the scene
         self.first = state.history[-1].step if state.history else 0
         self.newest = max(state.requests, default=0)
         self.earlier = state.view.record
         self.guess: int | None = None  # from 1
-        self.late = False  # the run took too long and is cut short
-        self.hurries = False  # at full speed
+        self.late = False  # the run takes too long and is cut short
+        self.hurries = False  # the rest runs at full speed
 
     @property
     def slots(self) -> int:
@@ -67,17 +66,17 @@ class Sight:
 
     @property
     def requests(self) -> list[RequestView]:
-        """In the order of arrival."""
+        """The scene's requests in order of arrival."""
         return [r for id, r in sorted(self.state.requests.items()) if id > self.newest]
 
     @property
     def open(self) -> int:
-        """Number of requests that have not ended."""
+        """The number of unfinished requests."""
         return sum(request.reason is None for request in self.requests)
 
     @property
     def columns(self) -> list[Column]:
-        """The steps with a request of this scene in a slot."""
+        """The steps that have a request of this scene in a slot."""
         return [
             column
             for column in self.state.history
@@ -92,22 +91,22 @@ class Sight:
         return None if experiment is self.earlier else experiment
 
     def decodes(self, rows: int) -> list[Column]:
-        """The steps that only decoded this many rows."""
+        """Return the steps that decoded this many rows and prefilled nothing."""
         return [c for c in self.columns if len(c.view.decode) == rows and not c.view.prefill]
 
     def has_decoded(self, rows: int, steps: int) -> bool:
-        """True if there were enough such steps, or too few answers are left."""
+        """True if enough steps decoded this many rows, or too few requests are left for it."""
         return self.open < rows or len(self.decodes(rows)) >= steps
 
     def usual(self, rows: int) -> float:
-        """The time of such a step without interruption."""
+        """Return the undisturbed time of a step that decodes this many rows."""
         times = [column.view.seconds for column in self.decodes(rows)]
         if not times:
             raise ValueError("no step was seen that could be compared")
         return undisturbed(times, one_in=8)
 
     def until(self, is_ready: Callable[[], bool], each: str = WAIT) -> Iterator[str]:
-        """Wait, running the line `each` repeatedly unless at full speed."""
+        """Wait until `is_ready`. Unless at full speed, run the line `each` repeatedly."""
         yield WAIT
         while not (self.late or is_ready()):
             if each != WAIT and not self.hurries:
@@ -118,7 +117,7 @@ class Sight:
         yield from self.until(lambda: not self.state.view.busy)
 
     def back_to(self, column: Column) -> str:
-        """Put the cursor on the step that the text is about."""
+        """Move the cursor to the step that the text is about."""
         state = self.state
         state.zoom = 1
         state.look_at(state.index_of(column.step))
@@ -130,18 +129,18 @@ Story = Iterator[str | Question | Explanation]
 
 
 class Scene(NamedTuple):
-    """A row of the table."""
+    """A scene of the tour."""
 
     title: str
-    place: tuple[str, str]  # file and function that decides
+    place: tuple[str, str]  # file and function of the code that the scene is about
     story: Callable[[Sight], Story]
-    prompts: Sequence[tuple[str, int]] = BURST  # of a burst, with max tokens
+    prompts: Sequence[tuple[str, int]] = BURST  # (prompt, max tokens) of a burst
 
 
 # --- the cost of another row ----------------------------------------------------------------------
 
-WATCHED = 16  # steps of a kind, in slow motion
-TIMED = 64  # steps of a kind in all, for the usual time
+WATCHED = 16  # steps to show in slow motion
+TIMED = 64  # steps in all, to determine the undisturbed time
 
 
 def tell_rows(seen: Sight) -> Story:
@@ -177,8 +176,8 @@ def tell_rows(seen: Sight) -> Story:
 
 
 def watch(seen: Sight, rows: int) -> Story:
-    """Watch steps of this many rows, slowly and then fast, and put the cursor on one of the usual
-    time: the last before a pause is often slower."""
+    """Run steps of this many rows, first slowly and then fast, and move the cursor to a step of typical
+    duration: the last step before a pause is often slower."""
     yield "/slow 10"
     yield "/resume"
     yield from seen.until(lambda: seen.has_decoded(rows, WATCHED))
@@ -190,11 +189,11 @@ def watch(seen: Sight, rows: int) -> Story:
     yield STOP
 
 
-# --- whose fault a slow first token is ----------------------------------------------------------
+# --- the cause of a slow first token ------------------------------------------------------------
 
 
 def last_in_line(seen: Sight) -> RequestView:
-    """The longest queued prompt."""
+    """Return the request with the longest queued prompt."""
     waiting = seen.requests[seen.slots :]
     if not waiting:
         raise ValueError("no prompt had to wait")
@@ -202,7 +201,7 @@ def last_in_line(seen: Sight) -> RequestView:
 
 
 def faults(seen: Sight) -> tuple[float, float, float]:
-    """Seconds to the first token: queue, own prompt, neighbours."""
+    """Return the seconds to the first token, as (queue, own prompt, neighbours)."""
     r = last_in_line(seen)
     if r.metrics.ttft_s is None:
         raise ValueError(f"r{r.id} has no first token yet")
@@ -249,7 +248,7 @@ def tell_fault(seen: Sight) -> Story:
 
 
 def results(seen: Sight) -> list[LongPromptResult]:
-    """The long prompts of this scene."""
+    """Return the results of this scene's long prompts."""
     return (
         [result for result in seen.found.results if result.request > seen.newest]
         if seen.found
@@ -299,7 +298,7 @@ def explained(found: list[LongPromptResult]) -> Explanation:
     return Explanation(right, " ".join(told))
 
 
-# --- who starves --------------------------------------------------------------------------------
+# --- starvation ---------------------------------------------------------------------------------
 
 CHOICE = {
     "static": "batch by batch",
@@ -310,7 +309,7 @@ CHOICE = {
 
 
 def lone(seen: Sight) -> RequestView:
-    """The one request of the second client."""
+    """Return the only request of the second client."""
     mine = [r for r in seen.requests if r.client == "Ben"]
     if not mine:
         raise ValueError("the second client's prompt was not fired")
@@ -318,7 +317,7 @@ def lone(seen: Sight) -> RequestView:
 
 
 def firsts(seen: Sight) -> dict[str, int]:
-    """The step of Ben's first token by policy: one was run, the others are replayed."""
+    """Return policy -> step of Ben's first token. One policy was run; the others are replayed."""
     r = lone(seen)
     state = seen.state
     limits = state.view.engine.limits
@@ -400,7 +399,7 @@ def tell_ghosts(seen: Sight) -> Story:
 
 
 def candidates_of(seen: Sight) -> dict[int, tuple[tuple[str, float, bool], ...]]:
-    """The lines of the token inspector, by number of tokens."""
+    """Return number of tokens -> the token inspector's candidates at that point."""
     id = seen.requests[0].id
     return {
         said: tokens for (request, said), tokens in seen.state.candidates.items() if request == id
@@ -408,7 +407,7 @@ def candidates_of(seen: Sight) -> dict[int, tuple[tuple[str, float, bool], ...]]
 
 
 def ban_in(tokens: Sequence[tuple[str, float, bool]]) -> float:
-    """The probability of the likeliest other token if it was forbidden, otherwise 0."""
+    """Return the probability of the likeliest other token if the grammar forbade it, otherwise 0."""
     _, chance, is_allowed = max(tokens[1:], key=lambda token: token[1], default=("", 0.0, True))
     return 0.0 if is_allowed else chance
 
@@ -432,7 +431,7 @@ def tell_json(seen: Sight) -> Story:
     yield STOP
     r = seen.requests[0]
     candidates = candidates_of(seen)
-    # The step at which the likeliest of the forbidden tokens was struck out
+    # The step with the likeliest of all forbidden tokens
     said = max(candidates, key=lambda said: ban_in(candidates[said]), default=1)
     rows = r.metrics.prompt_tokens + said - 1
     column = next((c for c in seen.columns if c.rows[r.slot] == rows), None)
@@ -446,7 +445,7 @@ def tell_json(seen: Sight) -> Story:
     struck = sum(ban_in(tokens) > 0 for tokens in candidates.values())
     forced = sum(tokens[0][1] > 0.999 for tokens in candidates.values())
     yield Explanation(
-        # Each step gave one token, none was taken back, and the answer parses
+        # One token per step, so none was retried, and the answer parses
         3 if tokens <= len(seen.columns) + 1 else 1,
         f"{tokens} tokens in {len(seen.columns)} steps, {len(candidates)} inspected: at {struck} "
         "the likeliest was forbidden (✗), its chance set to 0 before the choice; "
