@@ -71,7 +71,7 @@ SCHEMA = {
 }
 SCHEMA["required"] = list(SCHEMA["properties"])
 CHUNK = 128  # `chat`: all versions of nanobatch can resume prefill at a multiple of it
-INTERLEAVED = 3  # `chat`: number of times that both measurements alternate
+INTERLEAVED = 3  # `chat`: number of repetitions of each measurement
 PATIENCE_S = 1800  # timeout of a sample in seconds
 BESIDE = ("closed", "open", "long")  # parts that keep the default limit of a step's time
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
@@ -298,8 +298,8 @@ class Sample:
         return result.metrics
 
     def lone_chunk(self) -> Metrics:
-        """Run a prompt about as long as the last turn's, of which only as many tokens are uncached as a
-        turn adds. Return its metrics."""
+        """Run a prompt about as long as the last turn's. It is cached except for the number of tokens
+        that a turn adds. Return its metrics."""
         new = self.spec.prompt + 1  # an answer's last token is not in the slab yet
         before = (TURNS - 1) * (self.spec.prompt + self.spec.output) - 1
         rows = before // CHUNK * CHUNK

@@ -27,7 +27,7 @@ CHUNK = 100
 
 
 class Quality(NamedTuple):
-    nll: np.ndarray  # (tokens,): negative log-likelihood given the tokens before
+    nll: np.ndarray  # (tokens,): negative log-likelihood given the preceding tokens
     likeliest: np.ndarray  # (tokens,): the likeliest token
 
     @classmethod

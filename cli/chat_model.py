@@ -1,4 +1,4 @@
-"""What answers in the terminal: an engine in this process, or a server's model (`server_model.py`)."""
+"""The models that a terminal chat can use: an engine in this process or a server (`server_model.py`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAST = 16  # minimum tokens that must be free for an answer
 
 
 class Outgrown(ValueError):
-    """A conversation no longer fits in a slot."""
+    """A conversation that no longer fits in a slot."""
 
 
 def outgrown(tokens: int, length: int) -> str:
@@ -35,7 +35,7 @@ def outgrown(tokens: int, length: int) -> str:
 
 
 class Answer(Protocol):
-    """An answer as it arrives: iterate over its parts."""
+    """An answer that is being generated. Iterating over it yields its parts as they arrive."""
 
     id: int
 
@@ -52,16 +52,16 @@ class Answer(Protocol):
 class ChatModel(Protocol):
     @property
     def length(self) -> int:
-        """Tokens that a slot holds; 0 if the model does not say."""
+        """The number of tokens in a slot; 0 if it is unknown."""
 
     def settings(self, changes: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Check changed settings, and return the values of all in SETTABLE."""
+        """Validate changed settings. Return the values of all settings in SETTABLE."""
 
     def size_of(self, text: str) -> str:
-        """The length of an attached text, in words."""
+        """Describe the length of an attached text."""
 
     def ask(self, messages: Sequence[Mapping[str, str]], changes: Mapping[str, Any]) -> Answer:
-        """Submit a conversation with these changes of the settings. Raise Outgrown if no slot holds it."""
+        """Submit a conversation with changed settings. Raise Outgrown if it does not fit in a slot."""
 
 
 class EngineModel:

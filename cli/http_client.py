@@ -1,4 +1,4 @@
-"""Requests to a server over HTTP, each with a connection of its own, and the events of its answers."""
+"""HTTP requests to a server, each on a separate connection, and the server-sent events of the answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINE = 2**26  # limit of bytes per event
 
 
 def base_of(option: str, url: str) -> str:
-    """Parse an option: return the base URL of a server, without a trailing `/v1` or `/watch`."""
+    """Parse an option with a server's address. Return its base URL, without a trailing `/v1` or `/watch`."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -29,8 +29,8 @@ def base_of(option: str, url: str) -> str:
 def request(
     url: str, method: str, path: str, key: str, patience: float, body: str | None = None
 ) -> http.client.HTTPResponse:
-    """Send a request and return the response. Its `line` is the socket: shutting that down cancels an
-    answer. `patience`: seconds without a byte until TimeoutError."""
+    """Send a request and return the response, with the socket as `line`. Shutting the socket down cancels
+    the answer. `patience`: seconds without data after which TimeoutError is raised."""
     address = urlsplit(url)
     kind = http.client.HTTPConnection
     if address.scheme == "https":
@@ -49,7 +49,7 @@ def request(
 def read_events(
     answer: http.client.HTTPResponse, note: Callable[[str], None] = lambda comment: None
 ) -> Iterator[Any]:
-    """Yield the data of each server-sent event. `note` receives the comments."""
+    """Yield the data of each server-sent event. `note` is called with each comment."""
     while line := answer.readline(LINE):
         if line.startswith(b":"):
             note(printable(line[1:].decode(errors="replace").strip()))

@@ -184,7 +184,7 @@ def read_network(text: str) -> Any:
 
 
 def read_speculate(text: str) -> int | None:
-    """Parse `--speculate`. None means auto: as many draft tokens as save time."""
+    """Parse `--speculate`. None means auto: use as many draft tokens as save time."""
     try:
         return None if text == "auto" else read_whole("--speculate", text, 0, 64)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A model of a running server that answers in the terminal (`ask.py --url`), in OpenAI's protocol."""
+"""A running server's model for the terminal (`ask.py --url`), over OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from engine.snapshot import Metrics
 from sampling_params import SamplingParams
 from text.tool_parser import ParsedPart
 
-PATIENCE_S = 60.0  # for a connection, and until an answer's stream begins
+PATIENCE_S = 60.0  # timeout for connecting, and for the start of an answer's stream
 
 
 class ServerModel:
-    """`settings`: fields of `SamplingParams` that the user gave. The server decides the others."""
+    """A model of a server. `settings`: the `SamplingParams` that the user set; the server chooses the rest."""
 
     def __init__(self, url: str, key: str, name: str | None, settings: Mapping[str, Any]):
         self._url = url
         self._key = key
         self._fields = {"model": name} if name else {}
         self._settings = settings
-        self._asked = 0  # answers so far
+        self._asked = 0  # number of answers so far
         facts = self._look_up(name)
         length = facts.get("max_model_len")
         self.length = length if isinstance(length, int) else 0
         self.summary = printable(f"{facts.get('id', '')} @ {urlsplit(url).netloc}")
 
     def _look_up(self, name: str | None) -> Mapping[str, Any]:
-        """What the server says of the model, or of its first one."""
+        """Return the server's description of the named model, or of its first model."""
         answer = self._request("GET", f"/v1/models/{quote(name)}" if name else "/v1/models")
         try:
             found = json.loads(answer.read(2**20))
@@ -82,7 +82,7 @@ class ServerModel:
             raise Outgrown(f"{error}; {REMEDY}") from None
 
     def submit(self, prompt: str, is_raw: bool) -> ServerAnswer:
-        """Submit a prompt: as a question, or as plain text if the model has no chat template."""
+        """Submit a prompt as a question, or as plain text if the model has no chat template."""
         if not is_raw:
             messages = [{"role": "user", "content": prompt}]
             try:
@@ -102,13 +102,13 @@ class ServerModel:
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         began = time.perf_counter()
         answer = self._request("POST", path, self._fields | prompt | given | stream)
-        answer.line.settimeout(None)  # other servers are silent while they read a prompt
+        answer.line.settimeout(None)  # some servers send nothing during prefill
         self._asked += 1
         return ServerAnswer(self._asked, answer, began)
 
 
 def given_in(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that ask for something."""
+    """Return the settings that have an effect."""
     return {
         name: value
         for name, value in settings.items()
@@ -117,18 +117,18 @@ def given_in(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ServerAnswer:
-    """An answer as its events arrive. A thread reads them, so that no server waits for this client while it
-    shows another answer."""
+    """An answer whose events are still arriving. A thread reads them, so that the server does not have to wait
+    while this client shows another answer."""
 
     def __init__(self, id: int, answer: http.client.HTTPResponse, began: float):
         self.id = id
         self._answer = answer
         self._began = began
-        self._comment = ""  # the newest, such as "prompt 512/2048, 182 tokens/s"
+        self._comment = ""  # the newest comment, such as "prompt 512/2048, 182 tokens/s"
         self._parts: queue.SimpleQueue[ParsedPart | None] = queue.SimpleQueue()
-        self._first: list[ParsedPart | None] = []  # taken from the queue, but not yielded
+        self._first: list[ParsedPart | None] = []  # taken from the queue but not yielded yet
         self._texts: list[str] = []
-        self._times: list[float] = []  # of the parts
+        self._times: list[float] = []  # arrival times of the parts
         self._usage: dict[str, Any] = {}
         self._reason = ""
         self._error: str | None = None
@@ -191,7 +191,7 @@ class ServerAnswer:
             self._answer.line.shutdown(socket.SHUT_RDWR)
 
     def result(self) -> Result:
-        """Wait for the end. Parts that were not yielded are dropped."""
+        """Wait for the end of the answer. Drop parts that were not yielded."""
         for _ in self:
             pass
         reason = "error" if self._error else self._reason

@@ -129,7 +129,7 @@ class Dialogue:
         width: Callable[[], int | None] = lambda: None,
     ):
         self.model = model
-        self.changes: dict[str, Any] = {}  # of the settings, by /set
+        self.changes: dict[str, Any] = {}  # settings changed by /set
         self.read = read
         self.write = write
         self.width = width
@@ -327,7 +327,7 @@ def room_left(left: int, length: int) -> str:
 def figures(m: Metrics, reason: str | None, where: str = "the slot") -> str:
     """Describe the cost of a turn. `where`: the slot that held the conversation's cached tokens."""
     read = f"read {m.prompt_tokens - m.cached_tokens:,}"
-    if not m.prompt_tokens:  # a server does not say it of a stopped answer
+    if not m.prompt_tokens:  # a server does not report it for a stopped answer
         read = "stopped"
     elif m.cached_tokens:
         where = "on disk" if m.cached_from == "disk" else f"still in {where}"

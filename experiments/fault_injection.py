@@ -186,7 +186,7 @@ class FaultInjection(Experiment):
     def _sabotage(
         self, harm: Callable[[ForwardBatch], str], fault: Exception | None = None
     ) -> Iterator[FaultInjectionRecord]:
-        """Replace the runner until the fault was injected."""
+        """Replace the runner until the fault is injected."""
         saboteur = Saboteur(self.engine.runner, harm, fault)
         with running_on(self.engine, saboteur):
             yield from self.until(lambda: saboteur.did or not self.engine.has_work)

@@ -261,7 +261,7 @@ def outcomes(
     if not request.metrics.output_tokens:
         raise ValueError("it has no token yet, and a replay must know how long its answer is")
     prices = with_a_chunk(prices)
-    # Requests that are still queued took part in no step
+    # Leave out requests that are still queued
     company = [
         r for r in company_of(request, requests) if r.admitted is not None or is_cut_short(r)
     ]

@@ -113,7 +113,7 @@ class RequestLog:
             self.changes += 1
 
     def close_record(self, number: int, is_kept: bool = True) -> RequestRecord:
-        """Remove a record from the open ones. `is_kept`: keep it among the finished ones (not /health)."""
+        """Close an open record. `is_kept`: add it to the finished ones (False for /health)."""
         with self._lock:
             record = self.open.pop(number)
             if is_kept:

@@ -123,9 +123,10 @@ def read_messages(request: BodyReader) -> list[dict]:
 
 
 def instructions_first(messages: list[dict]) -> list[dict]:
-    """Put the system's messages that directly follow the first question before it.
+    """Move system messages that directly follow the first question in front of it.
 
-    Claude Code lists agents and skills in one. So conversations share it, and the question comes last.
+    Claude Code sends the list of agents and skills in such a message. In front of the question it is part of
+    the prefix that conversations share.
     """
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else len(roles)

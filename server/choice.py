@@ -112,7 +112,7 @@ class Choice:
             item.pieces.append(text)
             yield Change("delta", item, text, words)
             words = None if words is None else []
-        if words:  # the tokens of a mark such as <think>, whose text is in no item
+        if words:  # tokens of a mark such as <think>, whose text belongs to no item
             yield Change("delta", Item("content"), "", words)
         if piece is None:
             is_whole = self._parser.is_over or not (is_cut or self._parser.is_in_call)

@@ -40,7 +40,7 @@ MAX_WAITING = 64  # requests that may wait for models; more are refused
 
 
 class ServedModel(NamedTuple):
-    """A loaded model that requests borrow."""
+    """A loaded model, as requests borrow it from the pool."""
 
     name: str
     engine: Engine

@@ -62,7 +62,7 @@ export class StepView {
     window.addEventListener("hashchange", () => this.goToHash());
   }
 
-  // Go to the example in the page's address. Return whether there is one.
+  // Go to the example in the page's URL. Return false if there is none.
   goToHash() {
     const show = this.examples.get(location.hash);
     show?.();
@@ -108,8 +108,8 @@ export class StepView {
   }
 }
 
-// The list of requests, each with all lanes. The chosen request's details are open in the list or below the
-// timelines.
+// The list of requests, each drawn for all lanes. The chosen request's details are shown in the list or below
+// the timelines.
 export class RequestsView {
   constructor(player, choose) {
     this.player = player;

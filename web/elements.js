@@ -28,7 +28,7 @@ export function rowOf(values, name = "") {
   return make("tr", name, ...values.map((value) => make("td", "", value)));
 }
 
-// Copy a text to the clipboard and report it. `otherwise`: the advice to show if the browser forbids copying.
+// Copy a text to the clipboard. `say` shows the result; `otherwise`: advice if the browser forbids copying.
 export async function copy(text, say, otherwise) {
   try {
     await navigator.clipboard.writeText(text);

@@ -1,4 +1,4 @@
-// The page's clock. All lanes share it, so that two runs race on the same clock.
+// The page's clock, which all lanes share, so that two runs can race.
 //
 // Everything drawn depends on `now`, in seconds of the run. It follows real time at a slower pace, or is paused, or
 // is set by the user. Frames are drawn only after a change.

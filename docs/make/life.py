@@ -6,7 +6,7 @@ There is one slot and one request, from `submit` to the step that delivers its f
 with two figures: the number of functions entered, and the number of changes to another file. To see whether
 a change makes the path longer, compare with the output in another checkout.
 
-Left out are all layers but the first, the functions of `ops.py`, `rope.py` and `layers.py` in `models` and
+The list omits all layers but the first, the functions of `ops.py`, `rope.py` and `layers.py` in `models` and
 of `device.py` and `row_ops.py` in `kernels`, and the slab's windows. Comprehensions, generator expressions
 and lambdas count as part of their function. Consecutive calls of the same function share a line.
 """

@@ -55,8 +55,8 @@ def draw(records: Sequence[dict]) -> str:
 
 
 def panel(title: str, curves: dict[str, list[tuple[float, Summary]]], log: bool, left: int) -> str:
-    """Return the axes, and a curve of medians for each contestant, with a thick line from the lowest sample
-    to the highest."""
+    """Return a panel: the axes, and a curve of medians for each contestant with thick lines from the lowest
+    sample to the highest."""
     xs = sorted({x for curve in curves.values() for x, _ in curve})
     marks = ticks(
         [value for curve in curves.values() for _, figure in curve for value in figure], log
