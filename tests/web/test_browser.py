@@ -116,7 +116,7 @@ def test_the_cost_of_a_step_adds_up_in_its_words(opens):
     tab.locator("[data-step-words]").scroll_into_view_if_needed()
     until(tab, "nanobatch.step.index === 1")
     cost, words = tab.inner_text("[data-step-cost]"), tab.inner_text("[data-step-words]")
-    numbers = r"(\d+) of a budget of 104: (\d+) for answers, (\d+) for prompts"
+    numbers = r"(\d+) of a budget of 136: (\d+) for answers, (\d+) for prompts"
     whole, decoded, read = map(int, re.search(numbers, cost).groups())
     chunks = re.findall(r"tokens (\d+) to (\d+) of \d+", words)
     wholes = re.findall(r"all (\d+) tokens", words)
