@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from kernels import c_attention
+from kernels import c_attention, row_ops
 from kernels.delta_net import States
 from kernels.device import has_gpu, mx
 
@@ -103,8 +103,7 @@ class Slab:
         """
         if new.dtype == self.dtype:
             return new
-        new = new.astype(self.dtype)
-        return new + new * 0  # inf x 0 is NaN
+        return row_ops.narrowed(new, self.dtype)
 
     def scrub(self, slot: int, start: int, stop: int) -> None:
         """Zero rows that may hold NaN or infinity, but not the spare row at the slot's end, where the

@@ -101,6 +101,19 @@ INLINE float float16(uint16_t bits) { /* the bits at their places in a float32, 
   return bits >> 15 ? -size : size;
 }
 
+INLINE uint16_t to_float16(float x) { /* rounded to the nearest; not for numbers beyond its range */
+  uint32_t bits, size;
+  memcpy(&bits, &x, sizeof bits);
+  size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return 0x7e00;
+  if (size < 0x38800000) { /* denormal: the last bit of a sum with 0.5 means 2^-24 there, too */
+    const float shifted = of_bits(size) + 0.5f;
+    memcpy(&size, &shifted, sizeof size);
+    size -= 0x3f000000;
+  } else size = (size + 0xfff + (size >> 13 & 1) - (112 << 23)) >> 13;
+  return bits >> 16 & 0x8000 | size;
+}
+
 #if defined(__AVX512F__)
 
 #include <immintrin.h>
@@ -117,6 +130,7 @@ INLINE vec fma_(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 INLINE vec times(vec a, vec b) { return _mm512_mul_ps(a, b); }
 INLINE vec float16s(const void *at) { return _mm512_cvtph_ps(_mm256_loadu_si256(at)); }
+INLINE void store_float16s(void *to, vec v) { _mm256_storeu_si256(to, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
 INLINE vec bytes(const void *at) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(at))); }
 INLINE vec bfloat16s(const void *at) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(at)), 16));
@@ -158,6 +172,7 @@ INLINE vec fma_(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
 INLINE vec times(vec a, vec b) { return _mm256_mul_ps(a, b); }
 INLINE vec float16s(const void *at) { return _mm256_cvtph_ps(_mm_loadu_si128(at)); }
+INLINE void store_float16s(void *to, vec v) { _mm_storeu_si128(to, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
 INLINE vec bytes(const void *at) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(at))); }
 INLINE vec bfloat16s(const void *at) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), 16));
@@ -190,6 +205,7 @@ INLINE vec fma_(vec a, vec b, vec c) { return vfmaq_f32(c, a, b); }
 INLINE vec add(vec a, vec b) { return vaddq_f32(a, b); }
 INLINE vec times(vec a, vec b) { return vmulq_f32(a, b); }
 INLINE vec float16s(const void *at) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))); }
+INLINE void store_float16s(void *to, vec v) { vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
 INLINE vec bfloat16s(const void *at) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(at), 16)); }
 INLINE vec bytes(const void *at) {
   uint32x2_t four_bytes = vld1_dup_u32(at);
@@ -231,6 +247,9 @@ INLINE vec times(vec a, vec b) { return a * b; }
 INLINE vec float16s(const void *from) {
   const uint16_t *at = from;
   return (vec){float16(at[0]), float16(at[1]), float16(at[2]), float16(at[3])};
+}
+INLINE void store_float16s(void *to, vec v) {
+  for (int i = 0; i < LANES; i++) ((uint16_t *)to)[i] = to_float16(v[i]);
 }
 INLINE vec bfloat16s(const void *from) {
   const uint16_t *at = from;
@@ -274,7 +293,7 @@ static long at_most(long number, long limit) { return number < limit ? number : 
 
 enum { FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS, /* forms of numbers; */
        ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, ROUNDED_MXFP4, /* weights for 8-bit activations, by their bits; */
-       SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY, EXPERTS }; /* operations */
+       SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY, EXPERTS, TURN, TO_FLOAT16 }; /* operations */
 
 typedef struct {
   uint64_t key[2];
@@ -284,7 +303,7 @@ typedef struct {
                                    group, without an offset */
   int32_t shift;                /* a weight's group in its row: k >> shift */
   int32_t scales, offsets;      /* their positions, in cache lines from here */
-  float setting;                /* the scale of a softmax or the eps of a norm; for a matrix, if not 0, each offset is its
+  float setting;                /* the scale of a softmax, the eps of a norm, the size of a head; for a matrix, if not 0, each offset is its
                                    scale times this power of two, and no offsets are stored */
 } Packed;
 enum { LINE_NBYTES = 64, BLOCK = 8 * ORDER };
@@ -1165,6 +1184,9 @@ static void multiply_rounded(const Product *p, long j0, long j1) {
        SIGLU    y = 1 / (1 + e^-g) u
        NORM     y = x / sqrt(mean of x^2 + eps) weight     eps is the setting
        CAP      y = c tanh(x / c)                          c is the setting
+       TURN     y = x cos + (b, a) sin, with x = (a, b)    RoPE: a row is a head, with Dh numbers, which is the setting; the
+                                                           cos and the sin of each token lie where a norm has its weights
+       TO_FLOAT16  y = x in float16                        or NaN, if x is out of its range
 
    The end of a row is padded to a whole vector, so each number is computed in the same way wherever it is. A softmax is
    padded with minus infinity, whose power is exactly 0. Masked scores have the power 0, too, so it makes no difference how
@@ -1287,6 +1309,27 @@ static NOINLINE void cap(const float *x, float *y, long count, float most) {
     Power e = power(size * all(-2));
     vec rest = e.number * e.scale, far = (all(1) - rest) / (all(1) + rest);
     store_some(y + k, count - k, all(most) * where(size < all(0.625f), fma_(sum * square, z, z), where(z < all(0), -far, far)));
+  }
+}
+
+static NOINLINE void turn(const float *x, float *y, long count, const float *cos, const float *sin) {
+  const long half = count / 2;
+  for (long k = 0; k < count; k += half)
+    for (long i = k; i < k + half; i += LANES) {
+      const long left = k + half - i;
+      vec other = load_some(x + (k ? i - half : i + half), left, 0);
+      vec sum = times(load_some(x + i, left, 0), load_some(cos + i, left, 0));
+      store_some(y + i, left, add(sum, times(other, load_some(sin + i, left, 0))));
+    }
+}
+
+static NOINLINE void narrow(const float *x, void *y, long count) {
+  for (long k = 0; k < count; k += LANES) {
+    uint16_t some[LANES];
+    vec v = load_some(x + k, count - k, 0);
+    v = where((v < all(65520)) & (v > all(-65520)), v, all(__builtin_nanf(""))); /* these would round to infinity */
+    store_float16s(some, v);
+    memcpy((uint16_t *)y + k, some, at_most(LANES, count - k) * sizeof *some);
   }
 }
 
@@ -1563,6 +1606,11 @@ static void operate(const Product *p, long m0, long m1) {
     if (a->form == SIGLU) siglu(x, y, p->N);
     if (a->form == NORM) norm(x, y, p->N, a->setting, (const float *)line(a, 1));
     if (a->form == CAP) cap(x, y, p->N, a->setting);
+    if (a->form == TURN) {
+      const float *cos = (const float *)line(a, 1) + m / (p->M / a->N) * 2 * p->K;
+      turn(x, y, p->K, cos, cos + p->K);
+    }
+    if (a->form == TO_FLOAT16) narrow(x, y, p->K);
   }
 }
 
@@ -2201,6 +2249,7 @@ void rows_slab(char *memory, int numbers, int slots, int heads, int rows, int Dh
 static int is_as_said(const Packed *a, const Product *p) {
   if (a->form == SOFTMAX || a->form == CAP) return p->N == p->K && is_plain(p);
   if (a->form == NORM) return p->N == p->K && p->N == a->N && is_plain(p);
+  if (a->form == TURN) return p->N == p->K && p->K == a->setting && p->K % 2 == 0 && p->M % a->N == 0 && is_plain(p);
   if (is_attention(a)) {
     const long sinks = p->K - p->N - NUMBERS_OF_A_TOKEN; /* 0, or one for each head */
     return p->N % (slab_of(p)->heads * slab_of(p)->Dh) == 0 && (sinks == 0 || sinks == p->N / slab_of(p)->Dh) && is_plain(p);

@@ -47,14 +47,15 @@ from kernels.build import FORMS, SOURCE, library, source_hash
 MOST_THREADS = 16  # by default; memory bandwidth saturates earlier, and more threads are untested
 # The hash of the check's results, the same for every library on any processor. It changes if the order
 # of a sum changes; the error message then names the new hash.
-BITS = "4e95ab827d28f73090e55f0afd7816b8"
-PLAIN_BITS = "184e2fa6abd0f01988b39ef51bd575a4"  # only the plain form, without fused multiply-adds
+BITS = "be6d0838d8d2a088bd247e48aa765fcb"
+PLAIN_BITS = "7cea1b3faa5aacfd08a224fe3cd58909"  # only the plain form, without fused multiply-adds
 
 # Forms of numbers and operations, in the order of the `enum` in `cpu_kernels.c`
 FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS = range(5)
 # Weights for 8-bit activations
 ROUNDED_4, ROUNDED_5, ROUNDED_6, ROUNDED_8, ROUNDED_MXFP4 = range(5, 10)
 SOFTMAX, SWIGLU, GEGLU, NORM, CAP, ATTENTION, DELTA, SIGLU, MEMORY, EXPERTS = range(10, 20)
+TURN, TO_FLOAT16 = range(20, 22)
 # `source` of `rows_lay`: codes of MXFP4, and GGUF types; a smaller number is the bits of a weight
 CODES, OF_GGUF = 99, 100
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q4_K, Q5_K, Q6_K = range(OF_GGUF, OF_GGUF + 9)
@@ -315,7 +316,7 @@ def computed(library: ctypes.CDLL) -> str:
         for m in range(M):
             x += drawn(draw, K) + array("f", [m % 3, 2 * m % 3])
         multiply(x, stack, M, k * N, K + k)
-    for operation in (SOFTMAX, SWIGLU, GEGLU, SIGLU, NORM, CAP):
+    for operation in (SOFTMAX, SWIGLU, GEGLU, SIGLU, NORM, CAP, TO_FLOAT16):
         for M, N in ((1, 1), (3, 5), (4, 75)):
             K = N if operation in (SOFTMAX, NORM, CAP) else 2 * N
             w = array("f", bytes(LINE)) + drawn(draw, N)  # the weights, for a norm
@@ -327,6 +328,12 @@ def computed(library: ctypes.CDLL) -> str:
                 x[-1] = -math.inf  # like a masked score
             # MLX passes a matrix of one number as turned
             multiply(x, w, M, N, K, turned=K == 1)
+    for Dh in (6, 64, 80):
+        M, heads = 3, 5
+        w = array("f", bytes(LINE)) + drawn(draw, M * 2 * Dh)  # a cos and a sin for each number
+        at = ctypes.c_void_p(w.buffer_info()[0])
+        library.rows_operation(at, TURN, M, ctypes.c_float(Dh))
+        multiply(drawn(draw, M * heads * Dh), w, M * heads, Dh, Dh)
     for form, Dh, group, has_sinks in SLABS:
         x, slab = attention_of(library, draw, form, Dh, group, has_sinks)
         K, N = len(x) // len(TOKENS), group * HEADS * Dh

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from base.foreign_modules import foreign
@@ -444,10 +445,10 @@ class ModelReader:
         return self.joined([self.part(module) for module in modules])
 
     def joined(self, parts: list[Matrix]) -> Matrix | SideBySide:
-        """Join projections of the same input into one matrix if they are packed the same way."""
-        if len({part.packing for part in parts}) > 1:
-            return SideBySide(tuple(self.kept(part) for part in parts))
-        return self.kept(*parts)
+        """Join projections of the same input: neighbours that are packed the same way become one."""
+        alike = groupby(parts, key=lambda part: part.packing)
+        matrices = tuple(self.kept(*each) for _, each in alike)
+        return matrices[0] if len(matrices) == 1 else SideBySide(matrices)
 
     def kept(self, *parts: Matrix) -> Matrix:
         is_stack = parts[0].weight.ndim > 2 and device.is_batch_invariant()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from kernels import device
+from kernels import device, row_ops
 from kernels.device import mx
 
 
@@ -145,8 +145,8 @@ def turning(
     kind: AttentionType,
     positions: mx.array,  # (N,)
 ) -> Callable[[mx.array], mx.array]:  # (N, heads, Dh) -> the same
-    """Return a function that rotates the queries and keys of tokens at these positions: `rotate`, or
-    MLX's fused kernel on a GPU."""
+    """Return a function that rotates the queries and keys of tokens at these positions: `rotate`, the
+    same as one operation of `cpu_kernels.c`, or MLX's fused kernel on a GPU."""
     rope = kind.rope
     if rope is None:
         return lambda x: x
@@ -156,6 +156,8 @@ def turning(
             return partial(
                 rotate_growing, cos=cos, sin=sin, growth=kind.growth, positions=positions
             )
+        if row_ops.handles(cos):
+            return row_ops.Rotation(cos, sin)
         return partial(rotate, cos=cos, sin=sin)
 
     def turn(x: mx.array) -> mx.array:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from processes import python
 
-from kernels import device
+from kernels import device, row_ops
 from kernels.device import mx
 from models.layers import Norm
+from models.rope import rotate
 
 pytestmark = pytest.mark.skipif(
     not device.is_batch_invariant(), reason="our own product does not run here"
@@ -57,3 +58,26 @@ def test_operation_used_as_a_matrix():
     done = python(code)
     assert done.returncode == -6, done
     assert "an operation of 0 x 0 is multiplied as 2 x 8" in done.stderr
+
+
+@pytest.mark.parametrize(("N", "heads", "Dh"), [(1, 18, 128), (7, 3, 64), (40, 9, 80), (5, 2, 6)])
+def test_rope_has_the_bits_of_its_formula(N, heads, Dh):
+    x = normal(1, N, heads + 2, Dh)[:, :heads]
+    cos, sin = normal(2, N, 1, Dh), normal(3, N, 1, Dh)
+    ours = np.array(row_ops.Rotation(cos, sin)(x))
+    assert np.array_equal(ours, np.array(rotate(x, cos, sin)))
+
+
+def test_float16_has_the_bits_of_mlx_and_no_infinity():
+    """Of all kinds of numbers: denormal ones, halves between two float16, and those out of range."""
+    bits = np.random.default_rng(1).integers(0, 2**32, 100_000, np.uint32, endpoint=False)
+    bits[::2] = bits[::2] % 0x20000000 + 0x2F000000  # most are in its range
+    bits[::5] &= 0xFFFFF000
+    ends = [65504, 65519.996, 65520, -65520, 65536, 2**-25, 2**-24, np.inf, -np.inf, np.nan, -0.0]
+    x = mx.array(np.concatenate([bits.view(np.float32), np.array(ends * 2, np.float32)]))
+    ours = np.array(row_ops.narrowed(x, mx.float16))
+    theirs = np.array(x.astype(mx.float16))
+    is_finite = np.isfinite(theirs)
+    assert 0.3 < is_finite.mean() < 1
+    assert np.array_equal(ours[is_finite].view(np.uint16), theirs[is_finite].view(np.uint16))
+    assert np.isnan(ours[~is_finite]).all()
