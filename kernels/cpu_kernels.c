@@ -1263,13 +1263,20 @@ INLINE double sum_of(const float *x, long count, const int squares) {
 
 static NOINLINE void softmax(const float *x, float *y, long count, float scale) {
   const float least = -__builtin_inff();
-  vec most = all(least);
-  for (long k = 0; k < count; k += LANES) {
+  vec most[4] = {all(least), all(least), all(least), all(least)}; /* in turns, so that no comparison waits for the last one */
+  long k = 0;
+  for (; k + 4 * LANES <= count; k += 4 * LANES)
+    for (int i = 0; i < 4; i++) {
+      vec some = load(x + k + i * LANES);
+      most[i] = where(some > most[i], some, most[i]); /* ignores a NaN; the sum does not */
+    }
+  for (; k < count; k += LANES) {
     vec some = load_some(x + k, count - k, least);
-    most = where(some > most, some, most); /* ignores a NaN; the sum does not */
+    most[0] = where(some > most[0], some, most[0]);
   }
+  for (int i = 1; i < 4; i++) most[0] = where(most[i] > most[0], most[i], most[0]);
   float largest = least;
-  for (int i = 0; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+  for (int i = 0; i < LANES; i++) largest = most[0][i] > largest ? most[0][i] : largest;
   for (long k = 0; k < count; k += LANES) {
     vec some = load_some(x + k, count - k, least);
     Power e = power(all(scale) * (some - all(largest)));
