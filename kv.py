@@ -15,7 +15,7 @@ key and the value of one token.
         slot 2        B0   B1   B2   B3   B4   B5   .    .        B has 6
 
 The first Hkv heads are keys, the others values. Each head has one spare row (or a few, if heads are
-small): the C operation keeps a header in the last one of the array (`kernels/c_attention.py`).
+small): the C operation writes a label into the last row of the array (`kernels/c_attention.py`).
 
 A forward pass works on the slab through windows. A prefill chunk has a window of its own, which
 writes L rows of one slot. All decoding sequences share one window, which writes one row in each of
@@ -70,7 +70,7 @@ class Slab:
         self.arrays = [mx.zeros(shape, dtype) for shape in self.shapes]
         mx.eval(self.arrays)  # MLX is lazy: this allocates the memory now
         for array in self.arrays:
-            c_attention.label(array)
+            c_attention.write_label(array)
         # For delta nets, layers without rows (`state_places.py`); skip these on a first reading
         self.states: list[States] = []
 
@@ -107,7 +107,7 @@ class Slab:
 
     def scrub(self, slot: int, start: int, stop: int) -> None:
         """Zero rows that may hold NaN or infinity, but not the spare row at the slot's end, where the
-        C operation keeps its header."""
+        C operation keeps its label."""
         for array in self.arrays:
             array[slot, :, start : min(stop, self.length)] = 0
 

@@ -26,7 +26,7 @@ def label_rows(Dh: int, itemsize: int) -> int:
     return -(-LINE // (Dh * itemsize))
 
 
-def label(slab: mx.array) -> None:
+def write_label(slab: mx.array) -> None:
     """Write the label into the last row of a layer's slab, (slots, 2 Hkv, rows, Dh).
 
     The operation recognizes the slab by it. Without our own product, or for a bfloat16 slab, which the

@@ -138,5 +138,5 @@ def test_a_label_stays_within_its_slab():
     mx.eval(both)
     slab = both[:1]
     mx.eval(slab)
-    c_attention.label(slab)
+    c_attention.write_label(slab)
     assert not np.array(both[1].astype(mx.float32)).any()
