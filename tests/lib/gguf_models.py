@@ -231,8 +231,8 @@ class Dequantized(GgufWeights):
             if not name.endswith((".scales", ".biases"))
         }
 
-    def _read(self, tensor: Tensor) -> mx.array:
-        stored: GgufTensor = self.file.tensors[tensor.name]
+    def read_tensor(self, name: str, as_codes: bool = False) -> mx.array:
+        stored: GgufTensor = self.file.tensors[self.tensors[name].name]
         data = np.frombuffer(b"".join(stored.read_pieces(2**24)), np.uint8)
         kind = Kind[stored.type.name]
         wide = gguf.dequantize(data.view(np.float32) if kind == Kind.F32 else data, kind)
