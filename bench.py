@@ -160,7 +160,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("mlx-lm reads no GGUF file; compare with --vs llama.cpp")
     for part in args.parts:
         if part not in PARTS:
-            words = f"--parts: {shown(part)} is no part"
+            words = f"--parts: {shown(part)} is not a part"
             raise ValueError(f"{words}; choose among {','.join(PARTS)}")
         if args.clock != "wall" and part not in OF_ANY_CLOCK:
             words = f"--clock {args.clock} is for {' and '.join(OF_ANY_CLOCK)}"

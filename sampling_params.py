@@ -148,7 +148,7 @@ class SamplingParams:
             try:
                 source = json.dumps(source, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
-                raise ValueError(f"grammar: the schema is no JSON: {one_line(error)}") from None
+                raise ValueError(f"grammar: the schema is not JSON: {one_line(error)}") from None
         is_list = isinstance(source, Sequence) and not isinstance(source, str)
         texts = source if kind == "choice" and is_list else (source,)
         if not texts or not all(isinstance(text, str) for text in texts):

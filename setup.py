@@ -124,7 +124,7 @@ class Package(build_py.build_py):
 
 
 class Libraries(build_ext.build_ext):
-    """They are loaded by ctypes, and are no Python modules: their names name no version of Python."""
+    """They are loaded by ctypes, and are not Python modules: their names name no version of Python."""
 
     def get_ext_filename(self, name: str) -> str:
         return f"{name.replace('.', '/')}.so"

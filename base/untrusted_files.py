@@ -33,7 +33,7 @@ class ModelError(ValueError):
 def check_plain(path: Path) -> None:
     """Refuse anything but a regular file: opening a pipe or reading /dev/zero may never finish."""
     if path.exists() and not path.is_file():
-        raise ModelError(f"{path} is no plain file; download it again.")
+        raise ModelError(f"{path} is not a regular file; download it again.")
 
 
 def check_size(path: Path) -> None:

@@ -279,7 +279,7 @@ def write_gguf(folder: Path, file: Path) -> None:
     has_biases = c.qkv_bias or c.o_bias or c.mlp_bias
     if c.model_type not in ("llama", "mistral") or c.rope.type != "default" or has_biases:
         raise ValueError(
-            f"{folder} is no plain Llama; --vs llama.cpp takes none with biases or scaled positions"
+            f"{folder} is not a plain Llama; --vs llama.cpp takes none with biases or scaled positions"
         )
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_tokenizer_model("none")

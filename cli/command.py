@@ -56,6 +56,6 @@ def answer(word: str) -> int:
     elif word == "learn":
         print(LEARN.format(version=installation.version_number()))
     else:
-        cli.say(f"{word!r} is no command; choose among {', '.join(PROGRAMS)} and learn")
+        cli.say(f"{word!r} is not a command; choose among {', '.join(PROGRAMS)} and learn")
         return 2
     return 0

@@ -87,7 +87,7 @@ def check_table(name: str, value: Any) -> None:
 def flat(table: dict[str, Any], program: str) -> dict[str, Any]:
     tables = {name: value for name, value in table.items() if isinstance(value, dict)}
     if unknown := [name for name in tables if name not in PROGRAMS]:
-        raise ValueError(f"[{unknown[0]}] is no table; use models, {', '.join(PROGRAMS)}")
+        raise ValueError(f"[{unknown[0]}] is not a table; use models, {', '.join(PROGRAMS)}")
     own = {name: value for name, value in table.items() if name not in tables}
     return spelled(own) | spelled(tables.get(program, {}))
 

@@ -100,7 +100,7 @@ def read_model(model: str) -> str:
     is_name = model.startswith("ollama:") or (model.count("/") == 1 and model[0] not in "./~")
     if not is_here and not is_name:
         raise ValueError(
-            f"--model {shown(model)} is no folder, no GGUF file, and no hub id of the form owner/name"
+            f"--model {shown(model)} is not a folder, a GGUF file, or a hub id of the form owner/name"
         )
     return model
 
@@ -166,7 +166,7 @@ def read_key(option: str, variable: str, key: str) -> str:
 def read_host(name: str) -> str:
     if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", name):
         raise ValueError(
-            f"{shown(name)} is no host; give its name alone, without scheme, port or star"
+            f"{shown(name)} is not a host; give its name alone, without scheme, port or star"
         )
     return name
 

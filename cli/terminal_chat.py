@@ -209,7 +209,7 @@ class Dialogue:
         elif command in ("/bye", "/exit", "/quit"):
             raise EOFError
         else:
-            raise ValueError(f"{shown(command)} is no command; /help names them")
+            raise ValueError(f"{shown(command)} is not a command; /help names them")
 
     def configure(self, rest: str) -> None:
         """Change the sampling settings and show them."""
@@ -275,7 +275,7 @@ def read_attachment(path: str) -> str:
     try:
         text = read_some(path, LARGEST_FILE)
         if "\0" in text:
-            raise ValueError("it is no text")
+            raise ValueError("it is not text")
     except (OSError, ValueError) as error:
         raise ValueError(f"@{shown(path)[1:-1]} cannot be read ({one_line(error)})") from None
     return text

@@ -45,7 +45,7 @@ PROOF = 32  # bytes of a challenge, and of the proof that answers it
 NAME = 32  # bytes of a connection's name
 PATIENCE_S = 5  # time limit of a handshake
 AGAIN_S = 0.05
-OTHERS = "it is no rank of these: another program, or another hostfile or NANOBATCH_RING_KEY"
+OTHERS = "it is not one of these ranks: another program, or another hostfile or NANOBATCH_RING_KEY"
 Message = list[Any] | str | None
 
 

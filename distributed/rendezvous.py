@@ -235,12 +235,12 @@ def read_hosts() -> list[list[str]]:
         if text and (len(nodes) < 2 or not all(nodes)):
             raise ValueError("it lists no addresses of two ranks or more")
         if len({len(node) for node in nodes}) > 1:
-            raise ValueError("its ranks have not as many addresses each")
+            raise ValueError("its ranks have different numbers of addresses")
         if twice := [address for address, count in Counter(chain(*nodes)).items() if count > 1]:
             raise ValueError(f"it lists {twice[0]} twice")
     except (OSError, TypeError, ValueError) as error:
         raise ModelError(
-            f'MLX_HOSTFILE {path} is no hostfile ({one_line(error)}): [["10.0.0.1:5000"], ...].'
+            f'MLX_HOSTFILE {path} is not a hostfile ({one_line(error)}): [["10.0.0.1:5000"], ...].'
         ) from None
     if rank >= len(nodes) > 0:
         raise ModelError(
@@ -255,7 +255,7 @@ def numeric(address: str) -> str:
     with suppress(OSError, ValueError):
         if host and 0 < int(port) < 65536:
             return f"{socket.gethostbyname(host)}:{int(port)}"
-    raise ValueError(f"{shown(address)} is no address with a port")
+    raise ValueError(f"{shown(address)} is not an address with a port")
 
 
 def listens(address: str) -> socket.socket:

@@ -129,7 +129,7 @@ def load_another(file: str) -> Blas:
         ctypes.CDLL(file, mode=ctypes.RTLD_GLOBAL).cblas_sgemm  # noqa: B018 (raises if missing)
     except (OSError, ValueError, AttributeError):  # ValueError: a path with a null byte
         raise ImportError(
-            f"NANOBATCH_BLAS={file} is no BLAS that can be loaded; name a shared library, rows or off."
+            f"NANOBATCH_BLAS={file} is not a BLAS that can be loaded; name a shared library, rows or off."
         ) from None
     return Blas(os.path.basename(file), why_not=f"NANOBATCH_BLAS={file}")
 

@@ -298,7 +298,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
         raise ModelError(f"{path}: {H} attention heads cannot share {Hkv} key-value heads evenly.")
     if get("head_dim") is None and D % H:
         raise ModelError(
-            f"{path}: hidden_size {D} is no multiple of {H} heads, and head_dim is not given."
+            f"{path}: hidden_size {D} is not a multiple of {H} heads, and head_dim is not given."
         )
     Dh = fields.number("head_dim", D // H)
     if Dh % 2 or Dh < 4:

@@ -158,7 +158,7 @@ def read_gguf(path: Path) -> Gguf:
     expected = first.fields.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise ModelError(
-            f"{path}: its parts hold {len(tensors)} tensors, and should hold {shown(expected)}; download all again."
+            f"{path}: its parts hold {len(tensors)} tensors instead of {shown(expected)}; download all again."
         )
     return Gguf(first.path, first.fields, tensors)
 
@@ -260,7 +260,7 @@ class _Header:
     def placed(self, entries: list, alignment: Any) -> dict[str, GgufTensor]:
         """Return the tensors by name. Raise if two of them overlap or if one ends beyond the file."""
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment = {shown(alignment)}, which is no power of two")
+            raise ValueError(f"general.alignment = {shown(alignment)}, which is not a power of two")
         start = -(-self.file.tell() // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         end = start

@@ -231,7 +231,7 @@ def check_alike(model: Model) -> None:
         marks = model.ranks.gather(zlib.crc32(repr(own).encode()) // 2)
         if len({mark for (mark,) in marks}) > 1:
             raise ModelError(
-                f"rank {model.ranks.rank}: the ranks have not the same {what}; give all of them one."
+                f"rank {model.ranks.rank}: the ranks differ in their {what}; give all of them the same."
             )
 
 

@@ -38,14 +38,16 @@ def find(model: str) -> Path:
     # An invalid file name, or the home of an unknown user
     except (OSError, RuntimeError, ValueError) as error:
         raise ModelError(
-            f"{shown(model)} is no folder ({error.args[-1]}); name one, or a hub id."
+            f"{shown(model)} is not a folder ({error.args[-1]}); name one, or a hub id."
         ) from None
     if exists:
         if path.is_dir():
             return whole_or_gguf(path)
         if is_gguf(path):
             return parts_of(path)[0]
-        raise ModelError(f"{path} is no GGUF file; name one, or the folder that holds config.json.")
+        raise ModelError(
+            f"{path} is not a GGUF file; name one, or the folder that holds config.json."
+        )
     if model == "demo":
         raise ModelError(
             f"{path} is missing; the demo model comes with the checkout. Name a model of your own."
@@ -54,7 +56,7 @@ def find(model: str) -> Path:
         raise ModelError(f"{path} is missing; --list shows the models that are here.")
     if model.count("/") != 1 or model[0] in "./~":
         raise ModelError(
-            f"{shown(model)} is no folder, no GGUF file, and no hub id of the form owner/name."
+            f"{shown(model)} is not a folder, a GGUF file, or a hub id of the form owner/name."
         )
     name, _, wanted = model.partition(":")
     here = [folder for each, folder in found() if each == name]
@@ -101,9 +103,9 @@ def _download(repo: str) -> Path:
     except errors.GatedRepoError:
         why = "is gated: ask for access on its page, then log in with `hf auth login`"
     except errors.RepositoryNotFoundError:
-        why = "is no folder here, and not on the hub: check the spelling, or `hf auth login` if it is private"
+        why = "is neither a folder here nor on the hub: check the spelling, or `hf auth login` if it is private"
     except errors.HFValidationError:
-        why = "is no folder here, and no valid hub id (owner/name)"
+        why = "is neither a folder here nor a valid hub id (owner/name)"
     # No network, a proxy, a full disk. Errors of the hub's HTTP library are not all an OSError
     except (OSError, errors.HTTPError, errors.XetDownloadError) as error:
         patterns = [*FILES, WEIGHTS]
@@ -114,7 +116,7 @@ def _download(repo: str) -> Path:
                 )
             )
         except OSError:
-            why = "is no folder here, not in the cache, and could not be downloaded: check the network"
+            why = "is not a folder here, not in the cache, and could not be downloaded: check the network"
             why += f" ({one_line(error, 200)})"
     raise ModelError(f"{shown(repo)} {why}.")
 

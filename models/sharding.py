@@ -58,7 +58,7 @@ class Shard(NamedTuple):
         if size > min(c.H, c.hidden):
             most = min(c.H, c.hidden)
             raise ModelError(
-                f"{size} ranks cannot share a model with {c.H} attention heads; start {most} or less."
+                f"{size} ranks cannot share a model with {c.H} attention heads; start {most} or fewer."
             )
         G = c.H // c.Hkv
         if size <= c.Hkv:

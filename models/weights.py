@@ -256,7 +256,7 @@ class Weights:
             if weight.shape[: len(rows)] != (*rows,) or nbytes != groups * mxfp4.GROUP // 2:
                 raise ModelError(
                     f"{scales.path}: {module} has shapes {weight.shape} and {scales.shape}, which MXFP4 "
-                    "has not; download it again."
+                    "does not have; download it again."
                 )
             shapes = mxfp4.shapes((*rows,), groups * mxfp4.GROUP)
             for part, dtype, shape in zip(

@@ -232,7 +232,7 @@ def parse_json(text: str) -> Any:
 def number_of(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no number of JSON")
+        raise ValueError(f"{text} is not a JSON number")
     return number
 
 
@@ -248,12 +248,12 @@ def read_json(body: bytes) -> BodyReader:
             raise ValueError(f"it is {shown(values)}, but it must be an object")
         return BodyReader(values)
     except UnicodeDecodeError as error:
-        words = f"it is no UTF-8 at byte {error.start}"
+        words = f"it is not UTF-8 at byte {error.start}"
     except RecursionError:
         words = "it is nested too deep"
     except ValueError as error:
         words = str(error).partition("; use sys")[0][:200]  # cut Python's advice to the programmer
-    raise APIError(400, f"the body is no valid JSON: {words}", "invalid_json")
+    raise APIError(400, f"the body is not valid JSON: {words}", "invalid_json")
 
 
 # --- fields that several protocols have -----------------------------------------------------------

@@ -143,7 +143,7 @@ class HTTPRequest:
             if address.hostname and address.path:
                 self.headers["host"] = address.netloc
                 return address.path
-        raise bad_http(f"{shown(target)} is no address")
+        raise bad_http(f"{shown(target)} is not an address")
 
     @property
     def record(self) -> RequestRecord:

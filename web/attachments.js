@@ -92,5 +92,5 @@ async function textOf(file) {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     if (!text.includes("\0")) return text;
   } catch {}
-  throw new Error(`${file.name} is no text (UTF-8), and the model reads nothing else.`);
+  throw new Error(`${file.name} is not text (UTF-8), and the model reads nothing else.`);
 }

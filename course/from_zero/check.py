@@ -156,7 +156,9 @@ def main(arguments: list[str] | None = None) -> int:
     if len(books) == 2 and books[1].isdigit() and not Path(books[1]).is_dir():
         number = int(books.pop())
         if not 1 <= number <= len(STAGES):
-            print(f"check.py: {number} is no stage; there are 1 to {len(STAGES)}", file=sys.stderr)
+            print(
+                f"check.py: {number} is not a stage; there are 1 to {len(STAGES)}", file=sys.stderr
+            )
             return 2
         stages = [STAGES[number - 1]]
     if len(books) > 1:

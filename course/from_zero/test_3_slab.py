@@ -93,7 +93,7 @@ def test_write_a_chunk():
     slab = kv.Slab(1, 1, 1, 32, 4, mx.float16)
     kv.Window(slab, [0], [0], 1).write(0, mx.full((1, 1, 4), 1e5), mx.zeros((1, 1, 4)))
     slab.check()
-    assert mx.isnan(slab.arrays[0][0, 0, 0]).all(), "1e5 is no float16: see self.slab.narrowed"
+    assert mx.isnan(slab.arrays[0][0, 0, 0]).all(), "1e5 is not a float16: see self.slab.narrowed"
 
 
 @pytest.mark.about("write")

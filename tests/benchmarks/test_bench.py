@@ -484,7 +484,7 @@ def test_a_file_that_holds_no_run_gets_one_line(content, tmp_path, capsys):
 def test_failing_sample_is_one_line(spec, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     assert bench.main(["--model", spec.folder + "/config.json"]) == 2
-    assert "is no GGUF file" in capsys.readouterr().err
+    assert "is not a GGUF file" in capsys.readouterr().err
     with pytest.raises(ValueError, match="would fit"):
         driver.measure(spec._replace(part="steps", length=2**30), our_column("continuous"))
 

@@ -78,7 +78,7 @@ def test_command_line_wins(tmp_path):
         ('"api-key=x" = "y"', "serve has no option 'api-key=x'"),
         ('"api-key x" = "y"', "serve has no option 'api-key x'"),
         ('"" = "y"', "serve has no option ''"),
-        ("[model.demo]\nslots = 3", "[model] is no table; use models, ask, serve, screen"),
+        ("[model.demo]\nslots = 3", "[model] is not a table; use models, ask, serve, screen"),
         ("slots = 0", "--slots = '0', but it must be"),
         ("slots = 2026-01-01", "slots: give a text, a number"),
         ("slots =", "Invalid value"),

@@ -349,7 +349,7 @@ def test_a_blas_that_cannot_be_loaded_is_named(model):
     refused = {
         "/no/such/lib.so": "/no/such/",
         "/no/such/\udcff": "/no/such/",  # a byte that is not UTF-8
-        "libm.so.6": "libm.so.6 is no BLAS",
+        "libm.so.6": "libm.so.6 is not a BLAS",
     }
     for name, said in refused.items():
         done = asked("--model", model, "--prompt", "x", NANOBATCH_BLAS=name)

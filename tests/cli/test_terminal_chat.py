@@ -145,7 +145,7 @@ def test_bad_conversation_file_is_one_line(engine, tmp_path, contents):
 def test_a_command_that_is_wrong_is_named(engine):
     """Regression: the help was printed without saying what was wrong."""
     dialogue, said = talk(engine, "/what", "/drop", "/retry", "/save", "/help", "/bye", "Why?")
-    assert "nanobatch: '/what' is no command; /help names them" in said
+    assert "nanobatch: '/what' is not a command; /help names them" in said
     assert "nothing to forget" in said and "nothing to ask again" in said
     assert "/save needs a file: /save FILE" in said
     assert said.count("/system TEXT") == 1 and not dialogue.talk.turns

@@ -195,7 +195,7 @@ def test_more_ranks_than_heads_are_refused(tmp_path):
     """A rank without a head would multiply empty matrices."""
     c = read_config(make_checkpoint(tmp_path / "model"), True)
     with pytest.raises(
-        ModelError, match="5 ranks cannot share a model with 4 attention heads; start 4 or less"
+        ModelError, match="5 ranks cannot share a model with 4 attention heads; start 4 or fewer"
     ):
         Shard.for_rank(c, 0, 5)
 
@@ -266,13 +266,13 @@ def test_single_process(monkeypatch):
             '[["127.0.0.1:1"], ["127.0.0.1:2"]]',
             "MLX_RANK = 2, but .* lists 2 ranks, from 0 to 1",
         ),
-        ("0", '[["127.0.0.1:1"]]', "is no hostfile"),
-        ("0", "{", "is no hostfile"),
-        ("0", '{"a": 1, "b": 2}', "is no hostfile"),
-        ("0", '[["127.0.0.1:1"], ["127.0.0.1:2", 3]]', "is no hostfile"),
-        ("0", '[["127.0.0.1:1"], ["127.0.0.1"]]', "'127.0.0.1' is no address"),
-        ("0", '[["127.0.0.1:1"], ["127.0.0.1:65537"]]', "'127.0.0.1:65537' is no address"),
-        ("0", '[["127.0.0.1:1"], [":2"]]', "':2' is no address"),
+        ("0", '[["127.0.0.1:1"]]', "is not a hostfile"),
+        ("0", "{", "is not a hostfile"),
+        ("0", '{"a": 1, "b": 2}', "is not a hostfile"),
+        ("0", '[["127.0.0.1:1"], ["127.0.0.1:2", 3]]', "is not a hostfile"),
+        ("0", '[["127.0.0.1:1"], ["127.0.0.1"]]', "'127.0.0.1' is not an address"),
+        ("0", '[["127.0.0.1:1"], ["127.0.0.1:65537"]]', "'127.0.0.1:65537' is not an address"),
+        ("0", '[["127.0.0.1:1"], [":2"]]', "':2' is not an address"),
         ("1", '[["127.0.0.1:1"], ["127.1:1"]]', "lists 127.0.0.1:1 twice"),
     ],
 )
@@ -332,9 +332,9 @@ def test_ranks_with_other_weights_are_refused(tmp_path):
         check_alike(replace(model, ranks=(beside := Beside([]))))  # the other rank sends the same
         said.append(beside.said)
     assert len(said[0]) == 3 and said[0][:2] == said[1][:2]
-    with pytest.raises(ModelError, match="rank 0: the ranks have not the same weights"):
+    with pytest.raises(ModelError, match="rank 0: the ranks differ in their weights"):
         check_alike(replace(models[0], ranks=Beside(said[1])))
-    with pytest.raises(ModelError, match="rank 0: the ranks have not the same version"):
+    with pytest.raises(ModelError, match="rank 0: the ranks differ in their version"):
         check_alike(replace(models[0], ranks=Beside([1])))
 
 

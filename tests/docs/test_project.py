@@ -122,7 +122,7 @@ def test_links_between_pages():
             assert not anchor or anchor in anchors(there), (page.name, target, anchor)
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no checkout of the repository")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is not a checkout of the repository")
 def test_root_has_no_stray_files():
     """Regression: a command had left two empty files in the root, and a commit included them."""
     said = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -158,7 +158,7 @@ def test_bad_model_name(tmp_path):
     refused("no-such-model", "no-such-model", "owner/name")
     refused("./not/there", "./not/there", "folder")
     (tmp_path / "file").write_text("x")
-    refused(tmp_path / "file", "is no GGUF file")
+    refused(tmp_path / "file", "is not a GGUF file")
 
 
 def test_uncached_hub_id_offline(tmp_path, monkeypatch):
@@ -377,9 +377,13 @@ def test_unsupported_configs(folder, changes, words):
     ("name", "change", "word"),
     [
         ("scales", lambda array: mx.full(array.shape, 255, mx.uint8), "NaN or infinity"),
-        ("scales", lambda array: array[..., :-1], "MXFP4 has not"),
-        ("weight", lambda array: array[:, :-1], "MXFP4 has not"),
-        ("weight", lambda array: mx.concatenate([array, array], axis=1), "MXFP4 has not"),
+        ("scales", lambda array: array[..., :-1], "MXFP4 does not have; download"),
+        ("weight", lambda array: array[:, :-1], "MXFP4 does not have; download"),
+        (
+            "weight",
+            lambda array: mx.concatenate([array, array], axis=1),
+            "MXFP4 does not have; download",
+        ),
         ("both", lambda array: array[:-1], "other shapes in MXFP4"),
         ("weight", None, "lacks the tensor"),
         ("scales", None, "has the shape"),

@@ -115,7 +115,7 @@ def test_a_gguf_file_is_found_by_its_path_its_folder_and_its_name(home):
     )
     refused(f"{file}.gguf", "is missing")
     refused(
-        str(home / "made" / "owner" / "Tiny-GGUF" / "Tiny-Q8_0.gguf" / "config.json"), "no GGUF"
+        str(home / "made" / "owner" / "Tiny-GGUF" / "Tiny-Q8_0.gguf" / "config.json"), "not a GGUF"
     )
 
 

@@ -40,7 +40,7 @@ def test_the_statistics_of_a_busy_period(stage):
     for period in (first, second):
         steps = [c for c in stage.state.history if c.view.policy in period.policies]
         assert period.figures["slots used"] == f"{timeline_columns.useful_of(steps):.0f} %"
-    assert second.ended - second.began < 20, "the pause is no part of it"
+    assert second.ended - second.began < 20, "the pause is not part of it"
 
 
 def test_each_leg_of_a_race_is_a_period(stage):

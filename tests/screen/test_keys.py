@@ -487,7 +487,7 @@ async def test_help_and_quit_are_commands(it):
     assert it.app.focused is it.app.prompt
     await it.press("slash", *"helpp", "enter")
     await it.sees("/quit")
-    # The message used to say that /quit is no command, in front of a list that contains it
+    # The message used to say that /quit is not a command, in front of a list that contains it
     await it.press("ctrl+u", *"/quit", "space", *"now", "enter")
     assert it.app.return_code == 0
 

@@ -481,7 +481,7 @@ def test_wrong_models_get_one_line(capsys, folders):
     for arguments, words in (
         (["--model", "a=demo", "--model", "a=demo"], "two are called 'a'"),
         (["--model", "a b=demo"], "a name has letters"),
-        (["--model", "a=/nowhere"], "'/nowhere' is no folder"),
+        (["--model", "a=/nowhere"], "'/nowhere' is not a folder"),
         (["--memory", "lots"], "give a size such as 500M"),
         (["--host", "0.0.0.0"], "name what is served: --model"),
     ):

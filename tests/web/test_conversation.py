@@ -397,7 +397,7 @@ def test_a_dropped_file_is_attached(talks, parrots):
     assert "640 tokens" in part(tab, "note").inner_text()
     tab.said.clear()  # the browser's own message about a refusal
     tab.evaluate(DROPS, ["picture.png", "\0\0"])
-    shows(tab, "[data-chat-part=note]", "picture.png is no text (UTF-8)")
+    shows(tab, "[data-chat-part=note]", "picture.png is not text (UTF-8)")
     assert tab.locator(".files .attached").count() == 1 and tab.locator(".turn").count() == 0
     part(tab, "box").evaluate(PASTES)
     until(tab, "document.querySelectorAll('.files .attached').length === 2")
