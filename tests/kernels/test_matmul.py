@@ -293,7 +293,7 @@ def test_threads_must_be_a_number(count):
 @pytest.fixture
 def checkout(tmp_path) -> Path:
     """A copy of everything that `ask.py` needs."""
-    for name in (*PACKAGES, "cli", "course", "demo/model"):
+    for name in (*PACKAGES, "benchmarks", "cli", "course", "demo/model"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):
