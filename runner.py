@@ -44,7 +44,6 @@ from step_output import StepOutput
 if TYPE_CHECKING:
     from engine.disk_prefix_cache import RestoredRows
 
-FIRST_PART = 8  # an eighth of the layers is started by itself (`Runner._start`)
 PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
 
 
@@ -402,8 +401,8 @@ class Runner:
         self._reading = []  # they may be views of the slab: drop them before it is written
         self._wait_s += self.clock() - began
         if not device.has_gpu():
-            # MLX looks through all of a graph before it starts any of it. The first layers run meanwhile.
-            self._enqueue(self.slab.arrays[len(self.slab.arrays) // FIRST_PART])
+            # MLX looks through a whole graph before it starts any of it. The first layer runs meanwhile.
+            self._enqueue(self.slab.arrays[0])
         self._enqueue(*results)
         self._reading = results
 
