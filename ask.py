@@ -5,12 +5,12 @@
     python ask.py --url http://127.0.0.1:8000 "Why batch?"
 
 All prompts run at once. The answers stream in the order of the prompts, each followed by a line of
-figures. A program needs no more of the engine than this: `Engine.load`, `submit` once for each prompt,
-and a thread that steps the engine while we read. (`engine.serving()` starts it. While there is work,
+statistics. This is all of the engine that a program needs: `Engine.load`, `submit` once for each prompt,
+and a thread that steps the engine while the main thread reads. (`engine.serving()` starts it. While there is work,
 it calls `Engine.step`, the heart of the engine.) With `--chat`, or without a prompt in a terminal, it
 is a conversation (`cli/terminal_chat.py`). With `--url` a running server answers (`cli/server_model.py`).
 
-Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py`, which answers.
+Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py`, which generates the tokens.
 """
 
 from __future__ import annotations

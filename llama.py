@@ -129,7 +129,7 @@ def attend(
     """Write the new keys and values into the slab, and let each token attend to the rows of its slot.
     All windows write before the first one reads (`Window.write` says why)."""
     sizes = [window.B * window.L for window in windows]
-    if k.size:  # else this layer reads the rows of an earlier one
+    if k.size:  # else `index` is that of an earlier layer, whose rows this one reads
         for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
             window.write(layer.index, new_k, new_v)
     return attention.run(layer.index, q)

@@ -193,7 +193,7 @@ class Engine:
 
         With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1
         on the device, and Python's work overlaps with the device's (on a CPU, only a little).
-        Without, N is committed before N+1 is planned.
+        Without run-ahead, N is committed before N+1 is planned.
 
             device   |   run N             |   run N+1           |   run N+2
             Python   plan, build N+1 ------> commit N, plan, build N+2 ------> commit N+1 ...

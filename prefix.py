@@ -37,7 +37,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 SEGMENT = 16  # tokens: longer segments find fewer matches, shorter ones take more memory
-# Giving up a slot raises the age by the rows lost, divided by this. At 1, unused slots are given up
+# The rows lost, divided by this, raise the age (`choose_slot`). At 1, unused slots are given up
 # sooner, and more tokens are prefilled again when many conversations take turns
 AGING = 8
 COPIED = 64  # copying this many rows counts as much as losing one
@@ -73,7 +73,8 @@ class Remembered(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The number of a prompt's first rows that can be reused, and the state that goes with them."""
+    """The number of a prompt's first rows that can be reused, and the state that goes with them. Most
+    models have no states (skip them on a first reading): all rows that a slot holds can be reused."""
 
     rows: int
     place: int = -1  # where the state is (`state_places.py`); -1: the model needs none
@@ -184,15 +185,17 @@ class Prefixes:
         """Choose the free slot to write this prompt into, and say why. `running`: the slots of running
         requests.
 
-        The best slot loses the fewest rows. A row is lost if it is neither part of the prompt nor in
-        another slot. An empty slot loses nothing, and neither does the slot with this conversation
-        so far. Ties go to the slot with the most rows of the prompt, because any other has to copy
-        them, and then to the least recently used slot.
+        A row is lost if it is neither part of the prompt nor in another slot. An empty slot loses
+        nothing, and neither does the slot with this conversation so far. Such a slot is best: the one
+        with the most rows of the prompt, because any other has to copy them.
 
-        If every slot loses something, the rows alone do not decide: a long conversation that has
-        ended would keep its slot forever. Slots therefore age. (The algorithm is GreedyDual: Young,
-        1994.) The price of a slot is the age at its last use plus the rows that it would lose. Giving
-        it up raises the age to the age at its last use plus the rows lost / AGING.
+        If every slot loses something, the one with the lowest price is given up:
+
+            price = age at its last use + rows lost - common rows / COPIED
+            age   = max(age, age at its last use + rows lost / AGING)    afterwards
+
+        Without the age, a long conversation that has ended would keep its slot forever. (This is
+        GreedyDual: Young, 1994.) Ties go to the least recently used slot.
         """
         choices = []
         for slot in free:
@@ -201,21 +204,21 @@ class Prefixes:
             price = self._used_at[slot] + lost - common / COPIED if lost else -math.inf
             choices.append((price, -common, lost, slot))
         # `min` takes the first of equal prices: the least recently used
-        _, common, lost, slot = min(choices, key=lambda choice: choice[:2])
+        _, negated, lost, slot = min(choices, key=lambda choice: choice[:2])
         if lost:
             self._age = max(self._age, self._used_at[slot] + lost / AGING)
-        return slot, self._reason(slot, -common, lost, len(free))
+        return slot, self._reason(slot, -negated, lost, len(free))
 
     def _reason(self, slot: int, common: int, lost: int, free: int) -> str:
         """Say why a slot was chosen, for the screen."""
         if free == 1:
             return "the only free slot"
         if common and lost:
-            return f"has its first {common:,} rows; loses {lost:,}, the fewest"
+            return f"has its first {common:,} rows; loses {lost:,}"
         if common:
             return f"has its first {common:,} rows"
         if lost:
-            return f"loses {lost:,} row{'s' * (lost > 1)}, the fewest"
+            return f"loses {lost:,} row{'s' * (lost > 1)}"
         return "nothing is lost" if self.rows[slot] else "empty"
 
     def _rows_lost(self, slot: int, common: int, slots: Iterable[int]) -> int:

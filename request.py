@@ -11,7 +11,7 @@ What it knows lies in small records, by who decides about them:
     Admission    its slot               `Scheduler.plan`
     progress     the request itself     `Scheduler.plan`, `Scheduler.commit`
     PrefixReuse  its cached rows        `Scheduler.plan`, from `prefix.py`
-    Drafting     its draft tokens       `prompt_lookup.py`
+    Drafting     its source of drafts   `prompt_lookup.py`, `Scheduler.commit`
     End          the reason             `Scheduler.finish`
 
 A `Plan` is the decision for one step. Each of its members is a part of one request: a `Chunk` of a
@@ -73,7 +73,7 @@ class PrefixReuse:
 
 @dataclass(slots=True)
 class Drafting:
-    """The draft tokens of an answer."""
+    """The source of an answer's draft tokens, and how many were proposed and accepted."""
 
     source: PromptLookup | None = None  # None: nothing is drafted
     proposed: int = 0
@@ -190,11 +190,11 @@ class Request:
         self.prefilled = self.proven = self.planned = 0
 
     def check_invariants(self) -> None:
-        """Assert the invariants of a request in a slot."""
+        """Assert the invariants of a request in a slot, while no draft is in flight."""
         assert self.end is None, self
         assert 0 <= self.prefix.cached <= self.prefilled <= len(self.prompt), self
         assert 0 <= self.committed <= self.planned <= self.max_tokens, self
-        assert self.planned <= self.committed + 2 or self.drafting.proposed, self
+        assert self.planned <= self.committed + 2, self
         assert self.planned == 0 or self.prefilled == len(self.prompt), self
         assert 0 <= self.proven <= self.prefilled + self.committed, self
 

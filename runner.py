@@ -387,9 +387,10 @@ class Runner:
 
         subtle: an array is written in place only if nothing else holds its memory. A running pass
         keeps a reference to the slab until it has read it; writing then would copy the slab, layer
-        by layer. So we wait for the previous pass. Its sampling, which still has to run, leaves
-        enough time to start the next one. (Waiting for less than the results would not help: MLX
-        marks everything that was started together as computed at the same time.)
+        by layer. So we wait for the previous pass: its logits exist once every layer has read the
+        slab. Its sampling, which still has to run, leaves enough time to start the next one. (Waiting
+        for less than the results would not help: MLX marks everything that was started together as
+        computed at the same time.)
 
         On a GPU this has not been measured: there the device idles while the next pass is
         encoded. `NANOBATCH_WAIT=off` copies instead of waiting; `bench.py --parts steps` with and

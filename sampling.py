@@ -12,8 +12,8 @@ group are a matrix with a row for each request. Each setting is a column next to
     A         2.1   4.0   3.3  ...    0.8                   0.31
     B         0.4   0.2   5.1  ...    1.3                   0.77
 
-So one operation does the same step for all rows. A greedy request costs an argmax and nothing else.
-For any other the steps are these, in mlx-lm's order:
+So one operation does the same step for all rows. The group "greedy" takes an argmax, "edited" an argmax after
+a bias or penalties; "short list", "long list" and "open" draw, in these steps, which are mlx-lm's:
 
     mask       tokens that a grammar forbids become minus infinity
     penalize   add logit_bias, apply repetition_penalty, subtract presence and frequency penalty
@@ -80,7 +80,7 @@ def sample(
 
     `logits`: one row for each of `picks`. If a row is not finite, its token is -1.
     """
-    groups = defaultdict(list)  # "greedy", "edited" (with bias, penalties or logprobs), or drawn
+    groups = defaultdict(list)
     for row, pick in enumerate(picks):
         has_logprobs = pick.sampling.logprobs is not None
         groups[pick.sampling.group, has_logprobs, pick.mask is not None].append(row)
@@ -133,7 +133,7 @@ def apply_penalties(
         width = SHORT_LIST * (1 + max(counts) // SHORT_LIST)  # to keep the number of shapes small
         tokens = filled(answers, width)  # (n, width)
         is_said = mx.arange(width) < column(counts)
-        # A repeated token gets the same value each time, so the order of the writes does not matter
+        # `filled` pads a row with its first token. A repeated token gets the same value each time
         presence = column([s.presence_penalty for s in settings])
         once = gather(x, tokens) - presence * is_said[:, :1]
         x = mx.put_along_axis(x, tokens, once, axis=-1)

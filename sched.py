@@ -41,7 +41,7 @@ while they are read (`engine/disk_prefix_cache.py`).
 
 The invariants, which `check_invariants` asserts:
     a slot has one owner or none; a waiting request has no slot
-    0 <= committed <= planned <= max_tokens; planned is at most two steps ahead, or one with a draft
+    0 <= committed <= planned <= max_tokens; without drafts, planned is at most two tokens ahead
     the queue is in the order of arrival
 
 Where next: `policies.py`, the admission policies.
@@ -117,10 +117,10 @@ class Scheduler:
         running = list(self.running.values())
         decoding = [r for r in running if r.phase == "decode" and r.has_next]
         reading = [r for r in running if r.is_reading]
-        limit = max(self.budget - len(decoding), self.chunk)  # one whole chunk always fits
+        limit = max(self.budget - len(decoding), self.chunk)  # one whole chunk fits, ...
         if decoding and reading:
-            limit = min(limit, prompt_tokens)
-        chunks = self._chunks(reading, limit)
+            limit = min(limit, prompt_tokens)  # ... unless decoding requests would wait too long
+        chunks = self._chunks(reading, limit)  # from here on, these chunks count as prefilled
         if not (chunks or decoding):
             return None
         left = limit - sum(chunk.tokens for chunk in chunks)
@@ -175,7 +175,7 @@ class Scheduler:
                     ended.append(request)
             if draft:
                 drafts.append((member.slot, len(draft), accepted))
-                # subtle: after `finish`, which finds the rows of rejected tokens by what was planned
+                # subtle: must come after `finish`, which finds the rows of rejected tokens by `planned`
                 request.settle_draft(len(draft), accepted)
         return Committed(ended, tuple(ghosts), tuple(drafts))
 
@@ -238,9 +238,10 @@ class Scheduler:
         whole chunk, unless that would take too long for them. So no step has more tokens than
         max(budget, decoding rows + chunk).
 
-        A new prompt waits while another one with a common prefix of a chunk or more is in prefill.
-        So if eight prompts with a common prefix arrive together, the oldest computes the prefix, and
-        the other seven copy its rows.
+        A new prompt waits while another prompt of this step is about to write at least a chunk of rows
+        that it could copy. (`start` grows with what is written, which ends the wait.) So if eight
+        prompts with a common prefix arrive together, the oldest computes the prefix, and the other
+        seven copy its rows.
         """
         oldest = requests[0]
         unread = {request: self._tokens_left(request) for request in requests}
@@ -319,7 +320,8 @@ class Scheduler:
             self._end_drain()
 
     def _leave_slot(self, request: Request) -> None:
-        """Record what the slot holds, and which of its rows must be zeroed.
+        """Record what the slot holds, and which of its rows must be zeroed. `prove` calls it again if more
+        rows are proven after the end.
 
         The prefix cache keeps the rows that are proven to be finite (`prove`,
         `Request.append_token`). The others may hold NaN, and are zeroed before the next owner
@@ -335,7 +337,7 @@ class Scheduler:
         self.states.leave(request)
         # Rows are unproven if no token was committed, or if later ones were planned
         if request.committed == 0 or request.next_row > request.proven:
-            # On a GPU, padding may add up to a chunk of rows
+            # On a GPU, padding may have written some more rows
             written = request.prefilled + request.planned
             self._to_scrub[slot] = (request.proven, written + self.chunk)
 
@@ -362,7 +364,7 @@ class Scheduler:
 
         subtle: a row does not see the draft tokens after it: their weight is 0. But 0 x NaN is NaN. So
         a rejected token whose keys are not finite corrupts the valid rows before it in the same
-        window. All rows of this decode are zeroed, and the request continues without drafts. If the
+        window. The rows of this decode are zeroed, and the request continues without drafts. If the
         newest token itself is the cause, that shows in the next step.
         """
         decode.request.drafting.source = None

@@ -167,7 +167,7 @@ class StatePlaces(Stateless):
         running = self.running[chunk.slot]
         trail = chunk.request.prefix.trail
         if not trail.nodes or chunk.stop < self.prefixes.segment:
-            return False  # no prompt would recognize it
+            return False  # shorter than a segment, so no prompt could find it
         is_far = chunk.stop - running.left >= max(self.chunk, running.left // 2)
         is_wanted = is_far or chunk.stop in (running.fork, len(trail.tokens))
         return is_wanted and self.prefixes.reach(trail, chunk.stop, None).rows < chunk.stop

@@ -375,7 +375,7 @@ def main(arguments: list[str] | None = None) -> int:
         client.drain()
         if not write_files(args, session, picture):
             code = code or 1
-        # A download or a very long step cannot be interrupted, but we can leave
+        # A download or a very long step cannot be interrupted, so exit without waiting for it
         if not client.stop(patience=0.6):
             if sys.stdout:
                 sys.stdout.flush()

@@ -47,7 +47,7 @@ class Stopwatch:
         self._began = now()
         self._lost = 0.0  # total seconds of earlier pauses
         self._stopped = None  # when the current pause began
-        self._lock = threading.Lock()  # other threads read the clock while it is stopped or resumed
+        self._lock = threading.Lock()  # other threads may read the clock while it is being stopped
 
     def __call__(self) -> float:
         with self._lock:

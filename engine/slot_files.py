@@ -91,7 +91,7 @@ class SlotFolder:
     """The folder of saved slots. Raises ValueError if other users could read it.
 
     `setting`: DIR[:SIZE].
-    `answered`: when the last file operation succeeded. On a lost network folder they hang forever.
+    `answered`: the time of the last successful file operation. If a network folder is lost, they hang forever.
     """
 
     def __init__(self, setting: str):

@@ -65,9 +65,9 @@ class Reading(NamedTuple):
 
 
 class StepTime:
-    """Estimates the time of steps, and limits it.
+    """Estimate step times, and keep them under a limit.
 
-    `limit_ms`: the engine's `step_ms`. `is_batch_invariant`: True if there is a limit by default.
+    `limit_ms`: the engine's `step_ms`. `is_batch_invariant`: if False, there is no limit by default.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class StepTime:
     def seconds_left(self, sched: Scheduler) -> dict[int, float]:
         """Return the estimated seconds until the end of each prefill, by request.
 
-        Simulates the next steps with their fitted prices and the scheduler's limits, without requests that
+        Simulate the coming steps with the fitted costs and the scheduler's limits, ignoring requests that
         may arrive later. Requests that cannot be estimated yet are left out.
         """
         found: dict[int, float] = {}
@@ -232,8 +232,8 @@ class StepTime:
     def _next_steps(
         self, reading: Collection[Reading], answers: Collection[Reading], sched: Scheduler
     ) -> tuple[float, float, dict[int, float]]:
-        """Simulate the next stage: equal steps until a prompt or an answer ends, or a prompt's tokens become
-        more expensive. Return its seconds, its number of steps, and each prompt's tokens in a step."""
+        """Simulate a run of identical steps, until a prompt or an answer ends, or a prompt's tokens become more
+        expensive. Return its duration in seconds, its number of steps, and the tokens per step of each prompt."""
         rows = len(answers)
         room = float(max(sched.budget - rows, sched.chunk))
         if rows:

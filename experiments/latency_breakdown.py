@@ -1,13 +1,13 @@
-"""The latency of a request in parts, and replays of the request under other conditions (for
+"""Break down the latency of a request into parts, and replay the request under other conditions (for
 request_latency.py).
 
 A late first token has three possible causes: the queue, the length of its own prompt, and the other requests
 in its steps. Each moment of a request belongs to exactly one part, so the parts add up to the latency. Before
-admission a request is queued. Afterwards each step's time is divided by the work in it, at the prices of a row
-and of a chunk (`screen/undisturbed_times.py`).
+admission a request is queued. Afterwards each step's time is divided by the work in it, in proportion to the costs
+of a row and of a chunk (`screen/undisturbed_times.py`).
 
-The scheduler needs no model, so the requests are also replayed: this one alone, and all of them under each
-other policy.
+The scheduler needs no model, so the requests are also replayed: the inspected one alone, and all of them under
+each other policy.
 """
 
 from __future__ import annotations

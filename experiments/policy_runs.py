@@ -43,7 +43,7 @@ class Run(NamedTuple):
     columns: Sequence[Column]
     ttfts: Sequence[float]
     took: float = 0.0  # seconds on the engine's clock; 0 if simulated
-    # in a race: number in `columns` -> request
+    # in a race, whose `columns` number requests from 1: number -> request
     requests: Mapping[int, RequestView] = {}
 
     @property
@@ -138,7 +138,7 @@ def replay(
     prices: Prices,
     steps: Iterable[StepView] = (),
 ) -> Run:
-    """Replay requests through the scheduler under another policy, on the clock of the prices.
+    """Replay requests through the scheduler under another policy, on a clock of fitted costs.
 
     `steps`: the original steps, from which draft tokens are taken.
     """

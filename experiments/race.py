@@ -238,7 +238,7 @@ NO_COMPARISON = Contest("Compare", [], NOTHING_RAN)
 
 @dataclass
 class Shown:
-    """The state of the race's page."""
+    """The state of the race page."""
 
     last: Contest = NO_RACE  # the last finished race
     # position of the animation in seconds of the common clock; None: not animated

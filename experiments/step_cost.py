@@ -3,7 +3,7 @@
 A step's bytes and operations are counted (`models/forward_cost.py`) and compared with the machine's measured
 limits (`engine/roofline.py`):
 
-    weights          read once for any number of rows, so the share of a token is 1 / rows
+    weights          read once per step, however many rows it has, so a token's share is 1 / rows
     keys and values  each sequence reads its own cache
     arithmetic       a fixed number of operations per token, plus some for each cached row
     Python           the engine's own work, measured

@@ -76,7 +76,7 @@ class Sight:
 
     @property
     def columns(self) -> list[Column]:
-        """The steps that have a request of this scene in a slot."""
+        """The steps in which a slot holds one of this scene's requests."""
         return [
             column
             for column in self.state.history

@@ -431,7 +431,7 @@ def parts_of(factors: mx.array, group: int) -> list[mx.array]:
 
 
 def factors_nbytes(K: int, group: int, dtype: mx.Dtype) -> int:
-    """Return the bytes of a row's scales, or of its offsets."""
+    """Return the size in bytes of a row's scales, or of its offsets."""
     return K // group * dtype.size + (K // SPAN * 2 if dtype == mx.uint8 else 0)
 
 
@@ -467,7 +467,7 @@ def dequantized(
 
 
 def row_nbytes(K: int, form: int) -> int:
-    """Return the bytes of a row of K weights."""
+    """Return the size in bytes of a packed row of K weights."""
     return device.blas.library.rows_width(form, ctypes.c_long(K))
 
 

@@ -283,7 +283,7 @@ def stacks(part: object) -> list[Matrix]:
 
 
 def nbytes(part: object) -> int:
-    """Return the memory of a part's arrays, without experts."""
+    """Return the memory of a part's arrays, excluding experts."""
     of_experts = sum(each.nbytes for each in arrays(stacks(part)))
     return sum(each.nbytes for each in arrays(part)) - of_experts
 
@@ -295,7 +295,7 @@ def nbytes_of(model: Model) -> int:
 
 
 def products(part: object) -> int:
-    """Return the number of weights by which a part multiplies each token, without experts."""
+    """Return the number of multiplications per token in a part, excluding experts."""
     return sum(matrix.size for matrix in matrices(part) if matrix.weight.ndim == 2)
 
 

@@ -389,7 +389,7 @@ class LocalEngineClient(EngineClient):
             self.fault(str(error), f"/budget {budget}")
 
     def turn_budget(self, budget: int | str | None) -> None:
-        """Change the budget now; the caller runs between two steps, as experiments do.
+        """Change the budget now. Call it between steps only, as experiments do.
 
         The view records the first step with the new limits, because a replay needs the limits of
         its steps.

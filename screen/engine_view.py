@@ -86,7 +86,7 @@ class View(NamedTuple):
     experimenting: bool = False
     record: ExperimentRecord | None = None  # of the running experiment, or of the last one
     inspected: Mapping[str, object] = {}  # page -> its last measurement
-    others: float = 0.0  # cores that other programs use while no core is idle
+    others: float = 0.0  # number of cores used by other programs; 0 if a core is idle
     cores: int = 0  # cores that this process may use
     # (first step, limits), oldest first; empty if the budget was never changed
     turns: tuple[tuple[int, Limits], ...] = ()

@@ -58,7 +58,7 @@ def record(state: State, about: dict[str, str], ids: Ids) -> dict[str, Any]:
 
 
 def parts_of(state: State) -> list[tuple[Sequence[Column], Sequence[int]]]:
-    """Return the steps and the requests of each run, in the order of arrival."""
+    """Return the steps of each run, and its request ids in the order of arrival."""
     history = state.history
     parts = state.view.record.parts if state.view.record else ()
     if parts and history and history[-1].step < parts[-1].stop:

@@ -62,7 +62,7 @@ class Page(NamedTuple):
     leave: Callable[[Session], None] | None = None  # called when the page is closed
     # While the page is open, its key runs the command again instead of closing the page
     repeats: bool = False
-    is_live: bool = False  # shows the engine at work, so keys need no message
+    is_live: bool = False  # shows the effect of a command, so no message is needed
     has_request: bool = False  # shows the open request
     is_view: bool = False  # its pane and the prompt box replace the other panes
     # While `State.strip` is set, its pane is below the others, and the page controls the engine

@@ -105,7 +105,7 @@ class State:
         self._in_experiment = self._in_experiment and view.experimenting
         if view.record is not None and view.record is not before.record:
             self.records[view.record.name] = view.record
-        # Another engine, or the same one from its start
+        # A new epoch: another engine, or the same one restarted
         begins = view.epoch != before.epoch
         if begins:
             self._forget()
@@ -394,7 +394,7 @@ class State:
 
     @property
     def finished(self) -> int:
-        """Number of requests that had ended, without the hidden ones."""
+        """The number of requests that had ended, excluding hidden ones."""
         moment = self.moment
         later = sum(r.ended > moment for r in self.ended)
         return max(0, self.view.engine.finished - self.hidden - later)
@@ -404,7 +404,7 @@ class State:
         return title if self.cursor is None else f"{title} at step {self.cursor:,}"
 
     def slots(self) -> Sequence[SlotView]:
-        """Return the slots at the cursor's step, without what free slots remembered at the time."""
+        """Return the slots at the cursor's step. The cached rows of free slots are not recorded."""
         past = self.past
         if past is None:
             return self.view.engine.slots

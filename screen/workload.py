@@ -54,8 +54,8 @@ class Ask(NamedTuple):
     max_tokens: int
     temperature: float | None  # None: the model's default
     seed: int | None
-    schema: str = ""  # of the answer's JSON
-    logprobs: int | None = None  # number of likeliest tokens
+    schema: str = ""  # JSON schema of the answer
+    logprobs: int | None = None  # number of top tokens whose log probabilities are returned
     mute: bool = False  # not logged: an experiment has hundreds
     client: str = ""  # name of the client
     question: int = 0  # number of the question in a conversation; 0: none

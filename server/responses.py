@@ -248,7 +248,7 @@ class Response(ProtocolAdapter):
 
 
 def part(item: Item) -> dict:
-    """Return the only content part of a message or of reasoning."""
+    """Return the single content part of a message or a reasoning item."""
     own = {"type": KINDS[item.kind][2], "text": item.text}
     if item.kind == "content":
         own |= {"annotations": [], "logprobs": []}

@@ -275,7 +275,7 @@ def up_to(
 
 
 def spell(marks: Mapping[str, int], text: str) -> str:
-    """Write a text in the grammar's notation, with marks as token ids."""
+    """Return the text in the grammar's syntax, with marks replaced by token ids."""
     inside = sorted((mark for mark in marks if mark in text), key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, inside))})", text) if inside else [text]
     known = {mark: f"<[{marks[mark]}]>" for mark in inside}

@@ -5,14 +5,14 @@
 The task. Serve MiniCPM. It is a Llama with three multipliers, given in its config.json:
 
     scale_emb        the embedding's output is multiplied by it
-    scale_depth      what attention and the MLP add to the stream is multiplied by scale_depth / sqrt(layers)
+    scale_depth      what attention and the MLP add to the residual is multiplied by scale_depth / sqrt(layers)
     dim_model_base   what goes into the head, tied or not, is divided by hidden_size / dim_model_base
 
 None of this has to be done in every step. A multiplication by a number can be folded into the
 weights when they are loaded, so `forward` does not change. One family does so already: granite.
 
 Read first: docs/models.md, then what `models/families.py` does for granite, and `tensor` in
-`models/load.py`. What if the head is tied to the embedding, so that one array has to be both? (In
+`models/load.py`. What if the head is tied to the embedding, so that one array needs two factors? (In
 that case mlx-lm's minicpm does not divide at all, but the published model does. That makes no
 difference for greedy answers, but it does for scores and for sampling.)
 

@@ -77,8 +77,8 @@ class Model:
 
 @pytest.mark.about("answer")
 def test_steps():
-    """The newest token and its draft go in together, and the next step begins after what was
-    right."""
+    """The newest token and its draft are processed together, and the next step starts after the last
+    accepted token."""
     model = Model("owl,fox;", "owl,fix,fox. ")
     said = model.answer(4)
     assert model.lines == [

@@ -65,7 +65,7 @@ def test_sliding_window():
 def rows_after(slots: list[int], starts: list[int], L: int) -> list[str]:
     """Write new tokens into layer 1 of an empty slab, and draw its rows.
 
-    Token i has the number i in head 0 of its key, i + 10 in head 1, and 20 more in its value.
+    Token i's key is i in head 0 and i + 10 in head 1; its value is the key plus 20.
     """
     slab = kv.Slab(2, 3, 2, 1024, 4, mx.float32)  # layers, slots, Hkv, rows, Dh
     k = numbered(len(slots) * L)

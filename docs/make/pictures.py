@@ -97,7 +97,7 @@ def lines_of(svg: str, classes: dict[str, str], rows: int) -> list[str]:
     for style, x, y, width, text in TEXT.findall(svg):
         text = text.replace("&#160;", " ")
         if text.strip():
-            # Block characters may come from another font with another width
+            # Block characters may fall back to a font with a different width
             fixed = "" if text.isascii() else f' textLength="{cells(width)}"'
             place = f'class="{name_of(styles[style])}" x="{cells(x)}"{fixed}'
             lines[int(float(y) / RICH_LINE)] += f"<text {place}>{text}</text>"

@@ -77,7 +77,7 @@ def style(
     reverse: bool = False,
     do: str = "",
 ) -> Style:
-    """Return a style from the cache. `do` is the action of a click on the text."""
+    """Return a style from the cache. `do` is the action to run when the text is clicked."""
     return Style(
         color=color, bgcolor=back, bold=bold, reverse=reverse, meta={"do": do} if do else None
     )

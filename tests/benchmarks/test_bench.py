@@ -506,7 +506,7 @@ def test_ctrl_c_ends_the_sample_too(spec, background_job):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # Without a fast BLAS, a line would say so
+        # No line about a missing fast BLAS
         env=os.environ | {"NANOBATCH_BLAS": "off"},
         preexec_fn=background_job,
     )

@@ -53,7 +53,7 @@ def test_tokens_and_logits_equal_mlx_lm(name, tmp_path):
 
 
 def test_number_of_compared_prompts():
-    """Compare at least 500 prompts, 300 of them from families that differ much from a Llama."""
+    """Compare at least 500 prompts, 300 of them from families that differ substantially from Llama."""
     whole, own = count()
     assert whole >= 500 and own >= 300
 

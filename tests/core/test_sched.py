@@ -118,10 +118,10 @@ def test_each_admission_says_why_it_got_its_slot():
     assert why(chat, other) == [(0, "empty"), (1, "empty")]
     assert why((*chat, 77)) == [(0, "has its first 20 rows")]
     assert why((*chat[:12], 78)) == [(2, "empty")]
-    assert why((*chat[:12], 79)) == [(2, "has its first 12 rows; loses 1, the fewest")]
+    assert why((*chat[:12], 79)) == [(2, "has its first 12 rows; loses 1")]
     assert why(third, third, third) == [
-        (2, "loses 1 row, the fewest"),
-        (1, "loses 20 rows, the fewest"),
+        (2, "loses 1 row"),
+        (1, "loses 20 rows"),
         (0, "the only free slot"),
     ]
     assert why((1, 2, 3)) == [(1, "nothing is lost")]
@@ -827,7 +827,9 @@ def random_schedule(seed: int) -> int:
     story.run = run_and_cancel
     clients = "abcdef"[: rng.randint(1, 6)]
     refused = 0
-    for _ in range(rng.choice([1, 1, 3])):  # waves; all requests of one have ended before the next
+    for _ in range(
+        rng.choice([1, 1, 3])
+    ):  # waves: each starts after all requests of the last have ended
         for _ in range(rng.randint(1, 12)):
             for _ in range(rng.choice([0, 0, 1, 3])):
                 prompt, tokens = rng.randint(1, rng.choice([20, 100])), rng.randint(1, 12)

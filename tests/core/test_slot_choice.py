@@ -86,7 +86,7 @@ class Reader:
 def common(one: list[int], other: list[int]) -> int:
     """Return the length of the longest common prefix."""
     shorter = range(min(len(one), len(other)))
-    # Sequences that diverge stay different
+    # Bisection works because these sequences never agree again after the first difference
     return bisect_left(shorter, True, key=lambda n: one[n] != other[n])
 
 

@@ -522,7 +522,7 @@ def test_other_program_at_the_port(says, why):
             threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(TimeoutError, match=why):
             connect(address, KEY, "a", time.monotonic() + 0.5)
-        with suppress(OSError):  # wakes it up
+        with suppress(OSError):  # wakes the thread in accept()
             server.shutdown(socket.SHUT_RDWR)
 
 

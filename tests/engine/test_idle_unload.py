@@ -376,7 +376,7 @@ def test_idle_engine_is_unloaded(engine):
     handle.result()
     engine.step(plan=False)
     assert idle() == 10
-    engine.submit(PROMPTS[0], GREEDY).result()  # between two calls
+    engine.submit(PROMPTS[0], GREEDY).result()  # between two calls of idle()
     clock.now += 9
     assert idle() == 10
     clock.now += 10

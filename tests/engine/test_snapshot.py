@@ -179,7 +179,7 @@ def phases(engine: Engine) -> list[str]:
 
 
 def test_text_of_any_earlier_step(parts):
-    """The screen goes back in time in steps of ten, and needs the text at each step. Characters that may
+    """The text at any earlier step can be rebuilt, because the screen goes back in time. Characters that may
     become a stop string, or are incomplete, appear later than their token."""
     engine = Engine(*parts, slots=2, max_len=128)
     stops = [engine.generate(["a prompt"], exactly(40))[0].text[20:23]]

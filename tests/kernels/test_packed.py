@@ -196,7 +196,7 @@ def test_experts_round_each_row_by_itself(make):
 
 @pytest.mark.parametrize("rounds", [True, False])
 def test_mxfp4_as_in_a_file_is_packed_into_the_same_matrix(rounds):
-    """gpt-oss's experts are not converted into five bits first."""
+    """gpt-oss's experts are packed directly, without an intermediate form in five bits."""
     whole = of_mxfp4(3, (5, 37, 288))
     codes = mx.quantize(normal(3, 5, 37, 288), mode="mxfp4")[0].view(mx.uint8)
     found, right = (packed(part, rounds=rounds) for part in (whole._replace(weight=codes), whole))

@@ -514,7 +514,7 @@ def compare(
 
 
 def count() -> tuple[int, int]:
-    """Return the number of prompts, and how many of them belong to families that differ much from a Llama."""
+    """Return the number of prompts, and how many of them belong to families that differ substantially from Llama."""
     each = [prompts_of(name) for name in CONFIGS]
     return sum(each), sum(
         many for name, many in zip(CONFIGS, each, strict=True) if is_of_its_own(name)

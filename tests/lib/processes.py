@@ -50,7 +50,7 @@ def ps(what: str, process: int) -> str:
 
 
 def state_of(process: int) -> str:
-    """Return "R", "S", "T" if stopped, "Z" if not yet reaped, or "" if gone."""
+    """Return a process's state: "R" running, "S" sleeping, "T" stopped, "Z" not yet reaped, or "" if gone."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
     except OSError:

@@ -64,7 +64,7 @@ def change_config(folder, **changes) -> None:
 
 
 def change_weights(folder, change) -> None:
-    """Rewrite model.safetensors with what `change(weights)` makes of it."""
+    """Apply `change` to the weights in model.safetensors."""
     weights = dict(mx.load(str(folder / "model.safetensors")))
     mx.eval(weights)
     change(weights)

@@ -134,7 +134,7 @@ def test_ollamas_models_are_found_by_their_names(home):
 
 
 def headless(folder: Path) -> None:
-    """Remove the head, as in large embedding models, whose config still mentions one."""
+    """Make a checkpoint look like a large embedding model: no head, although its config claims one."""
     weights = mx.load(str(folder / "model.safetensors"))
     del weights["lm_head.weight"]
     mx.save_safetensors(str(folder / "model.safetensors"), weights)

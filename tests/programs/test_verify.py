@@ -64,7 +64,7 @@ def test_no_bit_differs(capsys, few):
     assert 0.8 * whole < ways["company"]["numbers"] <= whole  # a grammar may end an answer
     assert (
         int(ways["prefix_cache"]["note"].split()[0].replace(",", "")) > 200
-    )  # otherwise nothing was tried
+    )  # enough rows were reused for the comparison to mean something
     assert int(ways["draft tokens"]["note"].split()[0]) > 10
     assert {"greedy", "drawn", "penalties", "regex"} <= set(found["settings"])
     assert len(found["model_sha256"]) == len(found["answers_sha256"]) == 64

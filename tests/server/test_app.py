@@ -263,7 +263,7 @@ def test_close_ends_all_connections(engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancelled_answer_is_an_error(here, engine, stream):
-    """When a person cancels an answer at the screen, `finish_reason` "stop" would be false."""
+    """An answer cancelled from the screen ends with an error, not with `finish_reason` "stop"."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": stream})
     (request,) = submitted(here)

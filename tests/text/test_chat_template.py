@@ -492,7 +492,7 @@ def test_empty_prompt_has_no_tokens(tmp_path, template, raw):
 
 
 def refusal(text: Tokenizer, messages, kind: type = ValueError) -> str:
-    """Assert that `render` and `encode_chat` both refuse a conversation with one line. Return the line."""
+    """Assert that `render` and `encode_chat` both reject a conversation. Return the one-line message."""
     with pytest.raises(kind) as caught:
         text.render(messages)
     with pytest.raises(kind):
@@ -819,7 +819,7 @@ PHI3 = """\
 {% for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% else %}{{ eos_token }}{% endif %}"""
 DEMO = (ROOT / "demo" / "model" / "chat_template.jinja").read_text()
-# For each family: the template, the text before the answer, and the tokens that are prefilled in the second
+# For each family: the template, the text before the answer, and the number of tokens prefilled in the second
 # turn, the tenth, and the tenth with a system message. A token is a character or a mark of the template
 READS = {
     "llama 2": (LLAMA2, " ", (22, 22, 22)),

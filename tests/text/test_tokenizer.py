@@ -418,7 +418,7 @@ def test_stop_strings_with_a_real_tokenizer(name):
     ("text", "stops", "shown"),
     [
         ("say END now", ["END"], "say "),
-        # What looked like the stop string started one character too early
+        # A partial match ("aba" at 0) overlaps the real one, two characters later
         ("ababac", ["abac"], "ab"),
         ("xabcx", ["abcx", "bc"], "xa"),  # the first one to be complete, although it starts later
         ("xabcx", ["bc", "abc"], "x"),  # both are complete at once: the one that starts first

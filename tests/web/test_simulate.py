@@ -1,4 +1,4 @@
-"""The scheduler in the page, tested without the page: edited lines, and errors with their line numbers.
+"""The scheduler lab of the page, tested without a browser: edited lines, and errors with line numbers.
 
 `test_the_lab_runs_in_pyodide` needs Pyodide's npm package, at the version of `web/pyodide.json`:
 
