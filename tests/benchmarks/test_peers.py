@@ -90,7 +90,7 @@ def test_a_gguf_file_has_every_weight(tmp_path):
 )
 def test_what_a_plain_llama_is_not_gets_one_line(tmp_path, changes):
     folder = make_checkpoint(tmp_path / "model", **changes)
-    with pytest.raises(ValueError, match="no plain Llama") as refused:
+    with pytest.raises(ValueError, match="not a plain Llama") as refused:
         peers.write_gguf(folder, tmp_path / "model.gguf")
     assert str(folder) in str(refused.value) and "\n" not in str(refused.value)
 
