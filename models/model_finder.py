@@ -118,7 +118,7 @@ def _download(repo: str) -> Path:
         except OSError:
             why = "is not a folder here, not in the cache, and could not be downloaded: check the network"
             why += f" ({one_line(error, 200)})"
-    raise ModelError(f"{shown(repo)} {why}.")
+    raise ModelError(f"{shown(repo, 100)} {why}.")
 
 
 # --- local models -------------------------------------------------------------------------------
