@@ -115,12 +115,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=CLOCKS,
         help="'processor': seconds are processor time of all threads, for a busy machine",
     )
-    add("--json", metavar="FILE", help="write all that was measured, after each sample")
+    add("--json", metavar="FILE", help="write all measurements, after each sample")
     add(
         "--from",
         dest="source",
         metavar="FILE",
-        help="show what --json has written; measure nothing",
+        help="show a file that --json wrote; measure nothing",
     )
     parser.add_attention()
     add("--sample", help=argparse.SUPPRESS)
@@ -132,7 +132,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         args.rivals = read_rivals(args.vs, args.policy)
         check(args)
         if args.json:
-            remedy = "name a file in a folder that is there and can be written"
+            remedy = "name a file in a folder that exists and is writable"
             with options.about(f"--json {shown(args.json)}", remedy):
                 check_writable(args.json)
     except ValueError as error:
@@ -143,9 +143,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what cannot be measured, before measuring anything."""
     if args.bits != 32 and not args.shape:
-        raise ValueError(f"--bits {args.bits} is for --shape; a model has the bits that it has")
+        raise ValueError(f"--bits {args.bits} is for --shape; a model's bits are fixed")
     if args.model is not None and args.shape:
-        words = f"--model {args.model} and --shape {args.shape} exclude each other"
+        words = f"--model {args.model} and --shape {args.shape} are mutually exclusive"
         raise ValueError(f"{words}; give one")
     if "quality" in args.parts:
         if args.parts != ["quality"] or args.rivals or args.shape:
@@ -157,7 +157,7 @@ def check(args: argparse.Namespace) -> None:
         return
     engines = [rival.engine for rival in args.rivals]
     if "mlx-lm" in engines and (args.model or "").lower().endswith(".gguf"):
-        raise ValueError("mlx-lm reads no GGUF file; compare with --vs llama.cpp")
+        raise ValueError("mlx-lm does not read GGUF files; compare with --vs llama.cpp")
     for part in args.parts:
         if part not in PARTS:
             words = f"--parts: {shown(part)} is not a part"

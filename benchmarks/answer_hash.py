@@ -43,4 +43,4 @@ def compared(found: str, version: str) -> str:
         return f"{found}; none is recorded for MLX {version}"
     if found == expected:
         return f"{found}, as on every x86-64 and ARM CPU with MLX {version}"
-    return f"{found}, which should be {expected} with MLX {version}"
+    return f"{found}, expected {expected} with MLX {version}"

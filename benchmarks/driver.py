@@ -423,7 +423,7 @@ def measure(spec: Spec, column: Contestant) -> dict:
             f"a sample took more than {PATIENCE_S} s; choose a smaller model or less --output"
         ) from None
     except (IndexError, ValueError):
-        said = done.stderr.splitlines() or ["it said nothing"]
+        said = done.stderr.splitlines() or ["it printed nothing"]
         raise Failure(
             f"a sample of {column.name} ended with code {done.returncode}: {said[-1]}"
         ) from None

@@ -97,7 +97,7 @@ class LlamaCpp:
     """
 
     PACKAGES = ("llama_cpp", "gguf")
-    REMEDY = "pip install llama-cpp-python gguf (it compiles for minutes)"
+    REMEDY = "pip install llama-cpp-python gguf (compiling takes minutes)"
     BATCH = 2048  # maximum tokens per call, as in llama.cpp's server, unless a prompt is longer
 
     def __init__(self, folder: str, rows: int, length: int, kv: str = "auto"):
@@ -127,7 +127,7 @@ class LlamaCpp:
         options.n_threads = options.n_threads_batch = len(my_cores())
         self.context = self.model and self.c.llama_init_from_model(self.model, options)
         if not self.context:
-            raise RuntimeError(f"llama.cpp cannot load {folder}; its own messages stand above")
+            raise RuntimeError(f"llama.cpp cannot load {folder}; see its own messages above")
         self.batch = self.c.llama_batch_init(self.size, 0, 1)
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
@@ -151,7 +151,7 @@ class LlamaCpp:
             self.running.append(row)
             self.put(row)
         if code := self.c.llama_decode(self.context, self.batch):
-            raise RuntimeError(f"llama_decode answered with {code}")
+            raise RuntimeError(f"llama_decode returned {code}")
         logits = self.c.llama_get_logits(self.context)  # (rows, V): each row's last token
         best = self.numpy.ctypeslib.as_array(logits, (len(self.running), self.V)).argmax(axis=1)
         for row, token in zip(self.running, best.tolist(), strict=True):
@@ -188,7 +188,7 @@ class LlamaCpp:
         for place in range(len(ids)):
             self.batch.logits[place] = True
         if code := self.c.llama_decode(self.context, self.batch):
-            raise RuntimeError(f"llama_decode answered with {code}")
+            raise RuntimeError(f"llama_decode returned {code}")
         logits = self.c.llama_get_logits(self.context)
         return self.numpy.ctypeslib.as_array(logits, (len(ids), self.V))
 
@@ -216,7 +216,7 @@ def obstacle(peer: str, environment: Mapping[str, str] | None = None) -> str | N
         words = f"{peer} is not installed ({' and '.join(missing)} missing)"
         return f"{words}; run {PEERS[peer].REMEDY}"
     if peer == "llama.cpp" and has_gpu():
-        return "llama.cpp is measured on a CPU alone, where both compute in float32"
+        return "llama.cpp is measured only on a CPU, where both compute in float32"
     if environment and environment.get("LD_PRELOAD") == "":
         words = "mlx-lm is measured on OpenBLAS, which is missing; run apt-get install libopenblas0"
         return f"{words}, take --vs mlx-lm@off (MLX's own product, which is slow)"
@@ -252,7 +252,7 @@ def make_gguf(folder: Path, place: Path) -> Path:
     options.nthread = len(my_cores())
     options.ftype = getattr(llama_cpp, GGUF_FORMS[bits])
     if llama_cpp.llama_model_quantize(str(whole).encode(), str(file).encode(), options):
-        raise RuntimeError(f"llama.cpp cannot quantize {folder}; its own messages stand above")
+        raise RuntimeError(f"llama.cpp cannot quantize {folder}; see its own messages above")
     whole.unlink()
     return file
 
@@ -279,7 +279,7 @@ def write_gguf(folder: Path, file: Path) -> None:
     has_biases = c.qkv_bias or c.o_bias or c.mlp_bias
     if c.model_type not in ("llama", "mistral") or c.rope.type != "default" or has_biases:
         raise ValueError(
-            f"{folder} is not a plain Llama; --vs llama.cpp takes none with biases or scaled positions"
+            f"{folder} is not a plain Llama; --vs llama.cpp takes no model with biases or scaled positions"
         )
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_tokenizer_model("none")

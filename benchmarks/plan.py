@@ -138,7 +138,7 @@ def read_rival(name: str, policy: str) -> Contestant:
         return Contestant(name, ours, activations=32)
     rival, _, blas = name.partition("@")
     if blas and rival == "llama.cpp":
-        raise ValueError(f"--vs: llama.cpp has products of its own; leave out @{shown(blas)}")
+        raise ValueError(f"--vs: llama.cpp has its own matrix product; leave out @{shown(blas)}")
     environment = {"NANOBATCH_BLAS": blas} if blas else environment_of(rival)
     if rival in PEERS:
         return Contestant(name, rival, environment)

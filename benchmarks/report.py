@@ -46,8 +46,8 @@ def load_data(path: str) -> dict:
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError):
-        why = "holds something else"
-    raise ValueError(f"{path!r} {why}; name what --json has written")
+        why = "is a different kind of file"
+    raise ValueError(f"{path!r} {why}; name a file that --json wrote")
 
 
 def compared_with(key: Key, known: Iterable[Key]) -> Key:

@@ -43,8 +43,8 @@ HELP = """/new            begin another conversation (the system message stays)
 /retry          ask the last question again
 /drop           forget the oldest question and its answer
 /set            show how answers are sampled; /set temperature=0.7 seed=1 changes it
-/save FILE      write the conversation; /load FILE goes on with one
-@FILE           in a question: a text file that goes with it
+/save FILE      write the conversation; /load FILE continues one
+@FILE           in a question: a text file to include
 \"\"\"             begins and ends a question of several lines
 Ctrl-C          stops an answer; Ctrl-D ends"""
 LARGEST = 10_000_000  # maximum characters of a saved conversation
@@ -102,15 +102,17 @@ class Conversation:
                 found.system = messages.pop(0)["content"]
             roles = [message["role"] for message in messages]
             if roles != ["user", "assistant"] * (len(roles) // 2):
-                raise ValueError("user and assistant take turns, and the assistant has the last")
+                raise ValueError(
+                    "user and assistant must alternate, and the last message is the assistant's"
+                )
             texts = [found.system]
             for message in messages:
                 texts += [message["content"], *message.values()]
             if not all(isinstance(text, str) for text in texts):
-                raise ValueError("each message must be a text")
+                raise ValueError("each message must be a string")
             found.turns = [*messages]
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{shown(path)} holds no conversation ({one_line(error)})") from None
+            raise ValueError(f"{shown(path)} is not a conversation ({one_line(error)})") from None
         return found
 
 
@@ -205,11 +207,11 @@ class Dialogue:
             self.say(f"{rest} is written")
         elif command == "/load":
             self.talk = Conversation.load(rest)
-            self.say(f"goes on after {len(self.talk.turns) // 2} questions")
+            self.say(f"continues after {len(self.talk.turns) // 2} questions")
         elif command in ("/bye", "/exit", "/quit"):
             raise EOFError
         else:
-            raise ValueError(f"{shown(command)} is not a command; /help names them")
+            raise ValueError(f"{shown(command)} is not a command; /help lists them")
 
     def configure(self, rest: str) -> None:
         """Change the sampling settings and show them."""
@@ -336,7 +338,7 @@ def figures(m: Metrics, reason: str | None, where: str = "the slot") -> str:
         read += " tokens"
     first = "" if m.ttft_s is None else f"; first token after {m.ttft_s * 1000:.0f} ms"
     rate = "" if m.tokens_per_s is None else f", {m.tokens_per_s:.0f} tokens/s"
-    ended = {"stop": "", "length": "; cut, as long as it may be", "cancelled": "; stopped"}
+    ended = {"stop": "", "length": "; cut off at the limit", "cancelled": "; stopped"}
     return f"{read}{first}; {m.output_tokens:,} tokens{rate}{ended.get(reason, '')}"
 
 
@@ -411,7 +413,7 @@ def keep(history: History) -> Callable[[str], str]:
 def chat_in_terminal(engine: Engine, sampling: SamplingParams, questions: Sequence[str]) -> int:
     """Chat with the user in this terminal."""
     if not engine.text.has_template:
-        raise ValueError("this model has no chat template, so it knows no turns: give a PROMPT")
+        raise ValueError("this model has no chat template, so it cannot chat: give a PROMPT")
     with engine.serving():
         return chat(EngineModel(engine, sampling), engine.summary, questions)
 

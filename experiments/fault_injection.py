@@ -205,7 +205,7 @@ class FaultInjection(Experiment):
 
     def _record_damage(self, words: str) -> None:
         if not words:
-            raise ValueError("all had ended before anything could be broken; try it again")
+            raise ValueError("all requests had finished before anything could be broken; try again")
         self.update(did=words)
 
     # --- the comparison

@@ -346,7 +346,7 @@ def outcome(
         elif last and kind in (None, GHOST):
             break
     if not first:
-        raise ValueError("its steps are not remembered any more")
+        raise ValueError("its steps are no longer remembered")
     counts = (admitted - came, first + 1 - admitted, last - first)
     return Outcome(name, counts, line, ttft, total)
 

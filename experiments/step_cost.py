@@ -62,7 +62,9 @@ def obey(session: Session, rest: str) -> None:
     """Show the cost of the step at the cursor. Measure the roofline the first time, and again with
     "again"."""
     if rest not in ("", "again"):
-        raise ValueError(f"/cost {shown(rest)}: only again may follow; it measures the roofline")
+        raise ValueError(
+            f"/cost {shown(rest)}: the only argument is again, which measures the roofline"
+        )
     engine = session.state.view.engine
     if rest or not engine or not engine.roof.reading:
         others = session.state.view.others

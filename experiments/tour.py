@@ -55,7 +55,7 @@ FAREWELL = (
 # --- run ------------------------------------------------------------------------------------------
 
 RUNS = "enter: at full speed · esc: leave"
-COMES = "the tour begins when the model is there"
+COMES = "the tour begins when the model is loaded"
 
 
 class Tour:

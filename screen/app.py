@@ -717,7 +717,7 @@ class Screen(App):
             write_whole(file, self.export_screenshot())
             self.notify(f"Saved screenshot to {file!r}", markup=False)
         except OSError as error:
-            words = f"no picture: {file!r}: {error.strerror}"
+            words = f"no screenshot: {file!r}: {error.strerror}"
             self.notify(words, severity="error", markup=False)
         return None
 

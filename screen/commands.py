@@ -156,7 +156,9 @@ class Session:
         if not self.state.chatting:
             chats.begin_chat()
         if chats.open.waiting:
-            raise ValueError(chats.open.why or "a question waits already: Esc stops the answer")
+            raise ValueError(
+                chats.open.why or "a question is already waiting: Esc stops the answer"
+            )
         chats.open.waiting = prompt
         self._send_waiting()
         return "it waits for the answer" if chats.open.waiting else ""
@@ -249,7 +251,7 @@ class Session:
         if self.state.view.server or self.state.view.watches:
             whose = "while a server runs" if self.state.view.server else "on a watched engine"
             raise ValueError(
-                f"no {what} {whose}, since its clients would suffer; start a {command('tui.py')} for it"
+                f"no {what} {whose}, because its clients would suffer; start a {command('tui.py')} for it"
             )
 
     def switch_policy(self, rest: str) -> None:
@@ -337,7 +339,7 @@ class Session:
             return (
                 said_of(engine, engine.limits)
                 if engine
-                else "the budget is known when the model is there"
+                else "the budget is known when the model is loaded"
             )
         self.check_alone("other budget")
         budget: int | str | None = rest

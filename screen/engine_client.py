@@ -186,7 +186,7 @@ class LocalEngineClient(EngineClient):
         with suppress(KeyboardInterrupt, OSError):
             if self.server and self.loop and any(call.requests for call in self.server.view().open):
                 print(
-                    "nanobatch: finishing what clients have asked; Ctrl-C ends it at once",
+                    "nanobatch: finishing the clients' requests; Ctrl-C stops at once",
                     file=sys.stderr,
                 )
             if self.server:

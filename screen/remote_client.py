@@ -141,7 +141,9 @@ class RemoteEngineClient(EngineClient):
         hello = next(events, {})
         is_ours = isinstance(hello, dict) and isinstance(hello.get("model"), str)
         if not is_ours or hello.get("protocol") != watch_frames.PROTOCOL:
-            raise ValueError(f"--watch {self.url}: no nanobatch server, or one of another version")
+            raise ValueError(
+                f"--watch {self.url}: not a nanobatch server, or one of another version"
+            )
         with self._lock:
             self._is_fresh = True
             names = hello.get("models")

@@ -307,7 +307,7 @@ export class Chat {
     try {
       found = readMessages(await file.text());
     } catch (error) {
-      return write(this.parts.note, `${file.name} holds no conversation: ${error.message}.`);
+      return write(this.parts.note, `${file.name} is not a conversation: ${error.message}.`);
     }
     this.#leave();
     this.#goOnWith({ id: nameAnew(), version: "" }, found.turns);

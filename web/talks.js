@@ -111,12 +111,12 @@ export function readMessages(text) {
   for (let i = 0; i < messages.length; i += 2) {
     const [asked, answer] = messages.slice(i, i + 2);
     if (asked?.role !== "user" || answer?.role !== "assistant") {
-      throw new Error("user and assistant take turns, and the assistant has the last");
+      throw new Error("user and assistant must alternate, and the last message is the assistant's");
     }
     const { content, reasoning_content = "" } = answer;
     turns.push({ question: asked.content, content, reasoning_content, files: [], facts: "from a file", name: "turn" });
   }
-  if (!areTexts(first) || !turns.every(isTurn)) throw new Error("each message must be a text");
+  if (!areTexts(first) || !turns.every(isTurn)) throw new Error("each message must be a string");
   return { system: first, turns };
 }
 

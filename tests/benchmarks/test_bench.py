@@ -449,11 +449,11 @@ def test_kv_and_attention_reach_the_engine(tiny):
         (["--vs", "vllm"], ["vllm", "mlx-lm", "llama.cpp", "folder"]),
         (["--vs", "mlx-lm,"], ["''", "folder"]),
         (["--vs", "docs"], ["'docs'", "holds a bench.py"]),
-        (["--vs", "llama.cpp@off"], ["products of its own", "@'off'"]),
+        (["--vs", "llama.cpp@off"], ["its own matrix product", "@'off'"]),
         (["--parts", "same"], ["same", "--vs mlx-lm", "--vs llama.cpp"]),
         (["--clock", "processor", "--parts", "decode,open"], ["--clock", "leave open out"]),
         (["--shape", "70b"], ["70b", "1b"]),
-        (["--model", "demo", "--shape", "15m"], ["exclude each other"]),
+        (["--model", "demo", "--shape", "15m"], ["mutually exclusive"]),
         (["--shape", "15m", "--bits", "3"], ["--bits", "3", "4, 8, 16"]),
         (["--bits", "4"], ["--bits 4", "--shape"]),
         (["--json", "/dev/null/run.json"], ["/dev/null/run.json", "name a file"]),
@@ -475,7 +475,7 @@ def test_a_file_that_holds_no_run_gets_one_line(content, tmp_path, capsys):
         path.write_bytes(content)
     assert bench.main(["--from", str(path)]) == 2
     line = capsys.readouterr().err
-    assert line.count("\n") == 1 and str(path) in line and "name what --json has written" in line
+    assert line.count("\n") == 1 and str(path) in line and "name a file that --json wrote" in line
     assert plot.main([str(path), str(tmp_path / "run.svg")]) == 1
     assert capsys.readouterr().err.removeprefix("docs/make/plot.py: ") in line
     assert not (tmp_path / "run.svg").exists()

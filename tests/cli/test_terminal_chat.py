@@ -114,7 +114,7 @@ def test_a_conversation_that_was_saved_goes_on(engine, tmp_path):
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
     after, said = talk(engine, f"/load {file}", "And then?")
     assert after.talk.messages() == before.talk.messages()
-    assert "goes on after 1 question" in said
+    assert "continues after 1 question" in said
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_bad_conversation_file_is_one_line(engine, tmp_path, contents):
     file = tmp_path / "talk.json"
     file.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
     dialogue, said = talk(engine, "Why batch?", f"/load {file}", "/save /no/such/folder/x")
-    (line,) = [line for line in said.splitlines() if "holds no conversation" in line]
+    (line,) = [line for line in said.splitlines() if "is not a conversation" in line]
     assert line.startswith(">>> nanobatch: ") and "cannot be written" in said
     assert len(dialogue.talk.turns) == 2  # the conversation so far is still there
 
@@ -145,7 +145,7 @@ def test_bad_conversation_file_is_one_line(engine, tmp_path, contents):
 def test_a_command_that_is_wrong_is_named(engine):
     """Regression: the help was printed without saying what was wrong."""
     dialogue, said = talk(engine, "/what", "/drop", "/retry", "/save", "/help", "/bye", "Why?")
-    assert "nanobatch: '/what' is not a command; /help names them" in said
+    assert "nanobatch: '/what' is not a command; /help lists them" in said
     assert "nothing to forget" in said and "nothing to ask again" in said
     assert "/save needs a file: /save FILE" in said
     assert said.count("/system TEXT") == 1 and not dialogue.talk.turns

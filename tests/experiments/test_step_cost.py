@@ -193,7 +193,7 @@ def test_the_roofline_is_measured_once_off_the_clock(monkeypatch):
     stage.obey("/cost again")
     stage.finish()
     assert len(measured) == 2
-    with pytest.raises(ValueError, match="only again may follow"):
+    with pytest.raises(ValueError, match="the only argument is again"):
         stage.obey("/cost twice")
 
 

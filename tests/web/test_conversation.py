@@ -339,9 +339,9 @@ def test_a_saved_conversation_is_opened(talks, tmp_path):
             part(tab, "open").click()
         chooser.value.set_files(tmp_path / name)
 
-    for name, why in (("none.json", "JSON"), ("other.json", "take turns")):
+    for name, why in (("none.json", "JSON"), ("other.json", "must alternate")):
         chosen(name)
-        shows(tab, "[data-chat-part=note]", f"{name} holds no conversation")
+        shows(tab, "[data-chat-part=note]", f"{name} is not a conversation")
         assert why in part(tab, "note").inner_text()
     chosen("talk.json")
     until(tab, "document.querySelectorAll('.turn').length === 2")

@@ -73,7 +73,7 @@ def test_a_file_is_a_conversation_for_both_or_for_neither(tmp_path):
     for text, page in zip(texts, found, strict=True):
         (tmp_path / "talk.json").write_text(text)
         if page is None:
-            with pytest.raises(ValueError, match="holds no conversation"):
+            with pytest.raises(ValueError, match="is not a conversation"):
                 Conversation.load(str(tmp_path / "talk.json"))
             continue
         terminal = Conversation.load(str(tmp_path / "talk.json"))
