@@ -116,7 +116,7 @@ def show_book(shown: str, chosen: list[Stage], hint: int | None) -> bool:
     folder = overlay.check_book(shown)
     made_of = folder / MADE_OF
     if made_of.is_file() and made_of.read_text().strip() != mark():
-        print(f"(This book was made of an earlier nanobatch. If a name is missing: {MADE_OF})")
+        print(f"(This book was made from an earlier nanobatch. If a name is missing: {MADE_OF})")
     if hint is not None:
         if not STAGES[0].tasks[0].hints:
             print("A handout has no hints.")

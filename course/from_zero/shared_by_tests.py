@@ -53,9 +53,9 @@ MOST_STEPS = 3_000  # an engine that has not finished by then never will
 def assert_close(found: mx.array, wanted: mx.array, what: str, tolerance: float = 1e-4) -> None:
     """Assert that the numbers are the same up to rounding, or say where they begin to differ."""
     __tracebackhide__ = True
-    assert isinstance(found, mx.array), f"{what}: {found!r} came out, and should be an mx.array"
+    assert isinstance(found, mx.array), f"{what}: {found!r} came out, expected an mx.array"
     assert found.shape == wanted.shape, (
-        f"{what}: the shape is {found.shape}, and should be {wanted.shape}"
+        f"{what}: the shape is {found.shape}, expected {wanted.shape}"
     )
     found = found.astype(mx.float32)
     wanted = wanted.astype(mx.float32)
@@ -71,7 +71,7 @@ def assert_close(found: mx.array, wanted: mx.array, what: str, tolerance: float 
     for axis in reversed(found.shape):
         first, at = divmod(first, axis)
         place.insert(0, at)
-    raise AssertionError(f"{what}: {came:.6g} came out at {place}, and should be {right:.6g}")
+    raise AssertionError(f"{what}: {came:.6g} at {place}, expected {right:.6g}")
 
 
 def drawn(shape: Sequence[int], seed: int) -> mx.array:

@@ -97,7 +97,7 @@ and cut qk into q and k again""",
                 `model.kinds[layer.kind]`.""",
                 (
                     "A layer adds twice to x: what attention found, and what the MLP makes of it. "
-                    "Before each of them stands a norm, and what is added goes to the x before the norm.",
+                    "Before each of them comes a norm, and what is added goes to the x before the norm.",
                     "Positions: those of all windows, concatenated. `turning(kind, positions)` is "
                     "the turn of a kind of layer, and `ATTENTION[model.attention](kind, model.config.H, windows)` "
                     "knows what its tokens see; a layer's kind is number `layer.kind` of `model.kinds`. "
@@ -146,7 +146,7 @@ return norm""",
                 `sin` hold a number for each of the Dh places already, and `sin` has its minus in the
                 first half.""",
                 (
-                    "a stands in the first half of the last axis, b in the second. The result has the "
+                    "a is in the first half of the last axis, b in the second. The result has the "
                     "same order.",
                     "The first half becomes a cos - b sin, the second b cos + a sin. As a whole: x times "
                     "cos, and x with its halves exchanged, times sin.",
@@ -252,10 +252,10 @@ return mx.concatenate(sums)""",
         (
             Task(
                 "token_choice.argmax",
-                "For each row the largest number and its id, both (n, 1). Of equals, the lowest id.",
+                "For each row the largest number and its id, both (n, 1). On ties, the lowest id.",
                 (
                     "`keepdims=True` keeps the axis of 1.",
-                    "`x.max` is the one, `mx.argmax` the other.",
+                    "`x.max` is the number, `mx.argmax` the id.",
                     "return x.max(axis=-1, keepdims=True), mx.argmax(x, ..., ...)",
                 ),
             ),
@@ -290,7 +290,7 @@ then no further than the last place with a weight: rounding may push the mark to
             ),
             Task(
                 "sampling.keep_first",
-                """Here the tokens of each row are sorted, the likeliest first. True for those that
+                """Here the tokens of each row are sorted, the likeliest first. True for the tokens that
                 `filters.count` and `filters.mass` keep. `mass` may be None. A token's share is
                 `spread.weights` over `spread.total`.""",
                 (
@@ -593,7 +593,7 @@ return step""",
                 `Exception`, such as SystemExit, is raised again after that.""",
                 (
                     "Whether anything was in flight is asked after the start, and before the commits.",
-                    "`try` stands within the `with`.",
+                    "`try` goes inside the `with`.",
                     """with self._changing(), device_lock, device_stream():
     try:
         planned = self._plan() if plan else None
@@ -690,7 +690,7 @@ return mx.split(rows, 2, axis=...)""",
         10,
         "speculative decoding",
         45,
-        "the same answers in fewer steps, where a text repeats itself; rows in vain where it does not",
+        "the same answers in fewer steps, where a text repeats itself; wasted rows where it does not",
         (
             Task(
                 "lookup.draft",
@@ -743,7 +743,7 @@ return said""",
         11,
         "keys and values in 8 bits",
         45,
-        "the memory is little more than a quarter, and answers stay; logits are off by a little",
+        "the memory is little more than a quarter, and answers stay the same; logits differ a little",
         (
             Task(
                 "eight_bits.quantize",
@@ -809,7 +809,7 @@ return mx.split(dequantize(codes, scales)[None], 2, axis=1)""",
                 "ranks.route",
                 """What does a prompt cost on each replica? The tokens that wait there, and those of the
                 prompt after the longest prefix that one of its texts shares. Return the number of the
-                cheapest replica; of equals the first.""",
+                cheapest replica; on ties the first.""",
                 (
                     "A text may share nothing, or be shorter than the prompt. Compare token by token, up "
                     "to the first that differs.",

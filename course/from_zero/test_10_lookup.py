@@ -130,7 +130,7 @@ def demo_answer(prompt: str, most: int) -> tuple[list[int], list[int]]:
 
 def test_fewer_steps():
     """The demo model's answers are the same, in fewer steps where a text repeats itself."""
-    print("                                          steps      rows in vain")
+    print("                                          steps      wasted rows")
     for prompt in (
         "Repeat: the owl and the fox went to the lake.",
         "Is fox in this list: owl, cat, dog, bee, hen, pig?",

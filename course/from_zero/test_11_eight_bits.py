@@ -48,7 +48,7 @@ def test_error():
     found = eight_bits.dequantize(codes, scale)
     assert found.shape == x.shape and found.dtype == mx.float32
     most = (mx.abs(found - x).max(axis=-1) / mx.abs(x).max(axis=-1)).max().item()
-    assert most <= 0.501 / 127, f"off by {127 * most:.2f} scales, and 0.5 are allowed"
+    assert most <= 0.501 / 127, f"off by {127 * most:.2f} scales, but only 0.5 is allowed"
 
 
 @pytest.mark.about("quantize", "dequantize")

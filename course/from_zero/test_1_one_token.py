@@ -57,7 +57,7 @@ def check_attention(H: int, Hkv: int, B: int, L: int, T: int) -> None:
     mistakes = {
         "the scores are not divided by sqrt(Dh)": (q * math.sqrt(Dh), k, v, mask),
         "the mask is not added": (q, k, v, mx.zeros_like(mask)),
-        "query head h takes key head h % Hkv, and should take h // G": (
+        "query head h takes key head h % Hkv instead of h // G": (
             q,
             k[:, heads],
             v[:, heads],
@@ -73,7 +73,7 @@ def check_attention(H: int, Hkv: int, B: int, L: int, T: int) -> None:
         for mistake, given in mistakes.items():
             wrong = attention_by_hand(*given)
             if getattr(found, "shape", None) == wrong.shape and mx.allclose(found, wrong, 1e-3):
-                lines.append(f"so it would be if {mistake}")
+                lines.append(f"this is the result if {mistake}")
         pytest.fail("\n".join(lines), pytrace=False)
 
 

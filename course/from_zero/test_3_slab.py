@@ -30,7 +30,7 @@ def rows_seen(slots: list[int], starts: list[int], L: int, span: int | None = No
     positions = kv.Window(new_slab(3), slots, starts, L).positions.reshape(-1, 1, L, 1)
     seen = llama.seen(positions, 6, span)
     assert isinstance(seen, mx.array) and seen.shape == (len(slots), 1, L, 6), (
-        f"seen returned {seen!r}, and should return True and False as (B, 1, L, T)"
+        f"seen returned {seen!r}, expected True and False as (B, 1, L, T)"
     )
     return ["".join("x" if each else "." for each in row) for row in seen.reshape(-1, 6).tolist()]
 

@@ -139,7 +139,7 @@ def assert_likely(tokens: Sequence[int], probabilities: Sequence[float]) -> None
     for token, probability in enumerate(probabilities):
         found = tokens.count(token) / len(tokens)
         assert abs(found - probability) < 0.001 + 5 * math.sqrt(probability / len(tokens)), (
-            f"token {token} came in {found:.1%} of the draws, and should in {probability:.1%}"
+            f"token {token} came in {found:.1%} of the draws, expected {probability:.1%}"
         )
 
 

@@ -118,7 +118,7 @@ def test_commit():
     assert ([*done.ended], [*done.ghosts]) == ([first], [])
     assert [len(first.answer), len(second.answer)] == [1, 1]
     assert first.end.at == 7.0
-    assert tale.sched.free == [2, 0], "the slot that was left last is the last to be taken"
+    assert tale.sched.free == [2, 0], "the slot that was freed last is the last to be taken"
     plan = tale.sched.plan(8.0)
     tale.sched.finish(second, "cancelled", 9.0)
     done = tale.sched.commit(plan, tale.run(plan), tale.accept, now=9.0)

@@ -149,7 +149,7 @@ def test_failure():
         try:
             worked = engine.step()
         except ZeroDivisionError:
-            pytest.fail("it came out of Engine.step: tell self._fail of it", pytrace=False)
+            pytest.fail("it escaped from Engine.step: pass it to self._fail", pytrace=False)
         assert worked is True
         assert handle.finish_reason == "error"
         engine.runner.start_forward = begin

@@ -92,7 +92,7 @@ MISTAKES = [
     Mistake(
         "runner.Runner.start_sampling", "newest < 0", "newest < -1", "the newest token of each slot"
     ),
-    Mistake("nanobatch.Engine.step", "self._fail(error)", "raise", "came out of Engine.step"),
+    Mistake("nanobatch.Engine.step", "self._fail(error)", "raise", "escaped from Engine.step"),
     Mistake(
         "sched.Scheduler._admit",
         "self.policy.next(self)",
@@ -429,7 +429,7 @@ def test_program_survives_a_mistake_in_a_book(tmp_path):
     wrong = run(RUN, folder, "ask.py", "hi")
     assert wrong.returncode == 2 and "text.py is not a chapter; move it elsewhere" in wrong.stderr
     old = run("ask.py", "--book", folder, "hi")
-    assert old.returncode == 2 and "--book has gone: python course/run.py" in old.stderr
+    assert old.returncode == 2 and "--book was removed: use python course/run.py" in old.stderr
 
 
 def test_endless_step_of_a_book_ends(tmp_path):

@@ -181,7 +181,7 @@ class Story(Replay):
         )
         said.append(token)
         assert request.answer[-len(said) :] == said, (
-            f"the answer of {name(request)} is {request.answer}, and should be {said}"
+            f"the answer of {name(request)} is {request.answer}, expected {said}"
         )
         return "stop" if len(said) == self.eos.get(request.id) else None
 

@@ -12,6 +12,6 @@ def wait_for(find: Callable[[], Found], seconds: float = 120) -> Found:
     failing test takes that long."""
     deadline = time.monotonic() + seconds
     while not (found := find()):
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        assert time.monotonic() < deadline, f"gave up after {seconds} s"
         time.sleep(0.005)
     return found
