@@ -48,9 +48,9 @@ def options() -> cli.CommandLine:
     reads = "'-': read standard input. Without one, talk in a terminal, else read standard input."
     reads += " Everything after '--' is a prompt."
     add("prompts", nargs="*", metavar="PROMPT", help=f"what to answer. {reads}")
-    lists = "show the models that are here, or in a folder and below it, and which can be served"
+    lists = "list the models on this machine, or in and below a folder, and which can be served"
     add("--list", nargs="?", const="", metavar="DIR", help=lists)
-    add("--chat", action="store_true", help="talk: each question goes on with what was said before")
+    add("--chat", action="store_true", help="chat: each question continues the conversation")
     add("--prompt", action="append", default=[], help="the same as PROMPT; may be repeated")
     plain = "take prompts as plain text, even if the model has a chat template"
     add("--raw", action="store_true", help=plain)
@@ -81,7 +81,7 @@ def options() -> cli.CommandLine:
     add("--seed", type=int, help="the same seed gives the same tokens")
     add("--stop", action="append", default=[], help="a text that ends the answer; may be repeated")
     add("--json", metavar="FILE", help="answer with JSON of the schema in this file")
-    add("--ignore-eos", action="store_true", help="go on after the model's end token")
+    add("--ignore-eos", action="store_true", help="continue after the model's end token")
     return parser
 
 

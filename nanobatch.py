@@ -175,7 +175,7 @@ class Engine:
             if self.driver.is_closed:
                 raise RuntimeError("the engine is closed; load another")
             if self.lifecycle.is_reloading or self.text is not text:  # another tokenizer's ids
-                raise RuntimeError("the engine reads another model; try again in a while")
+                raise RuntimeError("the engine is loading another model; try again later")
             id = self.sched.submitted + 1
             shares = prefix_cache and self.prefix_cache
             request = Request(id, ids, max_tokens, self.clock(), shares, client)
@@ -329,7 +329,7 @@ class Engine:
                 while self._in_flight:
                     self._commit()
             except BaseException as fault:
-                show_fault("the step before failed, too", fault)
+                show_fault("the previous step failed, too", fault)
         plans = [plan for plan, _ in self._in_flight] + [unstarted] * (unstarted is not None)
         with self.changed:
             all_end = self.lifecycle.needs_slab or not plans

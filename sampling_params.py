@@ -112,11 +112,11 @@ class SamplingParams:
     def _checked_stop(self) -> dict[str, Any]:
         stops = (self.stop,) if isinstance(self.stop, (str, int)) else self.stop
         if not isinstance(stops, Sequence):
-            raise ValueError(f"stop = {shown(stops)}, but it must be texts or token ids")
+            raise ValueError(f"stop = {shown(stops)}, but it must be strings or token ids")
         for stop in stops:
             if isinstance(stop, bool) or not isinstance(stop, (str, int)) or stop == "":
                 raise ValueError(
-                    f"stop holds {shown(stop)}, but it must be texts that are not empty, or token ids"
+                    f"stop holds {shown(stop)}, but it must be strings that are not empty, or token ids"
                 )
         return {
             "stop": tuple(stops),
@@ -160,7 +160,7 @@ class SamplingParams:
             )
         if self.ignore_eos:
             raise ValueError(
-                "ignore_eos cannot be kept with a grammar, which has an end; leave it out"
+                "ignore_eos cannot be combined with a grammar, which has an end; leave it out"
             )
         source = tuple(texts) if kind == "choice" else source
         return MappingProxyType({kind: source})

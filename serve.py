@@ -70,7 +70,7 @@ def options() -> cli.CommandLine:
     add(
         "--log-file",
         metavar="FILE",
-        help="where a line for each request goes (default: standard error)",
+        help="write a line for each request here (default: standard error)",
     )
     return parser
 
@@ -86,7 +86,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             raise ValueError("--model: several ranks share one model; give one")
         if not (args.models or is_loopback(args.host) or environment.backend()):
             raise ValueError(
-                f"--host {shown(args.host)}: others may ask there, so name what is served: --model"
+                f"--host {shown(args.host)}: others can reach it, so name the model to serve: --model"
             )
         if args.unload_after and environment.backend():
             raise ValueError("--unload-after: several ranks share the model; leave it out")

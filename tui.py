@@ -92,19 +92,19 @@ def options() -> cli.CommandLine:
     add = parser.add_argument
     says = "2048; demo: 400; with --serve: 8192; less if the model or the memory allows less"
     parser.add_engine(POLICIES, "8, or what fits", says)
-    add("--prompts", metavar="FILE", help="prompts to fire at start, and with b: one a line")
+    add("--prompts", metavar="FILE", help="prompts to fire at start, and with b: one per line")
     parser.add_whole("--seed", 0, 2**31 - 1, "the same seed gives the same tokens")
     add(
         "--plain",
         action="store_true",
         help="no screen: prompts are read, and events written, as lines (as if there is no terminal)",
     )
-    add("--tour", action="store_true", help="begin with the tour: it asks before it shows")
+    add("--tour", action="store_true", help="start with the tour: it asks before it shows")
     add("--script", default="", help=script_help(MENU))
     add(
         "--screenshot",
         metavar="FILE.svg",
-        help="draw on no terminal, run the script, write the picture, and leave",
+        help="without a terminal, run the script, write the picture, and exit",
     )
     add("--size", default="120x40", help="size of the screenshot in characters (default: 120x40)")
     add(
@@ -112,11 +112,11 @@ def options() -> cli.CommandLine:
         metavar="FILE.json",
         help=f"at the end, write what ran last; {command('docs/make/page.py')} makes a page of it: {record.HOLDS}",
     )
-    says = "let programs ask that speak OpenAI's protocol (default: 4 slots)"
+    says = "serve programs that speak OpenAI's protocol (default: 4 slots)"
     parser.add_read("--serve", address_of, says, metavar="[HOST:]PORT")
     parser.add_max_tokens("with --serve: ")
     parser.add_keys()
-    says = "watch a server, such as http://127.0.0.1:8000, instead of an engine in here"
+    says = "watch a server, such as http://127.0.0.1:8000, instead of an engine of its own"
     parser.add_read("--watch", partial(base_of, "--watch"), says, metavar="URL")
     add(
         "--key",
@@ -152,7 +152,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             orders_of(args.script, MENU, args.plain)
         args.asks = read_prompts(args.prompts)
         for option in WRITTEN:
-            remedy = "name a file in a folder that is there and can be written"
+            remedy = "name a file in a folder that exists and is writable"
             if file := getattr(args, option):
                 with about(f"--{option} {shown(file)}", remedy):
                     check_writable(file)
@@ -183,11 +183,11 @@ def read_prompts(file: str | None) -> list[str]:
     """Read the lines of the `--prompts` file."""
     if not file:
         return []
-    with about(f"--prompts {shown(file)}", "name a text file with a prompt in each line"):
+    with about(f"--prompts {shown(file)}", "name a text file with a prompt on each line"):
         lines = read_some(file, PROMPTS).splitlines()
         prompts = [line.strip() for line in lines if line.strip()]
         if not prompts:
-            raise ValueError("there is no prompt in it")
+            raise ValueError("it has no prompts")
         return prompts
 
 
@@ -310,7 +310,7 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
     code = app.return_code or 0
     if app.return_code is None and not BROWSER:  # in a browser this is normal
-        cli.say("the screen has ended by itself, a mistake in it")
+        cli.say("the screen stopped because of a bug in it")
         code = 1
     for block in session.state.tracebacks[-5:]:
         cli.say(block)

@@ -349,7 +349,7 @@ def compare_threads(args: argparse.Namespace, asked: Sequence[Case]) -> Tally:
         environment = os.environ | {"NANOBATCH_THREADS": threads}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
         if done.returncode:
-            raise RuntimeError(f"the process with {threads} threads ended with {done.returncode}")
+            raise RuntimeError(f"the process with {threads} threads exited with {done.returncode}")
         for ask, again in zip(asked, pickle.loads(done.stdout), strict=True):
             tally = tally.add(ask, ask.alone, again)
     return tally
@@ -440,7 +440,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_activations()
     says = f"which to try (default: {','.join(WAYS)}; the last two with states)"
     add("--ways", help=says)
-    says = "how often each question is asked among others (default: 1)"
+    says = "how many times each question is asked among others (default: 1)"
     parser.add_whole("--rounds", 1, 1000, says, default=1)
     parser.add_attention()
     add("--json", action="store_true", help="write the receipt as JSON")

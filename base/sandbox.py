@@ -84,7 +84,7 @@ class Sandbox:
         if self._unfit:
             raise ValueError(self._unfit)
         if not self._turns.acquire(timeout=self.limits.patience):
-            raise BusyError("too many others are being tried; try again")
+            raise BusyError("too many others are being checked; try again")
         try:
             return self._try(job)
         finally:
@@ -100,7 +100,7 @@ class Sandbox:
         try:
             end = self._send()
         except OSError as error:
-            raise BusyError(f"no process can be started ({one_line(error)})") from None
+            raise BusyError(f"cannot start a process ({one_line(error)})") from None
         try:
             with end:
                 end.sendall(json.dumps(job).encode())
@@ -110,7 +110,7 @@ class Sandbox:
             answers = []
         if not answers:
             self.close()
-            raise BusyError("the process that tries it is gone; try again")
+            raise BusyError("the process that checks it is gone; try again")
         # A job that is killed after its answer leaves two lines; the last one counts
         answer = json.loads(answers[-1])
         if "ended" in answer:
@@ -158,7 +158,7 @@ class Sandbox:
             self._line.sendall(json.dumps(self._first).encode() + b"\n")
             said = self._line.makefile("rb").readline()
             if not said:
-                raise OSError("it ended at once")
+                raise OSError("it exited at once")
             if said != READY:
                 self._unfit = said.decode().strip()
                 raise ValueError(self._unfit)
@@ -174,8 +174,8 @@ class Sandbox:
         if code in ("memory", -signal.SIGABRT):  # Rust aborts if an allocation fails
             return LimitError(f"takes more than {limits.memory // 2**20} MB")
         if code == -signal.SIGALRM:
-            return BusyError(f"it could not be tried within {limits.patience:g} s; try again")
-        return LimitError(f"ended the process that tried it (exit code {code})")
+            return BusyError(f"it could not be checked within {limits.patience:g} s; try again")
+        return LimitError(f"crashed the process that checked it (exit code {code})")
 
 
 def end(process: subprocess.Popen, line: socket.socket) -> None:

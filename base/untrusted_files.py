@@ -42,7 +42,7 @@ def check_size(path: Path) -> None:
     size = path.stat().st_size
     if size > most:
         raise ModelError(
-            f"{path} has {size:,} bytes, and such a file may have {most:,}; download it again."
+            f"{path} has {size:,} bytes, but such a file may have at most {most:,}; download it again."
         )
 
 
@@ -81,7 +81,7 @@ def read_json(path: Path) -> dict:
         raise ModelError(f"{path} is {what}; download it again.") from None
     if not isinstance(value, dict):
         raise ModelError(
-            f"{path} holds a JSON {type(value).__name__} where an object belongs; download it again."
+            f"{path} holds a JSON {type(value).__name__} instead of an object; download it again."
         )
     return value
 

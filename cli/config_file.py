@@ -98,7 +98,7 @@ def spelled(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         option = name.replace("_", "-")
         if option in found:
-            raise ValueError(f"{name} is there twice; give it once")
+            raise ValueError(f"{name} is given twice; give it once")
         if option in NOT_IN_A_FILE:
             raise ValueError(f"{name} belongs on the command line; leave it out here")
         found[option] = value
@@ -121,4 +121,4 @@ def words_of(parser: argparse.ArgumentParser, name: str, value: Any) -> Iterator
     elif isinstance(value, (str, int, float)):
         yield f"{option}={value}"
     else:
-        raise ValueError(f"{name}: give a text, a number, true, false or a list of these")
+        raise ValueError(f"{name}: give a string, a number, true, false or a list of these")

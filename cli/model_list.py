@@ -80,7 +80,7 @@ def listed_in(folder: Path) -> tuple[list[Listed], str]:
     if failed:
         raise failed[0]
     if thread.is_alive():
-        return lines, f"{PATIENCE_S:.0f} s brought no more; name a folder further down"
+        return lines, f"{PATIENCE_S:.0f} s were not enough; name a folder further down"
     return lines, f"these are the first {MOST:,}" if len(lines) == MOST else ""
 
 
@@ -118,10 +118,8 @@ def files_of(place: Path) -> list[Path]:
 
 def _in_five_words(place: Path, family: str, short: str) -> str:
     if is_gguf(place):
-        return short or "broken: loading it says how"
+        return short or "broken: load it to see why"
     if family not in ("-", *FAMILIES):
         near = near_family(family)
         return f"{shown(family, 24)[1:-1]} is not served" + (f"; {near}" if near else "")
-    return short or (
-        "broken: loading it says how" if is_whole(place) else "not all of it downloaded"
-    )
+    return short or ("broken: load it to see why" if is_whole(place) else "not fully downloaded")

@@ -111,7 +111,9 @@ def read_named_model(text: str) -> tuple[str, str]:
     if not sign or is_folder(text) or is_gguf_file(text):
         return name_of(read_model(text)), text
     if not re.fullmatch(r"[\w.:/-]{1,100}", name):
-        raise ValueError(f"--model {shown(text)}: a name has letters, digits and . : / - _ alone")
+        raise ValueError(
+            f"--model {shown(text)}: a name may have only letters, digits and . : / - _"
+        )
     return name, read_model(model)
 
 
@@ -158,7 +160,7 @@ def read_key(option: str, variable: str, key: str) -> str:
     """Check a key. An empty one, as from an unset variable, is refused: it would allow everybody access."""
     if not key or key != key.strip():
         raise ValueError(
-            f"{option} or ${variable} is empty or has spaces around it; give a key, or neither"
+            f"{option} or ${variable} is empty or has spaces around it; give a key, or leave both out"
         )
     return key
 
@@ -166,7 +168,7 @@ def read_key(option: str, variable: str, key: str) -> str:
 def read_host(name: str) -> str:
     if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", name):
         raise ValueError(
-            f"{shown(name)} is not a host; give its name alone, without scheme, port or star"
+            f"{shown(name)} is not a host; give only its name, without scheme, port or star"
         )
     return name
 
@@ -233,7 +235,7 @@ class CommandLine(argparse.ArgumentParser):
         )
 
         def gone(folder: str) -> NoReturn:
-            raise ValueError(f"--book has gone: python course/run.py {shown(folder)} {name}")
+            raise ValueError(f"--book was removed: use python course/run.py {shown(folder)} {name}")
 
         old = os.environ.get("NANOBATCH_BOOK")
         self.add_read("--book", gone, argparse.SUPPRESS, default=old)
@@ -305,10 +307,10 @@ class CommandLine(argparse.ArgumentParser):
         self.add_whole("--slots", 1, 4096, f"sequences that run at once (default: {slots})")
         says = f"length of a slot, prompt and answer together (default: {max_len})"
         self.add_whole("--max-len", 2, 2**24, says)
-        says = "when the next in line is admitted"
+        says = "when waiting requests are admitted"
         usual, *_ = policies
         self.add_argument("--policy", default=usual, choices=policies, help=says)
-        says = "milliseconds of a step while somebody decodes, so how much of a prompt it reads "
+        says = "milliseconds of a step while requests decode, which limits how much of a prompt it reads "
         says += "(default: 200, or four times a step without a prompt if that is longer)"
         self.add_whole("--step-ms", 1, 3_600_000, says, metavar="MS")
         says = (
@@ -317,17 +319,17 @@ class CommandLine(argparse.ArgumentParser):
         self.add_read("--speculate", read_speculate, says, metavar="N")
         self.add_attention()
         self.add_activations()
-        says = "save conversations in this private folder, and go on with them after a restart "
+        says = "save conversations in this private folder, and continue them after a restart "
         says += "(default size: 8G)"
         self.add_read("--slot-cache", read_slot_cache, says, metavar="DIR[:SIZE]")
         says = "memory for states that other prompts may start from, such as 500M: for Qwen 3.5 "
         says += "(default: two a slot)"
         self.add_read("--state-memory", read_state_memory, says, metavar="SIZE")
-        says = "take options from this file, by their names (docs/deploy.md)"
+        says = "read options from this file, by name (docs/deploy.md)"
         self.add_argument("--config", metavar="FILE.toml", help=says)
 
     def add_attention(self) -> None:
-        says = "how keys and values are stored (default: auto, float16 beside weights of 16 bits or fewer)"
+        says = "how keys and values are stored (default: auto, float16 with weights of 16 bits or fewer)"
         self.add_argument("--kv", default="auto", choices=("auto", "float32"), help=says)
         says = "plain: the formula in llama.py, in place of the operation that has the same bits"
         self.add_argument("--attention", default="auto", choices=("auto", "plain"), help=says)

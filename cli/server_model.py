@@ -49,7 +49,7 @@ class ServerModel:
             found = json.loads(answer.read(2**20))
             return found if name else found["data"][0]
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise ValueError(f"--url {self._url}: no server of OpenAI's protocol") from None
+            raise ValueError(f"--url {self._url}: not a server of OpenAI's protocol") from None
 
     def _request(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body)
@@ -140,7 +140,7 @@ class ServerAnswer:
             for event in http_client.read_events(self._answer, self._note):
                 self._receive(event)
             if not self._reason and not self._error:
-                self._error = "the server has ended the connection"
+                self._error = "the server closed the connection"
         except Exception as error:  # whatever the server sends
             self._error = why(error)
         self._parts.put(None)

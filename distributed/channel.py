@@ -54,7 +54,7 @@ def connect(address: str, key: bytes, name: str, until: float) -> socket.socket:
     TimeoutError with the reason."""
     host, port = address.split(":")
     named = name.encode().ljust(NAME)
-    why = "there is no time left"
+    why = "no time is left"
     while time.monotonic() < until:
         try:
             with ExitStack() as unless:
@@ -62,7 +62,7 @@ def connect(address: str, key: bytes, name: str, until: float) -> socket.socket:
                 unless.enter_context(connection)
                 # Possible on the loopback interface while nothing listens at the port
                 if connection.getsockname() == connection.getpeername():
-                    raise ConnectionRefusedError("it has connected to itself")
+                    raise ConnectionRefusedError("it connected to itself")
                 own = proof(key, read_exactly(connection, PROOF) + named)
                 connection.sendall(named + own)
                 if not hmac.compare_digest(read_exactly(connection, PROOF), proof(key, own)):
@@ -102,7 +102,7 @@ def accept(
             server.setblocking(False)
         while names - found.keys():
             if time.monotonic() > until:  # checked even under constant connection attempts
-                raise TimeoutError("it has not connected")
+                raise TimeoutError("it did not connect")
             for server in select.select(servers, [], [], AGAIN_S)[0]:
                 with suppress(OSError):  # the caller is gone already
                     connection = server.accept()[0]

@@ -72,7 +72,7 @@ def join() -> Ranks:
         return meet(rank, nodes, servers) if nodes else meet_by(backend, servers)
     except (OSError, RuntimeError) as error:
         raise ModelError(
-            f"rank {rank} waited for {awaited} in vain ({one_line(error)}); start all ranks."
+            f"rank {rank} gave up waiting for {awaited} ({one_line(error)}); start all ranks."
         ) from None
 
 
@@ -123,7 +123,7 @@ def tie_ring(
         exchanged = [exchange(number, connections) for number in open_files() - listening]
     if sum(exchanged) != len(connections):
         raise RuntimeError(
-            f"this version of MLX has {sum(exchanged)} connections and not {len(connections)}; "
+            f"this version of MLX has {sum(exchanged)} connections instead of {len(connections)}; "
             "pip install mlx==0.32.4"
         )
 

@@ -264,19 +264,19 @@ class SlotCache:
             for index, (heads, Dh) in enumerate(self._layers):
                 layer = tensors.pop(f"layers.{index}", None)
                 if layer is None or layer[:2] != (self._dtype, (heads, saved.rows, Dh)):
-                    raise Damaged(f"its layer {index} is not one of this model")
+                    raise Damaged(f"its layer {index} does not belong to this model")
                 layers.append((mx.array(layer.data), DTYPES[layer.dtype], layer.shape))
             for index, sizes in enumerate(self._states):
                 state = tensors.pop(f"states.{index}", None)
                 if state is None or state[:2] not in [("F32", (size,)) for size in sizes]:
-                    raise Damaged(f"its state {index} is not one of this model")
+                    raise Damaged(f"its state {index} does not belong to this model")
                 layers.append((mx.array(state.data), mx.float32, state.shape))
             if tensors:
-                raise Damaged(f"it has {len(tensors)} layers more than this model")
+                raise Damaged(f"it has {len(tensors)} more layers than this model")
             self._folder.use(saved.name)
             return layers
         except MemoryError as error:
-            say(f"{saved.rows:,} tokens are not read: {error}")
+            say(f"{saved.rows:,} tokens are not restored: {error}")
         except (OSError, Damaged) as error:
             self._ignore(saved.name, error)
         except Exception as error:  # else requests waiting for the same file would hang
@@ -298,7 +298,7 @@ class SlotCache:
                 try:
                     saved = self._folder.read_head(name)
                     if saved.key != self._key:
-                        raise Damaged("it is of another model")
+                        raise Damaged("it belongs to another model")
                     with self._lock:
                         self._saved[name] = saved
                 except (OSError, Damaged) as error:

@@ -138,7 +138,7 @@ class Handle:
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the end of the request. Raise TimeoutError after `timeout` seconds."""
         if not self._wait(lambda: self.request.finish_reason is not None, timeout):
-            raise TimeoutError(f"request {self.id} has not ended within {timeout} s")
+            raise TimeoutError(f"request {self.id} did not finish within {timeout} s")
         logprobs = None if self.sampling.logprobs is None else list(self.logprobs)
         return Result(
             text=self.text,

@@ -35,7 +35,7 @@ class Idle:
         engine = self._engine
         if self._is_away and not engine.lifecycle.is_unloaded:
             self._is_away = False
-            self._say("the weights are back")
+            self._say("the weights are loaded again")
         submitted = engine.sched.submitted
         if engine.has_work or submitted != self._submitted:
             self._submitted = submitted

@@ -94,7 +94,7 @@ class Driver:
             if loop and self.is_closed:
                 raise RuntimeError("the engine is closed")
             if loop and self._loop:
-                raise RuntimeError("the engine is serving already")
+                raise RuntimeError("the engine is already serving")
             self._loop = loop
             self._changed.notify_all()
 

@@ -192,11 +192,11 @@ class Lifecycle:
         if engine.driver.is_closed:
             raise RuntimeError("the engine is closed; load another")
         if engine.ranks.size > 1:
-            raise RuntimeError("several ranks share this model, so it stays to their end")
+            raise RuntimeError("several ranks share this model, so it cannot be unloaded")
         if self.source is None:
-            raise RuntimeError("this model came without its files; use an engine of Engine.load")
+            raise RuntimeError("this model was not loaded from files; use Engine.load")
         if requests := len(engine.registry.open):
-            raise RuntimeError(f"requests that are open: {requests}; wait for their end, or cancel")
+            raise RuntimeError(f"open requests: {requests}; wait for them, or cancel")
 
     # --- shutdown
 

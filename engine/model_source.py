@@ -42,7 +42,7 @@ class ModelSource(NamedTuple):
     ) -> ModelSource:
         """Return the source of another model, or of the same model with other sizes (`Engine.reload`)."""
         if unknown := sizes.keys() - {*Sizes._fields, "usual_len"}:
-            raise ValueError(f"reload knows no size {min(unknown)!r}; see Engine")
+            raise ValueError(f"reload has no size {min(unknown)!r}; see Engine")
         return self._replace(model=str(model or self.model), asked={**self.asked, **sizes})
 
     def check(self, held: int = 0, text: Tokenizer | None = None) -> Checked:
@@ -59,8 +59,8 @@ class ModelSource(NamedTuple):
         reader = ModelReader(folder, self.dtype, ranks, held, **how)
         if text and files != self.files:
             changed = min(path for path, _ in files.items() ^ self.files.items())
-            why = "has changed since the model was read"
-            raise ModelError(f"{changed} {why}; start anew to serve it.")
+            why = "has changed since the model was loaded"
+            raise ModelError(f"{changed} {why}; restart to serve it.")
         text = text or Tokenizer(folder, reader.config.V)
         sizes = reader.fit(**self.asked)
         return Checked(self._replace(files=files), reader, text, sizes)

@@ -62,7 +62,7 @@ def hints_of(kind: type) -> tuple[Any, ...]:
 def unpack(kind: Any, data: Any) -> Any:
     """Rebuild a view of this type. Raise ValueError if the data do not match."""
     if (hints_of(kind) or get_origin(kind) is tuple) and not isinstance(data, list):
-        raise ValueError(f"a frame has {shown(data)} where a list belongs")
+        raise ValueError(f"a frame has {shown(data)} instead of a list")
     if hints := hints_of(kind):
         return kind(*(unpack(hint, one) for hint, one in zip(hints, data, strict=True)))
     if get_origin(kind) is tuple:
@@ -81,7 +81,7 @@ def plain(kind: Any, data: Any) -> Any:
     if float in kinds:  # JSON may write 1.0 as 1
         kinds += (int,)
     if (isinstance(data, bool) and bool not in kinds) or not isinstance(data, kinds):
-        raise ValueError(f"a frame has {shown(data)} where {kind} belongs")
+        raise ValueError(f"a frame has {shown(data)} instead of {kind}")
     if isinstance(data, (int, float)) and not abs(data) <= LARGEST:
         raise ValueError(f"a frame has the number {shown(data)}")
     return data

@@ -101,7 +101,7 @@ def requirements() -> list[str]:
 def command(form: str, output: Path | str) -> list[str]:
     start = compiler()
     if not start:
-        sys.exit("nanobatch: there is no C compiler: apt install gcc, or pip install ziglang")
+        sys.exit("nanobatch: no C compiler was found: apt install gcc, or pip install ziglang")
     options = FORMS[form].options
     if "ziglang" in start:
         options = options.replace("armv8.2-a", "generic")  # zig expects a processor's name

@@ -114,7 +114,7 @@ def is_needed() -> bool:
     if len(found) > 1:
         both = " and ".join(found)
         remedy = f"pip uninstall {' '.join(found)}, then {install('cpu', 'mlx[cpu]')}"
-        say(f"{both} own the same file, and the newest computes; to have one: {remedy}")
+        say(f"{both} install the same file, and the newest is used; to keep one: {remedy}")
     return sys.platform == "linux" and not any("cuda" in name for name in found)
 
 
@@ -142,7 +142,7 @@ def load(name: str = "") -> Blas:
     """Load the library for this form, or else the best one for this processor. Make its names global."""
     forms = forms_here()
     if not forms:
-        raise Unbuilt(f"cpu_kernels.c knows no processor of the kind {platform.machine()}")
+        raise Unbuilt(f"cpu_kernels.c does not support processors of the kind {platform.machine()}")
     if name and name not in forms:
         raise Unbuilt(
             f"this processor has no form {name!r} of cpu_kernels.c; choose among {', '.join(forms)}"
@@ -225,12 +225,12 @@ PANELS += [(ROUNDED_MXFP4, 5, 18, 128, 32, -12)]
 def why_unfit(loaded: ctypes.CDLL, form: str) -> str:
     """Return why this library cannot be used; empty if it can."""
     if compiled_from(loaded) != source_hash(form):
-        return f"was compiled from another {SOURCE.name}; {remedy()}"
+        return f"was compiled from a different {SOURCE.name}; {remedy()}"
     expected = bits_of(form)
     found = computed(loaded)
     if found == expected:
         return ""
-    return f"does not multiply right: its hash is {found}, and should be {expected}"
+    return f"computes wrong products: its hash is {found}, expected {expected}"
 
 
 def bits_of(form: str) -> str:

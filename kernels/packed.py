@@ -352,7 +352,7 @@ def lay_share(part: Matrix, where: list, places: list[int]) -> None:
     if error == library.INFINITE:
         raise ModelError(f"{blocks.path}: {blocks.name} holds NaN or infinity; download it again.")
     if error:
-        why = "it has become shorter" if error == library.CUT_OFF else os.strerror(error)
+        why = "it was truncated" if error == library.CUT_OFF else os.strerror(error)
         raise ModelError(f"{blocks.path} cannot be read ({why}); download it again.")
 
 

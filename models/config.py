@@ -303,7 +303,7 @@ def read_config(folder: Path, has_head: bool) -> Config:
     Dh = fields.number("head_dim", D // H)
     if Dh % 2 or Dh < 4:
         raise ModelError(
-            f"{path}: head_dim = {Dh}, but rotary positions turn pairs of numbers: even, and at least 4."
+            f"{path}: head_dim = {Dh}, but rotary positions rotate pairs of numbers: it must be even, and at least 4."
         )
     attention_bias = bool(get("attention_bias", False))
     max_positions = fields.number("max_position_embeddings", 2048)
@@ -359,7 +359,7 @@ def _refuse(fields: Fields, family: Family) -> None:
         raise fields.refuse(act, get(act), known[:1])
     for flag in ("use_bidirectional_attention", *family.refused):
         if get(flag) and get(flag) != "vision":  # "vision": only images are bidirectional
-            raise fields.refuse(flag, get(flag), ("false, or nothing",))
+            raise fields.refuse(flag, get(flag), ("false, or absent",))
     for key in ("quantization", "quantization_config"):
         if not isinstance(get(key) or {}, dict):
             raise fields.refuse(key, get(key), ("an object, as MLX writes it",))
@@ -402,7 +402,7 @@ def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
         scaling = full if isinstance(full, dict) else scaling
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise ModelError(
-            f"{fields.path}: rope scaling is {shown(scaling)} where one flat object belongs."
+            f"{fields.path}: rope scaling is {shown(scaling)} instead of one flat object."
         )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if isinstance(kind, str):
@@ -421,7 +421,7 @@ def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
     if part != 1 and not family.turns_a_part:
         raise fields.refuse(name, part, ("1",))
     if turned % 2 or not 4 <= turned <= Dh:
-        choice = f"1, or what turns an even number, at least 4, of {Dh}"
+        choice = f"1, or a share that rotates an even number, at least 4, of {Dh}"
         raise fields.refuse(name, part, (choice,))
     rope = Rope(
         kind,

@@ -40,7 +40,7 @@ def check_embeds(folder: Path, wanted: bool, is_told: bool) -> None:
     """
     if not wanted:
         raise ValueError(
-            "this model was made for embeddings: it has no head, so it answers nothing"
+            "this model was made for embeddings: it has no head, so it cannot generate"
         )
     if not is_told and (why := why_not(folder)):
         raise ValueError(

@@ -293,7 +293,7 @@ def _experts(fields: Fields, *_) -> dict[str, Any]:
     experts = fields.number(name, 128)
     taken = fields.number("num_experts_per_tok", 8)
     if taken > experts:
-        choice = f"1 to {experts}, as many as there are"
+        choice = f"1 to {experts}, the number of experts"
         raise fields.refuse("num_experts_per_tok", taken, (choice,))
     whole = bool(fields.get("norm_topk_prob"))
     return {"qk_norm": "head", "experts": experts, "taken": taken, "whole_shares": whole}

@@ -97,7 +97,7 @@ class GgufTensor(NamedTuple):
                 count = min(most, self.nbytes - start)
                 data = file.read(count)
                 if len(data) < count:
-                    raise ValueError("it has become shorter")
+                    raise ValueError("it was truncated")
                 yield data
 
 
@@ -134,7 +134,7 @@ def parts_of(path: Path) -> list[Path]:
         return [path]
     count = int(found[2])
     if not 1 <= int(found[1]) <= count <= MOST_PARTS:
-        raise ModelError(f"{path}: part {found[1]} of {found[2]} cannot be; rename the file.")
+        raise ModelError(f"{path}: part {found[1]} of {found[2]} is impossible; rename the file.")
     stem = path.name[: found.start()]
     return [path.with_name(f"{stem}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
 
@@ -148,12 +148,12 @@ def read_gguf(path: Path) -> Gguf:
     for part in others:
         if twice := tensors.keys() & part.tensors.keys():
             raise ModelError(
-                f"{part.path}: {shown(min(twice))} is in another part, too; download all again."
+                f"{part.path}: {shown(min(twice))} is in two parts; download all parts again."
             )
         tensors |= part.tensors
     if not others:
         raise ModelError(
-            f"{path} is a part of a model; rename its parts as they were (-00001-of-...)."
+            f"{path} is a part of a model; restore the names of its parts (-00001-of-...)."
         )
     expected = first.fields.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
@@ -216,7 +216,7 @@ class _Header:
     def read_bytes(self, count: int) -> bytes:
         self.left -= count
         if self.left < 0:
-            raise ValueError(f"{count:,} bytes more than there are, or than a header may have")
+            raise ValueError(f"{count:,} bytes exceed the file, or the limit of a header")
         data = self.file.read(count)
         if len(data) < count:
             raise ValueError("cut off")
@@ -275,12 +275,12 @@ class _Header:
             form = TYPES[kind]
             if name in tensors or shape[-1] % form.block or not math.prod(shape):
                 raise ValueError(
-                    f"{shown(name)} is there twice, or no {form.name} of the shape {shape}"
+                    f"{shown(name)} is there twice, or not a {form.name} of the shape {shape}"
                 )
             nbytes = math.prod(shape) // form.block * form.nbytes
             begin = start + offset
             if begin < end or offset % alignment:
-                raise ValueError(f"{shown(name)} begins at {begin}, where {end} is next")
+                raise ValueError(f"{shown(name)} begins at {begin}, expected {end}")
             end = begin + nbytes
             tensors[name] = GgufTensor(self.path, name, form, shape, begin, nbytes)
         if end > self.size:

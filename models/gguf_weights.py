@@ -221,7 +221,7 @@ class GgufWeights(Weights):
         """Return a delta net's A_log. The file holds -exp(A_log)."""
         if not (array < 0).all():
             raise ModelError(
-                f"{tensor.path}: {tensor.name} holds numbers that are not below 0; download it again."
+                f"{tensor.path}: {tensor.name} holds numbers that are not negative; download it again."
             )
         found = mx.log(-array.astype(mx.float32))
         self._check_numbers(tensor, found)

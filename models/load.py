@@ -266,7 +266,7 @@ class ModelReader:
 
     def layer(self, index: int, kind: int) -> Layer:
         if device.exiting.is_set():
-            raise RuntimeError("the program is ending")
+            raise RuntimeError("the program is exiting")
         c = self.config
         name = f"model.layers.{index}."
         # Norms come before or after the two branches, or both

@@ -125,7 +125,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         end = 0
         for begin, stop in sorted(entry["data_offsets"] for entry in header.values()):
             if begin != end or stop < begin:
-                raise ValueError(f"data at {begin}, where {end} is next")
+                raise ValueError(f"data at {begin}, expected {end}")
             end = stop
         end += 8 + length
     except ModelError:
@@ -475,8 +475,8 @@ class Weights:
         if packed != mx.uint32 or scales != biases or scales == mx.uint32:
             said = ", ".join(str(part.dtype).split(".")[-1] for part in parts)
             raise ModelError(
-                f"{path}: weight, scales and biases of {module} are {said}, which no MLX quantization "
-                "has; download it again."
+                f"{path}: weight, scales and biases of {module} are {said}, which fit no MLX "
+                "quantization; download it again."
             )
         packed, scales, biases = (part.shape for part in parts)
         *out, width = shape
@@ -488,8 +488,8 @@ class Weights:
             if fits and bits in QUANTIZED_BITS:
                 return bits, group, 0.0  # offsets are stored
         raise ModelError(
-            f"{path}: {module} has shapes {packed}, {scales}, {biases}, which no MLX quantization of "
-            f"{shape} has. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
+            f"{path}: {module} has shapes {packed}, {scales}, {biases}, which fit no MLX quantization of "
+            f"{shape}. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
         )
 
     def read_tensor(self, name: str, as_codes: bool = False) -> mx.array:

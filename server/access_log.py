@@ -156,7 +156,7 @@ def hang_up_advice(client: str, seconds: float, prefill: PrefillProgress) -> str
     """Return advice for the server's owner after a client hung up on the same prompt twice."""
     return (
         f"{client} hung up twice on the same prompt, after {seconds:,.0f} s, with {prefill.words}: "
-        "the client waits too short a time. docs/clients.md names each agent's setting"
+        "the client's timeout is too short. docs/clients.md names each agent's setting"
     )
 
 
@@ -199,6 +199,8 @@ class AccessLog:
                 is_broken = False
             except OSError as error:
                 if not is_broken:
-                    words = f"{self._file.name}: {error.strerror}; serving goes on without its log"
+                    words = (
+                        f"{self._file.name}: {error.strerror}; serving continues without its log"
+                    )
                     say(one_line(words))
                 is_broken = True

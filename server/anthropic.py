@@ -80,7 +80,7 @@ def parse_request(request: BodyReader, is_count: bool = False) -> ParsedRequest:
     if form := read_form(request.inner("output_config"), "format"):
         settings["grammar"] = form
     if not is_count and request.get("max_tokens") is None:
-        raise request.bad("max_tokens", "the most tokens of an answer")
+        raise request.bad("max_tokens", "the maximum number of tokens of an answer")
     chat = ChatPrompt(read_messages(request), tools, hints=hints)
     parsed = ParsedRequest(
         [chat],
@@ -117,7 +117,7 @@ def read_messages(request: BodyReader) -> list[dict]:
         else:
             found += read_user(message.items("content"))
     if found[-1]["role"] == "assistant":
-        words = "the last message is the assistant's, but an answer cannot be begun by the client"
+        words = "the last message is the assistant's, but the client cannot begin an answer"
         raise invalid("messages", words, "unsupported_content")
     return instructions_first(found)
 

@@ -156,7 +156,7 @@ class APIServer:
             return ""
         readers = "who has the watch key" if self.options.watch_key else "this machine"
         return (
-            f"without --api-key everybody who reaches {self.address} may ask and see figures, "
+            f"without --api-key everybody who can reach {self.address} may send requests and see figures, "
             f"but only {readers} may read texts; pages of other hosts may not (--allow-host)"
         )
 

@@ -61,7 +61,7 @@ def check_host(request: HTTPRequest, options: Options) -> None:
     then treats this server as part of the attacker's site.
     """
     if request.host not in server_names(options):
-        words = f"the Host {shown(request.headers['host'])} is none of this server's names"
+        words = f"the Host {shown(request.headers['host'])} is not one of this server's names"
         words += "; --allow-host adds one"
         raise APIError(403, words, "host_not_allowed")
 
@@ -85,7 +85,7 @@ def guard(request: HTTPRequest, options: Options, connections: int) -> None:
     is_ours = origin in ("", f"http://{host}", f"https://{host}")
     is_own = is_ours and (options.api_key is not None or is_address(request.host))
     if origin and not is_own and not is_allowed(request, options):
-        words = f"pages from {shown(origin)} may not ask here; --allow-host adds one"
+        words = f"pages from {shown(origin)} may not send requests here; --allow-host adds one"
         raise APIError(403, words, "origin_not_allowed")
     path = request.path
     keys = [options.api_key]
@@ -97,7 +97,7 @@ def guard(request: HTTPRequest, options: Options, connections: int) -> None:
         words = "no API key, or a wrong one; give it as 'Authorization: Bearer KEY'"
         raise APIError(401, words, "invalid_api_key", WWW_Authenticate="Bearer")
     if path == "/watch" and not is_ours and not knows_key:
-        words = f"pages from {shown(origin)} may watch with a key alone; --watch-key sets one"
+        words = f"pages from {shown(origin)} may watch only with a key; --watch-key sets one"
         raise APIError(403, words, "origin_not_allowed")
 
 

@@ -106,7 +106,7 @@ def bad(place: str, value: Any, what: str) -> APIError:
 def check_count(name: str, count: int, what: str, most: int) -> None:
     """Raise APIError if there are too many entries."""
     if count > most:
-        raise invalid(name, f"{name} has {count:,} {what}, but there may be at most {most:,}")
+        raise invalid(name, f"{name} has {count:,} {what}, but at most {most:,} are allowed")
 
 
 class BodyReader:
@@ -218,7 +218,7 @@ def text_of(parts: Sequence[BodyReader], kinds: Sequence[str] = ("text",)) -> st
     for part in parts:
         kind = part.read("type", str)
         if kind not in kinds:
-            raise part.unsupported("type", f"= {shown(kind)}, but only text can be read here")
+            raise part.unsupported("type", f"= {shown(kind)}, but only text is supported here")
         texts.append(part.read("text", str))
     return "".join(texts)
 
@@ -240,7 +240,7 @@ def read_json(body: bytes) -> BodyReader:
     # Python parses 4 MiB of "[]," into a million lists, and holds the GIL for half a second
     marks = sum(map(body.count, (b"[", b"{", b":")))
     if marks > MAX_BRACKETS:
-        words = f"the body has {marks:,} brackets, braces and colons, but there may be at most {MAX_BRACKETS:,}"
+        words = f"the body has {marks:,} brackets, braces and colons, but at most {MAX_BRACKETS:,} are allowed"
         raise APIError(413, words, "request_too_large")
     try:
         values = parse_json(body.decode("utf-8-sig"))
@@ -321,7 +321,7 @@ def read_tools(
         kind = tool.read("type", str, type)
         if kind != type:
             raise tool.unsupported(
-                "type", f"= {shown(kind)}, but only functions can be called here"
+                "type", f"= {shown(kind)}, but only functions are supported here"
             )
         own = tool.inner(inner)
         name = own.read("name", str)

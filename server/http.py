@@ -452,7 +452,7 @@ async def sweep(requests: Collection[HTTPRequest]) -> None:
         try:
             sweep_once(list(requests))
         except Exception as error:
-            show_fault("a look for silent streams and slow clients failed", error)
+            show_fault("the check for silent streams and slow clients failed", error)
 
 
 def sweep_once(requests: Iterable[HTTPRequest]) -> None:
@@ -524,7 +524,7 @@ async def read_body(request: HTTPRequest, requests: Iterable[HTTPRequest]) -> by
                     words = f"more than {MAX_BODIES_BYTES:,} bytes of bodies are being read already"
                     raise APIError(429, words, "rate_limit_exceeded", Retry_After="1")
     except TimeoutError:
-        words = f"the body has not come within {BODY_TIMEOUT_S:.0f} s"
+        words = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
         raise APIError(408, words, "request_timeout") from None
     request.connection.idle_since = math.inf
     return b"".join(parts)

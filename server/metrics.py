@@ -31,7 +31,7 @@ ENGINE_GAUGES: dict[str, Callable[[Snapshot], float]] = {
     "prompt_tokens_per_second": lambda engine: engine.prompt_tokens_per_s,
 }
 STATES = {  # counters of recurrent models; zero for other models
-    "checkpoints_made": "Checkpoints of states that chunks have left.",
+    "checkpoints_made": "Checkpoints of states that chunks have made.",
     "checkpoints_restored": "Prompts that have started from a checkpoint.",
     "checkpoints_dropped": "Checkpoints given up for newer ones, or not proven to be finite.",
     "reread_prompt_tokens": "Prompt tokens that were read again because no checkpoint was there, "
@@ -46,9 +46,9 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter(
-            "http_requests", "Requests that have ended.", "model", "status", "reason"
+            "http_requests", "Finished requests.", "model", "status", "reason"
         )
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.", "model")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.", "model")
         self.cached_tokens = self._counter(
             "cached_prompt_tokens",
             "Prompt tokens whose rows the same client wrote.",
@@ -66,15 +66,15 @@ class ServerMetrics:
         self.accepted_tokens = self._counter(
             "accepted_tokens", "Draft tokens that were accepted.", "model"
         )
-        self.tokens = self._counter("generated_tokens", "Tokens of answers.", "model")
+        self.tokens = self._counter("generated_tokens", "Generated tokens.", "model")
         self.ttft = self._histogram(
-            "time_to_first_token_seconds", "From a request to its first token."
+            "time_to_first_token_seconds", "Time from a request to its first token."
         )
         self.gap = self._histogram(
-            "token_gap_seconds", "From one token of an answer to the next one."
+            "token_gap_seconds", "Time from one token of an answer to the next."
         )
         self.latency = self._histogram(
-            "request_seconds", "From a request to the end of its answer."
+            "request_seconds", "Time from a request to the end of its answer."
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -132,7 +132,7 @@ class ServerMetrics:
         metrics = list(self.registry.collect())
         for name, value in gauges.items():
             metrics.append(GaugeMetricFamily(f"nanobatch_{name}", in_words(name), value))
-        steps = Metric("nanobatch_step_seconds", "How long steps took.", "summary")
+        steps = Metric("nanobatch_step_seconds", "Duration of steps.", "summary")
         own = {
             name: GaugeMetricFamily(f"nanobatch_{name}", in_words(name), labels=["model"])
             for name in ENGINE_GAUGES

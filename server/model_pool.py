@@ -177,7 +177,7 @@ class ModelPool:
         if sum(model.nbytes for model in largest) > self.memory:
             alone = " and ".join(model.name for model in largest)
             return f"{words}; {alone} never fit together, and take turns"
-        return f"{words}; the one used least recently goes where another needs its memory"
+        return f"{words}; the least recently used one is unloaded when another needs its memory"
 
     # --- for requests, in any thread
 
@@ -223,7 +223,7 @@ class ModelPool:
                 needs = f"needs {readable(model.nbytes)}, but --memory is {readable(self.memory)}"
                 raise APIError(503, f"the model {model.name} {needs}", "model_too_large")
             if len(self._line) >= MAX_WAITING:
-                words = f"{MAX_WAITING} requests wait for models already"
+                words = f"{MAX_WAITING} requests are already waiting for models"
                 raise APIError(503, words, "busy", Retry_After="5")
             ticket = Ticket(self, model)
             self._line.append(ticket)

@@ -156,7 +156,7 @@ def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
     if has_form and (form := read_form(request, "response_format", "json_schema")):
         forms.append(form)
     if len(forms) > 1:
-        words = f"response_format and {', '.join(GUIDED)} exclude each other; give one of them"
+        words = f"response_format and {', '.join(GUIDED)} are mutually exclusive; give one of them"
         raise invalid("response_format", words)
     if forms:
         settings["grammar"] = forms[0]
@@ -218,7 +218,7 @@ def read_prompts(request: BodyReader, name: str = "prompt", most: int = MAX_CHOI
 
     prompt = request.get(name)
     prompts = [prompt] if isinstance(prompt, str) or are_ids(prompt) else prompt
-    wrong = request.bad(name, "a text, a list of texts, or token ids, and none of them empty")
+    wrong = request.bad(name, "a string, a list of strings, or token ids, none of them empty")
     if not isinstance(prompts, list) or not prompts or "" in prompts:
         raise wrong
     check_count(name, len(prompts), "prompts", most)

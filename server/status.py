@@ -119,7 +119,7 @@ class Status:
     async def watch(self, request: HTTPRequest) -> None:
         """Stream the engine of the model in `?model=`, or of the most recently used model."""
         if self.watchers >= MAX_WATCHERS:
-            words = f"{MAX_WATCHERS} watch already"
+            words = f"{MAX_WATCHERS} watchers are connected already"
             raise APIError(429, words, "rate_limit_exceeded", Retry_After="5")
         name = request.query.get("model")
         model = self._models.named(name) if name else self._models.newest

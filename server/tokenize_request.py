@@ -76,7 +76,7 @@ def tokenize(
         wanted = len(asked.choices)
         if wanted > engine.sched.max_queue and not asked.is_embedding:
             raise ValueError(
-                f"n: {wanted} choices are wanted, but the queue holds {engine.sched.max_queue}"
+                f"n: {wanted} choices are requested, but the queue holds {engine.sched.max_queue}"
             )
     except ValueError as error:
         raise asked.refusal_of(error) from None

@@ -122,7 +122,7 @@ class Grammar:
         found = function(*arguments)
         self._left -= time.thread_time() - began
         if self._matcher.is_error():
-            raise GrammarError(f"it cannot go on: {reason(self._matcher.get_error())}")
+            raise GrammarError(f"it cannot continue: {reason(self._matcher.get_error())}")
         if self._left < 0:
             raise GrammarError(f"it takes more than {1000 * A_TOKEN:g} ms a token; simplify it")
         return found
@@ -147,7 +147,7 @@ class Grammars:
         """The arguments of `read_tokens`: a description of the model's tokens for llguidance."""
         ends = [id for id in sorted(self._end_tokens) if self._source.id_to_token(id) is not None]
         if not ends:
-            raise ValueError("this model names no end token, and an answer could not end")
+            raise ValueError("this model names no end token, so an answer could not end")
         return {"tokenizer": self._source.to_str(), "n_vocab": self._V, "eos_token": ends}
 
     @cached_property
@@ -190,7 +190,7 @@ class Grammars:
             try:
                 fault = one_line(self._sandbox.run(job), 300)  # it may quote the entire grammar
             except LimitError as error:
-                fault = f"it {error} to be made and tried; simplify it"
+                fault = f"it {error} to be compiled and checked; simplify it"
             if len(self._verdicts) >= KNOWN:
                 self._verdicts.clear()
             self._verdicts[key] = fault
@@ -300,7 +300,7 @@ def reason(error: str) -> str:
     """Return llguidance's error message without its internal state and without the position."""
     lines = error.strip().split("\n")
     if lines[0].startswith("NoExtension"):
-        return "no answer can fit it"
+        return "no answer can match it"
     said = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join([lines[0], *said])
 

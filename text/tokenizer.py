@@ -162,8 +162,8 @@ class Tokenizer:
         none = unknown and self.tokenizer.token_to_id(unknown)
         if all(token == none for token in self._ids(prompt, False)):
             raise ValueError(
-                f"the model's tokenizer knows no character of {shown(prompt)}; "
-                "write it in a language that the model has read"
+                f"the model's tokenizer covers no character of {shown(prompt)}; "
+                "write it in a language that the model knows"
             )
 
     def encode(self, text: str, room: float = math.inf) -> list[int]:
@@ -204,7 +204,7 @@ class Tokenizer:
         if isinstance(prompt, Prompt):
             if prompt.folder not in (None, self.folder):
                 models = f"{prompt.folder.name}, and this engine serves {self.folder.name}"
-                raise ValueError(f"the prompt was read for {models}; read it again")
+                raise ValueError(f"the prompt was tokenized for {models}; tokenize it again")
             self.check_ids((min(prompt.ids), max(prompt.ids)))
             return prompt
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -224,7 +224,7 @@ class Tokenizer:
         is_list = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray))
         if not is_list or any(type(i) is not int for i in ids):
             raise ValueError(
-                f"a prompt is a text, chat messages or token ids, not {type(prompt).__name__} like this"
+                f"a prompt is a text, chat messages or token ids, not this {type(prompt).__name__}"
             )
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
@@ -268,7 +268,7 @@ class Tokenizer:
             Exception
         ) as error:  # a character without a token, in a tokenizer without an unknown token
             why = f"the model's tokenizer cannot read this prompt ({one_line(error)})"
-            raise ValueError(f"{why}; give other words, or token ids") from None
+            raise ValueError(f"{why}; rephrase it, or give token ids") from None
 
     def grammar(self, source: Mapping[str, Any]) -> Grammar:
         """Compile `SamplingParams.grammar`. This may take a second."""
@@ -311,7 +311,7 @@ class Tokenizer:
             is_known = not is_gguf(path) and is_ours(path.read_bytes(), path.name)
             if not is_known and (fault := child.tokenizer(path, texts)):
                 raise ModelError(f"{path}: the tokenizer {fault}; take another model.")
-        return source, why and f"{place}: the chat template {why}; mend it, or give plain text."
+        return source, why and f"{place}: the chat template {why}; fix it, or give plain text."
 
     def _find_template(self) -> tuple[str | None, str | None, Path]:
         """Return the chat template, a separate one for chats with tools (or None), and their file.
@@ -386,10 +386,10 @@ class Tokenizer:
         if self.unfit:
             raise ModelError(self.unfit)
         if self._source is None:
-            raise ValueError("this model has no chat template; give it a plain text")
+            raise ValueError("this model has no chat template; give it plain text")
         for name in options:
             if not isinstance(name, str) or name not in self._source:
-                raise ValueError(f"the chat template knows no {shown(name)}; leave it out")
+                raise ValueError(f"the chat template does not know {shown(name)}; leave it out")
         hints = {name: value for name, value in hints.items() if name in self._source}
         messages = [
             {key: value for key, value in message.items() if value is not None}

@@ -820,7 +820,7 @@ def detect_format(source: str | None, render: Callable[[list, list], str]) -> Ou
     """Detect how a model with this chat template writes reasoning and calls. `render` renders messages
     and tools."""
     if source is None:
-        return OutputFormat(why="this model has no chat template, so it can be given no tools")
+        return OutputFormat(why="this model has no chat template, so it cannot use tools")
     reasoning = next((marks for marks in REASONING_MARKS if marks[1] in source), None)
     formats = FORMATS
     if HARMONY_REASONING[0] in source:
@@ -828,11 +828,11 @@ def detect_format(source: str | None, render: Callable[[list, list], str]) -> Ou
     try:
         text = render(PROBE, TOOLS)
     except ValueError as error:
-        return OutputFormat(reasoning, why=f"this model can be given no tools: {error}")
+        return OutputFormat(reasoning, why=f"this model cannot use tools: {error}")
     if "is_listed" not in text:
-        return OutputFormat(reasoning, why="this model's chat template takes no tools")
+        return OutputFormat(reasoning, why="this model's chat template does not accept tools")
     if "is_called" not in text:
-        return OutputFormat(reasoning, why="this model's chat template writes no calls of tools")
+        return OutputFormat(reasoning, why="this model's chat template does not write tool calls")
     place = text.index("is_called")
     for format in formats:
         if written := as_written(format, text, place):

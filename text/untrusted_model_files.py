@@ -67,7 +67,7 @@ class TemplateChecker:
         except LimitError as error:
             return f"{error} for a sample conversation", []
         except BusyError as error:
-            return f"cannot be tried ({error})", []
+            return f"cannot be checked ({error})", []
         return fault, texts
 
     def tokenizer(self, path: Path, texts: Sequence[str]) -> str:
@@ -82,7 +82,7 @@ class TemplateChecker:
         except LimitError as error:
             return str(error)
         except BusyError as error:
-            return f"cannot be tried ({error})"
+            return f"cannot be checked ({error})"
         PASSED.add(digest)
         return ""
 
@@ -114,7 +114,7 @@ def render_all(source: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, 
         except Exception:  # it refuses this conversation, but may accept others
             continue
         if len(text) > RENDERED:
-            return f"makes {len(text):,} characters of a sample conversation", []
+            return f"makes {len(text):,} characters for a sample conversation", []
         texts.append(text)
     return "", texts
 

@@ -163,7 +163,7 @@ def test_server_survives_an_unwritable_log():
     with Server("--log-file", "/dev/full") as server:
         body = {"prompt": "Hello", "max_tokens": 2}
         assert [server.ask(COMPLETIONS, body).status for _ in range(3)] == [200, 200, 200]
-        said = server.says("/dev/full: No space left on device; serving goes on")
+        said = server.says("/dev/full: No space left on device; serving continues")
         assert server.stop() == 0
         assert server.log.read_text().count(said[0]) == 1
 

@@ -43,9 +43,9 @@ def test_jobs_share_what_was_prepared(sandbox):
     [
         (["loop"], "takes more than 0.3 s"),
         (["eat", 2**30], "takes more than 64 MB"),
-        (["signal", signal.SIGSEGV], "ended the process that tried it (exit code -11)"),
-        (["signal", signal.SIGKILL], "ended the process that tried it (exit code -9)"),
-        (["fail", "some\nwords"], "ended the process that tried it (exit code some words)"),
+        (["signal", signal.SIGSEGV], "crashed the process that checked it (exit code -11)"),
+        (["signal", signal.SIGKILL], "crashed the process that checked it (exit code -9)"),
+        (["fail", "some\nwords"], "crashed the process that checked it (exit code some words)"),
     ],
 )
 def test_job_over_a_limit_is_killed(sandbox, job, words):
@@ -63,7 +63,7 @@ def test_job_gets_its_memory_and_stack(sandbox):
 def test_sleeping_job_is_killed():
     """A job that gets no processor time on a busy machine is not at fault."""
     sandbox = Sandbox("sandbox_jobs", None, LIMITS._replace(patience=0.5))
-    with pytest.raises(BusyError, match=r"could not be tried within 0\.5 s; try again"):
+    with pytest.raises(BusyError, match=r"could not be checked within 0\.5 s; try again"):
         sandbox.run(["sleep", 60])
     assert sandbox.run(["double", "x"]) == "xx"
     sandbox.close()
@@ -147,7 +147,7 @@ def test_concurrent_jobs_get_their_own_results(sandbox):
 
 def test_no_process_is_reported(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(BusyError, match="no process can be started"):
+    with pytest.raises(BusyError, match="cannot start a process"):
         Sandbox("sandbox_jobs", None, LIMITS).run(["given"])
 
 
@@ -158,5 +158,5 @@ def test_no_file_descriptor_is_reported(monkeypatch, sandbox):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("base.sandbox.socket.socketpair", refuse)
-    with pytest.raises(BusyError, match=r"no process can be started .*Too many open files"):
+    with pytest.raises(BusyError, match=r"cannot start a process .*Too many open files"):
         sandbox.run(["given"])

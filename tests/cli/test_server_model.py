@@ -181,7 +181,7 @@ def test_progress_of_a_long_prompt_is_shown():
 @pytest.mark.parametrize(
     ("last", "line"),
     [
-        (b"", "the server has ended the connection"),
+        (b"", "the server closed the connection"),
         (b'data: {"error": {"message": "request 3 failed"}}\n\n', "request 3 failed"),
         (b"data: [5\n\n", "Expecting"),
         (b"data: [5]\n\n", "'list' object"),

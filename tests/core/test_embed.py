@@ -208,7 +208,7 @@ def test_headless_model_loads_as_published(tmp_path, folder):
         wanted = engine.embed(["Once upon"])
     with Engine.load(headless, slots=1, max_len=64) as engine:
         assert engine.embed(["Once upon"]) == wanted  # the same weights except for the head
-        with pytest.raises(ValueError, match="has no head, so it answers nothing"):
+        with pytest.raises(ValueError, match="has no head, so it cannot generate"):
             engine.submit("Once")
     (headless / "1_Pooling" / "config.json").unlink()
     with pytest.raises(ModelError, match=r"lacks the tensor lm_head\.weight"):

@@ -939,7 +939,7 @@ def test_ranks_with_other_keys_end_with_one_line(tmp_path):
             other = f"rank {1 - rank} ({pair.hosts[1 - rank]})"
             assert first == f"nanobatch: rank {rank} waits for {other}"
             assert last == (
-                f"nanobatch: rank {rank} waited for {other} in vain ({OTHERS}); start all ranks."
+                f"nanobatch: rank {rank} gave up waiting for {other} ({OTHERS}); start all ranks."
             )
 
 

@@ -91,7 +91,7 @@ def test_a_request_that_is_open_keeps_the_weights(engine, folders, alone):
     handle = engine.submit(PROMPTS[0], GREEDY)
     engine.step()
     for change in (engine.release, engine.reload, lambda: engine.reload(folders[1])):
-        with pytest.raises(RuntimeError, match="requests that are open: 1; wait for their end"):
+        with pytest.raises(RuntimeError, match="open requests: 1; wait for them"):
             change()
     assert handle.result().tokens == alone[0][0]
     engine.release()
@@ -125,7 +125,7 @@ def test_only_reloadable_models_are_unloaded(folders, engine):
     """A model that was not loaded from files cannot be reloaded."""
     with (
         Engine(engine.model, engine.text, **SIZES) as given,
-        pytest.raises(RuntimeError, match="without its files"),
+        pytest.raises(RuntimeError, match="was not loaded from files"),
     ):
         given.release()
     engine.close()
@@ -158,7 +158,7 @@ def test_changed_weights_are_not_served(tmp_path, alone):
         engine.release()
         make_checkpoint(folder, seed=2)
         result = engine.generate([PROMPTS[0]], GREEDY)[0]
-        assert "has changed since the model was read; start anew" in result.error
+        assert "has changed since the model was loaded; restart" in result.error
         assert engine.lifecycle.is_unloaded
         engine.reload()  # explicitly load the changed files
         assert answers(engine) != alone[0]
@@ -202,7 +202,9 @@ def test_prompt_of_another_tokenizer_is_refused(engine, folders):
     """A prompt that was encoded before the model was exchanged holds token ids of the old model."""
     prompt = engine.text.encode_prompt("Once upon a time")
     engine.reload(folders[1])
-    with pytest.raises(ValueError, match=r"was read for .*, and this engine serves .*; read it"):
+    with pytest.raises(
+        ValueError, match=r"was tokenized for .*, and this engine serves .*; tokenize it"
+    ):
         engine.submit(prompt)
 
 
@@ -385,7 +387,7 @@ def test_idle_engine_is_unloaded(engine):
     assert idle() is None and len(said) == 1
     engine.submit(PROMPTS[0], GREEDY).result()
     engine.step(plan=False)
-    assert idle() == 10 and said[1:] == ["the weights are back"]
+    assert idle() == 10 and said[1:] == ["the weights are loaded again"]
 
 
 def test_request_during_an_unload(engine, alone):

@@ -327,7 +327,7 @@ def test_library_is_chosen_and_checked_at_load(checkout):
     with (checkout / "kernels" / "cpu_kernels.c").open("a") as source:
         source.write("/* edited */\n")
     line = blas_of(checkout)
-    assert f"{best.name} was compiled from another cpu_kernels.c; " in line and line.endswith(
+    assert f"{best.name} was compiled from a different cpu_kernels.c; " in line and line.endswith(
         remedy
     )
     for library in checkout.glob("kernels/*.so"):

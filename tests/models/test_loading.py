@@ -670,7 +670,9 @@ def test_oversized_file_is_refused(folder, file):
     path, most = folder / file, LARGEST.get(file, LARGEST_OTHER)
     with path.open("wb") as large:
         large.truncate(most + 1)
-    assert f"{path} has {most + 1:,} bytes, and such a file may have {most:,}" in tried(folder)
+    assert f"{path} has {most + 1:,} bytes, but such a file may have at most {most:,}" in tried(
+        folder
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

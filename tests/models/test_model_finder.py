@@ -180,10 +180,10 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
         ("c/near", " qwen3_next ", "qwen3_next is not served; qwen3_5 is"),
         ("d/mrope", "", "rope type 'mrope' not supported"),
         ("e/strange", "", "is not served"),
-        ("f/half", "", "not all of it downloaded"),
+        ("f/half", "", "not fully downloaded"),
         ("g/studio", " olmo2 ", "yes"),
-        ("h/gguf:x.gguf", "", "broken: loading it says how"),
-        ("i/broken", "", "broken: loading it says how"),
+        ("h/gguf:x.gguf", "", "broken: load it to see why"),
+        ("i/broken", "", "broken: load it to see why"),
         ("j/vectors", "", "yes"),
         ("k/gguf:Q4_0", " Q4_0 ", "yes"),
         ("l/gguf:odd.gguf", "", "tokenizer 'other' not supported"),
@@ -213,7 +213,7 @@ def test_list_survives_a_vanishing_file(home, monkeypatch, capsys):
     monkeypatch.setattr(Path, "stat", look)
     assert ask.main(["--list"]) == 0
     _, _, line = capsys.readouterr().out.splitlines()
-    assert line.startswith("a/downloaded") and line.endswith("not all of it downloaded")
+    assert line.startswith("a/downloaded") and line.endswith("not fully downloaded")
 
 
 def test_list_of_a_folder(home, capsys):
@@ -229,7 +229,7 @@ def test_list_of_a_folder(home, capsys):
     made = home / "made" / "owner" / "Tiny-GGUF"  # where the files were made
     lines = [line.split() for line in lines if str(made) not in line]
     assert [(line[0], line[-1]) for line in lines] == [
-        (str(home / "studio" / "broken.gguf"), "how"),
+        (str(home / "studio" / "broken.gguf"), "why"),
         (str(home / "a" / "whole"), "yes"),
         (str(home / "studio" / "owner" / "Tiny-GGUF" / "Tiny-Q8_0.gguf"), "yes"),
     ]
@@ -254,4 +254,4 @@ def test_list_of_a_folder_that_does_not_answer(home, monkeypatch, capsys):
     hangs.set()
     said = capsys.readouterr()
     assert said.out.splitlines()[1].startswith(str(models.DEMO))
-    assert "brought no more; name a folder further down" in said.err
+    assert "were not enough; name a folder further down" in said.err

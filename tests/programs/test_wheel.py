@@ -311,7 +311,7 @@ def test_two_backends_of_mlx_that_own_one_file_are_told_of(monkeypatch):
     monkeypatch.setattr(library, "backends", lambda: ["mlx-cpu", "mlx-cuda-12"])
     assert library.is_needed() is False
     (line,) = said
-    assert "mlx-cpu and mlx-cuda-12 own the same file" in line and "pip uninstall" in line
+    assert "mlx-cpu and mlx-cuda-12 install the same file" in line and "pip uninstall" in line
     monkeypatch.setattr(library, "backends", lambda: ["mlx-cpu"])
     library.is_needed()
     assert len(said) == 1

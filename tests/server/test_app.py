@@ -1002,13 +1002,14 @@ def test_slow_grammar_is_a_client_error(here, engine, monkeypatch, caplog):
 
 def test_busy_sandbox_is_503_with_retry_after(here, monkeypatch):
     def busy(self, job):
-        raise BusyError("too many others are being tried; try again")
+        raise BusyError("too many others are being checked; try again")
 
     monkeypatch.setattr(Sandbox, "run", busy)
     reply = here.ask(COMPLETIONS, {"prompt": "Once", "guided_regex": "[a-z]"})
     assert reply.status == 503 and reply.headers["retry-after"] == "1"
     assert (
-        reply.json["error"]["message"] == "the grammar: too many others are being tried; try again"
+        reply.json["error"]["message"]
+        == "the grammar: too many others are being checked; try again"
     )
     monkeypatch.undo()
     assert here.ask(COMPLETIONS, {"prompt": "Once", "guided_regex": "[a-z]"}).status == 200

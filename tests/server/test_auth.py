@@ -66,7 +66,7 @@ def test_open_server_without_a_key_warns(capsys):
     server.close()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("nanobatch: without --api-key everybody")
-    for word in ("ask", "read texts", "--allow-host"):
+    for word in ("send requests", "read texts", "--allow-host"):
         assert word in line
 
 

@@ -137,7 +137,7 @@ def test_queue_full_later_is_429_too(here, monkeypatch):
         ({"input": ["a", ""]}, "none of them empty"),
         ({"input": ["a", [1]]}, "none of them empty"),
         ({"input": {"text": "a"}}, "none of them empty"),
-        ({"input": ["a"] * 2049}, "2,049 prompts, but there may be at most 2,048"),
+        ({"input": ["a"] * 2049}, "2,049 prompts, but at most 2,048 are allowed"),
         ({"input": [999_999]}, "outside the vocabulary"),
         ({"input": "x" * 600}, "maximum context length is 512"),
         ({"input": "a", "dimensions": 0}, "dimensions"),

@@ -182,7 +182,7 @@ def test_the_line_is_bounded(pools):
     pool = pools({f"m{i}": 5 for i in range(100)} | {"a": 5}, 8)
     busy = pool.wait("a")
     kept = []
-    with pytest.raises(APIError, match="wait for models already") as refused:
+    with pytest.raises(APIError, match="are already waiting for models") as refused:
         for i in range(100):
             kept.append(pool.ask(f"m{i}"))
     assert (refused.value.status, len(kept)) == (503, model_pool.MAX_WAITING)
@@ -480,10 +480,10 @@ def test_wrong_models_get_one_line(capsys, folders):
 
     for arguments, words in (
         (["--model", "a=demo", "--model", "a=demo"], "two are called 'a'"),
-        (["--model", "a b=demo"], "a name has letters"),
+        (["--model", "a b=demo"], "a name may have only letters"),
         (["--model", "a=/nowhere"], "'/nowhere' is not a folder"),
         (["--memory", "lots"], "give a size such as 500M"),
-        (["--host", "0.0.0.0"], "name what is served: --model"),
+        (["--host", "0.0.0.0"], "name the model to serve: --model"),
     ):
         with pytest.raises(SystemExit, match="2"):
             serve.parse_arguments(arguments)

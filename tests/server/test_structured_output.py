@@ -75,7 +75,7 @@ def test_guided_fields_of_vllm(server, field, value, pattern):
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         ({"guided_choice": []}, "guided_choice", "must be"),
         ({"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
-        ({"guided_regex": "a", "response_format": SCHEMA}, "response_format", "exclude"),
+        ({"guided_regex": "a", "response_format": SCHEMA}, "response_format", "exclusive"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
     ],
 )

@@ -24,7 +24,7 @@ def test_idle_server_unloads_and_reloads():
         streamed = server.ask("/v1/chat/completions", QUESTION | {"stream": True})
         assert len(streamed.events) > 5
         said = server.log.read_text()
-    assert GONE in said and "the weights are back" in said and "Traceback" not in said
+    assert GONE in said and "the weights are loaded again" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "soon", "1.5"])

@@ -381,7 +381,7 @@ def test_broken_template_for_tools(tmp_path):
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{% for x in %}")
     text = Tokenizer(tmp_path, 300)
     assert text.has_template and text.render(turns("x")) == "<|user|>x<|end|>"
-    assert text.output_format.why == "this model's chat template takes no tools"
+    assert text.output_format.why == "this model's chat template does not accept tools"
 
 
 @unchecked
@@ -696,7 +696,7 @@ def test_load_without_a_child_process_is_refused(tmp_path, monkeypatch, script):
     monkeypatch.setattr(sys, "executable", python)
     monkeypatch.setattr("base.sandbox.START", 0.2)
     monkeypatch.setattr(untrusted_model_files, "PASSED", set())
-    said = r"the tokenizer cannot be tried \(no process can be started \("
+    said = r"the tokenizer cannot be checked \(cannot start a process \("
     with pytest.raises(ModelError, match=said + ("timed out" if script else "")):
         make_model(tmp_path / "model", CHATML)
 

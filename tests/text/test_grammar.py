@@ -160,7 +160,7 @@ DOUBLING = "start: A0\n" + "".join(f"A{n}: A{n + 1} A{n + 1}\n" for n in range(4
     [
         ({"json": {"type": "strin"}}, "Invalid type: strin"),
         ({"json": {"type": "string", "enum": [1]}}, "Unsatisfiable schema"),
-        ({"json": {"$ref": "#"}}, "no answer can fit it"),
+        ({"json": {"$ref": "#"}}, "no answer can match it"),
         ({"json": {"$ref": "http://example.com/a.json"}}, "not fetch"),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json": {"type": "string", "pattern": "(?=a)b"}}, "look-around"),
@@ -331,7 +331,7 @@ def test_grammar_over_budget_ends_the_answer():
     source = {"lark": "start: start start | start start start | /[a-z ]/ | "}
     grammar = grammar_file.make(tokens(), source)  # as if the sandbox had accepted it
     said = 0
-    with pytest.raises(GrammarError, match=r"takes more than 1 ms a token|cannot go on"):
+    with pytest.raises(GrammarError, match=r"takes more than 1 ms a token|cannot continue"):
         for token in tokens().tokenize_str("a b c d e " * 40):
             grammar.mask()
             grammar.accept(token)
@@ -383,7 +383,7 @@ def test_llguidance_panic_is_a_refusal(monkeypatch):
 
 def test_late_grammar_failure_is_reported(grammars):
     grammar = make(grammars, choice=["yes", "no"])
-    with pytest.raises(GrammarError, match="it cannot go on"):
+    with pytest.raises(GrammarError, match="it cannot continue"):
         grammar.accept(ord("q"))
 
 

@@ -549,7 +549,7 @@ def test_unreadable_prompt_is_refused_alone(parts, tmp_path, name, capfd):
         neighbour = engine.submit([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
         engine.step()
         with pytest.raises(
-            ValueError, match=r"cannot read this prompt \(.+\); give other words"
+            ValueError, match=r"cannot read this prompt \(.+\); rephrase it"
         ) as caught:
             engine.submit("a" * 30 + "b")
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
@@ -623,7 +623,7 @@ def test_prompt_of_unknown_tokens_is_refused(tmp_path):
     words.save(str(tmp_path / "tokenizer.json"))
     text = Tokenizer(tmp_path, 2)
     assert text.ask("fox") == [1]
-    with pytest.raises(ValueError, match="knows no character of '你好'") as caught:
+    with pytest.raises(ValueError, match="covers no character of '你好'") as caught:
         text.ask("你好")
     assert "\n" not in str(caught.value)
 

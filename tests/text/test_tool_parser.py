@@ -776,7 +776,7 @@ def test_harmony_is_detected_from_the_template():
         assert found == GPT_OSS
     assert GPT_OSS.is_thinking("<|start|>assistant<|channel|>analysis<|message|>")
     found = detect_format(HARMONY_REASONING[0], lambda *_: "no tools")
-    assert found.reasoning == HARMONY_REASONING and "takes no tools" in found.why
+    assert found.reasoning == HARMONY_REASONING and "does not accept tools" in found.why
 
 
 @pytest.mark.parametrize("kind", ["letters", "special"])
@@ -858,8 +858,13 @@ def test_model_without_tools_says_why():
         raise ValueError("the chat template refuses these messages: no role tool")
 
     assert "no role tool" in detect_format("{{ x }}", refuse).why
-    assert "takes no tools" in detect_format("{{ x }}", lambda messages, tools: "Call it.").why
-    assert "writes no calls" in detect_format("{{ x }}", lambda messages, tools: "is_listed").why
+    assert (
+        "does not accept tools" in detect_format("{{ x }}", lambda messages, tools: "Call it.").why
+    )
+    assert (
+        "does not write tool calls"
+        in detect_format("{{ x }}", lambda messages, tools: "is_listed").why
+    )
     assert "no chat template" in detect_format(None, refuse).why
 
 

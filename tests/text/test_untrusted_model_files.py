@@ -73,7 +73,7 @@ def test_template_with_huge_output_is_refused(tmp_path):
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text('{{ "a "*10000000 }}')
     text = Tokenizer(tmp_path, 300)
-    assert "makes 20,000,000 characters of a sample conversation" in text.unfit
+    assert "makes 20,000,000 characters for a sample conversation" in text.unfit
     assert not text.has_template and text.encode("Hi")
 
 
