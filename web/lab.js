@@ -61,7 +61,7 @@ class Python {
   #tell(message, patience) {
     return new Promise((give, fail) => {
       // If the worker answers first, this late `fail` has no effect
-      setTimeout(() => fail(new Error("it does not come to an end, and was stopped")), patience);
+      setTimeout(() => fail(new Error("it does not finish, and was stopped")), patience);
       this.worker.onmessage = ({ data }) => (data.failed ? fail(new Error(data.failed)) : give(data.answer));
       this.worker.onerror = (event) => fail(new Error(event.message || "the worker did not start"));
       this.worker.postMessage(message);

@@ -124,7 +124,7 @@ export class LaneView {
     if (key === this.queued) return;
     this.queued = key;
     const shown = waiting.slice(0, QUEUE).map((request) => chip(request, this.choose));
-    const words = many ? `${many} in line` : "nobody in line";
+    const words = many ? `${many} in line` : "none in line";
     this.queue.replaceChildren(make("span", "label", words), ...shown);
   }
 }

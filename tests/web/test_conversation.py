@@ -561,7 +561,7 @@ def test_a_late_page_knows_the_queue(talks, parrots):
     tab = talks(parrot)
     shows(tab, ".queue", "50 in line")
     parrot.loop.resume()
-    shows(tab, ".queue", "nobody in line")
+    shows(tab, ".queue", "none in line")
 
 
 def test_a_late_page_counts_steps_like_the_server(talks, parrots):
