@@ -45,7 +45,7 @@ from kernels.device import mx
 from kv import AttentionGroup, Window
 from models.layers import Layer, Model
 from models.ops import capped, softmax
-from models.rope import AttentionType, turning
+from models.rope import AttentionType, rope_at
 from models.sinks import with_sinks
 
 
@@ -53,14 +53,14 @@ def forward(
     model: Model,
     ids: mx.array,  # (N,)
     windows: Sequence[Window],
-    asked: Sequence[int],
+    logits_at: Sequence[int],
 ) -> mx.array:  # (n, D)
     """Run the tokens of all windows, one after the other, through the model. Return the final
-    hidden states at `asked`; `model.head(hidden)` turns them into logits, (n, V).
+    hidden states at `logits_at`; `model.head(hidden)` turns them into logits, (n, V).
 
     `windows`: each chunk of a prompt has its own window; decoding sequences with the same number of
     new tokens share one.
-    `asked`: the indices, among the N tokens, of those whose next token is to be sampled. Ascending,
+    `logits_at`: the indices, among the N tokens, of those whose next token is to be sampled. Ascending,
     without duplicates.
 
     Norms, projections and the MLP treat each token by itself. So each weight is read once for all N
@@ -69,30 +69,30 @@ def forward(
 
         attn_norm, mlp_norm   x / sqrt(mean(x^2) + eps) * weight           RMSNorm
         qkv, out, head        x W^T
-        turn                  (a, b) -> (a cos - b sin, b cos + a sin)     RoPE, in each plane
+        rope                  (a, b) -> (a cos - b sin, b cos + a sin)     RoPE, in each plane
         mlp                   down(silu(gate(x)) * up(x))                  SwiGLU
 
     Nothing is computed here. MLX is lazy: each line adds nodes to a graph, and `Runner` starts it.
     """
     positions = mx.concatenate([window.positions for window in windows])  # (N,)
-    turns = [turning(kind, positions) for kind in model.kinds]
+    ropes = [rope_at(kind, positions) for kind in model.kinds]
     prepare = ATTENTION[model.attention]
     attentions = [prepare(kind, model.config.H, windows) for kind in model.kinds]
     x = model.table.embed(ids)  # (N, D)
-    inputs = model.layer_inputs(ids, x, asked) if model.layer_inputs else []
+    inputs = model.layer_inputs(ids, x, logits_at) if model.layer_inputs else []
     for layer in model.layers:
         normed = layer.attn_norm(x)
         if layer.mixer:
             h = layer.mixer(normed, windows)
         else:
-            q, k, v = heads(layer, normed, turns[layer.kind])
+            q, k, v = heads(layer, normed, ropes[layer.kind])
             h = attend(layer, q, k, v, windows, attentions[layer.kind])  # (N, H * Dh)
         if layer.gate:
             h = layer.gate(h, normed)
         if layer is model.layers[-1]:
             # All keys and values are written. Only tokens whose next one is sampled continue.
-            x = only(x, asked)  # (n, D)
-            h = only(h, asked)  # (n, H * Dh)
+            x = only(x, logits_at)  # (n, D)
+            h = only(h, logits_at)  # (n, H * Dh)
         x = x + layer.out(h)
         h = layer.mlp_norm(x)
         x = x + layer.mlp(h)
@@ -104,16 +104,16 @@ def forward(
 def heads(
     layer: Layer,
     x: mx.array,  # (N, D)
-    turn: Callable[[mx.array], mx.array],
+    rope: Callable[[mx.array], mx.array],
 ) -> tuple[mx.array, mx.array, mx.array]:  # (N, H, Dh), twice (N, Hkv, Dh)
     """Return each token's queries, keys and values, split into heads.
 
-    `turn`: RoPE. It rotates queries and keys by position, so that scores depend on distances.
+    `rope`: rotates queries and keys by position, so that scores depend on distances.
     """
     c = layer.heads
     qkv = layer.qkv(x).reshape(-1, c.H + 2 * c.Hkv, c.Dh)
     qk, v = mx.split(qkv, [c.H + c.Hkv], axis=1)
-    qk = turn(layer.qk_norm(qk))  # queries and keys in one operation
+    qk = rope(layer.qk_norm(qk))  # queries and keys in one operation
     q, k = mx.split(qk, [c.H], axis=1)
     return q, k, v
 

@@ -39,30 +39,30 @@ def by_turns(scheduler: Scheduler) -> Iterator[Request]:
     """The client with the fewest slots is next; among equals, the least recently served one.
 
     A client's wait counts from the arrival of its oldest waiting request, or from the last step
-    that admitted a request of this client (`Queued.turn`), whichever is later.
+    that admitted a request of this client (`Queued.fairness_turn`), whichever is later.
     """
     now = scheduler.steps + 1
-    held = Counter(request.client for request in scheduler.running.values())
+    slots_of = Counter(request.client for request in scheduler.running.values())
     queues: dict[str, list[Request]] = {}
     line = []
     for request in scheduler.waiting.values():
         queue = queues.setdefault(request.client, [])
-        since = now if queue else max(request.queued.came, request.queued.turn)
+        since = now if queue else max(request.queued.arrival_step, request.queued.fairness_turn)
         # The client's slots, counting its earlier requests in the queue as admitted
-        slots = held[request.client] + len(queue)
+        slots = slots_of[request.client] + len(queue)
         line.append((slots, since, request.id, request))
         queue.append(request)
     for _, since, _, request in sorted(line):
         if since < now:  # the client's first request in this step
             for other in queues[request.client]:
-                other.queued.turn = now
+                other.queued.fairness_turn = now
         yield request
 
 
 def by_length(scheduler: Scheduler) -> Iterator[Request]:
     """The shortest prompt is next. Aging: each step in the queue counts as one token less."""
     line = scheduler.waiting.values()
-    return iter(sorted(line, key=lambda request: len(request.prompt) + request.queued.came))
+    return iter(sorted(line, key=lambda request: len(request.prompt) + request.queued.arrival_step))
 
 
 TABLE = (

@@ -72,7 +72,7 @@ class Remembered(NamedTuple):
     base: int = 0  # tokens that the state's matrix includes
 
 
-class Served(NamedTuple):
+class Reusable(NamedTuple):
     """The number of a prompt's first rows that can be reused, and the state that goes with them. Most
     models have no states (skip them on a first reading): all rows that a slot holds can be reused."""
 
@@ -83,7 +83,7 @@ class Served(NamedTuple):
 
 # Called with a text, the number of its rows that a slot holds, and the slot that it is in or goes into.
 # Returns how many of these rows can be reused with each saved state
-Serving = Callable[[Trail, int, "int | None"], Sequence[Served]]
+FindReusable = Callable[[Trail, int, "int | None"], Sequence[Reusable]]
 
 
 class Prefixes:
@@ -92,7 +92,7 @@ class Prefixes:
     def __init__(self, slots: int, segment: int = SEGMENT):
         self.segment = segment
         # Replaced for models that also need a saved state (`state_places.py`)
-        self.serving: Serving = lambda trail, rows, slot: [Served(rows)]
+        self.find_reusable: FindReusable = lambda trail, rows, slot: [Reusable(rows)]
         self.rows = [0] * slots  # by slot: the rows of its last prompt and answer
         self.by_use = list(range(slots))  # the least recently used slot is first
         self.clients = [""] * slots  # by slot: the client whose prompt it holds
@@ -137,13 +137,15 @@ class Prefixes:
         last one.
         """
         rows, slot = self._longest(trail, len(trail.tokens) - 1, slots)
-        rows = self.reach(trail, rows, into).rows
+        rows = self.most_reusable(trail, rows, into).rows
         return rows, slot if rows else None
 
-    def reach(self, trail: Trail, rows: int, slot: int | None) -> Served:
+    def most_reusable(self, trail: Trail, rows: int, slot: int | None) -> Reusable:
         """Return how many of these rows can be reused, with the state that allows the most."""
         return max(
-            self.serving(trail, rows, slot), key=lambda served: served.rows, default=Served(0)
+            self.find_reusable(trail, rows, slot),
+            key=lambda reusable: reusable.rows,
+            default=Reusable(0),
         )
 
     def longest(self, trail: Trail) -> int:
@@ -164,7 +166,7 @@ class Prefixes:
         best = None
         for slot in slots:
             if slot in nodes[count - 1].slots:
-                rows = self._common(trail.tokens, slot, count * self.segment, limit)
+                rows = self._common_with_slot(trail.tokens, slot, count * self.segment, limit)
                 if rows > most:
                     most = rows
                     best = slot
@@ -175,9 +177,9 @@ class Prefixes:
         slots = [slot for slot, name in enumerate(self.clients) if name == client]
         return self._longest(trail, len(trail.tokens) - 1, slots)[0]
 
-    def _common(self, tokens: Sequence[int], slot: int, rows: int, limit: int) -> int:
+    def _common_with_slot(self, tokens: Sequence[int], slot: int, rows: int, limit: int) -> int:
         """The length of the prefix that a text shares with a slot, up to `limit`; at least `rows`."""
-        return common(tokens, self._trails[slot].tokens, rows, min(limit, self.rows[slot]))
+        return common_length(tokens, self._trails[slot].tokens, rows, min(limit, self.rows[slot]))
 
     def choose_slot(
         self, trail: Trail, free: Sequence[int], running: Sequence[int] = ()
@@ -223,12 +225,12 @@ class Prefixes:
 
     def _rows_lost(self, slot: int, common: int, slots: Iterable[int]) -> int:
         """The rows that no slot would hold any more if a prompt that shares `common` rows took this one."""
-        held = self.rows[slot] if self._nodes[slot] else 0
-        if held <= common:
+        rows = self.rows[slot] if self._nodes[slot] else 0
+        if rows <= common:
             return 0
         others = [other for other in slots if other != slot]
-        copied, _ = self._longest(self._trails[slot], held, others)
-        return held - max(common, copied)
+        copied, _ = self._longest(self._trails[slot], rows, others)
+        return rows - max(common, copied)
 
     def best_source(
         self, trail: Trail, slot: int, written: Mapping[int, tuple[Trail, int]]
@@ -249,7 +251,7 @@ class Prefixes:
             rows, source = most, other
         if written:
             shared = {
-                other: self.reach(trail, self._shared(trail, *text), slot).rows
+                other: self.most_reusable(trail, self._common_with(trail, *text), slot).rows
                 for other, text in written.items()
             }
             other = max(shared, key=shared.__getitem__)
@@ -257,14 +259,16 @@ class Prefixes:
                 rows, source = shared[other], other
         return rows, source
 
-    def _shared(self, trail: Trail, other: Trail, rows: int) -> int:
+    def _common_with(self, trail: Trail, other: Trail, rows: int) -> int:
         """The length of the prefix that a prompt shares with another text; 0 if less than a segment."""
         limit = min(rows, len(trail.tokens) - 1)
         usable = min(len(trail.nodes), len(other.nodes), limit // self.segment)
         # Texts that share a node share all nodes before it, so bisection finds the last one
         differs = lambda i: trail.nodes[i] is not other.nodes[i]  # noqa: E731
         count = bisect_left(range(usable), True, key=differs)
-        return common(trail.tokens, other.tokens, count * self.segment, limit) if count else 0
+        return (
+            common_length(trail.tokens, other.tokens, count * self.segment, limit) if count else 0
+        )
 
     def begin_alike(self, one: Trail, others: Iterable[Trail], rows: int) -> bool:
         """True if a prompt shares its first `rows` rows with one of the others. Only whole segments are
@@ -296,8 +300,10 @@ class Prefixes:
         Requests without prefix caching are left out."""
         found = []
         for slot in slots:
-            trail, held = self._trails[slot], self.rows[slot]
-            for rows, place, base in self.serving(trail, held, slot) if self._nodes[slot] else ():
+            if not self._nodes[slot]:
+                continue
+            trail = self._trails[slot]
+            for rows, place, base in self.find_reusable(trail, self.rows[slot], slot):
                 if rows >= least:
                     tokens = trail.tokens[:rows]
                     found.append(Remembered(slot, tokens, self.clients[slot], place, base))
@@ -353,7 +359,7 @@ class Prefixes:
         self._used_at = [0.0] * len(self.rows)
 
 
-def common(tokens: Sequence[int], others: Sequence[int], rows: int, limit: int) -> int:
+def common_length(tokens: Sequence[int], others: Sequence[int], rows: int, limit: int) -> int:
     """The length of the common prefix of two texts, up to `limit`. They are known to share `rows`."""
     while rows < limit and tokens[rows] == others[rows]:
         rows += 1

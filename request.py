@@ -37,13 +37,15 @@ if TYPE_CHECKING:
     from prompt_lookup import PromptLookup
     from sched import Scheduler
 
+PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
+
 
 @dataclass(slots=True)
 class Queued:
     """When a request joined the queue, for the admission policies."""
 
-    came: int = 0  # number of steps planned before it arrived
-    turn: int = 0  # under `fair`: the last step that admitted its client while it waited
+    arrival_step: int = 0  # number of steps planned before it arrived
+    fairness_turn: int = 0  # under `fair`: the last step that admitted its client while it waited
 
 
 class Admission(NamedTuple):
@@ -301,8 +303,8 @@ class Plan:
     @property
     def emitters(self) -> tuple[Chunk | Decode, ...]:
         """The chunks and decodes that yield tokens."""
-        asked = [chunk for chunk in self.chunks if chunk.emits]
-        return (*asked, *self.decodes)
+        last_chunks = [chunk for chunk in self.chunks if chunk.emits]
+        return (*last_chunks, *self.decodes)
 
     @property
     def draft_tokens(self) -> int:

@@ -36,15 +36,13 @@ from logprobs import Logprobs
 from models.delta_net import states_of
 from models.layers import Model
 from models.memory import Sizes, rows_of_layers, slab_shape
-from request import Chunk, Decode, Move, Plan
+from request import PADDING, Chunk, Decode, Move, Plan
 from sampling import PENALTY_CONTEXT, SamplingRow, sample
 from sampling_params import SamplingParams
 from step_output import StepOutput
 
 if TYPE_CHECKING:
     from engine.disk_prefix_cache import RestoredRows
-
-PADDING = 16  # on a GPU, a chunk is padded to a multiple of this many tokens
 
 
 # --- the batch of a step ------------------------------------------------------------------------
@@ -276,9 +274,9 @@ class Runner:
     def _forward(self, step: RunningStep) -> None:
         """Build and start the passes of a step."""
         for prefills, decodes in step.batch.passes():
-            ids, windows, asked, slots = self._gather(prefills, decodes)
-            hidden = forward(self.model, ids, windows, asked)  # (n, D)
-            if asked:
+            ids, windows, logits_at, slots = self._gather(prefills, decodes)
+            hidden = forward(self.model, ids, windows, logits_at)  # (n, D)
+            if logits_at:
                 logits = self.model.head(hidden)  # (n, V)
                 self._start([logits])
                 step.slots += slots
@@ -297,7 +295,7 @@ class Runner:
         """
         ids: list[mx.array] = []
         windows: list[Window] = []
-        asked: list[int] = []
+        logits_at: list[int] = []
         slots: list[int] = []
         count = 0  # tokens in `ids`
         for prefill in prefills:
@@ -307,7 +305,7 @@ class Runner:
             windows.append(Window(self.slab, slot, start, len(padded), move))
             ids.append(mx.array(padded))
             if prefill.emits:
-                asked.append(count + len(prefill.ids) - 1)
+                logits_at.append(count + len(prefill.ids) - 1)
                 slots.append(prefill.slot)
             count += len(padded)
         for group, rows, known, moves in by_known_tokens(decodes):
@@ -315,10 +313,10 @@ class Runner:
             newest = mx.array(known) if known else self._newest[mx.array(group)]
             windows.append(Window(self.slab, group, rows, newest.size // len(group), moves))
             ids.append(newest)
-            asked += range(count, count + newest.size)
+            logits_at += range(count, count + newest.size)
             slots += group
             count += newest.size
-        return mx.concatenate(ids), windows, asked, slots
+        return mx.concatenate(ids), windows, logits_at, slots
 
     def _prove(self, prefills: Sequence[Prefill]) -> dict[int, mx.array]:
         """Start the proofs that chunks are finite (`RunningStep.proofs`). A chunk with a sampled token

@@ -4,12 +4,9 @@ array and no clock.
 The problem. A device is fast when it works on many sequences at once, but requests arrive at any
 moment, and their answers end at any moment. *Serial* serving answers one request after the other.
 *Static* batching admits as many as it has slots, and admits no more until the slowest of them has
-ended. *Continuous* batching decides anew in every step: a request that has ended leaves its slot,
+ended. *Continuous* batching decides again in every step: a request that has ended leaves its slot,
 the next in the queue takes it, and a long prompt is cut into chunks, so that the requests that are
-already decoding never wait for more than a chunk of it. Prompts that are read at the same time
-share a step's budget: the shortest goes first, and the oldest keeps half. While somebody decodes,
-they get at most as many tokens as the engine allows (`engine/step_time.py` knows how long a step
-may take, and the scheduler no clock).
+already decoding never wait for more than a chunk of it.
 
     step | slot 0    slot 1         p  prefill: the last chunk of a prompt (P: any other chunk)
        1 | A:p       B:p            d  decode: one row, one new token
@@ -24,20 +21,12 @@ how many tokens are *planned*, and how many are *committed*. The end of an answe
 late (unless `max_tokens` ends it, which is known in advance). By then the next step has been
 planned. It runs the ended sequence once more, as a *ghost*, and that token is dropped.
 
-Some output can be predicted, because it repeats earlier text. This is speculative decoding. A
-decode is a chunk of one row; with a *draft* of g tokens it has 1 + g rows, and each row yields a
-token. The first row's token is always valid. As long as a draft token equals the token that was
-sampled in its place, the next row is valid, too. So a step yields several tokens, the same ones as
-without a draft: `commit` accepts draft tokens up to the first that differs. A rejected one has
-wasted its row, which the correct token later overwrites. A step with draft tokens is committed
-before the next one is planned.
+A decode may have *draft* tokens (speculative decoding, `prompt_lookup.py`). Each adds a row, and
+each row yields a token. `commit` accepts draft tokens up to the first that differs from the token
+sampled in its place. A step with draft tokens is committed before the next one is planned.
 
-A slot keeps its last prompt and answer, as far as their rows are proven to be finite (no NaN), even
-if the request was cancelled. A new prompt with the same prefix continues from there, or has the
-common rows copied from a slot that holds them. That is prefix caching (`prefix.py`): a system
-prompt is computed once, and a chat's next message reads only what is new. With a slot cache on disk,
-rows that would be overwritten are saved first, and a prompt whose rows are there waits in its slot
-while they are read (`engine/disk_prefix_cache.py`).
+A slot keeps the rows of its last request for prefix caching (`prefix.py`). A new prompt with the
+same prefix continues from them, or has them copied from the slot that holds them.
 
 The invariants, which `check_invariants` asserts:
     a slot has one owner or none; a waiting request has no slot
@@ -55,6 +44,7 @@ from itertools import islice
 
 from prefix import SEGMENT, Prefixes
 from request import (
+    PADDING,
     Accept,
     Admission,
     Chunk,
@@ -117,17 +107,22 @@ class Scheduler:
         running = list(self.running.values())
         decoding = [r for r in running if r.phase == "decode" and r.has_next]
         reading = [r for r in running if r.is_reading]
-        limit = max(self.budget - len(decoding), self.chunk)  # one whole chunk fits, ...
+        # Each decoding request takes one token of the budget. The rest is for prompts: at least a
+        # whole chunk, unless the decoding requests would wait too long for it
+        rest = max(self.budget - len(decoding), self.chunk)
         if decoding and reading:
-            limit = min(limit, prompt_tokens)  # ... unless decoding requests would wait too long
-        chunks = self._chunks(reading, limit)  # from here on, these chunks count as prefilled
+            rest = min(rest, prompt_tokens)
+        chunks = self._chunks(reading, rest)  # from here on, these chunks count as prefilled
         if not (chunks or decoding):
             return None
-        left = limit - sum(chunk.tokens for chunk in chunks)
+        left = rest - sum(chunk.tokens for chunk in chunks)
         drafts = self.draft(decoding, left) if decoding else {}
         decodes = [Decode(r, r.slot, r.next_row, drafts.get(r.id, ())) for r in decoding]
-        self.steps += 1
         chunked = {chunk.request.id for chunk in chunks}
+        held = [r for r in running if r.phase == "prefill" and r.id not in chunked]
+        overwritten = self.prefixes.pop_overwritten() if chunks else ()
+        moves = self.states.plan(chunks, decodes)
+        self.steps += 1
         plan = Plan(
             step=self.steps,
             at=now,
@@ -135,16 +130,16 @@ class Scheduler:
             scrubs=self._scrubs(running),
             chunks=tuple(chunks),
             decodes=tuple(decodes),
-            held=tuple(r for r in running if r.phase == "prefill" and r.id not in chunked),
+            held=tuple(held),
             blocked=tuple(self.free) if self.waiting else (),
             waiting=len(self.waiting),
             policy=self.policy.name,
-            budget=len(decoding) + limit,
-            overwritten=self.prefixes.pop_overwritten() if chunks else (),
-            moves=self.states.plan(chunks, decodes),
+            budget=len(decoding) + rest,
+            overwritten=overwritten,
+            moves=moves,
         )
         for member in plan.emitters:
-            # Until its commit, the request is one token ahead, or more with draft tokens.
+            # Until its commit, the request is one token ahead, or more with draft tokens
             member.request.planned += 1 + len(member.draft)
         return plan
 
@@ -193,8 +188,9 @@ class Scheduler:
             slot, why = self.prefixes.choose_slot(request.prefix.trail, free, running)
             request.admission = Admission(now, self.policy.name, slot, why)
             if self.find_saved:
-                held, _ = self.prefixes.match(request.prefix.trail, range(self.slots))
-                request.prefix.restored = self.find_saved(request, held + self.chunk)
+                # Only rows that no slot holds are loaded from disk, and only a chunk or more of them
+                cached, _ = self.prefixes.match(request.prefix.trail, range(self.slots))
+                request.prefix.restored = self.find_saved(request, cached + self.chunk)
             self.running[request.id] = request
             free.remove(slot)
         return admitted
@@ -225,7 +221,7 @@ class Scheduler:
         """Decide what each prompt reads in this step.
 
         The prompt with the fewest tokens left goes first, so a short prompt does not wait for a
-        long one. But half is kept for the oldest, as far as the oldest can use it. So the oldest
+        long one. But half is reserved for the oldest, as far as the oldest can use it. So the oldest
         makes progress in every step. Each prompt becomes the oldest, and none starves.
 
             step | budget 8 for L, a prompt of 24 tokens, and S, of 6, which arrives in step 2
@@ -245,7 +241,7 @@ class Scheduler:
         """
         oldest = requests[0]
         unread = {request: self._tokens_left(request) for request in requests}
-        kept = min(left - left // 2, self.chunk, unread[oldest])
+        reserved = min(left - left // 2, self.chunk, unread[oldest])
         chunks: list[Chunk] = []
         trails = [oldest.prefix.trail]  # the prompts that are in prefill in this step
         for request in sorted(requests, key=unread.__getitem__):
@@ -253,10 +249,10 @@ class Scheduler:
             want = self._want(request, chunks)
             rows = want.start + self.chunk
             if request is oldest:
-                kept = 0
+                reserved = 0
             elif request.prefilled == 0 and self.prefixes.begin_alike(trail, trails, rows):
                 continue
-            chunk = self._cut(want, left - kept)
+            chunk = self._cut(want, left - reserved)
             if chunk.stop > chunk.start:
                 left -= chunk.tokens
                 chunks.append(chunk)
@@ -272,7 +268,8 @@ class Scheduler:
         return len(request.prompt) - rows
 
     def _want(self, request: Request, before: Sequence[Chunk]) -> Chunk:
-        """Return the rest of a prompt, from its first row that is not cached.
+        """Return the rest of a prompt, from its first row that is not cached in a slot or on disk
+        (`engine/disk_prefix_cache.py`).
 
         `before`: the chunks of this step so far. The rows that they write can be copied, too.
         """
@@ -316,17 +313,16 @@ class Scheduler:
         request.end = End(reason, now)
         self.waiting.pop(request.id, None)
         if self.running.pop(request.id, None):
-            self._leave_slot(request)
+            self._keep_proven_rows(request)
             self._end_drain()
 
-    def _leave_slot(self, request: Request) -> None:
-        """Record what the slot holds, and which of its rows must be zeroed. `prove` calls it again if more
-        rows are proven after the end.
+    def _keep_proven_rows(self, request: Request) -> None:
+        """Leave an ended request's proven rows in the prefix cache, and mark the others to be zeroed.
+        `prove` calls it again if more rows are proven after the end.
 
-        The prefix cache keeps the rows that are proven to be finite (`prove`,
-        `Request.append_token`). The others may hold NaN, and are zeroed before the next owner
-        writes: the rows of a chunk in flight, of a ghost, or of draft tokens after the end of the
-        answer.
+        Rows are proven when they are known to be finite (`prove`, `Request.append_token`). The
+        others may hold NaN, and are zeroed before the next owner writes: the rows of a chunk in
+        flight, of a ghost, or of draft tokens after the end of the answer.
         """
         slot = request.slot
         if request.prefilled == 0:
@@ -337,9 +333,8 @@ class Scheduler:
         self.states.leave(request)
         # Rows are unproven if no token was committed, or if later ones were planned
         if request.committed == 0 or request.next_row > request.proven:
-            # On a GPU, padding may have written some more rows
-            written = request.prefilled + request.planned
-            self._to_scrub[slot] = (request.proven, written + self.chunk)
+            written = request.prefilled + request.planned + PADDING
+            self._to_scrub[slot] = (request.proven, written)
 
     def prove(self, plan: Plan, finite: Collection[int]) -> None:
         """Record that the chunks in these slots, and all rows before them, are finite.
@@ -352,7 +347,7 @@ class Scheduler:
             if chunk.slot in finite and self.prefixes.is_held_by(chunk.slot, request.prefix.trail):
                 request.proven = chunk.stop
                 if request.end:
-                    self._leave_slot(request)
+                    self._keep_proven_rows(request)
 
     def _scrubs(self, running: Sequence[Request]) -> tuple[tuple[int, int, int], ...]:
         """The rows that must be zeroed now, because a running request is about to write there."""
@@ -381,7 +376,7 @@ class Scheduler:
             limit = f"max_queue is {self.max_queue}"
             raise QueueFull(f"{waiting} requests are waiting, and {limit}; try later")
         request.prefix.trail = self.prefixes.trail(request.prompt, request.prefix_cache)
-        request.queued.came = self.steps
+        request.queued.arrival_step = self.steps
         self.waiting[request.id] = request
         self.submitted += 1
 
@@ -429,16 +424,19 @@ class Scheduler:
 def extend_answer(
     request: Request, sampled: Sequence[int], draft: Sequence[int], accept: Accept
 ) -> tuple[int, str | None]:
-    """Append sampled tokens to an answer, up to and including the first one that differs from the draft:
-    the rows after it were computed from a wrong token. Return the number of accepted draft tokens, and
-    why the answer ends, or None. (`accept` ends it at -1.)"""
+    """Append sampled tokens to an answer, up to and including the first one that differs from the draft.
+    Return the number of accepted draft tokens, and why the answer ends, or None. (`accept` ends it at -1.)
+
+    The first row's token is always valid. Each following row was computed from a draft token, so its
+    token is valid if that draft token equals the token sampled in its place.
+    """
     for i, token in enumerate(sampled):
         request.append_token(token)
         reason = accept(request, token)
         if reason is None and request.committed == request.max_tokens:
             reason = "length"
-        is_right = i < len(draft) and token == draft[i]
-        if reason or not is_right:
+        is_accepted = i < len(draft) and token == draft[i]
+        if reason or not is_accepted:
             return i, reason
     raise AssertionError("each row yields a token")
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from prefix import Prefixes, Served, Trail
+from prefix import Prefixes, Reusable, Trail
 from request import Chunk, Decode, Move, Request, StateCounts, Stateless
 
 
@@ -84,7 +84,7 @@ class StatePlaces(Stateless):
 
     def clear(self, prefixes: Prefixes) -> None:
         self.prefixes = prefixes
-        prefixes.serving = self.serving
+        prefixes.find_reusable = self.find_reusable
         self.own = [Place(slot) for slot in range(self.slots)]
         self.checkpoints = [Place(self.slots + i) for i in range(self.count)]
         self.running: dict[int, Running] = {}  # by slot
@@ -92,14 +92,14 @@ class StatePlaces(Stateless):
 
     # --- prefix caching
 
-    def serving(self, trail: Trail, rows: int, slot: int | None) -> list[Served]:
+    def find_reusable(self, trail: Trail, rows: int, slot: int | None) -> list[Reusable]:
         """Return how many of a text's first rows each state serves, if any: first the slot's own state,
         then the checkpoints, the most recently used first."""
         own = [] if slot is None else [self.own[slot]]
         found = []
         for place in (*own, *reversed(self.checkpoints)):
             if tokens := place.serves(trail, rows, self.prefixes.segment):
-                found.append(Served(tokens, place.number, place.base))
+                found.append(Reusable(tokens, place.number, place.base))
         return found
 
     def end_of_chunk(self, request: Request, start: int, stop: int) -> int:
@@ -151,7 +151,7 @@ class StatePlaces(Stateless):
             place.record(chunk.request.prefix.trail, chunk.restored.base, chunk.start)
         elif chunk.start:
             trail = chunk.request.prefix.trail
-            served = self.prefixes.reach(trail, chunk.start, chunk.slot)
+            served = self.prefixes.most_reusable(trail, chunk.start, chunk.slot)
             assert served.rows == chunk.start, (served, chunk)
             places = (self.own[chunk.slot], *self.checkpoints)
             place = next(place for place in places if place.number == served.place)
@@ -170,7 +170,7 @@ class StatePlaces(Stateless):
             return False  # shorter than a segment, so no prompt could find it
         is_far = chunk.stop - running.left >= max(self.chunk, running.left // 2)
         is_wanted = is_far or chunk.stop in (running.fork, len(trail.tokens))
-        return is_wanted and self.prefixes.reach(trail, chunk.stop, None).rows < chunk.stop
+        return is_wanted and self.prefixes.most_reusable(trail, chunk.stop, None).rows < chunk.stop
 
     def _free_checkpoint(self, busy: Collection[Place | None]) -> Place | None:
         """Choose the checkpoint to give up: the one worth least, and among equals the least recently

@@ -366,7 +366,7 @@ def counted(
     }
     if not short.tokens or not last[short]:
         return None
-    came = short.request.queued.came
+    came = short.request.queued.arrival_step
     return ShortPrompt(
         short.id,
         tokens=len(short.request.prompt),

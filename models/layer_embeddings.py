@@ -23,13 +23,13 @@ class LayerInputs(NamedTuple):
     norm: Norm  # over E numbers
     factor: float
 
-    def __call__(self, ids: mx.array, x: mx.array, asked: Sequence[int]) -> list[mx.array]:
-        """Return each layer's input, (N, E). The last layer's has only the `asked` tokens."""
+    def __call__(self, ids: mx.array, x: mx.array, logits_at: Sequence[int]) -> list[mx.array]:
+        """Return each layer's input, (N, E). The last layer's has only the `logits_at` tokens."""
         E = self.norm.weight.size
         of_ids = self.factor * self.table.embed(ids).reshape(len(ids), -1, E)  # (N, layers, E)
         both = self.norm(self.projection(x).reshape(of_ids.shape)) + of_ids
         *before, last = (part[:, 0] for part in mx.split(both, both.shape[1], axis=1))
-        return [*before, last[mx.array(list(asked), mx.int32)]]
+        return [*before, last[mx.array(list(logits_at), mx.int32)]]
 
 
 class AddInput(NamedTuple):

@@ -141,7 +141,7 @@ class AttentionType(NamedTuple):
         return AttentionType(rope, span, cap, frequencies, periods, growth, sinks)
 
 
-def turning(
+def rope_at(
     kind: AttentionType,
     positions: mx.array,  # (N,)
 ) -> Callable[[mx.array], mx.array]:  # (N, heads, Dh) -> the same
@@ -160,8 +160,8 @@ def turning(
             return row_ops.Rotation(cos, sin)
         return partial(rotate, cos=cos, sin=sin)
 
-    def turn(x: mx.array) -> mx.array:
-        turned = mx.fast.rope(
+    def fused(x: mx.array) -> mx.array:
+        rotated = mx.fast.rope(
             x[:, :, None],  # (N, heads, 1, Dh): each token is a sequence of length 1
             x.shape[-1],
             traditional=False,
@@ -170,9 +170,9 @@ def turning(
             offset=positions,
             freqs=kind.periods,
         )
-        return turned[:, :, 0]
+        return rotated[:, :, 0]
 
-    return turn
+    return fused
 
 
 def rope_angles(

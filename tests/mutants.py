@@ -83,7 +83,7 @@ MUTANTS = [
     Mutant(
         "sched.py",
         "Scheduler._allot",
-        "kept = 0",
+        "reserved = 0",
         "",
         f"{SCHED}::test_short_prompt_does_not_wait_for_a_long_one",
     ),
@@ -103,8 +103,8 @@ MUTANTS = [
     ),
     Mutant(
         "sched.py",
-        "Scheduler._leave_slot",
-        "(request.proven, written + self.chunk)",
+        "Scheduler._keep_proven_rows",
+        "(request.proven, written)",
         "(request.proven + 1, written + self.chunk)",
         f"{SCHED}::test_slot_keeps_its_rows_after_a_cancel",
     ),
@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "policies.py",
         "by_turns",
-        "max(request.queued.came, request.queued.turn)",
-        "request.queued.came",
+        "max(request.queued.arrival_step, request.queued.fairness_turn)",
+        "request.queued.arrival_step",
         f"{SCHED}::test_fair_breaks_ties_by_last_service",
     ),
     Mutant(

@@ -64,7 +64,7 @@ def scores(folder) -> np.ndarray:
     model = read_model(folder)
     slab = Slab(*slab_shape(model.config, 1, 64, 32), model.dtype)
     window = Window(slab, slots=[0], starts=[0], L=len(IDS))
-    states = forward(model, mx.array(IDS), [window], asked=range(len(IDS)))
+    states = forward(model, mx.array(IDS), [window], logits_at=range(len(IDS)))
     return np.array(model.head(states))
 
 

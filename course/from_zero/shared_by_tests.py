@@ -128,13 +128,13 @@ def logits(
     ids: Sequence[int],
     slab: kv.Slab | None = None,
     start: int = 0,
-    asked: Sequence[int] | None = None,
+    logits_at: Sequence[int] | None = None,
 ) -> mx.array:  # (n, V)
     """Return the logits of tokens that go into slot 0, from row `start` on."""
     model, _ = demo()
     window = kv.Window(slab or new_slab(), [0], [start], len(ids))
-    asked = range(len(ids)) if asked is None else asked
-    return model.head(llama.forward(model, mx.array(list(ids)), [window], asked))
+    logits_at = range(len(ids)) if logits_at is None else logits_at
+    return model.head(llama.forward(model, mx.array(list(ids)), [window], logits_at))
 
 
 def our_logits(ids: Sequence[int]) -> mx.array:  # (N, V)

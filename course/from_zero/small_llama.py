@@ -73,8 +73,8 @@ def attention(
         tokens = slice(at, at + window.B * window.L)
         at = tokens.stop
         new_q, new_k, new_v = (by_head(x[tokens], window.B) for x in (q, k, v))
-        new_q = turn(new_q, window)
-        window.write(layer, by_token(turn(new_k, window)), by_token(new_v))
+        new_q = rope(new_q, window)
+        window.write(layer, by_token(rope(new_k, window)), by_token(new_v))
         for i, group in enumerate(window.groups):
             keys, values = window.read(layer, group)  # (1, Hkv, T, Dh) each
             mask = mx.arange(group.T) <= group.positions  # (1, 1, L, T)
@@ -93,7 +93,7 @@ def by_token(x: mx.array) -> mx.array:  # (B, heads, L, Dh) -> (B * L, heads, Dh
     return x.swapaxes(1, 2).flatten(0, 1)
 
 
-def turn(x: mx.array, window: "Window") -> mx.array:
+def rope(x: mx.array, window: "Window") -> mx.array:
     starts = mx.array(window.starts)
     return mx.fast.rope(x, DH, traditional=False, base=10000.0, scale=1.0, offset=starts)
 

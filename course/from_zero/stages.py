@@ -77,7 +77,7 @@ sums as (B, H, L, Dh), axes 1 and 2 back, and at last (B * L, H * Dh)""",
             Task(
                 "llama.heads",
                 """`layer.qkv` is one product for all three: a row for each token, in which the heads of
-                queries, keys and values follow each other. `layer.qk_norm` and `turn` take and
+                queries, keys and values follow each other. `layer.qk_norm` and `rope` take and
                 return (N, heads, Dh), queries and keys together. Which of the three needs its position,
                 and which does not?""",
                 (
@@ -85,26 +85,26 @@ sums as (B, H, L, Dh), axes 1 and 2 back, and at last (B * L, H * Dh)""",
                     "`mx.split(x, [a, b], axis=1)` cuts before a and before b.",
                     """qkv = layer.qkv(x).reshape(-1, H + 2 * Hkv, Dh)
 q, k, v = mx.split(qkv, [..., ...], axis=1)
-qk = turn(layer.qk_norm(q and k, concatenated along axis 1))
+qk = rope(layer.qk_norm(q and k, concatenated along axis 1))
 and cut qk into q and k again""",
                 ),
             ),
             Task(
                 "llama.forward",
                 """Look up the tokens (`model.table.embed`), let them run through all layers
-                (`model.layers`), and return the states of those that are asked (after `model.norm`). The
-                docstring names what a layer calls. How a layer turns says its kind:
+                (`model.layers`), and return the states of those in `logits_at` (after `model.norm`). The
+                docstring names what a layer calls. A layer's RoPE is that of its kind:
                 `model.kinds[layer.kind]`.""",
                 (
                     "A layer adds twice to x: what attention found, and what the MLP makes of it. "
                     "Before each of them comes a norm, and what is added goes to the x before the norm.",
-                    "Positions: those of all windows, concatenated. `turning(kind, positions)` is "
-                    "the turn of a kind of layer, and `ATTENTION[model.attention](kind, model.config.H, windows)` "
+                    "Positions: those of all windows, concatenated. `rope_at(kind, positions)` is "
+                    "the RoPE of a kind of layer, and `ATTENTION[model.attention](kind, model.config.H, windows)` "
                     "knows what its tokens see; a layer's kind is number `layer.kind` of `model.kinds`. "
-                    "`only(x, asked)` takes the rows that are asked: once, before the last norm, is enough.",
+                    "`only(x, logits_at)` keeps the rows that yield a token: once, before the last norm, is enough.",
                     """x = model.table.embed(ids)
 for layer in model.layers:
-    q, k, v = heads(layer, layer.attn_norm(x), turns[layer.kind])
+    q, k, v = heads(layer, layer.attn_norm(x), ropes[layer.kind])
     x = x + layer.out(attend(layer, q, k, v, windows, attentions[layer.kind]))
     x = x + layer.mlp(...)
 return model.norm(only(...))""",
@@ -358,24 +358,24 @@ and back from places to ids""",
                 "runner.Runner._forward",
                 """One forward pass for the whole batch, `step.batch`: first each of its prefills, with a
                 window of its own; then all of its decodes, a slot and a row each, in one window. The newest
-                token of each slot is on the device, in `self._newest` (slots,). Asked are the last token
+                token of each slot is on the device, in `self._newest` (slots,). Sampled are the last token
                 of each prefill that `emits` one, and each token that decodes. `self.model.head` makes
-                logits of their hidden states. Start the pass: `self._start([logits])`; if nothing is asked,
-                `self._start(self.slab.written())`. Append what is asked: its slots to `step.slots`, and
+                logits of their hidden states. Start the pass: `self._start([logits])`; if no token is sampled,
+                `self._start(self.slab.written())`. Append what yields a token: its slots to `step.slots`, and
                 its hidden states and logits, in the same order, to `step.hidden` and `step.logits`. (Leave
                 `batch.passes`, `_gather` and `_padded` aside: they are for what is switched off.)""",
                 (
-                    "Count the tokens as you go: `asked` are places among all tokens of the pass.",
+                    "Count the tokens as you go: `logits_at` has indices among all tokens of the pass.",
                     "`Window(self.slab, [slot], [start], len(ids))` for a prefill; one window with the "
                     "slots and rows of all decodes, L=1, for these. No decodes, no window.",
                     """for prefill in step.batch.prefills:
     ids.append(mx.array(prefill.ids)); windows.append(...); count += len(prefill.ids)
-    if prefill.emits: asked.append(count - 1); slots.append(prefill.slot)
+    if prefill.emits: logits_at.append(count - 1); slots.append(prefill.slot)
 if step.batch.decodes:
     decoding = [each.slot for each in step.batch.decodes]; rows = ...
     ids.append(self._newest[mx.array(decoding)]); windows.append(...)
-    asked += range(count, count + len(decoding)); slots += decoding
-hidden = forward(self.model, mx.concatenate(ids), windows, asked)
+    logits_at += range(count, count + len(decoding)); slots += decoding
+hidden = forward(self.model, mx.concatenate(ids), windows, logits_at)
 logits = self.model.head(hidden)
 start it; step.slots += slots; step.hidden.append(hidden); step.logits.append(logits)""",
                 ),
@@ -384,8 +384,8 @@ start it; step.slots += slots; step.hidden.append(hidden); step.logits.append(lo
                 "runner.Runner._sample",
                 """`step.logits` holds the logits, a row for each of `step.slots`; `rows` says, by
                 slot, how its token is sampled: a list of one `SamplingRow`. Return an array (slots, 1): the
-                token of each slot that was asked, and -1 for the others; the log probabilities, as
-                `sample` returns them; and an empty dict. If nothing was asked: all -1, and the others
+                token of each slot that yields one, and -1 for the others; the log probabilities, as
+                `sample` returns them; and an empty dict. If no token is sampled: all -1, and the others
                 empty. (Leave draft tokens and vectors aside.)""",
                 (
                     "`sample(logits, rows, self._slot_biases)` returns tokens (n,) and log "
@@ -420,9 +420,9 @@ sampled[...] = tokens; return sampled, logprobs, {}""",
                 "sched.Scheduler.plan",
                 """Admit; then all requests decode whose prompt is read (`phase`) and whose
                 answer may still have a token that is not planned; those in prefill get chunks:
-                `self._chunks(those that read, room)` (`is_reading`). `room` is what is left of the budget, but
+                `self._chunks(those that read, rest)` (`is_reading`). `rest` is what is left of the budget, but
                 at least `self.chunk`, so that one whole chunk always fits; if some decode, it is at most
-                `prompt_tokens`. `budget` is those that decode and the room. If nothing is to be done, return
+                `prompt_tokens`. `budget` is those that decode and the rest. If nothing is to be done, return
                 None. Else count the step, and return a `Plan`. Whatever yields a token, a
                 chunk that emits or a decode, has a token more planned from now on. Rows that
                 `self._to_scrub` names (slot -> start, stop) are scrubbed as soon as a running request
@@ -438,8 +438,8 @@ sampled[...] = tokens; return sampled, logprobs, {}""",
 blocked = tuple(self.free) if self.waiting else ()
 running = list(self.running.values())
 decoding = [r for r in running if r.phase == "decode" and r.planned < ...]
-room = max(self.budget - len(decoding), ...); if decoding: room = min(room, prompt_tokens)
-chunks = self._chunks([r for r in running if r.is_reading], room)
+rest = max(self.budget - len(decoding), ...); if decoding: rest = min(rest, prompt_tokens)
+chunks = self._chunks([r for r in running if r.is_reading], rest)
 decodes = [Decode(r, r.slot, r.next_row) for r in decoding]
 if not (chunks or decodes): return None
 self.steps += 1
@@ -474,7 +474,7 @@ return Committed(ended, tuple(ghosts), tried=())""",
             Task(
                 "sched.Scheduler.finish",
                 """End a request in any phase: record the reason and the time (`End`), and take it out of the queue, or
-                out of the running requests. One that ran leaves its slot (`_leave_slot`), and a drain may be over
+                out of the running requests. One that ran leaves its slot (`_keep_proven_rows`), and a drain may be over
                 (`_end_drain`). To end it a second time changes nothing.""",
                 (
                     "A request waits or runs, or has ended. `dict.pop(id, None)` takes out what may be "
@@ -482,11 +482,11 @@ return Committed(ended, tuple(ghosts), tried=())""",
                     "If `request.end` is there already, return.",
                     """request.end = End(reason, now)
 self.waiting.pop(request.id, None)
-if self.running.pop(...): self._leave_slot(request); self._end_drain()""",
+if self.running.pop(...): self._keep_proven_rows(request); self._end_drain()""",
                 ),
             ),
             Task(
-                "sched.Scheduler._leave_slot",
+                "sched.Scheduler._keep_proven_rows",
                 """The slot counts as used just now (`self.prefixes.use`), and remembers nothing
                 (`self.prefixes.forget`), as long as you share no prefixes. And if the device has
                 written any row of it (`request.prefilled`), rows that may hold NaN must be zeroed before
@@ -496,11 +496,11 @@ if self.running.pop(...): self._leave_slot(request); self._end_drain()""",
                     "Attention multiplies old rows by 0, but 0 x NaN is NaN: so the next owner would "
                     "read NaN out of rows that it does not even see.",
                     "Prompt and planned tokens have been written, a ghost's among them; and on a GPU "
-                    "up to a chunk more.",
+                    "up to `PADDING` more.",
                     """self.prefixes.use(request.slot); self.prefixes.forget(...)
 if request.prefilled:
     written = len(request.prompt) + request.planned
-    self._to_scrub[request.slot] = (0, ... + self.chunk)""",
+    self._to_scrub[request.slot] = (0, ... + PADDING)""",
                 ),
             ),
         ),
@@ -534,11 +534,11 @@ return want._replace(stop=stop)""",
                 (
                     "Take the tokens of each chunk off `left`.",
                     "A chunk of the oldest has at most `self.chunk` tokens, and no more than are left of it. "
-                    "When it is the oldest's turn, nothing is kept any more.",
-                    """kept = min(left - left // 2, self.chunk, ...)
+                    "When it is the oldest's turn, nothing is reserved any more.",
+                    """reserved = min(left - left // 2, self.chunk, ...)
 for request in sorted(requests, key=self._tokens_left):
-    if request is oldest: kept = 0
-    chunk = self._cut(self._want(request, chunks), left - kept)
+    if request is oldest: reserved = 0
+    chunk = self._cut(self._want(request, chunks), left - reserved)
     if it has tokens: left -= chunk.tokens; chunks.append(chunk)""",
                 ),
             ),

@@ -113,7 +113,7 @@ def test_heads():
     H, Hkv, Dh = model.config.H, model.config.Hkv, model.config.Dh
     qkv = drawn((5, (H + 2 * Hkv) * Dh), 4)  # for 5 tokens
     layer = SimpleNamespace(qkv=lambda x: qkv, qk_norm=lambda x: x + 1, heads=model.layers[0].heads)
-    q, k, v = llama.heads(layer, drawn((5, model.config.D), 5), turn=lambda x: 3 * x)
+    q, k, v = llama.heads(layer, drawn((5, model.config.D), 5), rope=lambda x: 3 * x)
     each = qkv.reshape(5, H + 2 * Hkv, Dh)
     assert_close(q, 3 * (each[:, :H] + 1), "the queries")
     assert_close(k, 3 * (each[:, H : H + Hkv] + 1), "the keys")
@@ -128,8 +128,8 @@ def test_logits():
 
 @pytest.mark.about("forward")
 def test_asked():
-    """Only the tokens that are asked for come out."""
-    few = logits(ids_of(), asked=[3, 7])
+    """Only the states at `logits_at` come out."""
+    few = logits(ids_of(), logits_at=[3, 7])
     assert_close(few, our_logits(ids_of())[mx.array([3, 7])], "the logits of tokens 3 and 7", 1e-3)
 
 
@@ -147,7 +147,7 @@ def test_positions():
 
 def test_one_token():
     """The most likely token begins the answer."""
-    found = logits(ids_of(), asked=[len(ids_of()) - 1])
+    found = logits(ids_of(), logits_at=[len(ids_of()) - 1])
     token = mx.argmax(found).item()
     assert ANSWERS[SUM].startswith(text_of([token]))
     print(f"{SUM}  ->  {text_of([token])}")

@@ -114,7 +114,7 @@ def test_chunks():
 
 @pytest.mark.about("_forward")
 def test_every_pass_is_started():
-    """`self._start` is called in each step, even if nothing is asked for. Otherwise nothing is
+    """`self._start` is called in each step, even if no token is sampled. Otherwise nothing is
     written."""
     runner = new_runner()
     start = runner._start

@@ -1,5 +1,5 @@
 """Stage 6: slots, and continuous batching. You write `next_row` in request.py, and `plan`, `commit`,
-`finish` and `_leave_slot` in sched.py."""
+`finish` and `_keep_proven_rows` in sched.py."""
 
 import random
 
@@ -159,7 +159,7 @@ def test_drain():
     assert tale.sched.policy.name == "static"
 
 
-@pytest.mark.about("_leave_slot", "plan")
+@pytest.mark.about("_keep_proven_rows", "plan")
 def test_scrub():
     """Rows that may hold NaN are zeroed before the next owner reads them."""
     tale = Tale(slots=1, chunk=4)
@@ -176,7 +176,7 @@ def test_scrub():
     assert (failing.finish_reason, failing.answer) == ("error", [])
 
 
-@pytest.mark.about("_leave_slot", "plan")
+@pytest.mark.about("_keep_proven_rows", "plan")
 def test_scrub_in_mid_prompt():
     """Rows are also zeroed after a cancel, if no token has shown yet that they are finite."""
     tale = Tale(slots=1, chunk=4)

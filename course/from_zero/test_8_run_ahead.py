@@ -86,7 +86,7 @@ def test_first_token():
 
 @pytest.mark.about("start_sampling")
 def test_flight():
-    """A started step holds a token for each slot that was asked for, and -1 for the others."""
+    """A started step holds a token for each slot that yields one, and -1 for the others."""
     runner = Runner(demo()[0], Sizes(slots=3, max_len=128, chunk=32, budget=64))
     enqueue = runner._enqueue
     started: list[object] = []

@@ -67,7 +67,7 @@ def next_token(ids: list[int]) -> int:
     # sequences: rung 3.)
     window = Window(slab, slots=[0], starts=[0], L=len(ids))
     last = len(ids) - 1
-    states = forward(MODEL, mx.array(ids), [window], asked=[last])  # (1, D)
+    states = forward(MODEL, mx.array(ids), [window], logits_at=[last])  # (1, D)
     scores = MODEL.head(states)  # (1, V)
     best = mx.argmax(scores)
     return best.item()  # MLX is lazy: until `item` asks for the number, nothing has been computed

@@ -70,7 +70,7 @@ def next_token(ids: list[int], slab: Slab, start: int) -> int:
     new = ids[start:]  # in all steps but the first, this is one token
     window = Window(slab, slots=[0], starts=[start], L=len(new))
     last = len(new) - 1
-    states = forward(MODEL, mx.array(new), [window], asked=[last])  # (1, D)
+    states = forward(MODEL, mx.array(new), [window], logits_at=[last])  # (1, D)
     scores = MODEL.head(states)  # (1, V)
     return mx.argmax(scores).item()
 

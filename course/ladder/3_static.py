@@ -66,14 +66,14 @@ def prefill(slab: Slab, batch: list[Sequence]) -> list[int]:
     longest = max(sequence.length for sequence in batch)
     ids = []
     windows = []
-    asked = []
+    logits_at = []
     for slot, sequence in enumerate(batch):
         ids += sequence.prompt
-        asked.append(len(ids) - 1)  # the prompt's last token, before the padding
+        logits_at.append(len(ids) - 1)  # the prompt's last token, before the padding
         ids += [0] * (longest - sequence.length)
         window = Window(slab, slots=[slot], starts=[0], L=longest)
         windows.append(window)
-    states = forward(MODEL, mx.array(ids), windows, asked)  # (B, D)
+    states = forward(MODEL, mx.array(ids), windows, logits_at)  # (B, D)
     scores = MODEL.head(states)  # (B, V)
     return mx.argmax(scores, axis=-1).tolist()
 
@@ -84,7 +84,7 @@ def decode(slab: Slab, batch: list[Sequence]) -> list[int]:
     newest = [sequence.answer[-1] for sequence in batch]
     rows = [sequence.length - 1 for sequence in batch]  # all before the newest are in the slab
     window = Window(slab, slots=slots, starts=rows, L=1)
-    states = forward(MODEL, mx.array(newest), [window], asked=slots)  # (B, D)
+    states = forward(MODEL, mx.array(newest), [window], logits_at=slots)  # (B, D)
     scores = MODEL.head(states)  # (B, V)
     return mx.argmax(scores, axis=-1).tolist()
 

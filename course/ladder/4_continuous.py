@@ -102,26 +102,26 @@ def run(slab: Slab, plan: Plan) -> dict[int, int]:
     """Run one forward pass for all of them. Return slot -> next token."""
     ids = []
     windows = []
-    asked = []  # places in `ids`
+    logits_at = []  # places in `ids`
     for slot, sequence in plan.prefills.items():
         ids += sequence.prompt
         window = Window(slab, slots=[slot], starts=[0], L=sequence.length)
         windows.append(window)
-        asked.append(len(ids) - 1)  # the last token of the prompt
+        logits_at.append(len(ids) - 1)  # the last token of the prompt
 
     rows = []
     for sequence in plan.decodes.values():
         ids.append(sequence.answer[-1])
         rows.append(sequence.length - 1)  # all tokens before the newest are in the slab
-        asked.append(len(ids) - 1)
+        logits_at.append(len(ids) - 1)
     if plan.decodes:
         window = Window(slab, slots=list(plan.decodes), starts=rows, L=1)
         windows.append(window)
 
-    states = forward(MODEL, mx.array(ids), windows, asked)  # (n, D)
+    states = forward(MODEL, mx.array(ids), windows, logits_at)  # (n, D)
     scores = MODEL.head(states)  # (n, V)
     tokens = mx.argmax(scores, axis=-1).tolist()
-    slots = [*plan.prefills, *plan.decodes]  # in the order of `asked`
+    slots = [*plan.prefills, *plan.decodes]  # in the order of `logits_at`
     return dict(zip(slots, tokens, strict=True))
 
 

@@ -79,29 +79,29 @@ def chunk_of(sequence: Sequence, most: int) -> Chunk:
 
 
 def run(slab: Slab, chunks: dict[int, Chunk], decodes: dict[int, Sequence]) -> dict[int, int]:
-    """Run one forward pass for all of them. Return slot -> next token, where one is asked for."""
+    """Run one forward pass for all of them. Return slot -> next token, where one is sampled."""
     ids = []
     windows = []
-    asked = {}  # slot -> place in `ids`
+    logits_at = {}  # slot -> place in `ids`
     for slot, chunk in chunks.items():
         ids += chunk.ids
         windows.append(Window(slab, slots=[slot], starts=[chunk.start], L=len(chunk.ids)))
         if chunk.ends:
-            asked[slot] = len(ids) - 1
+            logits_at[slot] = len(ids) - 1
     rows = []
     for slot, sequence in decodes.items():
         ids.append(sequence.answer[-1])
         rows.append(len(sequence.prompt) + len(sequence.answer) - 1)
-        asked[slot] = len(ids) - 1
+        logits_at[slot] = len(ids) - 1
     if decodes:
         windows.append(Window(slab, slots=list(decodes), starts=rows, L=1))
-    states = forward(MODEL, mx.array(ids), windows, list(asked.values()))  # (n, D)
+    states = forward(MODEL, mx.array(ids), windows, list(logits_at.values()))  # (n, D)
     scores = MODEL.head(states)  # (n, V)
-    mx.eval(scores, slab.arrays)  # rows must be written even if nothing is asked for
-    if not asked:
+    mx.eval(scores, slab.arrays)  # rows must be written even if no token is sampled
+    if not logits_at:
         return {}
     tokens = mx.argmax(scores, axis=-1).tolist()
-    return dict(zip(asked, tokens, strict=True))
+    return dict(zip(logits_at, tokens, strict=True))
 
 
 def serve(most: int) -> list[Sequence]:

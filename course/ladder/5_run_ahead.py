@@ -95,7 +95,7 @@ class Engine:
         """
         ids = []
         windows = []
-        asked = []  # places among the tokens of this step
+        logits_at = []  # places among the tokens of this step
         count = 0  # tokens so far
 
         for chunk in plan.chunks:
@@ -104,8 +104,8 @@ class Engine:
             ids.append(mx.array(tokens))
             windows.append(window)
             count += len(tokens)
-            if chunk.emits:  # the last chunk of a prompt: its last token is asked
-                asked.append(count - 1)
+            if chunk.emits:  # the last chunk of a prompt yields a token
+                logits_at.append(count - 1)
 
         if plan.decodes:
             slots = [decode.slot for decode in plan.decodes]
@@ -113,16 +113,16 @@ class Engine:
             window = Window(self.slab, slots=slots, starts=rows, L=1)
             ids.append(self.newest[mx.array(slots)])  # (B,), and Python has not read them
             windows.append(window)
-            asked += range(count, count + len(slots))
+            logits_at += range(count, count + len(slots))
             count += len(slots)
 
         self.most = max(self.most, count)
-        states = forward(MODEL, mx.concatenate(ids), windows, asked)  # (n, D)
+        states = forward(MODEL, mx.concatenate(ids), windows, logits_at)  # (n, D)
         scores = MODEL.head(states)  # (n, V)
         sampled = mx.zeros(0)  # no tokens if no prompt ends and nothing decodes
-        if asked:
+        if logits_at:
             sampled = mx.argmax(scores, axis=-1)
-            slots = [member.slot for member in plan.emitters]  # in the order of `asked`
+            slots = [member.slot for member in plan.emitters]  # in the order of `logits_at`
             self.newest[mx.array(slots)] = sampled
         began = time.perf_counter()
         mx.async_eval(

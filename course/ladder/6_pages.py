@@ -87,7 +87,7 @@ def step(slab: Slab, running: list[Sequence], free: list[int]) -> list[int]:
     """Run one forward pass. Each prompt or newest token goes into the pages of its own sequence."""
     ids = []
     windows = []
-    asked = []
+    logits_at = []
     for sequence in running:
         new = sequence.answer[-1:] or sequence.prompt
         while len(sequence.table) * PAGE < sequence.length:
@@ -95,8 +95,8 @@ def step(slab: Slab, running: list[Sequence], free: list[int]) -> list[int]:
         start = sequence.length - len(new)
         windows.append(PagedWindow(slab, sequence.table, start, len(new)))
         ids += new
-        asked.append(len(ids) - 1)
-    states = forward(MODEL, mx.array(ids), windows, asked)  # (n, D)
+        logits_at.append(len(ids) - 1)
+    states = forward(MODEL, mx.array(ids), windows, logits_at)  # (n, D)
     return mx.argmax(MODEL.head(states), axis=-1).tolist()
 
 

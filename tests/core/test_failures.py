@@ -166,7 +166,7 @@ def test_failed_step_frees_its_memory(parts, monkeypatch):
     try:
         with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
 
-            def broken(model, ids, windows, asked):
+            def broken(model, ids, windows, logits_at):
                 slab = engine.runner.slab  # noqa: F841
                 try:
                     raise KeyError("first")
@@ -204,7 +204,7 @@ def test_bug_in_forward_has_a_traceback(tmp_path):
     """The traceback appears without any logging set up, as for a user who changes the code."""
     folder = make_checkpoint(tmp_path, seed=1)
     (tmp_path / "hacked.py").write_text(
-        "def forward(model, ids, windows, asked):\n    return ids @ asked.nothing\n"
+        "def forward(model, ids, windows, logits_at):\n    return ids @ logits_at.nothing\n"
     )
     code = f"""
 import hacked, runner
@@ -226,7 +226,7 @@ def test_bug_in_forward_is_no_usage_error(tmp_path):
     line."""
     folder = make_checkpoint(tmp_path, seed=1)
     (tmp_path / "hacked.py").write_text(
-        "def forward(model, ids, windows, asked):\n    raise ValueError('shapes')\n"
+        "def forward(model, ids, windows, logits_at):\n    raise ValueError('shapes')\n"
     )
     code = f"""
 import sys, hacked, runner, serve

@@ -784,7 +784,7 @@ class Fairness:
             held[request.client] += 1
 
     def _rank(self, request: Request) -> int:
-        return len(request.prompt) + request.queued.came
+        return len(request.prompt) + request.queued.arrival_step
 
     def _is_fair(self, request: Request, line: list[Request], held: Counter) -> None:
         oldest = {other.client: other for other in reversed(line)}
@@ -912,11 +912,11 @@ def no_slots(scheduler: Scheduler) -> Iterator[Request]:
     """Yield requests of the client served longest ago, however many slots it has."""
     line = list(scheduler.waiting.values())
     while line:
-        request = min(line, key=lambda r: max(r.queued.came, r.queued.turn))
+        request = min(line, key=lambda r: max(r.queued.arrival_step, r.queued.fairness_turn))
         line.remove(request)
         for other in line:
             if other.client == request.client:
-                other.queued.turn = scheduler.steps + 1
+                other.queued.fairness_turn = scheduler.steps + 1
         yield request
 
 
@@ -996,10 +996,10 @@ BUGS = {
     "a slot has two owners": (Scheduler, "_admit", two_owners),
     "the newest is served first": (Scheduler, "submit", newest_first),
     "a ghost's token goes to the slot's new owner": (Scheduler, "commit", token_to_the_new_owner),
-    "the newest token is cached": (Scheduler, "_leave_slot", partial(last_row_cached, False)),
-    "a ghost's row is cached": (Scheduler, "_leave_slot", partial(last_row_cached, True)),
+    "the newest token is cached": (Scheduler, "_keep_proven_rows", partial(last_row_cached, False)),
+    "a ghost's row is cached": (Scheduler, "_keep_proven_rows", partial(last_row_cached, True)),
     "a token after a wrong draft is taken": (Scheduler, "commit", wrong_draft_taken),
-    "an unproven chunk is cached": (Scheduler, "_leave_slot", unseen_chunk_cached),
+    "an unproven chunk is cached": (Scheduler, "_keep_proven_rows", unseen_chunk_cached),
     "a chunk of an earlier owner is cached": (
         Prefixes,
         "is_held_by",

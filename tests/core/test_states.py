@@ -337,8 +337,10 @@ def test_a_rejected_draft_token_serves_nobody():
     sched.finish(request, "cancelled", 4)
     text = sched.prefixes.trail([*request.prompt, *request.answer, 5], True)
     assert request.drafting.proposed and not request.drafting.accepted
-    assert sched.prefixes.reach(text, request.proven, request.slot).rows == request.proven
-    assert sched.prefixes.reach(text, request.proven + 1, request.slot).rows == request.proven
+    assert sched.prefixes.most_reusable(text, request.proven, request.slot).rows == request.proven
+    assert (
+        sched.prefixes.most_reusable(text, request.proven + 1, request.slot).rows == request.proven
+    )
 
 
 # --- memory -------------------------------------------------------------------------------------

@@ -62,7 +62,9 @@ MISTAKES = [
     Mistake("runner.Runner._forward", "(count - 1)", "(0)", "side by side"),
     Mistake("sched.Scheduler._admit", "[:room]", "[: len(free)]", "when all of it has ended"),
     Mistake("request.Request.next_row", " - 1", "", "the row after all tokens before"),
-    Mistake("sched.Scheduler._leave_slot", "(0, self.max_len)", "(0, 0)", "rows of NaN are left"),
+    Mistake(
+        "sched.Scheduler._keep_proven_rows", "(0, self.max_len)", "(0, 0)", "rows of NaN are left"
+    ),
     Mistake("sched.Scheduler.commit", "== request.max", "> request.max", "timeline"),
     Mistake("sched.Scheduler._allot", "left -= chunk.tokens", "pass", "may have"),
     Mistake(
@@ -120,7 +122,7 @@ MISTAKES = [
     ),
     Mistake("sched.Scheduler._allot", "(left + 1) // 2", "0", "leaves half of the budget"),
     Mistake("sched.Scheduler._allot", "(left + 1) // 2", "left", "does not wait for a long one"),
-    Mistake("sched.Scheduler._allot", "kept = 0", "pass", "is cut into chunks"),
+    Mistake("sched.Scheduler._allot", "reserved = 0", "pass", "is cut into chunks"),
     Mistake(
         "llama.forward",
         "mx.concatenate([window.positions for window in windows])",

@@ -9,24 +9,24 @@ names that they use are defined in those chapters.
 # --- llama.py ---
 
 
-def forward(model, ids, windows, asked):
+def forward(model, ids, windows, logits_at):
     positions = mx.concatenate([window.positions for window in windows])
     attentions = [Formula(kind, model.config.H, windows) for kind in model.kinds]
     x = model.table.embed(ids)
     for layer in model.layers:
-        turn = turning(model.kinds[layer.kind], positions)
-        q, k, v = heads(layer, layer.attn_norm(x), turn)
+        rope = rope_at(model.kinds[layer.kind], positions)
+        q, k, v = heads(layer, layer.attn_norm(x), rope)
         x = x + layer.out(attend(layer, q, k, v, windows, attentions[layer.kind]))
         x = x + layer.mlp(layer.mlp_norm(x))
-    return model.norm(only(x, asked))
+    return model.norm(only(x, logits_at))
 
 
-def heads(layer, x, turn):
+def heads(layer, x, rope):
     c = layer.heads
     qkv = layer.qkv(x).reshape(-1, c.H + 2 * c.Hkv, c.Dh)
     qk = qkv[:, : c.H + c.Hkv]
     v = qkv[:, c.H + c.Hkv :]
-    qk = turn(layer.qk_norm(qk))
+    qk = rope(layer.qk_norm(qk))
     return qk[:, : c.H], qk[:, c.H :], v
 
 
@@ -244,11 +244,11 @@ class Scheduler:
     def _allot(self, requests, left):
         chunks = []
         wanted = [self._want(request, []) for request in requests]
-        kept = self._cut(wanted[0], (left + 1) // 2).tokens
+        reserved = self._cut(wanted[0], (left + 1) // 2).tokens
         for want in sorted(wanted, key=lambda want: want.stop - want.start):
             if want is wanted[0]:
-                kept = 0
-            chunk = self._cut(want, left - kept)
+                reserved = 0
+            chunk = self._cut(want, left - reserved)
             if chunk.stop == chunk.start:
                 continue
             left -= chunk.tokens
@@ -281,10 +281,10 @@ class Scheduler:
             del self.waiting[request.id]
         elif request.id in self.running:
             del self.running[request.id]
-            self._leave_slot(request)
+            self._keep_proven_rows(request)
             self._end_drain()
 
-    def _leave_slot(self, request):
+    def _keep_proven_rows(self, request):
         self.prefixes.use(request.slot)
         self.prefixes.forget(request.slot)
         self._to_scrub[request.slot] = (0, self.max_len)
