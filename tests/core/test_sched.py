@@ -18,7 +18,7 @@ from scheduler_story import BAD, Story, timeline
 from models.memory import usual_budget
 from policies import POLICIES, policy_of
 from prefix import SEGMENT, Node, Prefixes, Trail
-from request import Committed, Plan, QueueFull, Request
+from request import PADDING, Committed, Plan, QueueFull, Request
 from sched import Scheduler, check_invariants
 
 SCHEDULES = number_of("SCHEDULES", 500)  # 100,000 take six minutes
@@ -631,7 +631,7 @@ def test_slot_keeps_its_rows_after_a_cancel(lag, reason):
     story.drawn()
     assert (again.slot, again.prefix.cached) == (0, 9 + 5)
     scrubs = [scrub for plan in story.plans for scrub in plan.scrubs]
-    last = 9 + first.planned + 4  # one chunk beyond the written rows
+    last = 9 + first.planned + PADDING
     assert scrubs == [(0, 14, last)] * lag
 
 
@@ -647,7 +647,7 @@ def test_cancelled_prompt_keeps_its_finite_chunks():
     again = story.submit(24, 2)
     story.step()
     assert again.prefix.cached == 8
-    assert story.plans[-1].scrubs == ((0, 8, 12 + 4),)
+    assert story.plans[-1].scrubs == ((0, 8, 12 + PADDING),)
     story.drawn()
 
 

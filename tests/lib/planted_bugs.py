@@ -249,7 +249,7 @@ BUGS = {
         (c_attention, "visible_rows", near_rows),
     ],
     "the newest token is a step old": [(Runner, "start_sampling", a_step_old)],
-    "a prefix is matched one token too long": [(Prefixes, "_common", one_too_long)],
+    "a prefix is matched one token too long": [(Prefixes, "_common_with_slot", one_too_long)],
     "a prefix is copied before it is written": [(kv.Slab, "prefix", not_written)],
 }
 VISIBLE = (c_attention, "visible_rows")
