@@ -296,7 +296,7 @@ class Engine:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold back Ctrl-C during a change, and then call `on_commit`, without a lock."""
+        """Defer Ctrl-C during a change, then call `on_commit` without holding a lock."""
         try:
             with defer_interrupt():
                 yield
@@ -305,7 +305,7 @@ class Engine:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Keep all steps out while the model is changed."""
+        """Block steps while the model is changed."""
         with self._changing(), device_lock, device_stream():
             while self._in_flight:
                 self._commit()

@@ -1,12 +1,12 @@
 """Chapter 3: a request, and the plan of one step. Plain records, which the other files of this chapter
-make and read.
+create and use.
 
 A `Request` is one prompt on its way through the engine: queued, in prefill, in decode, done. It keeps
 two counters apart: how many tokens are *planned*, and how many are *committed*. `sched.py` says why.
 
-What it knows lies in small records, by who decides about them:
+Its data is in small records, one for each part of the engine that decides about it:
 
-    asked for    the request itself     `Engine.submit`
+    prompt, ...  the request itself     `Engine.submit`
     Queued       its place in line      `policies.py`
     Admission    its slot               `Scheduler.plan`
     progress     the request itself     `Scheduler.plan`, `Scheduler.commit`
@@ -15,11 +15,11 @@ What it knows lies in small records, by who decides about them:
     End          the reason             `Scheduler.finish`
 
 A `Plan` is the decision for one step. Each of its members is a part of one request: a `Chunk` of a
-prompt, or a `Decode` of an answer. Whatever yields a token has an `index`, the place of that token in
-the answer. `Committed` says how the step has ended.
+prompt, or a `Decode` of an answer. A member that yields a token has an `index`, the position of that
+token in the answer. `Committed` is the outcome of the step.
 
 At the end of the file are the seams, functions that others pass to the scheduler: an admission policy,
-a source of draft tokens, a search on disk, a reader of tokens, the states of a recurrent model.
+a source of draft tokens, a search on disk, a receiver of tokens, the states of a recurrent model.
 
 Where next: `prefix.py`, which finds the rows that a prompt can reuse; then `sched.py`, which decides.
 """
@@ -91,7 +91,7 @@ class End(NamedTuple):
 class Request:
     """One prompt on its way through the engine."""
 
-    # What was asked for
+    # What the client asked for
     id: int
     prompt: tuple[int, ...]
     max_tokens: int

@@ -179,8 +179,8 @@ class Scheduler:
     def _admit(self, now: float) -> list[Request]:
         """Give free slots to waiting requests."""
         free = self.free
-        # A running request's slot keeps its old rows until the first chunk is planned, and is about
-        # to lose them
+        # Before its first chunk is planned, a running request's slot still has its old rows, but will
+        # lose them
         running = [r.slot for r in self.running.values() if r.prefilled]
         admitted = list(islice(self.policy.next(self), self._admissible()))
         for request in admitted:
