@@ -23,6 +23,7 @@ from parity import (
     seed_of,
     whole,
 )
+from qwen3_5_float64 import Float64
 
 from kernels.device import mx
 from models.load import read_model
@@ -31,7 +32,13 @@ from nanobatch import Engine
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_and_logits_equal_mlx_lm(name, tmp_path):
-    """In float32 and in random batches, every token and logit matches mlx-lm's."""
+    """In float32 and in random batches, every token and logit matches mlx-lm's.
+
+    Qwen 3.5 normalizes what each head reads from its state. Where that is nearly zero, rounding is amplified:
+    of 110 prompts to "qwen3_5, tied", a head of one token reads an RMS of 0.0006 (median 0.07). Rounding the
+    weights differently moves this token's logits by up to 2.7e-4 (median of all tokens 6e-6). Ours are 1.5e-4
+    from float64, mlx-lm's 2.9e-4. So there float64 decides instead of mlx-lm.
+    """
     settings = dict(CONFIGS[name])
     respelled = settings.pop("reference", None)
     seed = seed_of(name)
@@ -48,7 +55,9 @@ def test_tokens_and_logits_equal_mlx_lm(name, tmp_path):
         "kv": "float32",
     }
     with Engine.load(folder, activations=32, **options) as engine:
-        found = compare(engine, Reference(folder, respelled), seed, prompts_of(name))
+        reference = Reference(folder, respelled)
+        float64 = Float64(reference.model) if name.startswith("qwen3_5") else None
+        found = compare(engine, reference, seed, prompts_of(name), float64=float64)
     print(f"\n{name}: {prompts_of(name)} prompts, {found}", file=sys.stderr)
 
 

@@ -59,6 +59,21 @@ class Float64:
         x = norm(x, w["model.norm.weight"], c.rms_norm_eps)
         return x @ w["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"].T
 
+    def with_rounding(self, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the logits, (T, V), and how far another rounding of the weights to float32 moves them, (T,):
+        the largest change of eight."""
+        rng, weights = np.random.default_rng(0), self.weights
+        exact = self.logits(tokens)
+        change = np.zeros(len(tokens))
+        for _ in range(8):
+            self.weights = {
+                name: each * (1 + 2**-24 * rng.standard_normal(each.shape))
+                for name, each in weights.items()
+            }
+            change = np.maximum(change, np.abs(self.logits(tokens) - exact).max(axis=1))
+        self.weights = weights
+        return exact, change
+
     def of(self, place: str) -> Callable[[str], np.ndarray]:
         def at(name: str) -> np.ndarray:
             for full in (f"{place}.{name}.weight", f"{place}.{name}"):
