@@ -1,7 +1,7 @@
 """The Textual app: place the panes, poll the engine, and run actions.
 
-What is drawn depends only on `State` and on the terminal's size. Every key calls `Session.obey` or
-an `action_...` method. Pages are records (`page.py`), and this module knows none of them by name.
+The drawing depends only on `State` and on the terminal's size. Every key calls `Session.obey` or
+an `action_...` method. Pages are records (`page.py`); this module names none of them.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ ON_A_PAGE |= {"up": "scroll(-1)", "down": "scroll(1)"}
 ON_A_PAGE |= {"home": "scroll(-100000)", "end": "scroll(100000)"}
 # Actions on panes, disabled while a page is open
 OF_PANES = ("move", "nudge", "zoom", "view")
-# Actions that are disabled while a page has the strip
+# Actions that are disabled while a page with a strip is open
 OF_A_USER = ("command", "prompt", "fire", "pause", "settings")
 # Black on white: Textual's own light theme is grey on grey
 PAPER = replace(BUILTIN_THEMES["textual-light"], background="#ffffff", surface="#ffffff")
 HUNG_UP = 129  # the exit code after SIGHUP
-WARNINGS = 4  # number of notifications shown at a time
-TRACEBACKS = 100  # number of tracebacks kept, the newest ones
+WARNINGS = 4  # maximum number of notifications on the screen
+TRACEBACKS = 100  # number of newest tracebacks kept
 
 
 def panes_of(menu: Menu) -> dict[str, Callable[[State, Canvas], None]]:
@@ -178,7 +178,7 @@ class Screen(App):
         self.picture = ""
         self._polls = 0
         self._faults = 0  # number of faults already shown
-        self._untold: list[str] = []  # warnings that wait until fewer are on the screen
+        self._untold: list[str] = []  # warnings that wait until older ones disappear
         self._shown_until: list[float] = []  # when each visible warning disappears
         self._tracebacks = Tracebacks(self.state)
         self.palette = DARK
@@ -187,7 +187,7 @@ class Screen(App):
         self.prompt = PromptBox(earlier or History())
         self._returns = False  # leave the prompt box after a command
         self.page: Page | None = None  # the open page, which replaces all panes
-        self._top = 0  # number of its lines scrolled off the top
+        self._top = 0  # number of the page's lines scrolled off the top
         self._was_typing = False  # the page was opened from the prompt box
 
     @property
@@ -296,7 +296,7 @@ class Screen(App):
         self.call_after_refresh(self.paint)
 
     def poll(self) -> None:
-        """Poll the client and paint if needed. Charts and the step are painted less often."""
+        """Poll the client and paint if needed. While steps are fast, paint `SLOW` less often."""
         before = self.state.view
         news = self._tracebacks.news
         self._tracebacks.news = []
@@ -401,10 +401,10 @@ class Screen(App):
         """Handle each key completely before the next one.
 
         subtle: Textual passes a key to the focused widget, which passes it back if it is not a
-        letter. A letter typed in between would overtake Backspace and Enter.
+        letter. A letter typed in the meantime would overtake Backspace and Enter.
         """
         is_new = isinstance(event, (events.Key, events.Paste)) and not event.is_forwarded
-        is_ours = len(self.screen_stack) == 1  # otherwise the command palette has the keyboard
+        is_ours = len(self.screen_stack) == 1  # otherwise the command palette has the focus
         if not (is_new and is_ours):
             await super().on_event(event)
         elif self.return_code is None:  # otherwise the app is quitting
@@ -421,7 +421,7 @@ class Screen(App):
             return
         if not self.page and self.is_text(event):
             await self.run_action("prompt")
-            if self.focused:  # otherwise a page with the strip has the engine
+            if self.focused:  # false if a page with a strip controls the engine
                 self.prompt.insert_text(event.character)
         elif await self._check_bindings(key, priority=True):
             return
@@ -459,7 +459,7 @@ class Screen(App):
     async def run_action(self, *arguments, **options) -> bool:
         """Run the action of a key, a click or the wheel, then paint.
 
-        While a page has the strip, refuse actions that affect the engine.
+        While a page with a strip is open, refuse actions that affect the engine.
         """
         action = str(arguments[0]).removeprefix("app.")
         name = action.partition("(")[0]
@@ -472,7 +472,7 @@ class Screen(App):
         return done
 
     def check_action(self, action: str, parameters: tuple) -> bool | None:
-        """Allow only a few actions if loading has failed, and no letters while the user types."""
+        """Allow only a few actions if loading has failed, and not `prompt` while the user types."""
         if self.page and action in OF_PANES:
             return False
         if self.state.view.stage == "failed":
@@ -481,7 +481,7 @@ class Screen(App):
 
     def action_prompt(self, begin: str = "") -> None:
         self.turn_to(None)  # close the page, which hides the prompt box
-        self.screen.set_focus(self.prompt)  # immediately: the next letter may follow
+        self.screen.set_focus(self.prompt)  # before the next letter arrives
         self._returns = bool(begin)
         if begin:
             self.prompt.put(begin)
@@ -535,7 +535,7 @@ class Screen(App):
             self.action_prompt()
 
     def action_submit(self) -> None:
-        """Run the prompt box, or break the line if it ends with a backslash.
+        """Run the text of the prompt box, or break the line if it ends with a backslash.
 
         The box keeps the focus unless `/` opened it for one command.
         """
@@ -693,7 +693,8 @@ class Screen(App):
     def export_screenshot(self, *, title: str | None = None, simplify: bool = False) -> str:
         """Return the screen as an SVG, titled with page, model and policy.
 
-        Spaces are preserved by `xml:space`, because some viewers collapse the exporter's own.
+        Spaces are preserved by `xml:space`, because some viewers collapse the exporter's
+        non-breaking spaces.
         """
         engine = self.state.view.engine
         policy = f", {engine.policy}" if engine else ""
@@ -786,17 +787,17 @@ class Screen(App):
         if self._screenshot:
             await self.until(lambda: state.view.paused or self.session.settled)
             await self.take_picture()
-        self.session.stays = not self.strip  # from now on, a user closes the pages
+        self.session.stays = not self.strip  # experiments now run until their page is closed
 
     def is_done(self, word: str) -> bool:
-        """True if a word of a script has taken effect; an experiment must have finished."""
+        """True if a script word has taken effect, and its experiment, if any, has finished."""
         view = self.state.view
         page = self.menu.pages.get(word)
         if not self.session.handled or view.stepping:
             return False
         if page and page.disturbs:
             return self.session.settled
-        if view.paused:  # nothing would ever finish
+        if view.paused:  # a paused engine never finishes
             return True
         return self.session.settled if word == "wait" else not view.engine.draining_to
 
@@ -811,7 +812,7 @@ class Screen(App):
         self.clear_notifications()
         self.state.said = ""
         self.poll()
-        if self.page:  # show the end of a film
+        if self.page:  # skip to the end of an animation
             await self.action_own("end")
         await asyncio.sleep(0.3)  # wait for the last paint
         self.paint()

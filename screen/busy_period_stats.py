@@ -20,7 +20,7 @@ KEPT = 10_000  # waits and gaps kept per period, for percentiles
 
 @dataclass
 class Period:
-    """A period of work, from the first request after idle time to the last token."""
+    """A busy period, from the first request after idle time to the last token."""
 
     began: float
     ended: float = 0.0
@@ -31,7 +31,7 @@ class Period:
     requests: int = 0
     lost: int = 0  # requests that were cancelled or failed
     tokens: int = 0
-    useful: int = 0  # slots that worked for a request, summed over all steps
+    useful: int = 0  # slots that did useful work, summed over all steps
     cells: int = 0  # slots × steps
     # (decoding rows, chunks) -> number of steps
     kinds: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -70,7 +70,7 @@ class Period:
 
     @property
     def figures(self) -> dict[str, str]:
-        """Return the figures as text by title, except the makespan, which needs prices."""
+        """Return the figures as text by title, except the makespan, which needs step costs."""
         took = self.ended - self.began
         return {
             "policy": ", ".join(self.policies),

@@ -19,9 +19,9 @@ from text.tool_parser import split_reasoning
 class Turn:
     """A question and its answer."""
 
-    number: int  # of the question, counted over all conversations
+    number: int  # of the question, across all conversations
     question: str
-    request: RequestView | None = None  # from the newest view; None: not queued yet
+    request: RequestView | None = None  # the request in the newest view; None: not queued yet
     is_dropped: bool = False  # no longer sent to the model
     is_stopped: bool = False  # the answer was cancelled
 
@@ -67,7 +67,7 @@ class ChatHistory:
 
     def __init__(self) -> None:
         self.all = [Chat()]
-        self.at = 0  # index of the open one
+        self.at = 0  # index of the open conversation
         self.asked = 0  # number of questions so far
         self.led = 0  # number of the question whose slot was selected last
         self.unfolded = False  # thoughts are shown in full
@@ -86,7 +86,7 @@ class ChatHistory:
             self.at = len(self.all) - 1
 
     def add(self, chat: Chat) -> int:
-        """Make the waiting question a turn. Return its number."""
+        """Turn the waiting question into a turn. Return its number."""
         self.asked += 1
         chat.turns.append(Turn(self.asked, chat.waiting))
         chat.waiting = ""

@@ -100,7 +100,7 @@ class Session:
 
     @property
     def coming(self) -> View:
-        """The view after all queued commands, because keys may come faster than views."""
+        """The view after all queued commands, because keys may be faster than new views."""
         return self.state.view if self.handled else self.state.view._replace(**self._coming)
 
     def expect(self, **changes: object) -> None:
@@ -122,14 +122,15 @@ class Session:
         return True
 
     def asks(self, count: int) -> list[Ask]:
-        """Return `count` prompts, repeating the list if needed. With a seed, each gets its own."""
+        """Return `count` prompts, repeating the list if needed. Each gets its own seed, if one is
+        set."""
         prompts = islice(cycle(self.state.prompts), count)
         return [
             self.state.settings.ask(prompt, most, i) for i, (prompt, most) in enumerate(prompts)
         ]
 
     def obey(self, line: str) -> str:
-        """Run a prompt or a command, and return a message. An invalid line is a ValueError."""
+        """Run a prompt or a command, and return a message. An invalid line raises ValueError."""
         name, rest = split_command(line)
         if name is None:
             is_beyond = self.state.model == "demo" and re.search(r"\d{3}", line)
@@ -164,7 +165,7 @@ class Session:
         return "it waits for the answer" if chats.open.waiting else ""
 
     def _send_waiting(self) -> None:
-        """Fire the questions that no longer have to wait."""
+        """Fire waiting questions that fit and whose conversation has no running answer."""
         for chat in self.state.chats.all:
             if chat.waiting and not (chat.why or chat.runs):
                 ask = self.state.settings.ask(chat.waiting)
@@ -182,7 +183,7 @@ class Session:
         return "from the next question on"
 
     def next_chat(self, rest: str) -> None:
-        """Open the next conversation, or the first one after the last."""
+        """Open the next conversation; after the last, the first."""
         chats = self.state.chats
         chats.at = (chats.at + 1) % len(chats.all)
         self.state.select_chat()
@@ -412,7 +413,8 @@ def number_for(command: str, text: str) -> float:
 SCRIPTED = {"view": "view", "zoom": "zoom"}
 SCRIPTED |= {name: f"theme('textual-{name}')" for name in ("light", "dark")}
 
-# The plain log runs a word once all earlier work has finished, so the other words need a screen
+# The plain log runs a word only when all earlier work has finished, so words that act on running
+# work need a screen
 LOGGED = ("policy", "burst", "wait", "budget")
 ON_A_SCREEN = ("step", "pause", "resume", "slow", "load", "cancel", *SCRIPTED)
 
@@ -456,7 +458,7 @@ class PlainLog:
     def __init__(self, session: Session, write: Callable[[str], None]):
         self.session = session
         self.write = lambda line: write(clean(line))  # a line may quote untrusted text
-        # Open requests, as last reported
+        # id -> the open request as it was last reported
         self._told: dict[int, RequestView] = {}
         self._faults = 0  # number of faults written
         # (time, line): held back, because an earlier event may still arrive
@@ -505,7 +507,7 @@ class PlainLog:
     def _collect_events(self, engine: Snapshot) -> None:
         """Collect the events of an engine: requests, policies, faults."""
         state = self.session.state
-        if state.view.epoch != self._epoch:  # another engine: its earlier events are not news
+        if state.view.epoch != self._epoch:  # another engine: do not report its earlier events
             self._epoch = state.view.epoch
             self._told = {r.id: r for r in (*engine.requests, *engine.ended)}
             engine = replace(engine, ended=(), steps=())
@@ -521,7 +523,7 @@ class PlainLog:
                 if not (known and is_mute(known)):
                     said = f"r{request} is admitted to slot {slot} in step {step.step}"
                     self._late.append((step.began, said))
-        # A policy holds from the first step that was planned under it, or from now on
+        # A policy takes effect in the first step that was planned under it, or now
         policies = [(step.began, step.policy) for step in engine.steps]
         for moment, policy in (*policies, (engine.now, engine.policy)):
             if policy != self._policy:
@@ -624,7 +626,7 @@ def run_plain(
 def read_lines(rest: bytes) -> tuple[bytes, list[str], bool]:
     """Read standard input without blocking.
 
-    Return the unfinished line, the complete lines, and whether more may come.
+    Return the unfinished line, the complete lines, and whether more input may follow.
     """
     if not select.select([0], [], [], 0)[0]:
         return rest, [], True

@@ -1,9 +1,9 @@
 """The screen's access to an engine: the base of all clients, and the client that owns an engine.
 
 The screen draws ten times a second and never waits for the engine. The engine takes hundreds of
-steps a second and never waits for the screen. So they share only two things. Commands (fire,
-cancel, pause, another policy) are queued, and the engine's loop runs them between two steps. The
-screen reads a frozen `View`, which is published by one assignment.
+steps a second and never waits for the screen. So they share only two things: a queue of commands
+(fire, cancel, pause, another policy), which the engine's loop runs between two steps, and a frozen
+`View` for the screen to read, which is published by one assignment.
 
 Only the loop's thread steps or changes the engine.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from server.app import APIServer
 
 OTHER_RUNS = "another experiment is running; X ends it"
-DRAIN_S = 20.0  # how long clients' requests may still run at shutdown
+DRAIN_S = 20.0  # seconds for clients' open requests to finish at shutdown
 
 
 class EngineClient:
@@ -47,8 +47,8 @@ class EngineClient:
 
     `view_since` returns the view with everything new since an earlier one. The program calls
     `start`, `drain` and `stop`; `fire` and `cancel` are for requests. Only an engine in this
-    process obeys the other commands. This class holds the part of the view that a client itself
-    changes, from any thread.
+    process obeys the other commands. This class holds the part of the view that does not come from
+    the engine's snapshot; any thread may update it.
     """
 
     own: Collection[int]  # open requests of this screen
@@ -91,14 +91,14 @@ class EngineClient:
 
 
 def between_steps(method: Callable) -> Callable:
-    """Make calls of the method return at once. The loop runs each call later, between two steps."""
+    """Make a method queue a command and return at once. The loop runs it between two steps."""
 
     @wraps(method)
     def post(self: LocalEngineClient, *arguments, **options) -> None:
         def run() -> None:
             try:
                 method(self, *arguments, **options)
-            finally:  # a failed command counts as well, or a script would wait forever
+            finally:  # count a failed command, too, or a script would wait forever
                 self.update_view(handled=self._known.handled + 1)
 
         with self._posting:
@@ -111,8 +111,8 @@ def between_steps(method: Callable) -> Callable:
 class LocalEngineClient(EngineClient):
     """The client that owns the engine and its loop. Other threads use commands and `view_since`.
 
-    `load`: makes the engine; called with `report`, which takes the stages of loading, and `clock`.
-    `server`: accepts requests over HTTP once the model is loaded, under the model's `name`.
+    `load` creates the engine. Its arguments are `report`, a callback for the stages of loading, and
+    `clock`. `server` accepts requests over HTTP once the model is loaded, under the model's `name`.
     """
 
     def __init__(
@@ -124,19 +124,19 @@ class LocalEngineClient(EngineClient):
         self.loop: Loop | None = None
         self.server = server
         self._name = name
-        self._posting = threading.Lock()  # held while a command is queued or the loop is made
-        self._early: list[Callable[[], None]] = []  # commands posted before the loop was made
+        self._posting = threading.Lock()  # held while a command is queued or the loop is created
+        self._early: list[Callable[[], None]] = []  # commands posted before the loop was created
         self._stopping = False
         self._load = load
         self._advice: dict[str, float] = {}  # the model's defaults for settings, once it is loaded
         self._loader = threading.Thread(target=self._load_and_start, name="loader", daemon=True)
-        # With weak values, a handle is dropped here when the engine drops it, at the request's end
+        # With weak values, a handle is dropped when the engine drops it, at the request's end
         self.own: Mapping[int, Handle] = WeakValueDictionary()
         self.others = OtherPrograms()
         self._dice = random.Random(0)
         self._next_arrival = 0.0
-        self._slow_once = False  # slow motion ends when the engine is idle
-        self._load_prompts: Sequence[Ask] = ()  # the steady load draws from these
+        self._slow_once = False  # end slow motion when the engine is idle
+        self._load_prompts: Sequence[Ask] = ()  # the steady load chooses from these
         self._experiment: Experiment | None = None
         self._records: Iterator[ExperimentRecord] = iter(())
         self._experiment_requests: set[int] = set()
@@ -197,7 +197,7 @@ class LocalEngineClient(EngineClient):
     def stop(self, patience: float) -> bool:
         """Stop the loop and close the engine.
 
-        Return False if a download or a long step did not end in time.
+        Return False if a download or a long step did not finish in time.
         """
         self._stopping = True
         if self._loader.is_alive():
@@ -214,7 +214,7 @@ class LocalEngineClient(EngineClient):
 
     @property
     def news(self) -> int:
-        # Refused requests never reach the engine, so the server counts them as changes
+        # Add the server's own count of changes: a refused request never reaches the engine
         return self._news + (self.server.changes if self.server else 0)
 
     def view_since(self, since: View | None = None) -> View:
@@ -239,7 +239,7 @@ class LocalEngineClient(EngineClient):
             self._end_slow_once()
         self._news += 1
         if self._experiment and not (self.loop.paused or self.engine.has_work):
-            return 0.0  # no step will wake the loop
+            return 0.0  # without work, no step wakes the loop
         if not self._known.load or self.clock.is_stopped:
             return None
         return self._next_arrival - self.clock()
@@ -349,7 +349,7 @@ class LocalEngineClient(EngineClient):
         rate = self._known.load
         sched = self.engine.sched
         while rate and not self._experiment and self.clock() >= self._next_arrival:
-            if len(sched.waiting) >= sched.max_queue:  # otherwise each arrival would be a fault
+            if len(sched.waiting) >= sched.max_queue:  # otherwise each arrival would report a fault
                 self.update_view(load=0.0)
                 self.fault(f"the steady load is off: the queue is full ({sched.max_queue:,})")
                 return
@@ -385,7 +385,7 @@ class LocalEngineClient(EngineClient):
             return
         try:
             self.turn_budget(budget)
-        except ValueError as error:  # it was posted before the limits were known
+        except ValueError as error:  # queued before the limits were known
             self.fault(str(error), f"/budget {budget}")
 
     def turn_budget(self, budget: int | str | None) -> None:
@@ -439,10 +439,10 @@ class LocalEngineClient(EngineClient):
     def inspect(
         self, page: str, measure: Callable[[Engine], object], off_the_clock: bool = False
     ) -> None:
-        """Run `measure` on the engine. A page finds the result in the view under its name.
+        """Run `measure` on the engine. The view publishes the result under the page's name.
 
-        `off_the_clock`: first read back the step in flight and stop the clock, so that the time of
-        no request or step includes the measurement.
+        `off_the_clock`: first read back the step in flight and stop the clock, so that no request's
+        or step's time includes the measurement.
         """
         if off_the_clock:
             self.engine.step(plan=False)
@@ -453,8 +453,8 @@ class LocalEngineClient(EngineClient):
     def run_experiment(self, experiment: Experiment) -> None:
         """Start an experiment and resume a paused engine.
 
-        If an experiment is running already, it may take in the new one; otherwise the new one is
-        refused.
+        If an experiment is already running, it may merge the new one into itself; otherwise the new
+        one is refused.
 
         An experiment is a generator of records. It is resumed between two steps, so it may fire,
         cancel and change settings, which it restores in a `finally`. When it ends, its requests are
@@ -472,7 +472,7 @@ class LocalEngineClient(EngineClient):
 
     @between_steps
     def end_experiment(self, name: str) -> None:
-        """End the named experiment if it is running. Other requests go on."""
+        """End the named experiment if it is running. Other requests continue."""
         if self._experiment and self._experiment.record.name == name:
             self._end_experiment()
 

@@ -1,4 +1,4 @@
-"""The state of an engine as the screen knows it at one moment: a frozen `View`."""
+"""A frozen `View`: everything that the screen knows about an engine at one moment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ExperimentRun(NamedTuple):
 
     @property
     def stop(self) -> float:
-        """The step after the last one; infinity while the run goes on."""
+        """The step after the last one; infinity while the run is in progress."""
         return math.inf if self.last_step is None else self.last_step + 1
 
 
@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
     message: str
     prompt: str | None = None
-    question: int = 0  # the refused question; without a prompt, it waits
+    question: int = 0  # number of the refused question; it keeps waiting if `prompt` is None
 
 
 class AnswerRef(NamedTuple):
@@ -45,7 +45,7 @@ class AnswerRef(NamedTuple):
 class ExperimentRecord:
     """The measurements of an experiment so far. Each experiment has a subclass."""
 
-    name: ClassVar[str]  # of the experiment and of its page
+    name: ClassVar[str]  # name of the experiment and of its page
     doing: ClassVar[str] = ""  # shown in the status line while it runs
     is_one_run: ClassVar[bool] = True  # False: each part is a busy period
     stage: str = field(default="waits", kw_only=True)  # "over" at the end
@@ -62,7 +62,7 @@ class ExperimentRecord:
 
 
 class View(NamedTuple):
-    """Everything that the screen knows about an engine at one moment."""
+    """The state of an engine at one moment."""
 
     stage: str = "loading"  # "loading" | "ready" | "failed"
     done: tuple[str, ...] = ()  # stages of loading; the last one is running
@@ -81,10 +81,10 @@ class View(NamedTuple):
     foreign: str = ""  # modules that run in place of ours (`base/foreign_modules.py`)
     answers: Mapping[int, AnswerRef] = {}  # question number -> the request that answers it
     temperature: float = 0.0  # the model's default
-    epoch: int = 0  # changes with the watched process, because a new one counts from 1 again
+    epoch: int = 0  # changes with the watched engine, because another one counts from 1 again
     gone_s: float | None = None  # seconds since the server went away
     experimenting: bool = False
-    record: ExperimentRecord | None = None  # of the running experiment, or of the last one
+    record: ExperimentRecord | None = None  # record of the running or the last experiment
     inspected: Mapping[str, object] = {}  # page -> its last measurement
     others: float = 0.0  # number of cores used by other programs; 0 if a core is idle
     cores: int = 0  # cores that this process may use
@@ -93,7 +93,7 @@ class View(NamedTuple):
 
     @property
     def made_with(self) -> Limits:
-        """The limits that the engine was made with."""
+        """The limits that the engine was created with."""
         return self.turns[0][1] if self.turns else self.engine.limits
 
     @property

@@ -1,7 +1,7 @@
 """Export a run as a file for the web page: plans, tokens, texts and times.
 
 Steps and requests are lists of fields, packed by `engine/watch_frames.py`; the file names the
-fields. Besides the engine's times, it has those of a clock without interruptions
+fields. In addition to the engine's times, it contains times without interruptions
 (`undisturbed_times.py`), so that a page compares policies and not the machine's load. A recording
 contains no client address and no path, and its size is bounded.
 """
@@ -91,18 +91,18 @@ def run_of(
         "limits": limits,
         "missed": sum(column.unseen for column in columns),
         "steps": [renumbered(column.view, numbers, first, began) for column in columns],
-        # On the clock without interruptions
+        # Times without interruptions
         "clock": [(column.began, column.ended) for column in clocked],
         "requests": [
             shortened(request, numbers[request.id], began, clients[request.client])
             for request in requests
         ],
-        "arrivals": [moment(request.arrived) for request in requests],  # on the same clock
+        "arrivals": [moment(request.arrived) for request in requests],  # also without interruptions
         "asked": [request.max_tokens for request in requests],
         "ids": [ids(request) for request in requests],
         "hashes": [hashlib.sha256(answer).hexdigest()[:16] for answer in answers],
     }
-    # Times in whole microseconds: more digits would be noise and a third of the file
+    # Round times to microseconds: further digits would be noise, and a third of the file
     return json.loads(watch_frames.ENCODE(run), parse_float=lambda digits: round(float(digits), 6))
 
 

@@ -46,7 +46,7 @@ OTHERS = {
     "drop": "",
     "quit": "",
 }
-# Commands that change the engine, so a watched one does not obey them
+# Commands that change the engine, so they are refused while the screen watches a server
 OF_THE_ENGINE = ("policy", "load", "pause", "resume", "step", "slow")
 ARGUMENTS = {
     "policy": POLICIES,
@@ -60,7 +60,8 @@ ARGUMENTS = {
 HARMLESS = ("choose", "move", "leaf", "back", "nudge", "follow", "zoom", "view", "quit", "theme")
 HARMLESS += ("suspend_process", "copy", "go")
 TYPING = (Key("", "enter", "fire", "Fire", "", 1), Key("", "esc", "leave", "Keys:", "", 1))
-# action -> another label and rank in the footer, while paused, in slow motion, in a conversation
+# action -> its label and rank in the footer in three states: paused, in slow motion, in a
+# conversation
 OUT_OF_A_PAUSE = {"pause": ("Go on", 1), "command('/step')": ("Step", 1), "view": ("View", 2)}
 OUT_OF_SLOW_MOTION = {
     "command('/slow off')": ("Full speed", 1),
@@ -182,7 +183,7 @@ WORDS = (
 )
 
 
-# The page of a step that has more lines than the pane
+# The page for a step whose description does not fit in the pane
 STEP = Page("plan", "", "Step", "", step.draw_step)
 REQUEST = request_details.PAGE  # the page that opens for a request
 PROMPT_KEYS = (
@@ -386,7 +387,7 @@ class Menu:
             self.draw_help,
             footer=1,
             log_lines=lambda state: [" ".join(f"/{name}" for name in sorted(self.commands))],
-            own={"space": "leaf(1)"},  # as in every pager
+            own={"space": "leaf(1)"},  # as in a pager
             is_early=True,
         )
         self.experiments = experiments
@@ -414,7 +415,7 @@ class Menu:
         return (not page.obey or page.has_request) if page else action.partition("(")[0] in HARMLESS
 
     def changes_engine(self, action: str) -> bool:
-        """True if an action changes the engine, other than by requests."""
+        """True if an action changes the engine, other than by firing or cancelling requests."""
         page = self.page_of(action)
         name = action.removeprefix("command('/").split()[0].rstrip("')")
         return page.disturbs if page else name in (*OF_THE_ENGINE, "budget")
@@ -445,7 +446,7 @@ class Menu:
         """Draw the footer. Its entries can be clicked even while the prompt box has the focus."""
         keys = [*TYPING, *self.keys[3:]] if state.typing else list(self.keys)
         ways = {}
-        if state.strip:  # the strip's own keys, and the harmless ones
+        if state.strip:  # the strip's keys, and keys that do not affect the engine
             harmless = (key for key in self.keys if self.is_harmless(key.action))
             keys = [*self.strip.strip_keys(state), *harmless]
         elif state.view.paused:

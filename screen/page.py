@@ -1,7 +1,8 @@
 """A page of the screen is one record: its key, command, script word, log lines, and drawing.
 
-Each file in `screen/pages/` makes a record, and the table in `keys.py` lists them. Experiments are
-pages, too; `tui.py` lists them. Footer, help, palette and completion are derived from the records.
+Each file in `screen/pages/` defines a record, and the table in `keys.py` lists them. Experiments
+are pages, too; `tui.py` lists them. Footer, help, palette and completion are derived from the
+records.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Key(NamedTuple):
     show: str
     action: str
     label: str
-    help: str  # the first of a pair explains both
+    help: str  # for a pair of keys, the first one's text explains both
     # rank in the footer: low ranks are shown first, 0 is never shown
     footer: int = 0
 
@@ -51,13 +52,13 @@ class Page(NamedTuple):
     read: Callable[[str], object] | None = None
     # Lines for the log in place of the page
     log_lines: Callable[[State], Sequence[str]] | None = None
-    # A part of the page as a pane of the main screen
+    # Draws a part of the page as a pane of the main screen
     pane: Callable[[State, Canvas], None] | None = None
     # Keys while the page is open: key -> an action of the screen, or a function
     own: Mapping[str, str | Callable[[State], None]] = {}
     # called for each new view, with the previous one
     on_view: Callable[[State, View], None] | None = None
-    # Called ten times a second while the page is open; returns True if there is news to draw
+    # Called ten times a second while the page is open; returns True if the page must be redrawn
     poll: Callable[[Session], bool] | None = None
     leave: Callable[[Session], None] | None = None  # called when the page is closed
     # While the page is open, its key runs the command again instead of closing the page

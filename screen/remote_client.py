@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 RETRY_S = 1.0
 SILENT_S = 5.0  # timeout: a server sends something every second
-MODELS = 1000  # limit of names taken from a server
-SENDERS = 64  # requests in flight; others wait in this client
+MODELS = 1000  # maximum number of model names accepted from a server
+SENDERS = 64  # maximum number of requests in flight; others wait in this client
 
 
 class Loading(ValueError):
@@ -77,7 +77,7 @@ class RemoteEngineClient(EngineClient):
         self._ending = threading.Event()
         # Requests that have ended recently
         self._over: deque[int] = deque(maxlen=2**12)
-        self._came = threading.Condition(self._lock)  # notified of each frame
+        self._came = threading.Condition(self._lock)  # notified when a frame arrives
         self.update_view(watches=True, done=(f"asking {self.url}",))
 
     def start(self) -> None:
@@ -228,7 +228,7 @@ class RemoteEngineClient(EngineClient):
 
     def cancel(self, request: int | None) -> None:
         """Cancel one of this screen's requests, or all of them, by closing connections."""
-        self._cancels += request is None  # drops requests without a number yet
+        self._cancels += request is None  # also drops requests that have no number yet
         for number, line in list(self.own.items()):
             if request in (None, number):
                 self.own.pop(number, None)

@@ -1,7 +1,7 @@
 """The state of the screen: the newest view, past steps and requests, and the user's choices.
 
 Nothing here refers to an engine or an array, so the engine never waits for the screen, and every
-picture can be tested without a terminal.
+page can be tested without a terminal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class State:
     settings: Settings = field(default_factory=Settings)
     prompts: Sequence[tuple[str, int]] = BURST
     history: list[Column] = field(default_factory=list)  # a column for each step, oldest first
-    # id -> the newest view of the request
+    # id -> the request in its newest view
     requests: dict[int, RequestView] = field(default_factory=dict)
     ended: list[RequestView] = field(default_factory=list)  # in the order in which they ended
     # Ended HTTP requests, in the order in which they ended
@@ -48,9 +48,9 @@ class State:
     gone: int = 0  # number of HTTP requests whose client hung up
     hung_up: set[int] = field(default_factory=set)  # engine requests of those clients
     faults: list[Fault] = field(default_factory=list)  # all faults so far
-    # failures in this process
+    # formatted tracebacks of failures in this process
     tracebacks: list[str] = field(default_factory=list)
-    # slot -> its request, or its last one
+    # slot -> its current or last request
     owners: dict[int, int] = field(default_factory=dict)
     printed: str = ""  # the last line that a library printed while loading
     selected: int = 0  # the selected slot
@@ -61,7 +61,7 @@ class State:
     opened: int | None = None  # id of the open request; None: the newest ended one
     # experiment -> its last record
     records: dict[str, ExperimentRecord] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)  # what pages remember, by their name
+    kept: dict[str, Any] = field(default_factory=dict)  # data that pages keep, by page name
     # for the token inspector: (request, number of tokens) -> (text, probability, is allowed)
     candidates: dict[tuple[int, int], tuple[tuple[str, float, bool], ...]] = field(
         default_factory=dict
@@ -75,15 +75,15 @@ class State:
     has_chosen: bool = False  # the user chose `lower`; otherwise it follows the keys
     said: str = ""  # the last command's message, shown for a few seconds
     strip: object | None = None  # what the page with a strip shows; None: no strip
-    hints: Sequence[str] = ()  # of pages, for the timeline before the first step
+    hints: Sequence[str] = ()  # hints of pages, shown in the timeline before the first step
     offer: str = ""  # text of the offer, until accepted or declined
-    hidden: int = 0  # requests up to this one are ignored, with their steps
+    hidden: int = 0  # ignore requests up to this one, and their steps
     woke: int = 0  # index of the first step of the latest busy period
     # Busy periods, the newest last
     periods: deque[Period] = field(default_factory=lambda: deque(maxlen=100))
     # rows -> seconds of recent steps that only decoded
     costs: dict[int, deque[float]] = field(default_factory=dict)
-    _in_experiment: bool = False  # the latest busy period is the running experiment's
+    _in_experiment: bool = False  # the latest busy period belongs to the running experiment
     _inspected: int = 0  # the request with a schema whose slot was selected last
     _delivered: int = 0  # the engine's token count in the last view
     # zoom -> the complete columns of the history
@@ -273,7 +273,7 @@ class State:
     ) -> None:
         """Begin a busy period if every working request arrived after the previous step began.
 
-        No idle time is needed in between: the second part of an experiment is fired while the last
+        No idle time is required before it: the second part of an experiment is fired while the last
         ghost of the first is still in flight.
         """
         before = last.view.began if last else -math.inf
@@ -306,7 +306,7 @@ class State:
         return self.view.busy and not (self.view.paused or self.view.slow)
 
     def tokens_per_s(self) -> float:
-        """Return the rate over the last second, or since the latest busy period began."""
+        """Return output tokens/s over the last second, or since the latest busy period began."""
         if not self.history:
             return 0.0
         now = min(self.view.engine.now, self.moment)
@@ -327,7 +327,8 @@ class State:
         return [*merged, merge(rest)] if rest else merged
 
     def zoom_for(self, width: int) -> int:
-        """Return the steps per column: as chosen, or enough for the latest busy period, up to 8."""
+        """Return the steps per column: the user's choice, or up to 8 to fit the latest busy
+        period."""
         fitting = (zoom for zoom in (1, 2, 4) if len(self.history) - self.woke <= zoom * width)
         return self.zoom or next(fitting, 8)
 
@@ -459,7 +460,7 @@ class State:
         return "hung up" if is_gone else request.reason or ""
 
     def owner(self, slot: int) -> RequestView | None:
-        """Return the request in a slot, or its last one."""
+        """Return the current or last request of a slot."""
         if self.cursor is None:
             return self.requests.get(self.owners.get(slot))
         step = last_in(self.history[: self.at + 1], slot)
@@ -510,7 +511,7 @@ class State:
 
 
 def without(news: Snapshot, hidden: int) -> Snapshot:
-    """Return the news without requests up to `hidden`, and without steps that served only those."""
+    """Return the news, excluding requests up to `hidden` and steps that served only those."""
     if not hidden:
         return news
     steps = []
@@ -531,14 +532,14 @@ def client_of(request: RequestView) -> str:
     return clean(request.client)
 
 
-# --- prices of steps ----------------------------------------------------------------------------
+# --- costs of steps -----------------------------------------------------------------------------
 
 
 def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
-    """Fit prices of steps to the history.
+    """Fit the costs of steps to the history.
 
     Use only steps with the same limits as `step`, or as the newest one: another budget changes the
-    size and the price of chunks.
+    size and the cost of chunks.
     """
     columns = state.history[-KNOWN:]
     if state.view.turns and columns:
@@ -548,7 +549,7 @@ def prices(state: State, one_in: int = 20, step: int | None = None) -> Prices:
 
 
 def price_in(state: State) -> Callable[[Period], Price | None]:
-    """Return a function from a period to its price function, fitted to steps with equal limits."""
+    """Return a function from a period to its cost function, fitted to steps with equal limits."""
     known: dict[Limits, Prices] = {}
 
     def price(period: Period) -> Price | None:

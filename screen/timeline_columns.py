@@ -3,11 +3,11 @@
     continuous  0 ▒A██████▒C████████     ▒ prefill: a chunk of the prompt goes into the slot
                 1 ▒B██▒D████████████     █ decode: one more token of the answer
 
-    static      0 ▒A██████▒C████████     ╳ blocked: the slot is free and requests wait, but the policy keeps it shut,
-                1 ▒B██╳╳╳╳▒D████████       here until the batch that was admitted together has drained
+    static      0 ▒A██████▒C████████     ╳ blocked: the slot is free and requests wait, but the policy
+                1 ▒B██╳╳╳╳▒D████████       admits none: here until the last request of the batch has ended
 
-With draft tokens, a cell shows how many tokens the step yielded: ⁴ if three drafts were accepted,
-¹ if none was. Columns are made from plans; nothing here knows a policy.
+With draft tokens, a cell shows how many tokens the step yielded: ⁴ if three drafts were accepted, ¹
+if none was. Columns are computed from plans; nothing here depends on a policy.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Column(NamedTuple):
     ended: float
     cells: tuple[Cell, ...]  # by slot
     tokens: int  # number of tokens delivered
-    # Number of cells that worked for a request; in a merged column, summed over all its steps. A
+    # Number of cells that did useful work; in a merged column, summed over all its steps. A
     # cell with draft tokens counts as the share of its rows that yielded a token
     useful: float
-    view: StepView  # the step as the engine describes it; in a merged column, the last step
-    rows: tuple[int, ...] = ()  # by slot: number of rows that its request has filled
+    view: StepView  # the step in the engine's snapshot; in a merged column, the last step
+    rows: tuple[int, ...] = ()  # by slot: number of rows filled by its request
     steps: int = 1
     unseen: int = 0  # number of steps that the screen has missed
 

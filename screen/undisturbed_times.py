@@ -19,7 +19,7 @@ from statistics import fmean, linear_regression
 from engine.snapshot import StepView, percentile
 from screen.timeline_columns import Column
 
-# Number of steps that prices are fitted to; if it is large, consecutive runs share a clock
+# Number of newest steps that costs are fitted to; large, so that consecutive runs share costs
 KNOWN = 10_000
 LEAST = 1e-6  # seconds: lower costs are lost in the noise
 
@@ -32,8 +32,8 @@ def undisturbed(times: Iterable[float], one_in: int = 20) -> float:
 class Prices:
     """The undisturbed cost of a step: a constant, and more for each decoding row and each chunk.
 
-    `one_in`: one in this many equal steps is faster than the estimate. 2 gives the median, which
-    includes disturbed steps. It splits a step's own seconds better, because few chunks are enough.
+    `one_in`: one in this many equal steps is faster than the estimate. 2 gives the median, which is
+    better for splitting one step's time into parts, because it needs only a few chunks.
     """
 
     def __init__(self, steps: Iterable[StepView], one_in: int = 20):
@@ -69,11 +69,11 @@ class Prices:
 def on_clock(
     columns: Sequence[Column], prices: Prices
 ) -> tuple[list[Column], Callable[[float], float]]:
-    """Return the steps on the clock of the prices, and a function from real time to that clock."""
+    """Return the steps with undisturbed times, and a function from real to undisturbed time."""
     out = []
     now = 0.0
     for i, c in enumerate(columns):
-        # Idle times are kept
+        # Keep idle times
         began = now + (c.began - columns[i - 1].ended if i else 0.0)
         now = began + prices.seconds(len(c.view.decode), len(c.view.prefill))
         out.append(c._replace(began=began, ended=now))

@@ -23,13 +23,13 @@ from screen.draw.style import Line, clean, shorten
 from screen.state import State
 
 SHARE = 0.1  # share of a core that the screen may use
-LONGEST = 0.5  # seconds between two calls, at most
+LONGEST = 0.5  # maximum seconds between two calls
 
 
 def thrifty(look: Callable[[], None]) -> Callable[[], None]:
     """Skip calls while this thread has used more than its share of a core since the last one.
 
-    On a slow machine the screen is drawn less often, and the engine stays as fast.
+    On a slow machine the screen is drawn less often, and the engine is not slowed down.
     """
     looked = -LONGEST
     used = 0.0
@@ -57,7 +57,7 @@ class Pane(Widget):
         super().__init__(id=id)
         self._draw = draw
         self._wheel = wheel
-        # By row: the line and its style, and the strip made from them
+        # For each row: its line and style, and the strip rendered from them
         self._drawn: list[tuple[Line, Style] | None] = []
         self._strips: list[Strip] = []
         self._fault = ""  # the error of the last draw, if it failed
@@ -160,7 +160,7 @@ class PromptBox(TextArea):
 
     @property
     def tall(self) -> int:
-        """The number of lines that the box needs."""
+        """The number of lines that the text needs."""
         return self.wrapped_document.height if self.soft_wrap else 1
 
     def put(self, text: str) -> None:
@@ -170,7 +170,7 @@ class PromptBox(TextArea):
         self.fold(self.soft_wrap)
 
     def fold(self, typing: bool) -> None:
-        """Show only the beginning of the text, in one line, while the keyboard is elsewhere."""
+        """Show only the beginning of the text, in one line, while the box has no focus."""
         self.soft_wrap = typing
         if not typing:
             self.scroll_to(0, 0, animate=False)

@@ -20,7 +20,8 @@ EVENING = (
     "with a good end."
 )
 
-# (prompt, max tokens). Short answers alternate with long ones, because there the policies differ.
+# (prompt, max tokens). Short answers alternate with long ones, because policies differ most for
+# such a mix.
 BURST = (
     ("Tell me a story about a fox and a lantern.", 320),
     ("What is 3 + 4?", 16),
@@ -56,7 +57,7 @@ class Ask(NamedTuple):
     seed: int | None
     schema: str = ""  # JSON schema of the answer
     logprobs: int | None = None  # number of top tokens whose log probabilities are returned
-    mute: bool = False  # not logged: an experiment has hundreds
+    mute: bool = False  # do not log it: an experiment may submit hundreds
     client: str = ""  # name of the client
     question: int = 0  # number of the question in a conversation; 0: none
     messages: Sequence[dict[str, str]] = ()  # the conversation, ending with the prompt

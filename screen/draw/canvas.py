@@ -14,7 +14,7 @@ from screen.draw import style
 from screen.draw.style import GLYPHS, NAMES, Line, Palette, Pen, count, shorten, wrap
 
 BACK = "close"  # the action of a click on a page's note
-BEYOND = 1.01  # a bar that is higher than this share of its room ends in an arrow
+BEYOND = 1.01  # a bar higher than this multiple of its room ends in an arrow
 Legend = Iterable[tuple[str, str, str]]  # (glyph, ink, meaning)
 
 

@@ -21,7 +21,7 @@ from screen.draw.style import HUES, count, number, span, style, wrap
 from screen.state import State
 from screen.timeline_columns import Column, spread
 
-# Width of the scale, so that charts of the same time are aligned
+# Width of the scale on the left. It is the same in all charts, so that their time axes line up
 SCALE = 5
 
 
@@ -104,7 +104,7 @@ def draw_rate(state: State, on: Canvas) -> None:
 
 
 def draw_batch(state: State, on: Canvas) -> None:
-    """Draw how many slots did useful work, over the same time as the tokens."""
+    """Draw how many slots did useful work, on the time axis of the token rate."""
     slots = len(state.view.engine.slots)
     values = rates_of(state, on, lambda column: column.useful * (column.ended - column.began))
     _, last = stretch(state)
@@ -128,7 +128,7 @@ def draw_cost(state: State, on: Canvas) -> None:
         on.say(words)
         return
     rows = list(costs)
-    if len(rows) > room:  # keep both ends, and some rows evenly in between
+    if len(rows) > room:  # keep both ends, and evenly spaced rows between them
         rows = sorted({rows[round(i * (len(rows) - 1) / max(1, room - 1))] for i in range(room)})
     wide = (on.width - 6) // 2
     slowest = max(costs.values())

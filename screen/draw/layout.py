@@ -32,7 +32,7 @@ def arrange(
     places["slots"] = Region(0, 1, width, rows + 3)
     y = rows + 4
     tall = body - rows - 3
-    # There is room for the timeline and one more pane
+    # If there is room, show the timeline and one more pane
     if tall >= rows + (5 if lower == "timeline" else 8):
         places["timeline"] = Region(0, y, width, rows + 2)
         y += rows + 2
@@ -143,7 +143,7 @@ def is_wide(width: int, height: int) -> bool:
 
 
 def stack(place: Region, name: str) -> dict[str, Region]:
-    """Place one pane, or the panes of a stack: vertically, or side by side in few lines.
+    """Place one pane, or the panes of a stack: vertically, or side by side if lines are few.
 
     Panes that do not fit are left out, the last ones first.
     """

@@ -24,7 +24,7 @@ from screen.draw.style import Line, Palette, clean, wrap
 
 # Highlighted languages; malicious code can keep other lexers busy for a long time
 LEXERS = ("python", "bash", "sh", "c", "cpp", "go", "java", "javascript", "json", "rust", "sql")
-DEEPEST = 16  # at deeper levels, the parser skips text and lines do not fit
+DEEPEST = 16  # maximum nesting: deeper, the parser drops text and lines do not fit
 PARSER = MarkdownIt("commonmark", {"html": False})
 PARSER.enable(["strikethrough", "table"]).disable(["image", "reference"])
 
@@ -41,8 +41,8 @@ def lines_of(text: str, width: int, p: Palette, hue: str, grows: bool) -> Iterat
 def blocks(text: str) -> list[str]:
     """Split text into blocks that can be rendered on their own.
 
-    A block ends at an empty line outside of code, before a line without indent: earlier lines
-    cannot change the form of the next.
+    A block ends at an empty line outside of code, before a line without indentation, because
+    earlier lines cannot affect how that line is rendered.
     """
     found: list[list[str]] = [[]]
     fence = ""

@@ -16,7 +16,7 @@ from screen.state import State
 
 TOTALS = "page('totals')"  # opens the table of busy periods
 PROMPT_END = "┊"  # the end of a long prompt in a slot's bar, during its prefill
-CHECKPOINT = "┃"  # where a state is kept (docs/slots.md)
+CHECKPOINT = "┃"  # a checkpoint of the recurrent state (docs/slots.md)
 
 
 def aligned(values: Iterable[str], widths: Sequence[int]) -> str:

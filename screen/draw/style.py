@@ -119,7 +119,8 @@ class Palette(NamedTuple):
         return Palette(*(color.hex6.lower() for color in colors))
 
     def fill(self, request: int | None) -> str:
-        # With seven slots a slot's next request may have a number seven higher: give it another hue
+        # Do not repeat the hues in the same order: with seven slots, a slot's next request is often
+        # the one seven numbers later
         number = request or 0
         return apart(HUES[(number + number // len(HUES)) % len(HUES)], self.back)
 
@@ -131,12 +132,12 @@ class Palette(NamedTuple):
         hue = self.fill(request)
         if kind == REUSED:
             return style(mixed(self.back, hue, 0.6), mixed(self.back, hue, 0.15), reverse=reverse)
-        # A full block on its own colour shows no seams in any font
+        # On a background of its own colour, a full block shows no seams in any font
         back = self.ground(kind, request) if kind in (DECODE, PREFILL) else None
         return style(hue, back, reverse=reverse)
 
     def ground(self, kind: int, request: int) -> str:
-        """Return the background of a cell, which a digit in the cell keeps."""
+        """Return the background of a cell. A digit drawn in the cell keeps it."""
         return self.fill(request) if kind == DECODE else mixed(self.back, self.fill(request), 0.3)
 
 
@@ -187,8 +188,8 @@ class Pen:
         return self.put(" " * max(0, column - self.width))
 
     def bar(self, height: float | None, row: int, hue: str) -> Pen:
-        """Draw one cell of a vertical bar that is `height` lines high; `row` counts from below.
-        None draws nothing, but any number, even 0, draws something."""
+        """Draw one cell of a vertical bar that is `height` lines high; `row` counts from the
+        bottom. None draws nothing, but any number, even 0, draws something."""
         least = int(row == 0 and height is not None)
         # Round ties up in spite of floating-point error in the sum
         eighths = max(least, min(8, round(8 * ((height or 0.0) - row) + 1e-6)))
@@ -221,7 +222,7 @@ def listed(names: Sequence[str], most: int) -> str:
 
 
 def in_time(step_s: float) -> str:
-    """Format the time limit on a step's prompt tokens, which applies besides the budget."""
+    """Format the time limit on a step's prompt tokens, which applies in addition to the budget."""
     return f", and {span(step_s)} while somebody decodes" if step_s else ""
 
 

@@ -7,7 +7,7 @@ from screen.draw.style import clean, listed
 from screen.page import Page
 from screen.state import State
 
-NAMED = 4  # number of requests to name for the same error
+NAMED = 4  # maximum number of requests named for one error
 
 
 def draw(state: State, on: Canvas) -> None:
@@ -15,7 +15,7 @@ def draw(state: State, on: Canvas) -> None:
     failed = [request for request in reversed(state.ended) if request.error]
     if not (state.tracebacks or failed):
         on.say("Nothing has failed.", on.muted)
-    alike: dict[str, list[str]] = {}  # error -> requests: one error may fail many
+    alike: dict[str, list[str]] = {}  # error -> requests, because one error may fail many
     for request in failed:
         alike.setdefault(clean(request.error), []).append(f"r{request.id}")
     for error, names in alike.items():

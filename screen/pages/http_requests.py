@@ -34,7 +34,7 @@ COLUMNS = (
 
 
 def so_far(state: State, call: RequestRecord) -> RequestRecord:
-    """Add the engine's figures to an open HTTP request, which has its own only at its end."""
+    """Add the engine's figures to an open HTTP request, whose record has none until it ends."""
     views = [state.requests[request] for request in call.requests if request in state.requests]
     if call.latency_s is not None or not views:
         return call

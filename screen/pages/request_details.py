@@ -132,7 +132,7 @@ def place_of(request: RequestView, order: Sequence[RequestView]) -> int | None:
 
 
 def beside(request: RequestView, order: Sequence[RequestView], by: int) -> RequestView:
-    """Return the request `by` places further on; the first one if this one is not in the order."""
+    """Return the request `by` places after this one; if this one is not in the order, the first."""
     place = place_of(request, order)
     return order[0 if place is None else max(0, min(place + by, len(order) - 1))]
 
