@@ -40,7 +40,7 @@ PAUSED = "paused: space goes on"
 class Experiment:
     """An experiment, whose `run` yields its records."""
 
-    what: ClassVar[str]  # its name in a refusal, such as "no race while a server runs"
+    what: ClassVar[str]  # its name in error messages, such as "no race while a server runs"
     fixes: ClassVar[
         Mapping[str, str]
     ] = {}  # settings that the user may not change while it runs -> the reason
@@ -79,8 +79,8 @@ class Experiment:
         yield from self.until(lambda: not self.engine.has_work)
 
     def run_alone(self, submit: Callable[[], Handle]) -> Generator[ExperimentRecord, None, Handle]:
-        """Submit a request, and repeat it until it ran alone: the user may submit or cancel requests
-        at any time."""
+        """Submit a request, and repeat it until it has run alone, because the user may submit or
+        cancel requests at any time."""
         while True:
             yield from self.until_idle()
             before = self.engine.sched.submitted

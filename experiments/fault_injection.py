@@ -80,7 +80,7 @@ class Saboteur:
 
 @contextmanager
 def running_on(engine: Engine, runner: RunnerProtocol) -> Iterator[None]:
-    """Let a different runner run the steps inside the `with` block."""
+    """Replace the engine's runner inside the `with` block."""
     with engine.changed:
         own = engine.runner
         engine.runner = runner
@@ -137,7 +137,7 @@ class FaultInjection(Experiment):
         return max(at_it, key=lambda h: (h.request.max_tokens - len(h.tokens), -h.id))
 
     def _record_witnesses(self) -> None:
-        """Record each witness's phase when the fault is injected."""
+        """Record each witness's slot and token count when the fault is injected."""
         witnesses = [Witness(handle.id, where(handle)) for handle in self.handles]
         self.update(stage="goes on", witnesses=witnesses)
 
@@ -233,7 +233,7 @@ class FaultInjection(Experiment):
 
 
 def where(handle: Handle) -> str:
-    """Describe the current phase of a request."""
+    """Describe a request's slot and number of tokens."""
     slot = handle.request.slot
     words = "in line" if slot is None else f"slot {slot}"
     return f"{words}, {count(len(handle.tokens), 'token')}" if handle.tokens else words
@@ -262,7 +262,7 @@ class Witness(NamedTuple):
     """A request that was open when the fault was injected."""
 
     id: int
-    where: str  # its phase at that time
+    where: str  # its slot and number of tokens at that time
     reason: str | None = None
     error: str = ""
     tokens: int = 0
@@ -280,7 +280,7 @@ class FaultInjectionRecord(ExperimentRecord):
 
     name = "break"
     what: str  # one of `BREAKS`
-    exact: bool = False  # batch-invariant
+    exact: bool = False  # the engine is batch-invariant
     # stage: "waits" | "goes on" | "compares" | "over"
     did: str = ""
     witnesses: Sequence[Witness] = ()
@@ -313,7 +313,7 @@ class FaultInjectionRecord(ExperimentRecord):
 
     @property
     def receipt(self) -> str:
-        """The amount of data that was compared."""
+        """A description of how much was compared."""
         tokens = sum(each.tokens for each in self.compared)
         numbers = sum(each.covers for each in self.compared)
         words = f"{count(tokens, 'token')} and {numbers:,} log probabilities"

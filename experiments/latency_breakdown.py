@@ -40,7 +40,7 @@ PARTS = {
     "ghost": "computed in its slot after its end, and dropped",
     "unseen": "steps that the screen missed",
 }
-ROUNDING = 1e-9  # seconds by which rounding may date a step before its prompt, after a pause
+ROUNDING = 1e-9  # seconds: after a pause, rounding may date a step this much before its prompt
 LONGEST = 5_000  # maximum steps of a replay; a longer one would block the screen
 
 
@@ -73,7 +73,7 @@ class LatencyBreakdown:
         return self.pieces[-1].ended - self.pieces[0].began
 
     def parts(self, until: float = math.inf) -> dict[str, float]:
-        """Return part -> seconds up to a time, without empty parts."""
+        """Return part -> seconds up to a time, excluding empty parts."""
         sums = dict.fromkeys(PARTS, 0.0)
         for piece in self.pieces:
             sums[piece.part] += max(0.0, min(piece.ended, until) - piece.began)
@@ -84,7 +84,7 @@ class LatencyBreakdown:
 
 
 def breakdown_in(state: State, request: RequestView) -> LatencyBreakdown:
-    """Break down a request's latency at the usual prices."""
+    """Break down a request's latency at the median step costs."""
     steps = state.steps_of(request)
     step = state.history[steps[-1]].step if steps else None
     usual = prices(state, one_in=2, step=step)
@@ -128,7 +128,8 @@ def is_noisy(prices: Prices) -> bool:
 
 
 def with_a_chunk(prices: Prices) -> Prices:
-    """Return the prices. If they are too noisy, set a chunk's price to that of a step with one row."""
+    """Return the step costs. If they are too noisy, let a chunk cost as much as a step with one
+    row."""
     if not is_noisy(prices):
         return prices
     estimated = copy(prices)
@@ -186,10 +187,10 @@ def _add_slot(
 
 
 def work_ends(step: StepView) -> float:
-    """Return the time at which the work of a step was done.
+    """Return the time at which the computation of a step finished.
 
-    A step ends when its tokens are read. On a CPU the work is done while Python launches the step. Then the
-    next step is launched, and only after it are the tokens read.
+    A step ends when its tokens are read. On a CPU the computation runs while Python launches the step, but
+    the tokens are read only after the next step was launched.
     """
     started = step.began + step.plan_s + step.build_s + step.device_s
     return min(started, step.ended) if step.device_s > step.wait_s else step.ended
@@ -202,7 +203,7 @@ def _shares(
     prices: Prices,
     seconds: float,
 ) -> dict[str, float]:
-    """Return part -> share of a step's time, by price."""
+    """Return part -> share of a step's time, in proportion to the costs."""
     rows = len(column.view.decode)
     read = {owner: stop - start for _, owner, start, stop in column.view.prefill}
     tokens = sum(read.values())
@@ -239,7 +240,7 @@ class Outcome(NamedTuple):
     """The measured or replayed outcome of a request. Seconds count from its arrival."""
 
     name: str  # "measured", "alone" or a policy
-    # number of steps to the admission, from there to the first token, from there to the last
+    # number of steps to the admission, then to the first token, then to the last token
     steps: tuple[int, int, int]
     line: float
     ttft: float
@@ -278,9 +279,9 @@ def outcomes(
     alone = simulated(limits, [guest_of(whole, lambda at: 0.0, drafts)], request.policy, prices)
     out = [real, outcome("alone", request, alone, 0.0)]
     late = sum(after.view.began >= before.view.ended for before, after in pairwise(columns))
-    run_ahead = 2 * late < len(columns)  # slow motion plans a step after the previous one was read
+    run_ahead = 2 * late < len(columns)  # slow motion reads a step before it plans the next
     for policy in POLICIES:
-        if policy == request.policy:  # its steps are known
+        if policy == request.policy:  # use its measured steps
             ran = outcome(policy, request, undisturbed, arrived, came)
             out.append(ran._replace(line=moment(request.admitted) - arrived))
         else:

@@ -5,9 +5,9 @@ Small chunks keep the gaps between tokens short but delay the long prompt. Two k
 the experiment runs.
 
 The experiment measures the chats' gaps, submits the long prompt and measures again. The median is shown next
-to the maximum, because a single long gap may be another program's fault. Halfway through, a short prompt
-arrives, and the steps to both first tokens are counted. Each long prompt begins differently, so that no rows
-come from the prefix cache. All changes are undone at the end.
+to the maximum, because a single long gap may be caused by another program. Halfway through, a short
+prompt arrives, and the steps to both first tokens are counted. Each long prompt begins differently, so
+that no rows come from the prefix cache. All changes are undone at the end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # --- question -------------------------------------------------------------------------------------
 
 NAME = "long"
-ANSWER = 2  # tokens in a long prompt's answer, which does not matter
+ANSWER = 2  # length of a long prompt's answer, which is not used
 SHORT = 35  # maximum tokens of the short prompt
 QUIET = 24  # steps measured before a long prompt
 AFTER = 12  # steps drawn after a long prompt
@@ -146,8 +146,8 @@ class LongPrompt(Experiment):
             yield self.update(now=words)
 
     def _keep_company(self) -> None:
-        """If nothing runs, fill all but two slots with chats and keep them filled. The two are for the
-        long and the short prompt."""
+        """If nothing runs, fill all but two slots with chats and keep them filled. The two free slots
+        are for the long and the short prompt."""
         sched = self.engine.sched
         busy = len(sched.running) + len(sched.waiting)
         self._has_company = self._has_company or not busy
@@ -230,7 +230,7 @@ def obey(session: Session, rest: str) -> None:
     each."""
     state = session.state
     budgets = [as_budget(word) for word in rest.split()]
-    for budget in budgets if state.view.engine else ():  # otherwise the client refuses
+    for budget in budgets if state.view.engine else ():  # `run` checks them again
         state.view.made_with.with_budget(budget)
     before = state.records.get(NAME, LongPromptRecord())
     session.run_experiment(LongPrompt(before, session.stays, budgets or [None]))
@@ -266,8 +266,8 @@ class LongPromptResult(NamedTuple):
     widest: int  # the largest chunk
     steps: int  # number of steps with a chunk of the long prompt
     ttft: float
-    gap: float  # median gap of the chats with a full chunk in it
-    longest: float  # the longest gap with a chunk in it
+    gap: float  # the chats' median gap while a full chunk is prefilled
+    longest: float  # the longest gap while a chunk is prefilled
     steps_between: int  # the most steps between two tokens of a chat
     quiet_gap: float  # median gap before the long prompt
     quiet_longest: float  # the longest gap before the long prompt
@@ -338,7 +338,7 @@ def measured(
             quiet.append(gap)
     if not quiet or not disturbed:
         return None
-    # Leave out a short last chunk, which would be the median of two gaps
+    # Leave out a short last chunk: its gap would be the median if there are only two
     dearest = max(gap.cost for gap in disturbed)
     whole = [gap.seconds for gap in disturbed if 2 * gap.cost >= dearest]
     return LongPromptResult(
@@ -428,7 +428,7 @@ def doing(state: State, record: LongPromptRecord, is_on: bool) -> str:
 
 
 def sentence(results: Sequence[LongPromptResult]) -> str:
-    """Describe the trade-off of the budget, with the newest value and the one before."""
+    """Describe the trade-off of the budget, comparing the newest budget with the one before."""
     newest = results[-1]
     result, which = calmest(results, newest.budgets)
     words = (
@@ -553,8 +553,8 @@ def draw_traces(state: State, on: Canvas, height: int, record: LongPromptRecord)
 
 
 def top_of(gaps: Collection[Gap]) -> float:
-    """Return the end of the scale. Outliers caused by other programs may exceed it, because otherwise all
-    other gaps would look the same."""
+    """Return the end of the scale. Outliers caused by other programs may exceed it, because otherwise
+    they would flatten all other gaps."""
     usual = percentile((gap.seconds for gap in gaps), 0.98) or 0.01
     read = max((gap.seconds for gap in gaps if gap.tokens), default=0.0)
     return nice(max(usual, read))

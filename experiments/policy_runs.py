@@ -2,8 +2,8 @@
 and request_latency.py).
 
 Other programs interrupt steps: measured times of the same race differed by factors of up to 3.9. So the
-length of a run is the sum of its steps' undisturbed times (`screen/undisturbed_times.py`), and the rest of
-the engine's time is shown as interruptions. All times in a `Run` except `took` are on this clock.
+duration of a run is the sum of its steps' undisturbed times (`screen/undisturbed_times.py`), and the rest
+of the engine's time is shown as interruptions. All times in a `Run` except `took` are on this clock.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def measured(
 def ttfts_of(
     columns: Iterable[Column], requests: Iterable[RequestView], moment: Callable[[float], float]
 ) -> list[float]:
-    """Return the TTFTs. A first token comes with the last chunk of the prompt."""
+    """Return the TTFTs. The last chunk of a prompt yields its first token."""
     ends = {(request, stop): c.ended for c in columns for _, request, _, stop in c.view.prefill}
     ttfts = []
     for r in requests:
@@ -124,7 +124,7 @@ def renumbered(columns: Iterable[Column], numbers: dict[int, int]) -> list[Colum
 
 
 def terms_of(state: State, columns: Sequence[Column]) -> tuple[Limits, Prices]:
-    """Return the limits and prices of these steps, for a replay. Raise ValueError if the budget changed
+    """Return the limits and costs of these steps, for a replay. Raise ValueError if the budget changed
     between them."""
     first, last = columns[0].step, columns[-1].step
     return state.limits_of(first, last), prices_in(state, step=first)
@@ -138,7 +138,7 @@ def replay(
     prices: Prices,
     steps: Iterable[StepView] = (),
 ) -> Run:
-    """Replay requests through the scheduler under another policy, on a clock of fitted costs.
+    """Replay requests through the scheduler under another policy, with fitted step costs.
 
     `steps`: the original steps, from which draft tokens are taken.
     """
@@ -151,7 +151,7 @@ def replay(
 def simulated(
     limits: Limits, guests: Sequence[Guest], policy: str, prices: Prices, **options: Any
 ) -> Iterator[Column]:
-    """Yield the steps of a replay on the clock of the prices. `options`: arguments for `Replay`."""
+    """Yield the steps of a replay, timed by the step costs. `options`: arguments for `Replay`."""
 
     def seconds(plan: Plan) -> float:
         return prices.seconds(len(plan.decodes), len(plan.chunks))
@@ -188,7 +188,7 @@ def guest_of(
     """Return a request for a replay. A running request is replayed up to its newest token, or to its first
     token during prefill.
 
-    `moment` converts arrival times to the clock of the costs.
+    `moment` converts arrival times to the replay's clock.
     """
     metrics = request.metrics
     tokens = max(1, metrics.output_tokens)
@@ -213,7 +213,7 @@ def is_cut_short(request: RequestView) -> bool:
 
 
 def until(run: Run, moment: float) -> Run:
-    """Return a run up to a time of its clock. All requests must have arrived at 0, as in a race."""
+    """Return a run up to a time on its clock. All requests must have arrived at 0, as in a race."""
     columns = run.columns[: bisect_right(run.columns, moment, key=lambda c: c.ended)]
     ttfts = [ttft for ttft in run.ttfts if ttft <= moment]
     return run._replace(columns=columns, ttfts=ttfts)

@@ -228,7 +228,7 @@ def verdict(runs: Sequence[Run]) -> str:
 
 FILM = (4.0, 10.0)  # minimum and maximum seconds of the animation
 NAME = 23  # characters for a policy and how it ran
-SHORT_NAME = 12  # characters for only the policy, on a narrow screen
+SHORT_NAME = 12  # characters for the policy only, on a narrow screen
 TALLEST = 3  # maximum lines per slot
 RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
 NEXT = "runs next"
@@ -241,7 +241,7 @@ class Shown:
     """The state of the race page."""
 
     last: Contest = NO_RACE  # the last finished race
-    # position of the animation in seconds of the common clock; None: not animated
+    # position of the animation in seconds on the common clock; None: not animated
     film: float | None = None
     began: float | None = None  # when the animation began
 

@@ -89,7 +89,7 @@ def open_beside(state: State, by: int) -> None:
 
 
 def open_mark(state: State) -> None:
-    """Open the request at the next percentile, after the last at the first."""
+    """Open the request at the next percentile; after the last percentile, the first."""
     order = ranked(state.ended)
     if not order:
         return
@@ -114,12 +114,12 @@ class RequestLatencyRecord:
 # --- drawing --------------------------------------------------------------------------------------
 
 NAMES = 16  # characters for a part's name
-FIGURES = (14, 8)  # characters for the milliseconds and for the percentage
+FIGURES = (14, 8)  # characters for a part's milliseconds and percentage
 TABLE = (Figure("TTFT", 10), Figure("total", 10), Figure("steps in all", 16))
 LINE = "░"
 KNOB = "●"
 TELLS = "▸ ran. Steps: in line + to its first token + to its last."
-SOON, LATE = "█▒"  # before and after the first token
+SOON, LATE = "█▒"  # the glyphs before and after the first token
 
 
 def draw(state: State, on: Canvas) -> None:
@@ -199,7 +199,7 @@ def in_ms(seconds: float) -> float:
 
 
 def color_of(p: Palette, part: str, request: int) -> str:
-    """Return the colour of a part: the request's own for its own work."""
+    """Return the colour of a part: the request's colour for its own work, `bad` for waiting."""
     if part in ("own chunks", "decoding"):
         return p.fill(request)
     return p.bad if part in ("line", "slot") else p.muted
@@ -276,7 +276,7 @@ def shares_of_clients(state: State, breakdown: LatencyBreakdown) -> str:
 
 
 def draw_outcomes(state: State, on: Canvas, r: RequestView) -> None:
-    """Draw the request under each policy."""
+    """Draw the request's outcome under each policy."""
     legend = (
         (LINE, on.bad, "in line"),
         (SOON, on.text, "first token"),

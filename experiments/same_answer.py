@@ -57,7 +57,7 @@ class SameAnswer(Experiment):
     def run(self) -> Iterator[SameAnswerRecord]:
         self._check()
         product = self.engine.summary.rpartition("; ")[2]
-        product = product.partition(", so ")[0]  # the rest repeats `exact`
+        product = product.partition(", so ")[0]  # the rest says the same as `exact`
         self.update(exact=self.engine.is_batch_invariant, product=product)
         yield from self.until_idle()
         yield from self._run_alone()
@@ -160,7 +160,8 @@ def obey(session: Session, rest: str) -> None:
 
 
 def own_prompt(state: State) -> str:
-    """Return the prompt in the selected slot if the user typed it, otherwise the burst's longest."""
+    """Return the prompt in the selected slot if the user typed it, otherwise the longest prompt of a
+    burst."""
     owner = state.owner(state.selected)
     ours = [prompt for prompt, _ in state.prompts]
     is_asked = owner and isinstance(owner.origin, Ask) and not owner.origin.mute
@@ -209,14 +210,14 @@ class SameAnswerRecord(ExperimentRecord):
     alone: Bits | None = None
     prompt_tokens: int = 0
     runs: tuple[Answered, ...] = ()
-    kinds: Sequence[Alike] = ()  # the answer of the run alone first
+    kinds: Sequence[Alike] = ()  # the first is the answer of the run alone
     came: int = 0  # number of neighbours so far
     cancelled: int = 0
     beside: int = 0  # maximum number of other requests in a step
 
     @property
     def texts(self) -> int:
-        """The number of answers that differ in tokens."""
+        """The number of answers with distinct tokens."""
         return len({kind.answer.tokens for kind in self.kinds if kind.count})
 
     @property
@@ -276,7 +277,7 @@ class SameAnswerRecord(ExperimentRecord):
 
 
 def unlike(found: SameAnswerRecord) -> list[Alike]:
-    """Return the answers that differ: first those with different tokens, then by frequency."""
+    """Return the answers unlike the run alone: those with other tokens first, then by frequency."""
     kinds = [kind for kind in found.kinds if kind.difference]
     return sorted(kinds, key=lambda kind: (kind.difference.parted is None, -kind.count))
 

@@ -1,9 +1,10 @@
 """Run the scheduler without a model, from known lengths and step costs.
 
 It shows how other policies would have served the same requests, also in a web page, and needs only the
-standard library. `Replay` sends requests through a scheduler in the loop of `Engine.step`. The same numbers of
-tokens are drafted and accepted as in the original run. The invariant: a replay under the original policy has
-the same steps, though perhaps in other slots, because the choice of a slot depends on the tokens in it.
+standard library. `Replay` sends requests through a scheduler in the same loop as `Engine.step`. The same
+numbers of tokens are drafted and accepted as in the original run. The invariant: a replay under the original
+policy has the same steps, though perhaps in other slots, because the choice of a slot depends on the tokens in
+it.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Replay:
     def under(
         cls, limits: Mapping[str, Any], policy: Policy, guests: Sequence[Guest], *rest, **options
     ) -> Replay:
-        """Return a replay with an engine's limits from a snapshot or a recording; old ones lack some.
+        """Return a replay with an engine's limits from a snapshot or a recording; old recordings lack
+        some limits.
 
         The queue is unlimited, so that no request is refused under this policy.
         """
@@ -177,7 +179,7 @@ class Replay:
         return "stop" if request.committed >= self._tokens[request.id] else None
 
     def _may_stay_in_flight(self, plan: Plan | None) -> bool:
-        """The same rule as `Engine._may_stay_in_flight`."""
+        """Apply the same rule as `Engine._may_stay_in_flight`."""
         if plan is None or not self.run_ahead or plan.is_due(self.eager_first_token):
             return False
         return not self._may_draft(plan)

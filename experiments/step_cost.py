@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 NAME = "cost"
 COUNTS = (1, 2, 4, 8, 16)  # numbers of rows in the table
 MORE_COUNTS = (*COUNTS, 32, 64, 128)  # numbers of rows in the table on a tall screen
-MOST = 2**16  # number of rows in the largest batch considered
+MOST = 2**16  # maximum number of rows considered
 
 # --- run ------------------------------------------------------------------------------------------
 
@@ -134,8 +134,8 @@ class StepCostRecord:
 def record_of(state: State, column: Column) -> StepCostRecord:
     """Return the record of a step.
 
-    The experts are left out if the counts do not match the step's tokens: with two passes only the second
-    is known, and on a GPU a chunk's padding is counted, too.
+    The experts are left out if the counts do not match the step's tokens: if the step has two passes,
+    only the second one's experts are known, and on a GPU a chunk's padding is counted, too.
     """
     engine = state.view.engine
     model = engine.model
@@ -177,7 +177,7 @@ def usual_length(state: State) -> int:
 # --- drawing --------------------------------------------------------------------------------------
 
 NAMES = 13  # characters for a name
-NEARER = 1.2  # weights read this many times faster than memory are in a cache
+NEARER = 1.2  # weights read this many times faster than from memory are in a cache
 DISTURBED = 1.5  # a step this many times longer than usual was disturbed
 FIGURES = (
     Figure("rows", 5, 0),
@@ -410,7 +410,7 @@ def what_is_shared(model: ModelCost, length: int) -> str:
 
 
 def where_it_ends(model: ModelCost, roof: Roof, length: int) -> str:
-    """Say from how many rows on a further row no longer shares the cost of the first."""
+    """Say at how many rows another row no longer makes a token cheaper, and why."""
     ends = []
     outweighs = first_count(lambda bill: bill.keys >= bill.weights, model, length)
     if outweighs is not None:

@@ -264,7 +264,7 @@ def restoring(session: Session) -> Iterator[None]:
         client.slow(view.slow)
         client.pause(view.paused)
         session.eases = eases
-        session.stays = True  # the user is at the screen
+        session.stays = True  # experiments again run until their page is closed
         if is_fresh:
             state.begin_anew()
         for name, value in fields.items():
@@ -392,7 +392,7 @@ ROOT = Path(__file__).parents[1]
 def line_of(file: str, name: str) -> str:
     """Return the place of a function, such as "sched.py:234  Scheduler._admit"."""
     begins = None
-    with suppress(OSError, UnicodeError):  # the file is being changed
+    with suppress(OSError, UnicodeError):  # the file may be missing while it is edited
         text = (ROOT / file).read_text(encoding="utf-8")
         begins = re.search(rf"^ *(def|static void) {name.rpartition('.')[2]}\(", text, re.MULTILINE)
     line = f":{text.count(chr(10), 0, begins.start()) + 1}" if begins else ""

@@ -95,7 +95,8 @@ class Sight:
         return [c for c in self.columns if len(c.view.decode) == rows and not c.view.prefill]
 
     def has_decoded(self, rows: int, steps: int) -> bool:
-        """True if enough steps decoded this many rows, or too few requests are left for it."""
+        """True if enough steps decoded this many rows, or too few requests are open for another
+        such step."""
         return self.open < rows or len(self.decodes(rows)) >= steps
 
     def usual(self, rows: int) -> float:
@@ -193,7 +194,7 @@ def watch(seen: Sight, rows: int) -> Story:
 
 
 def last_in_line(seen: Sight) -> RequestView:
-    """Return the request with the longest queued prompt."""
+    """Return the queued request with the longest prompt."""
     waiting = seen.requests[seen.slots :]
     if not waiting:
         raise ValueError("no prompt had to wait")
