@@ -2,10 +2,9 @@
 
     python course/handout.py ../handout
 
-The folder contains neither the bodies of our functions for the stages, nor the hints, nor hidden
-checks. course/from_zero/stand_ins.py replaces later stages, and small_llama.py computes the
-expected results. The folder needs neither this checkout nor a compiler; its README.md says how to
-begin.
+The folder contains no bodies of our functions for the stages, no hints, and no hidden checks.
+course/from_zero/stand_ins.py replaces later stages, and small_llama.py computes the expected
+results. The folder needs neither this checkout nor a compiler; its README.md says how to begin.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ class Endless(RuntimeError):
 
 
 def watch() -> None:
-    """Raise an exception in a thread whose step never ends.
+    """Raise an exception in a thread whose step never finishes.
 
     A step holds the engine's lock, and the screen waits for that lock. So with an endless loop the
     program could not be quit. With the exception, it is a mistake like any other.

@@ -73,7 +73,7 @@ def truth(slots, max_len: int, past: bool = False) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def stage() -> Stage:
-    """A stage on which some requests have ended and others run."""
+    """A stage with finished and running requests."""
     stage = Stage(slots=4).load()
     stage.session.obey("/burst 12")
     stage.turns(60)
@@ -88,9 +88,7 @@ def test_the_pane_tells_the_truth_about_every_row(stage):
 
 
 def test_the_pane_goes_back_in_time_with_the_cursor(stage):
-    """A pane must not show the present next to panes that show the past.
-
-    Nor may it say 0 % for an unknown share.
+    """With the cursor in the past, the pane shows that step, and no share for what is unknown.
     """
     draw(stage.state)
     now = shares(draw(stage.state))

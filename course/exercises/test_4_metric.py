@@ -66,7 +66,7 @@ def test_the_metric_counts_those_who_hang_up_before_and_during_an_answer():
     assert told(figures) == 1
     figures.count(call(2, status=200, reason="cancelled", hung_up=True, stream=True))
     assert told(figures) == 2
-    # Hung up while sending its prompt, so there was nothing to cancel
+    # The client hung up while it was sending its prompt, so there was nothing to cancel
     figures.count(call(3, status=499, hung_up=True))
     assert told(figures) == 3
 

@@ -59,10 +59,8 @@ def check_stage(folder: Path, stage: Stage) -> bool:
 
 
 def failing(folder: Path, stage: Stage, said: str) -> list[Task]:
-    """Return the functions that a hint should be about.
-
-    These are the one that a traceback names, or those that the failing test is about, or the first
-    blank one, or all of the stage.
+    """Return the functions that a hint should cover: the one named in a traceback, or those that
+    the failing test covers, or the first blank one, or all functions of the stage.
     """
     about = re.search(r"^   ✗ .*\((.*)\)$", said, re.MULTILINE)
     about = about[1].split(", ") if about else []

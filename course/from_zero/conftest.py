@@ -18,7 +18,7 @@ from course.from_zero.stages import STAGES, Stage, names
 
 BLANK = set()  # blank functions of the student's chapters
 if BOOK := overlay.opened():
-    sys.path.insert(0, str(BOOK.folder))  # before the folders of pytest's option `pythonpath`
+    sys.path.insert(0, str(BOOK.folder))  # ahead of pytest's own `pythonpath`
     os.environ.setdefault("PYTEST_TIMEOUT", "60")  # limit per test; most take about one second
     BLANK = {name for name, _ in BOOK.blanks()}
 

@@ -31,7 +31,7 @@ from course.from_zero.run_stage_tests import Check, run
 from course.from_zero.stages import STAGES, Stage, Task, tasks
 from course.from_zero.start import OUR_PACKAGE, blank
 
-POINTS = 10  # per stage
+POINTS = 10  # for each stage
 HIDDEN_POINTS = 5  # for the hidden checks of a stage
 WORK_POINTS = 5  # for doing no more work than the reference
 WORK = Path(__file__).with_name("work") / "test_8_work.py"
@@ -72,7 +72,7 @@ def stand_ins(folder: Path, stage: Stage) -> list[Task]:
         theirs = overlay.functions(file.read_text(encoding="utf-8")) if file.exists() else {}
         if name in ours and name in theirs:
             bodies = [[*map(ast.dump, each.body)] for each in (ours[name], theirs[name])]
-            if bodies[0] == bodies[1][-len(bodies[0]) :]:  # ours have no docstring
+            if bodies[0] == bodies[1][-len(bodies[0]) :]:  # stand-ins have no docstring
                 found.append(task)
     return found
 

@@ -46,7 +46,7 @@ class Check(NamedTuple):
     name: str
     # "passed", "failed", "skipped", or "waits" for another stage; "begun" if the process died in it
     outcome: str
-    says: str = ""  # what the check requires
+    says: str = ""  # the requirement that it checks
     text: str = ""  # what is wrong, and what was printed
 
     def lines(self) -> list[str]:
@@ -84,7 +84,7 @@ def run(
         try:
             process.communicate(key, timeout=4 * seconds or None)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGXCPU)  # faulthandler then prints where it is
+            process.send_signal(signal.SIGXCPU)  # faulthandler then prints the stack
             with suppress(subprocess.TimeoutExpired):
                 process.wait(5)
         finally:

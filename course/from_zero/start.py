@@ -4,8 +4,9 @@
     python course/from_zero/start.py late --from 5      stages 1 to 4 are written already
 
 The book has our current chapters: essays, names, shapes, docstrings. The functions of the stages
-are blank and say what they must do. All other functions stay, and so does every bounds check: MLX
-has none, and a wrong row would be a write into other memory. Where next: README.md in this folder.
+are blank and say what they must do. All other functions stay, and so does every bounds check,
+because MLX has none and would write a wrong row into other memory. Where next: README.md in this
+folder.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def task_of(task: Task, stage: int, indent: int) -> list[str]:
 
 
 def blank(text: str, wanted: dict[str, tuple[int, Task]]) -> str:
-    """Return the chapter with tasks in place of the bodies of these functions."""
+    """Return the chapter with the bodies of these functions replaced by their tasks."""
     lines = text.splitlines()
     nodes = functions(text)
     for name in sorted(wanted, key=lambda name: -nodes[name].lineno):
@@ -107,7 +108,7 @@ def blank_book(first: int = 1) -> dict[str, str]:
 
 
 def mark() -> str:
-    """Return a checksum of the blank book, because later versions may rename things."""
+    """Return a checksum of the blank book. Books of other versions have a different one."""
     return f"{zlib.crc32(''.join(blank_book().values()).encode()):08x}"
 
 

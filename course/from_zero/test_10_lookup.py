@@ -23,7 +23,7 @@ def tokens(text: str) -> list[int]:
 
 @pytest.mark.about("draft")
 def test_draft():
-    """The draft is what followed the newest two tokens the last time, up to `most` tokens."""
+    """The draft is up to `most` tokens that followed the newest two when these last occurred."""
     texts = ("abcdab", "abxabyab", "abxxab", "aaaa", "abcabd", "ab", "a")
     found = [f"{text}: {letters(lookup.draft(tokens(text), 3))}" for text in texts]
     assert found == [

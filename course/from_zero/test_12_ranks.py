@@ -14,7 +14,8 @@ from kernels.device import mx
 
 @pytest.mark.about("route")
 def test_route():
-    """A request goes to the replica that has the fewest tokens to compute before its first."""
+    """A request goes to the replica that has the fewest tokens to compute before the request's
+    first token."""
     a, b = [1, 2, 3, 4, 5, 6], [1, 2, 9]
     cases = (
         (Replica(0, []), Replica(0, [])),
@@ -32,7 +33,7 @@ def test_route():
 
 @pytest.mark.about("route")
 def test_replicas():
-    """Turns of a chat go where their prefix is cached, and both replicas have work."""
+    """A chat's turns go to the replica with their prefix, and both replicas do the same work."""
     texts: list[list[list[int]]] = [[], []]
     work = [0, 0]
     for turn in (1, 2, 3):
@@ -49,8 +50,8 @@ def test_replicas():
 
 @pytest.mark.about("shard")
 def test_shard():
-    """Weights that yield heads or hidden numbers are cut by rows, weights that take them by
-    columns."""
+    """Weights whose outputs are heads or hidden numbers are split by rows; weights whose inputs
+    they are, by columns."""
     weight = 10 * mx.arange(6)[:, None] + mx.arange(4)  # 42 is in row 4, column 2
     found = []
     for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "o_proj", "down_proj"):
@@ -82,8 +83,8 @@ def on_ranks(x: mx.array, size: int) -> tuple[list[mx.array], list[list[mx.array
     """Return the results of `block` on each rank, and each rank's parts of the sums.
 
     There are no processes: the ranks run one after the other, several times. In each sum, the parts
-    of the other ranks are those of the round before. So after each round, one more sum is right on
-    all ranks.
+    of the other ranks are taken from the previous round. So after each round, one more sum is right
+    on all ranks.
     """
     layer = weights_of(0)
     parts: list[list[mx.array]] = [[] for _ in range(size)]
@@ -106,7 +107,7 @@ def add(parts: list[mx.array], others: list[list[mx.array]], part: mx.array) -> 
 
 @pytest.mark.about("block")
 def test_block():
-    """One rank and two ranks compute the same, with two sums of parts. x itself is in no sum."""
+    """One rank and two ranks compute the same. x is added after each of two calls of `all_sum`."""
     x = drawn((3, 192), 1)
     wanted = block(x, weights_of(0), attend)
     for size in (1, 2):

@@ -184,7 +184,7 @@ def test_several_windows():
 
 
 def test_kv_cache():
-    """The tokens are the same, and each step computes only one."""
+    """With the cache the answer is the same, and each step computes only one token."""
     slab = new_slab()
     said = answer(ids_of(), lambda ids, windows: logits(ids, slab, windows[0].starts[0]))
     assert text_of(said) == ANSWERS[SUM]

@@ -20,7 +20,7 @@ from sampling import SamplingRow
 def assert_same(found: Sequence[float], wanted: Sequence[float], when: str) -> None:
     """Count the differences of long lists.
 
-    pytest's own diff, which `-v` and CI ask for, would take hours.
+    pytest's own diff, which `-v` and CI enable, would take hours.
     """
     differing = sum(a != b for a, b in zip(found, wanted, strict=True))
     assert differing == 0, f"{when}, {differing} of {len(wanted)} numbers are others"
@@ -75,8 +75,8 @@ def test_noise_is_even():
 
 @pytest.mark.about("inverse_cdf")
 def test_land():
-    """The mark falls where the running sum passes it, never on a weight of 0."""
-    weights = mx.array([[0.0, 5.0, 0.0, 3.0, 2.0, *[0.0] * 59]])  # always whole blocks
+    """A mark selects the weight at which the running sum passes it, never a weight of 0."""
+    weights = mx.array([[0.0, 5.0, 0.0, 3.0, 2.0, *[0.0] * 59]])  # a multiple of the block size
     marks = {0.0: 1, 0.3: 1, 0.499: 1, 0.501: 3, 0.6: 3, 0.799: 3, 0.801: 4, 0.9999999: 4, 1.0: 4}
     assert {u: token_choice.inverse_cdf(weights, mx.array([[u]])).item() for u in marks} == marks
     many = mx.zeros((2, 5120))

@@ -51,7 +51,7 @@ def test_admission():
 
 @pytest.mark.about("_admit")
 def test_the_policy_says_who_is_next():
-    """The policy decides who is next."""
+    """The policy decides which request is next."""
     tale = Tale(slots=1, policy="short")
     tale.submit(9, 2)
     short = tale.submit(2, 2)
@@ -114,7 +114,7 @@ def test_chunks():
 
 @pytest.mark.about("_forward")
 def test_every_pass_is_started():
-    """`self._start` is called in each step, even if no token is sampled. Otherwise nothing is
+    """`self._start` is called in each step, even if no token is sampled, so that keys and values are
     written."""
     runner = new_runner()
     start = runner._start

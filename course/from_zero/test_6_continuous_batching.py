@@ -55,7 +55,7 @@ def test_ends():
 
 @pytest.mark.about("plan")
 def test_plan():
-    """A plan says who is admitted, what is blocked, and how many wait."""
+    """A plan lists the admitted requests and the blocked slots, and counts the waiting requests."""
     tale = Tale(slots=2, policy="serial")
     tale.submit_all((3, 2), (3, 2), (3, 2))
     plan = tale.sched.plan(now=4.0)
@@ -90,7 +90,7 @@ def test_held():
 
 @pytest.mark.about("plan")
 def test_nobody():
-    """Without requests nothing is planned, and no slot is blocked unless a request waits."""
+    """Without requests no step is planned, and no slot is blocked unless a request waits."""
     tale = Tale(slots=2, policy="serial")
     assert tale.sched.plan(0.0) is None
     tale.submit(3, 2)
@@ -99,7 +99,7 @@ def test_nobody():
 
 @pytest.mark.about("plan")
 def test_max_tokens():
-    """No token is planned after the last one, even if none has been read."""
+    """No more than `max_tokens` tokens are planned, even if none has been read."""
     tale = Tale(slots=1)
     request = tale.submit(3, 2)
     plans = [tale.sched.plan(0.0) for _ in range(3)]

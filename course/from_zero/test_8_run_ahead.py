@@ -77,7 +77,7 @@ def test_run_ahead():
 
 @pytest.mark.about("_may_stay_in_flight", "step")
 def test_first_token():
-    """With `eager_first_token`, a first token is read at once, and so are all steps before it."""
+    """With `eager_first_token`, a first token is read immediately, like all steps before it."""
     first = ["start 1", "read 1", "start 2", "start 3", "read 2", "start 4", "read 3", "read 4"]
     assert starts_and_reads(run_ahead=True, eager_first_token=True) == first
     both = ["start 1", "read 1", "start 2", "start 3", "read 2", "read 3", "start 4", "read 4"]
@@ -86,7 +86,7 @@ def test_first_token():
 
 @pytest.mark.about("start_sampling")
 def test_flight():
-    """A started step holds a token for each slot that yields one, and -1 for the others."""
+    """A started step returns a token for each slot that yields one, and -1 for the others."""
     runner = Runner(demo()[0], Sizes(slots=3, max_len=128, chunk=32, budget=64))
     enqueue = runner._enqueue
     started: list[object] = []

@@ -115,7 +115,7 @@ def test_read():
 
 
 class Service:
-    """A service that answers as many prompts at once as its pages can hold, or at most `most`."""
+    """A service that answers as many prompts at once as fit in its pages, up to `most`."""
 
     def __init__(self, size: int, most: int = 99):
         self.pool = pages.Pool(LAYERS, size, HKV, DH)

@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def be_a_rank(prompt: str) -> dict:
-    """Run one rank. Return its tokens, and what it sent and held."""
+    """Run one rank. Return its tokens, the messages that it sent, and the size of its weights."""
     from course.from_zero import small_llama
     from course.from_zero.reference import ranks
     from kernels.device import mx

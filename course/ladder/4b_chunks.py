@@ -112,7 +112,7 @@ def serve(most: int) -> list[Sequence]:
     running = dict(enumerate(sequences[:-1]))  # slot -> sequence
     slab = Slab(*slab_shape(MODEL.config, SLOTS, LONGEST, 32), MODEL.dtype)
     timeline = Timeline(SLOTS)
-    longest = 0  # most tokens of a step
+    longest = 0  # the largest number of tokens in a step
     began = time.perf_counter()
     while running:
         reading = {slot: s for slot, s in running.items() if s.done < len(s.prompt)}

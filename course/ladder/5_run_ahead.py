@@ -62,7 +62,7 @@ class Engine:
         self.runs_ahead = runs_ahead
         self.flights: deque[tuple[Plan, mx.array]] = deque()  # steps that are started but not read
         self.timeline = Timeline(SLOTS)
-        self.most = 0  # most tokens in a step
+        self.most = 0  # the largest number of tokens in a step
         self.device_s = 0.0  # time that Python waited for the device
 
     def submit(self, ids: list[int]) -> Request:
@@ -82,7 +82,7 @@ class Engine:
         if plan:
             sampled = self.run(plan)
             self.flights.append((plan, sampled))
-        in_flight = 1 if plan and self.runs_ahead else 0  # how many steps need not be read yet
+        in_flight = 1 if plan and self.runs_ahead else 0  # number of steps that may stay unread
         is_due = len(self.flights) > in_flight
         if is_due:
             self.commit(*self.flights.popleft())  # the oldest
@@ -95,8 +95,8 @@ class Engine:
         """
         ids = []
         windows = []
-        logits_at = []  # places among the tokens of this step
-        count = 0  # tokens so far
+        logits_at = []  # positions among this step's tokens
+        count = 0  # number of tokens so far
 
         for chunk in plan.chunks:
             tokens = chunk.request.prompt[chunk.start : chunk.stop]

@@ -51,7 +51,7 @@ def load() -> tuple[Model, Tokenizer]:
 
 
 def launch(main: Callable[[], None]) -> None:
-    """Run a rung. If its output is piped into `head`, it ends with `head`, without an error."""
+    """Run a rung. If its output is piped into `head`, it stops with `head`, without an error."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()

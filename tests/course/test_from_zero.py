@@ -99,7 +99,7 @@ MISTAKES = [
         "sched.Scheduler._admit",
         "self.policy.next(self)",
         "self.waiting.values()",
-        "The policy decides who is next",
+        "The policy decides which request is next",
     ),
     Mistake("sched.Scheduler.commit", "ended.append(request)", "pass", "requests have ended"),
     Mistake("sched.Scheduler.finish", "self._end_drain()", "pass", "change of policy"),
@@ -118,7 +118,7 @@ MISTAKES = [
         "sched.Scheduler.plan",
         "r.planned < r.max_tokens",
         "True",
-        "No token is planned after the last one",
+        "No more than `max_tokens` tokens",
     ),
     Mistake("sched.Scheduler._allot", "(left + 1) // 2", "0", "leaves half of the budget"),
     Mistake("sched.Scheduler._allot", "(left + 1) // 2", "left", "does not wait for a long one"),
@@ -203,7 +203,7 @@ MISTAKES = [
     Mistake("ranks.shard", 'in ("o_proj", "down_proj")', '== "o_proj"', "Weights that yield heads"),
     Mistake("ranks.shard", "if weight.ndim == 1", "if False", "a norm is whole"),
     Mistake("ranks.block", "x = x + all_sum(h @", "x = x + (h @", "how often each rank"),
-    Mistake("ranks.block", "x + all_sum(h @ w", "all_sum(x + h @ w", "x itself is in no sum"),
+    Mistake("ranks.block", "x + all_sum(h @ w", "all_sum(x + h @ w", "x is added after each"),
 ]
 
 

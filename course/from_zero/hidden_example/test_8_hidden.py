@@ -19,8 +19,8 @@ def test_planted_neighbours():
 
 
 def test_cancel_in_flight():
-    """A request cancelled while a step is in flight gets no token of it, but the slot's next owner
-    gets its tokens."""
+    """A request cancelled while a step is in flight gets no token from it, but the slot's next
+    owner gets its tokens."""
     with new_engine(slots=1) as engine:
         engine.eager_first_token = False
         first = ask(engine)
