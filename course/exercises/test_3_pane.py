@@ -88,8 +88,7 @@ def test_the_pane_tells_the_truth_about_every_row(stage):
 
 
 def test_the_pane_goes_back_in_time_with_the_cursor(stage):
-    """With the cursor in the past, the pane shows that step, and no share for what is unknown.
-    """
+    """With the cursor in the past, the pane shows that step, and no share for what is unknown."""
     draw(stage.state)
     now = shares(draw(stage.state))
     stage.state.cursor = stage.state.history[0].step

@@ -126,7 +126,7 @@ def read_recording(path: str) -> dict:
 
 
 def record_demo() -> dict:
-    """Record a race of the demo model in a separate process. Without draft tokens, because their timing
+    """Record a race of the demo model in a separate process. Draft tokens are off, because their timing
     depends on the clock, and the page plans each step again."""
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/run.json"
@@ -174,7 +174,7 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
     pyodide = json.loads((live_page.FOLDER / "pyodide.json").read_text(encoding="utf-8"))
     pyodide["at"] = pyodide_at or pyodide["at"]
     data = {"recording": recording, "lab": lab_of(recording, pyodide)}
-    # Another run does not get the text about the project's own race, which would be wrong
+    # Other recordings do not get the text about the project's own race, which would not fit them
     is_ours = recording["about"].get("model") == "demo" and is_race(recording, of=24)
     repository, address = addresses()
     if is_ours:
@@ -200,7 +200,7 @@ def make(recordings: list[dict], pyodide_at: str = "", talk: Sequence[dict] = ()
 
 def checked(recordings: list[dict], talk: Sequence[dict]) -> str:
     """Make the page from untrusted recordings. Raise ValueError if they are malformed."""
-    addresses()  # first, because an error here is not the recording's fault
+    addresses()  # outside the `try`: an error here is not the recording's fault
     try:
         return make(recordings, talk=talk)
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:

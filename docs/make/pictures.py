@@ -3,11 +3,11 @@
     python docs/make/pictures.py                    all of them
     python docs/make/pictures.py race --out /tmp    one of them, in another folder
 
-    screen     docs/screen.svg: the screen amid a burst
-    watch      docs/watch-dark.svg, docs/watch-light.svg: a burst on the screen, moving
-    race       docs/race.svg: both legs of a race on one clock, moving
+    screen     docs/screen.svg: the screen during a burst
+    watch      docs/watch-dark.svg, docs/watch-light.svg: a burst on the screen, animated
+    race       docs/race.svg: both legs of a race on one clock, animated
     clients    docs/clients.svg: the screen under HTTP load
-    stage      course/from_zero/stage.svg: the first stage of the course, moving
+    stage      course/from_zero/stage.svg: the first stage of the course, animated
     card       docs/card.png: the finished race of docs/index.html, for links to the page
 
 `card` needs Chromium, and pip install -e '.[browser]'. The others run the screen without a terminal.
@@ -337,8 +337,8 @@ HUES = {"$": DARK.accent, "✓": "#7fd08a", "✗": DARK.bad}
 
 
 def stage() -> dict[str, str]:
-    """Draw a stage of the course: blanks, a mistake with its message, success. The commands run in a
-    temporary folder."""
+    """Draw a stage of the course: blank functions, a mistake with its message, and success. The
+    commands run in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         frames = [Picture(page_of(lines), seconds) for seconds, lines in scenes(Path(folder))]
     return {f"{COURSE}/stage.svg": moving(frames, STAGE_SIZE)}
