@@ -119,7 +119,7 @@ def test_wrong_file_gets_one_line(tmp_path, capsys, text, said):
     ],
 )
 def test_no_file_is_dropped(tmp_path, capsys, arguments, said):
-    """Regression: the key in the file was ignored, and the server was open to everybody."""
+    """Regression: the file with the key was silently ignored, so the server accepted every client."""
     files = [tmp_path / "key.toml", tmp_path / "other.toml"]
     files[0].write_text("api-key = 'secret'\n")
     files[1].write_text("slots = 2\n")

@@ -1,7 +1,7 @@
 """The command line as a user runs it: a process, its two streams, and its exit code.
 
-Importing MLX and everything else takes a process ten times as long as answering. So tests that do not
-need a separate process run `main` in this one (`here`), with the same streams and exit codes.
+A new process takes ten times as long to import MLX as to answer. So tests that do not need a separate
+process run `main` in this one (`here`), with the same streams and exit codes.
 """
 
 import io
@@ -60,7 +60,7 @@ def here(model, capfd, monkeypatch):
 
 
 def lines(stream: str) -> list[str]:
-    """Return the messages without those of every start: slots and memory, and the template."""
+    """Return the messages, excluding those of every start: slots and memory, and the template."""
     always = (" of memory free at start", "no chat template")
     return [line for line in stream.splitlines() if not any(a in line for a in always)]
 
@@ -114,7 +114,7 @@ def test_no_prompt_reads_standard_input(here, arguments, prompts):
 
 @pytest.mark.parametrize("before", [[], ["one"]])
 def test_two_dashes_end_the_options(here, before):
-    """Regression: `-- --odd` was refused unless a positional prompt preceded it, because argparse forgot
+    """Regression: `-- --odd` was refused unless a positional prompt preceded it, because argparse dropped
     the two dashes."""
     odd = ["--odd", "two", "--max-tokens", "--"]
     done = here(*before, "--max-tokens", "4", "--prompt=--what", "--", *odd)
@@ -123,7 +123,7 @@ def test_two_dashes_end_the_options(here, before):
 
 
 def test_a_seed_repeats_across_processes(here, model):
-    """The stop string ends the seeded answer in both processes."""
+    """The same seed gives the same answer in another process, and a stop string truncates it."""
     options = f"--model {model} --prompt one --max-tokens 30 --ignore-eos --temperature 1"
     arguments = options.split()
     first = asked(*arguments, "--seed", "1")
@@ -146,8 +146,8 @@ def test_chat_template_and_raw(here, model, tmp_path):
 
 
 def test_endless_template_is_one_line(here, model, tmp_path):
-    """The line names the file, the limit and the remedy, and no answer comes from another form of the
-    prompt."""
+    """The line names the file, the limit and the remedy. The model does not answer without the template
+    unless `--raw` is given."""
     folder = shutil.copytree(model, tmp_path / "endless")
     loops = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
     (folder / "chat_template.jinja").write_text(loops)
@@ -220,7 +220,7 @@ def test_a_mistake_gets_its_line_and_exit_code_2(here, arguments, words):
         ["--host", "203.0.113.1"],
         ["--log-file", "/no/such/folder/log"],
         ["--nonsense"],
-        ["--api-key", ""],  # as from "$KEY" when KEY is not set: it would let everybody in
+        ["--api-key", ""],  # "$KEY" with KEY unset; accepting it would leave the server open
         # HTTP strips spaces around a header's value, so no client could send this key
         ["--api-key", "key\n"],
         ["--watch-key", " "],
@@ -268,7 +268,7 @@ ENDLESS = ["--prompt", "x", "--max-tokens", "100000", "--max-len", "100100", "--
 
 
 def test_closed_pipe_exits_with_141(model):
-    """As in `ask.py ... | head -1`."""
+    """A reader that closes the pipe, as in `ask.py ... | head -1`, causes no traceback."""
     words = [sys.executable, str(ROOT / "ask.py"), "--model", model, *ENDLESS]
     command = ["bash", "-c", '"$@" | head -c 20 > /dev/null; exit ${PIPESTATUS[0]}', "bash", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -359,7 +359,7 @@ def test_a_blas_that_cannot_be_loaded_is_named(model):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
 def test_without_our_product(tmp_path):
-    """With a ctypes that loads no library, a line in every engine's summary says so."""
+    """If ctypes cannot load the library, the name of the product says so, and MLX multiplies."""
     (tmp_path / "sitecustomize.py").write_text(
         "import ctypes\ndef none(*args, **options): raise OSError('not found')\nctypes.CDLL = none\n"
     )
@@ -379,7 +379,7 @@ def test_a_missing_backend_names_the_extra(model, tmp_path):
     done = asked("--model", model, "--prompt", "x", **broken)
     assert done.returncode == 2
     assert len(lines(done.stderr)) == 1 and "pip install -e '.[cpu]'" in lines(done.stderr)[0]
-    # The screen loads the model in a thread, and used to lose the line
+    # The screen loads the model in a thread. The message used to be lost there
     watched = run(ROOT / "tui.py", "--plain", "--script", "burst1", **broken)
     assert watched.returncode == 2
     assert len(lines(watched.stderr)) == 1 and "pip install -e '.[cpu]'" in lines(watched.stderr)[0]

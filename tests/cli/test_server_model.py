@@ -1,4 +1,4 @@
-"""`ask.py --url`: a running server answers, in place of a model that is loaded here."""
+"""`ask.py --url`: a running server answers instead of a model loaded by `ask.py`."""
 
 import http.client
 import json
@@ -86,7 +86,7 @@ def test_no_server_is_one_line(capsys):
 
 
 def talk(server: Taught, *lines: str) -> tuple[Dialogue, str]:
-    """These lines, typed one after the other, and what was written."""
+    """Type these lines, and return the dialogue and its output."""
     typed = iter(lines)
     written: list[str] = []
 
@@ -123,12 +123,12 @@ def test_conversation_that_outgrows_the_slot_waits_for_drop(server):
     assert len(dialogue.talk.turns) == 2 and not dialogue.waiting
 
 
-# --- a server that sends what a test tells it to --------------------------------------------------
+# --- a server with canned responses -------------------------------------------------------------
 
 
 @contextmanager
 def answering(*pieces: bytes | threading.Event):
-    """The address of a server that answers one look at its models, and one request with these pieces."""
+    """Yield the address of a server that lists its models once, and answers one request with these pieces."""
     listed = b'{"data": [{"id": "other"}]}'
     head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -196,7 +196,7 @@ def test_an_answer_that_fails_is_a_line_and_exit_code_1(capsys, last, line):
 
 
 def test_a_stopped_answer_stays(server):
-    """Ctrl-C closes the connection, so the server stops, too."""
+    """Cancelling keeps the text so far and closes the connection, so the server stops generating."""
     model = ServerModel(server.address, "hush", None, {"ignore_eos": True})
     answer = model.ask([said("Once. " * 20)], {})
     parts = iter(answer)

@@ -1,5 +1,5 @@
-"""A conversation in the terminal (`ask.py --chat`): what the model receives, what is never truncated
-silently, and the keys."""
+"""A conversation in the terminal (`ask.py --chat`): the messages that the model receives, errors instead
+of silent truncation, and the keys."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_system_message_survives_new(engine):
 
 
 def test_drop_makes_room(engine):
-    """The question waits, and is asked again as soon as the oldest turn is forgotten."""
+    """A question that does not fit is kept, and submitted again after `/drop` removes the oldest turn."""
     long = "Count from 3 to 5. " * 11
     sampling = exactly(60)
     dialogue, said = talk(engine, long, long, "/drop", sampling=sampling)
@@ -94,7 +94,7 @@ def test_several_lines_are_one_question(engine):
 
 
 def test_a_file_goes_with_a_question(engine, tmp_path, monkeypatch):
-    """Regression: users had to paste the text of a file."""
+    """`@notes.txt` in a question inserts the file before it, and other words with @ are left alone."""
     monkeypatch.chdir(tmp_path)
     Path("notes.txt").write_text("a ``` b\n")
     Path("other.bin").write_bytes(b"\xff\0")
@@ -158,7 +158,7 @@ def test_retry_asks_the_last_question_again(engine):
 
 
 def test_failed_retry_keeps_the_answer(engine, monkeypatch):
-    """The old answer must not be lost."""
+    """If the engine rejects the repeated question, the old answer is kept."""
     typed = iter(["Count from 3 to 5.", "/retry"])
     dialogue = Dialogue(EngineModel(engine, SHORT), lambda asked: next(typed), lambda text: None)
     with engine.serving():
@@ -216,7 +216,7 @@ def test_ctrl_c_stops_only_the_answer(tmp_path):
         until(terminal, b"; stopped]")
         until(terminal, b">>> ")
         while b"(Ctrl-D ends)" not in terminal.raw:
-            # Python handles a Ctrl-C that arrives before its line editor waits only at the next key
+            # If Ctrl-C arrives before the line editor waits, Python handles it only at the next key
             terminal.type("\x03")
             terminal.read(1)
         until(terminal, b"(Ctrl-D ends)")
@@ -230,8 +230,8 @@ def test_ctrl_c_stops_only_the_answer(tmp_path):
 
 
 def test_a_history_file_with_zeros_is_read(tmp_path):
-    """Regression: a lost block of the file is zeros. `readline` refuses a NUL, so `--chat` failed with a
-    traceback."""
+    """Regression: a block of the file lost in a crash reads as zeros. `readline` refuses a NUL, so `--chat`
+    failed with a traceback."""
     file = tmp_path / "history"
     file.write_bytes(b"Why batch?\n\0\0\0\0\nWhat is a\0 slot?\n")
     assert History(file).questions == ["Why batch?", "What is a slot?"]
@@ -244,7 +244,7 @@ def test_history_can_be_turned_off(monkeypatch):
 
 
 def test_chat_needs_a_template(parts):
-    """Without a template there are no turns."""
+    """Without a chat template, turns cannot be formatted."""
     with (
         Engine(*parts, slots=1, max_len=64) as engine,
         pytest.raises(ValueError, match="no chat template"),

@@ -18,7 +18,7 @@ def wrapped(pieces: Iterable[str], width: int) -> str:
 
 
 def test_words_are_not_broken_at_the_edge():
-    """A terminal would break words in the middle."""
+
     text = "The capital of France is Paris, which lies on the Seine."
     assert wrapped([text], 20).split("\n") == [
         "The capital of",
@@ -44,7 +44,7 @@ def test_wide_characters_may_be_broken_anywhere():
 
 
 def test_random_cuts_lose_nothing():
-    """Without white space the text is the same, and only a line of one long word may be too wide."""
+    """Wrapping changes only white space, and a line may be too wide only if it is a single long word."""
     dice = random.Random(1)
     letters = ["a", "bc", "défg", "日", " ", "  ", "\n", "\t", "longerword", "\x1b[2m", "👍"]
     for seed in range(300):
