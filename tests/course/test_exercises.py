@@ -55,7 +55,7 @@ def copy_of_the_tree(folder: Path, kinds: dict[str, str]) -> Path:
         )
     for exercise, kind in kinds.items():
         patch = FOLDER / "solutions" / f"{exercise}.{kind}.patch"
-        # A surrounding repository must not matter
+        # Keep git from using a repository that contains this folder
         alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
         git = ["git", "apply", "-C1", patch]
         done = subprocess.run(git, cwd=folder, env=alone, capture_output=True, text=True)
@@ -87,8 +87,8 @@ def test_unsolved_exercise_says_what_is_missing(tmp_path):
 @pytest.mark.parametrize("right", [EXERCISES[::2], EXERCISES[1::2]], ids=["even", "odd"])
 def test_right_and_wrong_solutions(tmp_path, right):
     """A wrong solution is complete, so nothing is reported as missing, but at least one of its tests fails.
-    Half of the exercises are solved right, and the others wrong. Without the long form, the opposite half
-    is only applied and not run."""
+    Half of the exercises are solved right, and the others wrong. In the short form, the opposite case only
+    checks that the patches apply."""
     kinds = {each: "right" if each in right else "wrong" for each in EXERCISES}
     tree = copy_of_the_tree(tmp_path, kinds)
     if right == EXERCISES[1::2] and not IS_LONG:
@@ -100,9 +100,9 @@ def test_right_and_wrong_solutions(tmp_path, right):
 
 @long_form
 def test_solutions_keep_the_architecture(tmp_path):
-    """A limit on lines once failed the build for everybody who had solved exercise 1 correctly.
+    """Regression: a limit on lines failed the build for everybody who solved exercise 1 correctly.
 
-    A new family is left out, because the docs require a line about it, as the exercise says.
+    The exercise that adds a family is left out, because it also requires a line in the docs.
     """
     kinds = {exercise: "right" for exercise in EXERCISES if exercise != "family"}
     tree = copy_of_the_tree(tmp_path, kinds)
@@ -111,7 +111,7 @@ def test_solutions_keep_the_architecture(tmp_path):
     for name in ("docs", "web", "build_backend", ".ci", ".github"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     checks = ["tests/docs/test_architecture.py", "tests/docs/test_project.py"]
-    examples = "not python_of and not slots_page"  # they run the engine, which other tests do
+    examples = "not python_of and not slots_page"  # these run the engine, which other tests cover
     options = ["-q", "-p", "no:cacheprovider", "-k", examples]
     done = run("-m", "pytest", *checks, *options, cwd=tree, NANOBATCH_LONG="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
@@ -148,7 +148,7 @@ def test_a_policy_is_told_to_people_in_a_sentence(monkeypatch):
 
 
 def test_sampler_is_reachable_by_clients(monkeypatch):
-    """Regression: without its name in `PLAIN` all tests passed."""
+    """Regression: all tests passed without the sampler's name in `PLAIN`, so no client could use it."""
     test = exercise_of("sampler", monkeypatch)["test_a_client_may_ask_for_top_a_over_http"]
     monkeypatch.setitem(test.__globals__, "drawn", lambda **options: None)
     with pytest.raises(pytest.fail.Exception, match="is its name in PLAIN"):

@@ -1,9 +1,9 @@
 """The blank book of course/from_zero: each stage also passes with code that differs from ours, and names
 the mistake in a wrong book.
 
-The stages' own files show that our chapters pass, since they are part of the suite. Here other code is
-put into our functions and removed again, and the tests of a stage are called in this process. The long
-form also blanks each function separately, and plants every mistake instead of one per stage.
+The stages' own tests, which are part of the suite, show that our chapters pass. Here other code replaces
+our functions for a moment, and the tests of a stage are called in this process. The long form also
+blanks each function separately, and plants every mistake instead of one per stage.
 """
 
 import ast
@@ -207,7 +207,7 @@ MISTAKES = [
 ]
 
 
-# By default one per stage, the last that is listed
+# By default one mistake per stage, the last one listed
 TRIED = MISTAKES if IS_LONG else [*{mistake.stage: mistake for mistake in MISTAKES}.values()]
 
 
@@ -239,7 +239,7 @@ def without_bodies(text: str, names: Sequence[str]) -> str:
 
 
 def test_the_blank_book_differs_only_in_bodies():
-    """A missing name, or a bounds check that was blanked, would fail this test."""
+    """The book has all our names and keeps the bounds checks; only bodies and switches are blank."""
     wanted = tasks()
     written = start.blank_book()
     assert sum(map(len, wanted.values())) >= 25 and len(written) == len(wanted)
@@ -354,7 +354,7 @@ def test_mistake_shows_in_its_own_stage(tmp_path, capsys):
 
 
 def test_crash_and_endless_loop_are_one_line(tmp_path, monkeypatch, capsys):
-    """A wrong index does not raise an exception in MLX, but may crash the process."""
+    """MLX checks no indices, so a mistake may crash the process instead of raising an exception."""
     folder = full_book(tmp_path / "mine")
     change(folder, "kv.Window.read", "return mx.split", "import os; os.kill(os.getpid(), 11)")
     assert not check.show_book(str(folder), [STAGES[2]], None)
@@ -435,7 +435,7 @@ def test_program_survives_a_mistake_in_a_book(tmp_path):
 
 
 def test_endless_step_of_a_book_ends(tmp_path):
-    """Regression: a plan holds the engine's lock, so the screen waited for it and could not be closed."""
+    """Regression: the engine plans with its lock held, so the screen waited for it and could not be closed."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "sched.py").write_text((ROOT / "sched.py").read_text() + start.STAND_IN)

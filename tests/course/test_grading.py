@@ -183,8 +183,8 @@ def code_body(function: ast.FunctionDef) -> list[ast.stmt]:
 
 
 def test_handout_runs_alone(handout, tmp_path):
-    """Stages 1 to 3 and 5 are filled in there: they pass, and checks that need another stage are skipped.
-    The first skipped check used to end the stage."""
+    """If only stages 1 to 3 and 5 are solved, they pass, and checks that need another stage are skipped.
+    Regression: the first skipped check ended the stage."""
     mine = tmp_path / "mine"
     zero = handout / "course" / "from_zero"
     assert run(zero / "start.py", mine, cwd=tmp_path).returncode == 0

@@ -61,8 +61,7 @@ def test_continued_timeline_line(monkeypatch, capsys):
 
 @pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
 def test_rung_equals_the_engine(path, engine, tmp_path):
-    """Run a rung from another folder, as a reader does. A rung that drifts from the engine would teach
-    something wrong."""
+    """Run a rung from another folder, as a reader does, and compare its answers with the engine's."""
     done = run(path, cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr, done.stderr
     said = done.stdout
@@ -75,7 +74,7 @@ def test_rung_equals_the_engine(path, engine, tmp_path):
     assert re.search(r"^slot 0  ▒1[▒█]+", said, re.MULTILINE)
     pictures = re.findall(r"slot \d  (\S+)", ast.get_docstring(ast.parse(path.read_text())))
     assert all(f"  {picture}\n" in said for picture in pictures), "the text shows another picture"
-    # These columns are exact on a busy machine, too
+    # These columns are counts, so they are exact even on a busy machine
     if path.stem in ("1_one_token", "2_cache"):
         check_that_the_cache_pays(said, [len(engine.text.ask(p)) for p, _, _ in answers], results)
     figures = re.findall(r"(\d+) (?:steps|tokens computed) for (\d+) .*\([\d.]+ s\)", said)
@@ -90,7 +89,7 @@ def test_rung_equals_the_engine(path, engine, tmp_path):
 
 @pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
 def test_rung_ends_with_a_question(path):
-    """A stale reference would send the reader nowhere."""
+    """The code that answers the question exists, and the next program is named."""
     text = path.read_text()
     assert f"    python course/ladder/{path.name}\n" in ast.get_docstring(ast.parse(text))
     question = text.index("\nQuestion: ")
@@ -104,15 +103,15 @@ def test_rung_ends_with_a_question(path):
 
 
 def test_run_ahead_in_a_long_conversation(engine, monkeypatch):
-    """The other test sees only the conversation's last message. The conversation must be long, or there is
-    nothing to split into chunks."""
+    """The rung prefills a conversation of several chunks, and gives the engine's answer to it. (The test
+    above uses only the last message.)"""
     monkeypatch.syspath_prepend(LEARN)
     rung = runpy.run_path(str(LEARN / "5_run_ahead.py"))
     question = rung["PROMPTS"][-1]
     talk = engine.text.encode_chat([*rung["TALK"], {"role": "user", "content": question}])
     assert len(talk) > 500
     alone, within = engine.generate([engine.text.ask(question), talk])
-    # So the answer printed below the rung is that to the whole conversation
+    # The answer printed below the rung is the one to the whole conversation
     assert alone.tokens == within.tokens
     # Without neighbours, the steps before the end of the prompt yield no token
     for runs_ahead in (False, True):
@@ -124,7 +123,7 @@ def test_run_ahead_in_a_long_conversation(engine, monkeypatch):
 
 
 def test_run_ahead_when_all_slots_end_at_once(monkeypatch):
-    """When all slots end at once, there is nothing to plan for a moment, while a step is in flight and a
+    """When all requests finish in the same step, the next plan is empty, although a step is in flight and a
     request is queued."""
     monkeypatch.syspath_prepend(LEARN)
     rung = runpy.run_path(str(LEARN / "5_run_ahead.py"))
