@@ -1,4 +1,4 @@
-"""The demo model, its text and its exam."""
+"""The demo model, its training text and its exam."""
 
 import itertools
 import json
@@ -87,7 +87,7 @@ def test_the_answers_are_right():
 
 
 def test_stories_are_consistent():
-    """A model cannot learn to keep a name if the text does not, nor to tell a fox's story from an owl's."""
+    """Each story uses one or two names throughout, since a model learns this only from consistent text."""
     rng, first_names = random.Random(3), Counter()
     for n in range(300):
         name = rng.choice(stories.NAMES)[0] if n % 3 == 0 else ""
@@ -162,8 +162,8 @@ def test_mlx_lm_gives_the_same_answers(demo):
     assert len(ours) >= 20 and sum(len(result.tokens) for result in ours) > 200
     for message, result in zip(messages, ours, strict=True):
         prompt = demo.text.encode_chat(message)
-        # One pass over everything: if each token is the best after those before it, the whole answer is
-        # the same.
+        # One forward pass is enough: if each token is the most likely one after its prefix, greedy
+        # decoding gives the same answer.
         best = model(mx.array([prompt + result.tokens[:-1]]))[0, len(prompt) - 1 :].argmax(-1)
         assert best.tolist() == result.tokens
 
@@ -179,7 +179,7 @@ def test_demo_passes_its_exam(demo):
 def short_exam(demo: Engine) -> float:
     """Return the score in slots full of random rows, which a correct engine does not read.
 
-    A wrong answer seldom ends by itself, so none gets more tokens than most right ones need.
+    A wrong answer seldom stops by itself, so the token limit is just enough for most correct answers.
     """
     with (
         pytest.MonkeyPatch.context() as patch,
