@@ -1,8 +1,8 @@
 """One model over several processes: shards add up, batches arrive unchanged, two processes answer like
-one, and a lost rank ends them all.
+one, and all processes exit when a rank is lost.
 
 The processes communicate over MLX's ring, on loopback. `NANOBATCH_MPI=6 python -m pytest -k by_mpi` runs
-two to four with MPI and more models. It needs mpirun, such as Debian's openmpi-bin.
+two to four processes with MPI, and more models. It needs mpirun, such as Debian's openmpi-bin.
 """
 
 import json
@@ -60,7 +60,7 @@ RANK = str(ROOT / "tests" / "lib" / "rank.py")
     ("H", "Hkv", "hidden"), [(8, 8, 96), (8, 4, 640), (9, 3, 1536), (8, 1, 100), (12, 2, 512)]
 )
 def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
-    """A head or hidden unit in two ranks would count twice; one in no rank would be missing."""
+    """Each head and each hidden unit belongs to exactly one rank."""
     changes = {
         "num_attention_heads": H,
         "num_key_value_heads": Hkv,
@@ -74,7 +74,7 @@ def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
         assert [number for share in shares for number in share.hidden] == list(range(hidden))
         for share in shares:
             assert share.queries and share.hidden
-            # The key heads that its query heads use
+            # A rank has exactly the key heads that its query heads use
             own = [head * Hkv // H for head in share.queries]
             assert sorted(set(own)) == list(share.keys)
             assert len(set(Counter(own).values())) == 1, (
@@ -89,8 +89,8 @@ def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
     [("olmo2", {}), ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2})],
 )
 def test_unshardable_family_is_refused(tmp_path, family, changes):
-    """Each rank would normalize its own part of q and k, or might choose other experts, and MLX would add up
-    the results without an error."""
+    """OLMo 2 normalizes q and k over all heads, and each rank might choose different experts. Sums over
+    ranks would be wrong without an error."""
     folder = make_checkpoint(tmp_path / "model", model_type=family, **changes)
     with pytest.raises(ModelError, match=rf"{family}.*one process"):
         ModelReader(folder, "float32", Ranks(1, 2))
@@ -155,8 +155,7 @@ def assert_shards_make_up(folder: Path, form: str, size: int, atol: float) -> li
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shards_make_up_the_layer(tmp_path, kind):
-    """A bias that every rank adds would count several times; columns in place of rows would still have a
-    fitting shape."""
+    """The shards' outputs add up to the layer's output. Only rank 0 adds the bias of such a sum."""
     changes = {"num_hidden_layers": 1, "intermediate_size": 192, **KINDS[kind]}
     folder = make_checkpoint(tmp_path / "model", seed=3, **changes)
     for size in (2, 3, 4):
@@ -165,7 +164,7 @@ def test_shards_make_up_the_layer(tmp_path, kind):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_packed_shards_keep_their_scales(tmp_path, size):
-    """On a GPU a quantized matrix stays packed. A cut inside a group would separate numbers from their
+    """On a GPU a quantized shard stays packed, unless the cut is inside a group of weights, which share a
     scale."""
     changes = {"dtype": mx.float16, "hidden_size": 128, "intermediate_size": 256}
     folder = make_checkpoint(tmp_path / "model", quantize=lambda module: (4, 64), **changes)
@@ -177,7 +176,7 @@ def test_packed_shards_keep_their_scales(tmp_path, size):
 
 
 def test_a_rank_takes_the_memory_of_its_share(tmp_path):
-    """With the size of the whole model, one that fits two machines would be refused on both."""
+    """A rank counts only its share, so a model that needs two machines is accepted on each."""
     folder = make_checkpoint(
         tmp_path / "model", hidden_size=128, intermediate_size=1024, num_key_value_heads=4
     )
@@ -192,7 +191,7 @@ def test_a_rank_takes_the_memory_of_its_share(tmp_path):
 
 
 def test_more_ranks_than_heads_are_refused(tmp_path):
-    """A rank without a head would multiply empty matrices."""
+    """Each rank needs at least one attention head."""
     c = read_config(make_checkpoint(tmp_path / "model"), True)
     with pytest.raises(
         ModelError, match="5 ranks cannot share a model with 4 attention heads; start 4 or fewer"
@@ -277,7 +276,7 @@ def test_single_process(monkeypatch):
     ],
 )
 def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, text, says):
-    """With such values MLX aborts or waits forever, and takes port 65537 for 1."""
+    """With such values MLX itself aborts or waits forever, and it reads port 65537 as 1."""
     monkeypatch.setenv("MLX_RANK", rank)
     monkeypatch.delenv("MLX_HOSTFILE", raising=False)
     if text:
@@ -290,8 +289,8 @@ def test_a_wrong_rank_or_hostfile_takes_one_line(monkeypatch, tmp_path, rank, te
 
 
 def test_taken_port(monkeypatch, tmp_path):
-    """Regression: two processes with the same MLX_RANK listened on one port, which MLX allows, so either
-    might be connected."""
+    """Regression: two processes with the same MLX_RANK listened on one port, which MLX allows, so a neighbour
+    might connect to either."""
     with socket.socket() as other:
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # as MLX does
             other.setsockopt(socket.SOL_SOCKET, option, 1)
@@ -309,7 +308,7 @@ def test_taken_port(monkeypatch, tmp_path):
 
 
 class Beside(Ranks):
-    """Rank 0 of two, with given answers of the other one to `gather`."""
+    """Rank 0 of two, where `says` contains the numbers that rank 1 contributes to `gather`."""
 
     def __init__(self, says: list[int]):
         super().__init__(0, 2)
@@ -321,8 +320,8 @@ class Beside(Ranks):
 
 
 def test_ranks_with_other_weights_are_refused(tmp_path):
-    """Regression: a model and a fine-tuned version have the same config. Half of each gave nonsense without
-    an error."""
+    """Regression: a model and a fine-tuned version have the same config. Combining half of each gave nonsense
+    without an error."""
     models = [
         ModelReader(make_checkpoint(tmp_path / str(seed), seed=seed), "float32").read_model()
         for seed in (1, 2)
@@ -342,7 +341,7 @@ def test_ranks_with_other_weights_are_refused(tmp_path):
 
 
 class Ring(ExitStack):
-    """Ranks in one process, connected in a ring. `ended` holds which rank ended, and why."""
+    """Ranks in one process, connected in a ring. `ended` receives each rank that stops, with its reason."""
 
     def __init__(self, monkeypatch, size: int):
         super().__init__()
@@ -350,7 +349,7 @@ class Ring(ExitStack):
         monkeypatch.setattr(group, "GRACE_S", 0)
         monkeypatch.setattr(os, "_exit", lambda code: sys.exit(code))  # ends only this thread
         threads = set(threading.enumerate())
-        # Connection n leads to rank n: the sender's end, and the rank's own
+        # Connection n leads to rank n, as a pair: the sender's end and rank n's end
         self.lines = [socket.socketpair() for _ in range(size)]
         self.all = [Ranks(rank, size, "ring") for rank in range(size)]
         for rank, each in enumerate(self.all):
@@ -365,7 +364,7 @@ class Ring(ExitStack):
 
     def cut(self) -> None:
         for line in self.lines:
-            with suppress(OSError):  # already cut
+            with suppress(OSError):  # already shut down
                 line[0].shutdown(socket.SHUT_RDWR)
         for thread in self.threads:
             thread.join(60)
@@ -373,7 +372,7 @@ class Ring(ExitStack):
 
 
 def test_orders_are_passed_along_the_ring(monkeypatch):
-    """The leader leaves when all other ranks have run every batch. Until then they need each other."""
+    """The leader leaves only after all other ranks have run every batch, because it takes part in each."""
     with Ring(monkeypatch, 4) as ring:
         leader, *others = ring.all
         orders = [[3, 1], list(range(5000))]
@@ -410,7 +409,8 @@ def test_every_rank_hears_which_one_is_lost(monkeypatch, lost):
 
 
 def test_heartbeat_within_a_message():
-    """Two threads write to a connection. A long batch is sent in pieces if the next rank reads slowly."""
+    """A heartbeat may arrive inside a message: another thread sends it, and a long batch is sent in pieces if
+    the next rank reads slowly."""
     ours, theirs = socket.socketpair()
     with theirs:
         with ours:
@@ -499,7 +499,7 @@ def test_replayed_proof_is_refused():
         (None, "Connection refused"),
         (b"", "another program"),
         (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 99\r\n\r\n" * 3, "another program"),
-        (b"no goodbye", "another program"),  # like a rank with another key whose time is up
+        (b"no goodbye", "another program"),  # like a rank with another key that has timed out
     ],
 )
 def test_other_program_at_the_port(says, why):
@@ -527,8 +527,8 @@ def test_other_program_at_the_port(says, why):
 
 
 def test_self_connection_is_retried(monkeypatch):
-    """Regression: while nothing listens, the system may give the caller the very port that it connects to,
-    and the rank could not listen there."""
+    """Regression: while nothing listens on a port, the system may assign that port to the caller itself. The
+    caller then connects to itself, and the rank cannot listen there."""
     made = []
 
     def itself(*_) -> socket.socket:
@@ -545,7 +545,7 @@ def test_self_connection_is_retried(monkeypatch):
 
 
 def test_silent_neighbour_times_out():
-    """A rank that fails just after MLX has connected it stays silent."""
+    """`accept` times out if a neighbour never calls, for example because it failed after joining MLX's ring."""
     with socket.create_server((LOOPBACK, 0)) as server, pytest.raises(TimeoutError):
         accept([server], KEY, {"a"}, time.monotonic() + 0.01)
 
@@ -561,7 +561,8 @@ channel.send(line, [2])
 
 
 def test_stopped_rank_is_not_lost(monkeypatch):
-    """A rank that is stopped by Ctrl-Z, or while another thread holds the GIL, sends no heartbeat."""
+    """A rank that sends no heartbeat for a while is not lost as long as its connection is open. Ctrl-Z and a
+    thread that holds the GIL have this effect."""
     monkeypatch.setattr(channel, "SILENCE_S", 2)
     listener = Answering("a")
     command = [sys.executable, "-c", CALLER, listener.address, KEY.decode()]
@@ -589,8 +590,7 @@ leader.leave()
 
 
 def test_rank_lost_during_goodbye():
-    """Regression: after a signal that ended both ranks at once, rank 0 waited forever for the other's
-    farewell."""
+    """Regression: after a signal that ended both ranks at once, rank 0 waited forever for rank 1's goodbye."""
     done = python(GOODBYE)
     assert done.returncode == LOST and "rank 1 (there) is gone" in done.stderr
 
@@ -610,8 +610,8 @@ def test_full_send_buffer_does_not_block_the_exit():
 
 
 class Pair(ExitStack):
-    """Two ranks, started by hand, that are always ended with this block. `only`: start no other ranks.
-    `forms`: the matrix product of each rank."""
+    """Two ranks, started without a launcher and stopped at the end of the block. `only` lists the ranks to
+    start, and `forms` the matrix product of each rank."""
 
     def __init__(
         self,
@@ -684,8 +684,8 @@ class Pair(ExitStack):
 
 
 def test_two_processes_answer_like_one(tmp_path):
-    """The models have grouped heads, biases, an untied head and 4 bits, and each rank uses another instruction
-    set. Each request has the same bits in a batch and alone."""
+    """The model has grouped heads, biases, an untied head and 4 bits, and each rank uses a different
+    instruction set. Each request has the same bits in a batch and alone."""
     kinds = {
         "num_attention_heads": 6,
         "num_key_value_heads": 1,
@@ -718,14 +718,14 @@ def test_ranks_run_a_students_core(tmp_path):
         assert all("with 1 module of mine" in pair.said(rank) for rank in (0, 1))
 
 
-# Random schedules for each model
+# The number of random schedules for each model
 MPI_ROUNDS = int(os.environ.get("NANOBATCH_MPI", 0))
 
 
 @pytest.mark.skipif(not MPI_ROUNDS, reason="a long form: NANOBATCH_MPI=6")
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_by_mpi(size, tmp_path):
-    """Two ranks give the same tokens as one process, and are batch-invariant."""
+    """Two to four ranks give the same tokens as one process, and are batch-invariant."""
     folders = [
         str(make_checkpoint(tmp_path / kind, seed=2, **changes)) for kind, changes in KINDS.items()
     ]
@@ -748,13 +748,13 @@ def test_ranks_by_mpi(size, tmp_path):
     ("own", "says", "exact"), [(True, 1, True), (True, 0, False), (False, 1, False)]
 )
 def test_an_engine_is_exact_if_each_of_its_processes_is(parts, monkeypatch, own, says, exact):
-    """All ranks used to need the same instruction set and number of threads."""
+    """Ranks may use different instruction sets and numbers of threads, if each is batch-invariant."""
     monkeypatch.setattr("kernels.device.is_batch_invariant", lambda: own)
     assert is_batch_invariant(replace(parts[0], ranks=Beside([says]))) is exact
 
 
 def test_benchmark_on_ranks(tmp_path):
-    """With MPI a new process for a sample could not join, so the ranks run all samples themselves."""
+    """The ranks run all samples themselves, because with MPI a new process per sample could not join."""
     small = [
         "--parts",
         "decode",
@@ -782,7 +782,7 @@ def test_benchmark_on_ranks(tmp_path):
     ],
 )
 def test_lost_rank_ends_every_process(tmp_path, fault, codes, says):
-    """MLX, and with it the thread that steps, may wait forever for a lost rank."""
+    """Requests fail and all processes exit, although the engine's thread may wait in MLX forever."""
     with Pair(tmp_path, RANK, fault) as pair:
         assert pair.codes() == codes, pair.said(0) + pair.said(1)
         (results,) = pair.found()
@@ -794,8 +794,8 @@ def test_lost_rank_ends_every_process(tmp_path, fault, codes, says):
 
 
 def test_server_of_rank_0_stops_all_ranks(tmp_path):
-    """Regression: in a terminal, Ctrl-C reaches all ranks. A third one interrupted the farewell to rank 1,
-    which then took rank 0 for lost."""
+    """Regression: in a terminal, Ctrl-C reaches all ranks. When it was pressed again, it interrupted rank 0's
+    goodbye, and rank 1 reported rank 0 as lost."""
     with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0") as pair:
         address = pair.says(0, r"at http://(\S+)/v1; .*rank 0 of 2 by ring")[1]
         pair.says(1, "follows rank 0")
@@ -813,9 +813,8 @@ def test_server_of_rank_0_stops_all_ranks(tmp_path):
 
 
 def test_idle_rank_loss_is_noticed(tmp_path):
-    """Regression: nothing is sent while idle, so MLX does not notice, and the next client would have been
-    the first to find out. With another spelling of an address in the hostfile, such as a name, a lost rank
-    was never noticed."""
+    """Regression: MLX sends nothing while idle, so a lost rank was noticed only at the next request. If the
+    hostfile spelled an address differently, for example as a name, it was never noticed."""
     with Pair(tmp_path, str(ROOT / "serve.py"), "--port", "0", host="127.1") as pair:
         pair.says(0, r"at http://(\S+)/v1;")
         pair.says(1, "follows rank 0")
@@ -868,8 +867,8 @@ print(list(heard))
 
 
 def test_connection_cut_during_an_order(inside):
-    """The sender's system then sends no keepalive probes, but retransmits for a quarter of an hour, so the
-    receiver must probe."""
+    """While data is unacknowledged, the sender's system sends no keepalive probes, but retransmits for a
+    quarter of an hour. So the receiver must probe."""
     done = subprocess.run(
         [*inside, sys.executable, "-c", CUT],
         cwd=ROOT,
@@ -882,7 +881,7 @@ def test_connection_cut_during_an_order(inside):
 
 
 def test_rank_lost_while_loading(tmp_path):
-    """The other ranks wait in MLX, and there is no request to end with an error."""
+    """The remaining rank exits although it waits in MLX and has no request that could fail."""
     with Pair(tmp_path, RANK, "killed in load") as pair:
         assert pair.codes() == [LOST, -signal.SIGKILL], pair.said(0)
         assert re.search(r"rank 0 of 2: rank 1 \(127.0.0.1:\d+\) is gone", pair.said(0))
