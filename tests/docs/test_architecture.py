@@ -1,7 +1,7 @@
 """The architecture: which file may import which.
 
-The plan comes first, as tables. The tests read the source, and execute only the list of sources that
-ranks compare. A failing test names every file or line that breaks the plan, not only the first.
+The plan comes first, as tables. The tests parse the source without running it, except for the function
+that lists the files compared by ranks. A failing test names every file or line that breaks the plan.
 """
 
 import ast
@@ -19,7 +19,7 @@ from source import PACKAGES
 from models.memory import sources
 
 ROOT = Path(__file__).parents[2]
-# The files on the left, one or a package, may import those on the right, and files of their own package.
+# A file or package on the left may import those on the right, and files of its own package.
 MAY_IMPORT = {
     "base/*": "",
     "kernels/*": "base/*",
@@ -130,7 +130,7 @@ class Import(NamedTuple):
 
 @cache
 def imports(name: str, text: str | None = None) -> set[Import]:
-    """Return everything that a file imports at any place, except for type checking (`if TYPE_CHECKING`)."""
+    """Return everything that a file imports at any level, except for type checking (`if TYPE_CHECKING`)."""
     ours = set(everything())
 
     def resolve(parts: list[str]) -> str:
@@ -240,7 +240,7 @@ def test_every_import_runs_downwards():
 
 
 def test_no_import_rule_is_unused():
-    """A rule that nothing uses tells a reader of a dependency that does not exist."""
+    """Each dependency that the plan allows exists, so that a reader can rely on the plan."""
     offenders = [
         f"{importing} may import {imported}, and nothing does"
         for importing, allowed in MAY_IMPORT.items()
@@ -253,8 +253,8 @@ def test_no_import_rule_is_unused():
 
 
 def test_no_import_runs_in_a_circle():
-    """Neither files nor packages import in a circle: `text` and `models` imported each other through one
-    file each."""
+    """Neither files nor packages import in a circle. Regression: `text` and `models` imported each other
+    through one file each."""
     packages: dict[str, set[str]] = {}
     for name, imported in graph().items():
         own = packages.setdefault(name.partition("/")[0], set())
@@ -290,7 +290,8 @@ def test_lowest_layer_needs_no_packages():
 
 
 def test_ranks_hash_every_source_of_a_step():
-    """Ranks whose sources differ would add up nonsense (`check_alike` in `models/memory.py`)."""
+    """Ranks compare every source that a step runs, since different code would give wrong sums
+    (`check_alike` in `models/memory.py`)."""
     compared = {path.relative_to(ROOT).as_posix() for path in sources()}
     runs = {
         f"{name}.py"
@@ -316,7 +317,7 @@ def calls_that_differ(name: str, text: str) -> set[str]:
 
 
 def test_no_processor_dependent_operation():
-    """Regression: Gemma's cap used MLX's tanh, so answers on ARM had other bits than on x86-64."""
+    """Regression: Gemma's soft cap used MLX's tanh, so answers on ARM had other bits than on x86-64."""
     names = [name for name in ("nanobatch", *reached(graph(), "nanobatch")) if name in everything()]
     found = set().union(*(calls_that_differ(name, source(name)) for name in names))
     assert found == MAY_DIFFER

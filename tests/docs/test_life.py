@@ -45,7 +45,7 @@ def test_drawing_and_table_have_the_same_stations():
 
 
 def test_a_request_goes_the_way_that_is_drawn(engine):
-    """From submit to text, as docs/make/life.py traces it, the functions come in the order of the table."""
+    """From submit to text, the functions traced by docs/make/life.py run in the order of the table."""
     entered = [name for _, _, name in life.trace(engine, "Count.")]
     stations = [name for _, name in STATIONS]
     inside = stations[

@@ -135,7 +135,7 @@ def test_root_has_no_stray_files():
 
 
 def test_programs_in_the_pages_exist():
-    """Programs move to other folders, but the texts that name them stay."""
+    """Every program in a `python PATH` command of the docs or the source exists."""
     rooms = ("course", "demo", "docs", "tests", *ROOMS)
     texts = [*ROOT.glob("*.md"), *ROOT.glob("*.py"), ROOT / "pyproject.toml"]
     texts += [path for room in rooms for path in (ROOT / room).rglob("*.*")]
@@ -173,7 +173,7 @@ def test_commands_leave_the_checkout_clean():
     ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_commands_in_the_pages(program, pages, least, monkeypatch, tmp_path):
-    # A peer need not be installed to be named
+    # Commands may name peers that are not installed
     monkeypatch.setattr(bench, "obstacle", lambda *_: None)
     # The docs compare two checkouts next to each other
     for checkout in (tmp_path / "now", tmp_path / "before"):
@@ -289,5 +289,5 @@ def test_models_page_names_config_fields():
 
 
 def test_imported_folders_are_packages():
-    """A folder without an `__init__.py` loses to an installed package further down `sys.path`."""
+    """A folder without an `__init__.py` loses to an installed package of its name further down `sys.path`."""
     assert all((ROOT / name / "__init__.py").is_file() for name in (*ROOMS, "course"))

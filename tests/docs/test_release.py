@@ -19,7 +19,7 @@ ENTRY = "# Changelog\n\n## 0.9.0, 2030-01-02\n\n- It is.\n\n## 0.8.0, 2029-01-02
 
 
 def test_changelog_has_this_version():
-    """An Unreleased section may precede it, but then no tag may be set."""
+    """An Unreleased section may precede this version's, but then no tag may be set."""
     text = (ROOT / "CHANGELOG.md").read_text()
     assert release.wrong_with_changelog(text, NUMBER, None) == []
     if "## Unreleased" in text:
@@ -57,7 +57,7 @@ def make_wheel(folder: Path, tag: str, *names: str) -> Path:
 
 
 def test_wheel_is_compared_with_the_package(tmp_path):
-    """Regression: a build folder still contained deleted files."""
+    """Regression: a wheel contained deleted files that were still in a build folder."""
     wheel = make_wheel(tmp_path, "any", "nanobatch/kv.py", "nanobatch/old.py")
     assert release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "old.py"}) == []
     lacks, carries = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py", "sched.py"})
@@ -69,7 +69,7 @@ def test_wheel_is_compared_with_the_package(tmp_path):
 
 
 def test_wheel_for_one_platform_carries_the_libraries(tmp_path, monkeypatch):
-    """After a failed compilation, a wheel for Linux would lack the matrix product."""
+    """A wheel for Linux is refused if it lacks the matrix product, as after a failed compilation."""
     monkeypatch.setattr(release.kernels, "forms", lambda: ["avx2"])
     wheel = make_wheel(tmp_path, "manylinux_2_17_x86_64", "nanobatch/kv.py")
     (line,) = release.wrong_with_wheel(wheel, "0.9.0", {"kv.py"})
@@ -100,12 +100,12 @@ def test_sdist_is_what_git_knows(tmp_path):
     ],
 )
 def test_a_release_needs_the_published_models(code, said, found):
-    """A model that is not available is a skipped test, and pytest returns 0."""
+    """If a model is not available, its tests are skipped, but pytest still returns 0."""
     assert len(release.wrong_with_tests(code, said)) == found
 
 
 def test_newest_mlx_is_one_whose_hash_was_seen():
-    """With another version the demo's bits may differ from those in the README."""
+    """With another version of MLX, the demo's bits may differ from those in the README."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (mlx,) = [each for each in project["dependencies"] if each.startswith("mlx")]
     assert mlx.rpartition("<=")[2] in answer_hash.EXPECTED
