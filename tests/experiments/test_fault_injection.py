@@ -1,4 +1,5 @@
-"""Inject faults into the engine: who ends, who continues, whose bits change, and what is restored."""
+"""Inject faults into the engine: which requests fail, which continue, whose bits change, and what is
+restored."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -59,7 +60,7 @@ def test_a_nan_ends_one_request_on_a_real_model(demo):
 
 
 def test_a_nan_that_spreads_is_reported(demo, monkeypatch):
-    """With a window that sees all slots, every decoding request ends."""
+    """If attention reads all slots, a NaN in one of them ends every decoding request."""
     run = COperation.run
 
     def nosy(self, layer, q):
@@ -139,7 +140,7 @@ def test_what_is_broken_is_put_back_when_it_is_ended(what, turns):
 
 
 def with_slab(stage: Stage) -> Stage:
-    """Add a slab to the word runner. After NaN was written into a slot, its next token is invalid."""
+    """Add a slab to the word runner. After a NaN is written into a slot, its next token is invalid."""
     runner = stage.engine.runner
     poisoned = set()
 
@@ -220,7 +221,7 @@ async def test_the_page_before_any_fault(it):
 
 
 def test_a_failed_step_fills_its_column(stage):
-    """Regression: the numbers went from 7 to 9, and nothing showed that a step had failed in between."""
+    """Regression: step numbers went from 7 to 9, and nothing showed that step 8 had failed."""
     broken(stage, "step")
     failed = [c for c in stage.state.history if c.cells[0].kind == style.FAILED]
     assert len(failed) == 1 and failed[0].step in range(2, 30)

@@ -71,7 +71,7 @@ def test_a_run_with_a_changed_budget_is_not_replayed(stage):
 
 
 def test_a_replay_uses_the_budget_of_its_run(stage):
-    """Regression: with today's limits the replay had different steps from the run."""
+    """Regression: the replay used the current budget, so its steps differed from those of the run."""
     stage.obey("/budget 40")
     stage.turns()
     stage.obey("/burst 20")
@@ -175,7 +175,7 @@ def widest_read(stage: Stage, result: long_prompt.LongPromptResult) -> int:
 
 
 def chats(stage: Stage, result: long_prompt.LongPromptResult) -> int:
-    """Return the number of requests that decoded during its first chunk."""
+    """Return the number of requests that decoded during the long prompt's first chunk."""
     steps = [column.view for column in stage.state.history]
     return len(next(step for step in steps if long_prompt.read_of(step, result.request)).decode)
 
@@ -204,7 +204,8 @@ def test_a_long_prompt_reports_gaps_and_first_token():
 
 
 def test_the_steps_of_a_short_prompt_are_counted():
-    """Regression: no short prompt arrived during the long one, so nothing showed that it does not wait."""
+    """Regression: no short prompt arrived during the long one, so the page did not show that it need not
+    wait."""
     stage = like_a_cpu(Stage().load())
     stage.obey("/long 24")
     (result,) = results(finish(stage))
@@ -223,7 +224,7 @@ def test_the_steps_of_a_short_prompt_are_counted():
 
 @pytest.mark.parametrize(("slots", "budget"), [(2, ""), (8, "520")])
 def test_a_long_prompt_without_a_short_one_says_so(slots, budget):
-    """Two slots hold a chat and the long prompt, and a long prompt in a single step has no middle."""
+    """Two slots have no room for a short prompt, and it cannot arrive during a long prompt of a single step."""
     stage = like_a_cpu(Stage(slots=slots).load())
     stage.obey(f"/long {budget}")
     (result,) = results(finish(stage))
@@ -340,7 +341,8 @@ def test_reopening_the_page_submits_another():
 
 
 def test_the_calmest_of_equal_drops_counts():
-    """Regression: a chunk that was interrupted for a second was attributed to the budget."""
+    """Of several runs with one budget, the one with the shortest gap counts. Regression: an interruption of a
+    second was attributed to the budget."""
     stage = like_a_cpu(Stage().load())
     begin = stage.engine.runner.start_forward
 

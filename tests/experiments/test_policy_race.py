@@ -88,7 +88,8 @@ def test_a_replay_drops_what_is_computed_behind_an_end():
 
 
 def test_a_comparison_simulates_both_policies(stage):
-    """A verdict that divided a measured time by a simulated one would reflect the simulation's errors."""
+    """Both runs are simulated, because the ratio of a measured to a simulated time would contain the
+    simulation's errors."""
     stage.obey("/burst 20")
     stage.finish()
     assert stage.obey("/compare") == ""
@@ -189,7 +190,7 @@ def test_races_agree_on_a_busy_machine(stage):
     stage.obey("/set max=90")
     stage.obey("/race 12")
     quiet = [run.makespan for run in race.shown_in(stage.finish().state).last.runs]
-    stage.state.history.clear()  # so that the others learn nothing from the quiet race
+    stage.state.history.clear()  # so that later races cannot use the costs of the quiet one
     disturb(stage, 0.1)
     races = []
     for _ in range(3):
@@ -230,8 +231,8 @@ def test_a_replay_agrees_on_a_busy_machine(policy):
 
 
 def test_unseen_steps_are_priced_by_extrapolation():
-    """Regression: a class with few steps had no reliable price, and a policy that never ran had none at
-    all."""
+    """Regression: for batch sizes with few steps the cost was unreliable, and a policy that never ran had no
+    costs at all."""
 
     def step(rows: int, chunks: int, seconds: float) -> SimpleNamespace:
         return SimpleNamespace(decode=range(rows), prefill=range(chunks), seconds=seconds)
@@ -263,8 +264,8 @@ def test_unseen_steps_are_priced_by_extrapolation():
 
 @on_screen((120, 40))
 async def test_the_last_race_can_be_opened_again(it):
-    """Regression: Escape closed the sheet, and the race could not be opened again. After a minute its film
-    was over at the first look."""
+    """Regression: after Escape closed the page, the race could not be opened again. When it was opened after
+    a minute, its animation was already over."""
     await it.press("R")
     await it.sees("no race has been run yet; r runs one")
     await it.press("r", turns=30)
@@ -286,7 +287,7 @@ async def test_the_last_race_can_be_opened_again(it):
 
 
 def test_a_fourth_policy_shows_everywhere(monkeypatch, capsys):
-    """A policy that admits one request a step is added to `policies.py` only."""
+    """A new policy in `policies.py` appears on the screen, in the help and as an option without other changes."""
     shy = POLICIES["continuous"]._replace(
         name="shy", does="one newcomer a step.", room=lambda free, running: min(free, 1)
     )

@@ -68,7 +68,7 @@ def lives(stage: Stage) -> dict[int, breakdown.LatencyBreakdown]:
 
 
 def test_the_parts_of_random_requests_add_up():
-    """Each piece starts where the previous one ends. The queue has the length that the engine reports, and
+    """Each piece starts where the previous one ends. The time in the queue is what the engine reports, and
     only a ghost follows the end."""
     seen = 0
     parts = Counter()
@@ -100,7 +100,7 @@ def outcomes(state: State, id: int) -> list[breakdown.Outcome]:
 
 
 def test_random_requests_are_replayed_to_their_whole_length():
-    """Regression: without the drafts, each answer took a step for each token."""
+    """Regression: the replay ignored draft tokens, so each answer took a step for each token."""
     compared = Counter()
     for seed in range(number_of("REPLAYS", 4)):
         shares, cancels, drafts = (seed % 2 > 0, seed % 3 > 0, seed % 4 > 1)

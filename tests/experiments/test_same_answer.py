@@ -76,7 +76,7 @@ def test_different_tokens_are_two_answers(stage):
 
 
 def test_different_bits_are_one_answer_by_tokens(stage):
-    """The text is the same, so only the bits differ."""
+    """Runs with the same tokens but different bits count as one answer by tokens, and as two by bits."""
     turned = turned_by_company(stage, 4, "bits")
     found = gathered(stage)
     assert (found.texts, found.bits) == (1, 2) and found.unlike == len(turned) > 0

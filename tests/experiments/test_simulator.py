@@ -37,8 +37,8 @@ def timeline(replay: Replay) -> list[str]:
 
 
 def test_run_ahead_sees_an_end_a_step_late():
-    """As in the engine, a ghost runs in the step that was planned too early. A first token is read before the
-    next step is planned."""
+    """As in the engine, a ghost runs in the step that was planned too early. With `eager_first_token`, a first
+    token is read before the next step is planned."""
 
     def played(**options) -> list[str]:
         both = guests((1, math.inf), (2, math.inf))
@@ -49,8 +49,8 @@ def test_run_ahead_sees_an_end_a_step_late():
 
 
 def test_replay_drafts_the_same_tokens():
-    """Regression: the page's answers came several tokens a step, while the replay took a step for each
-    token. Also, the step before a draft is read first."""
+    """Regression: recorded answers had several tokens a step, but the replay took a step for each token. Before
+    a draft, the previous step is read first."""
     (guest,) = guests((9, math.inf))
     guest = guest._replace(drafts=[(0, 0), (3, 2), (2, 0), (9, 2)])
     played = list(Replay.under(OLD, CONTINUOUS, [guest], lambda plan: 1.0))
@@ -59,7 +59,7 @@ def test_replay_drafts_the_same_tokens():
 
 
 def test_limits_of_an_old_recording():
-    """When the recording was made, late tokens cost more from row `far` on."""
+    """Old recordings contain `far`, a row from which tokens counted more. It is ignored."""
 
     def cuts(**more) -> list[int]:
         limits = OLD | {"chunk": 32, "budget": 8} | more

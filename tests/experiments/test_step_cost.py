@@ -240,7 +240,7 @@ def expert_stage() -> Stage:
 
 
 async def looks(it) -> None:
-    """The screen asks in one update, the loop answers in its next turn, and the following update shows it."""
+    """Take three updates: the screen asks, the loop answers in its next turn, and the screen shows it."""
     for _ in range(3):
         await it.turns()
 
@@ -275,7 +275,7 @@ async def test_experts_are_asked_only_while_the_page_is_open(it):
 
 @on_screen((120, 40), make=expert_stage, load=False)
 async def test_failed_questions_are_not_repeated(it):
-    """Asking ten times a second would fill the page of errors."""
+    """A question that failed is not asked again with each update, ten times a second."""
     stage = it.stage
     counts = stage.engine.model.choices.counts
     stage.engine.model.choices.counts = lambda: counts() / 0

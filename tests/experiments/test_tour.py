@@ -79,7 +79,7 @@ class TourStage(Stage):
     def __init__(self, number: int | None = None, stops: bool = True, **options):
         super().__init__(**options)
         self.number = number
-        # Those two scenes need answers that end as they do alone
+        # These two scenes compare with the answer alone, so no answer may end by itself
         self.stops = stops and number not in (SAME, BREAK)
         self.now = 0.0
         self.tour = None
