@@ -20,7 +20,7 @@ LENGTH = 352
 
 
 class Shape:
-    """A slab full of random numbers, as if every row had been used before, and queries for windows."""
+    """Random sizes, and slabs full of random numbers, as if every row had been used before."""
 
     def __init__(self, seed: int):
         self.rng = rng = np.random.default_rng(seed)
@@ -119,7 +119,7 @@ def test_a_nan_stays_in_its_sequence(dtype):
 
 
 def test_a_slab_keeps_its_label_through_all_that_is_written():
-    """Without the label, the operation would be taken for a product with a matrix."""
+    """Writes, fills and scrubs leave the label intact, by which the C library recognizes the operation."""
     slab = Slab(1, 2, 1, 32, 16, mx.float16)
     label = np.array(slab.arrays[0][-1, -1, -1]).tobytes()
     assert any(label)
@@ -132,8 +132,8 @@ def test_a_slab_keeps_its_label_through_all_that_is_written():
 
 
 def test_a_label_stays_within_its_slab():
-    """Regression: in bfloat16, which the operation does not read, the label was written as far beyond the
-    slab as the slab is long: `--dtype checkpoint` ended with a damaged heap."""
+    """Regression: in bfloat16, which the operation does not support, the label was written beyond the end of
+    the slab, and `--dtype checkpoint` corrupted the heap."""
     both = mx.zeros((2, 2, 33, 16), mx.bfloat16)
     mx.eval(both)
     slab = both[:1]

@@ -69,7 +69,7 @@ class Window(NamedTuple):
 
 
 class Sequence:
-    """Runs tokens of a layer, and records where their state is."""
+    """A sequence in one layer, which runs tokens and tracks where its state is."""
 
     def __init__(self, layer: Layer, states: States, run, place: int = -1, base: int = 0):
         self.layer, self.states, self.run = layer, states, run
@@ -131,7 +131,8 @@ def random_cuts(layer: Layer, run, rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize("run", WAYS)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_formula_at_any_cut(heads, run):
-    """Nothing is evaluated in between, so each operation waits for the previous ones."""
+    """Any split into chunks gives the rows of the formula. All chunks are in one lazy graph, so each operation
+    depends on the previous ones."""
     layer = layer_of(heads, seed=3)
     whole = np.array(Sequence(layer, states_of(layer), run).chunk(0, len(layer.x)))
     assert np.abs(whole - layer.right).max() < 2e-5 * np.abs(layer.right).max()
@@ -143,7 +144,7 @@ def test_formula_at_any_cut(heads, run):
 
 @NEEDS_OPERATION
 def test_sequences_of_a_pass_do_not_meet():
-    """One operation contains a prompt, a decode with drafts, and forks of a checkpoint."""
+    """One operation runs a prompt, a decode with drafts, and forks of a checkpoint, without mixing them."""
     layer = layer_of(HEADS[0], 1)
     another = layer._replace(x=layer_of(HEADS[0], 2).x)
     alone, other = (
@@ -183,7 +184,7 @@ WRONG = ["(2, 0, 0, 3)", "(0, 4, 0, 3)", "(0, 0, 4, 3)", "(0, 0, 0, 4)", "(4, 3,
 @NEEDS_OPERATION
 @pytest.mark.parametrize("move", some(WRONG, 2))
 def test_a_wrong_move_ends_the_process(move):
-    """The log does not reach that far, or the place does not exist. The process ends with one line before it
+    """If a row is no longer in the log, or a place does not exist, the process ends with one line before it
     misreads memory."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels']\n"

@@ -68,7 +68,7 @@ CHOSEN = {
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_tokens_equal_mlx_lm_under_every_policy(name, tmp_path):
-    """A GPU branch that scales, masks or rotates differently would change the tokens."""
+    """The GPU branches scale, mask and rotate like mlx-lm, so the tokens are the same."""
     seed = list(CHOSEN).index(name)
     folder = make_checkpoint(tmp_path, seed=seed, **CHOSEN[name])
     options = {"slots": 2 + seed % 5, "policy": [*POLICIES][seed % len(POLICIES)]}
@@ -107,7 +107,7 @@ def test_half_and_packed_are_as_close_as_mlx_lm(weights, policy, tmp_path):
             found = np.array(theirs(mx.array([ids]))[0].astype(mx.float32))
             ours.append(np.abs(whole(engine.model, ids, dtype) - wanted).mean())
             peers.append(np.abs(found - wanted).mean())
-            margin = 12 * peers[-1]  # half precision can mistake such a token for the best
+            margin = 12 * peers[-1]  # half precision may choose a token this close to the best
             chosen = np.take_along_axis(wanted[first:], np.array(handle.tokens)[:, None], 1)[:, 0]
             assert (wanted[first:].max(-1) - chosen < margin).all()
     assert np.mean(ours) < 1.1 * np.mean(peers), (np.mean(ours), np.mean(peers))
@@ -160,7 +160,7 @@ def test_buffers_that_mlx_keeps_are_bounded(whole, limit, tmp_path, monkeypatch)
 
 def test_a_small_mac_is_not_filled(monkeypatch):
     """MLX reports how much memory a Mac's GPU may use, but not what other programs use of it. So the default
-    sizes stay far below: a fifth for Llama 3.2 3B on a Mac with 8 GB."""
+    sizes use far less: a fifth for Llama 3.2 3B on a Mac with 8 GB."""
     whole = 5_726_633_984
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": whole})
     monkeypatch.setattr(mx, "get_active_memory", lambda: 1_800_000_000)  # its weights in 4 bits
@@ -257,7 +257,7 @@ def count(step: Callable[[], list[mx.array]]) -> Counter:
 
 
 def ours(folder: Path, slots: list[int]) -> Counter:
-    """Count the operations of a step in which these of eight slots decode, each at another row."""
+    """Count the operations of a step in which these of eight slots decode, each at a different row."""
     model = read_model(folder, "checkpoint")
     c = model.config
     slab = kv.Slab(c.layers, 8 if len(slots) > 1 else 1, c.Hkv, 256, c.Dh, model.dtype)
@@ -293,7 +293,7 @@ def peers(folder: Path, rows: int) -> Counter:
 
 
 def counts_of_steps(folder: Path, weights: str, slots: list[int]) -> list[tuple[int, int]]:
-    """Return the counts of ours and mlx-lm's, with one layer and with two."""
+    """Return our and mlx-lm's numbers of operations, for one layer and for two."""
     counts = []
     for layers in (1, 2):
         path = make_checkpoint(
@@ -310,8 +310,8 @@ def counts_of_steps(folder: Path, weights: str, slots: list[int]) -> list[tuple[
 @pytest.mark.parametrize("slots", [[0], [0, 1, 2], [1, 2, 4, 5]])
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_step_has_no_more_operations_than_mlx_lm(weights, slots, tmp_path):
-    """Regression: a layer took 22 operations in half precision, compared with mlx-lm's 17. An index, a
-    split or a cast may add one."""
+    """Regression: a layer took 22 operations in half precision, compared with mlx-lm's 17. Each unnecessary
+    index, split or cast adds one."""
     (one, peers_one), (two, peers_two) = counts_of_steps(tmp_path, weights, slots)
     layer, peers_layer = two - one, peers_two - peers_one
     rest, peers_rest = one - layer, peers_one - peers_layer
@@ -320,7 +320,8 @@ def test_a_step_has_no_more_operations_than_mlx_lm(weights, slots, tmp_path):
 
 
 def test_attention_copies_no_slab(monkeypatch):
-    """A copy of all keys and values in each layer would cost more than everything else in a step."""
+    """Attention reads the slab in place, because copying all keys and values in each layer would take longer
+    than the rest of a step."""
     monkeypatch.setattr(mx, "take", None)
     slab = Slab(1, 8, 2, 256, 16, mx.float32)
     slots, starts = [0, 1, 3, 7], [5, 200, 100, 64]
@@ -358,7 +359,7 @@ def test_chunk_reads_no_further_than_itself(tmp_path):
     ("start", "count", "width"), [(0, 1, 16), (0, 16, 16), (5, 17, 32), (90, 30, 32), (120, 5, 8)]
 )
 def test_chunk_padding(tmp_path, start, count, width):
-    """The padding's keys land in rows that the sequence has yet to reach. On a CPU there is no padding."""
+    """Padding writes keys only into rows that the sequence has not reached yet. On a CPU nothing is padded."""
     prefill = Prefill(1, tuple(range(1, count + 1)), start, True)
     rows = {1: [SamplingRow(1, SamplingParams(), 0, 0)]}
     with Engine.load(make_checkpoint(tmp_path), slots=2, max_len=128, chunk=32) as engine:
@@ -372,7 +373,8 @@ def test_chunk_padding(tmp_path, start, count, width):
 
 
 def test_idle_slots_take_no_part(tmp_path):
-    """A GPU pays for idle rows, especially with quantized weights."""
+    """A batch has no rows for idle slots, because these take time on a GPU, especially with quantized
+    weights."""
     with Engine.load(make_checkpoint(tmp_path), slots=4, max_len=256) as engine:
         widths, head = [], engine.runner.model.head
         object.__setattr__(
@@ -419,7 +421,8 @@ def test_states_are_computed_by_the_formula_and_a_line_says_so(tmp_path):
 
 
 def test_buffers_of_many_shapes_do_not_pile_up(tmp_path):
-    """MLX keeps a freed buffer for the next request of its size, and each sequence length has other sizes."""
+    """The cache of freed buffers stays bounded, although MLX reuses a buffer only for its size, and sizes vary
+    with the sequence length."""
     folder = make_checkpoint(tmp_path, seed=1)
     dice = random.Random(1)
     held = []

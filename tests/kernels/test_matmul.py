@@ -74,9 +74,9 @@ def test_plain_c_has_the_same_bits(tmp_path):
     assert matmul_library.computed(ctypes.CDLL(library)) == matmul_library.BITS
 
 
-# The long form also looks for undefined behaviour: null pointers are found without it, and a trap
-# compiles in half the time of a message. The short form checks by calls, which compile faster, and looks for
-# races in plain C, since they are the same in all forms
+# The long form also looks for undefined behaviour, except for null pointers, which crash anyway. It uses
+# traps, which compile in half the time of messages. In the short form, AddressSanitizer checks by calls,
+# which compile faster, and races are looked for in plain C only, since they are the same in all forms
 IN_SHORT = {
     "address": "-fsanitize=address --param asan-instrumentation-with-call-threshold=0",
     "thread": "-fsanitize=thread",

@@ -125,7 +125,7 @@ EACH_KIND = pytest.mark.parametrize(
     [pytest.param(make, how, id=f"{make.__name__}-{how}") for make, *how in KINDS],
 )
 # Realistic sizes: the sum is split along K, a thread's share ends inside a tile, blocks span shares, and
-# an odd number of 256 weights
+# a row has an odd number of blocks of 256 weights
 SIZES = [(100, 8192), (1030, 512), (2500, 256), (35, 2304)]
 
 
@@ -134,7 +134,7 @@ def test_packed_product_has_the_widened_bits(make, how):
     """Test one row, a few, more than one strip, and as many as a prompt has, and two matrices joined into
     one."""
     for seed, (N, K) in enumerate(SIZES):
-        K -= 5 * (make is of_16_bits)  # not a multiple of any vector
+        K -= 5 * (make is of_16_bits)  # not a multiple of any vector width
         parts = [make(seed + n, (N + n, K), *how) for n in (0, 9)]
         matrix = packed(joined(parts))
         wide = mx.concatenate([widened(part) for part in parts])
@@ -205,7 +205,8 @@ def test_mxfp4_as_in_a_file_is_packed_into_the_same_matrix(rounds):
 
 
 def rounded_product(x: np.ndarray, part: Matrix) -> np.ndarray:
-    """Round 32 numbers of a row, or a smaller group, to integers from -127 to 127, and compute in float64."""
+    """Return the product in float64, with each 32 numbers of a row, or a smaller group, rounded to integers
+    from -127 to 127."""
     wide = np.array(packed(part).embed(mx.arange(len(part.weight))), np.float64)
     groups = x.reshape(len(x), -1, min(part.group, 32))
     largest = np.abs(groups).max(axis=-1, keepdims=True)
@@ -231,7 +232,7 @@ def rounded_product(x: np.ndarray, part: Matrix) -> np.ndarray:
     ],
 )
 def test_int8_activations_round_each_row_by_itself(part):
-    """Detect a sum of bytes that overflows, a row that depends on others, and a lost NaN."""
+    """No sum of bytes overflows, no row depends on others, and no NaN is lost."""
     matrix = packed(part, rounds=True)
     width = matrix.width
     x = np.array(normal(0, 70, width)) ** 3
@@ -260,7 +261,7 @@ def test_int8_activations_round_each_row_by_itself(part):
 def test_activations_have_8_bits_where_packed_weights_are_multiplied(
     config, dtype, rounds, tmp_path
 ):
-    """Check which models round activations by default. With 32 none does."""
+    """Check which models round activations by default. With `activations=32` none does."""
     folder = make_checkpoint(tmp_path, **config)
     usual, asked = (ModelReader(folder, dtype, **how) for how in ({}, {"activations": 32}))
     assert (usual.rounds, asked.rounds) == (rounds, False)
@@ -376,7 +377,7 @@ def test_lazy_product_holds_the_matrix():
 
 
 def test_wrong_shape_ends_the_process():
-    """With a wrong shape, a packed matrix would be read beyond its end."""
+    """A product with a wrong shape ends the process with one line instead of reading beyond the matrix."""
     code = (
         "import sys; sys.path[:0] = ['tests/lib', 'tests/kernels', 'tools']\n"
         "from kernels import device\n"
@@ -390,7 +391,7 @@ def test_wrong_shape_ends_the_process():
 
 
 def test_loads_while_another_computes(tmp_path):
-    """Another engine runs steps while a model is loaded."""
+    """Models can be loaded and freed while another engine runs, with the same answers and no leak."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "quantize": lambda module: (4, 64)}
     folder = make_checkpoint(tmp_path / "a", seed=1, **changes)
     other = make_checkpoint(tmp_path / "b", seed=2, dtype=mx.bfloat16)
@@ -431,7 +432,8 @@ def test_loads_while_another_computes(tmp_path):
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_memory_is_as_estimated(tmp_path, bits):
-    """`fit` uses the estimate made before the first tensor is read. Nothing is widened while loading."""
+    """The estimate made before the first tensor is read, which `fit` uses, is right, and loading widens
+    nothing."""
     changes = {
         "hidden_size": 512,
         "intermediate_size": 2048,

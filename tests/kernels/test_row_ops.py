@@ -1,5 +1,5 @@
-"""Operations on rows: none is taken for a matrix, nor a matrix for an operation, and memory lives until its
-last use. (`tests/models/test_ops.py` compares them with their formulas.)"""
+"""Operations on rows: the C library never mistakes one for a matrix or a matrix for one, and memory lives
+until its last use. (`tests/models/test_ops.py` compares the operations with their formulas.)"""
 
 import gc
 from pathlib import Path
@@ -69,9 +69,9 @@ def test_rope_has_the_bits_of_its_formula(N, heads, Dh):
 
 
 def test_float16_has_the_bits_of_mlx_and_no_infinity():
-    """Of all kinds of numbers: denormal ones, halves between two float16, and those out of range."""
+    """Test denormal numbers, numbers halfway between two float16 numbers, and numbers out of range."""
     bits = np.random.default_rng(1).integers(0, 2**32, 100_000, np.uint32, endpoint=False)
-    bits[::2] = bits[::2] % 0x20000000 + 0x2F000000  # most are in its range
+    bits[::2] = bits[::2] % 0x20000000 + 0x2F000000  # most are in float16's range
     bits[::5] &= 0xFFFFF000
     ends = [65504, 65519.996, 65520, -65520, 65536, 2**-25, 2**-24, np.inf, -np.inf, np.nan, -0.0]
     x = mx.array(np.concatenate([bits.view(np.float32), np.array(ends * 2, np.float32)]))
