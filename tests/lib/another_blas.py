@@ -1,5 +1,4 @@
-"""A BLAS that, like any fast one, is not batch-invariant: it sums few rows and many rows in different
-orders."""
+"""A BLAS that is not batch-invariant, like any fast one: it sums few rows in another order than many."""
 
 import subprocess
 from pathlib import Path

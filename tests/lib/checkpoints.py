@@ -23,8 +23,8 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 def make_tokenizer() -> Tokenizer:
-    """A tokenizer with one token for each byte: any text survives, and most characters beyond ASCII take
-    several tokens."""
+    """Return a tokenizer with one token for each byte, so that any text round-trips. Most characters beyond
+    ASCII take several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -242,7 +242,7 @@ class Reference:
     """mlx-lm on the same folder, in float32: the reference for our answers."""
 
     def __init__(self, folder: Path, config: dict | None = None):
-        """`config` renames fields of config.json that mlx-lm does not know."""
+        """`config` overrides fields of config.json, for example where mlx-lm uses other names."""
         import mlx_lm.utils  # imported here, because it takes a second
 
         self.model, _ = mlx_lm.utils.load_model(folder, model_config=config)

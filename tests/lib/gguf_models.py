@@ -95,7 +95,7 @@ PLAIN = (
     "shared_expert_gate",
     ".bias",
 )  # matrices that are not quantized
-MULTIPLIED = ("embed_tokens.", "model_projection")  # they round quantized numbers elsewhere
+MULTIPLIED = ("embed_tokens.", "model_projection")  # the loader folds a factor into these
 SMALL = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of K-quants
 # Byte offsets of a block's float16 numbers
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -337,7 +337,7 @@ OWN_FIELDS = {
 
 
 def write_config(writer: gguf.GGUFWriter, config: dict, c) -> dict[str, np.ndarray]:
-    """Write the config, and return the tensors that hold settings."""
+    """Write the config, and return the tensors that contain settings."""
     more = {}
     writer.add_context_length(c.max_positions)
     writer.add_block_count(c.layers)

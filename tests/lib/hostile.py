@@ -1,6 +1,6 @@
 """Grammars that take much time or memory to compile, to follow, or both.
 
-Some of them are legitimate and merely large: other clients must not notice either kind.
+Some of them are legitimate and merely large. Neither kind may slow down other clients.
 """
 
 import json

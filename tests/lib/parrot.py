@@ -140,7 +140,7 @@ def teach(engine: Engine) -> None:
 
 
 class Parrot:
-    """A server in this process that serves such a model."""
+    """A server in this process whose model has scripted answers."""
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ def a_step_old(finish: Callable) -> Callable:
     return planted
 
 
-# --- bugs that leave a request alone in its batch correct ---------------------------------------
+# --- bugs that do not affect a request alone in its batch ---------------------------------------
 
 
 def hidden_in_company(is_hidden: Callable[[int], bool]) -> Callable:
@@ -132,7 +132,7 @@ def two_halves(product: Callable) -> Callable:
 
 
 def trusting_from(first: int) -> Callable:
-    """Accept all draft tokens from this index in a draft on."""
+    """Accept all tokens of a draft from this index on."""
 
     def replace_function(commit: Callable) -> Callable:
         def planted(self, plan, tokens, *rest):
@@ -192,7 +192,7 @@ def first_setting(name: str) -> Callable:
 
 
 def copied(settings: SamplingParams, name: str, value: object) -> SamplingParams:
-    """Like `replace`, but without validating all fields, which takes as long as a step."""
+    """Copy the settings with one change, without validating all fields, which takes as long as a step."""
     found = copy(settings)
     vars(found)[name] = value
     return found

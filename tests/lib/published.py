@@ -5,7 +5,7 @@ The problem. The demo model and random weights never write a list, a line break 
 broke with the first model that did. A test must not load gigabytes from a hub, and offline it must
 not fail.
 
-The solution. Packages of Python's registry hold the models as GGUF files, quantized to 4 to 8 bits. This
+The solution. Packages of Python's registry contain the models as GGUF files of 4 to 8 bits. This
 module converts a file once into a folder as Hugging Face has it, in 16 bits. The folders stay in the
 user's cache, or where `NANOBATCH_PUBLISHED` says. Existing folders `smollm2` and `qwen` are used
 unchanged.

@@ -212,7 +212,7 @@ def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> 
     with Engine(
         model, text, policy=policy, run_ahead=run_ahead, speculate=speculate, **crowded
     ) as engine:
-        # What an earlier owner might have left
+        # Fill the slots with what an earlier request might have left
         length = engine.runner.slab.length
         for array in engine.runner.slab.arrays:
             shape = array[:, :, :length].shape
@@ -237,8 +237,8 @@ def count(models: list[tuple[Model, Tokenizer]], seed: int, rounds: int = 4) -> 
 
 
 class Bold(Drafter):
-    """A drafter like the engine's that, for any other answer, repeats the newest token, because random
-    models repeat themselves."""
+    """The engine's drafter, but where it finds no draft, it repeats the newest token, because random models
+    repeat themselves."""
 
     def __init__(self, most: int, rng: np.random.Generator):
         super().__init__(most)
@@ -402,7 +402,7 @@ def main(schedules: int) -> None:
     form = os.environ["NANOBATCH_BLAS"].removeprefix("rows:")
     assert device.blas.kernels.startswith(form), device.blas
     with tempfile.TemporaryDirectory() as folder:
-        # Four on each pair of engines, so that each finds what the previous ones left
+        # Four schedules for each pair of engines, so that later ones find rows that earlier ones wrote
         rounds = range(0, schedules, 4)
         models = make_models(Path(folder), most=len(rounds))
         total = NONE

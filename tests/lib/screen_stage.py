@@ -179,7 +179,7 @@ def like_golden(name: str, text: str) -> None:
 
 
 def draft_at_random(engine: Engine, dice: random.Random) -> None:
-    """Draft the right answer with some tokens left out."""
+    """Draft at random up to four of the right tokens, in some drafts with a wrong last token."""
 
     def draft(decoding, left):
         found = {}

@@ -122,7 +122,8 @@ class Server:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return unused ports. The system assigns higher ones, so no other program gets one of them in between."""
+    """Return unused ports. They are lower than those that the system assigns, so that no other program gets
+    one of them before the test does."""
     with ExitStack() as held:
         ports = []
         while len(ports) < count:

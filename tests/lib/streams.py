@@ -1,6 +1,6 @@
 """An answer in one form for all routes, streamed or not, so that answers can be compared.
 
-A stream is assembled as a client does it.
+A stream is assembled as a client would do it.
 """
 
 from __future__ import annotations
