@@ -1,4 +1,4 @@
-"""A model is downloaded from a hub on this machine, with a one-line progress display."""
+"""Downloads from a local stand-in for the hub: one line of progress, Ctrl-C, and no network."""
 
 import io
 import os
@@ -51,7 +51,7 @@ def meet(monkeypatch, address: str) -> None:
 
 
 def test_the_progress_of_a_download_is_one_line(tiny, cache, monkeypatch):
-    """Regression: the hub's library drew a bar for each file, one over another."""
+    """Regression: the hub's library drew a progress bar for each file, on top of each other."""
     shown = threading.Event()
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -123,7 +123,7 @@ class Meter:
 
 
 class EndsAfter:
-    """A set of end tokens that contains whichever token comes at this place."""
+    """A set of end tokens that contains any token, once the answer has this many tokens."""
 
     def __init__(self, handle: Handle, tokens: int):
         self.handle = handle
@@ -148,7 +148,7 @@ class EndsAfter:
 @pytest.mark.parametrize("slots", [1, 3])
 def test_cost_of_each_step(tmp_path, monkeypatch, changes, slots):
     """The steps contain prompts of several chunks, chunks that end no prompt, decoding rows next to them, and
-    ghosts. Alone, a sequence reads its own rows; neighbours may read as many rows as the longest."""
+    ghosts. A single sequence reads only its own rows; in a batch, each may read as many as the longest."""
     folder = make_checkpoint(tmp_path, **changes)
     dtype = "checkpoint" if "quantize" in changes else "float32"
     options = {"slots": slots, "max_len": 256, "chunk": 32, "budget": 34}
@@ -196,8 +196,8 @@ def compare(model: Model, step, metered: Counter, exact: bool) -> None:
 
 
 def test_experts_of_the_newest_step(tmp_path):
-    """Each token uses two experts in each layer; in the last one, only sampled tokens do. A step that samples
-    none leaves nothing that would keep the slab."""
+    """Each token uses two experts in each layer, except that in the last layer only sampled tokens do. Some
+    steps sample no token."""
     with Engine.load(
         make_checkpoint(tmp_path, **EXPERTS), slots=3, max_len=256, chunk=32
     ) as engine:
@@ -220,8 +220,8 @@ def test_experts_of_the_newest_step(tmp_path):
 
 
 def test_kept_experts_copy_no_slab(tmp_path):
-    """If a chunk ends no prompt, the last layer's choices are never computed. Kept beyond the next pass, they
-    would reference the slab, and a step would copy it."""
+    """If a chunk ends no prompt, the last layer's choices are never computed. They are dropped before the next
+    pass, because they reference the slab, which a step would then have to copy."""
     with Engine.load(
         make_checkpoint(tmp_path, **EXPERTS), slots=2, max_len=16_384, chunk=32, budget=34
     ) as engine:
@@ -241,8 +241,8 @@ def test_kept_experts_copy_no_slab(tmp_path):
 
 @pytest.mark.parametrize("rate", [1e9, 1e12])
 def test_roofline_on_a_fast_machine(monkeypatch, rate):
-    """A trial of microseconds would measure its own start-up, and a small piece would measure the cache instead
-    of memory. Here the clock is simulated."""
+    """The pieces grow until a trial takes long enough to exclude start-up time and caches. The clock is
+    simulated."""
     sizes = []
 
     def quickest(pairs):
@@ -257,8 +257,8 @@ def test_roofline_on_a_fast_machine(monkeypatch, rate):
 
 
 def test_the_roof_is_as_much_as_was_ever_seen(engine, monkeypatch):
-    """A trial is slower while other programs run. The first trial without other programs marks the roof as
-    undisturbed."""
+    """The best of all trials counts, because a trial is slower while other programs run. The first trial
+    without other programs marks the roof as undisturbed."""
     assert engine.snapshot().roof == Roof()
     tries = [(3.0, 5.0, 7.0), (4.0, 2.0, 7.5), (1.0, 1.0, 1.0)]
     monkeypatch.setattr(roofline, "measure", lambda nbytes, dtype: tries.pop(0))

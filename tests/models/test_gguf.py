@@ -33,7 +33,7 @@ def alike(file, folder, tokens=PROMPT) -> bool:
     return same_bits(read_model(file, activations=32), read_model(folder, "float32"), tokens)
 
 
-# The largest ratio of their memory to the file's tensors
+# The largest allowed ratio of the weights' memory to the size of the file's tensors
 MOST = {"Q4_0": 1.15, "Q4_1": 1.15, "Q8_0": 1.15, "Q5_0": 1.7, "Q5_1": 1.7}
 MOST |= {"Q4_K": 1.05, "Q5_K": 1.6, "Q6_K": 1.42, "MXFP4": 1.35}
 
@@ -58,13 +58,15 @@ def test_names_of_files_are_those_of_the_gguf_package():
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_each_family_gives_the_bits_of_the_dequantized_weights(arch, tmp_path):
-    """Gemma and Granite multiply weights, which rounds quantized numbers elsewhere."""
+    """Gemma and Granite are compared in F32, because factors are folded into their weights, which rounds
+    quantized numbers differently."""
     assert alike(*make_pair(tmp_path, "F32" if arch in ("gemma3", "granite") else "Q4_K", arch))
 
 
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
 def test_value_heads_in_the_order_of_llama_cpp(arch, tmp_path):
-    """With fewer key heads, value heads have another order, and so do the sums of the output."""
+    """llama.cpp stores value heads in another order if there are fewer key heads. The output projection then
+    sums in another order, so bits may differ."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
     fields = {"qwen35moe.feed_forward_length": None}
     file, wide = make_pair(
@@ -79,7 +81,8 @@ def test_value_heads_in_the_order_of_llama_cpp(arch, tmp_path):
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4"])
 def test_mlxs_own_products_come_near(kind, tmp_path):
-    """MLX's products run on GPUs. Q6_K has groups of 16, which MLX does not multiply: it becomes float16."""
+    """MLX's products, which GPUs use, give nearly the same numbers. Q6_K becomes float16, because MLX does not
+    support its groups of 16."""
     file, wide = make_pair(tmp_path, kind, num_hidden_layers=1)
     reader = ModelReader(file, "checkpoint")
     ours = reader.read_model()
@@ -197,7 +200,7 @@ def test_a_file_that_is_cut_off_is_refused(part, tmp_path, whole_file):
 
 
 def test_a_file_that_is_cut_off_later_is_refused(tmp_path, whole_file):
-    """Its header was read before."""
+    """A file that is truncated or removed after its header was read is refused."""
     file = tmp_path / "cut.gguf"
     file.write_bytes(whole_file.read_bytes())
     reader = ModelReader(file)
@@ -345,7 +348,8 @@ def test_states_that_do_not_fit_together_are_refused_in_one_line(name, tmp_path)
 
 
 def test_layers_that_draft_tokens_are_not_read(tmp_path):
-    """Layers that draft tokens follow the others; here a list marks them."""
+    """Layers that predict further tokens (`nextn`) follow the others and are skipped. Here a list of layer
+    types includes them."""
     fields = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
     fields["qwen35.attention.recurrent_layers"] = [True, True, True, False, False]
     names = ("blk.4.attn_norm.weight", "blk.4.nextn.eh_proj.weight")
@@ -409,7 +413,7 @@ def test_a_gemma_4_that_does_not_fit_together_is_refused(name, tmp_path):
 
 
 def nan_scale(name: str, data: np.ndarray) -> np.ndarray:
-    """A scale of 255 stands for NaN."""
+    """Set a block's scale to 255, which means NaN."""
     if name == "blk.1.ffn_up_exps.weight":
         data.reshape(-1, 17)[-1, 0] = 255
     return data

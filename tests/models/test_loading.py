@@ -91,7 +91,7 @@ def test_cpu_weights_become_float32(tmp_path):
 @pytest.mark.skipif(device.has_gpu(), reason="a GPU multiplies them")
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_16_bit_experts_as_in_the_checkpoint_are_refused_on_a_cpu(dtype, tmp_path):
-    """Each request ended in MLX's "[GatherMM::eval] Currently only supports float32"."""
+    """Regression: each request failed with MLX's "[GatherMM::eval] Currently only supports float32"."""
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     folder = make_checkpoint(tmp_path, dtype=dtype, model_type="qwen3_moe", **sizes)
     with pytest.raises(ValueError, match=r"'checkpoint'.* float32 .*choose auto or float32"):
@@ -245,7 +245,7 @@ Q = "model.layers.0.self_attn.q_proj"
     ],
 )
 def test_bad_tensors(folder, name, change, words):
-    """One wrong number in a matrix is enough for a refusal."""
+    """A single NaN or infinity in a matrix is enough for a refusal."""
 
     def replace(weights) -> None:
         new = change(weights.pop(name, None))
@@ -257,7 +257,7 @@ def test_bad_tensors(folder, name, change, words):
 
 
 def test_bad_fused_matrix(tmp_path):
-    """Phi-3's q, k and v are slices of one matrix. With another height they would be cut at wrong rows."""
+    """Phi-3's q, k and v are slices of one matrix, whose number of rows must match the config."""
     folder, name = (
         make_checkpoint(tmp_path, model_type="phi3"),
         "model.layers.1.self_attn.qkv_proj.weight",
@@ -271,7 +271,7 @@ def test_bad_fused_matrix(tmp_path):
 
 
 def test_bad_experts(tmp_path):
-    """Each expert may be a separate tensor. A missing one would shift all later ones."""
+    """Each expert may be a separate tensor. A missing one is refused, because it would shift all later ones."""
     settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     folder = make_checkpoint(tmp_path, model_type="qwen3_moe", experts_apart=True, **settings)
     read_model(folder)
@@ -427,7 +427,7 @@ def test_a_tokenizer_larger_than_the_embedding(folder):
             [0],
         ),
         ({"model_type": "mistral", "sliding_window": None}, 4096, []),  # None removes the field
-        # From layer 28 on
+        # By default, windows start at layer 28, which this model does not have
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None, []),
         (
             {
@@ -456,7 +456,7 @@ def test_sliding_layers_of_each_family(tmp_path, settings, window, whole):
     assert config.window == window and [*config.whole] == whole
 
 
-# The other families are code on the hub
+# The other families are implemented by code on the hub instead of in transformers
 KNOWN_TO_TRANSFORMERS = [family for family in FAMILIES if family in CONFIG_MAPPING]
 
 
@@ -602,8 +602,8 @@ def test_model_larger_than_memory(whole, monkeypatch):
 
 
 def test_sizes_are_fixed_before_loading(whole, monkeypatch):
-    """Regression: the sizes were computed twice. When another program took memory in between, a model was
-    refused after its weights had been loaded."""
+    """Regression: the sizes were computed twice. If another program allocated memory before the second time,
+    a model was refused after its weights had been loaded."""
     read = ModelReader.read_model
 
     def read_beside_a_neighbour(reader: ModelReader, between: Callable):
@@ -835,7 +835,8 @@ def spoilt(rng: random.Random, data: bytes) -> bytes:
 
 
 def test_random_damage_to_weights(folder):
-    """MLX checks little itself: it reads beyond the end, and aborts."""
+    """Damaged weights are loaded or refused in one line. MLX itself checks little: it reads beyond the end of
+    a tensor, or aborts."""
     rng, path, count = random.Random(12), folder / "model.safetensors", Counter()
     data = path.read_bytes()
     for _ in range(number_of("DAMAGE", 150)):
@@ -854,5 +855,5 @@ def test_keys_and_values_have_16_bits_where_the_weights_have(tmp_path, dtype):
             sizes[kv] = sum(array.nbytes for array in slab.arrays)
             assert slab.dtype == (mx.float16 if kv == "auto" and dtype.size == 2 else mx.float32)
             assert sizes[kv] == slab_of(engine.model, Sizes(2, 64, 32, budget=32))
-    # One more row per head holds the label that attention reads
+    # An additional row per head contains the label that the attention operation reads
     assert sizes["float32"] == pytest.approx(sizes["auto"] * 4 / dtype.size, rel=0.02)

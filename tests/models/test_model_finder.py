@@ -23,7 +23,7 @@ from nanobatch import Engine
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
-    """An empty hub cache, LM Studio's folder and Ollama's store, and no network."""
+    """Use an empty hub cache, LM Studio folder and Ollama store, and no network. Return their parent folder."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(models, "LM_STUDIO", (tmp_path / "studio",))
@@ -62,7 +62,7 @@ def test_cached_model_needs_no_network(home, monkeypatch):
     "gone", ["tokenizer.json", "model-00002-of-00003.safetensors", "model.safetensors.index.json"]
 )
 def test_a_download_that_was_interrupted_goes_on(home, monkeypatch, gone):
-    """The folder in the cache is incomplete. If it were used as the model, it would be refused forever."""
+    """If a model's folder in the cache is incomplete, its download continues."""
     folder = cached(home, "someone/tiny", shards=3)
     (folder / gone).unlink()
     if "index" in gone:
@@ -200,7 +200,7 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
 
 
 def test_list_survives_a_vanishing_file(home, monkeypatch, capsys):
-    """A download renames the files that it has fetched."""
+    """A file may vanish while models are listed, because a download renames the files that it has fetched."""
     gone = cached(home, "a/downloaded") / "model.safetensors"
     stat = Path.stat
 
@@ -241,7 +241,7 @@ def test_list_of_a_folder(home, capsys):
 
 
 def test_list_of_a_folder_that_does_not_answer(home, monkeypatch, capsys):
-    """A network folder whose machine is off must not hang the list."""
+    """A network folder whose machine is off does not hang the list."""
     hangs = threading.Event()
 
     def search(root: Path) -> Iterator[Path]:

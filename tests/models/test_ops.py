@@ -106,7 +106,7 @@ def test_each_function_is_its_formula(form, formula, ours, last):
 
 @pytest.mark.parametrize("place", [0, 3, 16, 36])
 def test_a_number_that_is_none_stays_none(form, place):
-    """A poisoned key would be taken for a finite one, and never scrubbed."""
+    """Every operation propagates NaN, so that a poisoned row is detected and scrubbed."""
     x = normal(3, 37)
     x[1, place] = np.nan
     lost = np.zeros((3, 37), bool)
@@ -138,7 +138,7 @@ def test_argmax_takes_the_first(V, dtype):
 
 @pytest.mark.parametrize("place", [0, 5, 130, 255])
 def test_argmax_shows_nan(place):
-    """Comparisons with NaN are false. A row that contains one must not yield a token."""
+    """A row that contains NaN yields no token, although comparisons with NaN are false."""
     x = normal(3, 256)
     x[1, place] = np.nan
     best, _ = argmax(mx.array(x))
@@ -147,8 +147,7 @@ def test_argmax_shows_nan(place):
 
 @pytest.mark.parametrize("L", [1, 5])
 def test_sliding_window_mask(L):
-    """At position p a window of 10 shows the rows p - 9 to p. One that is longer than the slot hides
-    nothing."""
+    """At position p a window of 10 shows the rows p - 9 to p. A window longer than the slot hides nothing."""
     window = Window(Slab(1, 2, 2, 96, 16, mx.float32), [1], [40], L)
     (group,) = window.groups
     seen = llama.seen(group.positions, group.T, 10)
@@ -205,7 +204,7 @@ def test_softmax_is_its_formula(form, rows, T, scale):
 
 
 def test_softmax_is_row_invariant(form):
-    """Regression: the form depended on the number of rows, and so on the other requests."""
+    """Regression: the kernel was chosen by the number of rows, which depends on the other requests."""
     x = mx.array(normal(40, 4, 96, scale=5.0))
     whole = softmax(x)
     for rows in (1, 2, 3, 4, 15, 16, 39):
@@ -265,7 +264,7 @@ def test_interleaved_rope(turned, interleaved):
     [
         ({"rope_type": "yarn", "factor": 4.0}, 0.1 * math.log(4) + 1),
         ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.75}, 0.75),
-        # One without the other has no effect
+        # mscale without mscale_all_dim has no effect
         ({"rope_type": "yarn", "factor": 4.0, "mscale": 2.0}, 0.1 * math.log(4) + 1),
         (
             {"rope_type": "yarn", "original_max_position_embeddings": 512},
@@ -279,7 +278,8 @@ def test_interleaved_rope(turned, interleaved):
     ],
 )
 def test_rope_attention_factor(tmp_path, scaling, gain):
-    """mlx-lm ignores an attention_factor, and uses a single mscale; transformers is right about both."""
+    """mlx-lm ignores an attention_factor, and uses an mscale without mscale_all_dim. transformers is right
+    about both."""
     planes = (
         {f"{name}_factor": [1.0] * 8 for name in ("short", "long")}
         if scaling["rope_type"] == "longrope"
