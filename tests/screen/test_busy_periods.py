@@ -78,8 +78,8 @@ async def test_totals_after_a_burst(it):
 
 
 def test_requests_whose_ends_were_missed_are_forgotten():
-    """Regression: requests whose end was missed stayed in the list of open ones: memory grew, and each
-    chart visited them."""
+    """Regression: requests whose end was missed stayed in the list of open ones, so memory grew, and each
+    chart iterated over them."""
     stage = Stage(slots=2).load()
     handles = [
         stage.engine.submit([1], SamplingParams(max_tokens=400, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""A conversation on the screen: what the model receives, what the screen shows, and what is never lost."""
+"""A conversation on the screen: the model's input, the text on the screen, and that no question is lost."""
 
 import re
 
@@ -51,13 +51,13 @@ async def ask(it: Show, question: str) -> None:
 
 
 def seen(it: Show) -> str:
-    """Return the screen's content without line ends."""
+    """Return the screen's content as one line."""
     return " ".join(it.text().split())
 
 
 @on_screen((120, 40), make=Talking)
 async def test_typing_opens_the_conversation(it):
-    """Regression: the model forgot a name from its previous question and said another."""
+    """Regression: a second question was sent without the first, so the model did not know a name in it."""
     await it.press("m", "y", turns=0)
     assert "Type a question" in it.text() and it.app.prompt.value == "my"
     await ask(it, 'Say "Ada".')
@@ -105,8 +105,8 @@ async def test_a_question_waits_and_escape_returns_it(it):
 
 @on_screen((120, 40), make=Talking)
 async def test_escape_while_paused_keeps_the_question(it):
-    """Regression: the footer offered space to go on, but Esc, which leads to that key, discarded the
-    question."""
+    """Regression: the footer offered Space to resume, but Esc, which must leave the text box first, discarded
+    the question."""
     await it.press("space", "i", *"one", "enter", "escape", turns=2)
     assert it.app.focused is None and not it.state.ended
     await it.press("space", turns=0)

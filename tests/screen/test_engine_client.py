@@ -21,7 +21,7 @@ from tui import MENU
 
 @pytest.mark.parametrize("line", ["/burst 6", "/load 5", "/race 6", "hello"])
 def test_prompts_are_tokenized_in_the_callers_thread(stage, line):
-    """Regression: a slow template delayed everybody's steps."""
+    """Regression: a slow template delayed the steps of all requests."""
     read = []
     ask = stage.engine.text.ask
     stage.engine.text.ask = lambda prompt: read.append(prompt) or ask(prompt)
@@ -80,7 +80,7 @@ def test_a_pause_reads_the_step_in_flight_first(stage):
 
 
 def test_a_steady_load_lets_a_paused_loop_sleep(stage):
-    """Regression: a load on a paused clock asked to be called again at once, over and over."""
+    """Regression: with a load on a paused clock, the loop was called again immediately, over and over."""
     stage.obey("/load 5")
     stage.turns()
     stage.obey("/pause")

@@ -171,7 +171,7 @@ async def test_all_panes_go_back_with_the_cursor(it):
     assert sum(cell.kind == DECODE for cell in state.past.cells) >= 4
     waiting, line = state.line()
     assert [r for r, _ in line] == seen[then][1] and waiting == len(line) > 0
-    # Like everything else: at the end of the step
+    # Waiting times, too, are those at the end of the step
     assert all(waited == pytest.approx(state.past.ended) for _, waited in line)
     for slot in range(8):
         owner = state.owner(slot)
@@ -187,7 +187,7 @@ async def test_all_panes_go_back_with_the_cursor(it):
     ttfts = plain(drawn(charts.draw_ttft, state, 60, 9))
     ended = sum(r.arrived + r.metrics.ttft_s <= last for r in state.requests.values())
     assert f" of {ended}, {12 - ended} still wait" in ttfts[0] and 0 < ended < 12
-    it.app.hush(state.said)  # it would disappear by itself after a while
+    it.app.hush(state.said)  # the message would disappear by itself after a while
     it.app.paint()
     await it.pilot.pause()
     assert "◀ back at step 31 of" in it.text() and "Slots at step 31" in it.text()
@@ -418,7 +418,7 @@ async def test_footer_keys_can_be_clicked_while_typing(it):
         await it.pilot.click("#keys", offset=(line.index("b Burst") + 2, 0))
         await it.turns()
         assert it.stage.engine.sched.submitted == before + 12
-        # The blank takes clicks, too
+        # The space between a key and its label can be clicked, too
         await it.pilot.click("#keys", offset=(line.index("? Help") + 1, 0))
         await it.turns()
         assert "Help" in it.text().splitlines()[0]
@@ -507,8 +507,8 @@ def test_cancelling_what_is_not_there_says_so(stage):
 
 
 def test_max_is_cut_to_the_slot(stage):
-    """Regression: the edge of the screen kept showing 100,000 tokens in slots of 512. A temperature may be
-    anything that sampling accepts."""
+    """Regression: the prompt box kept showing 100,000 tokens with slots of 512. A temperature may be anything
+    that sampling accepts."""
     assert stage.obey("/set max=100000") == "max=512: a slot holds no more"
     assert stage.state.settings.max_tokens == 512
     assert stage.obey("/set max=512 temperature=500") == "set max=512 temperature=500"
@@ -613,7 +613,7 @@ async def test_a_small_screen_shows_the_requested_pane(it):
 @pytest.mark.parametrize(("looks_on", "runs"), [(True, False), (True, True), (False, False)])
 def test_json_begins_paused_for_a_user(stage, looks_on, runs, monkeypatch):
     """Regression: the request finished in a quarter of a second, before the user could press `s`. A plain
-    log would never resume."""
+    log is not paused, because nobody could resume it."""
     asked = []
     if runs:
         stage.obey("/burst 2")

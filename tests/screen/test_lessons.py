@@ -177,7 +177,8 @@ def test_no_step_is_missed_at_full_speed():
 
 
 def test_the_screens_share_of_a_core_is_bounded(monkeypatch):
-    """Drawing for 20 ms ten times a second takes a fifth of a core, which the engine needs."""
+    """If drawing is slow, the screen is updated less often, because the engine needs the core: 20 ms ten times
+    a second would be a fifth of it."""
     now, used, looks = Clock(), Clock(), []
     monkeypatch.setattr(widgets, "time", SimpleNamespace(monotonic=now, thread_time=used))
 

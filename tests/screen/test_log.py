@@ -114,8 +114,7 @@ def test_an_unusable_file_is_named_with_its_option(arguments, words, capsys):
     assert capsys.readouterr().err.startswith(f"nanobatch: {words}")
 
 
-# One of each kind: obeyed by a terminal, changes the writing direction, is invisible, half a surrogate
-# pair.
+# Control sequences, a change of writing direction, invisible characters, and half a surrogate pair.
 HOSTILE = "\x1b]0;title\x07\x9b2J\u202e\u061c\ufff9\u115f\u3164\U000e0100\U000e0041\ud83e\r\n"
 
 
@@ -180,7 +179,7 @@ def test_a_plain_log_has_a_line_for_each_event():
     assert len(times) > 20 and times == sorted(times), (
         "a step was logged at its end, after later events"
     )
-    # The first leg used to be logged at its end, with other prices than the verdict, and without the reason
+    # The first leg used to be logged at its end, with other costs than the verdict, and without the reason
     # why it took longer.
     legs = [line.split("  ") for line in lines if ", measured " in line]
     (static, continuous) = [[part.strip() for part in leg if part][3] for leg in legs]

@@ -1,4 +1,4 @@
-"""The processor time that other programs take is shown, and nothing else."""
+"""The screen shows the processor time of other programs, excluding that of this process."""
 
 from pathlib import Path
 

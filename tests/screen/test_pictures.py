@@ -127,7 +127,7 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
             drawn = layout.STACKS.get(lower, (lower,))
             assert drawn[0] in found or lower in ("streams", "timeline") or width >= 110
             charts = found.keys() & {"rate", "batch", "ttft", "batching"}
-            # A chart of two lines had only a title and an axis
+            # A chart of two lines would have only a title and an axis
             assert all(found[name].height >= 4 for name in charts)
             check_places(found, width, height)
             seen += len(found)
@@ -144,7 +144,7 @@ def check_places(found, width, height):
 
 @pytest.mark.parametrize("slots", [3, 40])
 def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
-    """A truncated line would be misleading: 179 of 1799."""
+    """No line is truncated, because a truncated number is misleading: 1799 becomes 179."""
     stage = Stage(slots=slots, policy="static").load()
     stage.obey("/burst 30")
     stage.session.has_chats = True

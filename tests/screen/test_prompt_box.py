@@ -78,7 +78,7 @@ def test_the_history_is_private_and_saved_at_once(tmp_path):
 
 
 def test_commands_are_recalled_but_not_saved(tmp_path):
-    """The screen and `ask.py --chat` share one history, but neither knows the other's commands."""
+    """The screen and `ask.py --chat` share one history file, but neither supports the other's commands."""
     history = History(tmp_path / "history")
     for line in ("/burst 24", "Why?"):
         history.add(line)

@@ -1,4 +1,4 @@
-"""A recording: what it contains, what it omits, and that it contains only what happened."""
+"""A recording: its contents, what it omits, and that the scheduler reproduces its plans."""
 
 import hashlib
 import json
@@ -80,7 +80,7 @@ def test_a_race_is_recorded_as_two_runs(stage):
 
 @pytest.mark.parametrize(("policy", "is_hurried"), [("continuous", True), ("static", False)])
 def test_the_scheduler_plans_again_what_was_recorded(policy, is_hurried):
-    """A plan contains nothing invented, and the recording has everything that the scheduler needs."""
+    """The scheduler reproduces each recorded plan from the limits and requests in the recording."""
     stage = Stage(policy=policy).load()
     stage.engine.eager_first_token = is_hurried
     stage.engine.sched.budget = 70
@@ -112,7 +112,7 @@ def test_a_recording_names_no_client_and_tells_no_error(stage):
 
 
 def test_a_recording_of_fair_still_knows_who_is_who():
-    """Without the clients, the plans of `fair` could not be reproduced."""
+    """Clients are recorded under numbers, because `fair` needs to know which requests have the same client."""
     stage = Stage(policy="fair", slots=2).load()
     for number in range(12):
         ids = stage.engine.text.ask(f"prompt {number}")

@@ -179,7 +179,7 @@ def test_a_log_on_a_terminal_says_what_to_type(model):
 
 
 def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
-    """Regression: waiting while paused never finished."""
+    """Regression: `wait` in a script never finished while the engine was paused."""
     picture = tmp_path / "picture.svg"
     script = "light static pause burst24 step60 wait"
     options = ["--screenshot", picture, "--size", "120x40"]
@@ -199,8 +199,8 @@ def test_ask_prints_no_escape_sequence(model):
 
 
 def test_textual_serve(model):
-    """Regression: the program wrote the plain log, since pipes are not a terminal. Totals after the end are
-    not packets."""
+    """Regression: the program wrote the plain log, since pipes are not a terminal. It must write nothing but
+    packets, not even totals at the end."""
     env = os.environ | {
         "TEXTUAL_DRIVER": "textual.drivers.web_driver:WebDriver",
         "COLUMNS": "100",

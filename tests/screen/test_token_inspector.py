@@ -55,7 +55,7 @@ class JsonStage(Stage):
 
 
 def test_the_token_inspector_stays_in_sight_on_a_small_screen():
-    """Regression: at 80x24 a step after j showed the plan instead, and the conversation hid the answer."""
+    """Regression: at 80x24 a step after `j` showed the plan instead, and the conversation hid the answer."""
 
     async def scenario(it):
         await it.press("space", "i", *"hello", "enter", "escape", "s", "s")

@@ -278,7 +278,7 @@ def test_a_prompt_is_settled_only_with_its_answer(server, monkeypatch):
 
 
 def test_a_prompt_waits_for_a_loading_server(engine):
-    """Regression: the prompt came back, refused with a 503."""
+    """Regression: the prompt was refused with a 503 instead of being sent after loading."""
     api = APIServer(Options(port=0)).start()
     client = RemoteEngineClient(api.address)
     client.start()
@@ -297,7 +297,7 @@ def test_a_prompt_waits_for_a_loading_server(engine):
 
 
 def test_a_watched_view_is_complete(server):
-    """Differences arrive ten times a second, so several may arrive between two updates of the view."""
+    """No step or token is missing, even if several frames arrive between two updates of the view."""
     with watching(server) as it:
         it.sees(lambda state: state.view.stage == "ready")
         first = it.state.history[-1].step if it.state.history else 0
@@ -373,8 +373,8 @@ def places_of(data: object, path: tuple[int, ...] = ()) -> Iterator[tuple[int, .
 
 
 def test_hostile_frames_do_no_harm(stage):
-    """Regression: a server with `slots: 4000000000` did harm. Replace one value of a real frame at a time,
-    100 times."""
+    """A frame with one wrong value is refused, or drawn without control characters. Regression: `slots:
+    4000000000` was accepted."""
     stage.obey("/burst 6")
     engine = stage.turns(12).engine.snapshot()
     data = json.loads(
@@ -495,7 +495,8 @@ def test_the_clients_pane_is_as_drawn():
 
 
 def test_a_slow_screen_counts_what_it_misses(engine, monkeypatch):
-    """A stopped terminal stops the screen, but not the thread that receives each step."""
+    """If a stopped terminal blocks the screen, the receiving thread keeps a bounded number of steps and
+    requests, and counts the others."""
     monkeypatch.setattr(watch_frames, "STEPS", 20)
     monkeypatch.setattr(watch_frames, "ENDS", 5)
     server = canned_server()
@@ -535,7 +536,7 @@ def test_clients_are_counted_beyond_those_that_are_kept():
 
 @pytest.mark.parametrize("keys", [(), ("--api-key", "key", "--watch-key", "eye")], ids=len)
 def test_a_conversation_with_a_watched_server(keys):
-    """With the API key only, `/watch` shows no texts, so the answers are those of the routes."""
+    """With the API key only, `/watch` contains no texts, so the conversation gets its answers from the API."""
     sizes = ("--model", "demo", "--slots", "2", "--max-len", "96")
     with Server(*sizes, *keys) as server, watching(server, *keys[1:2]) as watched:
         watched.sees(lambda state: state.view.stage == "ready")
