@@ -27,7 +27,7 @@ from text import grammar, untrusted_model_files
 STRANGE = "NO_COLOR FORCE_COLOR COLUMNS LINES PYTHONDONTWRITEBYTECODE NANOBATCH_API_KEY"
 STRANGE += " NANOBATCH_WATCH_KEY NANOBATCH_HISTORY NANOBATCH_RING_KEY"
 STRANGE += " NANOBATCH_ZERO_LIMIT"
-SHORT = {"NANOBATCH_THREADS", "NANOBATCH_BLAS"}  # any other variable selects a test's long form
+SHORT = {"NANOBATCH_THREADS", "NANOBATCH_BLAS"}  # any other NANOBATCH_* selects a long form
 LONG = (
     "distributed",
     "kernels/test_matmul",
@@ -35,7 +35,7 @@ LONG = (
     "core/test_schemas",
     "course/test_exercises",
 )
-# These limits are wall-clock time. A user whose machine is too busy is told to try again; a test waits.
+# These limits are wall-clock time. On a busy machine a user is asked to try again, but a test waits.
 grammar.SANDBOX_LIMITS = grammar.SANDBOX_LIMITS._replace(patience=60.0)
 untrusted_model_files.LIMITS = untrusted_model_files.LIMITS._replace(patience=60.0)
 MOST_WORKERS = 4  # by default; on a machine with many cores, more workers mostly wait
@@ -52,8 +52,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run the whole suite, or a folder, on several workers. A single file, a single test and whatever
     `-k` selects run in this process, where a debugger works. `-n` overrides this.
 
-    Each worker, and each program that it starts, multiplies with its share of the cores: threads that
-    wait for each other on busy cores make everything many times slower.
+    Each worker, and each program that it starts, uses only its share of the cores for matrix products,
+    because threads that wait for each other on busy cores are many times slower.
 
     Tests start hundreds of programs. Remove a user's settings from their environment: the size and
     colours of a terminal, a key, another book, a proxy. Keep bytecode, because otherwise each program
@@ -64,7 +64,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     os.environ["no_proxy"] = "localhost,127.0.0.1"  # all servers of the tests are local
     is_refused = any(library.library(form).exists() for form in library.forms_here())
     if is_refused and device.blas.why_not and not os.environ.get("NANOBATCH_BLAS"):
-        raise pytest.UsageError(str(device.blas))  # otherwise its tests would be skipped
+        raise pytest.UsageError(str(device.blas))  # otherwise the library's tests would be skipped
     sys.dont_write_bytecode = False
     option = config.option
     if not hasattr(option, "numprocesses") or hasattr(config, "workerinput"):
@@ -84,7 +84,7 @@ def cores() -> int:
 
 
 def is_small(config: pytest.Config) -> bool:
-    """Return True if one process was asked for, or if there are too few tests for workers."""
+    """Return True if an option needs a single process, or if files or tests are named instead of folders."""
     option = config.option
     alone = option.usepdb or option.collectonly or option.capture == "no" or option.keyword
     return bool(alone) or not all(Path(each).is_dir() for each in config.args)
@@ -106,7 +106,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def is_long_form(item: pytest.Item) -> bool:
-    """Return True for long forms (CONTRIBUTING.md) and published models, which have no time limit."""
+    """Return True for long forms (CONTRIBUTING.md) and tests of published models, which have no time limit."""
     asked = [name for name in os.environ if name.startswith("NANOBATCH_")]
     return bool({*asked} - SHORT) or "published" in item.fixturenames
 
@@ -119,7 +119,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Freeze everything that is imported and collected, so that the garbage collector need not visit it."""
+    """Freeze everything that is imported and collected, so that the garbage collector does not scan it."""
     gc.disable()
     yield
     gc.freeze()
@@ -127,7 +127,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_configure() -> None:
-    """Restore the Ctrl-C handler, which a shell's background job ignores: many tests raise the signal."""
+    """Restore Python's Ctrl-C handler in a shell's background job, because many tests raise the signal."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,7 +1,7 @@
 """Plant small mistakes in our code, one at a time, and check that a test fails for each.
 
     python tests/mutants.py                     all of them, in a few minutes
-    python tests/mutants.py --only sched.py     those with this in their file, function or test name
+    python tests/mutants.py --only sched.py     those whose file, function or test name contains this
 
 Each mutant is applied to a copy of the checkout, and its test runs there. A mutant names a function and
 an expression or a statement in it, which are compared as syntax trees, so white space and comments do
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-LIMIT_S = 300  # for one test
+LIMIT_S = 300  # per test
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv", "__pycache__", ".*_cache", "build", "dist", "*.egg-info"
 )
