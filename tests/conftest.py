@@ -70,7 +70,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if not hasattr(option, "numprocesses") or hasattr(config, "workerinput"):
         return  # without xdist, or in a worker
     if option.numprocesses is None and not is_small(config):
-        option.numprocesses = min(cores() + 1, MOST_WORKERS)  # some tests only wait
+        option.numprocesses = min(cores() + 1, MOST_WORKERS)  # + 1, because some tests only wait
         option.dist = "worksteal"
     if option.numprocesses == 1:
         option.numprocesses = 0

@@ -84,7 +84,7 @@ def headings(done: subprocess.CompletedProcess) -> list[str]:
     [
         ["one", "--max-tokens", "8", "two", "--ignore-eos"],
         ["one", "--ignore-eos", "--max-tokens=8", "--prompt", "two"],
-        ["--prompt", "two", "--max-tokens", "8", "one", "--ignore-eos"],  # positional ones first
+        ["--prompt", "two", "--max-tokens", "8", "one", "--ignore-eos"],  # positional prompts first
         ["--ignore-eos", "--max-tokens", "8", "--", "one", "two"],
     ],
 )
@@ -156,7 +156,7 @@ def test_endless_template_is_one_line(here, model, tmp_path):
     line = refused.stderr.splitlines()[-1]
     assert refused.returncode == 2 and not refused.stdout
     assert str(folder / "chat_template.jinja") in line
-    # On a busy machine the check may not even get its second of processor time
+    # On a busy machine the check may not get its second of processor time
     assert "takes more than 1 s for a sample conversation" in line or "cannot be checked" in line
     assert "give plain text" in line
     raw = here(*arguments, "--raw")
@@ -293,7 +293,7 @@ def test_a_signal_ends_an_answer_at_once(model, sent, code, background_job):
         stderr=subprocess.PIPE,
         preexec_fn=background_job,
     )
-    process.stdout.read(40)  # it is decoding by now
+    process.stdout.read(40)  # returns once the program is decoding
     process.send_signal(sent)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == code
@@ -359,7 +359,7 @@ def test_a_blas_that_cannot_be_loaded_is_named(model):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
 def test_without_our_product(tmp_path):
-    """If ctypes cannot load the library, the name of the product says so, and MLX multiplies."""
+    """If ctypes cannot load the C library, MLX computes the products, and `device.blas` says why."""
     (tmp_path / "sitecustomize.py").write_text(
         "import ctypes\ndef none(*args, **options): raise OSError('not found')\nctypes.CDLL = none\n"
     )

@@ -35,7 +35,7 @@ class Mistake(NamedTuple):
     name: str  # of the function
     right: str  # text in `simple_core.py`
     wrong: str
-    says: str  # the message of the function's stage
+    says: str  # what the stage's message must contain
 
     @property
     def stage(self) -> int:
@@ -402,7 +402,7 @@ def test_a_teacher_sees_who_is_where(tmp_path, capsys):
 
 
 def test_program_survives_a_mistake_in_a_book(tmp_path):
-    """`forward` fails for the longest prompt, and the traceback names the reader's line."""
+    """If the book fails for the longest prompt, the others are answered, and the traceback names the line."""
     folder = tmp_path / "mine"
     folder.mkdir()
     text = overlay.our_file("llama").read_text()

@@ -27,8 +27,8 @@ def engine():
 
 
 def check_that_the_cache_pays(said: str, prompts: list[int], results: list[Result]) -> None:
-    """Check the number of tokens computed in all steps: without a cache 1 + 2 + ..., with it each token but
-    the last once."""
+    """Check the number of tokens computed in all steps: without a cache all tokens so far in each step, with
+    it each token but the last once."""
     ((prompt,), (result,)) = prompts, results
     tokens = len(result.tokens)
     none, cached = sum(range(prompt, prompt + tokens)), prompt + tokens - 1

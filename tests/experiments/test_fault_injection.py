@@ -53,7 +53,7 @@ def test_a_nan_ends_one_request_on_a_real_model(demo):
     if demo.engine.is_batch_invariant:
         assert not found.changed and "no bit changed" in found.so_far
     assert type(demo.engine.runner) is Runner
-    # Rows that are shared with other requests would correctly be NaN there, too
+    # The NaN starts after the prompt, because other requests may reuse the prompt's rows
     first = int(found.did.split("rows ")[1].split(" ")[0])
     prompts = {r.id: r.metrics.prompt_tokens for r in demo.state.ended}
     assert first == prompts[victim.id]

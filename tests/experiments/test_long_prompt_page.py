@@ -197,7 +197,7 @@ def test_a_long_prompt_reports_gaps_and_first_token():
         assert result.quiet_gap == result.quiet_longest == pytest.approx(0.01)
         assert result.gap == pytest.approx(0.01 + result.widest * 0.0001, rel=0.1)
         assert result.longest == pytest.approx(0.01 + widest_read(stage, result) * 0.0001)
-        in_flight = 0.01  # the step that ran when it arrived
+        in_flight = 0.01  # the step in flight when the prompt arrived
         assert result.ttft == pytest.approx(
             in_flight + result.steps * 0.01 + (tokens + short) * 0.0001
         )

@@ -39,8 +39,8 @@ def test_a_comparison_counts_cancelled_requests():
     ("policy", "is_hurried"), [(policy, i % 2 == 0) for i, policy in enumerate(POLICIES)]
 )
 def test_a_replay_under_the_same_policy_is_what_happened(policy, is_hurried):
-    """A decode step takes 10 ms here and a chunk 5. On that clock the replay equals the run, cell for cell,
-    though perhaps in other slots.
+    """A decode step takes 10 ms here, and a chunk 5 ms. On that clock the replay equals the run, cell for
+    cell, though perhaps in other slots.
 
     The replay does not know the texts, only how much of each prompt was reused. (So it does not know which
     prompt waits until another one's rows are written. Under `short` this happens here, since prompts with a
@@ -48,7 +48,7 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, is_hurried):
     """
     stage = Stage(policy=policy).load()
     stage.engine.prefix_cache = policy != "short"
-    # So that long prompts have narrow chunks
+    # Split long prompts into small chunks
     stage.engine.sched.chunk = 32
     stage.engine.sched.budget = 64
     stage.engine.eager_first_token = is_hurried
@@ -215,7 +215,7 @@ def test_a_replay_agrees_on_a_busy_machine(policy):
     disturb(stage, 0.1)
     stage.obey("/burst 20")
     stage.turns(60)
-    stage.obey("/burst 6")  # mid-run: their arrival must be found on that clock
+    stage.obey("/burst 6")  # mid-run, so arrivals must be mapped to the replay's clock
     stage.finish()
     stage.obey("/compare")
     own, _ = stage.state.kept["compare"].runs
@@ -274,7 +274,7 @@ async def test_the_last_race_can_be_opened_again(it):
     await it.press("end", turns=0)
     before = it.stage.lines(race.draw, 120, 40)
     await it.press("escape", "b", turns=100)
-    it.state.KEPT = 60  # so that the timeline has forgotten it
+    it.state.KEPT = 60  # so that the timeline drops the race's steps
     await it.turns(2)
     await it.press("R", turns=0)
     assert race.shown_in(it.state).film is not None
@@ -360,7 +360,7 @@ async def test_a_comparison_right_after_a_race_stays(it):
 
 @on_screen()
 async def test_a_film_plays_although_the_engine_has_no_news(it):
-    """Regression: the film did not start until something else happened."""
+    """Regression: the animation did not start until something else happened."""
     await it.press("r", turns=30)
     it.stage.finish()
     await it.turns()

@@ -125,8 +125,8 @@ def test_random_requests_are_replayed_to_their_whole_length():
 
 
 def test_an_unread_prompt_counts_in_a_replay():
-    """Regression: an unread prompt was left out, so its chunks took no time. A request that was cancelled
-    next to it had its first token 10.50 ms before it arrived."""
+    """Regression: the replay left out a prompt that was still in prefill, so its chunks took no time. A
+    request that was cancelled next to it had its first token 10.50 ms before it arrived."""
     stage = Stage(slots=4, max_len=4_000).load()
     stage.engine.submit([97] * 5, SamplingParams(max_tokens=600))
     stage.turns(10)
@@ -156,7 +156,7 @@ def test_overtaking_and_shares_of_two_clients():
     assert not any(set(breakdown[id].overtakers) - {10} for id in breakdown)
     for request in stage.state.requests.values():
         seconds = request.metrics.queued_s
-        # Both slots were busy, except for the steps between an end and the next admission
+        # Both slots were busy, except for the steps between a request's end and the next admission
         assert 1.5 * seconds <= sum(breakdown[request.id].ahead.values()) <= 2 * seconds + 1e-9
     text = " ".join(" ".join(plain(page(stage, "9", 120))).split())
     assert "overtaken by r10, which came later" in text

@@ -1,4 +1,4 @@
-"""The scheduler without a model: requests that arrive and leave, and runs that cannot be played to the end.
+"""The scheduler without a model: requests that arrive and leave, and runs that cannot be replayed to the end.
 
 Other tests show that a replay has the steps of its run: `tests/experiments/test_policy_race.py`,
 `tests/screen/test_recording.py`, `tests/web/test_real.py`.
@@ -17,8 +17,8 @@ OLD = {"slots": 2, "max_len": 100, "chunk": 8, "budget": 10, "max_queue": 1}
 
 
 def guests(*lives: tuple[int, float], arrived: float = 0.0) -> list[Guest]:
-    """Return requests with prompts of four tokens, each with the length of its answer, or the time of its
-    cancel."""
+    """Return requests with prompts of four tokens, each with the length of its answer, or the time at which
+    it is cancelled."""
     found = []
     for id, (tokens, left) in enumerate(lives, start=1):
         found.append(Guest(Request(id, (id,) * 4, 50, arrived), tokens, left))
@@ -81,7 +81,7 @@ def test_replay_refuses_no_request():
 
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_replayed_cancel_leaves_at_the_same_moment(run_ahead):
-    """Regression: after the last step nothing was planned any more, and a request still had a slot."""
+    """Regression: the replay stopped planning after the last step, and a cancelled request kept its slot."""
     crowd = guests((math.inf, 4.5), arrived=1.0)
     options = {"run_ahead": run_ahead}
     played = list(Replay.under(OLD, POLICIES["fair"], crowd, lambda plan: 1.0, **options))

@@ -33,7 +33,7 @@ GHOSTS = TITLES.index("a step ahead of the tokens")
 JSON = TITLES.index("JSON that cannot break")
 SAME = TITLES.index("the same answer among neighbours")
 BREAK = TITLES.index("a crash, and a hang-up")
-RIGHT = {  # on the word engine, or on the demo model
+RIGHT = {  # the right answer of each scene, on the word engine or on the demo model
     "what a row more costs": 4,
     "whose fault a slow first token is": 1,
     "a long prompt among chats": 2,
@@ -74,7 +74,7 @@ class Ending:
 
 
 class TourStage(Stage):
-    """A stage on which answers end by themselves, with a tour of which one scene is played."""
+    """A stage whose answers end by themselves, with a tour that consists of one scene."""
 
     def __init__(self, number: int | None = None, stops: bool = True, **options):
         super().__init__(**options)
@@ -154,7 +154,8 @@ def test_answers_that_depend_on_the_company_are_counted():
 
 
 def test_the_scene_of_json():
-    """Regression: the text mentioned ✗ next to an empty line, and 71 of 73 next to 85 tokens."""
+    """Regression: the text disagreed with the screen: it mentioned ✗ next to an empty line, and 71 of 73
+    tokens next to 85."""
     stage = staged(JSON).until("ask")
     stage.tour.go_on()
     told = stage.until("tell").state.strip.text
@@ -393,7 +394,7 @@ def test_question_and_explanation_are_as_drawn(number, monkeypatch):
     async def scenario(it):
         await it.press("T", turns=0)
         await play(it, "ask")
-        if number != JSON:  # a real model's times change
+        if number != JSON:  # a real model's times vary
             like_golden(f"tour-{number + 1}-ask-120x40", it.text())
         assert "esc: leave" in it.text()
         await it.press("1", turns=0)

@@ -1,5 +1,5 @@
-"""Fused attention has the bits of the formula in `llama.attention`. `tests/core/test_batch_invariance.py` checks
-with an engine that a token has the same bits in any chunk and batch."""
+"""Fused attention gives the same bits as the formula in `llama.attention`. With an engine,
+`tests/core/test_batch_invariance.py` checks that a token has the same bits in any chunk and batch."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -169,7 +169,7 @@ def test_gate_of_extreme_numbers(a):
     """With S = v k^T after the first token, the second one's output is g (k q) v."""
     heads = Heads(1, 1, 16, 16)
     weights = np.zeros(TAPS * heads.inputs + 2, np.float32)
-    weights[(TAPS - 1) * heads.inputs : TAPS * heads.inputs] = 1  # only the newest token
+    weights[(TAPS - 1) * heads.inputs : TAPS * heads.inputs] = 1  # taps use the newest token only
     x = np.ones((2, heads.inputs + 2), np.float32)
     x[1, 32:48], x[0, 49], x[1, 48:] = 0, 100, (a, -100)  # v = 0 and rate = 0 for the second token
     states = States(PLACES, heads, mx.array(weights))

@@ -1,5 +1,5 @@
-"""Packed weights: they have the bits of widened weights, nothing else is taken for a packed matrix, and no
-memory leaks."""
+"""Packed weights: products have the same bits as with widened weights, nothing else is taken for a packed
+matrix, and no memory leaks."""
 
 import ctypes
 import gc
@@ -302,7 +302,7 @@ def test_every_family_has_the_widened_bits(name, tmp_path):
 
 
 def claimants(model) -> list:
-    """Return all matrices that claim to be larger than they are."""
+    """Return all matrices with a `claim`: packed ones, and stacks of experts."""
     parts = (model.layers, model.table, model.head)
     found = tree_flatten(parts, is_leaf=lambda part: isinstance(part, Matrix))
     return [part for _, part in found if isinstance(part, Matrix) and part.claim]

@@ -72,7 +72,7 @@ def random_weights(config: Config, seed: int) -> dict[str, np.ndarray]:
         elif name.endswith("layer_scalar"):
             weights[name] = 1 + 0.2 * noise
         elif "embed_tokens.weight" in name:
-            weights[name] = (0.02 if config.gelu else 0.35) * noise  # Gemma scales it up
+            weights[name] = (0.02 if config.gelu else 0.35) * noise  # Gemma scales embeddings up
         elif name.endswith("conv.conv.weight"):
             weights[name] = 0.6 * noise
         else:

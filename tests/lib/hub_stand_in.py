@@ -16,7 +16,7 @@ COMMIT = "1" * 40
 class Hub:
     """A hub that serves the files of a folder as `owner/tiny`.
 
-    `pause(name, sent)` is called with a file's name and the bytes sent of it, before more is sent.
+    `pause(name, sent)` is called with a file's name and the number of bytes sent so far, before each write.
     """
 
     def __init__(self, folder: Path, pause: Callable[[str, int], None] = lambda name, sent: None):

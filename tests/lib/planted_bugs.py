@@ -205,7 +205,7 @@ def first_seed(draw: Callable) -> Callable:
 
 
 def old_bias(bias: Callable) -> Callable:
-    """Compute a slot's bias once instead of for each of its owners."""
+    """Compute a slot's bias once instead of for each request that gets the slot."""
 
     def planted(self, slot, wanted):
         known, _ = self._biases[slot]

@@ -58,7 +58,7 @@ def state_of(process: int) -> str:
 
 
 def resident(process: int) -> int:
-    """Return the resident bytes of a process."""
+    """Return the resident memory of a process, in bytes."""
     try:
         pages = Path(f"/proc/{process}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -67,8 +67,7 @@ def resident(process: int) -> int:
 
 
 def without_backend(folder: Path) -> dict[str, str]:
-    """Return an environment with an mlx package without its library, as `pip install mlx` leaves it on
-    Linux."""
+    """Return an environment whose mlx package lacks its library, as after `pip install mlx` on Linux."""
     (folder / "mlx").mkdir()
     (folder / "mlx" / "__init__.py").touch()
     raises = "raise ImportError('libmlx.so: cannot open shared object file')"

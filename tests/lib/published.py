@@ -36,7 +36,7 @@ PACKAGES = {  # their files, concatenated, are the model's GGUF file
 }
 CONTROL, USER_DEFINED = 3, 4  # GGUF types of added tokens: special, and others like <tool_call>
 DTYPES = {"llama": mx.float16, "qwen2": mx.bfloat16}
-# How Qwen 2 splits a text into words before it merges
+# How Qwen 2 splits a text into words before BPE merges
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

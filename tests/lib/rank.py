@@ -38,7 +38,7 @@ SETTINGS = [
 
 
 def again(decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
-    """Draft the newest token twice more, which is nearly always wrong."""
+    """Draft the newest token twice, which is nearly always wrong."""
     speculate = {}
     for request in decoding:
         most = min(2, left // len(decoding), request.max_tokens - request.planned - 1)

@@ -158,7 +158,7 @@ class Story(Replay):
         return [token if start + i < good else NAN for i, token in enumerate(tokens)]
 
     def look_back(self, plan: Plan, request: Request, slot: int, wanted: Sequence[int]) -> None:
-        """Assert that a slot's first rows hold these tokens, and that no row holds another request's NaN.
+        """Assert that a slot's first rows contain these tokens, and no row another request's NaN.
         Attention multiplies masked rows by 0, but 0 x NaN is NaN."""
         if self.good_rows(request) < math.inf:
             return

@@ -31,7 +31,7 @@ NUMBERS = count(1)
 
 
 class Heap(ctypes.Structure):
-    """glibc's `mallinfo2` of the C heap."""
+    """The result of glibc's `mallinfo2`, which describes the C heap."""
 
     _fields_ = [
         ("of_blocks", ctypes.c_size_t * 4),
@@ -54,7 +54,7 @@ def can_weigh() -> bool:
 
 
 def in_use() -> float:
-    """Return MiB in use after a collection."""
+    """Return the memory in use after a garbage collection, in MiB."""
     from kernels.device import mx
 
     gc.collect()
@@ -81,7 +81,7 @@ def python_bytes() -> int:
 
 
 def resident() -> float:
-    """Return the resident MiB after a trim."""
+    """Return the resident memory after `malloc_trim`, in MiB."""
     LIBC.malloc_trim(0)
     pages = Path("/proc/self/statm").read_text().split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE") / MIB

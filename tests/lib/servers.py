@@ -49,7 +49,7 @@ class Server:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until it prints its address."""
+        """Wait until the server prints its address."""
         self.address = self.says(r"at (http://\S+)/v1")[1]
         self.host, self.port = self.address.removeprefix("http://").rsplit(":", 1)
         self.port = int(self.port)

@@ -1,4 +1,4 @@
-"""A soak of the engine: a third of the requests is cancelled, some are invalid, all arrive at once.
+"""A soak test of the engine: a third of the requests is cancelled, some are invalid, all arrive together.
 
 Every request ends exactly once, each one that is not cancelled gets the answer it gets alone, and all
 slots are free at the end. Memory is measured after each quarter of the requests, and must not grow

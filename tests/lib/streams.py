@@ -94,7 +94,7 @@ def told_response(body: dict) -> Told:
 
 
 def streamed_response(reply: Reply) -> dict:
-    """Assert that the pieces join to what the last event repeats, and return the last response."""
+    """Assert that the pieces join to the text in the last event, and return that event's response."""
     events = reply.events
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     last = events[-1]["response"]

@@ -83,7 +83,7 @@ def test_a_log_has_one_line_of_a_download(tiny, cache, monkeypatch, capsys):
 
 
 def test_a_download_goes_on_after_ctrl_c(tiny, cache, tmp_path):
-    """Regression: after Ctrl-C, the wait ended only when all started files were complete."""
+    """Regression: Ctrl-C took effect only after all files in progress were complete."""
     is_cut = True
 
     def pause(name: str, sent: int) -> None:

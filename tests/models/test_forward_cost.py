@@ -97,7 +97,7 @@ def prompt(length: int) -> list[int]:
 
 
 class Meter:
-    """Counts products and attention while a graph is built."""
+    """Counters of the products and the attention in a graph, updated while it is built."""
 
     def __init__(self, monkeypatch):
         self.counts: Counter[str] = Counter()

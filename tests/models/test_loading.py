@@ -646,7 +646,8 @@ def tried(folder) -> str:
 @pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero"])
 @pytest.mark.parametrize("file", FILES)
 def test_special_files_are_refused(folder, file, kind):
-    """Opening a pipe without a writer blocks forever, and /dev/zero has no end."""
+    """A pipe, a folder or a device in place of a file is refused. Opening a pipe without a writer would block
+    forever, and /dev/zero has no end."""
     path, said = folder / file, []
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -771,7 +772,8 @@ def test_random_configs(folder):
     "file", ["config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"]
 )
 def test_what_is_no_json_file(folder, file, text):
-    """Python's parser raises other errors for deep nesting or too many digits."""
+    """The line names the file, although Python's parser raises other errors for deep nesting or too many
+    digits."""
     (folder / file).write_bytes(text.encode("latin-1"))
     assert file in tried(folder)
 

@@ -188,7 +188,7 @@ def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
         ("k/gguf:Q4_0", " Q4_0 ", "yes"),
         ("l/gguf:odd.gguf", "", "tokenizer 'other' not supported"),
         ("ollama:tiny:latest", " Q8_0 ", "yes"),
-        ("ollama:mixed:latest", " Q4_K_M ", "yes"),  # most tensors of a small one are Q5_0
+        ("ollama:mixed:latest", " Q4_K_M ", "yes"),  # most tensors of a small model are Q5_0
     ):
         assert part in lines[name] and lines[name].endswith(end), lines[name]
     if device.is_batch_invariant():  # as in the files, except for norms, which become float32
@@ -226,7 +226,7 @@ def test_list_of_a_folder(home, capsys):
     (home / "studio" / ".hidden.gguf").write_bytes(b"GGUF")
     assert ask.main(["--list", str(home)]) == 0
     _, *lines = capsys.readouterr().out.splitlines()
-    made = home / "made" / "owner" / "Tiny-GGUF"  # where the files were made
+    made = home / "made" / "owner" / "Tiny-GGUF"  # where `make_pair` wrote the files
     lines = [line.split() for line in lines if str(made) not in line]
     assert [(line[0], line[-1]) for line in lines] == [
         (str(home / "studio" / "broken.gguf"), "why"),

@@ -22,7 +22,7 @@ def test_the_statistics_of_a_busy_period(stage):
             stage.turns(30)
             stage.obey("/pause")
             stage.turns()
-            stage.time.now += 100  # the user looks at it for a while
+            stage.time.now += 100  # the user looks at the screen for a while
             stage.obey("/resume")
         stage.finish()
     first, second = stage.state.periods
@@ -59,7 +59,7 @@ def test_each_leg_of_a_race_is_a_period(stage):
 
 @on_screen((120, 40))
 async def test_totals_after_a_burst(it):
-    it.stage.obey("/resume")  # otherwise the key might be text
+    it.stage.obey("/resume")  # otherwise the prompt box might take the key as text
     await it.press("t")
     assert "Nothing has run yet" in it.text()
     await it.press("escape", "b", turns=2)

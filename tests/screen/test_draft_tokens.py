@@ -1,4 +1,4 @@
-"""How the screen shows draft tokens: several tokens in a cell, rejected ones as waste, and in words."""
+"""How the screen shows draft tokens: several tokens in a cell, rejected ones as waste, and their counts."""
 
 import random
 

@@ -195,7 +195,7 @@ class Seen(ExperimentRecord):
 
 
 class Tried(Experiment):
-    """A test experiment that is defined by its steps."""
+    """An experiment whose steps are a generator function given by the test."""
 
     what = "experiment"
 

@@ -93,7 +93,7 @@ async def test_space_pauses_and_s_steps(it):
     assert "paused" in it.text()
     await it.press("s", turns=3)
     assert len(it.state.history) == steps + 1
-    # The first step commits no result yet
+    # The first step after a pause commits no result yet
     await it.press("space", turns=5)
     assert len(it.state.history) == steps + 5 and "running" in it.text()
     await it.press("space")
@@ -138,7 +138,7 @@ async def test_the_cursor_goes_back_in_time(it):
         await it.press("end", "left", turns=0)
         wide = it.state.zoom_for(it.app.query_one("#timeline").size.width - 4)
         assert it.state.step.step == newest - wide and wide == (zoom or wide)
-        # No step can be skipped
+        # At any zoom, shift+left, comma and full stop move by a single step
         await it.press("end", "shift+left", "comma", "full_stop", turns=0)
         assert it.state.step.step == newest - 1
 
@@ -272,7 +272,7 @@ async def test_g_goes_from_a_step_to_its_request_and_back(it):
 
 
 def test_a_cut_step_pane_can_be_opened(stage):
-    """Regression: at 80x24 the last lines of a step were missing, without a sign."""
+    """Regression: at 80x24 the last lines of a step were missing without any indication."""
     stage.obey("/burst 20")
     stage.turns(3)
     tall = stage.lines(steps.draw_step_pane, 60, 30)
@@ -434,7 +434,7 @@ async def test_mouse_clicks_and_wheel(it):
     await it.pilot.click("#timeline", offset=(4 + 10, 3))
     zoom = it.state.zoom_for(76)
     assert it.state.cursor == it.state.history[10 * zoom].step
-    assert it.state.selected == 2  # it was the third line of the timeline
+    assert it.state.selected == 2  # the click was on the third line of the timeline
     await it.press("end")
     timeline = it.app.query_one("#timeline")
     timeline.post_message(events.MouseScrollUp(timeline, 5, 5, 0, -1, 0, False, False, False))

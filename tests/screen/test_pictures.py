@@ -176,7 +176,7 @@ def test_no_line_of_any_pane_is_longer_than_its_pane(slots):
                 )
         lines = drawn(request_details.draw_request, stage.state, 74, 12)
         check_lines("requests", lines, Region(0, 0, 74, 12))
-        seen["requests"] += 1  # with many slots it has no pane of its own
+        seen["requests"] += 1  # with many slots, requests have no separate pane
         stage.obey("/compare")
         for width, height in ((60, 20), (80, 24), (120, 40), (200, 50)):
             lines = drawn(race.draw_comparison, stage.state, width, height)
