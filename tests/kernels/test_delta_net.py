@@ -166,7 +166,7 @@ def test_sequences_of_a_pass_do_not_meet():
 @NEEDS_OPERATION
 @pytest.mark.parametrize("a", [-1e30, -200.0, -30.0, -1.0, 0.0, 0.5, 20.0, 88.0, 200.0, 1e30])
 def test_gate_of_extreme_numbers(a):
-    """With S = v k^T after the first token, the second one's output is g (k q) v."""
+    """With S = k v^T after the first token, the second one's output is g (k q) v."""
     heads = Heads(1, 1, 16, 16)
     weights = np.zeros(TAPS * heads.inputs + 2, np.float32)
     weights[(TAPS - 1) * heads.inputs : TAPS * heads.inputs] = 1  # taps use the newest token only
