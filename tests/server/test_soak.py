@@ -6,8 +6,8 @@ it had been made for embeddings. All routes are used, streamed and not. In the e
 answered or was hung up on, all slots are free, complete answers equal those that the same request gets
 alone (reasoning, text, calls and tokens), and the number of open files is back to where it was.
 
-Memory is measured in an idle second after each round (`serve_memory.py`). From the first round to the last,
-the bytes in use after a collection may grow by 2 MiB, and the resident set after a trim by 15.
+Memory is measured in an idle second after each round (`serve_memory.py`). From the second third of the rounds
+to the last, the bytes in use after a collection may grow by 2 MiB, and the resident set after a trim by 15.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from servers import (
     Server,
     free_ports,
 )
-from soak import IN_USE, JUDGED, SOAK, growth, run_rounds
+from soak import IN_USE, JUDGED, ROUNDS, SOAK, growth, run_rounds
 from streams import WITHOUT_STREAM, ask
 from tooluse import random_ask
 from waiting import wait_for
@@ -142,7 +142,7 @@ LONG = [
     (MESSAGES, {"messages": SAID, "tools": SCHEMAS, "tool_choice": {"type": "any"}}),
 ]
 PROGRESS = {"messages": [{"role": "user", "content": "y " * 400}], "return_progress": True}
-RESIDENT = 15.0  # MiB by which the resident set may grow from the first round to the last
+RESIDENT = 15.0  # MiB by which the resident set may grow (`growth`)
 PROMPTS = [
     "Count from {n} to {m}.",
     "Tell me a story about fox number {n}.",
@@ -364,7 +364,7 @@ def model(tmp_path) -> Path:
 
 
 SHORT = {"clients": 8, "cases": 25, "rounds": 2}
-LONG_FORM = {"clients": 16, "cases": 120, "rounds": 4}
+LONG_FORM = {"clients": 16, "cases": 120, "rounds": ROUNDS}
 
 
 def test_soak(model):
