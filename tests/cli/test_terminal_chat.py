@@ -244,7 +244,7 @@ def test_history_can_be_turned_off(monkeypatch):
 
 
 def test_chat_needs_a_template(parts):
-    """Without a chat template, turns cannot be formatted."""
+    """A model without a chat template is refused, because turns cannot be formatted."""
     with (
         Engine(*parts, slots=1, max_len=64) as engine,
         pytest.raises(ValueError, match="no chat template"),

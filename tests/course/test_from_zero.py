@@ -354,7 +354,8 @@ def test_mistake_shows_in_its_own_stage(tmp_path, capsys):
 
 
 def test_crash_and_endless_loop_are_one_line(tmp_path, monkeypatch, capsys):
-    """MLX checks no indices, so a mistake may crash the process instead of raising an exception."""
+    """A crash or an endless loop is reported in one line with the reader's line. (MLX checks no indices, so a
+    mistake may crash the process instead of raising an exception.)"""
     folder = full_book(tmp_path / "mine")
     change(folder, "kv.Window.read", "return mx.split", "import os; os.kill(os.getpid(), 11)")
     assert not check.show_book(str(folder), [STAGES[2]], None)

@@ -89,8 +89,8 @@ def test_the_shares_of_1_to_8_ranks_add_up(tmp_path, H, Hkv, hidden):
     [("olmo2", {}), ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2})],
 )
 def test_unshardable_family_is_refused(tmp_path, family, changes):
-    """OLMo 2 normalizes q and k over all heads, and each rank might choose different experts. Sums over
-    ranks would be wrong without an error."""
+    """OLMo 2, which normalizes q and k over all heads, and experts, which ranks might choose differently, are
+    refused, because sums over ranks would be wrong without an error."""
     folder = make_checkpoint(tmp_path / "model", model_type=family, **changes)
     with pytest.raises(ModelError, match=rf"{family}.*one process"):
         ModelReader(folder, "float32", Ranks(1, 2))
@@ -561,8 +561,8 @@ channel.send(line, [2])
 
 
 def test_stopped_rank_is_not_lost(monkeypatch):
-    """A rank that sends no heartbeat for a while is not lost as long as its connection is open. Ctrl-Z and a
-    thread that holds the GIL have this effect."""
+    """A rank that sends no heartbeat, because of Ctrl-Z or a thread that holds the GIL, is not lost as long as
+    its connection is open."""
     monkeypatch.setattr(channel, "SILENCE_S", 2)
     listener = Answering("a")
     command = [sys.executable, "-c", CALLER, listener.address, KEY.decode()]
@@ -590,7 +590,7 @@ leader.leave()
 
 
 def test_rank_lost_during_goodbye():
-    """Regression: after a signal that ended both ranks at once, rank 0 waited forever for rank 1's goodbye."""
+    """Regression: after a signal that stopped both ranks, rank 0 waited forever for rank 1's goodbye."""
     done = python(GOODBYE)
     assert done.returncode == LOST and "rank 1 (there) is gone" in done.stderr
 

@@ -461,7 +461,8 @@ KNOWN_TO_TRANSFORMERS = [family for family in FAMILIES if family in CONFIG_MAPPI
 
 
 def test_config_defaults_equal_transformers(tmp_path):
-    """mlx-lm has other defaults for the biases of SeedOss and the theta of SmolLM3."""
+    """Our defaults are those of transformers. mlx-lm has other ones for the biases of SeedOss and the theta
+    of SmolLM3."""
     assert len(KNOWN_TO_TRANSFORMERS) >= 12
     for family in KNOWN_TO_TRANSFORMERS:
         unsaid = {"head_dim": None, "rope_theta": None, "rms_norm_eps": None}
@@ -500,7 +501,8 @@ OTHERS = """
 
 @pytest.mark.parametrize("family", [*KNOWN_TO_TRANSFORMERS, *OTHERS.split()])
 def test_transformers_configs(tmp_path, family):
-    """Field names change with releases: since transformers 5, theta is in `rope_parameters`."""
+    """The default config of each family in transformers is read or refused. Field names change with releases:
+    since transformers 5, theta is in `rope_parameters`."""
     config = AutoConfig.for_model(family).to_dict()
     if family == "granitemoehybrid":  # the default config has Mamba layers and experts
         config |= {"layer_types": ["attention"] * config["num_hidden_layers"]}

@@ -172,7 +172,7 @@ def test_sliding_window_mask(L):
     ],
 )
 def test_a_window_outside_the_slab_is_refused(slots, starts, L):
-    """MLX checks no bounds, and `python -O` removes asserts."""
+    """A wrong window raises an IndexError, because MLX checks no bounds, and `python -O` removes asserts."""
     slab = Slab(1, 2, 2, 96, 16, mx.float32)
     with pytest.raises(IndexError):
         Window(slab, slots, starts, L)

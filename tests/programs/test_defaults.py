@@ -44,7 +44,7 @@ def seen(monkeypatch) -> list[tuple]:
 @pytest.mark.parametrize(("advice", "expected"), ADVISED)
 def test_all_programs_begin_alike(tmp_path, monkeypatch, seen, advice, expected):
     """Regression: the default temperature was 1 over HTTP, where a small model gives wrong answers, and 0
-    elsewhere, whatever the model's makers recommend."""
+    elsewhere, regardless of the model's generation_config.json."""
     folder = make_checkpoint(tmp_path, seed=1)
     (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     if advice:

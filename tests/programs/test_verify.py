@@ -1,4 +1,4 @@
-"""`verify.py` as a user runs it: what is compared, what a receipt says, and that it finds a matrix product
+"""`verify.py` as a user runs it: what is compared, what a receipt reports, and that it finds a matrix product
 that is not batch-invariant. The long form tries every way, as the program does by default."""
 
 import json
@@ -51,7 +51,7 @@ def ask_only(monkeypatch, *questions: str) -> None:
 
 
 def test_no_bit_differs(capsys, few):
-    """The receipt says what was compared."""
+    """The receipt reports what was compared."""
     assert verify.main(["--ways", WAYS, "--json"]) == 0
     out, progress = capsys.readouterr()
     found = json.loads(out)

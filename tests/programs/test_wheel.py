@@ -307,7 +307,8 @@ def test_build_without_a_compiler_says_what_to_install(monkeypatch):
 
 
 def test_two_backends_of_mlx_that_own_one_file_are_told_of(monkeypatch):
-    """Both wheels install `mlx/lib/libmlx.so`, and pip lets the second overwrite the first."""
+    """Two backends of MLX are reported, because both install `mlx/lib/libmlx.so`, and pip lets the second
+    overwrite the first."""
     said = []
     monkeypatch.setattr(library, "say", said.append)
     monkeypatch.setattr(library, "backends", lambda: ["mlx-cpu", "mlx-cuda-12"])

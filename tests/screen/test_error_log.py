@@ -96,7 +96,7 @@ def test_tracebacks_go_to_the_terminal_after_the_screen(caplog):
 
 
 def test_a_notice_that_outlives_the_screen_is_no_fault():
-    """A notice's timer may fire while the program exits, which used to print a traceback."""
+    """Regression: a notice's timer that fired while the program exited printed a traceback."""
     apps = []
 
     async def scenario(it):

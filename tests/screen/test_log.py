@@ -124,7 +124,7 @@ def is_plain(text: str) -> bool:
 
 
 def test_a_plain_log_has_no_control_characters():
-    """A path is percent-decoded, and used to be logged unchanged."""
+    """Regression: a request's path was percent-decoded, and logged with its control characters."""
     stage = Stage(slots=2).load()
     call = RequestRecord(1, 0.0, "127.0.0.1", f"GET /{HOSTILE}", status=404, message=HOSTILE)
     ended = [(call,)]

@@ -97,7 +97,8 @@ def test_the_scheduler_plans_again_what_was_recorded(policy, is_hurried):
 
 
 def test_a_recording_names_no_client_and_tells_no_error(stage):
-    """An error message may contain a path, and a client's origin is its address."""
+    """Error messages and clients are replaced, because a message may contain a path, and a client's origin is
+    its address."""
     ids = stage.engine.text.ask("words")
     stage.engine.submit(ids, SamplingParams(max_tokens=9), origin="10.9.8.7", client="10.9.8.7")
     stage.obey("/burst 2")

@@ -112,7 +112,7 @@ def watched(request):
 
 
 def test_refused_http_requests_are_shown(watched):
-    """The engine's own snapshot does not contain refused requests."""
+    """Requests that the server refused are shown, although the engine's own snapshot does not contain them."""
     seen = len(watched.state.calls)
     assert watched.complete(n=0).status == 400
     assert watched.ask("/v1/nothing", {}).status == 404
@@ -446,7 +446,7 @@ def test_no_server_is_one_line_and_exit_code_2(capsys):
 
 
 def test_watching_needs_no_mlx(server, tmp_path):
-    """A laptop that watches a server may not have MLX, and importing it would take a second."""
+    """`--watch` does not import MLX, which a laptop may not have, and which takes a second to import."""
     code = "import sys, tui; code = tui.main(sys.argv[1:]); print(code, [m for m in sys.modules if m[:3] == 'mlx'])"
     picture = tmp_path / "picture.svg"
     command = [sys.executable, "-c", code, "--watch", server.address, "--screenshot", str(picture)]
