@@ -24,7 +24,7 @@ from engine.prefill_progress import PrefillProgress
 from engine.registry import Log
 from engine.server_snapshot import RequestRecord
 
-# Record fields copied to the log line, without their unit suffix
+# Record fields copied to the log line. The suffix "_s" is dropped from their names
 FIGURES = (
     "prompt_tokens",
     "cached_tokens",
@@ -38,7 +38,7 @@ FIGURES = (
 
 
 def request_line(record: RequestRecord) -> str:
-    """Return the log line in logfmt. Log an error's code only, because its message may quote the client."""
+    """Format a record as a logfmt line. Only an error's code is logged: its message may quote the client."""
     method, _, path = record.route.partition(" ")
     ended = record.at + (record.latency_s or 0.0)
     values = {
@@ -62,7 +62,7 @@ def request_line(record: RequestRecord) -> str:
 
 
 def prefill_line(record: RequestRecord, prefill: PrefillProgress) -> str:
-    """Return the log line for the progress of a long prompt."""
+    """Format the progress of a long prompt as a logfmt line."""
     values = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "request_id": record.id,
@@ -78,7 +78,7 @@ def prefill_line(record: RequestRecord, prefill: PrefillProgress) -> str:
 
 
 def logfmt(values: Mapping[str, object]) -> str:
-    """Join fields to a log line, leaving out fields without a value."""
+    """Join the fields into a logfmt line. Skip fields without a value."""
     told = [f"{name}={logged(value)}" for name, value in values.items() if value not in (None, "")]
     return " ".join(told)
 
@@ -113,7 +113,7 @@ class RequestLog:
             self.changes += 1
 
     def close_record(self, number: int, is_kept: bool = True) -> RequestRecord:
-        """Close an open record. `is_kept`: add it to the finished ones (False for /health)."""
+        """Close an open record. `is_kept`: keep it among the finished records (False for /health)."""
         with self._lock:
             record = self.open.pop(number)
             if is_kept:
@@ -133,8 +133,8 @@ class RequestLog:
 class HangUps:
     """Count hang-ups before the first token, per client and prompt.
 
-    An impatient agent sends the same prompt again and may never get an answer. Only hashes of recent
-    prompts are kept.
+    An agent with a short timeout resends the same prompt and may never get an answer. Only hashes of
+    recent prompts are kept.
     """
 
     KEPT = 64
@@ -164,9 +164,9 @@ def hang_up_advice(client: str, seconds: float, prefill: PrefillProgress) -> str
 
 
 class AccessLog:
-    """Write one log line per request, in a thread of its own, because writing to a pipe without a
-    reader blocks. If the queue is full, lines are dropped and counted. A write error is reported once,
-    and the server keeps running."""
+    """The log file, with one line per request. A separate thread writes it, because writing to a full
+    pipe blocks. If the queue is full, lines are dropped and counted. A write error is reported once, and
+    the server keeps running."""
 
     def __init__(self, file: TextIO, room: int = 1000):
         self._file = file

@@ -1,10 +1,10 @@
 """Anthropic's Messages protocol.
 
     POST /v1/messages                {"model": "default", "max_tokens": 99, "messages": [...]}
-    POST /v1/messages/count_tokens   the number of tokens in the prompt of the same body
+    POST /v1/messages/count_tokens   the same body; returns its number of prompt tokens
 
 A message is a list of *blocks*: text, thinking, tool use. A tool result is a block in the next user
-message. A stream sends these events for each block:
+message. A stream sends these events, and repeats the `content_block` events for each block:
 
     message_start  content_block_start  content_block_delta ...  content_block_stop  message_delta  message_stop
 

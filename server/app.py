@@ -8,7 +8,7 @@ own, and worker threads parse JSON and tokenize. After each commit the engine's 
 server's thread if there is new output. The socket is bound before the model is loaded; until then
 clients get 503.
 
-The invariant: every request ends with an answer or with a hang-up of the client, and holds no slot
+The invariant: every request ends with a response, or when its client hangs up, and occupies no slot
 afterwards.
 
 Next: follow one request through `APIServer._complete`, `tokenize_request.py`, `submit.py` and `stream.py`.
@@ -62,7 +62,7 @@ PROTOCOLS = {
 }
 COUNT = "/v1/messages/count_tokens"
 DRAIN_S = 20.0  # seconds that running requests get to finish after a shutdown signal
-LOADING_S = 0.5  # seconds of waiting for a model before the client's stream starts with comments
+LOADING_S = 0.5  # seconds to wait for a model before a stream starts with SSE comments
 
 
 class APIServer:
@@ -161,7 +161,7 @@ class APIServer:
         )
 
     def wait(self, signals: SimpleQueue) -> bool:
-        """Wait for a signal in this queue. Return False if the server's thread ends first.
+        """Wait for a signal in this queue. Return False if the server's thread stops first.
 
         subtle: Python runs signal handlers only while the main thread executes. A signal that arrives
         just before the main thread blocks is handled when the wait times out.
@@ -379,7 +379,7 @@ class APIServer:
     async def _loaded(
         self, request: HTTPRequest, ticket: Ticket, is_stream: bool = False
     ) -> ServedModel:
-        """Wait until a model is loaded. A streaming client receives comments about the wait."""
+        """Wait until a model is loaded. A streaming client receives SSE comments in the meantime."""
         is_over = asyncio.Event()
 
         def wake() -> None:
@@ -408,7 +408,7 @@ class APIServer:
         coroutine at any point."""
         request.is_logged = True
         body = await http.read_body(request, self._requests)
-        if self.draining:  # may have started while the body was read
+        if self.draining:  # shutdown may have started while the body was read
             raise shutting_down()
         submission = Submission(self.models, protocol, request.connection.client)
         self._submissions.add(submission)

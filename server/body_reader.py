@@ -3,7 +3,7 @@
 A field may be missing, null, of a wrong type, deeply nested, huge, or unknown. `BodyReader` reads
 a field as a given type; a wrong value raises `APIError` with the field's path, the value and what
 is allowed. It remembers which fields were read, and `reject_unknown` refuses the others unless their
-values have no effect. A bad body raises no other exception than `APIError`.
+values have no effect. An invalid body never raises any exception other than `APIError`.
 """
 
 from __future__ import annotations
@@ -260,8 +260,8 @@ def read_json(body: bytes) -> BodyReader:
 
 
 def conversation(request: BodyReader, name: str) -> list[BodyReader]:
-    """Return the messages: at least one, and a limited number, because a template takes time even
-    for an empty message."""
+    """Return the messages. Their number is limited, because rendering takes time even for an empty
+    message."""
     messages = request.read(name, list)
     if not messages:
         raise request.bad(name, "a list of at least one message")
@@ -360,7 +360,7 @@ def choose_tools(
 
 
 def effort_hint(effort: Any) -> dict[str, str]:
-    """Return the variable of gpt-oss's template. For any other value the template uses its default."""
+    """Return the effort as a variable for gpt-oss's template. Other values leave the template's default."""
     return {"reasoning_effort": effort} if effort in ("low", "medium", "high") else {}
 
 

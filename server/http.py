@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from server.model_pool import Ticket
     from server.stream import AnswerWriter
 
-MAX_CONNECTIONS = 512  # connections with a request in progress; the next request gets a 429
+MAX_CONNECTIONS = 512  # connections with a request in progress; one more gets a 429
 # Additional idle connections; over this limit the one that has been idle longest is closed
 MAX_IDLE_CONNECTIONS = 64
 OTHER_FILES = 128  # open files other than connections: weights, logs, pipes
@@ -50,13 +50,14 @@ MAX_BODIES_BYTES = 2**28  # total size of bodies in memory; over it, another lon
 READ_AHEAD_BYTES = 2**14  # approximate limit of bytes received but not parsed yet
 BODY_TIMEOUT_S = 30.0  # seconds for the client to send a body
 CHUNK_BYTES = 2**14  # a response is written in chunks of this size
-WRITE_TIMEOUT_S = 60.0  # a send buffer full this long (under 48 KiB taken) closes the connection
+# A client that reads less than 48 KiB of a full send buffer in this time is disconnected
+WRITE_TIMEOUT_S = 60.0
 SLOW_AFTER_S = 5.0  # a send buffer full this long marks a client as slow
 # Unsent bytes of all slow clients; over this limit the client with the most is disconnected
 MAX_UNSENT_BYTES = 2**25
 LINGER_S = 2.0  # a refused client that is still sending has this long to read the error
-PING_S = 10.0  # seconds of silence before a stream gets an empty comment
-PROGRESS_S = 0.4  # seconds of silence before a stream gets its prompt's progress
+PING_S = 10.0  # seconds of silence before a stream gets a ping comment
+PROGRESS_S = 0.4  # seconds of silence before a stream gets the progress of its prompt
 PING = b": ping\n\n"
 # Errors of `accept` when resources are exhausted
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -121,13 +122,13 @@ class HTTPRequest:
         self.query = dict(parse_qsl(query))
         self.status: int | None = None  # set when the response begins
         self.is_logged = False  # stays False for /health
-        self.size = 0  # bytes of the body, while the body is in memory
-        self.left = 0  # bytes of the response that are not written yet
+        self.size = 0  # size of the body in bytes while it is in memory
+        self.left = 0  # size of the unwritten part of the response in bytes
         # Set while the engine works on this request, or while its model is being loaded
         self.answer: AnswerWriter | Ticket | None = None
         # CORS headers to add to the response
         self.shared: Mapping[str, str] = {}
-        # Makes the body of an error response in the protocol's format
+        # Builds the body of an error response in the protocol's format
         self.error: Callable[[APIError], dict] = attrgetter("body")
         # When the stream last wrote; None if the response is not a stream
         self._wrote: float | None = None
@@ -249,7 +250,7 @@ class Connection(asyncio.Protocol):
         self._all.add(self)
         self.task = asyncio.ensure_future(self._live())
         if len(self._all) > MAX_CONNECTIONS + MAX_IDLE_CONNECTIONS:
-            # The new connection itself, if all others have a request in progress
+            # Close the new connection itself if all others have a request in progress
             last = min(self._all, key=attrgetter("idle_since"))
             self._all.discard(last)
             last.abort()
@@ -268,7 +269,7 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _take(self, data: bytes) -> None:
-        """Pass data to h11, without the blank lines that some clients send before a request: h11
+        """Pass data to h11. Strip the blank lines that some clients send before a request, because h11
         would refuse them."""
         if self._http.their_state is h11.IDLE and not self._ahead:
             data = data.lstrip(b"\r\n")
@@ -482,7 +483,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Small, so that a client that stops reading is noticed
+        # A small send buffer, so that a client that stops reading is noticed soon
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**17)
         listener.bind(address)
         listener.listen(128)
@@ -493,7 +494,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files to `count` if possible. The default on macOS is 256, and
+    """Raise this process's limit on open files to `count` if possible. With the default on macOS, 256,
     `accept` would fail before a 429 could be sent."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:

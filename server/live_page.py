@@ -22,7 +22,7 @@ from engine.prefill_progress import PrefillProgress
 from engine.server_snapshot import ServerView
 from engine.snapshot import Limits, Metrics, RequestView, SlotView, Snapshot, StepView
 
-# The types in a frame of `/watch`. The page needs their field names, because frames hold only values
+# The types in a frame of `/watch`. The page needs their field names, because frames contain only values
 VIEWS = (
     watch_frames.Frame,
     ServerView,
@@ -104,7 +104,7 @@ def page(
     """Return the page as one HTML document.
 
     `data`: name -> data for the scripts. A string must already be JSON.
-    `parts`: name -> HTML to insert into a recording's page; None makes a server's page.
+    `parts`: name -> HTML to insert into a recording's page; None builds a server's page.
     `connects`: the page's `connect-src` in the content security policy.
     """
     template = (FOLDER / "index.html").read_text(encoding="utf-8")

@@ -158,7 +158,7 @@ def in_words(name: str) -> str:
 
 
 def add_steps(steps: Metric, model: str, engine: Snapshot) -> None:
-    """Add step durations: quantiles since the last scrape, and the total sum and count."""
+    """Add step durations: quantiles since the last scrape, and the overall sum and count."""
     label = {"model": model}
     took = [step.seconds for step in engine.steps]
     for part in (0.5, 0.95, 0.99) if took else ():

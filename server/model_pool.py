@@ -1,4 +1,4 @@
-"""The models of a server: which are loaded, which requests wait for one, and which is unloaded for it.
+"""The models of a server: load them on demand, queue requests for them, and unload idle ones.
 
     a request:  named -> borrow -> answer -> give_back
                            |_ not loaded: wait in line -> the loader unloads idle models, then loads this one

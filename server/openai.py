@@ -40,7 +40,7 @@ from server.protocol_adapter import (
 )
 from text.tokenizer import ChatPrompt
 
-# "developer" is a newer name of the system role that templates do not know
+# Templates do not know "developer", a newer name for the system role
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -129,9 +129,8 @@ def read_usage(options: dict) -> bool:
         return False
     request = BodyReader(options, "stream_options")
     usage = request.read("include_usage", bool, False)
-    request.reject_unknown(
-        ignored=["continuous_usage_stats"]
-    )  # vLLM's option for usage in every event
+    # vLLM's option for usage in every event has no effect
+    request.reject_unknown(ignored=["continuous_usage_stats"])
     return usage
 
 

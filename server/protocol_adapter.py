@@ -83,14 +83,14 @@ class PromptProgress(NamedTuple):
 class ProtocolAdapter:
     """Parse a body of one protocol and write the answer, as a complete body or as a stream of events.
 
-    `parse_request` makes a `ParsedRequest` from a `BodyReader`. `whole` returns a complete body from all
+    `parse_request` converts a `BodyReader` to a `ParsedRequest`. `whole` returns a complete body from all
     choices and their `Usage`. The other methods return the events of a stream: `first` at the start,
     `changed` for each change of a choice's items, `last` when a choice has finished, and `close` or
     `fail` at the end.
     """
 
     prompt: str  # the name of the body's prompt field
-    form: str  # the name of the body's field with a JSON schema
+    form: str  # the name of the body's field that contains a JSON schema
     prefix: str  # prefix of the answer's id
 
     def __init__(self, parsed: ParsedRequest, name: str, model: str):

@@ -60,7 +60,7 @@ class AnswerWriter:
         self.has_output.clear()  # before taking the output, so that the next commit sets it again
 
     async def whole(self) -> Reply:
-        """Return the complete answer. The body may have megabytes, so a worker thread serializes it."""
+        """Return the complete answer. The body may be megabytes long, so a worker thread serializes it."""
         while True:
             if self._submission.has_more:
                 before = len(self.choices)
@@ -81,7 +81,7 @@ class AnswerWriter:
         return dump_large(self._adapter.whole(self.choices, self._usage()))
 
     async def stream(self, request: HTTPRequest) -> None:
-        """Server-sent events, one for each delta of a choice."""
+        """Send the answer as server-sent events, one for each delta of a choice."""
         if request.status is None:  # otherwise it started while the model was being loaded
             request.begin_events(self.id)
         left = dict(enumerate(self.choices))
@@ -107,7 +107,7 @@ class AnswerWriter:
                     return
                 said += self._events(index, None)
                 del left[index]
-            if self.has_output.is_set():  # let other answers write before the rest
+            if self.has_output.is_set():  # let other writers run before this one continues
                 await asyncio.sleep(0)
         await request.write(said + self._adapter.close(self._usage()))
 
@@ -178,7 +178,7 @@ class AnswerWriter:
         prompts = metrics[:: self._parsed.n]  # the first choice of each prompt
         return Usage(
             prompt=sum(m.prompt_tokens for m in prompts),
-            # Only the same client's rows, because others would confirm a guess at their prompts
+            # Exclude other clients' rows: counting them would confirm a guess at their prompts
             cached=sum(
                 choice.handle.request.prefix.own for choice in self.choices[:: self._parsed.n]
             ),

@@ -136,9 +136,8 @@ class Submission:
         functions = [tool["function"] for tool in chat.tools]
         tools = {function["name"]: function["parameters"] for function in functions}
         output_format = self.served.engine.text.output_format
-        is_strict = (
-            "grammar" in self.asked.request.settings
-        )  # the answer may be JSON that is not a tool call
+        # With a grammar the answer may be JSON that is not a tool call
+        is_strict = "grammar" in self.asked.request.settings
         return OutputParser(
             output_format, tools, prompt.is_thinking, self.asked.request.is_single, is_strict
         )

@@ -1,6 +1,6 @@
 """Render and tokenize the prompts of a request, and check that the model supports what it asks for.
 
-All functions run in a worker thread, because tokenizing a long prompt takes a second. They do not touch
+All functions run in a worker thread, because tokenizing a long prompt may take a second. They do not touch
 the engine's queue.
 
 Next: `submit.py`, which hands the prompts to the engine.
@@ -104,8 +104,8 @@ def refusal_of(
 
 
 def grammar_of(engine: Engine, parsed: ParsedRequest, prompt: Prompt) -> Mapping[str, Any] | None:
-    """Return the grammar of an answer: either the required tool calls, or the request's own grammar with
-    optional tool calls, and with reasoning before it."""
+    """Return the grammar of an answer, including its reasoning. It contains either the required tool calls,
+    or the request's own grammar with optional tool calls."""
     given = parsed.settings.get("grammar")
     if not parsed.chat:
         return given
@@ -137,7 +137,7 @@ def check_tools(output_format: OutputFormat, chat: ChatPrompt, param: str) -> No
 
 
 def most_tokens(parsed: ParsedRequest) -> int:
-    """Return the maximum length of an answer, which log probabilities limit: 20 per token take
+    """Return the maximum length of an answer. Log probabilities limit it, because 20 per token take
     kilobytes."""
     top = parsed.settings.get("logprobs")
     if top is None:
