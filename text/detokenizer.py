@@ -9,10 +9,10 @@ with a few tokens before it, and the text beyond theirs is new. Three kinds of t
     b"\\xf0\\x9f"  bytes that end within a character wait until it is complete or known to be broken
     <0xF0>       byte tokens (SentencePiece) wait until their run ends, because one broken byte changes
                  how the entire run decodes
-    "Hel"        text that may be the start of a stop string waits until it is known whether it is
+    "Hel"        text that may be the start of a stop string waits until later text decides
 
-(`tokenizers` has a DecodeStream, which handles the first kind. With the second kind it raises, or shows
-text that does not occur when all tokens are decoded at once.)
+(`tokenizers` has a DecodeStream, which handles the first kind. With the second kind it raises, or
+returns text that differs from decoding all tokens at once.)
 
 The invariant: the pieces join to the text of all tokens decoded at once. No piece ends within a
 character, and no part of a stop string is ever shown. The cost of a token does not depend on the length
@@ -77,7 +77,7 @@ class StreamingDetokenizer:
         self._context += self._waiting[:count]
         self._context_text = text
         self._waiting = self._waiting[count:]
-        # Not for each token, because a shortened context must be decoded again
+        # Shorten the context only now and then, because its text must then be decoded again
         if len(self._context) > 16:
             self._context = self._context[-1:] if self._falls_back else self._context[-4:]
             self._context_text = self._decode(self._context)
@@ -113,7 +113,7 @@ class StreamingDetokenizer:
             # its length times the number of stop strings
             self._begun[stop] = beginning(stop, grown)
         if found:
-            # The stop string that is complete first wins, however the text was cut into tokens
+            # The stop string that ends first wins, regardless of token boundaries
             after, length, self.stop = max(found)
             self._held = ""
             return text[: len(text) - after - length]

@@ -1,7 +1,7 @@
 """Build a tokenizer of the library `tokenizers` from the metadata of a GGUF file.
 
-"gpt2" is byte-level BPE: the file holds tokens and merges, and names the pre-tokenizer that splits a
-text into words. "llama" is SentencePiece's BPE: tokens have scores, from which the merges follow.
+"gpt2" is byte-level BPE: the file contains tokens and merges, and names the pre-tokenizer that splits
+a text into words. "llama" is SentencePiece's BPE: tokens have scores, from which the merges follow.
 "gemma4" is the same, but with merges in the file. The file comes from an untrusted author, so its
 tokenizer is checked in a child process (`untrusted_model_files.py`) before it is used.
 """
@@ -41,8 +41,8 @@ class WordSplit(NamedTuple):
     """A pre-tokenizer: how a text is split into words before merging."""
 
     pattern: str = ""  # empty: GPT-2's pattern
-    digits: bool = False  # each digit is a word of its own
-    composed: bool = False  # the text is normalized to NFC first
+    digits: bool = False  # split each digit off as a separate word
+    composed: bool = False  # normalize the text to NFC first
     whole: bool = False  # a word that is a token skips the merges
     bos: bool = False  # a text begins with BOS, unless the file says otherwise
 

@@ -56,11 +56,11 @@ LIMITS = {
 AT_FIRST = 0.02
 A_TOKEN = 0.001
 SANDBOX_LIMITS = SandboxLimits(seconds=1.0, patience=5.0, memory=64 * 2**20, at_once=6)
-STEPS = 64  # tokens of each of the two trial runs in the sandbox
+STEPS = 64  # tokens in each of the two trial runs in the sandbox
 RULES = 500  # maximum number of rules in a Lark grammar
 AT_ONCE = 2  # grammars compiled at the same time
 KNOWN = 1000  # cached verdicts; the cache is cleared when it is full
-# White space in JSON. Without a bound, some models would write white space without end.
+# White space in JSON. It is bounded, because some models would otherwise write it endlessly.
 SPACE = r"[ ]|\n[ \t]{0,40}"
 
 
@@ -168,7 +168,7 @@ class Grammars:
             raise ValueError(f"grammar: {one_line(error, 300)}") from None
 
     def special(self, tokens: Iterable[int]) -> set[int]:
-        """Return the tokens that llguidance treats as special, so that no text in a grammar matches.
+        """Return those tokens that llguidance treats as special: no text in a grammar matches them.
 
         subtle: besides the tokenizer's special tokens, these are all added tokens of the form <...>,
         such as Qwen's <tool_call>, although its file says `"special": false`.
@@ -208,7 +208,7 @@ def fault_of(tokenizer: Any, ends: Collection[int], source: Mapping[str, Any]) -
     """Compile a grammar and try it. Return its fault; empty if it has none."""
     try:
         made = make(tokenizer, source)
-        # Random tokens, then the longest of eight each time: a token of blanks may have 80 bytes
+        # Then choose the longest of eight random tokens each time, because a token may be 80 spaces long
         for draws in (1, 8):
             follow(made.copy(), tokenizer, ends, draws)
     except (ValueError, GrammarError) as error:
@@ -288,8 +288,8 @@ def compiled(source: Mapping[str, Any]) -> str:
         choices = [json.dumps(choice, ensure_ascii=False) for choice in text]
         # A terminal is one automaton. In a rule, each choice would be an alternative to track.
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(choices)}")
-    # Each rule has a colon, and llguidance refuses two rules on a line. (A line may contain a JSON
-    # schema with any number of colons.)
+    # Count lines with a colon: each rule has one, and llguidance refuses two rules on a line. (A line may
+    # contain a JSON schema with any number of colons.)
     rules = sum(":" in line for line in text.splitlines())
     if rules > RULES:
         raise ValueError(f"it has {rules:,} lines with a colon, but it may have at most {RULES}")

@@ -61,7 +61,7 @@ class ChatPrompt(NamedTuple):
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
-    options: Mapping[str, Any] = {}  # variables that the template must know
+    options: Mapping[str, Any] = {}  # variables that the template must support
     hints: Mapping[str, Any] = {}  # variables that it may ignore
 
 
@@ -147,7 +147,7 @@ class Tokenizer:
         """Encode a prompt that a person typed: as a user message, or as plain text if `raw` is set or
         there is no template.
 
-        Raise if the template is unfit, because the model knows no other form of a question. An empty
+        Raise if the template is unfit, because the model was trained on no other prompt format. An empty
         prompt gets no tokens, not even BOS, so that the engine refuses it.
         """
         if prompt:
@@ -264,9 +264,8 @@ class Tokenizer:
             return without_panics(
                 self.tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens
             )[0].ids
-        except (
-            Exception
-        ) as error:  # a character without a token, in a tokenizer without an unknown token
+        # For example, a character has no token and the tokenizer has no unknown token
+        except Exception as error:
             why = f"the model's tokenizer cannot read this prompt ({one_line(error)})"
             raise ValueError(f"{why}; rephrase it, or give token ids") from None
 
@@ -316,7 +315,7 @@ class Tokenizer:
     def _find_template(self) -> tuple[str | None, str | None, Path]:
         """Return the chat template, a separate one for chats with tools (or None), and their file.
 
-        They are in files of their own or in the tokenizer's config, as a text or a list with names.
+        They are in separate files, or in the tokenizer's config as a string or a list of named templates.
         """
         path = self.folder / "chat_template.jinja"
         source = read_text(path) if path.exists() else self.config.get("chat_template")
@@ -364,7 +363,7 @@ class Tokenizer:
 
     @cached_property
     def output_format(self) -> OutputFormat:
-        """The model's notation of reasoning and tool calls."""
+        """The model's notation for reasoning and tool calls."""
         return detect_format(self._source, self.render)
 
     def is_thinking(self, prompt: Sequence[int]) -> bool:
@@ -395,9 +394,8 @@ class Tokenizer:
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
-        if (
-            HARMONY_REASONING[0] in self._source
-        ):  # the template's name for it, read only in messages with calls
+        # gpt-oss's template reads reasoning from "thinking", and only in messages with calls
+        if HARMONY_REASONING[0] in self._source:
             for message in messages:
                 if "reasoning_content" in message and not message.get("content"):
                     message["thinking"] = message["reasoning_content"]

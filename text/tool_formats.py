@@ -30,7 +30,7 @@ class Tags(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """A family's notation of calls: a JSON body, or tags. The fields from `key` on are learned from
+    """A family's notation for calls: a JSON body, or tags. The fields from `key` on are learned from
     the model's chat template."""
 
     name: str
@@ -38,7 +38,7 @@ class ToolFormat(NamedTuple):
     closes: str  # the mark after a call; may be empty
     # The answer may begin with a call that has no mark. Then the template accepts only one call
     is_bare: bool = False
-    is_named: bool = False  # the tool's name may precede a body that holds only the arguments
+    is_named: bool = False  # the tool's name may precede a body that contains only the arguments
     # Encloses strings in a notation of its own: call:name{key:<|"|>text<|"|>,other:[7,true]}
     quote: str = ""
     wrap: tuple[str, str] = ("", "")  # marks that may enclose a value in tags
@@ -77,7 +77,7 @@ HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|
 HARMONY_ENDS = ("<|return|>", "<|call|>")
 HARMONY = ToolFormat("Harmony", "<|start|>assistant", "<|call|>", is_named=True)
 HARMONY_REASONING = ("<|channel|>analysis<|message|>", "<|end|>")
-# Tokens that are shown even if the tokenizer has them as special tokens, which are hidden.
+# Tokens that are shown even if they are special tokens, which are otherwise hidden
 MARKS = frozenset(
     [
         "[ARGS]",
@@ -97,7 +97,7 @@ MARKS = frozenset(
 
 
 class OutputFormat(NamedTuple):
-    """One model's notation of reasoning and tool calls."""
+    """One model's notation for reasoning and tool calls."""
 
     reasoning: tuple[str, str] | None = None  # the marks around reasoning
     tools: ToolFormat | None = None
@@ -125,7 +125,7 @@ LISTED = {"name": "is_listed", "description": "It adds one.", "parameters": NUMB
 TOOLS = [{"type": "function", "function": LISTED}]
 
 
-# The text after the name in a call in tags, whose only argument is n = 7
+# Matches the text after the name of a call in tags whose only argument is n = 7
 TAGGED = re.compile(
     r"(?P<after_name>[^<]{0,20})"
     r"(?P<before_key><[^<]{1,40}?)\bn\b(?P<after_key>\W.{0,60}?)\b7\b"
@@ -135,7 +135,7 @@ TAGGED = re.compile(
 
 
 def with_layout(format: ToolFormat, call: str, place: int) -> ToolFormat:
-    """Learn the layout from a call.
+    """Return the format with the layout of a call.
 
     `call`: the text from the opening mark on.
     `place`: the index of the tool's name in it.
@@ -166,7 +166,7 @@ def with_layout(format: ToolFormat, call: str, place: int) -> ToolFormat:
 
 # --- the grammar of calls -------------------------------------------------------------------------
 
-# White space in JSON is fixed, because some models would write it without end
+# White space in JSON is fixed, because some models would otherwise write it endlessly
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY = "(?s:.*)"  # any text
 
@@ -334,7 +334,7 @@ def tagged_rule(
 
 
 def quoted_rules(quote: str, marks: Mapping[str, int]) -> dict[str, str]:
-    """The rules of arguments in a notation with strings between marks: any that can be parsed."""
+    """Return rules for arguments whose strings are between marks: they accept any that can be parsed."""
     return up_to("quoted", quote, quote, marks) | {
         "arguments": '"{" (pair ("," pair)*)? "}"',
         "pair": 'KEY ":" value',

@@ -70,8 +70,8 @@ CALLING = re.compile("|".join(re.escape(format.opens) for format in FORMATS))
 
 
 def split_output(text: str, is_thinking: bool = False) -> list[ParsedPart]:
-    """Split an answer into reasoning, content and calls, marks included, for display without
-    knowing the model.
+    """Split an answer into reasoning, content and calls, marks included, for display. The model's
+    format need not be known.
 
     `is_thinking`: the prompt has opened the reasoning.
     """
@@ -138,8 +138,8 @@ BEFORE = rf"[\s,;\[]*(?:({NAME})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*)?(?={{)"
 GAP = r"\s{0,20}"
 BODY = [r"\{", r"\{?", GAP, *'"name"', GAP, ":", GAP, '"', rf"({NAME})", '"', GAP, ",", GAP]
 BODY += ['"', "(arguments|parameters)", '"', GAP, ":", GAP]
-# Models with little training on calls write them without a mark at the start of a line: bare, in a
-# list, or in a code block. Then the start of a call includes the first argument or the end
+# Models with little training on calls write them at the start of a line without a mark: bare, in a
+# list, or in a code block. To recognize these, the pattern extends to the first argument or the end
 FENCE = "```"
 FENCED = [r"[ \t]{0,20}", *FENCE, *(f"(?i:{letter})" for letter in "json"), r"[\s\[]{1,20}"]
 LISTED = [r"[\s,;\[]{0,20}"]
@@ -199,7 +199,7 @@ class OutputParser:
 
     @property
     def is_over(self) -> bool:
-        """True after the only call that was asked for. Later text is dropped."""
+        """True after the first call if only one is allowed. Later text is dropped."""
         return self._reader.is_over
 
     @property
@@ -225,7 +225,7 @@ class ParserState:
     """The state of a parser.
 
     `parse` reads the answer from start to end. It consumes `self._text`, yields when it needs more
-    text, and continues when the next piece is there. The methods that it calls do the same for a
+    text, and continues when the next piece arrives. The methods that it calls do the same for a
     part of the answer.
     """
 
@@ -237,7 +237,7 @@ class ParserState:
         is_single: bool,
         is_strict: bool,
     ):
-        self.is_complete = False  # no more text will come
+        self.is_complete = False  # no more text will arrive
         self.is_cut = False  # `max_tokens` cut the answer off
         self.is_over = False  # later text is dropped
         self.is_in_call = False  # the latest call's arguments are incomplete
@@ -272,8 +272,8 @@ class ParserState:
         return parts
 
     def parse(self) -> Reading[None]:
-        """Parse the answer. Reasoning may come at the start and after a call, and so may a call without
-        a mark if the model's own format allows it."""
+        """Parse the answer. Reasoning may occur at the start and after a call, and so may a call
+        without a mark if the model's own format allows it."""
         if self._is_harmony:
             yield from self._messages()
             return
@@ -289,9 +289,8 @@ class ParserState:
             elif (opening := (yield from self._content())) is not None:
                 is_start = yield from self._calls(opening)
             if self.calls and self._is_single:
-                self.is_over = (
-                    not self.is_complete
-                )  # at the end of the answer, the call may be cut off
+                # If the answer has ended, the call may be cut off
+                self.is_over = not self.is_complete
                 return
 
     def _messages(self) -> Reading[None]:
@@ -309,7 +308,7 @@ class ParserState:
             elif self._text.startswith(HARMONY.opens):
                 self._text = self._text.removeprefix(HARMONY.opens)
             else:
-                if self._text.startswith("<|start|>"):  # a message of another role
+                if self._text.startswith("<|start|>"):  # a message with another role
                     self._text = self._text.removeprefix("<|start|>")
                     self._say("content", "<|start|>")
                 yield from self._body(partial(self._say, "content"))
@@ -379,9 +378,8 @@ class ParserState:
         return (yield from self._wait(lambda text: begins(text.lstrip(), mark)))
 
     def _consume(self, mark: str, rest: str = "") -> Reading[re.Match | None]:
-        """Consume white space, a mark, and the pattern `rest` after it. Return None if they do not come
-        next: as soon as other text is in the place of the mark, and after `HEAD` characters without a
-        match of `rest`."""
+        """Consume white space, a mark, and the pattern `rest` after it. Return None as soon as other text
+        is found in place of the mark, or after `HEAD` characters without a match of `rest`."""
         mark = mark.strip()
         pattern = re.compile(rf"\s*{re.escape(mark)}{rest}")
 

@@ -5,8 +5,8 @@ of 5 KB, with 40 rules that each double a letter, exhausts memory at the first p
 broken table aborts the process. So a child process renders conversations and encodes and decodes
 texts within `LIMITS` (`base/sandbox.py`). A template or tokenizer that exceeds them is not used.
 
-An author can still hide a fault that only a rare text triggers, so run a server of untrusted models
-with a memory limit of its own.
+An author can still hide a fault that only a rare text triggers, so run a server for untrusted models
+with its own memory limit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TemplateChecker:
         self._child.close()
 
     def template(self, source: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-        """Return the fault of a template, in words that follow "the chat template" (empty if it has
+        """Return the fault of a template, phrased to follow "the chat template" (empty if it has
         none), and its renderings."""
         if len(source) > LONGEST:
             return f"is {len(source):,} characters long, more than {LONGEST:,}", []
@@ -71,7 +71,7 @@ class TemplateChecker:
         return fault, texts
 
     def tokenizer(self, path: Path, texts: Sequence[str]) -> str:
-        """Return the fault of a tokenizer, in words that follow "the tokenizer"; empty if it has none."""
+        """Return the fault of a tokenizer, phrased to follow "the tokenizer"; empty if it has none."""
         own = head_of(path) if is_gguf(path) else path.read_bytes()
         whole = own + "\n".join(texts).encode(errors="replace")
         digest = hashlib.sha256(whole).digest()
@@ -111,7 +111,7 @@ def render_all(source: str, samples: Sequence[Mapping[str, Any]]) -> tuple[str, 
             raise
         except PatienceError:
             return f"takes more than {PATIENCE:g} s for a sample conversation", []
-        except Exception:  # it refuses this conversation, but may accept others
+        except Exception:  # the template refuses this conversation, but may accept others
             continue
         if len(text) > RENDERED:
             return f"makes {len(text):,} characters for a sample conversation", []
