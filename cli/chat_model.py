@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Settings that /set can change
 SETTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
 REMEDY = "/drop forgets the oldest question and asks again, /new starts over"
-LEAST = 16  # minimum tokens that must be free for an answer
+LEAST = 16  # minimum number of free tokens for an answer
 
 
 class Outgrown(ValueError):

@@ -1,4 +1,4 @@
-"""`--config FILE.toml`: options for ask, serve and the screen, by their names.
+"""`--config FILE.toml`: options for ask, serve and the screen, by name.
 
 Top-level options apply to every program, a table such as [serve] to one program, and
 [models."owner/name"] to one model, named as in `--model`. A model's table may contain program tables,

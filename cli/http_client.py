@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from base.validation import one_line, printable, shown
 
-LINE = 2**26  # limit of bytes per event
+LINE = 2**26  # maximum size of an event in bytes
 
 
 def base_of(option: str, url: str) -> str:

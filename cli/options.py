@@ -58,7 +58,7 @@ class Stream:
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a program's `main` and exit with its return code, or with 130 after Ctrl-C."""
-    # We catch Rust panics of the tokenizer and report them in one line, without a backtrace
+    # Rust panics in the tokenizer are caught and reported in one line, without a backtrace
     os.environ["RUST_BACKTRACE"] = "0"
     sys.stdout = sys.stdout and Stream(sys.stdout, is_output=True)
     sys.stderr = sys.stderr and Stream(sys.stderr)
@@ -130,7 +130,7 @@ def read_size(option: str, text: str) -> int:
 def name_of(model: str) -> str:
     """Return a model's name for clients and the screen.
 
-    For a folder of the hub's cache it is owner/name, because the folder's own name is a hash.
+    For a folder in the hub's cache it is owner/name, because the folder's own name is a hash.
     """
     if not is_folder(model) and not is_gguf_file(model):
         return model
@@ -228,7 +228,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def __init__(self, name: str, **options):
         """`name`: the program, such as ask.py."""
-        # No abbreviations, because --config and --book are also parsed earlier and in full only
+        # No abbreviations, because --config is also parsed earlier, where only its full name is recognized
         super().__init__(command(name).removeprefix("python "), allow_abbrev=False, **options)
         self.add_argument(
             "--version", action=ShowVersion, nargs=0, help="say which version this is, and exit"
@@ -242,7 +242,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def parse_known_args(self, *arguments):
         try:
-            rank()  # the environment variables for ranks may be invalid, too
+            rank()  # raises ValueError if the environment variables for ranks are invalid
         except ValueError as error:
             self.error(str(error))
         return super().parse_known_args(*arguments)
@@ -253,7 +253,7 @@ class CommandLine(argparse.ArgumentParser):
         self.exit(2, f"nanobatch: {one_line(message)}\n")
 
     def add_read(self, name: str, read: Callable[[str], Any], says: str, **how: Any) -> None:
-        """Add an option that `read` parses. Errors keep its message, which argparse would not show."""
+        """Add an option that `read` parses. Report its error messages, which argparse would replace."""
 
         def reads(text: str) -> Any:
             try:

@@ -29,7 +29,7 @@ PATIENCE_S = 60.0  # timeout for connecting, and for the start of an answer's st
 
 
 class ServerModel:
-    """A model of a server. `settings`: the `SamplingParams` that the user set; the server chooses the rest."""
+    """A model on a server. `settings`: the `SamplingParams` that the user set; the server chooses the rest."""
 
     def __init__(self, url: str, key: str, name: str | None, settings: Mapping[str, Any]):
         self._url = url
@@ -141,7 +141,7 @@ class ServerAnswer:
                 self._receive(event)
             if not self._reason and not self._error:
                 self._error = "the server closed the connection"
-        except Exception as error:  # whatever the server sends
+        except Exception as error:  # the server may send anything
             self._error = why(error)
         self._parts.put(None)
         self._answer.close()

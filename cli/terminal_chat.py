@@ -329,7 +329,7 @@ def room_left(left: int, length: int) -> str:
 def figures(m: Metrics, reason: str | None, where: str = "the slot") -> str:
     """Describe the cost of a turn. `where`: the slot that held the conversation's cached tokens."""
     read = f"read {m.prompt_tokens - m.cached_tokens:,}"
-    if not m.prompt_tokens:  # a server does not report it for a stopped answer
+    if not m.prompt_tokens:  # a server does not report the prompt tokens of a stopped answer
         read = "stopped"
     elif m.cached_tokens:
         where = "on disk" if m.cached_from == "disk" else f"still in {where}"
@@ -362,7 +362,7 @@ def state_folder() -> Path:
 
 
 class History:
-    """Questions of this and earlier runs, the newest last. Only the user may read the file. Each question
+    """Questions from this and earlier runs, the newest last. Only the user may read the file. Each question
     is appended immediately."""
 
     def __init__(self, file: Path | None = None):

@@ -73,7 +73,7 @@ class WordWrap:
         if column > self.width and self._column:
             out = "\n" + self._word
             column = self._cells
-        # The terminal wraps a word that is wider than a line by itself
+        # The terminal itself wraps a word that is wider than a line
         self._column = column if column <= self.width else column % self.width
         self._blanks = self._word = ""
         self._cells = 0
