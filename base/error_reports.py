@@ -15,7 +15,7 @@ LOG = logging.getLogger("nanobatch")  # without a handler, Python writes to stde
 
 def describe(error: BaseException) -> str:
     """Describe an exception in one line."""
-    if isinstance(error, GrammarError):  # the client's mistake, so without the type's name
+    if isinstance(error, GrammarError):  # a client's mistake: omit the exception's type
         return f"grammar: {error}"
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 

@@ -1,5 +1,5 @@
-"""Find modules that run in place of ours because Python found them first, such as a student's `kv.py`. What
-we guarantee holds only for our modules."""
+"""Find modules that run in place of ours because Python found them first, such as a student's `kv.py`. Our
+guarantees hold only for our own modules."""
 
 import sys
 from functools import cache
@@ -11,8 +11,8 @@ PACKAGE = "nanobatch." if IS_INSTALLED else ""
 
 
 def foreign() -> dict[str, Path]:
-    """Return the modules loaded so far in place of ours, and their files. Packages are skipped: they hold
-    no code."""
+    """Return the modules loaded so far in place of ours, and their files. Packages are skipped, because they
+    contain no code."""
     found = {}
     for name, module in sorted(sys.modules.items()):
         ours = file_of_ours(name)
@@ -32,7 +32,7 @@ def file_of_ours(module: str) -> Path | None:
 
 
 def named() -> str:
-    """Return a phrase such as "2 modules of mine"; empty if all modules are ours."""
+    """Return a phrase such as "2 modules of my_folder"; empty if all modules are ours."""
     files = foreign().values()
     folders = ", ".join(sorted({file.parent.name for file in files}))
     return f"{len(files)} module{'s' * (len(files) > 1)} of {folders}" if files else ""

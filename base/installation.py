@@ -6,9 +6,8 @@ import shlex
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-IS_INSTALLED = __name__.startswith(
-    "nanobatch."
-)  # True in a wheel; an editable install counts as a checkout
+# True in a wheel; an editable install counts as a checkout
+IS_INSTALLED = __name__.startswith("nanobatch.")
 is_command = False  # set by the command `nanobatch`, also in an editable install
 
 

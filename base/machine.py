@@ -5,7 +5,7 @@ to all groups in it, so every folder from the process's own group up to the root
 or 2 of control groups, and the lowest limit counts. Unreadable means unlimited. Page cache counts as
 free, as in MemAvailable.
 
-`kernels/device.py` has the free memory of a GPU, `kernels/library.py` the number of threads.
+See `kernels/device.py` for the free memory of a GPU, `kernels/library.py` for the number of threads.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def read_text(path: Path) -> str:
 
 
 def read_some(path: str, most: int) -> str:
-    """Return the text of a file named by the user. Raise ValueError if it has more than `most` characters;
-    it may be /dev/zero."""
+    """Return the text of a file named by the user. Raise ValueError if it has more than `most` characters,
+    because it may be endless, such as /dev/zero."""
     with open(path, encoding="utf-8") as file:
         text = file.read(most + 1)
     if len(text) > most:
@@ -71,7 +71,7 @@ def read_some(path: str, most: int) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """Return the JSON object in a file. Raise ModelError if the file holds anything else."""
+    """Return the JSON object in a file. Raise ModelError if the file contains anything else."""
     text = read_text(path)
     try:
         value = json.loads(text)
@@ -92,9 +92,9 @@ def read_json_if_any(path: Path) -> dict:
 
 
 def what_is(head: bytes) -> str | None:
-    """Recognize by its first bytes a file that is often found in place of weights, such as a web page.
+    """Describe a file that is often found in place of weights, such as a web page, by its first bytes.
 
-    Return a description, or None."""
+    Return None for other files."""
     if head.startswith(b"version https://git-lfs"):
         return "a Git LFS pointer, not the file itself (run `git lfs pull`)"
     if head.lstrip().lower().startswith((b"<!doctype", b"<html")):

@@ -79,6 +79,7 @@ def one_line(message: object, longest: int = 400) -> str:
     """Return a message as one printable line. The middle of a long message is cut, because the remedy is at
     the end."""
     line = printable(" ".join(str(message).split()))
-    if not line and isinstance(message, BaseException):  # some have no message, such as MemoryError
+    # Some exceptions have no message, such as MemoryError
+    if not line and isinstance(message, BaseException):
         return type(message).__name__
     return line if len(line) <= longest else f"{line[: longest // 2]} … {line[-longest // 2 :]}"
