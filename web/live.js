@@ -8,8 +8,8 @@ import { Lane, named, requestOf, unseen } from "./recording.js";
 import { isLong } from "./words.js";
 
 const REST = 0.25; // seconds; longer idle times are shortened to this
-const MOST = 6000; // maximum steps in a lane, before old ones are dropped
-const KEPT = 2000; // steps that are kept when old ones are dropped
+const MOST = 6000; // maximum number of steps in a lane; beyond it, old ones are dropped
+const KEPT = 2000; // number of steps kept when old ones are dropped
 const AGAIN = 1500; // milliseconds between attempts to reconnect
 
 const EVENT = /^(?:event: (.*)\n)?data: (.*)/; // data is one line, because JSON has no line breaks

@@ -118,7 +118,7 @@ function leadToRepository() {
   const [, owner, name] = known;
   const base = owner ? `https://github.com/${owner}/${name}/blob/main` : "..";
   for (const link of document.querySelectorAll("a[data-file]")) link.href = `${base}/${link.dataset.file}`;
-  // In a checkout the annotated pages have to be made first
+  // In a checkout the annotated pages have to be built first
   if (owner) $("annotated")?.setAttribute("href", "annotated/index.html");
 }
 
@@ -174,7 +174,7 @@ function show({ lane, engine, hello, isPaused, free }) {
   write($("status"), said.join(" "));
 }
 
-// Watch the server. Watching and chatting may need different keys: a typed key goes to the one that asked for it.
+// Watch the server. Watching and chatting may need different keys: a typed key goes to the one that requested it.
 function watch(shape) {
   const form = $("key-form");
   const say = (text, state = "") => {

@@ -155,7 +155,7 @@ export class Lane {
   }
 
   textAt(request, time) {
-    // The complete text may be longer: it ends with an incomplete character whose last token never came
+    // The complete text may be longer: it may end with a broken character, which no token completed
     if (this.isAnswered(request, time)) return request.text;
     return request.pieces.slice(0, this.tokensAt(request, time)).join("");
   }

@@ -155,7 +155,7 @@ function spentOn(step) {
 
 function costOf(step) {
   const { read, drafted } = spentOn(step);
-  return step.cost ?? read + drafted + step.decode.length; // old recordings have a cost that counts late tokens more
+  return step.cost ?? read + drafted + step.decode.length; // old recordings have a cost in which late tokens count more
 }
 
 function budgetOf(lane, step) {
