@@ -7,8 +7,8 @@
 All prompts run at once. The answers stream in the order of the prompts, each followed by a line of
 statistics. This is all of the engine that a program needs: `Engine.load`, `submit` once for each prompt,
 and a thread that steps the engine while the main thread reads. (`engine.serving()` starts it. While there is work,
-it calls `Engine.step`, the heart of the engine.) With `--chat`, or without a prompt in a terminal, it
-is a conversation (`cli/terminal_chat.py`). With `--url` a running server answers (`cli/server_model.py`).
+it calls `Engine.step`, the heart of the engine.) With `--chat`, or without a prompt in a terminal, the
+program is a chat (`cli/terminal_chat.py`). With `--url` a running server answers (`cli/server_model.py`).
 
 Where next: `llama.py`, chapter 1 of the book; or `Engine.step` in `nanobatch.py`, which generates the tokens.
 """
@@ -171,7 +171,7 @@ def read_schema(path: str) -> str:
 
 
 def show_models(folder: str) -> int:
-    """Print a table of local models, or of those in a folder. The name is what `--model` takes."""
+    """Print a table of local models, or of those in a folder. Their names are values for `--model`."""
     missing = ""
     if folder:
         found, missing = model_list.listed_in(Path(os.path.expanduser(folder)))
@@ -190,7 +190,7 @@ def show_models(folder: str) -> int:
 
 
 def show(answer: Answer, prompt: str) -> None:
-    """Print one answer as it streams, and a line of figures after it."""
+    """Print one answer as it streams, and a line of statistics after it."""
     print(f"--- {answer.id}: {printable(' '.join(prompt.split()))[:100]}")
     width = terminal_chat.columns()
     wrap = WordWrap(width) if width else None

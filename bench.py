@@ -5,43 +5,42 @@ tokens; the owner of the machine counts the tokens of all users. Both depend on 
 there are, and when they arrive. (Here, a row is one sequence of the batch.)
 
     decode    B rows decode, and nothing else happens: how fast is a step?
-    closed    c users, each of whom sends a prompt when the last answer has ended
-    open      prompts arrive at random times, however many are waiting: at which load does the queue grow without end?
-    steps     one decode step taken apart, and the time that the machine needs for it at best (roofline)
+    closed    c users, each of whom sends a prompt when the previous answer has finished
+    open      prompts arrive at random times, however many are waiting: at which load does the queue grow without bound?
+    steps     a breakdown of one decode step, and the least time that this machine could need for it (roofline)
     long      a prompt of 2,000 tokens arrives while seven rows decode: how much does each delay the other?
     chat      the fifth turn of a conversation: what does the prefix cache save?
     draft tokens   dictated answers that repeat earlier text much or little: what does prompt lookup gain, or cost?
-    quality   perplexity of float arithmetic, of activations of 8 bits, and of llama.cpp (by itself)
-    same      how many of a peer's tokens equal ours: a peer that computes something else is no peer
+    quality   perplexity with float arithmetic, with 8-bit activations, and of llama.cpp (measured by itself)
+    same      how many of a peer's tokens equal ours: timings of a different computation cannot be compared
 
-`--vs` measures others, too, in all parts that they can do. Each has a column, and its figures have
-their ratio to ours:
+`--vs` also measures other engines, in all parts that they support. Each gets a column, which shows its
+figures and their ratio to ours:
 
     --vs mlx-lm            on the system's OpenBLAS, the best that its users can put under MLX (`benchmarks/peers.py`)
-    --vs llama.cpp         with its own products, and a thread for each core
+    --vs llama.cpp         with its own matrix products, and one thread per core
     --vs ../before         another checkout of nanobatch: is the new version faster?
     --vs mine              a folder with chapters of the core, such as a student's
-    --vs widened           this checkout with packed weights made float32 (`--shape 1b --bits 4`)
-    --vs float             this checkout with activations of 32 bits
+    --vs widened           this checkout with packed weights converted to float32 (`--shape 1b --bits 4`)
+    --vs float             this checkout with 32-bit activations
     --vs .@rows:avx2       a checkout, here this one, with NANOBATCH_BLAS=rows:avx2
     --vs mlx-lm@off        mlx-lm on the BLAS of MLX's wheel for Linux, which is slow
     --vs mlx-lm,llama.cpp  several
 
-How the comparison is fair. All have the same weights in the same precision; of packed ones llama.cpp
-gets its own format. All get the same prompts at the same times, answer greedily, and never stop
-early. One loop (`drive` in `benchmarks/driver.py`) sends requests to all engines. Each sample has a
-process of its own, and warms up on a burst of the same shapes. Columns take turns (A B, B A, A B), so
+How the comparison is fair. All engines have the same weights in the same precision; llama.cpp gets
+packed weights in its own format. All get the same prompts at the same times, answer greedily, and never
+stop early. One loop (`drive` in `benchmarks/driver.py`) sends requests to all engines. Each sample runs in
+a separate process, and warms up on a burst of the same shapes. Columns take turns (A B, B A, A B), so
 a machine that slows down slows all of them. A table shows the median of the samples, and in brackets
 the lowest and the highest. One thing differs: nanobatch turns its tokens into text, a peer leaves that
-to its caller. Nothing is drafted, because the peers draft nothing, unless `--speculate auto` says so.
+to its caller. Nothing is drafted unless `--speculate` is given, because the peers draft nothing.
 
-A token counts when the loop holds it as a plain number. In an open loop, TTFT begins when the
-prompt was due, and not when a busy loop got round to sending it. Otherwise a slow engine would be
-measured more kindly.
+A token counts once the loop has it as a Python number. In an open loop, TTFT is measured from when the
+prompt was due, not from when a busy loop sent it. Otherwise a slow engine would look faster than it is.
 
     python bench.py                                          about a minute, on the demo model
     python bench.py --shape 15m --vs mlx-lm --parts decode,closed,open --json run.json
-    python bench.py --from run.json                          the tables again; nothing is measured
+    python bench.py --from run.json                          print the tables of a file; measure nothing
     python docs/make/plot.py run.json run.svg                `decode` and `open` as curves
 """
 
@@ -141,7 +140,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for what cannot be measured, before measuring anything."""
+    """Raise ValueError if the options ask for something that cannot be measured."""
     if args.bits != 32 and not args.shape:
         raise ValueError(f"--bits {args.bits} is for --shape; a model's bits are fixed")
     if args.model is not None and args.shape:
@@ -189,7 +188,7 @@ def measure_all(args: argparse.Namespace) -> dict:
             if any(rival.engine == "llama.cpp" for rival in args.rivals):
                 make_gguf(folder, folder)  # once for all samples
         else:
-            # Absolute, since another checkout's samples run in its own folder
+            # Absolute, because another checkout's samples run in that checkout's folder
             folder = find(args.model or "demo").absolute()
         usual = Spec(
             part="",
@@ -207,15 +206,15 @@ def measure_all(args: argparse.Namespace) -> dict:
         plan = make_plan(args.parts, args.rows, usual, ours, args.rivals)
         total = args.samples * sum(len(setup.columns) for setup in plan)
         for _ in take_all(plan, args.samples, data["records"], progress(total)):
-            # After each sample, so that an interrupted run is not lost
+            # Write the file after each sample, so that an interrupted run is not lost
             if args.json and not environment.rank():
                 write_whole(args.json, json.dumps(data, indent=1))
     return data
 
 
 def progress(total: int) -> Callable[[str], None]:
-    """A function that is called before each sample with what it measures. It writes a line to standard
-    error; on a terminal each line replaces the one before."""
+    """Return a function to call before each sample with its description. It writes a line to standard
+    error; on a terminal each line replaces the previous one."""
     began = time.perf_counter()
     number = count(1)
     is_terminal = sys.stderr.isatty()
@@ -234,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     if args.sample:
         return take_sample(args.sample)
-    # As an exception, so that the sample's process ends, too
+    # Exit by an exception, so that the sample's process is stopped, too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if args.parts == ["quality"]:

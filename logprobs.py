@@ -40,7 +40,7 @@ def measure(
     V: int,
     free: Spread | None,  # without the grammar
 ) -> Logprobs:
-    """log(e^-gap / total) for the chosen tokens and the likeliest ones, before any filter."""
+    """Compute log(e^-gap / total) for the chosen tokens and the likeliest ones, before any filter."""
     most = min(max(pick.sampling.logprobs for pick in picks), V)
     if most:
         top = likeliest(spread.gap, most)

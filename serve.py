@@ -4,8 +4,8 @@
     curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Why batch?"}]}' \
         -H 'Content-Type: application/json'
 
-The socket is bound first; until the model is loaded, clients get 503. The first signal lets running
-answers end, the second ends the process.
+The socket is bound first; until the model is loaded, clients get 503. After the first signal running
+answers may finish; the second stops the process without waiting for them.
 
 Before this: `ask.py`, the smallest user of the engine. Next: `server/app.py`, what happens to a
 request.
@@ -115,7 +115,7 @@ def is_loopback(host: str) -> bool:
 
 
 def options_of(args: argparse.Namespace, name: str, model: str) -> argparse.Namespace:
-    """Return the options of one of several models, with its own tables in the `--config` file."""
+    """Return the options of one of several models, including its own tables in the `--config` file."""
     parser = options()
     own = parser.parse_args(config_file.expand(parser, "serve", args.given, (model, name)))
     own.model = model
@@ -151,7 +151,7 @@ def bind(args: argparse.Namespace, host: str, port: int, given: str) -> APIServe
     options = Options(host, port, *keys, *names, tuple(args.trust_proxy), args.max_tokens)
     try:
         server = APIServer(options)
-    except OSError as error:  # the port is taken
+    except OSError as error:  # for example, the port is in use
         raise ValueError(f"{given}: {error.strerror or error}") from None
     if server.warning:
         say(server.warning)
@@ -176,19 +176,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def serve(server: APIServer, args: argparse.Namespace) -> int:
-    """Serve until the last answer has ended. Return the exit code.
+    """Serve until a signal arrives and running answers have finished. Return the exit code.
 
-    subtle: a signal is recorded and raises nothing. An exception could come at any line, even after
-    a lock was taken and before its release was certain; the server then waited forever.
+    subtle: the signal handler only records the signal. If it raised an exception, that could happen at
+    any line, even between acquiring a lock and the `try` that releases it; the server would then hang.
     """
-    signals = SimpleQueue()  # the first lets answers finish, the second ends the process
+    signals = SimpleQueue()  # after the first, answers may finish; the second stops the process
     is_awaited = False
     overdue = math.inf
 
     def on_signal(number: int, _) -> None:
         nonlocal overdue
-        # Exit at once during a download or while a layer is read, which cannot be interrupted, and if
-        # the main thread does not handle the first signal, or hangs after it
+        # Exit immediately while a model is downloaded or loaded, because that cannot be interrupted, and
+        # if the main thread has not handled the first signal, or hangs after it
         is_lost = not is_awaited and not signals.empty()
         if server.models is None or is_lost or time.monotonic() > overdue:
             os._exit(0)
@@ -219,7 +219,7 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
         models.close()
     if engine:
         engine.close()
-    # From here on the exit code is decided
+    # The exit code is final, so ignore further signals
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)
     return code
@@ -269,7 +269,7 @@ def open_pool(server: APIServer, args: argparse.Namespace, found: dict[str, str]
         try:
             facts[name] = read_facts(name)
         except ValueError as error:
-            if args.models:  # named by the user
+            if args.models:  # the user named these models
                 raise
             say(f"{name} is left out: {one_line(error)}")
     if not facts:
@@ -299,26 +299,27 @@ def open_pool(server: APIServer, args: argparse.Namespace, found: dict[str, str]
 
 
 def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, **how) -> Engine:
-    """Load an `Engine`. No earlier code imports MLX. `report` receives the stages of loading."""
+    """Load an `Engine`. MLX is first imported here. `report` receives the stages of loading."""
     if report:
         report("starting MLX")
-        library.say = how["report"] = report  # its messages belong among the stages of loading
+        library.say = how["report"] = report  # show its messages among the stages of loading
     from nanobatch import Engine
 
     options = cli.engine_options(args)
     options |= {"slots": args.slots or 4, "usual_len": 8192, "max_queue": args.max_queue}
     engine = Engine.load(args.model, **options, **how)
-    # A bug in `forward` must not look like a wrong option
+    # Log the traceback, so that a bug in `forward` is not mistaken for a wrong option
     with error_reports.shown("the first step failed"):
         engine.runner.warm_up()
     if engine.text.has_template:
         with suppress(ValueError):
             engine.text.render([{"role": "user", "content": "compiles the template"}])
-    # Do it now: llguidance holds the GIL while it reads the tokenizer, a second for 152,000 tokens
-    with suppress(ValueError, BusyError):  # a request with a grammar gets the reason
+    # Compile a grammar now: the first time, llguidance reads the tokenizer, and holds the GIL for a second
+    # if there are 152,000 tokens
+    with suppress(ValueError, BusyError):  # requests with a grammar will report the reason
         engine.text.grammar({"json": "{}"})
     gc.collect()
-    # Objects from loading are never garbage: the collector need not search them during a step
+    # Objects from loading live until exit, so the garbage collector need not scan them during a step
     gc.freeze()
     return engine
 

@@ -1,10 +1,10 @@
-"""Make the package `nanobatch` of the checkout, and compile `kernels/cpu_kernels.c`.
+"""Build the package `nanobatch` from the checkout, and compile `kernels/cpu_kernels.c`.
 
-In the checkout a module has a short name, such as `kv`. Installed under such names, `sched` would hide
-behind the standard library's. So a wheel has one package: the tree is copied into it, with
-`from nanobatch.kv import Slab` for `from kv import Slab`, and `nanobatch.py` is `nanobatch/_engine.py`. An
-editable install has a package of the same name that leads to the checkout. With NANOBATCH_PURE=1 a wheel
-has no C libraries, for Macs. The rest is in `pyproject.toml`.
+In the checkout a module has a short name, such as `kv`. Installed under that name, `sched` would be shadowed by
+the standard library's module. So a wheel has one package: the tree is copied into it, `from kv import Slab`
+becomes `from nanobatch.kv import Slab`, and `nanobatch.py` becomes `nanobatch/_engine.py`. An editable install
+has a package of the same name that imports from the checkout. With NANOBATCH_PURE=1 a wheel contains no C
+libraries, for Macs. Everything else is in `pyproject.toml`.
 """
 
 import os
@@ -25,7 +25,7 @@ IS_EDITABLE = "NANOBATCH_EDITABLE" in os.environ  # set by build_backend/backend
 MODULES = {path.stem for path in ROOT.glob("*.py")} - {"setup"}
 PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"course"}
 OTHERS = "README.md CONTRIBUTING.md docs/*.md docs/bench-15m.json docs/make/page.py demo/model/*"
-# Python for a browser, where modules have their short names (docs/make/page.py)
+# Modules that the page runs in a browser, under their short names (docs/make/page.py)
 PAGE = [
     "request",
     "sched",
@@ -33,7 +33,7 @@ PAGE = [
     "prefix",
     "experiments/simulator",
     "web/simulate",
-]  # in the page
+]
 INIT = '''\
 """The LLM serving engine you can read in an afternoon and watch while it runs."""
 
@@ -86,7 +86,7 @@ def __getattr__(name: str) -> object:
 
 
 def tree() -> dict[str, bytes]:
-    """The files of the checkout that a wheel has, by their names in the package."""
+    """Return the checkout's files that a wheel contains, by their names in the package."""
     patterns = ["*.py", *(f"{name}/**/*" for name in PACKAGES), *OTHERS.split()]
     found = {path for each in patterns for path in ROOT.glob(each) if path.is_file()}
     found = {path for path in found if path.suffix not in (".pyc", ".so")} - {ROOT / "setup.py"}
@@ -97,7 +97,7 @@ def tree() -> dict[str, bytes]:
 
 
 def content_of(path: Path) -> bytes:
-    """A file's content; of a module, with the imports of ours from the package."""
+    """Return a file's content. In a module, rewrite imports of our modules as imports from the package."""
     if path.suffix != ".py":
         return path.read_bytes()
     ours = "|".join(PACKAGES | MODULES | {"docs"})
@@ -117,20 +117,22 @@ class Package(build_py.build_py):
         files["__init__.py"] = ((EDITABLE if IS_EDITABLE else INIT) % facts).encode()
         files["__main__.py"] = b"from nanobatch.cli.command import main\n\nmain()\n"
         folder = Path(self.build_lib, "nanobatch")
-        shutil.rmtree(folder, ignore_errors=True)  # else what was deleted since would be in it
+        # Drop files that were deleted since the last build
+        shutil.rmtree(folder, ignore_errors=True)
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
 
 
 class Libraries(build_ext.build_ext):
-    """They are loaded by ctypes, and are not Python modules: their names name no version of Python."""
+    """C libraries for ctypes. They are not Python modules, so their names contain no Python version."""
 
     def get_ext_filename(self, name: str) -> str:
         return f"{name.replace('.', '/')}.so"
 
     def build_extension(self, extension: Extension) -> None:
-        os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", os.path.abspath(self.build_temp))  # 50 MB
+        # zig's cache takes 50 MB
+        os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", os.path.abspath(self.build_temp))
         form = extension.name.rpartition("_")[2]
         output = build.library(form) if IS_EDITABLE else self.get_ext_fullpath(extension.name)
         self.spawn(build.command(form, output))
@@ -142,7 +144,7 @@ class Wheel(bdist_wheel.bdist_wheel):
 
 
 class Checkout(sdist.sdist):
-    def make_distribution(self) -> None:  # all that git knows
+    def make_distribution(self) -> None:  # all files that git tracks
         if (ROOT / ".git").exists():
             self.filelist.files = check_output(["git", "ls-files"], text=True).splitlines()
         super().make_distribution()

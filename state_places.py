@@ -1,16 +1,16 @@
 """The states of delta nets: which place holds the state of which text, as a snapshot and a log.
 
-The problem. A layer with a gated delta net keeps one matrix a head, which each token overwrites. So a prompt
+The problem. A layer with a gated delta net keeps one matrix per head, which each token overwrites. So a prompt
 that shares its first 1,000 tokens with a conversation of 3,000 finds the rows of other layers in a slot, but
 no state after 1,000 tokens.
 
 The solution. Each slot has a place for the state of its sequence, and there are extra places, the
 checkpoints. A place holds the state after `base` tokens, and a log of what the tokens from `base` to
-`newest` change, so it can serve any number of tokens in between. A decode keeps the state before its
+`newest` change, so it can yield the state after any number of tokens in this range. A decode keeps the state before its
 first token, so rejected draft tokens and ghosts leave no trace. A chunk keeps the state before its last token.
 A chunk whose end is worth keeping writes into a checkpoint, and the next step of its sequence reads that
-checkpoint and writes into the slot's place, so nothing is copied. Worth keeping are the end of a prompt,
-the point where prompts diverge, and points within a long prompt.
+checkpoint and writes into the slot's place, so nothing is copied. Checkpoints are worth keeping at the end
+of a prompt, where prompts diverge, and at points within a long prompt.
 
 A slot's own place serves only prompts in that slot; a checkpoint serves all prompts.
 
@@ -43,8 +43,8 @@ class Place:
         self.record(Trail(), 0, 0)
 
     def serves(self, trail: Trail, most: int, segment: int) -> int:
-        """Return the most tokens of a prompt, up to `most`, whose state is here; 0 if there are none.
-        A text shorter than a segment is not recognized."""
+        """Return the largest number of a prompt's tokens, up to `most`, whose state this place can yield;
+        0 if there is none. A text shorter than a segment is not recognized."""
         tokens = min(self.newest, most)
         count = tokens // segment
         if tokens < self.base or not count or count > min(len(self.trail.nodes), len(trail.nodes)):
@@ -56,7 +56,7 @@ class Place:
 
 
 class Fork(NamedTuple):
-    """The point where a prompt parts from the texts in the slots."""
+    """The point where a prompt diverges from the texts in the slots."""
 
     rows: int = 0  # rows that it shares with any slot
     own: int = 0  # rows that it shares with a slot of the same client
@@ -66,7 +66,7 @@ class Running(NamedTuple):
     """The state of a sequence whose first chunk is planned."""
 
     place: Place | None  # where its state is; None before its first token
-    fork: int  # the rows that it shares with another text
+    fork: int  # number of rows that it shares with another text
     left: int  # tokens before its newest checkpoint
 
 
@@ -88,7 +88,7 @@ class StatePlaces(Stateless):
         self.own = [Place(slot) for slot in range(self.slots)]
         self.checkpoints = [Place(self.slots + i) for i in range(self.count)]
         self.running: dict[int, Running] = {}  # by slot
-        self.forks: dict[int, Fork] = {}  # by slot, for prompts that have not begun
+        self.forks: dict[int, Fork] = {}  # by slot, for prompts that have not started
 
     # --- prefix caching
 
@@ -117,7 +117,7 @@ class StatePlaces(Stateless):
     # --- a step
 
     def plan(self, chunks: Sequence[Chunk], decodes: Sequence[Decode]) -> Mapping[int, Move]:
-        """Decide where each state of this step comes from and goes, by slot."""
+        """Return slot -> the places that this step reads the state from and writes it to."""
         for chunk in chunks:
             if chunk.slot not in self.running:
                 self._begin(chunk)
@@ -173,14 +173,14 @@ class StatePlaces(Stateless):
         return is_wanted and self.prefixes.most_reusable(trail, chunk.stop, None).rows < chunk.stop
 
     def _free_checkpoint(self, busy: Collection[Place | None]) -> Place | None:
-        """Choose the checkpoint to give up: the one worth least, and among equals the least recently
+        """Return the checkpoint to evict: the least valuable one, and among equals the least recently
         used."""
         free = [place for place in self.checkpoints if place not in busy]
         return min(free, key=self._worth, default=None)
 
     def _worth(self, place: Place) -> int:
-        """0: no slot has its rows. 1: one slot does, whose own place is further in the same text. 2: any
-        other, such as the state of a common prefix."""
+        """Return a checkpoint's value. 0: no slot has its rows. 1: one slot has them, and its own place is
+        further ahead in the same text. 2: any other, such as the state of a common prefix."""
         count = place.newest // self.prefixes.segment
         end = place.trail.nodes[count - 1 : count] if count else ()
         slots = [slot for node in end for slot in node.slots]
@@ -213,7 +213,7 @@ class StatePlaces(Stateless):
         return Move(number, base, target.number, keep)
 
     def leave(self, request: Request) -> None:
-        """Keep the states of an ended request only as far as its rows are proven to be finite."""
+        """Keep the states of a finished request only as far as its rows are proven to be finite."""
         own = self.own[request.slot]
         running = self.running.pop(request.slot, None)
         for place in (own, *self.checkpoints):
@@ -223,7 +223,7 @@ class StatePlaces(Stateless):
                     self._count(dropped=place is not own)
                     place.forget()
         if running and own.trail is request.prefix.trail:
-            own.trail = self.prefixes.text_of(request.slot)  # with its answer
+            own.trail = self.prefixes.text_of(request.slot)  # the text including the answer
 
     def view(self) -> tuple[Mapping[int, tuple[int, ...]], StateCounts]:
         marks = {}

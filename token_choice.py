@@ -1,7 +1,7 @@
 """How one token is chosen from a row: the largest logit, or a draw from a distribution.
 
-A draw has no generator, whose state a neighbour in the batch could advance. Its noise is `uniform`, a hash
-of the request's seed and of the token's index in the answer.
+A draw uses no random generator, because neighbours in the batch could advance its state. Its noise is
+`uniform`, a hash of the request's seed and of the token's index in the answer.
 """
 
 import math
@@ -11,10 +11,10 @@ from kernels.sampling_ops import BLOCK, added, gather, padded
 
 
 def argmax(x: mx.array) -> tuple[mx.array, mx.array]:  # (n, V) -> (n, 1) twice
-    """The largest number of each row, and its first id.
+    """Return the largest number in each row, and its first index.
 
-    On a CPU, first find the best block (the first one, if several are equal), then the id within it. A
-    block is a small matrix, because MLX takes the maximum of columns in a third of the time.
+    On a CPU, first find the best block (the first one, if several are equal), then the index within it. A
+    block is a small matrix, because MLX computes the maxima of columns in a third of the time.
     """
     if has_gpu():
         best = x.max(axis=-1, keepdims=True)
@@ -37,8 +37,8 @@ def inverse_cdf(
         weights    | 0.5    | 0.3    | 0.2 |      u = 0.6 draws the second
         sums       0        0.5      0.8   1
 
-    One running sum over V float32 numbers would lose the small ones. So blocks are added up, then
-    blocks of blocks. The index is found from the top: the large block, the block in it, the index.
+    One running sum over V float32 numbers would lose the small weights. So sum blocks, then blocks of
+    blocks. The index is found from the top: the large block, the block in it, the index.
     """
     levels = [weights]
     while levels[-1].shape[-1] > BLOCK:
@@ -67,7 +67,7 @@ def uniform(seed: int, index: int) -> float:
     """
     x = seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03
     x = (x + 0x8CB92BA72F3D8DD7) % 2**64
-    for _ in range(2):  # splitmix64's finisher: each input bit reaches each output bit
+    for _ in range(2):  # splitmix64's finalizer: each input bit affects each output bit
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
         x ^= x >> 31

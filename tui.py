@@ -1,21 +1,21 @@
 """Watch an LLM serving engine work: slots, queue, timeline, charts and answers in a terminal.
 
-Each part of `screen/` knows only those above it:
+Each part of `screen/` depends only on those above it:
 
     workload.py       the prompts of a burst, and the settings of a prompt
-    engine_view.py    all that the screen knows of an engine at one moment, frozen
+    engine_view.py    an immutable snapshot of all that the screen shows of an engine
     engine_client.py  what all engine clients share, and the client that owns an engine
     remote_client.py  the client for a server's `/watch`
     timeline_columns.py   steps as columns of the timeline; busy_period_stats.py: the statistics of a busy period
     undisturbed_times.py    step times without interruptions
-    state.py          all that the picture depends on
+    state.py          the state from which the picture is drawn
     draw/             pure functions from the state to lines of text
-    page.py           a page is a record; pages/ has a file for each
-    keys.py           all keys and pages in one table, with those of experiments; the footer, and the help
-    commands.py       prompts, commands and scripts; the same run as a plain log
+    page.py           the record that describes a page; pages/ has one file for each page
+    keys.py           all keys and pages in one table, including those of experiments; footer and help
+    commands.py       prompts, commands and scripts; the plain log of a run without a screen
     app.py            the Textual app
 
-This file is the command line, and hands the experiments to the screen. The picture depends only on
+This file is the command line, and passes the experiments to the screen. The picture depends only on
 `State` and on the size, so every picture can be tested without a terminal, and the engine never waits
 for the screen.
 """
@@ -80,7 +80,7 @@ MENU = Menu(
     )
 )
 TALK = 2048  # tokens per slot and per answer, except for the demo
-PROMPTS = 10_000_000  # most characters of a --prompts file
+PROMPTS = 10_000_000  # maximum number of characters in a --prompts file
 WRITTEN = ("screenshot", "record")  # options that write a file at the end
 
 
@@ -170,7 +170,7 @@ def check_tour(args: argparse.Namespace) -> None:
 
 
 def tour_offer() -> Offer | None:
-    """Return the offer of the tour, or None if its answer could not be saved."""
+    """Return the offer of the tour, or None if the user's answer could not be saved."""
     folder = state_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def read_prompts(file: str | None) -> list[str]:
 def load_engine(
     args: argparse.Namespace, report: Callable[[str], None], clock: Callable[[], float]
 ) -> Engine:
-    """Load the engine. No earlier code imports MLX."""
+    """Load the engine. MLX is first imported here."""
     report("starting MLX")
     from kernels import library
 
@@ -203,7 +203,7 @@ def load_engine(
     from nanobatch import Engine
 
     options = cli.engine_options(args) | {"usual_len": TALK}
-    # The demo's texts are short: with these sizes they fill a slot, and some prompts take two chunks
+    # The demo's texts are short. With these sizes they fill a slot, and some prompts need two chunks
     if args.model == "demo":
         options |= {"max_len": args.max_len or 400, "chunk": CHUNK}
     engine = Engine.load(args.model, report=report, clock=clock, **options)
@@ -214,7 +214,7 @@ def load_engine(
 
 
 def open_client(args: argparse.Namespace) -> LocalEngineClient | RemoteEngineClient:
-    """Return a client with its own engine, or of a server. The port of `--serve` is bound here,
+    """Return a client with its own engine, or one that watches a server. The port of `--serve` is bound here,
     before anything is loaded."""
     if args.watch:
         return RemoteEngineClient(
@@ -252,7 +252,7 @@ def recording_of(args: argparse.Namespace, session: Session) -> tuple[str, str]:
     def ids(request: RequestView) -> Sequence[int]:
         is_ours = engine and isinstance(request.origin, Ask)
         found = engine.text.ask(request.prompt) if is_ours else ()
-        # In a conversation, the prompt is more than the question
+        # In a conversation, the prompt contains more than the question
         return found if len(found) == request.metrics.prompt_tokens else ()
 
     recording = record.record(session.state, about, ids)
@@ -268,16 +268,15 @@ def write_files(args: argparse.Namespace, session: Session, picture: str) -> boo
     is_done = True
     for option in WRITTEN:
         file = getattr(args, option)
-        if not file or (option == "screenshot" and not picture):  # the model could not be loaded
+        # There is no picture if the model could not be loaded
+        if not file or (option == "screenshot" and not picture):
             continue
         try:
             text, holds = makers[option]()
             write_whole(file, text)
             said = holds and f"{shown(file, 200)} holds {holds}"
-        except (
-            ValueError,
-            OSError,
-        ) as error:  # nothing has run; the folder is gone; the disk is full
+        # For example, nothing has run, the folder was removed, or the disk is full
+        except (ValueError, OSError) as error:
             is_done = False
             said = f"--{option} {shown(file, 200)}: {getattr(error, 'strerror', None) or error}"
         if said:
@@ -309,7 +308,8 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     app = Screen(session, args.script, bool(args.screenshot), args.tour, offer, earlier)
     app.run(headless=bool(args.screenshot), size=args.size if args.screenshot else None)
     code = app.return_code or 0
-    if app.return_code is None and not BROWSER:  # in a browser this is normal
+    # In a browser the app normally stops without a code
+    if app.return_code is None and not BROWSER:
         cli.say("the screen stopped because of a bug in it")
         code = 1
     for block in session.state.tracebacks[-5:]:
@@ -340,7 +340,7 @@ def run_log(args: argparse.Namespace, session: Session) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    if environment.rank() and not args.watch:  # rank 0 has the screen
+    if environment.rank() and not args.watch:  # only rank 0 shows the screen
         import serve
 
         return serve.follow(args)
@@ -371,7 +371,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = 130
     finally:
-        code = 0 if args.serve and code in (130, 143) else code  # this is how a server shuts down
+        # A signal is the normal way to stop a server
+        code = 0 if args.serve and code in (130, 143) else code
         client.drain()
         if not write_files(args, session, picture):
             code = code or 1

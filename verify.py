@@ -1,30 +1,31 @@
-"""Check batch invariance on your machine: the same question has the same answer, bit by bit, whatever
+"""Check batch invariance on your machine: the same question gets the same answer, bit by bit, whatever
 else runs in the batch.
 
     python verify.py
     python verify.py --model mlx-community/Llama-3.2-1B-Instruct-4bit
     NANOBATCH_BLAS=libopenblas.so.0 python verify.py   what a product that is not batch-invariant shows
 
-The problem. Many servers claim that temperature 0 gives the same answer each time. Then a request has
-other neighbours, a product of eight rows sums in another order than one of a single row, and a token
-differs. Such a claim is worth little unless everybody can check it.
+The problem. Many servers claim that temperature 0 gives the same answer each time. But with other
+neighbours in the batch, a product of eight rows sums in a different order than one of a single row, and a
+token differs. Such a claim is worth little unless everybody can check it.
 
 The solution. Ask some questions alone, one after the other. Then ask each again in many ways: among
 neighbours that arrive, finish and are cancelled, in other chunks, with other slots, policies, threads
 and weights. Compare the tokens, their log probabilities, and those of the likeliest alternatives. All
 of these numbers must be equal to the last bit.
 
-A fault shows only if its code runs. So one answer crosses row 256 and one row 512, answers have up
-to 48 tokens, one question makes the model repeat what it has read (so that draft tokens are right
-for a while, and then wrong), and together the questions use every kind of sampling: greedy, sampled,
-filtered, with a bias, with penalties and under two grammars; and one prompt is embedded. Neighbours
-have settings of their own, and log probabilities, or else they would be sampled by themselves.
+A fault shows only if its code runs. So one answer crosses row 256 and one row 512, and answers have up
+to 48 tokens. One question makes the model repeat its prompt, so that draft tokens are accepted for a
+while and then rejected. Together the questions use every kind of sampling: greedy, sampled, filtered,
+with a bias, with penalties and under two grammars. One prompt is embedded. Neighbours have their own
+settings, and log probabilities, because the sampler would otherwise put them in groups of their own.
 
-The invariant: no answer is compared with its own cache. Each way has an engine of its own, and only
-the one that tries prefix caching may reuse rows. All random choices have one seed, so a second run
-asks the same.
+The invariant: no answer is compared with its own cache. Each way uses a new engine, and only those that
+test prefix caching may reuse rows. All random choices have fixed seeds, so a second run makes the same
+requests.
 
-Where next: `benchmarks/answer_diff.py`, which compares; `kernels/cpu_kernels.c`, the reason why it holds.
+Where next: `benchmarks/answer_diff.py`, which compares answers; `kernels/cpu_kernels.c`, whose products
+are batch-invariant.
 """
 
 from __future__ import annotations
@@ -90,10 +91,9 @@ LIKELIEST = 10  # alternatives to compare at each position, besides the chosen t
 LENGTH = 1024  # tokens per slot
 SLOTS = 8
 THREADS = ("1", "3")
-WAYS: dict[
-    str, dict[str, Any]
-] = {  # name -> options of the engine whose answers are compared with the answers alone
-    "company": {},  # among neighbours, as in all ways but the last two
+# Name -> options of the engine whose answers are compared with those of questions asked alone
+WAYS: dict[str, dict[str, Any]] = {
+    "company": {},  # among neighbours, as in all ways except the last four
     "chunks": {"chunk": 32, "budget": 40},
     "slots": {"slots": 13},
     **{name: {"policy": name} for name in POLICIES if name != DEFAULT},
@@ -103,7 +103,7 @@ WAYS: dict[
     "draft tokens": {"speculate": 15},
     "widened": {"dtype": "float32"},  # for packed weights
     "threads": {},  # other processes, with 1 thread and with 3
-    "prefill": {},  # each answer becomes a prompt
+    "prefill": {},  # greedy answers, prefilled as prompts
     "checkpoint": {"prefix_cache": True},  # while another answer to the same prompt is running
     "fork": {"prefix_cache": True},  # while prompts with a common prefix are running
 }
@@ -128,7 +128,7 @@ class Tally(NamedTuple):
     place: int = 0  # the earliest token that differs, counted from 1
     by: float = 0.0  # the largest difference between two log probabilities of one token
     first: str = ""  # the first difference, as a sentence
-    note: str = ""  # what else ran, or why nothing was compared
+    note: str = ""  # a statistic, or why nothing was compared
 
     def add(self, ask: Case, right: Bits, other: Bits, error: str | None = None) -> Tally:
         sums = self._replace(answers=self.answers + 1, numbers=self.numbers + right.numbers)
@@ -163,7 +163,7 @@ def settings_of(name: str, **options: Any) -> SamplingParams:
 
 
 def lengthened(engine: Engine, question: str) -> Any:
-    """The question as a prompt of at least its number of ROWS, a word of EVENING at a time."""
+    """Return the question as a prompt, padded with words of EVENING to its length in ROWS, if any."""
 
     def prompt(words: int) -> Any:
         return engine.text.ask(" ".join([*islice(cycle(EVENING.split()), words), question]))
@@ -176,7 +176,7 @@ def lengthened(engine: Engine, question: str) -> Any:
 
 
 def is_supported(engine: Engine, sampling: SamplingParams) -> bool:
-    """The grammar library does not support every tokenizer."""
+    """Return False for a grammar if the grammar library does not support the tokenizer."""
     try:
         return not sampling.grammar or bool(engine.text.grammar(sampling.grammar))
     except (ValueError, BusyError):
@@ -197,7 +197,7 @@ def load(args: argparse.Namespace, **options: Any) -> Engine:
 
 def ask_alone(args: argparse.Namespace) -> list[Case]:
     with load(args, slots=1, prefix_cache=False, speculate=0) as engine:
-        args.activations = 8 if engine.model.arithmetic == "int8" else 32  # what auto has chosen
+        args.activations = 8 if engine.model.arithmetic == "int8" else 32  # the choice of "auto"
         args.has_states = bool(engine.model.config.delta)
         return [
             ask._replace(alone=ended(engine.submit(ask.prompt, ask.sampling)))
@@ -242,7 +242,7 @@ def compare(args: argparse.Namespace, asked: Sequence[Case]) -> Iterator[Tally]:
     for way in args.ways:
         try:
             yield compare_one(args, way, asked)
-        # Weights that no longer fit in memory once widened, for instance
+        # For instance, widened weights that do not fit in memory
         except (ValueError, BusyError) as error:
             yield Tally(way, note=f"not compared: {one_line(error)}")
 
@@ -279,7 +279,7 @@ def compare_one(args: argparse.Namespace, way: str, asked: Sequence[Case]) -> Ta
 
 
 def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tally:
-    """Compare each decoded token with the first token after the same tokens as a prompt."""
+    """Compare every seventh decoded token with the first token after a prompt of the same tokens."""
     for ask in asked:
         if ask.setting != "greedy":  # other sampling depends on the position in the answer
             continue
@@ -320,7 +320,7 @@ def compare_beside(
 def compare_restored(
     args: argparse.Namespace, options: dict[str, Any], asked: Sequence[Case]
 ) -> Tally:
-    """Ask each question again with rows that an earlier engine saved, of the prompt and the answer."""
+    """Ask each question again after an earlier engine saved the rows of its prompt and answer."""
     tally = Tally("slot_cache")
     dice = random.Random(tally.way)
     restored = 0
@@ -338,7 +338,7 @@ def compare_restored(
 
 
 def compare_threads(args: argparse.Namespace, asked: Sequence[Case]) -> Tally:
-    """Ask with other numbers of threads. The number is fixed per process, so each has its own process."""
+    """Ask with other numbers of threads. The number is fixed per process, so start a process for each."""
     if device.has_gpu() or device.blas.name != "rows":
         raise ValueError("threads are counted for our own product")
     tally = Tally("threads", note=f"{' and '.join(THREADS)} in place of the usual")
@@ -359,7 +359,7 @@ def compare_threads(args: argparse.Namespace, asked: Sequence[Case]) -> Tally:
 
 
 def hash_of(model: str) -> str:
-    """A hash of the files that determine a model's answers."""
+    """Return a hash of the files that determine a model's answers."""
     folder = model_finder.find(model)
     digest = sha256()
     files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
@@ -370,7 +370,7 @@ def hash_of(model: str) -> str:
 
 
 def hash_of_the_demo() -> str:
-    """The fingerprint of the demo's answers, compared with the expected one."""
+    """Return the fingerprint of the demo's answers, compared with the expected one."""
     with Engine.load("demo", max_len=LENGTH) as engine:
         return answer_hash.compared(answer_hash.fingerprint(engine), device.mx.__version__)
 
@@ -444,9 +444,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_whole("--rounds", 1, 1000, says, default=1)
     parser.add_attention()
     add("--json", action="store_true", help="write the receipt as JSON")
-    add(
-        "--answers", action="store_true", help=argparse.SUPPRESS
-    )  # only print the answers, for `compare_threads`
+    # Only print the answers, for `compare_threads`
+    add("--answers", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     args.ways = args.ways and args.ways.split(",")
     for way in args.ways or ():
