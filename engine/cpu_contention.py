@@ -1,7 +1,7 @@
-"""Detect whether other programs use the cores, which makes steps slower than the engine alone would be.
+"""Detect whether other programs compete for the cores, which slows steps down.
 
-The busy time of all cores (`/proc/stat`) minus this process's own time went to other programs. It matters
-only if no core was idle. On other systems, such as macOS, the load average minus this process's share is
+Their CPU time is the busy time of all cores (`/proc/stat`) minus that of this process. It matters only if
+hardly any core was idle. On other systems, such as macOS, the load average minus this process's share is
 used instead. A sample reads one small file, at most once per second.
 """
 
@@ -18,8 +18,8 @@ from base.machine import my_cores
 
 EVERY = 1.0  # seconds between samples
 MINUTE = 60.0  # the period of the load average
-LEAST = 0.25  # fraction of all cores: less is normal background load
-IDLE = 0.15  # fraction of all cores: with more idle time, no program waits for a core
+LEAST = 0.25  # fraction of all cores; less than this is normal background load
+IDLE = 0.15  # fraction of all cores; if more are idle, no program waits for a core
 
 
 class Worked(NamedTuple):
@@ -71,7 +71,7 @@ class OtherPrograms:
         self._looked = now()
         self._used = mine()
         self._worked = read(self._cores)
-        self._mean = 0.0  # cores used by this process, averaged like the load
+        self._mean = 0.0  # cores used by this process, smoothed like the load average
         self._others = 0.0
 
     def used_cores(self) -> float:

@@ -1,5 +1,5 @@
 """Defer Ctrl-C to the end of a step. Python may raise KeyboardInterrupt at any line of the main thread, and
-would leave a change half done.
+a change could be left half done.
 
 Inside `with defer_interrupt():` our handler records the signal, and the program's own handler is called after
 the block. A second Ctrl-C takes effect immediately. Other threads do not need this, because Python handles
@@ -25,7 +25,7 @@ def defer_interrupt() -> AbstractContextManager:
 class DeferredInterrupt:
     """Defers Ctrl-C in the main thread to the end of the block. Until then `is_pending` records it.
 
-    `wake`: called on Ctrl-C, for a block that sleeps.
+    `wake`: called on Ctrl-C, to wake a block that sleeps.
     """
 
     def __init__(self, wake: Callable[[], None] | None = None):
@@ -36,7 +36,7 @@ class DeferredInterrupt:
     def __enter__(self) -> DeferredInterrupt:
         if threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGINT)
-            if callable(before):  # otherwise ignored, or handled outside Python
+            if callable(before):  # otherwise SIGINT is ignored, or handled outside Python
                 self._before = before
                 signal.signal(signal.SIGINT, self._defer)
         return self
@@ -52,7 +52,7 @@ class DeferredInterrupt:
         if self.is_pending:
             if self._before is signal.default_int_handler:
                 os._exit(130)
-            self._before(number, frame)  # a program with its own handler decides
+            self._before(number, frame)  # a program's own handler decides whether to exit
         self.is_pending = True
         if self._wake is not None:
             self._wake()

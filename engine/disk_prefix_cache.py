@@ -1,9 +1,9 @@
 """The slot cache on disk: the prefixes cached in slots outlive the process.
 
-A slot's rows are saved when another prompt overwrites them, before the slab is freed, and at shutdown. A
-prompt with the same prefix as a saved slot gets its rows from the file (`Scheduler._cut` decides this).
-Background threads list the folder and read and write its files (`engine/slot_files.py`); the thread that
-steps only copies rows out of the slab and into it.
+A slot's rows are saved before another prompt overwrites them, before the slab is freed, and at shutdown. A
+prompt that shares a prefix with a saved slot gets those rows from the file (`Scheduler._want` decides this).
+Background threads list the folder and read and write its files (`engine/slot_files.py`). The stepping thread
+only copies rows out of the slab and into it.
 
 Where next: `prefix.py`, the cache in memory.
 """
@@ -47,7 +47,7 @@ from sched import Scheduler
 if TYPE_CHECKING:
     from kv import Slab
 
-WAIT_S = 0.1  # the longest wait of a step for rows
+WAIT_S = 0.1  # maximum time that a step waits for rows
 PATIENCE_S = 10  # a folder without progress for this long counts as stalled
 WRITES = 2  # maximum number of slot copies waiting to be written
 SHARE = 8  # a file is loaded only if at least 1/SHARE of its rows can be used
@@ -64,13 +64,13 @@ class Found(NamedTuple):
 
     rows: int = 0  # usable rows
     own: int = 0  # rows of this prompt that its own client saved
-    base: int = 0  # the base of the saved states
-    # The file's arrays, shared with other requests and kept while one of them uses it
+    base: int = 0  # number of tokens that the saved states include
+    # The file's arrays, shared by all requests that restore it; freed after the last of them
     load: Future[list[SavedLayer]] | None = None
 
 
 class RestoredRows:
-    """The search for a saved slot with a prefix of a prompt, and the rows that it finds."""
+    """A search for a saved slot that shares a prefix with a prompt, and the rows that it finds."""
 
     def __init__(self, cache: SlotCache, search: Future[Found]):
         self._cache = cache
@@ -78,7 +78,7 @@ class RestoredRows:
 
     @property
     def is_ready(self) -> bool:
-        """True once the search has finished, with or without rows, or the folder has stalled."""
+        """True once the search has finished, with or without a match, or the folder has stalled."""
         return self._search.done() or self._cache.is_stalled
 
     @property
@@ -88,7 +88,7 @@ class RestoredRows:
 
     @property
     def own(self) -> int:
-        """The most rows of this prompt in any file of its own client."""
+        """The length in rows of the longest match among the files of the prompt's own client."""
         return self._found.own
 
     @property
@@ -120,8 +120,8 @@ class SlotCache:
     `setting`: DIR[:SIZE], or None to disable the cache.
     `changed`: notified when rows have been loaded.
 
-    The invariant: only the cache's own threads wait for the folder, and without holding a lock. A folder
-    that stalls delays a request by at most PATIENCE_S.
+    The invariant: only the cache's own threads access the folder, and they hold no lock that a step needs
+    while they wait for it. A folder that stalls delays a request by at most PATIENCE_S.
     """
 
     def __init__(self, setting: str | None, ranks: int, changed: threading.Condition):
@@ -135,16 +135,16 @@ class SlotCache:
         self._dtype = ""
         # For each layer with states: the size of a slot's place, and of a checkpoint
         self._states: list[tuple[int, int]] = []
-        self._lock = threading.Lock()  # guards the attributes below
-        self._saved: dict[str, SavedSlot] = {}  # by name, as last listed
-        self._unusable: set[str] = set()  # names
-        self._jobs: set[Future] = set()  # jobs that are still running in threads
+        self._lock = threading.Lock()  # guards `_saved`, `_jobs` and `_reading`
+        self._saved: dict[str, SavedSlot] = {}  # by file name
+        self._unusable: set[str] = set()  # names of files that could not be read
+        self._jobs: set[Future] = set()  # jobs whose threads are still running
         self._reading: WeakValueDictionary[str, Future[list[SavedLayer]]] = WeakValueDictionary()
         self._listing = threading.Lock()  # one thread lists at a time
         self._listed = -math.inf  # when the last listing began
         self._writing: list[Future] = []
         self._failure = ""  # why the last save failed
-        self._is_behind = False  # slots were dropped because too many waited to be written
+        self._is_behind = False  # True once slots were dropped because too many waited to be written
 
     @property
     def is_on(self) -> bool:
@@ -156,7 +156,7 @@ class SlotCache:
         return bool(self._jobs) and time.monotonic() - self._folder.answered > PATIENCE_S
 
     def open(self, model: Model, max_len: int, slab: Slab) -> None:
-        """Save and find slots of this model from here on."""
+        """From now on, save and find slots of this model."""
         if self._folder is None:
             return
         self._key = key_of(model.for_slots_of(max_len))
@@ -170,8 +170,8 @@ class SlotCache:
         self._start(self._folder.make_room, 0)
 
     def _start(self, work: Callable[..., Any], *arguments: Any) -> Future:
-        """Call a function in a new thread. Not in a thread pool: at exit Python waits for pool threads, even
-        if the folder has stalled."""
+        """Call a function in a new daemon thread. A thread pool is not used, because at exit Python waits for
+        its threads, even if the folder has stalled."""
         job: Future = Future()
 
         def run() -> None:
@@ -187,14 +187,14 @@ class SlotCache:
             job.set_result(result)
 
         with self._lock:
-            if not self._jobs:  # otherwise a stalled folder would look alive
+            if not self._jobs:  # while jobs run, a new one must not hide a stall
                 self._folder.answered = time.monotonic()
             self._jobs.add(job)
         threading.Thread(target=run, name="slot cache", daemon=True).start()
         return job
 
     def _settle(self) -> bool:
-        """Wait for all threads. Return False if the folder stalls."""
+        """Wait until all jobs are done. Return False if the folder stalls."""
         while jobs := set(self._jobs):
             if self.is_stalled:
                 say(f"{self._folder.path} has not answered for {PATIENCE_S} s; slots are not saved")
@@ -205,8 +205,8 @@ class SlotCache:
     # --- reading
 
     def find(self, request: Request, least: int) -> RestoredRows | None:
-        """Start to search for the saved slot with the most rows of a prompt, at least `least` and fewer than
-        the whole prompt. Return None if there is nothing to wait for."""
+        """Start a search for the saved slot that shares the longest prefix with a prompt: at least `least` rows,
+        and at most all but the last. Return None if there is nothing to search for."""
         is_long = request.prefix_cache and len(request.prompt) > least
         if self._folder is None or not is_long or self.is_stalled:
             return None
@@ -257,7 +257,7 @@ class SlotCache:
         `device_lock` and delays no step. Later operations need it (`RestoredRows.prefix`).
         """
         try:
-            check_room(2 * self._folder.size(saved.name))  # the file, and its arrays
+            check_room(2 * self._folder.size(saved.name))  # for the file's bytes and for the arrays
             tensors = self._folder.read_tensors(saved)
             del tensors["tokens"], tensors["digest"]
             layers = []
@@ -317,11 +317,12 @@ class SlotCache:
     # --- writing
 
     def save(self, slab: Slab, slots: Iterable[Remembered]) -> None:
-        """Copy the cached rows of slots, and write them in threads. Drop slots if WRITES are waiting."""
+        """Copy the cached rows of slots, and write them in threads. Drop a slot
+        if WRITES copies are still being written."""
         for _, each in groupby(slots, key=lambda remembered: remembered.slot):
             self._writing = [write for write in self._writing if not write.done()]
             if len(self._writing) < WRITES:
-                for remembered in each:  # once for each state
+                for remembered in each:  # one save for each of the slot's states
                     self._save(slab, remembered)
                 continue
             if not self._is_behind:
@@ -333,7 +334,7 @@ class SlotCache:
         if self._folder is None or self._is_closed:
             return
         for slot in range(sched.slots):
-            if not self._settle():  # without a lock, because the folder may be slow
+            if not self._settle():  # without holding a lock, because the folder may be slow
                 return
             with device_lock, device_stream():
                 with self._changed:
@@ -396,7 +397,7 @@ class SlotCache:
                 self._folder.remove(name)
             self._failure = ""
         except OSError as error:
-            if error.strerror != self._failure:  # on a full disk, one line is enough
+            if error.strerror != self._failure:  # report a full disk only once
                 say(f"slots are not saved in {self._folder.path}: {error.strerror}")
             self._failure = error.strerror
 
@@ -406,15 +407,16 @@ def say(line: str) -> None:
 
 
 def check_room(nbytes: int) -> None:
-    """Raise MemoryError if a copy of this size would not fit, because MLX would crash the process."""
+    """Raise MemoryError if a copy would take more than half of the free memory. If memory ran out, MLX would
+    crash the process."""
     free = device.free_memory()
     if free is not None and nbytes > free // 2:
         raise MemoryError(f"{readable(nbytes)} are needed, and {readable(free)} of memory are free")
 
 
 def key_of(model: Model) -> str:
-    """Return a hash of everything except the tokens that determines the bits of keys and values: weights,
-    config, dtypes, positions, and the code that computes them."""
+    """Return a hash of everything that determines the bits of a token's keys and values, except the tokens:
+    weights, config, dtypes, positions, and the code that computes them."""
     blas = device.blas
     facts = [mx.__version__, blas.name, blas.bits, str(device.has_gpu()), repr(model.config)]
     for path in sources():

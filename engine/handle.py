@@ -39,7 +39,7 @@ class Result:
     metrics: Metrics
     logprobs: list[TokenLogprob] | None
     error: str | None
-    vector: array | None = None  # an embedding, as the model computed it
+    vector: array | None = None  # an embedding, not normalized
 
     def unit_vector(self, dimensions: int | None = None) -> array:
         """Return the vector, or its first `dimensions` numbers, scaled to length 1."""
@@ -59,7 +59,7 @@ class Handle:
         engine: Engine,
         request: Request,
         sampling: SamplingParams,
-        prompt: str,  # readable text
+        prompt: str,  # as text, for observers
         origin: Any = None,  # shown to observers
         grammar: Grammar | None = None,
         is_thinking: bool = False,  # the prompt opens a reasoning block
@@ -81,19 +81,19 @@ class Handle:
         self.logprobs = TokenLogprobs()
         self.vector: array | None = None
         self.error: str | None = None  # why the request failed, in one line
-        self.exception: BaseException | None = None  # the exception behind `error`
+        self.exception: BaseException | None = None  # the exception that caused `error`
         self._engine = engine
         self.prefill_clock = PrefillClock()
         self._end_tokens = sampling.stop_tokens | (
             frozenset() if sampling.ignore_eos else engine.text.end_tokens
         )
         self._stream = engine.text.stream(sampling.stop_texts)
-        # The text in pieces, which never end within a character
+        # The text in pieces, which never split a character
         self.pieces: list[str] = []
         self._taken = 0  # number of pieces that `take_delta` has returned
-        self.lengths: list[int] = []  # number of characters that came with each token
+        self.lengths: list[int] = []  # number of characters that each token added
         self.times: list[float] = []  # when each token was committed, on the engine's clock
-        # Seconds between tokens; sorted, because observers often ask for percentiles
+        # Seconds between tokens, kept sorted because observers often request percentiles
         self._gaps: list[float] = []
 
     @property
@@ -118,7 +118,7 @@ class Handle:
         self._engine.cancel(self)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the text as it is generated, in pieces that never end within a character."""
+        """Yield the text as it is generated, in pieces that never split a character."""
         seen = 0
 
         def has_news() -> bool:
@@ -203,7 +203,7 @@ class Handle:
         r = self.request
         admitted = r.admission.at if r.admission else now
         found = self.prefill_clock.progress(len(r.prompt), r.prefix.cached, admitted, now)
-        # The first token is delivered shortly before its step is recorded
+        # The first token is delivered before its step is recorded, so the clock may lag behind
         return found._replace(done=found.total, left_s=0.0) if r.committed else found
 
     def view(self) -> RequestView:
@@ -293,7 +293,7 @@ class Handle:
             show_fault(f"the last text of request {self.id} is lost", fault)
 
     def flush(self) -> None:
-        """Append the text that was held back, at the end of the answer."""
+        """At the end of the answer, append the text that the stream still holds back."""
         ended_by_token = self.tokens and self.tokens[-1] in self._end_tokens
         self._show(self._stream.finish(self.tokens[:-1] if ended_by_token else self.tokens))
 

@@ -12,8 +12,8 @@ between two steps. While there is nothing to do, the thread sleeps on the engine
     turn:  commands -> one step, unless paused -> the `between` callback -> sleep until something changes
 
 A user may pause the loop, run single steps, or limit the steps per second (`slow`). Then each step is
-read back before the next one is planned, and the engine's clock is stopped in between, so that a view
-shows a single step, and the figures do not include pauses.
+read back before the next one is planned, and the engine's clock stops between steps. So a view shows a
+single step, and the metrics do not include pauses.
 
 The invariant: while a loop runs, a thread that waits for a request sleeps, and does not step the
 engine itself.
@@ -81,7 +81,7 @@ class Stopwatch:
 
 
 class Driver:
-    """Decides which thread steps an engine: the loop's or, without a loop, one that waits for a request."""
+    """Decides which thread steps an engine: the loop's or, without a loop, a thread that waits for a request."""
 
     def __init__(self, changed: threading.Condition):
         self.is_closed = False  # True once the engine is closed; no loop may start then
@@ -89,7 +89,8 @@ class Driver:
         self._loop: Loop | None = None
 
     def attach(self, loop: Loop | None) -> None:
-        """Let this loop step the engine, while waiting threads sleep. None: waiting threads step it."""
+        """Let this loop step the engine, while waiting threads sleep. With None,
+        waiting threads step it themselves."""
         with self._changed:
             if loop and self.is_closed:
                 raise RuntimeError("the engine is closed")
@@ -259,7 +260,7 @@ class Loop:
         due = self._due()
         # Single steps wake the loop even if there is nothing to do, so that `_step` drops them
         must_step = due == 0 and (self.stepping or self.engine.has_work)
-        # The clock stops until the next step of slow motion
+        # In slow motion, the clock stops until the next step is due
         must_stop_clock = due and not self._clock.is_stopped
         return bool(self._stopping or self._commands or must_step or must_stop_clock)
 
@@ -302,8 +303,7 @@ class Loop:
             self.stepping = max(0, self.stepping - 1) if worked else 0
 
     def _read_back(self) -> None:
-        """Commit the step in flight, if there is one. Until the next step, the slots then match the committed
-        steps."""
+        """Commit the step in flight, if there is one, so that the slots match the committed steps."""
         self.engine.step(plan=False)
 
     def _guarded(self, act: Callable[[], float | None]) -> float | None:

@@ -44,15 +44,15 @@ class Lifecycle:
     """
 
     def __init__(self, engine: Engine, speculate: int | Drafter | None, step_ms: int | None):
-        self.source: ModelSource | None = None  # None: the engine's model has no files
+        self.source: ModelSource | None = None  # None: the model was not loaded from files
         self.is_reloading = False  # while True, no request is accepted
         self.needs_slab = False  # True if the slab was unloaded, or lost in a failed step
-        # Weak, so that dropping an engine frees its slab immediately
+        # A weak reference, so that dropping an engine frees its slab immediately
         self._engine: Engine = weakref.proxy(engine)
         self._speculate = speculate
         self._step_ms = step_ms
         self._sizes: Sizes | None = None
-        self._opened: Future[Checked] | None = None  # for `restore`
+        self._opened: Future[Checked] | None = None  # the result of `open_files`, for `restore`
 
     @property
     def is_unloaded(self) -> bool:
@@ -60,16 +60,16 @@ class Lifecycle:
 
     @property
     def free_memory(self) -> int | None:
-        """The number of free bytes of memory; None if unknown."""
+        """The free memory in bytes; None if unknown."""
         return device.free_memory()
 
     def serve(
         self, model: Model, text: Tokenizer, sizes: Sizes, runner: RunnerProtocol | None = None
     ) -> None:
-        """Serve this model from here on, with a slab of these sizes."""
+        """From now on, serve this model with a slab of these sizes."""
         engine = self._engine
         summary = memory.described(model, sizes)
-        if text.folder.suffix == ".gguf":  # the folder may have several such files
+        if text.folder.suffix == ".gguf":  # the folder may contain several such files
             summary = f"{text.folder.name}; {summary}"
         with device_lock, device_stream():
             runner = runner or Runner(model, sizes, engine.clock)
@@ -212,7 +212,7 @@ class Lifecycle:
         with defer_interrupt():
             engine.slot_cache.close(engine.runner, engine.sched)
             with device_lock, device_stream():
-                device.synchronize()  # `leave` tells the other ranks to exit
+                device.synchronize()  # before `leave`, which tells the other ranks to exit
                 engine.ranks.leave()
 
 

@@ -1,5 +1,5 @@
-"""The source of an engine's model, so that it can be unloaded and loaded again. Before a tensor is loaded,
-everything is checked: names and shapes, the tokenizer, and the memory.
+"""The source of an engine's model, so that it can be unloaded and loaded again. Names and
+shapes, the tokenizer, and the memory are checked before any tensor is loaded.
 
 `model_lifecycle.py` unloads the model and loads it again.
 """
@@ -21,8 +21,8 @@ from models.load import ModelReader
 from models.memory import Sizes, described
 from text.tokenizer import Tokenizer
 
-Report = Callable[[str], None]  # receives a line for each stage
-SILENT_S = 2.0  # least time between two lines while weights are loaded
+Report = Callable[[str], None]  # called with one line for each stage
+SILENT_S = 2.0  # minimum time between two progress lines while weights are loaded
 
 
 class ModelSource(NamedTuple):
@@ -46,7 +46,7 @@ class ModelSource(NamedTuple):
         return self._replace(model=str(model or self.model), asked={**self.asked, **sizes})
 
     def check(self, held: int = 0, text: Tokenizer | None = None) -> Checked:
-        """Check everything before a tensor is loaded. Needs no lock, because it touches no array.
+        """Check everything before any tensor is loaded. Needs no lock, because it touches no array.
 
         `held`: bytes that will be freed before the model is loaded.
         `text`: the tokenizer, if the model is loaded again from the same files.

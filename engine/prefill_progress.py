@@ -1,8 +1,8 @@
 """The progress of a prompt's prefill: tokens done, rate, and time left.
 
-The time left comes from the estimated prices of tokens (`step_time.py`), because the rate so far does not
-predict it: later tokens cost more, and a prompt gets faster when other prompts are finished. Cached tokens
-count as done, but not in the rate.
+The time left is estimated from the cost of the remaining tokens (`step_time.py`). The rate so far does not
+predict it: later tokens cost more, and a prefill gets faster when other prefills finish. Cached tokens count
+as done, but are excluded from the rate.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections import deque
 from typing import NamedTuple
 
 LONG_S = 2.0  # progress is shown for prompts that take longer than this
-RECENT = 16  # number of newest chunks that the rate is measured over
+RECENT = 16  # number of newest chunks over which the rate is measured
 
 
 class PrefillProgress(NamedTuple):
     """The progress of one prompt's prefill."""
 
     done: int = 0  # prompt tokens with rows in the slot, including cached ones
-    total: int = 0  # tokens of the prompt
+    total: int = 0  # tokens in the prompt
     cached: int = 0  # tokens reused from an earlier prompt
     seconds: float = 0.0  # since the request was admitted to its slot
     tokens_per_s: float | None = None  # over the newest chunks

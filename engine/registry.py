@@ -51,7 +51,7 @@ class Log(Generic[T]):
         self._kept = kept
         self._room = room
         self._size = size
-        self._taken = 0  # bytes of all entries
+        self._taken = 0  # total size of the entries in bytes
 
     def add(self, entry: T) -> None:
         self._entries.append(entry)
@@ -80,7 +80,7 @@ class RequestRegistry:
         self.model = model
         self.roof = Roof()  # not measured yet
         self.open: dict[int, Handle] = {}
-        self._news: dict[int, Handle] = {}  # with output since the last `notify`
+        self._news: dict[int, Handle] = {}  # handles with new output since the last `notify`
         self.steps: Log[StepView] = Log(4096)
         self.ended: Log[RequestView] = Log(500, self.TEXTS, lambda view: view.size)
         self.faults: Log[str] = Log(100)
@@ -115,7 +115,7 @@ class RequestRegistry:
         except BaseException as error:  # a Rust panic in the tokenizer is not an Exception
             handle.error = describe(error)
             handle.exception = error
-            if not isinstance(error, GrammarError):  # which is the client's mistake
+            if not isinstance(error, GrammarError):  # a GrammarError is the client's mistake
                 show_fault(f"request {request.id} failed when its token became text", error)
             return "error"
 
@@ -154,11 +154,11 @@ class RequestRegistry:
         """Drop the handle of a request that ended, and keep a view of the request for observers."""
         handle = self.open.pop(id, None)
         if handle is not None:
-            # Not the handle, which would keep the engine and all log probabilities alive
+            # A view, because the handle would keep the engine and all log probabilities alive
             self.ended.add(handle.view())
             self._news[id] = handle
-            handle.grammar = None  # megabytes, and the owner may keep the handle
-            handle.request.drafting.source = None  # megabytes, too
+            handle.grammar = None  # it takes megabytes, and the owner may keep the handle
+            handle.request.drafting.source = None  # takes megabytes, too
             handle.request.prefix.restored = None
 
     def notify(

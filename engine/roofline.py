@@ -27,8 +27,8 @@ from models.forward_cost import Roof
 if TYPE_CHECKING:
     from nanobatch import Engine
 
-WIDE = 1024  # length of a row
-PIECE = 2**24  # bytes of a try
+WIDE = 1024  # numbers in a row
+PIECE = 2**24  # bytes read in a try
 LARGE = 2**28  # bytes; larger than most caches
 LARGEST = 2**32
 LEAST_S = 0.0005  # a shorter try is mostly launch overhead
@@ -51,7 +51,7 @@ def measure(nbytes: int, dtype: mx.Dtype) -> tuple[float, float, float]:
     free = free_memory()
     most = LARGE if free is None else min(LARGEST, max(2**20, free // 8))
     large = min(LARGE, most)
-    streams = is_batch_invariant()  # our own product multiplies
+    streams = is_batch_invariant()  # our own product is in use
     rate = read_rate(large) if streams else reading(large, most)
     again = rate
     if nbytes < large:
@@ -60,8 +60,8 @@ def measure(nbytes: int, dtype: mx.Dtype) -> tuple[float, float, float]:
 
 
 def reading(nbytes: int, most: int, piece: int = PIECE) -> float:
-    """Return bytes per second, measured by products. If a try is too short, retry with more bytes, up to
-    `most`."""
+    """Return bytes per second, measured with products. If a try is too short, retry with more bytes, up
+    to `most`."""
     rows = max(1, min(nbytes, piece) // (4 * WIDE))
     count = max(1, nbytes // piece)
     x = mx.ones((1, WIDE))
@@ -85,7 +85,7 @@ def multiplying(dtype: mx.Dtype, most: int, side: int = 256) -> float:
 
 
 def quickest(pairs: Sequence[tuple[mx.array, mx.array]]) -> float:
-    """Return the seconds of the fastest product x W^T. The pairs take turns."""
+    """Return the time of the fastest product x W^T in seconds. Use the pairs in turn."""
     turn = cycle(pairs)
     x, weight = pairs[0]
     mx.eval(x @ weight.T)  # warm up

@@ -1,5 +1,5 @@
-"""The protocol of an engine's device half: implemented by `runner.Runner`, and by its replacements in fault
-injection (`experiments/fault_injection.py`) and tests."""
+"""The interface of an engine's device side. It is implemented by `runner.Runner`, and by its replacements in
+fault injection (`experiments/fault_injection.py`) and tests."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class ServerView:
     watchers: int
     open: tuple[RequestRecord, ...]
     ended: tuple[RequestRecord, ...]  # since the last frame, oldest first
-    missed: int  # requests that ended since then, but are no longer kept
+    missed: int  # requests that ended since the last frame, but are no longer kept
     seen: int  # number of requests that have ended in total
     free_memory: int | None = None  # bytes; None if unknown
 

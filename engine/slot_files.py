@@ -35,7 +35,7 @@ from base.validation import shown
 DIGEST = 32  # bytes
 LARGEST_HEADER = 2**20  # bytes; about 200 are used per layer
 LARGEST_FOLDER = 8 * 2**30  # default limit in bytes
-STALE_S = 3600  # a temporary file unchanged for this long no longer has a writer
+STALE_S = 3600  # a temporary file unchanged for this long is treated as abandoned
 STEM = r"[0-9a-f]{16}-[0-9a-f]{32}"
 SAVED = re.compile(rf"{STEM}\.safetensors")
 TEMPORARY = re.compile(rf"{STEM}\.[0-9a-f]{{16}}\.tmp")
@@ -61,7 +61,7 @@ class SavedSlot(NamedTuple):
     key: str  # hash of the model and its arithmetic
     owner: str  # hash of the client that sent the prompt
     tokens: bytes  # int32
-    base: int = 0  # the base of the states: a prompt must share at least this many tokens
+    base: int = 0  # number of tokens that the states include; a prompt must share all of them
 
     @property
     def rows(self) -> int:
@@ -91,7 +91,7 @@ class SlotFolder:
     """The folder of saved slots. Raises ValueError if other users could read it.
 
     `setting`: DIR[:SIZE].
-    `answered`: the time of the last successful file operation. If a network folder is lost, they hang forever.
+    `answered`: the time of the last successful file operation. In a lost network folder, operations hang forever.
     """
 
     def __init__(self, setting: str):
@@ -112,7 +112,8 @@ class SlotFolder:
             )
 
     def names(self, key: str) -> set[str]:
-        """Return the names of a model's saved slots. Only regular files, because opening a pipe would block."""
+        """Return the names of a model's saved slots. Skip anything but regular
+        files, because opening a pipe would block."""
         start = f"{key[:16]}-"
         try:
             found = [each.name for each in os.scandir(self.path) if each.is_file()]

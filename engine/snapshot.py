@@ -47,8 +47,8 @@ class Metrics:
     reread_tokens: int = 0  # prompt tokens whose rows were cached, but without a state
 
 
-NARROWEST = 16  # the narrowest chunk that can be set
-WIDEST = 8  # the widest chunk that can be set, as a multiple of the engine's default
+NARROWEST = 16  # the smallest chunk that can be set
+WIDEST = 8  # the largest chunk that can be set, as a multiple of the engine's default
 
 
 class Limits(NamedTuple):
@@ -74,8 +74,8 @@ class Limits(NamedTuple):
 
     @property
     def budgets(self) -> tuple[int, int]:
-        """The smallest and largest budgets that can be set: a row for each slot, plus the narrowest or
-        widest chunk."""
+        """The smallest and largest budgets that can be set: a row for each slot, plus the smallest or
+        largest chunk."""
         least = min(NARROWEST, self.chunk)
         return self.slots + least, self.slots + min(self.max_len, WIDEST * self.chunk)
 
@@ -173,7 +173,7 @@ class RequestView:
     id: int
     prompt: str
     client: str  # the client that sent it
-    origin: Any  # the argument of `submit`
+    origin: Any  # as passed to `submit`
     policy: str  # the policy that admitted it; empty while it waits
     slot: int | None
     arrived: float
@@ -184,7 +184,7 @@ class RequestView:
     reason: str | None = None
     error: str | None = None
     # With a grammar: the newest token with its probability among the allowed tokens, then the most
-    # likely tokens without the grammar. (text, probability, is it allowed)
+    # likely tokens without the grammar. (text, probability, allowed)
     candidates: tuple[tuple[str, float, bool], ...] = ()
     is_thinking: bool = False  # the prompt opens a reasoning block
     max_tokens: int = 0  # 0: unknown
@@ -220,7 +220,7 @@ class StepView:
     # (slot, request, start, stop): the chunk prompt[start:stop]
     prefill: tuple[tuple[int, int, int, int], ...]
     decode: tuple[tuple[int, int], ...]  # (slot, request)
-    # (slot, request): prompts in a slot without a chunk in this step
+    # (slot, request): requests in prefill without a chunk in this step
     held: tuple[tuple[int, int], ...]
     # Slots whose request had already ended, so that the step's tokens for them were dropped
     ghosts: tuple[int, ...]
@@ -307,7 +307,7 @@ class StepView:
 
     @property
     def python_s(self) -> float:
-        """The seconds of Python's work: planning, building and committing."""
+        """The seconds spent in Python: planning, building and committing."""
         return self.plan_s + self.build_s + self.commit_s
 
     @property
@@ -340,8 +340,8 @@ class Snapshot:
     queue: tuple[tuple[int, float], ...]  # its head: (request, seconds waited), oldest first
     # Requests in slots, and requests that joined the queue since the last snapshot
     requests: tuple[RequestView, ...]
-    ended: tuple[RequestView, ...]  # ended since then, oldest first
-    missed_ends: int  # number that ended since then, but are no longer kept
+    ended: tuple[RequestView, ...]  # ended since the last snapshot, oldest first
+    missed_ends: int  # number of requests that ended since then, but are no longer kept
     steps: tuple[StepView, ...]  # committed since then, oldest first
     missed: int  # number of steps since then that are no longer kept
     # Failures since then outside any request: in `on_commit`, or in an observer's command
@@ -350,7 +350,7 @@ class Snapshot:
     submitted: int
     finished: int
     output_tokens: int
-    prompt_tokens: int  # in all steps so far, without cached tokens
+    prompt_tokens: int  # in all steps so far, excluding cached tokens
     steps_s: float  # total seconds of all steps so far
     seen: Seen
     ranks: RanksView

@@ -10,10 +10,10 @@ four times a step without a chunk. The cost of a step is learned from the steps 
     seconds = pace x (base + token x tokens + look x looks)
 
 `tokens`: the number of tokens in the step. `looks`: the number of pairs of a token and an earlier row. The
-three prices are fitted to the newest few hundred steps, by least squares of the relative error. A prior with
+three coefficients are fitted to the newest few hundred steps, by least squares of the relative error. A prior with
 typical proportions matters little once there are tokens at several depths. `pace` is the median of
 measured / fitted over the newest steps, so that the estimate adapts quickly when other programs use the
-cores, and a single interrupted step changes nothing. The same prices predict the end of a prefill.
+cores, and a single interrupted step changes nothing. The same model predicts the end of a prefill.
 
 The invariant: no token depends on these estimates. So only an engine whose bits do not depend on the batch has
 a step limit by default.
@@ -36,19 +36,19 @@ from sched import UNLIMITED, Scheduler
 USUAL_S = 0.2
 MOST_MS = 3_600_000  # an hour
 TIMES = 4  # default limit, as a multiple of a step without a chunk
-LEAST = 4  # fewest prompt tokens of a step, under any limit: they cost little more than one
+LEAST = 4  # minimum number of prompt tokens in a step, whatever the limit: they cost little more than one
 FORGET = 0.003  # the weight of the newest step in the fit
 NEWEST = 9  # number of newest steps that a median covers
-RECENT = 64  # number of steps in the mean pace, which includes interrupted steps, for predictions
+RECENT = 64  # number of steps in the mean pace, which predictions use and which includes interrupted steps
 PRIOR = 0.03  # the weight of the prior, in steps
-LOWEST = 0.01  # the lowest price, as a fraction of the typical one
+LOWEST = 0.01  # the lowest coefficient, as a fraction of the typical one
 BASE = 12.0  # the typical fixed cost of a step, in tokens
 LOOK = 5.0  # the typical cost of a multiplication in attention, relative to one with weights
 ANSWERS = 0.1  # the weight of the newest answer in the mean length
 EVERY_S = 0.5
 FEW = 3  # number of steps with chunks before the first estimate
-PART = 0.1  # an estimate needs chunks at this fraction of the prompt or later
-FINER = 8  # one stage of a simulation makes a prompt longer by at most an eighth
+PART = 0.1  # a prompt is estimated once some chunk has reached this fraction of its length
+FINER = 8  # in one stage of the simulation, a prompt's depth grows by at most 1/FINER
 
 
 class Reading(NamedTuple):
@@ -65,7 +65,7 @@ class Reading(NamedTuple):
 
 
 class StepTime:
-    """Estimate step times, and keep them under a limit.
+    """Estimates step times, and keeps them under a limit.
 
     `limit_ms`: the engine's `step_ms`. `is_batch_invariant`: if False, there is no limit by default.
     """
@@ -79,8 +79,8 @@ class StepTime:
         self._is_batch_invariant = is_batch_invariant
         products = model.body_products + model.layers * model.taken * model.expert_products
         far = max(1.0, products / max(1.0, LOOK * model.width))
-        self._usual = (BASE, 1.0, 1.0 / far)  # typical proportions of the three prices
-        self._prices = (0.0, 0.0, 0.0)  # seconds of a step, a token, a look
+        self._usual = (BASE, 1.0, 1.0 / far)  # typical proportions of the three coefficients
+        self._prices = (0.0, 0.0, 0.0)  # seconds per step, per token, and per look
         self._is_fitted = True
         # Sums over steps of x seconds and of x x^T, with x = (1, tokens, looks), both divided by the
         # square of the step's expected seconds
@@ -94,7 +94,7 @@ class StepTime:
         self._estimated = -math.inf  # time of the last estimate
         self._without: deque[float] = deque(maxlen=NEWEST)  # seconds of steps without a chunk
         self._count = 0  # number of steps with chunks
-        self._deepest = 0  # the last row of a prompt in any chunk
+        self._deepest = 0  # the highest row of a prompt in any chunk so far
 
     @property
     def limit_s(self) -> float:
@@ -126,7 +126,7 @@ class StepTime:
         for request in done.ended:
             usual = request.committed if math.isinf(self._answer) else self._answer
             self._answer = usual + ANSWERS * (request.committed - usual)
-        if seconds <= 0:  # the clock stands still
+        if seconds <= 0:  # the clock is stopped
             return
         if not plan.chunks:
             self._without.append(seconds)
@@ -154,10 +154,11 @@ class StepTime:
         return base + token * tokens + look * looks
 
     def _fit(self) -> tuple[float, float, float]:
-        """Return the prices, fitted to all steps so far.
+        """Return the three coefficients, fitted to all steps so far.
 
         They minimize the sum of ((seconds - fitted) / expected seconds)^2 over steps, plus the sum of
-        PRIOR x (price / typical - 1)^2 over prices, where the typical prices have the typical proportions.
+        PRIOR x (coefficient / typical - 1)^2 over the coefficients. The typical coefficients have the typical
+        proportions, scaled to the measured steps.
         """
         if self._is_fitted:
             return self._prices
@@ -166,7 +167,7 @@ class StepTime:
         along = sum(v[i] * b[i] for i in three)
         scale = along / sum(v[i] * A[i][j] * v[j] for i in three for j in three)
         usual = [scale * each for each in v]
-        # In units of the typical prices, all numbers are near 1
+        # In units of the typical coefficients, all numbers are near 1
         left = [[usual[i] * A[i][j] * usual[j] for j in three] for i in three]
         for i in three:
             left[i][i] += PRIOR
@@ -184,8 +185,8 @@ class StepTime:
     # --- the time left in a prefill
 
     def estimates(self, sched: Scheduler, now: float) -> dict[int, float]:
-        """Return `seconds_left`, or an empty dict within EVERY_S of the last estimate, which takes a
-        millisecond."""
+        """Return `seconds_left`, or an empty dict within EVERY_S of the last estimate, because an
+        estimate takes a millisecond."""
         if now - self._estimated < EVERY_S:
             return {}
         self._estimated = now
@@ -224,8 +225,8 @@ class StepTime:
         return found
 
     def _reading(self, r: Request, done: int) -> Reading:
-        """Return a request for the simulation. Its answer is expected to have the mean length, or to double
-        if it is longer already."""
+        """Return a request for the simulation. Its answer is expected to reach the mean length, or twice
+        its current length if that is more."""
         left = max(self._answer - r.planned, self._answer / 4, r.planned)
         return Reading(r.id, done, len(r.prompt), min(left, r.max_tokens - 1 - r.planned))
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
-GRACE_S = 0.002  # how long to wait, between two of its steps, for an engine that has had less time
+GRACE_S = 0.002  # how long to wait for an engine that has had less time and is between two steps
 IDLE_S = 0.5  # an engine that ran no step for longer counts as idle
 
 
@@ -69,6 +69,6 @@ class Turns:
         return here - {who}
 
     def _is_behind(self, who: Hashable) -> bool:
-        """Return True if another active engine has had less time. With equal times, either may go."""
+        """Return True if another active engine has had less time. With equal times, either may run."""
         own = self._spent[who]
         return any(self._spent[other] < own for other in self._others(who, GRACE_S))

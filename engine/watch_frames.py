@@ -1,9 +1,9 @@
 """Frames for watchers as JSON: `Sender` packs a frame, `Receiver` rebuilds the same frozen views.
 
 A view is packed as a list of its fields without their names, which would triple the size of a frame. The
-types of the fields define how to rebuild it. Frames are incremental: they have the events since the last
+types of the fields define how to rebuild it. Frames are incremental: they contain the events since the last
 frame, and only the new text of open requests. The invariant: `Receiver.unpack(Sender.pack(frame))` equals
-the frame, after JSON. `PROTOCOL` detects another version.
+the frame, after JSON. `PROTOCOL` detects a peer of another version.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from base.validation import shown
 from engine.server_snapshot import ServerView
 from engine.snapshot import RequestView, Snapshot
 
-STEPS = 4096  # the newest unread steps that are kept
-ENDS = 500  # the newest unread ended requests that are kept
+STEPS = 4096  # maximum number of unread steps that are kept
+ENDS = 500  # maximum number of unread ended requests that are kept
 LARGEST = 2**64  # largest number in a frame
 SLOTS = 4096  # the command line's limit
 
@@ -123,7 +123,7 @@ class Sender:
         return ENCODE(frame._replace(engine=engine, server=server))
 
     def _cut(self, request: RequestView, sent: dict[int, tuple[int, int]]) -> RequestView:
-        if not self._texts:  # the lengths, too, because they reveal much of a text
+        if not self._texts:  # lengths are removed, too, because they reveal much of a text
             return replace(
                 request,
                 prompt="",
