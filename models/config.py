@@ -1,7 +1,7 @@
 """Read a model's config.json, or the metadata of a GGUF file, into a `Config`.
 
-A `Config` holds the differences between families as plain data, so the forward pass never asks for a
-family's name. Unsupported settings are refused with the field's name and the supported values. Next:
+A `Config` holds the differences between families as plain data, so the forward pass never checks a
+family's name. Unsupported settings are refused with an error that names the field and the supported values. Next:
 `weights.py` checks the tensors against the config; `load.py` builds a model from both.
 """
 
@@ -20,7 +20,7 @@ from models.gguf_config import described
 from models.gguf_file import is_gguf, read_gguf
 from models.rope import Rope
 
-# A layer's matrices: output size, input size (the names of sizes are in `Config.tensors`)
+# A layer's matrices: (output size, input size). `Config.tensors` defines the named sizes
 ATTENTION = {
     "self_attn.q_proj": ("queries", "width"),
     "self_attn.k_proj": ("keys", "width"),
@@ -52,7 +52,7 @@ SHARED_EXPERT = {  # every token goes through it
     "mlp.shared_expert.down_proj": ("width", "shared"),
     "mlp.shared_expert_gate": ("one", "width"),
 }
-# Each layer's own input from a second embedding table; "embeddings" is its size per layer
+# Per-layer embeddings, from a second table; "embeddings" is their size per layer
 LAYER_INPUT = {
     "per_layer_input_gate": ("embeddings", "width"),
     "per_layer_projection": ("width", "embeddings"),
@@ -93,7 +93,7 @@ class Config:
     window: int | None
     rope: Rope
     whole: Collection[int] = ()  # layers with full attention in a model with a sliding window
-    near: Rope | None = None  # rope of the layers with the window, if different
+    near: Rope | None = None  # RoPE of the layers with the window, if it differs
     # (beta, L): queries at position p are multiplied by 1 + beta ln(1 + floor(p / L))
     growth: tuple[float, int] | None = None
     norms_at: str = "before"  # or "after" or "around" a layer's two branches
@@ -111,13 +111,13 @@ class Config:
     values_tiled: bool = False
     shared_expert: int = 0  # hidden width of the expert that every token goes through; 0: none
     gated: bool = False  # attention has an output gate, whose rows are in q_proj
-    # (Hkv, Dh) of the layers with full attention, if they differ from those with a window
+    # (Hkv, Dh) of the layers with full attention, if the layers with a window have others
     far: tuple[int, int] | None = None
     # Scale of q k^T, if not 1 / sqrt(Dh); it is folded into the norm of q
     scale: float | None = None
     v_norm: bool = False  # each value head is normalized, without weights
     v_is_k: bool = False  # in layers with full attention, values are the keys before their norm
-    reusing: int = 0  # number of last layers that read the rows of an earlier layer of their type
+    reusing: int = 0  # number of final layers that read the rows of an earlier layer of their type
     reusing_hidden: int = 0  # hidden width of the MLP in those layers
     embeddings: int = 0  # size of a token's embedding per layer, from a second table
     embeddings_V: int = 0  # vocabulary size of that table
@@ -133,7 +133,7 @@ class Config:
     multipliers: dict[str, float] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the tensors that the checkpoint must hold, with their shapes before quantization."""
+        """Return the tensors that the checkpoint must contain, with their shapes before quantization."""
         D = self.D
         sizes = {
             "width": D,
@@ -207,7 +207,7 @@ class Config:
         return self.o_bias if "o_proj" in module else self.qkv_bias
 
     def factor(self, name: str) -> float:
-        """Return the factor to fold into this tensor, by which its module's output is multiplied."""
+        """Return the factor of the module's output that is folded into this tensor."""
         module = name.split(".")[-2]
         if module == "q_norm" and self.scale:
             return self.scale * self.heads(int(name.split(".")[2])).Dh ** 0.5
@@ -242,7 +242,7 @@ class Config:
         return self.hidden if layer < self.writing else self.reusing_hidden or self.hidden
 
     def is_unused(self, name: str) -> bool:
-        """True for a matrix or norm that a checkpoint may hold although its layer does not use it."""
+        """True for a matrix or norm that a checkpoint may contain although its layer does not use it."""
         place, _, module = name.removesuffix(".weight").rpartition(".")
         if module not in ("k_proj", "v_proj", "k_norm") or not (self.reusing or self.v_is_k):
             return False
@@ -264,7 +264,7 @@ class Config:
         return 2 * Hkv, Dh
 
     def positions(self, layer: int) -> tuple[Rope | None, int | None]:
-        """Return a layer's rope (None without positions) and its sliding window (None for full
+        """Return a layer's rope (None for NoPE) and its sliding window (None for full
         attention). A convolution has no rope, and its window is its taps."""
         if layer in self.convolved:
             return None, self.taps
@@ -276,8 +276,8 @@ class Config:
 def read_config(folder: Path, has_head: bool) -> Config:
     """Read the config of a folder or GGUF file.
 
-    `has_head`: the weights hold an `lm_head`. If the config does not say whether the head is tied,
-    this decides.
+    `has_head`: the weights contain an `lm_head`. This decides whether the head is tied if the config
+    does not.
     """
     path = folder if is_gguf(folder) else folder / "config.json"
     raw = raw_config(folder)
@@ -347,7 +347,7 @@ def raw_config(place: Path) -> dict[str, Any]:
 
 
 def near_family(name: object) -> str:
-    """Name the most similar supported family, in words such as "qwen3_5 is"."""
+    """Return the most similar supported family, followed by "is"; empty if there is none."""
     return nearest(name, [family.removesuffix("_text") for family in FAMILIES])
 
 
@@ -395,7 +395,7 @@ def _window(fields: Fields, family: Family) -> tuple[int | None, Collection[int]
 
 
 def _rope(fields: Fields, family: Family, Dh: int, max_positions: int) -> Rope:
-    """Read the rope from `rope_scaling`, with `type` or `rope_type`, or from `rope_parameters`."""
+    """Read the RoPE settings from `rope_scaling`, with `type` or `rope_type`, or from `rope_parameters`."""
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if family.two_ropes and isinstance(scaling, dict):
         full = scaling.get("full_attention")

@@ -21,7 +21,7 @@ class Convolution(NamedTuple):
     continue from any row of any slot.
     """
 
-    index: int  # of its array in the slab
+    index: int  # index of its array in the slab
     project: Matrix  # D -> 3 D
     taps: mx.array  # (taps, D)
 
@@ -42,7 +42,7 @@ class Convolution(NamedTuple):
         rows = slab.arrays[self.index].flatten(0, 2)  # (slots * heads * (S + 1), Dh)
         total = None
         for back, weight in zip(reversed(range(len(self.taps))), self.taps, strict=True):
-            at = positions - back  # zeros before the start of the sequence
+            at = positions - back  # negative before the start of the sequence, where u is 0
             taken = rows[first + mx.maximum(at, 0)[:, None]].flatten(1)  # (N, D)
             part = mx.where(at[:, None] >= 0, taken.astype(u.dtype), 0) * weight
             total = part if total is None else total + part

@@ -1,4 +1,4 @@
-"""The gated delta net that Qwen 3.5 uses instead of attention in three of four layers.
+"""The gated delta net that Qwen 3.5 uses instead of attention in three out of four layers.
 
 A head keeps one matrix S, (Dk, Dv), instead of keys and values, and each token updates it. On a CPU one
 operation computes the updates (`kernels/delta_net.c`). With `--attention plain`, and on a GPU, the formula
@@ -26,17 +26,17 @@ class DeltaNet(NamedTuple):
 
         S <- g S + k d^T,  d = rate (v - g S^T k)        norm(S^T q) silu(z)
 
-    q, k and v are silu of a convolution over four tokens. One projection computes the inputs of the
-    convolution and the numbers from which g and rate follow.
+    q, k and v are silu of a convolution over four tokens. One projection yields the inputs of the
+    convolution and the numbers from which g and rate are computed.
     """
 
-    index: int  # its number among the layers with states
+    index: int  # its index among the layers with states
     heads: Heads
     # D -> inputs of the convolution, and two numbers per value head
     project: Matrix | SideBySide
     weights: mx.array  # flat: taps (TAPS, inputs), then A_log and dt_bias of each value head
     z: Matrix | SideBySide  # D -> Hv * Dv
-    norm: Norm  # over each head's output
+    norm: Norm  # applied to each head's output
     is_formula: bool
     # (Hv,): the order of value heads in z and in the output projection, if different
     order: mx.array | None = None
@@ -184,7 +184,7 @@ class StateArrays:
         return self.array(0)
 
     def inputs(self, row: int) -> mx.array:  # (TAPS - 1, inputs)
-        """Return the inputs of the last tokens before this row, with zeros before the first token."""
+        """Return the inputs of the TAPS - 1 tokens before this row; zeros before the first token."""
         rows = range(row - TAPS + 1, row)
         ring = self.array(1)
         return mx.stack(

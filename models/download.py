@@ -51,7 +51,7 @@ def download(repo: str, small: Sequence[str], weights: str) -> Path:
 class DownloadProgress:
     """A status line during a download: the amount downloaded so far, and the rate.
 
-    `folder`: its growth is the amount downloaded.
+    `folder`: the files are downloaded into it, and its growth is shown.
     """
 
     def __init__(self, repo: str, folder: Path, total: int):

@@ -1,4 +1,4 @@
-"""Check that a model was trained for embeddings: its files then say how vectors are pooled.
+"""Check that a model was trained for embeddings. The files of such a model say how vectors are pooled.
 
     modules.json             Transformer, Pooling, Normalize
     1_Pooling/config.json    {"pooling_mode_lasttoken": true, ...}

@@ -13,7 +13,7 @@ from kernels.library import ORDER
 from models.fields import Fields
 from models.rope import Rope
 
-# Where the norms are relative to a layer's two branches: field of `Layer` -> name in the checkpoint
+# The norms before or after a layer's two branches: field of `Layer` -> name in the checkpoint
 NORMS = {
     "before": {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
     "after": {"attn_after": "post_attention_layernorm", "mlp_after": "post_feedforward_layernorm"},
@@ -300,7 +300,7 @@ def _experts(fields: Fields, *_) -> dict[str, Any]:
 
 
 def _qwen3_5(fields: Fields, *_) -> dict[str, Any]:
-    """Qwen 3.5 has a gated delta net in three of four layers, and attention with an output gate in the
+    """Qwen 3.5 has a gated delta net in three out of four layers, and attention with an output gate in the
     others."""
     layers = fields.number("num_hidden_layers")
     every = fields.number("full_attention_interval", 4)
@@ -308,7 +308,7 @@ def _qwen3_5(fields: Fields, *_) -> dict[str, Any]:
     deltas = [i for i in range(layers) if (i + 1) % every]
     if isinstance(kinds, list):
         deltas = [i for i, kind in enumerate(kinds[:layers]) if kind == "linear_attention"]
-    if layers - 1 in deltas:  # the proof that rows are finite reads them in the last layer
+    if layers - 1 in deltas:  # the check for finite rows reads the rows of the last layer
         raise fields.refuse(
             "layer_types", "linear_attention", ("full_attention in the last layer",)
         )
@@ -377,7 +377,7 @@ GEMMA4_ROPE = {
     },
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-SWIGLU_ALPHA = 1.702  # gpt-oss's (`clamped_swiglu`)
+SWIGLU_ALPHA = 1.702  # gpt-oss's value, built into `clamped_swiglu`
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 150_000.0,

@@ -42,7 +42,7 @@ class Fields:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """Return the known name most similar to an unknown one, in words such as "qwen3_5 is".
+    """Return the known name most similar to an unknown one, followed by "is".
 
     It begins with the same word and shares the longest prefix. Of several such names, the highest
     version wins. Empty if no name begins with that word.

@@ -1,4 +1,4 @@
-"""Count the bytes and operations of a forward pass, and the least time they take.
+"""Count the bytes and operations of a forward pass, and bound its time from below.
 
 `ModelCost` is counted from the model's own arrays when it is loaded. The config is not enough, because
 weights may be packed, shared with the embedding, or divided among ranks. Each array is counted once,
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class ModelCost(NamedTuple):
-    """The counts from which the cost of any pass follows. With several ranks, they are those of the
+    """The counts from which the cost of any pass is derived. With several ranks, they are those of the
     first rank's shard.
 
     A pass reads its weights once for all of its tokens. Only tokens whose next token is sampled go
@@ -46,12 +46,12 @@ class ModelCost(NamedTuple):
     tail_products: int = 0
     token_nbytes: int = 0  # the embedding of one token
     row_nbytes: int = 0  # the keys and values of one row, in all layers with attention
-    last_row_nbytes: int = 0  # the same in the last layer
+    last_row_nbytes: int = 0  # the keys and values of one row in the last layer
     width: int = 0  # the sum of H * Dh over all layers with attention
     last_width: int = 0  # H * Dh of the last layer
-    convolution_nbytes: int = 0  # the rows that a token's convolutions read
-    state_nbytes: int = 0  # the matrices of a sequence's delta nets, read and written
-    state_products: int = 0  # products of a token with those matrices
+    convolution_nbytes: int = 0  # size of the rows that a token's convolutions read
+    state_nbytes: int = 0  # a sequence's delta net states, counted twice: read and written
+    state_products: int = 0  # multiplications of a token with those states
     window: int | None = None  # rows visible in layers with sliding attention
     windowed: int = 0  # number of layers with sliding attention
     experts: int = 0  # experts per layer; 0: none
@@ -164,7 +164,7 @@ class Roof(NamedTuple):
     """The roofline of this machine (`engine/roofline.py`). 0 means not measured yet."""
 
     reading: float = 0.0  # bytes per second, for weights too large for any cache
-    # Bytes per second, for as many weights as the model has; they may fit into a cache
+    # Bytes per second for weights of the model's size, which may fit into a cache
     again: float = 0.0
     multiplying: float = 0.0  # floating-point operations per second
     others: float = 0.0  # cores that other programs used during the measurement
@@ -300,7 +300,7 @@ def products(part: object) -> int:
 
 
 def form_of(matrices: Iterable[Matrix]) -> str:
-    """Name the formats of the matrices, the most frequent first."""
+    """Return the formats of the matrices as text, the most frequent first."""
     sizes: Counter[str] = Counter()
     for matrix in matrices:
         form = str(matrix.weight.dtype).split(".")[-1]

@@ -25,7 +25,7 @@ ARCHITECTURES = {
     "gemma3": "gemma3_text",
     "granite": "granite",
     "mistral3": "ministral3",
-    "olmo2": "olmo2",  # and OLMo 3
+    "olmo2": "olmo2",  # also for OLMo 3
     "lfm2": "lfm2",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
@@ -145,7 +145,7 @@ def architecture(file: Gguf) -> str:
 
 
 def names(file: Gguf) -> dict[str, str]:
-    """Return GGUF's module names -> ours. {} is the number of the layer."""
+    """Return a map from GGUF's module names to ours. {} stands for the number of the layer."""
     arch = architecture(file)
     layer = LAYERS.get(arch, OF_A_LAYER)
     modules = MODULES | MORE_MODULES.get(arch, {})
@@ -167,7 +167,7 @@ def is_drafting(name: str, file: Gguf) -> bool:
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
-    """Rename a tensor by the table of `names`, which lists modules and some full tensor names."""
+    """Rename a tensor with the map that `names` returns, of modules and some full tensor names."""
     number = re.search(r"\.(\d{1,9})\.", name)
     layer = number[1] if number else ""
     form = name.replace(f".{layer}.", ".{}.", 1) if layer else name
@@ -204,7 +204,7 @@ def described(file: Gguf) -> dict[str, Any]:
     if arch == "qwen3moe":
         raw["norm_topk_prob"] = True
     if arch == "gemma3":
-        # The largest model scales queries by another number, which no field holds
+        # The largest Gemma 3 scales queries by a different number, which the file does not contain
         per_head = fields.number("embedding_length") / fields.number("attention.head_count")
         head = fields.number("attention.key_length", 256)
         raw["query_pre_attn_scalar"] = per_head if own["block_count"] == 62 else head
@@ -350,7 +350,7 @@ def _gemma4(fields: Fields, raw: dict[str, Any], file: Gguf) -> dict[str, Any]:
 
 
 def _listed(fields: Fields, name: str, layers: int) -> list:
-    """Return a field's value for each layer. The file may hold a single value for all layers."""
+    """Return a field's value for each layer. The file may have a single value for all layers."""
     value = fields.get(name)
     values = value if isinstance(value, list) else [value] * min(layers, MOST_LAYERS)
     if len(values) != layers or not all(type(each) in (bool, int) for each in values):

@@ -74,7 +74,7 @@ class GgufTensor(NamedTuple):
     path: Path
     name: str
     type: Type
-    shape: tuple[int, ...]  # the dimension with the longest stride first
+    shape: tuple[int, ...]  # the dimension with the largest stride first
     begin: int  # offset in the file
     nbytes: int
 
@@ -184,7 +184,7 @@ def _read_part(path: Path) -> Gguf:
 
 
 class _Header:
-    """A parser of headers. It never reads beyond the end of the file or LARGEST_HEADER bytes."""
+    """A header parser. It never reads beyond the end of the file or LARGEST_HEADER bytes."""
 
     def __init__(self, path: Path, file: BinaryIO):
         self.path = path
@@ -258,7 +258,7 @@ class _Header:
         return name, tuple(reversed(shape)), self.number("I"), self.number("Q")
 
     def placed(self, entries: list, alignment: Any) -> dict[str, GgufTensor]:
-        """Return the tensors by name. Raise if two of them overlap or if one ends beyond the file."""
+        """Return the tensors by name. Raise if two of them overlap or if one extends beyond the file."""
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment = {shown(alignment)}, which is not a power of two")
         start = -(-self.file.tell() // alignment) * alignment

@@ -33,7 +33,7 @@ def models_among(found: Iterable[Path]) -> list[Path]:
 
 
 def type_of(path: Path) -> str:
-    """Return the quantization in a file's name, such as Q4_K_M. Without one, return the name."""
+    """Return the quantization in a file's name, such as Q4_K_M. If it has none, return the name."""
     found = TYPE.findall(path.name)
     return found[-1] if found else path.name
 

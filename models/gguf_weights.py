@@ -98,7 +98,7 @@ def q8_0(blocks: mx.array) -> Decoded:
     return blocks[:, 2:] ^ 128, half(blocks, 0)  # signed numbers become unsigned: plus 128
 
 
-def six_bits(blocks: mx.array) -> Decoded:  # (n, bytes) -> (n, 8), (n, 1), and the same again
+def six_bits(blocks: mx.array) -> Decoded:  # (n, bytes) -> (n, 8), (n, 1), (n, 8), (n, 1)
     """Unpack the 6-bit scales and offsets of Q4_K and Q5_K. The upper two bits of the last four share
     bytes with the first four."""
     low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
@@ -171,7 +171,7 @@ class GgufWeights(Weights):
                 self.tensors |= parts(tensor, renamed(name, self._names))
 
     def quantization(self, config: Config) -> str:
-        """Return the file's own name for its type. (Counting tensors would mislead: most tensors of a
+        """Return the type that the file's metadata names. (Counting tensors would be misleading: most tensors of a
         small Q4_K_M are Q5_0.)"""
         kind = self.file.fields.get("general.file_type")
         named = FILE_TYPES.get(kind) if isinstance(kind, int) else None
@@ -218,7 +218,7 @@ class GgufWeights(Weights):
         return array
 
     def _log_of_minus(self, tensor: Tensor, array: mx.array) -> mx.array:
-        """Return a delta net's A_log. The file holds -exp(A_log)."""
+        """Return a delta net's A_log. The file stores -exp(A_log)."""
         if not (array < 0).all():
             raise ModelError(
                 f"{tensor.path}: {tensor.name} holds numbers that are not negative; download it again."

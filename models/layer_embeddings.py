@@ -24,7 +24,7 @@ class LayerInputs(NamedTuple):
     factor: float
 
     def __call__(self, ids: mx.array, x: mx.array, logits_at: Sequence[int]) -> list[mx.array]:
-        """Return each layer's input, (N, E). The last layer's has only the `logits_at` tokens."""
+        """Return each layer's input, (N, E). That of the last layer has only the `logits_at` rows."""
         E = self.norm.weight.size
         of_ids = self.factor * self.table.embed(ids).reshape(len(ids), -1, E)  # (N, layers, E)
         both = self.norm(self.projection(x).reshape(of_ids.shape)) + of_ids

@@ -1,6 +1,6 @@
 """The parts of a model: projections, MLPs, experts, norms, layers.
 
-Each part is a record of arrays, made when the model is loaded. Calling it with an input returns the output,
+Each part is a record of arrays, created when the model is loaded. Calling it with an input returns the output,
 so `forward` does not depend on how weights are stored. Next: `load.py`.
 """
 
@@ -189,7 +189,7 @@ Mixer = Callable[[mx.array, "Sequence[Window]"], mx.array]
 
 
 class Layer(NamedTuple):
-    """The steps that `forward` calls. Anything that a family adds is inside a step."""
+    """The steps that `forward` calls. Anything that a family adds is part of a step."""
 
     kind: int  # attention type: an index into the model's `kinds`
     attn_norm: Step  # (N, D) -> the same
@@ -214,13 +214,13 @@ class Model:
     layers: list[Layer]
     norm: Norm
     table: Matrix | None  # the embedding, as a projection D -> V
-    # The table itself if tied. On ranks other than 0 it returns its input.
+    # The embedding table itself if tied. On ranks other than 0, the head returns its input.
     head: Step  # (n, D) -> (n, V)
     kinds: tuple[AttentionType, ...]  # the attention types of the layers
     ranks: Ranks = ALONE  # the ranks that share the model; config and layers are this rank's shard
     choices: ExpertChoices | None = None  # None without experts
     layer_inputs: LayerInputs | None = None  # per-layer embeddings, in Gemma 4
-    cost: ModelCost = field(default_factory=ModelCost)  # of a forward pass
+    cost: ModelCost = field(default_factory=ModelCost)  # cost of a forward pass
     quantization: str = ""  # format of the files: "Q4_K_M", "4-bit" or "bfloat16"
     kv_dtype: mx.Dtype = mx.float32  # dtype of keys and values in the slab
     attention: str = "formula"  # the implementation: a key of `llama.ATTENTION`

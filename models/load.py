@@ -141,7 +141,7 @@ class ModelReader:
         self.sinks: dict[int, dict[int, mx.array]] = {}  # by attention type and layer
         self.choices = ExpertChoices(config.layers) if config.experts else None
         has_head = not ranks.rank
-        self.memory = Memory()  # of packed matrices
+        self.memory = Memory()  # for packed matrices
         self.nbytes = self.weights.nbytes(self.config, self.form, has_head, self.rounds)
         free = device.free_memory()
         self.free = None if free is None else free + held
@@ -221,7 +221,7 @@ class ModelReader:
         # The estimate does not include headers and padding to cache lines
         self.memory = Memory(self.nbytes + 4 * LINE * len(self.weights.tensors))
         c = self.config
-        # While a matrix is packed, it is in memory twice, so the largest matrices come first
+        # While a matrix is being packed, it is in memory twice, so the largest matrices come first
         norm = self.norm("model.norm")
         table = self.linear("model.embed_tokens")
         head = None
@@ -258,7 +258,7 @@ class ModelReader:
             quantization=self.weights.quantization(self.config),
             arithmetic="int8" if self.rounds else "float",
         )
-        del self.memory  # the matrices refer to it
+        del self.memory  # the matrices keep its arrays alive
         cost = counted(model)
         if self.form == "float32" and self.weights.are_narrow:
             cost = cost._replace(form=f"{cost.form}, widened")
@@ -360,7 +360,7 @@ class ModelReader:
         )
 
     def queries_and_gates(self, module: str) -> tuple[Matrix, Matrix]:
-        """Split q_proj into queries and gates. In each head of the file, queries precede gates."""
+        """Split q_proj into queries and gates. The file stores each head's queries before its gates."""
         c = self.config
         both = self.part(module)
         order = c.rope.order(c.Dh)
@@ -371,7 +371,7 @@ class ModelReader:
         return chosen_rows(both, queries), chosen_rows(both, gates)
 
     def after(self, index: int) -> AddInput | Scaled:
-        """Build the step after a layer that changes the residual stream."""
+        """Build the step that changes the residual stream after a layer."""
         name = f"model.layers.{index}."
         scalar = self.tensor(f"{name}layer_scalar")
         if not self.config.embeddings:
@@ -413,7 +413,7 @@ class ModelReader:
         return Mlp(gate_up, self.linear(f"{name}down_proj"), self.config.gelu)
 
     def tensor(self, name: str) -> mx.array:
-        """Return a tensor in our precision, multiplied by its factor (`Config.factor`)."""
+        """Return a tensor in the precision of the computation, multiplied by its factor (`Config.factor`)."""
         return self.times(self.load_tensor(name), name)
 
     def times(self, array: mx.array, name: str) -> mx.array:
@@ -445,7 +445,7 @@ class ModelReader:
         return self.joined([self.part(module) for module in modules])
 
     def joined(self, parts: list[Matrix]) -> Matrix | SideBySide:
-        """Join projections of the same input: neighbours that are packed the same way become one."""
+        """Join projections of the same input: adjacent ones that are packed the same way become one."""
         alike = groupby(parts, key=lambda part: part.packing)
         matrices = tuple(self.kept(*each) for _, each in alike)
         return matrices[0] if len(matrices) == 1 else SideBySide(matrices)
@@ -483,7 +483,7 @@ class ModelReader:
         rows: slice,
         columns: slice,
     ) -> Matrix:
-        """Load a quantized matrix. Keep it packed if the device can multiply it and no group is cut."""
+        """Load a quantized matrix. Keep it packed if the device can multiply it and no group is split."""
         name = f"{module}.weight"
         bits = self.weights.tensors[name].bits
         group = self.weights.tensors[name].group

@@ -139,7 +139,7 @@ def fit(
 
 def usual_budget(slots: int, chunk: int) -> int:
     """Return the default budget: one token per slot and two chunks, so that two prompts are prefilled
-    at once."""
+    in the same step."""
     return slots + 2 * chunk
 
 
@@ -184,7 +184,7 @@ def described(model: Model, sizes: Sizes) -> str:
 
 
 def slab_of(model: Model, sizes: Sizes) -> int:
-    """Return the size of this model's slab in bytes, states included."""
+    """Return the size of this model's slab in bytes, including states."""
     return nbytes_with(model.config, model.kv_dtype.size, sizes)
 
 
@@ -262,8 +262,8 @@ def is_batch_invariant(model: Model) -> bool:
     """True if a request's logits have the same bits in any batch.
 
     This holds with our own product on a CPU, for float32 and packed weights, if every rank uses it.
-    (Instruction sets may differ, because a rank's part of a sum is the same in any batch.) Nothing is
-    known about MLX's own products or about modules that replace ours.
+    (Instruction sets may differ, because a rank's part of a sum is the same in any batch.) MLX's own
+    products do not guarantee it, nor do modules that replace ours.
     """
     is_ours = device.is_batch_invariant() and not foreign_modules.foreign()
     marks = model.ranks.gather(is_ours and model.is_float32)

@@ -16,11 +16,11 @@ from models.gguf_finder import OLLAMA, chosen, models_among, ollama_file
 from models.weights import MissingError, weight_files
 
 DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
-# The files that a download fetches; no other files are read
+# The files that a download fetches in addition to the weights; no other files are read
 FILES = ("*.json", "*.jinja")
 WEIGHTS = "model*.safetensors"
 GGUF_NAME = re.compile(r"[-._]gguf\b.*$", re.IGNORECASE)  # a suffix after the model's own name
-LEVELS = 6  # levels of folders to search; owner/name in the hub's cache takes four
+LEVELS = 6  # levels of folders to search; a model in the hub's cache is four levels down
 LM_STUDIO = (Path("~/.lmstudio/models"), Path("~/.cache/lm-studio/models"))
 
 
@@ -80,7 +80,7 @@ def whole_or_gguf(folder: Path) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """True if all files of a model are there. An interrupted download leaves only some of them."""
+    """True if no file of a model is missing. An interrupted download leaves only some of them."""
     if not all((folder / name).exists() for name in ("config.json", "tokenizer.json")):
         return False
     try:
@@ -88,7 +88,7 @@ def is_whole(folder: Path) -> bool:
     except MissingError:
         return False
     except ModelError:
-        return True  # loading the model will name the fault
+        return True  # loading the model will report the error
     has_index = any(files.values())
     return has_index or not any("-of-" in path.name for path in files)
 
@@ -106,7 +106,7 @@ def _download(repo: str) -> Path:
         why = "is neither a folder here nor on the hub: check the spelling, or `hf auth login` if it is private"
     except errors.HFValidationError:
         why = "is neither a folder here nor a valid hub id (owner/name)"
-    # No network, a proxy, a full disk. Errors of the hub's HTTP library are not all an OSError
+    # No network, a proxy, a full disk. Not every error of the hub's HTTP library is an OSError
     except (OSError, errors.HTTPError, errors.XetDownloadError) as error:
         patterns = [*FILES, WEIGHTS]
         try:  # without a network, a partial older download may be enough
@@ -154,7 +154,7 @@ def below(folder: Path, pattern: str) -> list[Path]:
 
 
 def models_in(root: Path) -> Iterator[Path]:
-    """Yield the GGUF files and model folders in a folder and its subfolders, the nearest first.
+    """Yield the GGUF files and model folders in a folder and its subfolders, breadth first.
 
     Symlinks are followed, but each folder is visited once. Hidden files and folders are skipped.
     """

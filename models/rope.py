@@ -1,8 +1,8 @@
 """Rotary position embeddings (RoPE): rotate queries and keys by angles that depend on their position.
 
 Families differ in how they extend a model beyond its trained length, and devices differ in which
-implementation is fastest. A `Rope` is the config as plain data. An `AttentionType` says how attention
-treats positions in some of the layers. Tests compare each implementation with the formula or with mlx-lm
+implementation is fastest. A `Rope` is the config as plain data. An `AttentionType` describes how
+some of the layers treat positions. Tests compare each implementation with the formula or with mlx-lm
 (`tests/models/test_ops.py`). Next: `layers.py`.
 """
 
@@ -42,7 +42,7 @@ class Rope:
         return self.type in ("dynamic", "longrope") and length > self.original_length
 
     def order(self, Dh: int) -> list[int]:
-        """Return the order of a head's dimensions in which i and i + Dh/2 are a plane.
+        """Return the order of a head's dimensions in which i and i + Dh/2 form a plane.
 
         Planes that do not rotate come last. The rows of q and k are loaded in this order, which does
         not change their dot products.
@@ -104,7 +104,7 @@ class Growth(NamedTuple):
 
 
 class AttentionType(NamedTuple):
-    """The sliding window and the rope of some of the layers. Most models have a single type."""
+    """The sliding window and the rope that some layers share. Most models have a single type."""
 
     rope: Rope | None  # None: no positions (NoPE)
     span: int | None  # the sliding window, including the token's own row; None: full attention
@@ -145,8 +145,8 @@ def rope_at(
     kind: AttentionType,
     positions: mx.array,  # (N,)
 ) -> Callable[[mx.array], mx.array]:  # (N, heads, Dh) -> the same
-    """Return a function that rotates the queries and keys of tokens at these positions: `rotate`, the
-    same as one operation of `cpu_kernels.c`, or MLX's fused kernel on a GPU."""
+    """Return a function that rotates the queries and keys of tokens at these positions: `rotate`, its
+    equivalent in `cpu_kernels.c`, or MLX's fused kernel on a GPU."""
     rope = kind.rope
     if rope is None:
         return lambda x: x

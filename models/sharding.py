@@ -27,7 +27,7 @@ class Shard(NamedTuple):
     """The part of each layer that one rank has."""
 
     queries: range  # query heads
-    keys: range  # key heads, and the value heads of the same numbers
+    keys: range  # key heads, and the value heads with the same indices
     hidden: range  # hidden units of the MLP
 
     @staticmethod

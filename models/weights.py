@@ -45,7 +45,7 @@ GRANITE_NAMES = {
     "shared_mlp.output_linear": "mlp.down_proj",
 }
 GPT_OSS_NAMES = {"mlp.router": "mlp.gate"}
-# Gate and up of gpt-oss's experts are alternate rows of one tensor
+# Gate and up of gpt-oss's experts are alternating rows of one tensor
 ALTERNATE = {
     "gate_up_proj": (("gate_proj", slice(0, None, 2)), ("up_proj", slice(1, None, 2))),
     "down_proj": (("down_proj", slice(None)),),
@@ -164,7 +164,7 @@ def read_entry(path: Path, name: str, entry: dict) -> Tensor:
 
 
 def weight_files(folder: Path) -> dict[Path, set[str]]:
-    """Return a model's weight files. If there is an index, each comes with the tensors it should hold."""
+    """Return a model's weight files. If there is an index, each comes with the tensors that it lists."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         found = sorted(folder.glob("model*.safetensors"))
@@ -196,8 +196,8 @@ def weight_files(folder: Path) -> dict[Path, set[str]]:
 
 
 class Weights:
-    """The tensors of a checkpoint. Headers are checked at once, and a tensor's numbers when it is
-    read."""
+    """The tensors of a checkpoint. Headers are checked immediately, and a tensor's numbers when it
+    is read."""
 
     described_by = "config.json"
 
@@ -224,7 +224,7 @@ class Weights:
         if "embed_tokens.weight" in self.tensors:
             self.tensors = {f"model.{name}": tensor for name, tensor in self.tensors.items()}
         self._name_mxfp4()
-        self._arrays: dict[Path, dict[str, mx.array]] = {}  # not read yet
+        self._arrays: dict[Path, dict[str, mx.array]] = {}  # lazily loaded arrays, by file
 
     def _name_mxfp4(self) -> None:
         """Give MXFP4 tensors the names and shapes of a 5-bit quantization.
@@ -311,7 +311,7 @@ class Weights:
     def _nbytes(
         self, name: str, shape: tuple[int, ...], form: str, is_multiplied: bool, rounds: bool
     ) -> int:
-        """Return the memory of one tensor with its scales and offsets. It is unpacked if a group is cut."""
+        """Return the memory of one tensor with its scales and offsets. If a group is split, it is unpacked."""
         count = math.prod(shape)
         width = shape[-1]
         tensor = self.tensors[name]
@@ -326,7 +326,7 @@ class Weights:
             return 2 * count + 4 * count // width
         scales = self.tensors[f"{name.removesuffix('.weight')}.scales"]
         size = scales.dtype.size
-        # Scales in bytes are widened if rows are cut or if MLX multiplies
+        # Scales in bytes are widened if rows are cut or if MLX computes the products
         is_cut = width * tensor.bits < 32 * tensor.shape[-1]
         if (form == "packed" and is_multiplied) or (size == 1 and (form != "packed" or is_cut)):
             size = 4
@@ -369,8 +369,7 @@ class Weights:
             del self.tensors[name]
 
     def join(self, config: Config) -> None:
-        """Give experts' matrices the names of stacks, whether the files store stacks or single
-        matrices."""
+        """Rename experts' matrices to stacks, whether the files store stacks or single matrices."""
         apart: dict[str, dict[int, Tensor]] = {}
         for name in list(self.tensors):
             match = re.fullmatch(r"(.+\.mlp\.experts\.)(\d{1,9})\.(\w+\.\w+)", name)
@@ -453,7 +452,7 @@ class Weights:
         return ModelError(f"{self.folder} lacks the tensor {name}; download it again.")
 
     def _packing(self, module: str, shape: tuple[int, ...]) -> tuple[int, int, float]:
-        """Return (bits, group size, center) of a quantized matrix. Only its shapes count, so layers may differ.
+        """Return (bits, group size, center) of a quantized matrix. They follow from its shapes, so layers may differ.
 
         `width` numbers of `bits` bits are packed into 32-bit words, and every `group` of them shares
         one scale. So a width of 128 in 16 words with 2 scales means 4 bits in groups of 64.
