@@ -1,8 +1,8 @@
 """Compile `cpu_kernels.c` once for each instruction set. Used by `setup.py`.
 
-A wheel supports all processors of an architecture, so it has a library for each instruction set, and
+A wheel supports all processors of an architecture, so it contains a library for each instruction set, and
 `library.py` loads the best one for the processor. A library contains the hash of its sources, so that
-an outdated build is noticed. On a machine without a C compiler, zig's compiler is used, which pip
+an outdated build is detected. On a machine without a C compiler, zig's compiler is used, which pip
 can install (`build_backend/backend.py`).
 """
 
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
 INCLUDED = tuple(map(SOURCE.with_name, ("delta_net.c", "experts.c")))
-# Not the flags of Python's own build, which differ between machines and may change bits
+# Not the flags of Python's own build: they differ between machines and may change bits
 OPTIONS = [
     "-O3",
     "-std=gnu11",
@@ -37,7 +37,7 @@ class Form(NamedTuple):
 
     machine: str  # the architecture, as `platform.machine()` names it
     features: str  # required processor flags, as in /proc/cpuinfo
-    # Compiler options. Never "native", which differs on each machine
+    # Compiler options. Never "native", which means something else on each machine
     options: str
 
 
@@ -56,15 +56,15 @@ FORMS = {  # best first
     "avx2": Form("x86_64", "avx2 fma f16c", "-mavx2 -mfma -mf16c"),
     "neondot": Form("aarch64", "asimddp", "-march=armv8.2-a+dotprod"),
     "neon": Form("aarch64", "", ""),
-    "plain": Form("x86_64", "", ""),  # older than 2013: without fused multiply-adds
+    "plain": Form("x86_64", "", ""),  # processors from before 2013, without fused multiply-adds
 }
 
 
 def forms() -> list[str]:
     """Return the instruction sets to compile for.
 
-    There are none on a Mac, where MLX's own product is fast, or with NANOBATCH_PURE=1, which builds a
-    wheel for Macs."""
+    The list is empty on a Mac, where MLX's own product is fast, and with NANOBATCH_PURE=1, which builds
+    a wheel for Macs."""
     if sys.platform != "linux" or "NANOBATCH_PURE" in os.environ:
         return []
     return [name for name, form in FORMS.items() if form.machine == platform.machine()]
@@ -87,7 +87,7 @@ def compiler() -> list[str]:
         if command and shutil.which(command[0]):
             return command
     if importlib.util.find_spec("ziglang"):
-        # Without a target, zig would compile for this processor only; -s strips symbols
+        # Without a target, zig would compile for this processor only. -s strips symbols
         target = f"{platform.machine()}-linux-gnu"
         return [sys.executable, "-m", "ziglang", "cc", "-target", target, "-s"]
     return []

@@ -1,7 +1,7 @@
 """Fused attention: one operation of `cpu_kernels.c` in place of the formula in `llama.attention`.
 
 As with other operations (`row_ops.py`), MLX sees a matrix product. In place of the matrix there is a
-layer's slab, which ends with a label that `cpu_kernels.c` recognizes. Each row of x holds a token's
+layer's slab, which ends with a label that `cpu_kernels.c` recognizes. Each row of x contains a token's
 queries and the range of rows in the slab that the token sees.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def label_rows(Dh: int, itemsize: int) -> int:
-    """Return the number of a head's rows that the label takes."""
+    """Return the number of a head's rows that the label takes up."""
     return -(-LINE // (Dh * itemsize))
 
 
@@ -40,7 +40,7 @@ def write_label(slab: mx.array) -> None:
 
 
 class COperation:
-    """Attention of all windows of a pass, in one operation."""
+    """Attention for all windows of a pass, in one operation."""
 
     def __init__(self, kind: AttentionType, H: int, windows: Sequence[Window]):
         self.slab = windows[0].slab

@@ -1,6 +1,6 @@
 """The gated delta rule in one operation of `delta_net.c`, similar to attention (`c_attention.py`).
 
-In place of a slab there are a layer's states, which end with a label. Each row of x holds a token's
+In place of a slab there are a layer's states, which end with a label. Each row of x contains a token's
 inputs and a move: the place that its sequence continues from, and the place for its new state.
 """
 
@@ -14,8 +14,8 @@ from kernels.device import mx
 from kernels.library import LINE
 from kernels.packed import address
 
-TAPS = 4  # length of the convolution's kernel
-LOG = 16  # tokens in the log of a slot's place: a decode step with up to 15 draft tokens
+TAPS = 4  # kernel size of the convolution
+LOG = 16  # tokens in the log of a slot's place, enough for a decode step with 15 draft tokens
 
 
 class Heads(NamedTuple):
@@ -44,7 +44,7 @@ class Places(NamedTuple):
 
     slots: int
     checkpoints: int
-    log: int  # tokens in the log of a slot: one more than the most draft tokens
+    log: int  # tokens in the log of a slot: one more than the maximum number of draft tokens
 
     def size(self, heads: Heads) -> int:
         """Return the size of all places of a layer."""
@@ -62,7 +62,7 @@ class States:
     """The states of a layer."""
 
     def __init__(self, places: Places, heads: Heads, weights: mx.array):
-        """`weights`: the convolution's, (TAPS, inputs), then A and dt of each value head."""
+        """`weights`: those of the convolution, (TAPS, inputs), then A and dt of each value head."""
         self.places = places
         self.heads = heads
         self.weights = weights  # kept alive, because the label points to them
@@ -112,9 +112,9 @@ class States:
         return mx.pad(found, (0, self.heads.place_size(self.places.log) - found.size))
 
     def change(self, x: mx.array, moves: mx.array) -> mx.array:
-        """Run tokens: (N, inputs + 2 Hv), (N, 5) -> (N, Hv * Dv).
+        """Update the states with tokens and return the outputs: (N, inputs + 2 Hv), (N, 5) -> (N, Hv * Dv).
 
-        subtle: the operation writes the states in place, which MLX does not know. `mx.depends` makes
+        subtle: the operation writes the states in place, without MLX's knowledge. `mx.depends` makes
         later uses of the states wait for its result.
         """
         x = mx.concatenate([x, moves], axis=1)

@@ -87,7 +87,7 @@ def named() -> str:
 def read_rate(nbytes: int, threads: int = 0, seconds: float = 0.1) -> float:
     """Return the bytes per second that our own library reads from `nbytes` of memory: the best of ten tries.
 
-    The memory has large pages if the system has them. `threads`: 0 for the number that multiply."""
+    The memory has large pages if the system has them. `threads`: 0 means as many as multiply matrices."""
     read = blas.library.rows_read_rate
     read.restype = ctypes.c_double
     tries = 10
@@ -97,7 +97,7 @@ def read_rate(nbytes: int, threads: int = 0, seconds: float = 0.1) -> float:
 
 def free_memory() -> int | None:
     """Return the number of free bytes, or None if unknown. MLX crashes when memory runs out."""
-    # For a GPU, MLX knows only the total and its own allocations
+    # For a GPU, MLX reports only the total and its own allocations
     if has_gpu():
         info = mx.device_info()
         whole = info.get("max_recommended_working_set_size") or info.get("memory_size")
@@ -183,5 +183,5 @@ def _leave() -> None:
     exiting.set()
     for engine in list(_open):
         engine.close()
-    device_lock.acquire()  # never released, so that nothing starts from here on
+    device_lock.acquire()  # never released, so that no new work starts
     synchronize()

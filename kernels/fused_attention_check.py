@@ -9,7 +9,7 @@ from functools import cache
 
 from kernels.device import mx
 
-LENGTHS = (64, 1024, 4096)  # rows: each uses another kernel, or another path in a kernel
+LENGTHS = (64, 1024, 4096)  # rows; each length uses a different kernel or path
 CHUNK = 16
 MOST_OFF = 0.05  # the error of half precision is 0.01, that of a wrong row about 1
 
@@ -18,7 +18,7 @@ MOST_OFF = 0.05  # the error of half precision is 0.01, that of a wrong row abou
 def is_right(H: int, Hkv: int, Dh: int, dtype: mx.Dtype) -> bool:
     """Return True if fused attention agrees with the formula for these heads.
 
-    Checks decode steps and chunks, with a mask and causal, on views of a slab."""
+    Checks decode steps and chunks, with a mask array and with the causal mask, on views of a slab."""
     heads = min(Hkv, 2)
     shape = (3, heads, LENGTHS[-1], Dh)
     slab = [mx.random.normal(shape, dtype, key=mx.random.key(seed)) for seed in (0, 1)]

@@ -1,19 +1,19 @@
-"""Replace MLX's BLAS by the library of `cpu_kernels.c`, after checking its results.
+"""Replace MLX's BLAS with the library of `cpu_kernels.c`, after checking its results.
 
 The problem. A BLAS is the library that multiplies matrices. MLX's CPU wheel for Linux brings the
 *reference* BLAS, which is 10 to 50 times slower than it could be. A tuned BLAS is fast, but its order of
 summation depends on the number of rows, so a request's last bits would depend on the other requests in
 its batch. On a Mac (Accelerate, Metal) and on CUDA none of this applies.
 
-The solution. The dynamic linker binds a name such as `cblas_sgemm` to the first library that defines it.
-So a library that is loaded *before* `mlx.core`, with its names made global, replaces the slow one. Ours
+The solution. The dynamic linker binds a symbol such as `cblas_sgemm` to the first library that defines it.
+So a library that is loaded *before* `mlx.core`, with global symbols, replaces the slow one. Ours
 sums in the same order for any number of rows. It is compiled at install, once for each instruction set
 (`build.py`), and all of these libraries compute the same bits. A compiler bug or a wrong option could
 produce a library that loads but computes wrong bits. So some products and operations are computed at
 startup and their hash is compared, which takes a few milliseconds. `preload` must run first: all our
 files import `mx` from `device.py`, which calls it.
 
-The invariant: a library with another hash is never used. MLX's own product is used instead, and the first
+The invariant: a library with a different hash is never used. MLX's own product is used instead, and the first
 line of a program says so.
 
     NANOBATCH_BLAS=rows               our own product, or an error that says why it cannot be loaded
@@ -48,7 +48,7 @@ MOST_THREADS = 16  # by default; memory bandwidth saturates earlier, and more th
 # The hash of the check's results, the same for every library on any processor. It changes if the order
 # of a sum changes; the error message then names the new hash.
 BITS = "be6d0838d8d2a088bd247e48aa765fcb"
-PLAIN_BITS = "7cea1b3faa5aacfd08a224fe3cd58909"  # only the plain form, without fused multiply-adds
+PLAIN_BITS = "7cea1b3faa5aacfd08a224fe3cd58909"  # for the form without fused multiply-adds
 
 # Forms of numbers and operations, in the order of the `enum` in `cpu_kernels.c`
 FLOAT32, FLOAT16, BFLOAT16, FOUR_BITS, EIGHT_BITS = range(5)
@@ -62,7 +62,7 @@ Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4, Q4_K, Q5_K, Q6_K = range(OF_GGUF, OF_GGUF +
 CUT_OFF, INFINITE = -1, -2  # results of `rows_lay_file`
 LINE = 64  # bytes of the header of a packed matrix; a cache line
 ORDER = 16  # the number of partial sums of a product
-WIDE = 144  # columns of a turned matrix: more vectors than a tile has in any form, and a rest
+WIDE = 144  # columns of a turned matrix: more vectors than a tile has in any form, and a remainder
 
 
 def say(line: str) -> None:
@@ -71,7 +71,7 @@ def say(line: str) -> None:
 
 
 class Blas(NamedTuple):
-    """The library that multiplies under MLX."""
+    """The library that computes MLX's matrix products."""
 
     name: str  # "rows" for our own, "mlx" for MLX's own, or the name of a file
     kernels: str = ""  # instruction set and threads of our own library
@@ -139,7 +139,7 @@ class Unbuilt(Exception):
 
 
 def load(name: str = "") -> Blas:
-    """Load the library for this form, or else the best one for this processor. Make its names global."""
+    """Load the library for this form, or else the best one for this processor. Make its symbols global."""
     forms = forms_here()
     if not forms:
         raise Unbuilt(f"cpu_kernels.c does not support processors of the kind {platform.machine()}")
@@ -193,7 +193,7 @@ def processor() -> frozenset[str]:
 
 
 def threads(most: int = MOST_THREADS) -> int:
-    """Return the number of threads that multiply: NANOBATCH_THREADS, or the number of cores available to
+    """Return the number of threads for products: NANOBATCH_THREADS, or the number of cores available to
     this process (`base/machine.py`), up to `most`."""
     asked = os.environ.get("NANOBATCH_THREADS", "")
     if not asked:
@@ -248,7 +248,7 @@ def computed(library: ctypes.CDLL) -> str:
     """Return the hash of the library's results for a fixed sequence of random numbers.
 
     Covers both layouts, weights packed in each form, and each operation, with one row, few rows and many.
-    Everything runs in this thread, because helpers start afterwards. A turned matrix gets copies of its
+    Everything runs in this thread, because helper threads start later. A turned matrix gets copies of its
     columns, which must all have the same bits: the original columns would fill no AVX-512 vector, and so
     run none of its tiles.
     """

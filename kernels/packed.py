@@ -11,7 +11,7 @@ the same order: no bit of a result changes.
     | header: form, N, K, group; 64 bytes | weights | scales | offsets |      each aligned to a cache line
       ^ the claim begins here
 
-Weights are not in the order of the file (`cpu_kernels.c` draws theirs); `as_bytes` restores it. For
+Weights are not in the order of the file (`cpu_kernels.c` draws the layouts); `as_bytes` restores it. For
 8-bit activations, weights and scales are in panels of 16 rows, and take as much memory as in the file;
 `from_panels` reads a row of them.
 
@@ -19,7 +19,7 @@ The invariant: only a `Claim` holds an array that claims more memory than it has
 operation would read beyond its end. The array keeps the matrix's memory alive, and so does each pending
 product. So the header stays valid as long as it may be read.
 
-Where next: `models/load.py`, which makes the matrices; `cpu_kernels.c`, which multiplies them.
+Where next: `models/load.py`, which creates the matrices; `cpu_kernels.c`, which multiplies them.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ MXFP4_CENTER = -12.0
 MXFP4_NUMBERS = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 MLX_GROUPS = (32, 64, 128)  # group sizes that MLX's own products support
 PARTS = ("weight", "scales", "offsets")
-LEAST_SHARE = 2**19  # weights that a thread copies at a time
-MOST_AT_ONCE = 2**30  # bytes of an allocation: MLX counts an array's elements in 32 bits
-LEAST = 16  # numbers in a row of a packed matrix; a header takes as much memory as 16 floats
+LEAST_SHARE = 2**19  # minimum number of weights that a thread copies at a time
+MOST_AT_ONCE = 2**30  # maximum bytes of an allocation: MLX counts an array's elements in 32 bits
+LEAST = 16  # minimum row length of a packed matrix; a header takes as much memory as 16 floats
 
 
 class Claim:
@@ -98,7 +98,7 @@ class Claim:
 
 
 class Blocks(NamedTuple):
-    """A matrix in a GGUF file. Its rows are blocks, which hold weights, scales and offsets."""
+    """A matrix in a GGUF file. Its rows consist of blocks, which contain weights, scales and offsets."""
 
     source: int  # the type's number in `cpu_kernels.c`
     factors: mx.Dtype  # the type of scales and offsets in memory
@@ -114,8 +114,8 @@ class Matrix(NamedTuple):
     W may be packed: `bits` bits per weight, and a scale and an offset for each `group` of weights.
     16-bit weights may have a float32 scale for each row, and no offset. Scales and offsets may be
     bytes (`widened`). With a `center`, each offset is the scale times the center, and no offsets are
-    stored. Until it is packed, W may be in MXFP4 as files have it (uint8, two weights each), or still
-    in a GGUF file.
+    stored. Until it is packed, W may be in MXFP4 as stored in files (uint8, two weights per byte), or
+    still in a GGUF file.
     """
 
     weight: mx.array  # (..., out, in); packed (..., out, in * bits / 32), uint32
@@ -128,7 +128,7 @@ class Matrix(NamedTuple):
     rounds: bool = False  # activations are rounded to 8 bits
     center: float = 0.0
     blocks: Blocks | None = (
-        None  # set if W is in a file; `weight` has the numbers of its rows there
+        None  # set if W is in a file; `weight` then contains its row numbers there
     )
 
     def __call__(self, x: mx.array) -> mx.array:  # (..., in) -> (..., out)
@@ -178,7 +178,7 @@ class Matrix(NamedTuple):
 
     @property
     def arrays(self) -> dict[str, mx.array]:
-        """The arrays of W by name, without missing ones."""
+        """The existing arrays of W, by name."""
         named = {"weight": self.weight, "scales": self.scales, "offsets": self.offsets}
         return {name: array for name, array in named.items() if array is not None}
 
@@ -211,7 +211,7 @@ class Matrix(NamedTuple):
 def joined(parts: Sequence[Matrix]) -> Matrix:
     """Join matrices with the same input and `packing`, by concatenating their outputs.
 
-    The input is then read once, and one product runs instead of three. `packed` joins, too.
+    The input is then read once, and one product runs instead of three. `packed` joins matrices, too.
     """
     if len(parts) == 1:
         return parts[0]
@@ -339,7 +339,10 @@ def lay(parts: Sequence[Matrix], at: int, to_next: int) -> None:
 
 
 def lay_share(part: Matrix, where: list, places: list[int]) -> None:
-    """`where`: the matrix in memory, the first row and their number; `places`: of the part's arrays."""
+    """Fill a range of rows from a part.
+
+    `where`: the address of the matrix, the first row, and the number of rows.
+    `places`: the addresses of the rows in the part's arrays."""
     c = device.blas.library
     pointers = [ctypes.c_void_p(place) for place in places]
     blocks = part.blocks
@@ -357,7 +360,7 @@ def lay_share(part: Matrix, where: list, places: list[int]) -> None:
 
 
 class Memory:
-    """An allocator of packed matrices, from large blocks in large pages."""
+    """An allocator for packed matrices: it divides large blocks of memory in large pages."""
 
     def __init__(self, expected: int = 0):
         """`expected`: the total size of all matrices in bytes."""

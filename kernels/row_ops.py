@@ -6,8 +6,8 @@ products.
 
 The solution. MLX passes an address to our product (`cpu_kernels.c`), and never reads the memory there, as
 with a packed matrix (`packed.py`). So an operation claims to be a matrix, too: `x @ claim` is the softmax
-of each row of x. A header at the address names the operation. It is valid as long as a product holds the
-memory.
+of each row of x. A header at the address names the operation. The header is valid as long as a product
+refers to the memory.
 
 The invariant: only an `Operation` or a `Rotation` holds an array that claims more memory than it has, because
 any other operation would read beyond its end.
@@ -58,7 +58,7 @@ usual = cache(Operation)  # for operations without a weight; a model has only fe
 
 
 class Rotation:
-    """`models.rope.rotate` for the tokens of a forward pass: their angles follow the header."""
+    """`models.rope.rotate` for the tokens of a forward pass. Their angles are stored after the header."""
 
     def __init__(self, cos: mx.array, sin: mx.array):  # (N, 1, Dh) each
         N, _, Dh = cos.shape

@@ -46,7 +46,7 @@ def keep_nearest(
     gap: mx.array,  # (n, V): how far a logit is below the largest
     weights: mx.array,  # (n, V): e^-gap
     total: mx.array,  # (n, 1): their sum
-    count: mx.array,  # (n, 1): keep this many tokens
+    count: mx.array,  # (n, 1): the number of tokens to keep
     mass: mx.array | None,  # (n, 1): keep tokens until they reach this fraction of the total
 ) -> mx.array:  # (n, V) bool
     """Return a mask of the tokens to keep, without a sort: all tokens up to some gap, the bound.
