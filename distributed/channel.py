@@ -6,8 +6,8 @@ another thread holds the GIL, or while the process is stopped or its machine swa
 slow.
 
 The solution is the operating system. A TCP connection stays open as long as the process at its other
-end exists, however slow, and is closed when that process exits for any reason. This leaves a machine
-without power and a cut cable. For these, TCP keepalive sends a probe every second and gives up after
+end exists, however slow, and is closed when that process exits for any reason. This does not cover
+a power failure or a cut cable. For these, TCP keepalive sends a probe every second and gives up after
 `SILENCE_S` (`keep_alive`). It does not depend on the timing of any thread.
 
 There is a heartbeat as well (`beat`), for networks that lose packets: keepalive sends only three
@@ -60,7 +60,7 @@ def connect(address: str, key: bytes, name: str, until: float) -> socket.socket:
             with ExitStack() as unless:
                 connection = socket.create_connection((host, int(port)), PATIENCE_S)
                 unless.enter_context(connection)
-                # Possible on the loopback interface while nothing listens at the port
+                # On the loopback interface, TCP may connect a port to itself while nothing listens there
                 if connection.getsockname() == connection.getpeername():
                     raise ConnectionRefusedError("it connected to itself")
                 own = proof(key, read_exactly(connection, PROOF) + named)
@@ -101,10 +101,10 @@ def accept(
             at_last.enter_context(server)
             server.setblocking(False)
         while names - found.keys():
-            if time.monotonic() > until:  # checked even under constant connection attempts
+            if time.monotonic() > until:  # even if something keeps connecting
                 raise TimeoutError("it did not connect")
             for server in select.select(servers, [], [], AGAIN_S)[0]:
-                with suppress(OSError):  # the caller is gone already
+                with suppress(OSError):  # the caller has already disconnected
                     connection = server.accept()[0]
                     threading.Thread(target=answer, args=[connection], daemon=True).start()
             while not proven.empty():
@@ -172,7 +172,7 @@ def send(connection: socket.socket, message: Message) -> None:
 
 
 def messages_of(connection: socket.socket) -> Iterator[Message]:
-    """Yield the messages of the previous rank until the connection closes."""
+    """Yield the messages from the previous rank until the connection closes."""
     with suppress(OSError, ValueError), connection.makefile() as messages:
         for message in messages:
             yield json.loads(message.replace(BEAT, ""))

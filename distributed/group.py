@@ -71,13 +71,13 @@ class Ranks:
         self.size = size
         self.leads = size > 1 and rank == 0  # True on the leader of several ranks
         self.backend = backend
-        # Set on the leader: ends all requests with this error
+        # Called with an error to end all requests; set on the leader only
         self.end_requests: Callable[[str], None] | None = None
         self.memory: tuple[int, ...] = ()  # bytes of weights and slab on each rank
         self._next: Sequence[socket.socket] = ()  # connections to the next rank
         self._received = queue.SimpleQueue()  # messages
         self._ends = threading.Lock()
-        self._fails_together = size > 1  # before the goodbye, losing one rank stops all
+        self._fails_together = size > 1  # until the goodbye, the loss of one rank stops all ranks
         # With a GPU, most backends transfer arrays through host memory
         self._stream = (
             mx.new_thread_unsafe_stream(mx.cpu)
@@ -127,7 +127,7 @@ class Ranks:
     def settle(self, c: Config, end_requests: Callable[[str], None]) -> str:
         """Exchange memory sizes, once the model is loaded. Return a description of this rank.
 
-        From here on, if a rank is lost, the leader calls `end_requests` with the reason."""
+        From now on, if a rank is lost, the leader calls `end_requests` with the reason."""
         if self.size == 1:
             return ""
         self.end_requests = end_requests if self.leads else None
@@ -210,8 +210,8 @@ class Ranks:
         self._end(one_line(f"{type(error).__name__}: {error}"), 1)
 
     def _end(self, why: str, code: int) -> NoReturn:
-        """Notify the waiting ranks and clients, then exit. Not with `sys.exit`, because the device may wait
-        for the lost rank forever."""
+        """Notify the waiting ranks and clients, then exit. `sys.exit` would not do, because the device may
+        wait for the lost rank forever."""
         with self._ends:  # never released
             try:
                 with suppress(OSError):  # the program that started this process may be gone, too

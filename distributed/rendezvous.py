@@ -57,7 +57,7 @@ LOOPBACK = "127.0.0.1"
 
 @functools.cache
 def join() -> Ranks:
-    """Connect to the ranks that this process was started with. Print which ranks it waits for."""
+    """Connect to the ranks that were started with this process. Print which ranks it waits for."""
     backend = environment.backend()
     nodes = read_hosts() if backend == "ring" else []
     if not backend or (backend == "ring" and not nodes):
@@ -225,7 +225,7 @@ def tie(
 
 
 def read_hosts() -> list[list[str]]:
-    """Return the addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`. Names are resolved."""
+    """Return the addresses of each rank: `[["10.0.0.1:5000"], ["10.0.0.2:5000"]]`. Host names are resolved."""
     path = Path(os.environ["MLX_HOSTFILE"])
     rank = environment.rank()
     try:
