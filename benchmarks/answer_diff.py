@@ -22,7 +22,7 @@ class Bits(NamedTuple):
     tokens: tuple[int, ...]
     # For each position: (token, log probability) of the chosen token, then of the likeliest tokens
     likely: tuple[tuple[tuple[int, float], ...], ...]
-    pieces: tuple[str, ...]  # the text that came with each token
+    pieces: tuple[str, ...]  # the text that each token added
     vector: tuple[float, ...] = ()
 
     @staticmethod
@@ -47,7 +47,7 @@ class Bits(NamedTuple):
         return Bits(digest, tokens, likely, pieces, vector)
 
     def only(self, place: int) -> Bits:
-        """Return the token at one position as an answer with only this token."""
+        """Return an answer with only the token at this position."""
         here = slice(place, place + 1)
         return Bits.made(self.tokens[here], self.likely[here], self.pieces[here])
 
@@ -73,7 +73,7 @@ class Difference(NamedTuple):
     """The first difference between two answers."""
 
     place: int  # the first position with different bits, from 0; -1: the vectors differ
-    by: float  # the largest difference of a log probability or of a vector's element
+    by: float  # the largest difference in a log probability or a vector's element
     parted: int | None  # the first position with different tokens
     said: tuple[str, str]  # the expected and the actual token at that position
 

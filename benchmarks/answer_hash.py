@@ -37,7 +37,7 @@ def fingerprint(engine: Engine) -> str:
 
 
 def compared(found: str, version: str) -> str:
-    """Return the hash, and say whether it is the expected one."""
+    """Return the hash with a note on whether it is the expected one."""
     expected = EXPECTED.get(version)
     if not expected:
         return f"{found}; none is recorded for MLX {version}"

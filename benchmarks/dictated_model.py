@@ -1,7 +1,7 @@
 """A model with predetermined answers, for measuring prompt lookup.
 
 The speedup of prompt lookup depends on the text. A model with random weights does not repeat its prompt,
-and a small model copies badly. So texts of this project are dictated: its code with a name changed, its
+and a small model copies badly. So the answers are dictated from this project's files: its code with a name changed, its
 pages, and its pages repeated. Each word is a token. The model computes logits and samples as usual, and
 then the sampled token is replaced, so the tokens are the same with and without draft tokens.
 """
@@ -60,7 +60,7 @@ def ids_of(words: list[str], vocabulary: int) -> list[int]:
 
 
 class DictatedModel:
-    """Wrap an engine and replace its sampled tokens by dictated ones."""
+    """Wrap an engine and replace its sampled tokens with dictated ones."""
 
     def __init__(self, engine: Engine):
         self.engine = engine

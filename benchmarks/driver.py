@@ -2,7 +2,7 @@
 
 Each sample runs in a process of its own, so that it inherits no memory, caches or threads. Samples of
 different columns alternate, so that a slowdown of the machine affects all columns. A sample's process
-ends with this one.
+exits when this one does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SCHEMA["required"] = list(SCHEMA["properties"])
 CHUNK = 128  # `chat`: all versions of nanobatch can resume prefill at a multiple of it
 INTERLEAVED = 3  # `chat`: number of repetitions of each measurement
 PATIENCE_S = 1800  # timeout of a sample in seconds
-BESIDE = ("closed", "open", "long")  # parts that keep the default limit of a step's time
+BESIDE = ("closed", "open", "long")  # parts that keep the default time limit of a step
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 
@@ -298,8 +298,8 @@ class Sample:
         return result.metrics
 
     def lone_chunk(self) -> Metrics:
-        """Run a prompt about as long as the last turn's. It is cached except for the number of tokens
-        that a turn adds. Return its metrics."""
+        """Run a prompt about as long as the last turn's, of which all but a turn's number of new tokens are
+        cached. Return its metrics."""
         new = self.spec.prompt + 1  # an answer's last token is not in the slab yet
         before = (TURNS - 1) * (self.spec.prompt + self.spec.output) - 1
         rows = before // CHUNK * CHUNK
@@ -356,7 +356,7 @@ class Sample:
 
 
 class Failure(RuntimeError):
-    """A sample failed for another reason than a user's mistake."""
+    """A sample failed for a reason other than a user's mistake."""
 
 
 def run_sample(spec: Spec) -> Figures:

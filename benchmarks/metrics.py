@@ -140,7 +140,7 @@ PARTS_OF_A_STEP = ("python", "device", "wait", "plan", "build", "commit")
 
 def step_figures(steps: Sequence[StepView]) -> Figures:
     """Return medians over the steps. With run-ahead, the stages of a step overlap with those of the next
-    step, so the time of a step is the period between two ends."""
+    step, so a step's time is measured from the end of the previous step."""
     seconds = {
         "step ms": [b.ended - a.ended for a, b in pairwise(steps)],
         **{f"{part} ms": [getattr(s, f"{part}_s") for s in steps] for part in PARTS_OF_A_STEP},

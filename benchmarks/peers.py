@@ -79,7 +79,7 @@ class Row:
 
     key: int
     ids: list[int]  # the next input: first the prompt, then the newest token
-    left: int  # number of tokens to generate
+    left: int  # number of tokens left to generate
     sequence: int = 0  # sequence id in the KV cache
     length: int = 0  # number of tokens in the KV cache
 

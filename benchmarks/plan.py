@@ -33,8 +33,8 @@ PARTS = {  # part -> caption of its table
     "speculate": "dictated answers without draft tokens and with them: renamed code, pages, pages repeated",
     "same": "tokens of the peer that equal ours, up to the first difference of each answer",
 }
-# The policies that `open` compares. Others differ only with several clients or very different prompt
-# lengths.
+# The policies that `open` compares. The others differ from them only with several clients or very
+# different prompt lengths.
 OF_ONE_CLIENT = ("continuous", "static", "serial")
 # Parts that a peer can run, because they need only requests and tokens
 PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
@@ -42,7 +42,7 @@ PARTS_OF_A_PEER = "decode", "closed", "open", "long", "same"
 DICTATED = [("rewrite", 1), ("rewrite", 4), ("repeat", 1)]
 DICTATED += [("fresh", n) for n in (1, 4, 8, 16)]
 DICTATED += [("schema", 1), ("rewrite fresh", 4)]
-# Parts that can be measured in processor time, because they never wait
+# Parts that can be measured in processor time, because they never sleep
 OF_ANY_CLOCK = "decode", "closed"
 ROWS = 8  # number of rows in parts with a fixed number
 CROWD = 40  # `open`: number of requests

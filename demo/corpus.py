@@ -2,14 +2,14 @@
 
 The problem. To show a serving engine at work one needs a model, and a model needs training text. This
 text is made to be *checked*: nearly every question has one right answer, which a few lines of Python
-can compute. A wrong position, mask or slot breaks counting and spelling at once, so a bug in the
+can compute. A wrong position, mask or slot breaks counting and spelling immediately, so a bug in the
 engine is visible on the screen.
 
 The invariant. Everything follows from a seed. A question is used either for training or for the exam,
 never for both: `is_held_out` decides by a hash of the item (the pair of numbers, the word, the list),
 so that no other wording of an exam question is trained on either. An answer is plain text, except that
 it may contain `CUT`: tokens end there, so that a reversed word is tokenized letter by letter, and not
-into whatever pieces the tokenizer happens to know.
+into whatever pieces the tokenizer happens to have.
 
 To add a skill, write a function that makes a `Task`, give it a weight in `SKILLS`, and a check in
 `eval.py`.
@@ -93,7 +93,7 @@ MORE_WORDS = words(
 
 
 def all_words() -> list[str]:
-    """Return the words of 400 stories, the nouns, and the list above."""
+    """Return the words of 400 stories, the nouns, and MORE_WORDS, without duplicates."""
     rng = random.Random("words")
     nouns = list(stories.NOUNS)
     text = " ".join(stories.story(rng, *rng.sample(nouns, 2), "long") for _ in range(400))
@@ -440,7 +440,7 @@ class Fact(NamedTuple):
     answer: str
 
 
-# The subject, other questions about it, and after the "=" the answer.
+# For each fact: the subject, other questions about it, and after the "=" the answer.
 FACTS_TEXT = """
 a slot | What does slot mean? | What are slots? | Explain slots. | How many requests fit in a slot?
 = A slot is the place of one request in the slab. It holds the keys and values of its tokens, from its admission to its
@@ -613,7 +613,7 @@ def elsewhere(rng: random.Random) -> Task:
     )
 
 
-# name -> (function that makes a task, share of the questions)
+# name -> (function that creates a task, share of the questions)
 SKILLS: dict[str, tuple[Callable[[random.Random], Task], float]] = {
     "story": (story, 30),
     "counting": (counting, 8),

@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 MODEL, RUN = HERE / "model", HERE / "run"
 
 VOCABULARY = 1536
-LENGTH = 1024  # tokens of the longest conversation, and the model's context length
+LENGTH = 1024  # maximum length of a conversation in tokens, and the model's context length
 POOL = 1024  # number of conversations that are sorted by length together
 START, SYSTEM, USER, ASSISTANT, END = (
     "<|start|>",
@@ -131,7 +131,7 @@ class Encoder:
 
     def encode(self, talk: corpus.TrainingText) -> list[tuple[int, bool]]:
         tokens = [(self.start, False)]
-        # No template: the question, if there is one, then the answer on its own line
+        # Without a template: the question, if there is one, then the answer on its own line
         if talk.plain:
             *asked, answer = (message["content"] for message in talk.messages)
             tokens += [(id, False) for text in asked for id in self.ids(text)]
