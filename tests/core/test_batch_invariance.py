@@ -31,15 +31,16 @@ def models(tmp_path_factory) -> list[tuple[Model, Tokenizer]]:
 
 @pytest.mark.parametrize("form", company.forms())
 def test_random_company_changes_no_bit(form):
-    """The reference is an engine with other slots, chunks and budget. Answers are also prefilled as
-    prompts. NANOBATCH_COMPANIES=1000 is the long form."""
+    """The reference engine has other slots, chunks and another budget. Answers are also prefilled as prompts.
+    NANOBATCH_COMPANIES=1000 runs the long form."""
     found = company.run(form, SCHEDULES)
     assert not found.differ
     assert all(found._replace(differ=True)), f"{found}: something was not tried"
 
 
 def test_random_company_changes_no_bit_with_int8_activations(tmp_path):
-    """Each row is rounded separately, whether it is decoded, drafted, or prefilled in chunks of any width."""
+    """Activations are quantized row by row, so a row has the same bits whether it is decoded, drafted, or
+    prefilled in a chunk of any width."""
     models = company.make_models(tmp_path, activations=8)
     found = sum((company.count(models, seed, rounds=1) for seed in range(4)), company.NONE)
     assert not found.differ
@@ -47,7 +48,7 @@ def test_random_company_changes_no_bit_with_int8_activations(tmp_path):
 
 
 def test_elementwise_tails_change_no_bit():
-    """A vector unit computes several numbers at a time, and might compute the remainder differently."""
+    """Numbers at the end of an array, which do not fill a vector register, have the same bits as elsewhere."""
     numbers = mx.random.normal((1000,), key=mx.random.key(1)) * 3
     for operation in (
         lambda x: ops.swiglu(mx.concatenate([x, x], axis=-1)),
@@ -64,7 +65,7 @@ def test_elementwise_tails_change_no_bit():
 
 
 def test_softmax_is_row_invariant():
-    """Put rows side by side, and masked columns after them."""
+    """Neighbouring rows and masked columns at the end of a row change no bit."""
     numbers = mx.random.normal((1000,), key=mx.random.key(1)) * 3
     for size in range(1, 40):
         row = mx.concatenate([numbers[:size], mx.full(size, -mx.inf)])
@@ -94,7 +95,7 @@ def test_argmax_ties_go_to_the_first():
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(monkeypatch, examined, bug):
-    """The reference, the bits or an invariant reveals each bug with ten prompts in a batch."""
+    """With each bug, some answer of the batch differs from mlx-lm's."""
     plant(monkeypatch, bug)
     assert not is_all_well(*examined)
 
@@ -125,7 +126,7 @@ def is_all_well(folder: Path, asks: list[Ask], answers: list[list[int]]) -> bool
     "bug", ["a reach that shows", "no further than the one before", "a form by their number"]
 )
 def test_planted_variance_is_caught(models, monkeypatch, bug):
-    """Each of these bugs was once in the code, or in an attempt to fix it."""
+    """Each of these bugs was once in the code, or in an attempt to fix a bug."""
     groups, softmax, attention = kv.Window.groups.func, llama.softmax, llama.attention
 
     def a_reach_that_shows(q, k, *rest):
@@ -164,9 +165,9 @@ def test_planted_variance_is_caught(models, monkeypatch, bug):
 @pytest.mark.parametrize("run_ahead", [True, False])
 @pytest.mark.parametrize("scrubbed", [True, False])
 def test_nan_row_ends_its_request_alone(models, monkeypatch, scrubbed, run_ahead):
-    """0 x NaN is NaN, even where the mask hides it. Without the scrub, the slot's next owner is poisoned:
-    it reads as many rows as its longer neighbour, including the row of NaN before it has overwritten it.
-    (Fused attention does not read that row.)"""
+    """A row of NaN is scrubbed, because 0 x NaN is NaN even where the mask hides the row. Without the scrub,
+    the slot's next owner fails, too: attention reads as many rows of its slot as its longer neighbour has,
+    including the row of NaN that it has not overwritten yet. (Fused attention does not read that row.)"""
     model, text = next(
         (model, text) for model, text in models if model.table.weight.dtype == mx.float32
     )
@@ -178,7 +179,7 @@ def test_nan_row_ends_its_request_alone(models, monkeypatch, scrubbed, run_ahead
         poisoned(model, 99), text, slots=2, max_len=192, chunk=32, run_ahead=run_ahead
     ) as engine:
         alone = engine.submit(good.prompt, good.sampling()).result()
-        # It never produces the poisoned token
+        # This request never produces the poisoned token
         longer = exactly(60, logit_bias={99: -100})
         neighbour = engine.submit([*range(14)], longer)
         bad = engine.submit([*range(40), 99, 4], good.sampling())

@@ -17,7 +17,7 @@ from step_output import unit_vector
 
 EMBED = SamplingParams(embeds=True)
 QWEN = {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
-# Several families, quantized or not. The last norm of tied Gemma and Granite is divided
+# Several families, quantized or not. In tied Gemma and Granite the last norm's weights are scaled
 SHAPES = ("qwen3", "gemma3_text", "granite, tied", "qwen3_moe, 4 bits")
 
 
@@ -76,8 +76,8 @@ def test_a_vector_is_the_last_state_of_mlx_lm(name, tmp_path):
 
 
 def test_embedding_is_batch_invariant(folder):
-    """Vectors are compared next to decoding answers, with rows copied from other texts, in any slot, with
-    any chunks, and with steps in flight."""
+    """A text's vector has the same bits next to decoding requests, with rows copied from other texts, in any
+    slot, with any chunks, and with steps in flight."""
     rng = np.random.default_rng(11)
     asked = texts(rng, 9)
     wish = SamplingParams(max_tokens=20, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
@@ -92,7 +92,10 @@ def test_embedding_is_batch_invariant(folder):
             assert engine.is_batch_invariant
             handles = []
             others = []
-            for ids in (*asked, *asked[::-1]):  # each twice: some slot may hold the whole text
+            for ids in (
+                *asked,
+                *asked[::-1],
+            ):  # each text twice, so that a slot may hold all its rows
                 handles.append(engine.submit(ids, EMBED))
                 if rng.random() < 0.5:
                     others.append(engine.submit(asked[0], wish))
@@ -109,7 +112,7 @@ def test_embedding_is_batch_invariant(folder):
 
 
 def test_the_row_of_a_vector_ends_with_its_prompt(folder):
-    """The screen shows no token for a vector, and its slot is free for the next step."""
+    """An embedding request emits no token, and frees its slot as soon as its prompt is prefilled."""
     with Engine.load(folder, slots=2, max_len=192, chunk=32) as engine:
         handle = engine.submit(list(range(70)), EMBED)
         result = handle.result()
@@ -125,7 +128,7 @@ def test_the_row_of_a_vector_ends_with_its_prompt(folder):
 
 
 def test_the_slab_is_not_copied_for_vectors(folder, monkeypatch):
-    """A reference to a hidden state may keep the slab referenced, and the next write would copy it."""
+    """A hidden state keeps no reference to the slab, which would force the next write to copy it."""
     with Engine.load(folder, slots=4, max_len=1024, chunk=32) as engine:
         size = engine.runner.slab.arrays[0].nbytes
         engine.submit(list(range(40)), exactly(60))
@@ -140,7 +143,7 @@ def test_the_slab_is_not_copied_for_vectors(folder, monkeypatch):
 
 
 def test_non_finite_embedding_is_an_error(folder):
-    """A vector of NaN would look valid to a client."""
+    """A vector with NaN ends its request with an error, because a client would take it for valid."""
     with Engine.load(folder, slots=1, max_len=64) as sound:
         parts = poisoned(sound.model, 9), sound.text
     with Engine(*parts, slots=2, max_len=64) as engine:
@@ -153,7 +156,7 @@ def test_non_finite_embedding_is_an_error(folder):
 
 
 def test_dimensions_truncate_and_renormalise(folder):
-    """As OpenAI's `dimensions` do: keep the first numbers, and scale them to length 1."""
+    """As with OpenAI's `dimensions`, keep the first numbers and scale them to length 1."""
     with Engine.load(folder, slots=1, max_len=64) as engine:
         whole = np.array(engine.embed(["Once"])[0])
         part = np.array(engine.embed(["Once"], dimensions=10)[0])
@@ -168,7 +171,7 @@ def test_dimensions_truncate_and_renormalise(folder):
 
 
 def test_chat_model_warns_about_embeddings(tmp_path):
-    """Vectors of a chat model look valid, but are not."""
+    """A chat model's vectors look valid but are meaningless, so `embed` needs `embeds=True`."""
     folder = make_checkpoint(tmp_path, **QWEN)
     with Engine.load(folder, slots=1, max_len=64) as engine:
         with pytest.raises(ValueError, match=r"not made for embeddings: its folder has no 1_Pool"):
@@ -198,8 +201,8 @@ def test_only_last_token_pooling_is_served(pooling, is_ours, tmp_path):
 
 
 def test_headless_model_loads_as_published(tmp_path, folder):
-    """The tensor names of Qwen3-Embedding lack "model.", and the larger models have no head, although their
-    config says so."""
+    """The tensor names of Qwen3-Embedding lack "model.", and its larger models have no head, although their
+    config does not tie it to the embedding."""
     headless = make_embedder(tmp_path / "b", tie_word_embeddings=False)
     arrays = mx.load(str(folder / "model.safetensors"))  # tied, so there is no head
     bare = {name.removeprefix("model."): array for name, array in arrays.items()}

@@ -1,4 +1,4 @@
-"""The engine as people use it: handles, threads, cancelling, failing, closing, and no memory leaks."""
+"""The engine's public interface: handles, threads, cancelling, failing, closing, and no memory leaks."""
 
 import gc
 import os
@@ -39,7 +39,7 @@ def test_streamed_pieces_join_to_the_text(engine):
 
 
 def test_metrics_say_what_happened(make_engine):
-    """The clock ticks once per reading, so times are numbers of readings: all positive and ordered."""
+    """The clock advances by 1 each time it is read, so all durations are positive and ordered."""
     ticks = iter(range(10**6))
     engine = make_engine(slots=1, clock=lambda: float(next(ticks)))
     first, second = engine.generate([[1, 2, 3], [4, 5]], exactly(5))
@@ -67,7 +67,7 @@ def test_small_budget(make_engine, budget, chunk):
 
 
 def test_budget_that_admits_nothing_is_refused(make_engine):
-    """Regression: no step was ever planned."""
+    """Regression: a budget or a chunk below 1 was accepted, and then no step was ever planned."""
     engine = make_engine(slots=2)
     for budget, chunk in ((0, 0), (0, 32), (-5, 32), (32, 0)):
         with pytest.raises(ValueError, match="it must be at least 1"):
@@ -78,10 +78,10 @@ def test_budget_that_admits_nothing_is_refused(make_engine):
 
 
 def test_token_0_is_a_token_like_any_other(make_engine):
-    """With run-ahead, the device hands each step's token to the next step, including token 0."""
+    """With run-ahead, the device passes each step's token to the next step, including token 0."""
     asked = exactly(5, logit_bias={0: 30.0}, logprobs=5)
     engine = make_engine(slots=1, prefix_cache=False, speculate=0)
-    assert any(engine.submit([1], LONG).result().tokens)  # so the slot has had other tokens
+    assert any(engine.submit([1], LONG).result().tokens)  # so that the slot has held other tokens
     ahead = engine.submit([7, 8], asked).result()
     engine.run_ahead = False
     assert ahead.tokens == [0] * 5
@@ -147,16 +147,17 @@ def test_a_wrong_chunk_is_refused(parts):
 
 
 def test_client_must_be_a_string(engine):
-    """A client that is not hashable would fail the step that admits its request."""
+    """A client that is not a string is refused at submit. One that is not hashable would fail the step that
+    admits it."""
     with pytest.raises(ValueError, match="client is a list; give a text"):
         engine.submit([1, 2], client=["anna"])
     assert engine.submit([1, 2], SamplingParams(max_tokens=3), client="anna").result().finish_reason
 
 
 def test_a_large_budget_takes_no_memory_at_start(parts):
-    """Regression: arrays as wide as the budget took 9.3 GiB and 52 s, or an OverflowError.
+    """Regression: arrays as wide as the budget took 9.3 GiB and 52 s, or raised an OverflowError.
 
-    A step is never wider than a chunk for each slot.
+    A step is never wider than one chunk per slot.
     """
 
     def peak(budget: int) -> int:
@@ -204,15 +205,15 @@ def test_serving_leaks_no_threads(engine):
     before = threads()
     for _ in range(5):
         serve_once()
-    wait_for(lambda: threads() <= before)  # the system lists a finished thread for a moment
+    wait_for(lambda: threads() <= before)  # the system still lists a finished thread for a moment
 
 
 def test_submit_wakes_an_idle_engine(engine):
     with engine.serving():
         engine.submit([1], SamplingParams(max_tokens=3)).result(timeout=60)
 
-        # Threads of a matrix product spin before they sleep, longer on a busy machine. One that never
-        # sleeps takes a good part of every second.
+        # The threads of a matrix product spin before they sleep, longer on a busy machine. A thread that
+        # never sleeps uses much of each second.
         def is_asleep() -> bool:
             before = time.process_time()
             time.sleep(1.0)
@@ -267,8 +268,8 @@ def test_cancel_frees_the_slot_in_every_phase(make_engine, steps, run_ahead):
 
 
 def test_close_ends_every_handle(parts):
-    """Regression: a thread that waited for a result of a closed engine waited forever. Later requests are
-    refused."""
+    """Regression: a thread that waited for a result was not woken when the engine was closed. Later requests
+    are refused."""
     engine = Engine(*parts, slots=1, max_len=128)
     with engine.serving():
         handles = [engine.submit([n], LONG) for n in range(4)]
@@ -310,18 +311,18 @@ engine = Engine.load({str(folder)!r}, slots=2, max_len=128)
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_step_times_add_up(make_engine, monkeypatch, run_ahead):
-    """Regression: the device's work counted as building, so Python looked slow."""
+    """Regression: the device's time was counted as build time, so Python looked slow."""
     now = 0.0
     spent = Counter()
 
     def takes(seconds, owner, name):
-        """Make a function take this many seconds."""
+        """Make each call of a function advance the clock by this many seconds."""
         real = getattr(owner, name)
 
         def slow(*args, **options):
             nonlocal now
             result = real(*args, **options)
-            if result is not None or name != "plan":  # a plan of nothing belongs to no step
+            if result is not None or name != "plan":  # an empty plan belongs to no step
                 now += seconds
                 spent[name] += seconds
             return result
@@ -355,7 +356,8 @@ def test_step_times_add_up(make_engine, monkeypatch, run_ahead):
 
 
 def test_dropped_engine_frees_its_slab(parts):
-    """Python's cycle collector does not know how large a slab is, so it may run much too late."""
+    """A closed engine is in no reference cycle, so its slab is freed with the last reference. The cycle
+    collector does not know how large a slab is, and may run much too late."""
     gc.collect()
     gc.disable()
     try:
@@ -377,15 +379,15 @@ def test_dropped_engine_frees_its_slab(parts):
 
 
 def rss() -> int:
-    """Return the resident bytes of this process on Linux, and MLX's own count elsewhere."""
+    """Return this process's resident set size in bytes on Linux, and MLX's active memory elsewhere."""
     if sys.platform == "linux":
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return mx.get_active_memory()
 
 
 def test_decoding_leaks_no_memory(parts):
-    """Decode two answers of 500 tokens at a time. A single copy of one layer's slab would show in the peak.
-    A step may leak at most 200 bytes of MLX's memory, or 10 KiB in total."""
+    """Decode two answers of 500 tokens in the same steps. A single copy of one layer's slab would show in the
+    peak. A step may leak at most 200 bytes of MLX's memory and 10,000 bytes of resident memory."""
     sizes = {"slots": 2, "max_len": 16_384, "chunk": 64}
     with Engine(*parts, **sizes, speculate=0) as engine:
         engine.generate([[1, 2, 3]] * 2, exactly(300))
@@ -398,7 +400,7 @@ def test_decoding_leaks_no_memory(parts):
         assert engine.registry.steps.count - before >= 500
         assert mx.get_peak_memory() - active < one_layer, "the slab was copied"
         assert abs(mx.get_active_memory() - active) < 200 * 500
-        gc.collect()  # pytest's workers do not collect by themselves
+        gc.collect()  # garbage is not a leak
         assert rss() - resident < 10_000 * 500
         engine.runner.slab.check()
 
@@ -435,7 +437,8 @@ def count_copies(folder: Path) -> tuple[int, int]:
 
 
 def test_no_step_copies_the_slab(tmp_path, monkeypatch):
-    """MLX copies an array that is still referenced elsewhere, which happens if a pass starts too early."""
+    """MLX copies an array that is written while a running pass still reads it, so each pass waits for the
+    previous one."""
     wide = {"hidden_size": 1024, "num_attention_heads": 32, "head_dim": 128}
     folder = make_checkpoint(tmp_path, num_hidden_layers=1, intermediate_size=64, **wide)
     assert count_copies(folder) == (0, 4)

@@ -1,4 +1,4 @@
-"""The engine fails visibly: a bug is shown with its file and line, and as few requests as possible end."""
+"""The engine fails visibly: a bug is shown with its file and line, and ends as few requests as possible."""
 
 import gc
 import re
@@ -20,7 +20,7 @@ from sched import Scheduler
 
 LONG = exactly(30)
 FEW = exactly(6)
-# For each part of a step, the function that raises
+# Part of a step -> the function that is made to raise
 PARTS = {
     "plan": (Scheduler, "plan"),
     "a policy": (Scheduler, "_admissible"),
@@ -99,7 +99,7 @@ class Panic(BaseException):
 
 
 def detokenize(monkeypatch, engine: Engine, **methods: Callable) -> None:
-    """Give the text streams of requests submitted from now on these methods."""
+    """Replace these methods in the text streams of requests that are submitted from now on."""
     stream = engine.text.stream([])
     for name, method in methods.items():
         setattr(stream, name, method)
@@ -108,7 +108,7 @@ def detokenize(monkeypatch, engine: Engine, **methods: Callable) -> None:
 
 @pytest.mark.parametrize("kind", [ValueError, Panic])
 def test_detokenizer_that_raises(engine, monkeypatch, caplog, kind):
-    """A failing callback ends its own request, and the traceback names its line."""
+    """An exception in the detokenizer ends only its own request, and the traceback names the line."""
     expected = engine.submit([4, 5], LONG).result().tokens
     good = engine.submit([4, 5], LONG)
 
@@ -130,7 +130,7 @@ def test_detokenizer_that_raises(engine, monkeypatch, caplog, kind):
 
 @pytest.mark.parametrize("act", ["cancel", "close"])
 def test_detokenizer_that_raises_at_the_end(engine, monkeypatch, caplog, act):
-    """Regression: flushing the last text failed, which made cancel and close fail."""
+    """Regression: an exception while the last text was flushed made cancel and close fail."""
     detokenize(monkeypatch, engine, finish=bug)
     handle = engine.submit([1], LONG)
     engine.step()
@@ -139,7 +139,7 @@ def test_detokenizer_that_raises_at_the_end(engine, monkeypatch, caplog, act):
 
 
 def test_two_failing_steps_are_both_shown(engine, monkeypatch, caplog):
-    """A step fails while the previous one cannot be read back."""
+    """If a step fails and the previous one cannot be read back, both errors are logged."""
     handle = engine.submit([1], LONG)
     engine.step(), engine.step()
     monkeypatch.setattr(runner, "forward", bug)
@@ -160,7 +160,8 @@ def test_mistakes_of_users_have_no_traceback(engine, caplog):
 
 
 def test_failed_step_frees_its_memory(parts, monkeypatch):
-    """A frame of `forward` refers to the slab, and there must be room for a new one."""
+    """The frames in the traceback refer to the slab. It is freed nevertheless, because a new one needs the
+    memory."""
     gc.collect()
     gc.disable()
     try:
@@ -201,7 +202,7 @@ def test_exception_is_shown_with_its_causes(caplog):
 
 
 def test_bug_in_forward_has_a_traceback(tmp_path):
-    """The traceback appears without any logging set up, as for a user who changes the code."""
+    """The traceback appears even if logging is not set up, as when a user edits the code."""
     folder = make_checkpoint(tmp_path, seed=1)
     (tmp_path / "hacked.py").write_text(
         "def forward(model, ids, windows, logits_at):\n    return ids @ logits_at.nothing\n"
@@ -222,8 +223,8 @@ with Engine.load({str(folder)!r}, slots=2, max_len=128) as engine:
 
 
 def test_bug_in_forward_is_no_usage_error(tmp_path):
-    """Regression: failures of the first step, which runs while the model is loaded, were reported in one
-    line."""
+    """Regression: an exception in the first step, which runs while the model is loaded, was reported in one
+    line, like a user's mistake."""
     folder = make_checkpoint(tmp_path, seed=1)
     (tmp_path / "hacked.py").write_text(
         "def forward(model, ids, windows, logits_at):\n    raise ValueError('shapes')\n"
@@ -240,7 +241,8 @@ sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
 
 @pytest.mark.parametrize("part", ["k_proj", "v_proj"])
 def test_key_beyond_float16_is_an_error(tmp_path, part):
-    """An infinite key may get weight 0, which makes the answer wrong without an error."""
+    """A key or value that float16 cannot represent ends the request with an error. An infinite key may get
+    weight 0, which would make the answer wrong without a sign."""
     folder = make_checkpoint(tmp_path, seed=3, dtype=mx.bfloat16, attention_bias=True)
     file = folder / "model.safetensors"
     weights = mx.load(str(file))

@@ -32,7 +32,7 @@ def prompts(count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_grammar_holds_with_every_setting(parts, run_ahead):
-    """In each batch, every setting also runs without a grammar."""
+    """Each batch contains every sampling setting with a grammar and without one."""
     wishes = []
     for n, settings in enumerate(KINDS.values()):
         wishes.append(SamplingParams(max_tokens=30, seed=n, grammar=DIGITS, **settings))
@@ -119,8 +119,7 @@ def test_reused_slot_has_no_grammar_left(engine):
 
 @pytest.mark.parametrize("place", ["in the prompt", "in the answer"])
 def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
-    """The mask is added to the logits. If it replaced the forbidden ones, NaN among them would go
-    unnoticed."""
+    """The mask is added to the logits and replaces none, so that NaN among forbidden tokens is detected."""
     model, text = parts
     token = 99 if place == "in the prompt" else text.tokenizer.token_to_id("5")
     grammar = {"regex": "[a-z]{9}"} if place == "in the prompt" else {"regex": "5{9}"}
@@ -157,7 +156,9 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
         return call
 
     with Engine(*parts, slots=4, max_len=64, chunk=32, speculate=0) as engine:
-        engine.eager_first_token = False  # as on a GPU: not even a first token is read at once
+        engine.eager_first_token = (
+            False  # as on a GPU, where even a first token is read one step later
+        )
         monkeypatch.setattr(Runner, "start_forward", noted("forward", forward))
         monkeypatch.setattr(Runner, "start_sampling", noted("sample", sample))
         monkeypatch.setattr(runner.RunningStep, "read_back", noted("read", read))
@@ -177,7 +178,8 @@ def test_run_ahead_without_a_grammar(parts, monkeypatch):
 
 
 def test_forward_overlaps_with_a_grammar(parts, monkeypatch):
-    """Run-ahead is complete again as soon as no row of a step has a grammar."""
+    """Under a grammar the next forward pass starts before the previous step is read, and only sampling waits.
+    Once no row has a grammar, sampling does not wait either."""
     events = events_of(
         parts, monkeypatch, SamplingParams(max_tokens=30, grammar={"regex": "[0-9]{6}"}), PLAIN
     )
@@ -193,7 +195,7 @@ def test_forward_overlaps_with_a_grammar(parts, monkeypatch):
 
 
 def test_grammar_is_compiled_at_submit(engine, monkeypatch):
-    """Compiling in the thread that steps would delay every request."""
+    """A grammar is compiled in a thread of its own, because the thread that steps would delay every request."""
     makers = []
     make = grammar_file.make
 

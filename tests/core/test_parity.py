@@ -43,8 +43,8 @@ def test_tokens_and_logits_equal_mlx_lm(name, tmp_path):
     respelled = settings.pop("reference", None)
     seed = seed_of(name)
     folder = make_checkpoint(tmp_path, seed=seed, **settings)
-    # With one request at a time there are no neighbours and many steps. A tenth of the configurations is
-    # enough for that.
+    # One request at a time takes many steps and has no neighbours, so a tenth of the configurations is
+    # enough.
     lonely = seed % 10 == 2
     options = {
         "slots": 1 + seed % 3 if lonely else 2 + seed % 7,
@@ -78,7 +78,7 @@ def test_number_of_compared_prompts():
     ],
 )
 def test_quantized_weights_equal_mlx_lm(name, tmp_path):
-    """Check the products that a GPU uses, which are slow on a CPU but equally exact."""
+    """Check MLX's quantized matrix products, which a GPU uses. On a CPU they are slow but equally exact."""
     folder = make_checkpoint(tmp_path, seed=5, **CONFIGS[name])
     with Engine.load(folder, dtype="checkpoint", slots=3, max_len=256, chunk=32) as engine:
         assert any(
@@ -97,7 +97,7 @@ def test_quantized_weights_equal_mlx_lm(name, tmp_path):
     ],
 )
 def test_keys_and_values_in_float16_are_close_to_mlx_lms(name, tmp_path):
-    """Float16 is the default for checkpoints of 16 bits or fewer."""
+    """Keys and values are float16 by default if the checkpoint has 16 bits or fewer."""
     folder = make_checkpoint(tmp_path, seed=9, **CONFIGS[name])
     with Engine.load(folder, activations=32, slots=3, max_len=256, chunk=32) as engine:
         assert engine.model.kv_dtype == mx.float16
@@ -125,8 +125,8 @@ def four_bits(module: str) -> tuple[int, int] | None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_narrow_weights_of_the_newest_families(name, tmp_path):
-    """The same bounds hold for 16 and 4 bits, with keys and values in float16, and for computing in 16
-    bits."""
+    """Checkpoints of 16 and 4 bits stay within the same bounds, with keys and values in float32 or float16.
+    So does computing in 16 bits."""
     tokens = np.random.default_rng(6).integers(0, 256, 50).tolist()
     settings = CONFIGS[name] | {"seed": 6}
     if name == "gemma4_text":
@@ -149,7 +149,8 @@ def test_narrow_weights_of_the_newest_families(name, tmp_path):
 
 
 def test_dynamic_rope_has_one_theta_per_engine(tmp_path):
-    """theta depends on the slot length. mlx-lm has no rule for it, so it is given the value."""
+    """theta depends on the slot length. mlx-lm does not support this, so the reference gets the computed
+    value."""
     scaling = {"type": "dynamic", "factor": 2.0}
     folder = make_checkpoint(tmp_path, seed=7, rope_scaling=scaling, max_position_embeddings=40)
     theta = 10_000.0 * (2.0 * 256 / 40 - 1.0) ** (16 / 14)
@@ -167,7 +168,7 @@ def test_dynamic_rope_has_one_theta_per_engine(tmp_path):
 
 
 def test_long_positions_stay_close_too(tmp_path):
-    """Angles grow with the position, and so does rounding."""
+    """Rotation angles grow with the position, and their rounding errors do, too."""
     folder = make_checkpoint(tmp_path, seed=8, rope_scaling={"rope_type": "llama3", **LLAMA3})
     prompt = np.random.default_rng(8).integers(0, 256, 1900).tolist()
     with Engine.load(folder, activations=32, slots=2, max_len=2048, chunk=128) as engine:

@@ -44,8 +44,8 @@ def test_shared_system_prompt_is_computed_once(parts, slots):
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_stretched_positions_share_rows(kind, tmp_path):
-    """The rotation of a position depends on the slot length and not on the prompt's, so equal tokens have
-    equal rows."""
+    """The rotation of a position depends on the slot length and not on the prompt's length, so equal prefixes
+    have equal rows."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
     scaling = {"rope_type": kind, "factor": 2.0, **(factors if kind == "longrope" else {})}
     folder = make_checkpoint(
@@ -70,7 +70,7 @@ def test_stretched_positions_share_rows(kind, tmp_path):
 
 
 def test_prefix_copy_moves_only_the_prefix(make_engine):
-    """Copying whole slots takes longer than computing a short prefix."""
+    """Copy only the rows of the prefix: copying a whole slot takes longer than computing a short prefix."""
     opening = tokens(64)
     engine = make_engine(slots=4, max_len=16384, budget=36)
     layer = engine.runner.slab.arrays[0].nbytes
@@ -83,7 +83,7 @@ def test_prefix_copy_moves_only_the_prefix(make_engine):
             assert mx.get_peak_memory() - before < layer
     assert (
         sum(handle.metrics.cached_tokens for handle in handles) == 64 + 3 * 71
-    )  # three reuse all but their last token
+    )  # three requests reuse all but their last token
 
 
 # --- a chat's next turn -------------------------------------------------------------------------
@@ -92,8 +92,8 @@ def test_prefix_copy_moves_only_the_prefix(make_engine):
 @pytest.mark.parametrize("kept", [35, 69, 70])
 @pytest.mark.parametrize("copied", [False, True])
 def test_cached_rows_change_no_bit(parts, copied, kept):
-    """The rows come from the request's own slot, or are copied while another request runs there. The
-    conversation has 40 tokens and an answer of 30."""
+    """The rows come from the request's own slot, or are copied from a slot where another request runs. The
+    prompt has 40 tokens, and the answer 30."""
     longer = exactly(30)
     with (
         Engine(*parts, slots=1 + copied, max_len=256, chunk=32) as engine,
@@ -118,7 +118,7 @@ def test_cached_rows_change_no_bit(parts, copied, kept):
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_cancel_keeps_the_cache_and_error_drops_it(parts, run_ahead):
-    """The rows of a cancelled answer can be reused. After an error no row is, because it may not be finite."""
+    """A cancelled request's rows are reused. A failed request's rows are not, because they may not be finite."""
     model, text = parts
     prompt = [n % 90 for n in range(40)]
     with Engine(
@@ -146,10 +146,10 @@ def plain(parts):
 def conversations(
     parts, plain: Engine, seed: int, most_slots: int = 6, **more
 ) -> tuple[int, int, int, int]:
-    """Run three turns of random conversations next to each other.
+    """Run three turns of random conversations concurrently.
 
-    Return the number of tokens, of answers that differ from those without reuse, of reused answer rows,
-    and of rows from disk.
+    Return the number of tokens, of answers that differ from those without reuse, of reused answer rows, and
+    of rows restored from disk.
     """
     rng = np.random.default_rng(seed)
     slots, chunk, budget = (
@@ -195,7 +195,7 @@ def conversations(
                     done.append(handle)
                     reused += max(0, handle.request.prefix.cached - before)
                     said = [*handle.request.prompt, *handle.tokens]
-                    if rng.random() < 0.2:  # it was retokenized, or edited
+                    if rng.random() < 0.2:  # as if retokenized or edited
                         said = said[: int(rng.integers(1, len(said) + 1))]
                     if turn < 3:
                         more = rng.integers(0, 256, rng.integers(1, 20)).tolist()
@@ -225,7 +225,8 @@ def test_random_conversations_with_prefix_cache(parts, plain):
 
 
 def test_random_conversations_with_a_slot_cache(parts, plain, tmp_path):
-    """There are so few slots that most are overwritten, saved, and restored for the next turn."""
+    """With only one or two slots, most conversations are overwritten, saved to disk, and restored for their
+    next turn."""
     count = CONVERSATIONS // 2
     folder = str(tmp_path / "slots")
     compared, differ, _, restored = np.sum(
@@ -237,8 +238,8 @@ def test_random_conversations_with_a_slot_cache(parts, plain, tmp_path):
 
 
 def test_chat_continues_after_its_own_answer():
-    """The template renders earlier turns again, and the answer's text may get other tokens. As many rows
-    are reused as tokens agree."""
+    """The template renders the whole chat again, and an earlier answer may be tokenized differently. Rows are
+    reused up to the first token that differs."""
     chat, said, told = [], [], []
     with Engine.load("demo", slots=2, max_len=256) as engine:
         for question in ("Count from 3 to 12.", "Reverse the word stone.", "What is 17 + 6?"):

@@ -1,4 +1,4 @@
-"""Every request ends exactly once, with a reason, whatever fails; and a failure affects no other request."""
+"""Every request ends exactly once, with a reason, whatever fails. A failure affects no other request."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ FEW = exactly(6)
 
 
 def test_soak(parts):
-    """NANOBATCH_SOAK=10000 is the long form, which also judges memory."""
+    """NANOBATCH_SOAK=10000 runs the long form, which also checks memory."""
     requests = SOAK or 250
     counts = soak(*parts, requests, seed=1)
     assert counts["refused"] > requests / 80 and counts["cancelled"] > requests / 7
@@ -55,7 +55,7 @@ def test_exception_at_any_call(parts, monkeypatch, target, run_ahead):
     real = getattr(owner, name)
     failures = 0
     model, text = parts
-    by_formula = replace(model, attention="formula")  # otherwise nothing uses a bucket
+    by_formula = replace(model, attention="formula")  # fused attention uses no buckets
     with (
         Engine(by_formula, text, slots=2, max_len=128, chunk=32, run_ahead=run_ahead) as engine,
         engine.serving(),
@@ -83,7 +83,8 @@ def test_exception_at_any_call(parts, monkeypatch, target, run_ahead):
 
 
 def test_failing_step_spares_a_finished_answer(make_engine, monkeypatch):
-    """A's third and last token is in flight when the next step, which contains only B, cannot be built."""
+    """A's third and last token is in flight when the next step, which contains only B, cannot be built. Only
+    B fails."""
     engine = make_engine(speculate=0)
     expected = engine.submit([1, 2], exactly(3)).result().tokens
     a = engine.submit([1, 2], exactly(3))
@@ -99,8 +100,8 @@ def test_failing_step_spares_a_finished_answer(make_engine, monkeypatch):
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_unstarted_requests_retry_in_order(make_engine, monkeypatch, run_ahead):
-    """The budget allows one chunk a step. A's chunk fails; B is in a slot and C to E are queued, and none
-    of them loses anything."""
+    """The budget allows one chunk a step. A's chunk fails. B, which is in a slot, and C to E, which are
+    queued, run afterwards in their order of arrival."""
     prompts = [[n] * 40 for n in range(1, 6)]
     engine = make_engine(budget=1, run_ahead=run_ahead)
     expected = engine.generate(prompts, LONG)
@@ -127,7 +128,7 @@ def test_unstarted_requests_retry_in_order(make_engine, monkeypatch, run_ahead):
 
 
 def test_no_memory_for_a_new_slab(engine, monkeypatch):
-    """Waiting threads get the error. When there is memory again, the engine works."""
+    """While no slab can be allocated, every waiting thread gets an error. Afterwards the engine works again."""
     expected = engine.submit([4, 5], LONG).result().tokens
     with engine.serving():
         with monkeypatch.context() as broken:
@@ -141,14 +142,11 @@ def test_no_memory_for_a_new_slab(engine, monkeypatch):
     check(engine)
 
 
-# --- numbers that are not finite ----------------------------------------------------------------
-
-
 # --- program exit -------------------------------------------------------------------------------
 
 
 def test_exit_while_loading(tmp_path):
-    """Regression: a process that exited while MLX computed aborted or hung."""
+    """Regression: a process aborted or hung if it exited while MLX was computing."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6}
     large = make_checkpoint(tmp_path, **sizes)
     code = f"""

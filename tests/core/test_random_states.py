@@ -1,6 +1,6 @@
 """Models with states in random batches: chunks, forks of running prompts, drafts, cancels, several answers to
-one prompt, numbers that are not finite, and restarts with a slot cache. Each answer must have the bits that
-it has alone."""
+one prompt, numbers that are not finite, and restarts with a slot cache. Each answer has the same bits as when
+its request runs alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ from models.memory import state_nbytes
 from nanobatch import Engine, Handle, Model, SamplingParams, Tokenizer
 from policies import POLICIES
 
-ROUNDS = number_of("STATES", 3)  # for each model
+ROUNDS = number_of("STATES", 3)  # per model
 BROKEN = 255  # a token whose embedding is not finite
 LONGEST = 320
 SHAPES = {
@@ -36,9 +36,9 @@ class Count(NamedTuple):
     differ: tuple[str, ...] = ()  # a sentence for each answer that differs
     restored: int = 0  # prompts that started from a checkpoint
     reread: int = 0  # tokens
-    wrong: int = 0  # draft tokens
+    wrong: int = 0  # rejected draft tokens
     cancelled: int = 0
-    failed: int = 0  # answers with numbers that are not finite
+    failed: int = 0  # requests with numbers that are not finite
     from_disk: int = 0  # tokens
 
     def __add__(self, other: "Count") -> "Count":
@@ -46,7 +46,7 @@ class Count(NamedTuple):
 
 
 def test_random_states(tmp_path):
-    """NANOBATCH_STATES=175 is the long form: 20,000 comparisons."""
+    """NANOBATCH_STATES=175 runs the long form: 20,000 comparisons."""
     found = sum((random_states(name, tmp_path / name, ROUNDS) for name in SHAPES), Count())
     print(found._replace(differ=len(found.differ)))
     assert not found.differ
@@ -78,7 +78,7 @@ def random_states(name: str, folder: Path, rounds: int) -> Count:
 
 
 def remembering(engine: Engine) -> Alone:
-    """Return a function that asks an engine with one slot, and caches the answers."""
+    """Return a function that runs a request on this engine, and caches the result."""
     tap, known = Tap(engine), {}
 
     def ask(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[Handle, np.ndarray | None]:
@@ -101,8 +101,8 @@ def play(
     rng: np.random.Generator,
     topic: int,
 ) -> Count:
-    """Run one round. Two rounds share a topic, which provides text for their prompts, so that the second one
-    finds what the first has saved."""
+    """Run one round. Each pair of rounds takes its prompts from the same texts, so that the second finds what
+    the first has saved."""
     stems = np.random.default_rng(1000 + topic).integers(0, BROKEN, (3, 150)).tolist()
     most = int(rng.choice([0, 3, 15]))
     places = int(rng.integers(0, 9))

@@ -78,7 +78,7 @@ def record(parts) -> Recorded:
             for _ in range(n % 3):
                 engine.step()
             if n % 7 == 6:
-                # The newest request, so that its slot is scrubbed
+                # Cancel the newest request, so that its slot is scrubbed
                 handles[[*engine.sched.running][-1] - 1].cancel()
         while engine.step():
             pass
@@ -86,7 +86,7 @@ def record(parts) -> Recorded:
 
 
 def test_recorded_batches_are_complete(record):
-    """A field that is not recorded would not be replayed."""
+    """The recording contains scrubs, copied rows, batches with several chunks, and every kind of sampling."""
     orders = record.orders
     assert sum(bool(order.scrubs) for order in orders) >= 1
     assert (
@@ -197,8 +197,8 @@ def test_head_computes_only_sampled_rows(parts, record):
 
 
 def test_chunk_keeps_no_reference_to_the_slab(parts):
-    """The output of a chunk's last layer is never computed. An unevaluated reference would keep the arrays,
-    and the next write would copy them."""
+    """If a chunk samples nothing, the output of its last layer is never computed. A reference to it would
+    keep the slab's arrays alive, and the next write would copy them."""
     sizes = Sizes(slots=4, max_len=16_384, chunk=32, budget=100)
     with device_lock, device_stream():
         runner = Runner(parts[0], sizes)

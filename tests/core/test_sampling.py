@@ -32,7 +32,8 @@ def parts(folder) -> tuple[Model, Tokenizer]:
 
 @pytest.fixture(params=["sorted", "bisected"])
 def how(request, monkeypatch) -> str:
-    """Sort the vocabulary or bisect it. The tests' small vocabulary would always be sorted."""
+    """Run the test with sorting and with bisection, since a vocabulary as small as the test's is always
+    sorted."""
     monkeypatch.setattr(sampling, "SORTABLE", sampling.SORTABLE if request.param == "sorted" else 0)
     return request.param
 
@@ -85,8 +86,7 @@ def test_frequencies_of_20000_draws(name):
     assert not counts[expected < 1e-12].any(), "a token came that should have been filtered"
     deviation = np.abs(counts - DRAWS * expected) / np.sqrt(DRAWS * expected * (1 - expected) + 1)
     assert deviation.max() < 5, f"token {deviation.argmax()}"
-    # All tokens together, by the chi-square of those that are not rare: its mean is the degrees of
-    # freedom.
+    # The chi-square of all tokens that are not rare. Its mean is the number of degrees of freedom.
     common = expected * DRAWS > 5
     if common.sum() > 1:
         chi2 = ((counts - DRAWS * expected) ** 2 / (DRAWS * expected + 1e-30))[common].sum()
@@ -94,7 +94,7 @@ def test_frequencies_of_20000_draws(name):
 
 
 def test_penalties_count_the_answer_alone():
-    """A short answer is padded with its first token, which must not count again."""
+    """A short answer is padded with its first token, and the padding is not counted. Neither is the prompt."""
     asked = SamplingParams(presence_penalty=1.0, frequency_penalty=0.5)
     answers = [(), (5,), (5, 6, 5)]
     picks = [
@@ -117,13 +117,13 @@ def test_penalties_and_bias(folder, make_engine, options):
     """OpenAI's definition: `frequency_penalty` counts each occurrence in the answer, and `presence_penalty`
     counts once. The prompt does not count. The repetition penalty is mlx-lm's."""
     prompt = [7, 7, 9]
-    asked = exactly(90, **options)  # more than a block of 64
+    asked = exactly(90, **options)  # more than one block of 64 tokens
     answers = []
     for run_ahead in (True, False):
         engine = make_engine(slots=3, run_ahead=run_ahead)
         for tokens in (5, 70):
             engine.submit([1, 2], SamplingParams(max_tokens=tokens, frequency_penalty=1))
-        # One of the two is in a slot that another answer had
+        # One of the two gets a slot that another request has used
         answers += [engine.submit(prompt, asked) for _ in range(2)]
         assert engine.submit(prompt, exactly(90)).result().tokens != answers[0].result().tokens
     tokens = answers[0].tokens
@@ -148,7 +148,7 @@ def test_penalties_and_bias(folder, make_engine, options):
 
 
 def picks_of(kinds: list[str], at: int = 0) -> list[SamplingRow]:
-    """Return a row for each kind of settings, in separate slots from `at` on."""
+    """Return a sampling row for each kind of settings, in consecutive slots from `at` on."""
     return [
         SamplingRow(
             at + i, SamplingParams(**KINDS[kind]), seed=i, index=4, before=(3, 1 + i, 3, 5, 3)
@@ -170,8 +170,8 @@ def outcome(logits: np.ndarray, picks: list[SamplingRow], slots: int = 32) -> di
 
 @pytest.mark.parametrize("size", [61, 271, 4_160, 5_003, 152_064])
 def test_sampling_is_row_invariant(size):
-    """Test every kind of sampling with vocabularies that are odd, prime, or a multiple of a block, small
-    and large."""
+    """Every kind of sampling is batch-invariant with small and large vocabularies, whether their size is odd,
+    prime, or a multiple of a block."""
     rng = np.random.default_rng(size)
     kinds = [kind for kind in KINDS if size > 200 or kind != "logit_bias"]
     logits = (rng.standard_normal((len(kinds), size)) * 2).astype(np.float32)
@@ -199,7 +199,8 @@ def test_sampling_is_row_invariant(size):
 )
 @pytest.mark.parametrize("levels", [2, 40, 10**9])
 def test_top_tokens_without_a_sort(size, k, levels):
-    """Blocks of equal numbers are easily confused: with two levels nearly all are equal."""
+    """Among equal numbers the lowest index comes first, also across blocks. With two levels nearly all
+    numbers are equal."""
     gaps = np.random.default_rng(k).integers(0, levels, (3, size)).astype(np.float32)
     gaps[1, : size // 2] = math.inf
     found = np.array(sampling.likeliest(mx.array(gaps), k))
@@ -207,7 +208,7 @@ def test_top_tokens_without_a_sort(size, k, levels):
 
 
 def test_bisection_keeps_what_a_sort_would_keep():
-    """The strictest filter decides, whichever it is, in the same step for all rows."""
+    """Bisection keeps the same tokens as sorting, whichever filter of a row is the strictest."""
     rng, compared = np.random.default_rng(8), 0
     for levels, widest in [(3, 9), (50, 9), (10**6, 9), (10**6, 1e-3), (10**6, 900)]:
         x = rng.integers(0, levels, (24, 640)).astype(np.float32) * np.float32(widest / levels)
@@ -245,7 +246,7 @@ def test_bisection_keeps_what_a_sort_would_keep():
 @pytest.mark.parametrize(
     "options, kept",
     [
-        # Each has 0.25: the third has 0.5 before it, which is not less than 0.5
+        # Four tokens of 0.25 each: the two before the third already add up to 0.5
         ({"top_p": 0.5}, [2, 3]),
         ({"top_p": 0.51}, [2, 3, 66]),
         ({"top_k": 3}, [2, 3, 66]),
@@ -268,7 +269,7 @@ def test_filter_ties_keep_the_lowest_ids(options, kept, how):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "all nan", "all -inf", "all inf"])
 def test_non_finite_row_has_no_token(bad, how):
-    """Comparisons silently ignore a NaN in the middle of a row."""
+    """A row with a number that is not finite yields no token, although comparisons silently ignore a NaN."""
     picks = picks_of([*KINDS, *KINDS])
     logits = np.random.default_rng(2).standard_normal((len(picks), V)).astype(np.float32)
     good = outcome(logits, picks)
@@ -284,7 +285,7 @@ def test_non_finite_row_has_no_token(bad, how):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_minus_infinity_forbids_a_token(kind, how):
-    """A model may mask unused ids: most of the vocabulary, including both ends."""
+    """A model may mask unused ids with -inf, even most of the vocabulary and both its ends."""
     logits = np.full((100, V), -math.inf, np.float32)
     logits[:, [70, 71, 200]] = [1, 2, 1.5]
     picks = [pick._replace(index=i, before=()) for i, pick in enumerate(picks_of([kind] * 100))]
@@ -339,7 +340,7 @@ def test_no_sampling_sorts_a_large_vocabulary(monkeypatch):
 
 
 def test_logit_bias_is_built_once():
-    """Regression: 100,000 entries took a second in each step."""
+    """Regression: building a bias of 100,000 entries took a second in each step."""
     state = SlotBiases(2, V)
     first, other = [SamplingParams(logit_bias={5: 1.0}).logit_bias for _ in range(2)]
     built = state.bias(0, first)
@@ -349,7 +350,7 @@ def test_logit_bias_is_built_once():
 
 
 def test_next_request_in_a_slot_has_its_own_bias(make_engine):
-    """The bias is stored by slot, so a new request must not inherit it."""
+    """Biases are stored per slot, but a new request does not inherit its predecessor's."""
     wishes = [{}, {7: 100.0}, {9: 100.0}, {}, {7: 100.0}]
     engine = make_engine(slots=1, max_len=64)
     plain, *results = [

@@ -1,7 +1,5 @@
-"""The scheduler without a model or an array, on a simulated clock.
-
-The first timelines must also come from a reader's scheduler: stages 5 to 8 of course/from_zero.
-"""
+"""The scheduler without a model or an array, on a simulated clock. In stages 5 to 8 of course/from_zero, the
+reader's own scheduler must produce the first of these timelines."""
 
 import gc
 import random
@@ -36,8 +34,8 @@ def test_serial_runs_one_request_at_a_time():
 
 
 def test_fair_prefers_the_client_with_fewest_slots():
-    """One client submits four requests. The only request of another client gets the next slot instead of
-    the last."""
+    """One client submits four requests, then another client submits one, which is admitted second instead of
+    last."""
     story = Story(policy="fair")
     for _ in range(4):
         story.submit(3, 2, client="many")
@@ -53,8 +51,8 @@ def test_fair_prefers_the_client_with_fewest_slots():
 
 
 def test_fair_breaks_ties_by_last_service():
-    """With one slot no waiting client holds any. By arrival order, C's client would wait for all requests
-    of the first client."""
+    """With one slot no waiting client has any, so the client that was served longest ago is next: C overtakes
+    B."""
     story = Story(slots=1, policy="fair")
     for client in ("many", "many", "two", "two", "many"):
         story.submit(3, 1, client=client)
@@ -62,8 +60,8 @@ def test_fair_breaks_ties_by_last_service():
 
 
 def test_a_cancel_gives_its_client_no_second_turn():
-    """Regression: A is served, and B, the next request of its client, is cancelled. C of the same client
-    then overtook D of the other client, because only B remembered its client's turn."""
+    """Regression: A is served, and B, the next request of its client, is cancelled. C of the same client then
+    overtook D of the other client, because only B recorded that its client had been served."""
     story = Story(slots=1, policy="fair")
     clients = ("many", "many", "many", "one")
     _, second, *_ = [story.submit(3, 1, client=client) for client in clients]
@@ -73,7 +71,7 @@ def test_a_cancel_gives_its_client_no_second_turn():
 
 
 class Name(str):
-    """A client's name that counts how often it is looked up."""
+    """A client's name that counts how often it is hashed."""
 
     count = 0
 
@@ -128,8 +126,8 @@ def test_each_admission_says_why_it_got_its_slot():
 
 
 def test_chunks_next_to_decodes_are_as_long_as_the_engine_allows():
-    """The chunk of a prompt has 8 tokens, but only 3 while A decodes, because the engine's limit applies. No
-    budget is reported that could not be spent."""
+    """B's chunks have 8 tokens, but only 3 while A decodes, which is the engine's limit next to a decode. The
+    reported budget does not exceed what can be spent."""
     story = Story(slots=2, max_len=100, chunk=8, budget=20)
     story.submit(3, 4)
     story.step()
@@ -154,7 +152,7 @@ def test_chunks_next_to_decodes_are_as_long_as_the_engine_allows():
 
 
 class FixedRoom:
-    """Stands in for an engine's step time."""
+    """A step-time model that always allows the same number of prompt tokens."""
 
     def __init__(self, prompt_tokens: int):
         self.room = prompt_tokens
@@ -167,8 +165,8 @@ class FixedRoom:
 
 
 def test_short_prompt_does_not_wait_for_a_long_one():
-    """S arrives in step 2. Its 6 tokens share the budget of 8 with L, which gets the rest. In plain arrival
-    order, L would use the whole budget until step 3."""
+    """B arrives in step 2. Its 6 tokens share the budget of 8 with A, which gets the rest. In order of
+    arrival, A would use the whole budget until step 3."""
     story = Story(budget=8, chunk=8)
     story.submit(24, 1, prefix_cache=False)
     story.step()
@@ -199,7 +197,7 @@ def test_oldest_prompt_keeps_half_the_budget():
 
 
 def test_unneeded_half_is_not_reserved():
-    """A has 2 tokens left in step 2, which is less than half, so B and C get the rest."""
+    """In step 3, A has 2 tokens left, which is less than half the budget, so B and C get the rest."""
     story = Story(slots=3, budget=8, chunk=8)
     for length in (10, 12, 9):
         story.submit(length, 1, prefix_cache=False)
@@ -213,8 +211,8 @@ def test_unneeded_half_is_not_reserved():
 
 
 def test_next_turn_counts_as_a_short_prompt():
-    """Regression: 52 of B's 60 tokens are in its slot, but it counted as 60 and was prefilled after A's
-    remaining 30."""
+    """Regression: 52 of C's 60 tokens are cached in its slot, but it counted as 60 and was prefilled after
+    B's remaining 32."""
     story = Story(slots=2, max_len=200, budget=8, chunk=8)
     said = tuple(range(500, 552))
     story.submit(said, 1)
@@ -232,8 +230,8 @@ def test_next_turn_counts_as_a_short_prompt():
 
 @pytest.mark.parametrize("slots", [2, 8])
 def test_short_prompt_beside_a_long_one(slots):
-    """Regression: with the usual budget, 35 tokens next to 3,000 had their first token 17 steps after they
-    arrived."""
+    """Regression: with the usual budget, a prompt of 35 tokens next to one of 3,000 had its first token 17
+    steps after it arrived."""
     budget = usual_budget(slots, 128)
     story = Story(slots=slots, max_len=4_000, chunk=128, budget=budget)
     story.submit(3_000, 1, prefix_cache=False)
@@ -294,7 +292,7 @@ def test_cancel_frees_the_slot_for_the_next_plan(lag, when):
 
 
 def test_restart_keeps_the_order_of_arrival():
-    """Regression: a held request was queued behind requests that had never been admitted."""
+    """Regression: running requests were put back into the queue after requests that had never been admitted."""
     story = Story(slots=2, chunk=4, budget=4)
     requests = [story.submit((9 * i, *range(i, 20)), 2) for i in range(3)]
     story.step()
@@ -363,8 +361,8 @@ def test_a_wrong_setting_is_refused_by_name(wrong):
 
 
 def test_static_blocks_free_slots():
-    """A's slot is free from step 3 on while C and D wait. In step 6 the queue is empty, so no slot is
-    blocked."""
+    """A's slot is blocked in steps 3 and 4, while C and D wait. C's slot is free in step 7, but not blocked,
+    because the queue is empty."""
     story = Story(policy="static")
     for tokens in (2, 4, 2, 3):
         story.submit(3, tokens)
@@ -397,7 +395,7 @@ def test_drain_empties_all_slots_first():
 
 
 def test_idle_drain_ends_at_once():
-    """A drain ends immediately when nothing is running. Of two drains, the last one counts."""
+    """A drain ends immediately when nothing is running. A second drain replaces the first."""
     story = Story()
     continuous = POLICIES["continuous"]
     static = POLICIES["static"]
@@ -458,14 +456,14 @@ def test_planning_is_independent_of_the_prompts_length():
     """A prompt's tokens are read at submit. A plan reads at most one segment after the shared prefix.
 
     All prompts are equal except for their ends. Comparing 64 prompts of 16,000 tokens in each plan took a
-    second under the lock. This test counts Python's calls.
+    second under the lock. This test counts Python's function calls.
     """
     short, long = (calls_of_a_plan(tokens) for tokens in (1_000, 8_000))
     assert 0 < long < 2.5 * short  # a binary search takes a few more steps
 
 
 def calls_of_a_plan(tokens: int) -> float:
-    """Return the average calls of a plan while 32 such prompts are served in 16 slots."""
+    """Return the average number of function calls in a plan while 32 such prompts are served in 16 slots."""
     slots = 16
     planner = Scheduler(slots, tokens + 20, POLICIES["continuous"], chunk=64, budget=64 + 64 * 10)
     opening = list(range(tokens - 2))
@@ -500,7 +498,7 @@ def common(prompt: tuple, other: tuple) -> int:
 
 @pytest.mark.parametrize("segment", [1, 2, 3, 8])
 def test_longest_cached_prefix_is_found(segment):
-    """Compare with a simple search, token by token through each slot. Less than a segment does not count."""
+    """Compare with a token-by-token search through each slot. A prefix shorter than a segment does not count."""
     found = between = 0
     for seed in range(60):
         rng = random.Random(seed)
@@ -525,18 +523,18 @@ def test_longest_cached_prefix_is_found(segment):
             if rng.random() < 0.6:
                 prefixes.forget(slot)
                 owners[slot], held[slot] = (prompt, trail), ()
-            if rng.random() < 0.7 and owners[slot][0]:  # more rows of its owner's prompt
+            if rng.random() < 0.7 and owners[slot][0]:  # record more rows of its owner's prompt
                 rows = rng.randint(len(held[slot]), len(owners[slot][0]))
                 prefixes.record_rows(slot, owners[slot][1], rows)
                 held[slot] = owners[slot][0][:rows]
-                # And an answer, which ends the request
+                # Record an answer, too, which ends the request
                 if rows == len(owners[slot][0]) and rng.random() < 0.5:
                     answer = tuple(rng.choices(range(2), k=rng.randint(0, 20)))
                     prefixes.record_answer(slot, owners[slot][1], answer, rows + len(answer))
                     held[slot] += answer
                     owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
             if rng.random() < 0.1:
-                # The request is gone; the slot keeps its rows
+                # The request ends, and the slot keeps its rows
                 owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
             if rng.random() < 0.02:
                 prefixes.clear()
@@ -546,7 +544,7 @@ def test_longest_cached_prefix_is_found(segment):
 
 
 def test_unshared_prompt_has_no_cached_rows():
-    """An unshared prompt does not share its own rows either."""
+    """A prompt without prefix caching finds no rows, not even its own, and no other prompt finds its rows."""
     prefixes, prompt = Prefixes(2, segment=4), tuple(range(20))
     one, none = (prefixes.trail(prompt, shares) for shares in (True, False))
     prefixes.record_rows(0, one, 20)
@@ -562,7 +560,7 @@ def test_unshared_prompt_has_no_cached_rows():
 
 @pytest.mark.parametrize("answer", [1, 41])
 def test_unused_prefixes_are_freed(answer):
-    """Prefixes that were not freed would keep every prompt and every answer in memory."""
+    """The nodes of prompts and answers that are in no slot any more are freed."""
     before = nodes()
     planner = Scheduler(2, 200, POLICIES["continuous"], chunk=4)
     for id in range(100):
@@ -619,8 +617,8 @@ def test_next_turn_copies_from_a_taken_slot(lag):
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("reason", ["cancelled", "error"])
 def test_slot_keeps_its_rows_after_a_cancel(lag, reason):
-    """All rows from which committed tokens were computed can be reused. After an error, such as a
-    grammar's, the slot used to forget them."""
+    """All rows from which committed tokens were computed can be reused. Regression: after an error, such as a
+    grammar's, the slot forgot them."""
     story = Story(slots=2, lag=lag)
     first = story.submit(9, 30)
     while first.committed < 6:
@@ -636,7 +634,7 @@ def test_slot_keeps_its_rows_after_a_cancel(lag, reason):
 
 
 def test_cancelled_prompt_keeps_its_finite_chunks():
-    """With run-ahead the newest chunk is in flight. The same prompt used to be prefilled from its first
+    """With run-ahead the newest chunk is in flight. Regression: the same prompt was prefilled from its first
     token again, so a client with a short timeout never got an answer."""
     story = Story(slots=1, lag=1)
     first = story.submit(24, 2)
@@ -680,7 +678,8 @@ def test_chunk_in_flight_at_a_cancel_is_kept():
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("at", [1, 5, 9, 13])
 def test_non_finite_chunks_are_not_cached(lag, at):
-    """One token's row is not finite, and the prompt is cancelled: the chunks before it may be kept."""
+    """If the row of one token is not finite and the prompt is cancelled, only the chunks before that row are
+    cached."""
     story = Story(slots=1, lag=lag)
     first = story.submit((*range(at), BAD, *range(100, 140)), 2)
     for _ in range(5):
@@ -688,13 +687,13 @@ def test_non_finite_chunks_are_not_cached(lag, at):
     story.sched.finish(first, "cancelled", story.now)
     assert story.sched.prefixes.rows == [at // 4 * 4]
     good = story.submit((*range(at), *range(200, 230)), 2)
-    story.drawn()  # asserts that no such row is left
+    story.drawn()  # asserts that no row that is not finite remains
     assert (good.prefix.cached, good.finish_reason) == (at // 4 * 4, "length")
 
 
 def test_cancel_in_the_queue_keeps_the_cache():
-    """Regression: C is admitted, and waits for rows that B writes. After a cancel its slot forgot its rows,
-    although C had written nothing."""
+    """Regression: D is admitted to the slot that holds A's rows, and cancelled before its first chunk. The
+    slot then forgot A's rows, although D had written nothing."""
     story = Story(slots=3, chunk=4, budget=7)
     first = story.submit(tuple(range(100, 120)), 1)
     story.drawn()
@@ -707,7 +706,7 @@ def test_cancel_in_the_queue_keeps_the_cache():
 
 
 def test_long_conversation_keeps_its_slot():
-    """B shares a prefix with A, whose slot holds 40 rows. B's 8 rows are copied into an empty slot, and A
+    """B shares 8 rows with A, whose slot holds 40. They are copied into an empty slot, and A's next turn
     continues in its own."""
     story = Story(slots=2)
     a = story.submit(20, 21)
@@ -732,7 +731,7 @@ def test_few_rows_are_copied_unless_this_step_writes_them():
     story.drawn()
     assert (first.prefix.cached, other.prefix.cached, third.prefix.cached) == (0, 0, 20)
     assert len({first.slot, other.slot, third.slot}) == 3
-    short = story.submit((*range(15), *[600] * 20), 1)  # less than a segment
+    short = story.submit((*range(15), *[600] * 20), 1)  # shares less than a segment
     story.drawn()
     assert short.prefix.cached == 0
 
@@ -742,15 +741,15 @@ def test_few_rows_are_copied_unless_this_step_writes_them():
 
 reused = Counter()  # by seed: answer rows that a next turn reused
 left = Counter()  # by seed: rows left by prompts cancelled before their first token
-drafted = Counter()  # accepted and rejected
+drafted = Counter()  # draft tokens: right (accepted) and wrong (rejected)
 overtaken = Counter()  # by policy: how often a request was admitted before an older one
 
 
 class Fairness:
     """Checks the admissions of a scheduler against the order that each policy guarantees.
 
-    `passed`: the oldest queued request of each client without a slot, and the clients that were
-    admitted while it waited.
+    `passed` maps the oldest queued request of each client without a slot to the clients that were admitted
+    while it waited.
     """
 
     def __init__(self, sched: Scheduler):
@@ -829,7 +828,7 @@ def random_schedule(seed: int) -> int:
     refused = 0
     for _ in range(
         rng.choice([1, 1, 3])
-    ):  # waves: each starts after all requests of the last have ended
+    ):  # waves: each starts after all requests of the previous one have ended
         for _ in range(rng.randint(1, 12)):
             for _ in range(rng.choice([0, 0, 1, 3])):
                 prompt, tokens = rng.randint(1, rng.choice([20, 100])), rng.randint(1, 12)
@@ -898,7 +897,7 @@ def test_random_schedules():
 
 
 def no_turns(scheduler: Scheduler) -> Iterator[Request]:
-    """Yield requests of the client with the fewest slots, then the oldest."""
+    """Yield requests of the client with the fewest slots, regardless of when it was last served."""
     held = Counter(request.client for request in scheduler.running.values())
     line = list(scheduler.waiting.values())
     while line:
@@ -909,7 +908,7 @@ def no_turns(scheduler: Scheduler) -> Iterator[Request]:
 
 
 def no_slots(scheduler: Scheduler) -> Iterator[Request]:
-    """Yield requests of the client served longest ago, however many slots it has."""
+    """Yield requests of the client that was served longest ago, regardless of its number of slots."""
     line = list(scheduler.waiting.values())
     while line:
         request = min(line, key=lambda r: max(r.queued.arrival_step, r.queued.fairness_turn))

@@ -1,7 +1,7 @@
-"""Random schemas, models that know nothing of them, and temperature 1: every answer that ends by itself
-parses, and is valid according to another library.
+"""Random schemas at temperature 1, with models that were not trained on them: every answer that is not
+truncated parses, and is valid according to jsonschema.
 
-NANOBATCH_SCHEMAS=1000 is the long form.
+NANOBATCH_SCHEMAS=1000 runs the long form.
 """
 
 import json
@@ -20,7 +20,7 @@ SCHEMAS = number_of("SCHEMAS", 12)
 
 @pytest.mark.parametrize("model", ["demo", "random"])
 def test_finished_json_is_valid(model, tmp_path, capsys):
-    """A truncated answer has the finish reason "length"."""
+    """Only answers that end with the finish reason "stop" are checked. Truncated ones end with "length"."""
     folder = "demo" if model == "demo" else make_checkpoint(tmp_path)
     ends: Counter[str] = Counter()
     refused: Counter[str] = Counter()

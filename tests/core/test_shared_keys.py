@@ -28,7 +28,7 @@ def answer(engine: Engine, prompt: list[int]) -> tuple:
 
 @pytest.mark.parametrize(("slots", "common"), [(1, 33), (2, 40)])
 def test_an_answer_continues_from_shared_rows(folder, slots, common, tmp_path):
-    """The rows come from the same slot, from another one, or from disk."""
+    """The cached rows come from the same slot, from another one, or from disk."""
     rng = np.random.default_rng(common)
     first = rng.integers(1, 250, 90).tolist()
     second = [*first[:common], 255 - first[common], *rng.integers(1, 250, 9).tolist()]
@@ -47,7 +47,8 @@ def test_an_answer_continues_from_shared_rows(folder, slots, common, tmp_path):
 
 
 def test_memory_of_a_row(folder):
-    """E2B takes 18 KiB a token: 15 of 35 layers have rows, three of them with heads of 512."""
+    """Gemma 4 E2B takes 18 KiB per token: 15 of 35 layers have rows, three of them with a head dimension of
+    512."""
     model = read_model(folder)
     c = model.config
     full = frozenset(range(4, 35, 5))
@@ -64,7 +65,8 @@ def test_memory_of_a_row(folder):
 
 
 def test_keys_that_no_layer_uses_are_skipped(folder, tmp_path):
-    """Checkpoints contain keys and values for all layers."""
+    """Checkpoints contain key and value projections for all layers, also for those that reuse other layers'
+    rows."""
     weights = mx.load(str(folder / "model.safetensors"))
     for module in ("k_proj", "v_proj"):
         weights[f"model.layers.5.self_attn.{module}.weight"] = mx.ones((24, 64))

@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 def answer(engine: Engine, prompt: list[int], tokens: int = 6) -> tuple:
-    """Return a request's tokens and logits, and the source of its cached prefix."""
+    """Return a request's tokens and logits, and the length and source of its cached prefix."""
     tap = Tap(engine)
     handle = engine.submit(prompt, SamplingParams(max_tokens=tokens))
     result = handle.result()
@@ -49,7 +49,8 @@ def prompts(common: int) -> tuple[list[int], list[int]]:
     ("slots", "common"), [*((1, n) for n in (16, 17, 18, 19)), *((2, n) for n in (32, 33, 34, 35))]
 )
 def test_an_answer_continues_from_any_row(folder, common, slots):
-    """The rows are in the same slot or copied to another one, and the taps reach rows before the cut."""
+    """The cached rows are in the same slot or copied to another one. The first new tokens are convolved with
+    the last cached rows."""
     first, second = prompts(common)
     tokens, logits, _, _ = alone(folder, second)
     with Engine.load(folder, slots=slots, max_len=256, chunk=32) as engine:
@@ -72,7 +73,7 @@ def test_rows_on_disk_are_restored(folder, tmp_path):
 
 
 def test_memory_of_a_row(folder):
-    """The 350M model takes 32 KiB a token: 1,024 numbers of 16 bits in each layer."""
+    """The 350M model takes 32 KiB per token: 1,024 numbers of 16 bits in each of 16 layers."""
     c = read_model(folder).config
     published = c.__class__(
         **{**vars(c), "D": 1024, "H": 16, "Hkv": 8, "Dh": 64, "layers": 16}

@@ -24,7 +24,7 @@ class Turn(NamedTuple):
     said: list[int]  # the prompt and its answer
 
 
-# The conversation of each turn
+# How the conversation of each turn is chosen
 ORDERS: dict[str, Callable[[random.Random, int, int], list[int]]] = {
     "any": lambda dice, talks, count: [dice.randrange(talks) for _ in range(count)],
     "bursts": lambda dice, talks, count: [
@@ -98,7 +98,9 @@ def test_only_new_tokens_are_read_where_slots_suffice(talks, has_states):
     which takes no longer than copying it.
 
     With states, the second conversation prefills the common prefix again, since there is no state at its end.
-    The others find the state that it leaves there, which the ends of prompts used to replace."""
+    Later conversations start from the state that the second one leaves there. (States at the ends of prompts
+    used to evict it.)
+    """
     for seed in range(40):
         dice = random.Random(seed)
         prefix = dice.randint(0, 300)
@@ -116,8 +118,8 @@ def test_only_new_tokens_are_read_where_slots_suffice(talks, has_states):
 
 
 def test_conversation_that_has_ended_gives_up_its_slot():
-    """Two conversations take turns, and a long one has ended. If only rows counted, the long one would keep its
-    slot, and the other two would overwrite each other in the second slot forever."""
+    """Two short conversations take turns, and a long one has ended. At first the two overwrite each other in
+    the second slot, until the long one's rows are overwritten, too."""
     reader = Reader(2, 10_000, chunk=10_000)
 
     def read(token: int, length: int) -> int:
@@ -131,8 +133,8 @@ def test_conversation_that_has_ended_gives_up_its_slot():
 
 
 def furthest(asked: list[Turn], slots: int) -> int:
-    """Return the number of tokens prefilled by the rule that knows the future: evict the conversation whose
-    next turn is furthest away (Belady)."""
+    """Return the number of tokens that Belady's optimal rule prefills: evict the conversation whose next turn
+    is furthest away."""
     held: list[Turn | None] = [None] * slots
     read = 0
     for now, turn in enumerate(asked):
@@ -141,7 +143,7 @@ def furthest(asked: list[Turn], slots: int) -> int:
         after = [each.talk for each in asked[now + 1 :]]
 
         def waits(slot: int, turn: Turn = turn, after: list[int] = after) -> float:
-            """Return the number of turns until the slot's conversation continues; a larger number if it
+            """Return the number of turns until the slot's conversation continues, or a larger number if it
             never does."""
             each = held[slot]
             if each is None or each.talk == turn.talk:
@@ -155,9 +157,9 @@ def furthest(asked: list[Turn], slots: int) -> int:
 @pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("slots", [4, 8])
 def test_more_conversations_than_slots(slots, has_states):
-    """At most 1.3 times as many tokens are prefilled as by the rule that knows the future, for up to 12
-    conversations of 10 turns with a common prefix of up to 4,000 tokens. (With many more turns in random
-    order, no rule without that knowledge can stay within this bound.)"""
+    """At most 1.3 times as many tokens are prefilled as with Belady's rule, for up to 12 conversations of 10
+    turns with a common prefix of up to 4,000 tokens. (With many more turns in random order, no rule that does
+    not know the future stays within this bound.)"""
     found = []
     for order in ORDERS:
         ours = best = 0
@@ -167,7 +169,7 @@ def test_more_conversations_than_slots(slots, has_states):
             asked = [*turns(dice, talks, prefix, 10 * talks, 400, 4, order)]
             reader = Reader(slots, 2**20, chunk=2**16, has_states=has_states)
             read = sum(reader.read(turn) for turn in asked)
-            # Without a state at its end, the second conversation prefills the prefix, too
+            # The second conversation also prefills the prefix, because there is no state at its end
             least = furthest(asked, slots) + (prefix if has_states else 0)
             if talks <= slots:
                 assert read == least, "only what nobody has written yet"

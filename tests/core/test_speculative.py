@@ -1,4 +1,4 @@
-"""Draft tokens change no bit: tokens, log probabilities, text, reasons and usage are the same with and
+"""Draft tokens change no bit: tokens, log probabilities, text, finish reasons and usage are the same with and
 without them, for every kind of request, in random batches. Accepted and rejected draft tokens are counted."""
 
 from dataclasses import replace
@@ -63,7 +63,7 @@ class Oracle(Drafter):
 
     def __init__(self, plain: list[Handle], dice: np.random.Generator, wrong: int = -1):
         super().__init__(5)
-        self.answers = {1 + n: handle.tokens for n, handle in enumerate(plain)}  # by request
+        self.answers = {1 + n: handle.tokens for n, handle in enumerate(plain)}  # by request id
         self.dice = dice
         self.wrong = wrong  # the token to use for a wrong draft, or -1 for a random one
 
@@ -86,7 +86,7 @@ class Oracle(Drafter):
         return int(self.dice.integers(256)) if self.wrong < 0 else self.wrong
 
     def may_follow(self, plan: Plan) -> bool:
-        """Return False at random. Otherwise no step would be in flight while another is planned."""
+        """Return False at random, so that some steps are planned while another is in flight."""
         return bool(self.dice.random() < 0.6)
 
 
@@ -101,12 +101,12 @@ class Compared(NamedTuple):
 
     kind: str
     differs: str  # the difference, or "" if there is none
-    right: int  # draft tokens
+    right: int  # accepted draft tokens
     wrong: int
 
 
 def compare(parts, seed: int, **options) -> list[Compared]:
-    """Compare all kinds of requests, in random batches."""
+    """Compare requests of every kind with and without drafts, in random batches."""
     rng = np.random.default_rng(seed)
     kinds, asks = map(list, zip(*requests(rng), strict=True))
     with Engine(*parts, speculate=0, **SIZES) as engine:
@@ -129,7 +129,7 @@ def compared(kind: str, plain: Handle, found: Handle) -> Compared:
 
 
 def check_counts(engine: Engine, handles: list[Handle]) -> None:
-    """Steps and requests count the same tokens."""
+    """Check that steps and requests count the same tokens."""
     steps = engine.snapshot().steps
     assert sum(step.tokens for step in steps) == sum(len(handle.tokens) for handle in handles)
     for name in ("draft_tokens", "accepted_tokens"):
@@ -156,8 +156,9 @@ def test_planted_sampling_row_bug_is_caught(parts, monkeypatch, bug):
 
 @pytest.mark.parametrize("bug", ["", "its rows are not scrubbed", "it is not begun again"])
 def test_non_finite_draft_spoils_no_row(parts, monkeypatch, bug):
-    """Attention multiplies a hidden row by 0, and 0 x NaN is NaN. So the correct rows of that piece are
-    lost, too, and later steps would read the NaN that it leaves."""
+    """A draft token whose row is not finite spoils the other rows of its step, too, because attention
+    multiplies a masked row by 0, and 0 x NaN is NaN. So the step is repeated without the draft, and its rows
+    are scrubbed."""
     model, text = poisoned(parts[0], 99), parts[1]
     model = replace(model, attention="formula")  # the C operation does not read leftover rows
     if bug == "its rows are not scrubbed":
@@ -250,7 +251,7 @@ def inventing(id: int) -> Request:
 
 
 class Silent:
-    """A grammar that forces nothing, and counts how often it is asked."""
+    """A grammar that forces nothing, and counts how often `forced` is called."""
 
     asked = 0
 
@@ -285,8 +286,8 @@ def test_expensive_rows_shorten_drafts(row_s, wide):
 
 
 def test_step_is_read_at_once_only_if_drafts_pay():
-    """If a step were read at once for any draft, every answer with a repeated pair of tokens would lose
-    run-ahead, although nothing is drafted."""
+    """A step is read before the next one is planned only if the expected drafts are worth more than
+    run-ahead. A repeated pair of tokens is not enough."""
 
     def may_follow(row_s: float, *requests: Request) -> bool:
         emitters = tuple(Decode(request, request.slot, request.next_row) for request in requests)
@@ -299,7 +300,7 @@ def test_step_is_read_at_once_only_if_drafts_pay():
 
 
 def test_drafts_slow_others_by_at_most_5_percent():
-    """Regression: an answer that copies its prompt made each step half as long again for three neighbours."""
+    """Regression: an answer that copies its prompt slowed each step of three neighbours by half."""
     requests = [copying(0), inventing(1), inventing(2), inventing(3)]
     speculate = priced(0.1)
     longer = 0.0
@@ -315,14 +316,13 @@ def test_drafts_slow_others_by_at_most_5_percent():
 
 
 def test_outlier_step_is_no_price():
-    """Regression: another program took the processor during some steps of one row, so rows seemed to cost
-    nothing."""
+    """Regression: another program delayed some steps of one row, so additional rows seemed to cost nothing."""
     usual = drafted_after(outlier=0.0)
     assert usual == 3 and drafted_after(outlier=2.0) == pytest.approx(usual, abs=1)
 
 
 def drafted_after(outlier: float) -> int:
-    """Return the number of draft tokens after some steps took longer."""
+    """Return the number of draft tokens after every 20th step took `outlier` seconds longer."""
     speculate = Drafter()
     now = 0.0
     for n in range(60):
@@ -336,7 +336,8 @@ def drafted_after(outlier: float) -> int:
 
 @pytest.mark.parametrize("speculate", [None, 3])
 def test_engine_drafts_by_itself(parts, speculate):
-    """A random model soon repeats itself, and JSON's keys are forced."""
+    """A random model soon repeats itself, so its text is drafted by prompt lookup. JSON's keys are forced by
+    the grammar."""
     schema = {
         "json": {"type": "object", "properties": {"a_long_key_of_many_bytes": {"type": "boolean"}}}
     }
@@ -361,7 +362,7 @@ def test_negative_speculate_is_refused(parts):
 
 
 def test_drafts_need_batch_invariance_or_a_number(tmp_path):
-    """MLX's own product of quantized weights is not batch-invariant."""
+    """By default nothing is drafted with MLX's own quantized matrix product, which is not batch-invariant."""
     folder = make_checkpoint(tmp_path, quantize=lambda module: (4, 32))
     for asked, most in ((None, 0), (4, 4)):
         options = {"slots": 1, "max_len": 64, "speculate": asked}

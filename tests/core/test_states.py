@@ -72,9 +72,9 @@ def assert_same(found: tuple, folder, prompt: list[int]) -> None:
 
 
 def test_users_of_a_system_prompt(folder):
-    """The second user prefills part of the prompt again and leaves a checkpoint where the prompts diverge. The
-    third prefills only their own tokens. `/metrics` counts tokens prefilled again only if the same client wrote
-    their rows; other counts would reveal that client's prompts."""
+    """The second user prefills part of the prompt again and leaves a checkpoint where the prompts diverge.
+    The third prefills only their own tokens. `/metrics` counts tokens prefilled again only if the same client
+    wrote their rows; counting others would reveal another client's prompts."""
     cached, reread, counted = [], [], []
     with load(folder) as engine:
         tap = Tap(engine)
@@ -97,7 +97,7 @@ def test_users_of_a_system_prompt(folder):
 
 
 def test_checkpoints_are_seen(folder):
-    """Checkpoints are marks on the slot's bar: at the end of the prompt, and within it."""
+    """The snapshot lists a slot's checkpoints: one at the end of the prompt, and one within it."""
     with load(folder, slots=1) as engine:
         run(engine, drawn(21, 80))
         (slot,) = engine.snapshot().slots
@@ -126,8 +126,8 @@ def test_the_same_prompt_again(folder):
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 6, 9])
 def test_a_cancelled_request_leaves_states(folder, steps):
-    """Cancel the request during its prompt or its answer. The remaining states serve the same prompt, and
-    one that differs."""
+    """Cancel the request during its prompt or its answer. The remaining states serve the same prompt, and one
+    that diverges from it."""
     prompt = drawn(4, 150)
     with load(folder, speculate=0) as engine:
         handle = engine.submit(prompt, exactly(20))
@@ -142,7 +142,7 @@ def test_a_cancelled_request_leaves_states(folder, steps):
 
 @pytest.mark.parametrize(("common", "restored"), [(0, 0), (40, 32), (66, 64), (86, 89)])
 def test_states_on_disk_are_restored(folder, tmp_path, common, restored):
-    """Each conversation's rows are saved with its last state and its checkpoints, each in a file."""
+    """A conversation's rows are saved with its last state and its checkpoints, each in a separate file."""
     prompt = drawn(14, 70)
     cache = {"slot_cache": f"{tmp_path / 'cache'}:1G", "slots": 1, "speculate": 0}
     cache["state_memory"] = 3 * state_nbytes(read_config(folder, True), 1)
@@ -179,7 +179,7 @@ def test_no_further_from_float64_than_mlx_lm(name, tmp_path):
 
 
 def test_formula_gives_the_same_answers(folder):
-    """`--attention plain` matches, also after a fork and with drafts."""
+    """`--attention plain` gives the same tokens, also after a fork and with drafts."""
     prompts = [drawn(8, 60) * 2, drawn(8, 60) + drawn(9, 10), drawn(8, 60) + drawn(9, 12)]
     answers = []
     for attention in ("auto", "plain"):
@@ -208,7 +208,7 @@ def test_not_finite(folder, where, steps):
                 count = states.places.size(states.heads)
                 states.memory[:count] = mx.full(count, mx.nan)
         assert handle.result().finish_reason == "error"
-        if where == "states":  # the checkpoints' content is lost
+        if where == "states":  # the NaN has overwritten the checkpoints, too
             engine.sched.start_over()
         for again in (prompt, drawn(17, 60), [*prompt[:100], *drawn(18, 9)]):
             assert_same(run(engine, again), folder, again)
@@ -251,7 +251,7 @@ def test_a_state_serves_from_its_base_to_its_log_end(most, served):
 
 
 class Shadow:
-    """The content of each place according to the moves: its tokens, and the base."""
+    """A model of each place's content, a base and tokens, that follows the moves of each plan."""
 
     def __init__(self, sched: Scheduler):
         self.sched = sched
@@ -322,7 +322,8 @@ def test_moves_in_random_schedules(seed):
 
 
 def test_a_rejected_draft_token_serves_nobody():
-    """Another slot may hold one more row of the same text, for which the log has a rejected token."""
+    """A prompt cannot start after a rejected draft token in a state's log, even if another slot has that many
+    rows of the same text."""
     sched = Scheduler(
         2, 256, POLICIES[DEFAULT], draft=lambda decoding, left: {0: (9, 9)} if decoding else {}
     )
@@ -361,7 +362,7 @@ def test_memory_of_states(folder):
 
 
 def test_no_checkpoints(folder):
-    """Conversations continue, but no prompt starts from another's state."""
+    """Without memory for checkpoints, conversations continue, but no prompt starts from another's state."""
     prompt = drawn(11, 70)
     with load(folder, state_memory=0) as engine:
         found = run(engine, prompt)
