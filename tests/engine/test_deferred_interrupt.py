@@ -106,8 +106,8 @@ with defer_interrupt():
 
 
 def test_second_ctrl_c_is_immediate():
-    """Regression: a second Ctrl-C while a server said goodbye to its other ranks made it exit with 130,
-    although its own handler lets it shut down in order."""
+    """Regression: a server that received a second Ctrl-C while it disconnected its other ranks exited with
+    130, although its own handler would have shut it down in order."""
     calls, order = [], []
     before = signal.signal(signal.SIGINT, lambda *_: calls.append(list(order)))
     try:
@@ -158,7 +158,7 @@ def test_ctrl_c_at_any_line_of_a_step(engine, expected):
 @pytest.mark.parametrize("what", ["submit", "cancel", "close"])
 def test_ctrl_c_at_any_line_of_submit_cancel_close(parts, expected, what):
     interrupted, at, within = 0, 0, True
-    while within:  # until the last line was interrupted
+    while within:  # until every line has been interrupted
         with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
             others = [engine.submit(prompt, FEW) for prompt in PROMPTS]
             for _ in range(3):
@@ -207,8 +207,8 @@ def press_after(seconds: float, act: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_ctrl_c_while_serving(engine, expected, seed):
-    """Regression: Ctrl-C at some lines of Python's condition left its lock released, so a RuntimeError was
-    raised instead: exit code 1."""
+    """Regression: after Ctrl-C at some lines of Python's Condition, its lock was not held any more, so the
+    program ended with a RuntimeError and exit code 1."""
     handles = []
 
     def serve() -> None:

@@ -1,4 +1,4 @@
-"""Slots are saved to disk. Their rows are restored bit by bit, or not at all."""
+"""Slots are saved to disk. Their rows are restored bit for bit, or not at all."""
 
 import json
 import os
@@ -50,8 +50,8 @@ def saved(parts, tmp_path) -> tuple[Path, list[int]]:
 
 
 def test_second_turn_after_a_restart_reads_only_what_is_new(parts, saved):
-    """llama.cpp 26676, 25913: the slot was restored, but the whole prompt was prefilled anyway. oMLX 2255:
-    wrong output after a restore."""
+    """In llama.cpp (issues 26676, 25913) the slot was restored, but the whole prompt was prefilled anyway. In
+    oMLX (2255) the output was wrong after a restore."""
     folder, prompt = saved
     with (
         engine(parts, folder) as restarted,
@@ -82,7 +82,7 @@ def test_saved_slot_is_a_private_safetensors_file(parts, saved):
 
 
 def test_the_whole_prompt_is_never_restored(parts, saved):
-    """mlx-examples 977: no token was left to prefill, and the program failed."""
+    """At least one token is left to prefill. In mlx-examples (977) none was left, and the program failed."""
     folder, prompt = saved
     with engine(parts, folder) as restarted:
         result = restarted.submit(prompt[:103], SHORT).result()
@@ -110,7 +110,7 @@ def test_damaged_file_is_never_answered_from(parts, saved, caplog, place):
 
 
 def rewritten(file: Path, change) -> None:
-    """Change a file's header and data, and give it the right digest."""
+    """Change a file's header and data, and recompute its digest."""
     data = file.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     entries = json.loads(data[8:start])
@@ -141,7 +141,8 @@ OFFSETS = [[0], [0, 1, 2], [-5, 10], [0, "9"], [0, 2**70], None, [True, False], 
 @pytest.mark.parametrize("name", ["tokens", "layers.0", "digest"])
 @pytest.mark.parametrize("field", ["shape", "data_offsets", "dtype"])
 def test_damaged_entry_is_damage(saved, name, field):
-    """Regression: one changed comma ended all running requests, and then the server did not start."""
+    """Regression: one changed comma in a header ended all running requests, and then the server did not
+    start."""
     folder = SlotFolder(str(saved[0]))
     (file,) = files(saved[0])
     whole = file.read_bytes()
@@ -191,7 +192,7 @@ def one_layer_less(entries, data):
     ],
 )
 def test_layers_of_another_model_are_damage(parts, saved, caplog, change):
-    """Regression: rows of another shape, under a correct digest and key, ended all running requests."""
+    """Regression: rows of another shape, with a correct digest and key, ended all running requests."""
     folder, prompt = saved
     (file,) = files(folder)
     rewritten(file, change)
@@ -214,8 +215,8 @@ def test_named_pipe_among_the_slots(parts, saved):
 
 @pytest.mark.skipif("fma" not in library.processor(), reason="no fused multiply-add on this x86")
 def test_rows_of_another_arithmetic_are_not_restored(parts, tmp_path):
-    """Regression: the kernels without fused multiply-adds compute different bits, yet their rows were
-    restored under the other kernels."""
+    """Regression: kernels without fused multiply-adds compute different bits, yet the rows that they had
+    saved were restored for kernels with them."""
     folder = tmp_path / "slots"
     model = parts[1].folder
     code = f"""
@@ -254,7 +255,8 @@ def test_how_a_model_computes_is_part_of_it(parts, saved, change):
 
 
 def test_positions_are_part_of_the_model(tmp_path):
-    """With longrope, the rotation of a position depends on the slot length."""
+    """With longrope, the rotation of a position depends on the slot length, so rows of another slot length
+    are not restored."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
     scaling = {"rope_type": "longrope", "factor": 2.0, **factors}
     lengths = {"max_position_embeddings": 100, "original_max_position_embeddings": 100}
@@ -268,7 +270,7 @@ def test_positions_are_part_of_the_model(tmp_path):
 
 
 def test_longer_rows_in_memory_win(parts, saved):
-    """llama.cpp 28276: a restored slot hid a longer one in memory."""
+    """A longer prefix in memory is preferred to one on disk. In llama.cpp (28276) the restored slot hid it."""
     folder, prompt = saved
     with engine(parts, folder, slots=3) as restarted:
         longer = restarted.submit([*prompt, *tokens(60, seed=2)], SHORT)
@@ -278,18 +280,18 @@ def test_longer_rows_in_memory_win(parts, saved):
 
 
 def test_overwritten_slot_is_saved(parts, tmp_path):
-    """Four conversations take turns in one slot."""
+    """Four conversations take turns in one slot, whose rows are saved before they are overwritten."""
     turns = []
     with engine(parts, tmp_path / "slots", slots=1) as only:
         for seed in (1, 2, 3, 4, 1, 2, 3, 4):
             turns.append(only.submit(tokens(80, seed=seed), SHORT).result().metrics)
-            only.slot_cache.save_all(only.runner, only.sched)  # waits for the threads
+            only.slot_cache.save_all(only.runner, only.sched)  # waits for the writing threads
     assert [turn.cached_tokens for turn in turns] == [0] * 4 + [79] * 4
     assert {turn.cached_from for turn in turns[4:]} == {"disk"}
 
 
 def test_scrub_comes_before_restored_rows(parts, saved):
-    """The rows that a cancelled prompt zeroes must not be the rows that were just restored."""
+    """A cancelled prompt's rows are scrubbed before other rows are restored to the slot, not afterwards."""
     folder, prompt = saved
     with engine(parts, folder, slots=1) as restarted, Engine(*parts, slots=1, max_len=256) as plain:
         cancelled = restarted.submit(tokens(200, seed=7), SHORT)
@@ -321,7 +323,8 @@ def test_request_without_prefix_cache_is_neither_saved_nor_restored(parts, saved
 
 
 def test_another_clients_rows_are_not_reported(parts, saved):
-    """A reported hit would confirm a guess at another client's text, on disk as in memory."""
+    """A hit on another client's rows is not reported, on disk as in memory, because it would confirm a guess
+    at that client's text."""
     folder, prompt = saved
     with engine(parts, folder) as restarted:
         turn = restarted.submit(prompt, SHORT, client="another")
@@ -344,8 +347,8 @@ def hold(monkeypatch, name: str) -> threading.Event:
 
 @pytest.mark.parametrize("kind", ["list", "open"])
 def test_nobody_waits_for_a_slow_folder(parts, saved, kind):
-    """Regression: a read from disk blocked new requests, even after its own request was cancelled. A
-    listing of the folder blocked everybody who submitted."""
+    """Regression: a read from disk blocked new requests, even after its own request was cancelled. Listing
+    the folder blocked every submit."""
     folder, prompt = saved
     with (
         Engine(*parts, slots=2, max_len=128, chunk=32) as another,
@@ -392,8 +395,8 @@ def test_closing_engine_holds_no_lock_while_slots_are_written(parts, tmp_path):
 
 @pytest.mark.parametrize("name", ["names", "read_tensors", "write", "make_room"])
 def test_folder_that_does_not_answer_holds_nobody_up(parts, saved, monkeypatch, caplog, name):
-    """Regression: `close` waited forever for a network folder whose server was gone, and so did a prompt
-    with a file there."""
+    """Regression: if the server of a network folder was gone, `close` waited forever, and so did a prompt
+    whose rows were saved there."""
     folder, prompt = saved
     monkeypatch.setattr(disk_prefix_cache, "PATIENCE_S", 0.3)
     may_go = hold(monkeypatch, name)
@@ -406,7 +409,8 @@ def test_folder_that_does_not_answer_holds_nobody_up(parts, saved, monkeypatch, 
 
 
 def test_two_engines_share_a_folder(parts, saved, monkeypatch):
-    """One engine finds what the other has saved since; a file that vanishes before it is read is a miss."""
+    """Each engine finds what the other has saved in the meantime. A file that vanishes before it is read is a
+    miss."""
     folder, _ = saved
     with engine(parts, folder, slots=1) as one, engine(parts, folder, slots=1) as other:
         for seed in (1, 2):
@@ -424,7 +428,7 @@ def test_two_engines_share_a_folder(parts, saved, monkeypatch):
 
 
 def test_folder_that_cannot_be_written_stops_nothing(parts, saved, caplog):
-    """On a full disk, log one line for each slot that is not saved."""
+    """Requests are answered, and one line reports the slots that are not saved."""
     folder, prompt = saved
     with engine(parts, folder) as restarted:
         (file,) = files(folder)
@@ -433,7 +437,7 @@ def test_folder_that_cannot_be_written_stops_nothing(parts, saved, caplog):
         assert restarted.submit(prompt, SHORT).result().finish_reason == "length"
     messages = [record.message for record in caplog.records]
     assert sum("slots are not saved" in message for message in messages) == 1
-    # A thread that looked into the folder before may find it gone, and says so
+    # A thread that has listed the folder before may log that a file is gone
     assert all("No such file" in message for message in messages), messages
 
 
@@ -462,8 +466,9 @@ def test_more_slots_than_may_be_pending_are_dropped(parts, saved, monkeypatch, c
 
 
 def test_size_is_kept(parts, saved):
-    """oMLX 1915, 2115: a limit was exceeded, and dead files were never deleted. Files of other models and
-    temporary files count, and the least recently used file is deleted first."""
+    """Files of other models and temporary files count towards the limit, and the least recently used file is
+    deleted first. In oMLX (1915, 2115) the limit was exceeded, and temporary files of dead processes were
+    never deleted."""
     folder, _ = saved
     (file,) = files(folder)
     size = file.stat().st_size
@@ -479,7 +484,7 @@ def test_size_is_kept(parts, saved):
     assert left == {file.name, *names[:2], "notes.txt"}, "the oldest two, and a dead writer's file"
     future = folder / f"{'0' * 16}-{8:032x}.{'b' * 16}.tmp"
     future.write_bytes(data)
-    os.utime(future, (time.time() + 2 * STALE_S,) * 2)  # the clock was set back
+    os.utime(future, (time.time() + 2 * STALE_S,) * 2)  # as if the clock had been set back
     limit.make_room(size)
     assert not future.exists() and file.exists()
     with pytest.raises(OSError, match="exceed"):

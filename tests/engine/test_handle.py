@@ -1,4 +1,4 @@
-"""What a handle keeps of its answer, and how its metrics are computed."""
+"""The percentiles in a handle's metrics."""
 
 from engine.snapshot import percentile
 

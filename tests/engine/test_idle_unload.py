@@ -50,7 +50,7 @@ def alone(folders) -> list[list[list[int]]]:
 
 @pytest.fixture
 def others() -> int:
-    """Bytes that engines of other tests still hold."""
+    """Size in bytes of the memory that engines of other tests still use."""
     gc.collect()
     return mx.get_active_memory()
 
@@ -108,7 +108,7 @@ def test_handle_outlives_the_weights(engine, folders):
 
 
 def test_unloading_loses_no_step(engine):
-    """The step in flight may contain nothing but a ghost."""
+    """Unloading commits the step in flight, even if it contains nothing but a ghost."""
     engine.submit(PROMPTS[0], SamplingParams(max_tokens=4))
     for _ in range(3):
         engine.step()
@@ -150,8 +150,8 @@ def test_failed_reload_ends_the_requests(tmp_path, alone):
 
 
 def test_changed_weights_are_not_served(tmp_path, alone):
-    """Regression: other weights of the same shape were served without an error. The sizes and times of the
-    files reveal them."""
+    """Regression: other weights of the same shape were served without an error. They are detected by the
+    sizes and modification times of the files."""
     folder = make_checkpoint(tmp_path / "model", seed=1)
     with Engine.load(folder, **SIZES) as engine:
         assert answers(engine) == alone[0]
@@ -190,7 +190,8 @@ def test_slow_folder_of_a_model_holds_no_lock(engine, folders, alone, kind):
 
 
 def test_reload_that_fails_while_it_unloads_refuses_nobody(engine, folders, alone, monkeypatch):
-    """Regression: the flag that marks a running reload was never reset."""
+    """Regression: after a failed reload the flag that marks a running one was not reset, so requests were
+    refused."""
     with monkeypatch.context() as patched:
         patched.setattr(device, "give_back", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -199,7 +200,7 @@ def test_reload_that_fails_while_it_unloads_refuses_nobody(engine, folders, alon
 
 
 def test_prompt_of_another_tokenizer_is_refused(engine, folders):
-    """A prompt that was encoded before the model was exchanged holds token ids of the old model."""
+    """A prompt that was encoded before the model was exchanged contains token ids of the old model."""
     prompt = engine.text.encode_prompt("Once upon a time")
     engine.reload(folders[1])
     with pytest.raises(
@@ -221,7 +222,7 @@ def test_ranks_keep_their_weights(engine, monkeypatch):
 
 
 def test_exchange_for_another_model(engine, folders, alone):
-    """The other model has different sizes."""
+    """The other model has another number of layers, and the number and the length of the slots change."""
     engine.generate(PROMPTS[:1], GREEDY)
     before = engine.snapshot()
     engine.reload(folders[1], slots=3)
@@ -240,7 +241,7 @@ def test_exchange_for_another_model(engine, folders, alone):
 
 @pytest.mark.parametrize("harm", ["no folder", "no tensor", "too large", "a word"])
 def test_exchange_refuses_a_broken_model(harm, engine, tmp_path, alone):
-    """A broken model is refused before the first one is unloaded."""
+    """A broken model is refused before the current one is unloaded."""
     runner = engine.runner
     options = {}
     folder = make_checkpoint(tmp_path / "wrong", seed=3)
@@ -260,7 +261,8 @@ def test_exchange_refuses_a_broken_model(harm, engine, tmp_path, alone):
 
 
 def test_failed_exchange_restores_the_model(engine, tmp_path, alone):
-    """Values are checked while they are loaded, when the first model is already unloaded."""
+    """Weights are checked for NaN while they are loaded, when the current model is already unloaded. If the
+    check fails, the current model is loaded again."""
     folder = make_checkpoint(tmp_path / "rotten", seed=3)
     file = folder / "model.safetensors"
     arrays = dict(mx.load(str(file)))
@@ -274,7 +276,8 @@ def test_failed_exchange_restores_the_model(engine, tmp_path, alone):
 
 
 def test_prompt_of_another_model_is_refused(engine, folders):
-    """MLX checks no bounds: an id beyond the embedding would read other memory."""
+    """Token ids are checked against the vocabulary, because MLX does not check bounds: an id beyond the
+    embedding would read other memory."""
     prompt = engine.text.encode_prompt([5, 250])
     engine.text.vocabulary = 200
     with pytest.raises(ValueError, match="250 is outside the vocabulary"):
@@ -288,9 +291,9 @@ class Askers:
     def __init__(self, engine: Engine, alone: list[list[list[int]]]):
         self.engine = engine
         self.alone = alone
-        self.counts = [0, 0]  # number of answers of each model
+        self.counts = [0, 0]  # number of answers per model
         self.wrong: list[str] = []
-        self.gate = threading.Event()  # while it is closed, nobody submits
+        self.gate = threading.Event()  # while it is not set, no thread submits
         self.over = False
         self.threads = [threading.Thread(target=self.ask, args=[seed]) for seed in range(3)]
         self.gate.set()
@@ -309,7 +312,7 @@ class Askers:
                 if "another model" not in str(error):
                     self.wrong.append(str(error))
                 continue
-            which = int("4 bits" in self.engine.summary)  # while a request is open, the model stays
+            which = int("4 bits" in self.engine.summary)  # an open request keeps its model loaded
             if handle.result(timeout=120).tokens != self.alone[which][n]:
                 self.wrong.append(f"{n}: {handle.tokens} of model {which}, {handle.error}")
             self.counts[which] += 1
@@ -323,7 +326,7 @@ class Askers:
 
 def test_exchange_under_load(others, folders, alone):
     """Exchange models while requests run, and at the moment when the last one ends. NANOBATCH_EXCHANGES=200
-    is the long form."""
+    runs the long form."""
     rng = np.random.default_rng(7)
     releases = rng.random(EXCHANGES) < 0.4
     assert EXCHANGES - releases.sum() > 2
@@ -374,7 +377,7 @@ def test_idle_engine_is_unloaded(engine):
     assert idle() == 6
     handle = engine.submit(PROMPTS[0], GREEDY)
     clock.now += 100
-    assert idle() is None  # it has work
+    assert idle() is None  # a request is open
     handle.result()
     engine.step(plan=False)
     assert idle() == 10
@@ -391,7 +394,7 @@ def test_idle_engine_is_unloaded(engine):
 
 
 def test_request_during_an_unload(engine, alone):
-    """The request arrives after the queue was checked and before the lock is taken."""
+    """A request that arrives after the queue was checked and before the lock is taken keeps the model loaded."""
     clock = Clock()
     said: list[str] = []
     idle = Idle(engine, 10, said.append, clock)

@@ -34,7 +34,8 @@ def test_paused_loop_takes_no_step(engine, loop):
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_single_steps_are_counted(make_engine, run_ahead):
-    """Because of run-ahead, the first call after a rest starts a step and finishes none."""
+    """A single step commits one step, although with run-ahead the first call of `engine.step` only starts
+    one."""
     engine = make_engine(run_ahead=run_ahead)
     loop = Loop(engine).start()
     loop.pause()
@@ -52,7 +53,7 @@ def test_single_steps_are_counted(make_engine, run_ahead):
 
 
 def test_surplus_single_steps_are_dropped(engine, loop):
-    """Single steps that find no work must not run when work arrives later."""
+    """Single steps that find no work are dropped instead of running when work arrives later."""
     loop.pause()
     handle = engine.submit([1], SHORT)
     loop.step(100)
@@ -100,7 +101,8 @@ def test_failing_command_is_logged(engine, loop):
 
 @pytest.mark.parametrize("how", ["result", "serve"])
 def test_waiting_command_is_refused(engine, loop, how):
-    """Regression: the loop's thread waited for a step that only it could run, and every later caller hung."""
+    """Regression: a command in the loop's thread waited for a step that only this thread could run, and every
+    later caller hung."""
     acts = {
         "result": lambda: engine.submit([7], SHORT).result(),
         "serve": lambda: engine.serving().start(),
@@ -112,7 +114,7 @@ def test_waiting_command_is_refused(engine, loop, how):
 
 
 def test_between_is_called_as_often_as_it_asks(make_engine):
-    """`between` is called after each step."""
+    """`between` is called after each step, and again after the number of seconds that it returns."""
     engine = make_engine(speculate=0)
     steps = []
     loop = Loop(engine, between=lambda: steps.append(engine.registry.steps.count)).start()
@@ -157,7 +159,7 @@ def test_waiter_steps_after_the_loop_stops(engine):
 
 
 def test_command_can_stop_the_loop(engine):
-    """The loop does not wait for itself."""
+    """A loop that is stopped by its own thread does not wait for that thread."""
     loop = Loop(engine).start()
     stopped = []
     loop.call(lambda: stopped.append(loop.stop()))
@@ -226,7 +228,7 @@ def test_stopwatch_is_monotonic():
 
 
 def test_slow_motion_rate(make_engine):
-    """The loop runs this many steps a second, and the engine's clock stops in between."""
+    """The loop runs `slow` steps a second, and the engine's clock stops between them."""
     watch = Stopwatch()
     engine = make_engine(clock=watch)
     engine.submit([1], SHORT).result()  # warm up
@@ -247,7 +249,7 @@ def test_slow_motion_rate(make_engine):
 
 
 def test_slow_motion_can_be_left_at_once(make_engine):
-    """Regression: at one step in a hundred seconds, a thread that waited for the next step waited forever."""
+    """Regression: at one step every hundred seconds, a thread that waited for the next step waited forever."""
     watch = Stopwatch()
     engine = make_engine(clock=watch)
     loop = Loop(engine, clock=watch).start()
@@ -279,7 +281,7 @@ def test_slow_motion_wakes_for_a_request(make_engine):
 
 
 def test_step_without_a_plan(engine):
-    """A step that only commits results loses nothing."""
+    """`step(plan=False)` only commits the step in flight, and no token is lost."""
     handle = engine.submit([1], LONG)
     for i in range(1, 9):
         engine.step()

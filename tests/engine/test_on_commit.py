@@ -1,5 +1,4 @@
-"""`engine.on_commit`: one function that is called after each commit while no lock is held, and everything
-that it may do."""
+"""`engine.on_commit`: a function that is called after each commit while no lock is held, and what it may do."""
 
 import random
 import sys
@@ -42,7 +41,7 @@ class Hook:
         other = threading.Thread(target=take)
         other.start()
         other.join(60)
-        (look,) = taken  # empty if the engine was locked
+        (look,) = taken  # raises if the engine was locked
         self.calls.append((look.output_tokens, [view.id for view in look.ended]))
         self.threads.append(threading.current_thread().name)
 
@@ -156,7 +155,7 @@ def test_hook_may_close_the_engine(parts):
 
 # --- a storm ------------------------------------------------------------------------------------
 
-STORM = number_of("STORM", 400)  # requests
+STORM = number_of("STORM", 400)  # number of requests
 THREADS = 16
 BRIEF = exactly(2)
 
@@ -165,8 +164,8 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-# What an `on_commit` of `engine` may do while another engine is served. These actions fail and are
-# recorded as faults:
+# Actions that an `on_commit` of `engine` tries while `other` is served, too. These fail and are recorded as
+# faults:
 FAILS = {
     "wait": lambda engine, other: engine.submit([7], BRIEF).result(),
     "iterate": lambda engine, other: list(engine.submit([7], BRIEF)),
@@ -193,7 +192,7 @@ ACTS = FAILS | DOES
 
 
 class Storm:
-    """An `on_commit` that runs a random action in one of four calls from the serving thread."""
+    """An `on_commit` that runs a random action in a quarter of its calls from the serving thread."""
 
     def __init__(self, engine: Engine, loop: Loop, other: Engine, seed: str):
         self.engine, self.loop, self.other = engine, loop, other
@@ -219,8 +218,8 @@ def check(handle: Handle, expected: list[int], was_cancelled: bool) -> str | Non
 
 
 def test_storm(parts):
-    """Each request gets the tokens that it gets alone, each exception of a hook is recorded, all slots
-    become free, and both loops stop. NANOBATCH_STORM=5000 is the long form."""
+    """Each request gets the same tokens as alone, each exception of a hook is recorded, all slots become
+    free, and both loops stop. NANOBATCH_STORM=5000 runs the long form."""
     sizes = {"slots": 4, "max_len": 64, "chunk": 32}
     with Engine(*parts, **sizes) as engine:
         asks = [([n, 3], exactly(4 + n)) for n in range(9)]

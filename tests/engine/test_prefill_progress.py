@@ -26,7 +26,7 @@ def test_slow_first_chunk_is_shown():
 
 
 def test_restarted_prompt_is_measured_again():
-    """A failed step discards the rows, so the measurement starts again."""
+    """A failed step discards a prompt's rows, so its speed is measured from the beginning again."""
     clock = PrefillClock()
     clock.record_chunk(0, 50, 0.0, 1.0)
     clock.record_chunk(0, 10, 100.0, 101.0)

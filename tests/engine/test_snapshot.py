@@ -1,4 +1,5 @@
-"""Watchers miss nothing, see nothing twice, and cost the engine little, however many requests wait."""
+"""Snapshots: watchers miss nothing, see nothing twice, and cost the engine little, however many requests
+wait."""
 
 import dataclasses
 import threading
@@ -23,7 +24,7 @@ def settle(engine: Engine) -> None:
 
 
 def test_rare_snapshots_count_missed_steps():
-    """A snapshot after thousands of steps still contains them all, or says how many it missed."""
+    """A snapshot after thousands of steps contains all of them, or the number of those that are missing."""
     clock = Clock()
     with word_engine(clock, clock, slots=1, max_len=4_000) as engine:
         first = engine.snapshot()
@@ -42,8 +43,8 @@ def test_rare_snapshots_count_missed_steps():
 
 
 def test_step_view(make_engine):
-    """Chunks of 32 and a budget of 40: A decodes, D's 6 tokens go first, C has 13 of its 20, and B, the
-    oldest, keeps 20. E waits in the queue."""
+    """With chunks of 32 and a budget of 40, A decodes, D gets all of its 6 tokens, C 13 of its 20, and B, the
+    oldest, 20 of its 70. E waits in the queue."""
     engine = make_engine(slots=4, budget=40, run_ahead=False, prefix_cache=False)
     a = engine.submit([1, 2], exactly(9))
     engine.step()
@@ -75,7 +76,7 @@ def test_ghost_is_shown_in_its_step(make_engine):
 
 
 def test_kept_texts_are_bounded(make_engine, monkeypatch):
-    """Regression: 500 prompts of 400 kB took 200 MB as long as the server ran."""
+    """Regression: the prompts of 500 ended requests, 400 kB each, took 200 MB as long as the server ran."""
     monkeypatch.setattr(RequestRegistry, "TEXTS", 1000)
     engine = make_engine()
     for number in range(10):
@@ -100,7 +101,7 @@ def test_newest_log_entry_is_always_kept():
 
 
 def test_ended_requests_are_seen_once(engine):
-    """Each ended request comes with everything that its client received."""
+    """Each ended request is in one snapshot, with everything that its client received."""
     start = engine.snapshot()
     origins = [{"client": n} for n in range(4)]
     stop = engine.submit([1, 2], SHORT).result().tokens[1]
@@ -144,8 +145,8 @@ def test_ended_requests_are_seen_once(engine):
 
 
 def test_snapshot_of_a_long_queue(engine, monkeypatch):
-    """A snapshot describes the first 32 queued requests, and each request that arrived since the last
-    snapshot once."""
+    """A snapshot describes the first 32 queued requests. Each request that has arrived since the previous
+    snapshot is described once."""
     described = []
     view_of = Handle.view
     monkeypatch.setattr(
@@ -179,8 +180,8 @@ def phases(engine: Engine) -> list[str]:
 
 
 def test_text_of_any_earlier_step(parts):
-    """The text at any earlier step can be rebuilt, because the screen goes back in time. Characters that may
-    become a stop string, or are incomplete, appear later than their token."""
+    """The text at any earlier step can be rebuilt, because the screen can go back to that step. Characters
+    that may become a stop string, or are incomplete, appear later than their token."""
     engine = Engine(*parts, slots=2, max_len=128)
     stops = [engine.generate(["a prompt"], exactly(40))[0].text[20:23]]
     handles = [engine.submit("a prompt", exactly(40, stop=stop)) for stop in ([], stops)]
@@ -190,7 +191,9 @@ def test_text_of_any_earlier_step(parts):
             seen[handle.id][len(handle.tokens)] = handle.text
     for request in engine.snapshot().ended[-2:]:
         texts = {n: request.text[: sum(request.lengths[:n])] for n in seen[request.id]}
-        texts[request.metrics.output_tokens] = request.text  # held-back text comes at the end
+        texts[request.metrics.output_tokens] = (
+            request.text
+        )  # text that was held back is released at the end
         assert texts == seen[request.id] and len(texts) > 3, request
 
 

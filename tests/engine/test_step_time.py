@@ -20,7 +20,7 @@ from request import Committed, Plan, Request
 from sched import Scheduler
 
 SEEDS = range(5)
-# A model with 1.5B weights in 4 bits on two cores: a token costs twice as much at row 6,000
+# A model with 1.5B weights in 4 bits on two cores: a token costs twice as much at row 6,000 as at row 0
 MODEL = ModelCost(layers=28, body_products=1_310_000_000, width=28 * 1536)
 BASE, TOKEN, LOOK, DECODE = 0.036, 0.0031, 0.0031 / 6_000, 0.030
 NOBODY = Committed([], (), ())  # no request has ended
@@ -28,8 +28,8 @@ QUIET, BUSY = 0.0, 0.3  # the share of steps that another program slows down
 
 
 class Machine:
-    """A simulated machine: the seconds that it takes for a plan. `speed` is relative to the constants above; `far`
-    scales the row at which attention costs as much as everything else."""
+    """A simulated machine, which returns the seconds that a plan takes. `speed` is relative to the constants
+    above; `far` scales the row at which attention costs as much as everything else."""
 
     def __init__(self, seed: int, disturbed: float):
         self.dice = random.Random(seed)
@@ -60,7 +60,7 @@ class Run(Replay):
         step_time = StepTime(MODEL, limit_ms)
         super().__init__(sched, guests, machine, step_time=step_time, eager_first_token=True)
         self.said: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
-        self.ended: dict[int, float] = {}  # when each prompt was prefilled
+        self.ended: dict[int, float] = {}  # when each prompt's prefill ended
         self.ran: list[Ran] = []
 
     def turn(self) -> Iterator[Ran]:
@@ -81,7 +81,7 @@ class Run(Replay):
                     self.said[request.id].append(told)
 
     def error(self, request: int, total: int) -> float:
-        """Return the median error of a prompt's estimates after its first tenth."""
+        """Return the median relative error of the estimates after a tenth of a prompt."""
         end = self.ended[request]
         errors = [
             abs(left - (end - at)) / (end - at)
@@ -97,7 +97,7 @@ def guest(number: int, prompt: int, tokens: int = 1, arrived: float = 0.0) -> Gu
 
 
 def gaps(run: Run, request: int, since: float) -> list[float]:
-    """Return the gaps between the tokens of an answer while a prompt is prefilled."""
+    """Return the gaps between the tokens of an answer while another prompt is prefilled."""
     ends = [
         ran.ended
         for ran in run.ran
@@ -109,8 +109,8 @@ def gaps(run: Run, request: int, since: float) -> list[float]:
 @pytest.mark.parametrize("disturbed", [QUIET, BUSY])
 @pytest.mark.parametrize("limit_ms", [None, 150, 2_000])
 def test_step_takes_as_long_as_it_may(limit_ms, disturbed):
-    """A prompt of 6,000 tokens arrives while another request decodes. Its chunks used to have 128 tokens,
-    however long they took. From its tenth step on, the gap must match the limit."""
+    """A prompt of 6,000 tokens arrives while another request decodes. From the tenth step on, the gap between
+    tokens matches the limit. (Regression: all chunks had 128 tokens, however long they took.)"""
     for seed in SEEDS:
         machine = Machine(seed, disturbed)
         run = Run(machine, [guest(1, 40, 10_000), guest(2, 6_000, arrived=3.0)], limit_ms)
@@ -131,7 +131,7 @@ def test_step_takes_as_long_as_it_may(limit_ms, disturbed):
 
 
 def test_chunks_are_whole_while_nobody_decodes():
-    """Chunks keep their full size at any depth, and two prompts are prefilled at once."""
+    """Chunks keep their full size at any depth, and two prompts are prefilled in the same steps."""
     run = Run(Machine(1, QUIET), [guest(1, 9_000), guest(2, 5_000)])
     steps = [[chunk.tokens for chunk in ran.plan.chunks] for ran in run]
     assert all(tokens == [128, 128] for tokens in steps[:39])
@@ -156,7 +156,7 @@ def beside_prompts(dice: random.Random) -> list[Guest]:
 
 
 def after_waiting(dice: random.Random) -> list[Guest]:
-    """Three times as many prompts as the four slots, all at once."""
+    """Return three times as many prompts as there are slots, all arriving at once."""
     lengths = [dice.randint(1_000, 6_000) for _ in range(12)]
     return [guest(n, length, 60) for n, length in enumerate(lengths, 1)]
 
@@ -182,7 +182,7 @@ def test_what_is_said_of_the_time_left_is_true(situation: Callable, disturbed):
 
 
 def test_nothing_is_said_before_it_can_be_known():
-    """The first prompt has no estimate until three chunks and a tenth of it are done."""
+    """The first prompt has no estimate until three chunks and a tenth of its tokens are prefilled."""
     run = Run(Machine(1, QUIET), [guest(1, 10_000)])
     list(run)
     _, done, _ = run.said[1][0]
