@@ -11,7 +11,8 @@ from servers import Server
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """`serve.py` with the demo model. After everything that was sent to it, it still answers as at first."""
+    """`serve.py` with the demo model. After the last test it must be idle, without a traceback in its log,
+    and answer correctly."""
     with Server() as server:
         yield server
         assert server.is_idle()

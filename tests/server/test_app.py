@@ -55,8 +55,8 @@ BODY = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
 
 def test_log_reports_progress_of_long_prompts(here, monkeypatch):
-    """Regression: the only line came at the end, so for ten minutes the log did not show what the server
-    was doing."""
+    """Regression: a request was logged only when it ended, so the log showed nothing during the ten minutes
+    of a long prompt."""
     monkeypatch.setattr(prefill_progress, "LONG_S", -1.0)  # every unfinished prompt counts as long
     lines = queue.Queue()
     here.api.log = lines.put
@@ -89,7 +89,7 @@ def test_owner_is_advised_once_of_a_second_hang_up(here, monkeypatch):
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_silent_streams_get_pings(here, monkeypatch, version):
-    """Proxies close a connection on which nothing moves, and a full queue or a pause may last minutes.
+    """Proxies close silent connections, and a stream may be silent for minutes in a full queue or a pause.
     nginx speaks HTTP/1.0."""
     monkeypatch.setattr(http, "PING_S", 0.3)
     here.loop.pause()
@@ -101,13 +101,15 @@ def test_silent_streams_get_pings(here, monkeypatch, version):
 
 
 def test_busy_streams_get_no_pings(here):
-    """Simple clients take every line for data, so an early ping would spoil their time to first token."""
+    """Some clients take any line for data, so a ping before the first token would distort their time to first
+    token."""
     assert b"ping" not in here.complete(stream=True).body
 
 
 @pytest.mark.parametrize("how", ["paused", "slow"])
 def test_shutdown_ends_a_pause_and_slow_motion(here, how):
-    """In a pause or slow motion an answer could not finish within the shutdown timeout."""
+    """In a pause or in slow motion, open answers could not finish within the shutdown timeout, so a shutdown
+    ends both."""
     if how == "paused":
         here.loop.pause()
     else:
@@ -137,12 +139,12 @@ def test_failed_answer_is_an_error_and_the_next_is_right(here, engine, monkeypat
 
 
 def test_the_memory_that_is_free_now(here):
-    """Regression: watchers saw the free memory at the server's start."""
+    """Regression: watchers got the amount of memory that was free when the server started."""
     assert here.api.view().free_memory > 1_000_000
 
 
 def test_errors_name_no_folder_of_the_server(here, engine, monkeypatch):
-    """A client need not know the path of the model, only the name of the file."""
+    """Error messages contain the name of a file, but not its path on the server."""
     where = "/home/a user/models--owner/model.safetensors"
 
     def fail(*arguments):
@@ -196,7 +198,8 @@ def test_ctrl_c_in_another_thread_ends_the_wait(here):
 
 
 def test_metrics_keep_no_texts_between_scrapes(here):
-    """Texts must not wait for the next scrape, which may never come."""
+    """The snapshot that is kept for the next scrape contains no texts, because there may never be another
+    scrape."""
     here.complete()
     assert here.gauge("step_seconds_count") == here.gauge("step_seconds_count") > 5
     kept = here.api._status._scraped["small"]
@@ -207,8 +210,7 @@ def test_metrics_keep_no_texts_between_scrapes(here):
 
 
 def test_answer_ready_before_submit_returns_is_sent(here, engine):
-    """The whole answer is committed while the submitting thread is still at work, and no further commit
-    follows."""
+    """An answer that is complete before `submit` returns is sent, although no further commit reports it."""
     submit = engine.submit
 
     def slow(*arguments, **options):
@@ -227,7 +229,7 @@ def test_answer_ready_before_submit_returns_is_sent(here, engine):
     [(openai, "read_prompts", 1), (AnswerWriter, "_usage", 2)],  # usage is also called for the log
 )
 def test_internal_error_is_a_traceback_and_a_500(here, monkeypatch, caplog, owner, name, times):
-    """A KeyError of ours is not reported as a missing field."""
+    """A KeyError in our code is not reported as a missing field of the body."""
 
     def broken(*arguments):
         raise KeyError("of ours")
@@ -290,7 +292,7 @@ def submitted(here) -> tuple[int, ...]:
 
 
 def narrow(here) -> None:
-    """Disable buffering towards all clients, so that each write waits for the client."""
+    """Shrink the send buffers of all connections, so that each write waits for the client."""
     for connection in here.api._connections:
         connection.transport.set_write_buffer_limits(0)
         own = connection.transport.get_extra_info("socket")
@@ -298,7 +300,7 @@ def narrow(here) -> None:
 
 
 def test_slowest_reader_is_ended_when_too_much_waits(here, monkeypatch):
-    """Regression: 40 slow clients held 5.7 MiB each without limit."""
+    """Regression: the unsent data of slow clients had no limit, and 40 of them took 5.7 MiB each."""
     body = BODY | {"max_tokens": 300, "temperature": 1, "seed": 7}
     expected = here.ask(COMPLETIONS, body).json["choices"][0]["text"]
     monkeypatch.setattr(http, "SWEEP_S", 0.05)
@@ -373,7 +375,7 @@ def test_uneven_reader_gets_every_piece_in_order(here):
     (connection,) = here.api._connections
     narrow(here)
     here.loop.resume()
-    wait_for(lambda: connection.is_blocked)  # a write is blocked
+    wait_for(lambda: connection.is_blocked)
     said = b""
     while b"[DONE]" not in said:
         piece = line.socket.recv(600)
@@ -393,7 +395,8 @@ def test_body_has_a_timeout(here, monkeypatch):
 
 
 def test_connection_without_a_request_is_closed(here, monkeypatch):
-    """512 connections without a request would use up the limit on connections."""
+    """A connection that sends no complete request is closed after a timeout. Otherwise 512 of them would use
+    up the limit on connections."""
     monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 1.0)
     silent, slow = here.line(), here.line().send("GET /health HTT")
     kept = here.line().send("GET /health HTTP/1.1\nHost: localhost\n\n")
@@ -404,7 +407,8 @@ def test_connection_without_a_request_is_closed(here, monkeypatch):
 
 
 def fill(here, line: Line, requests: int, what: str = "GET /metrics") -> None:
-    """Request more than the buffers on both sides hold, and read nothing."""
+    """Send requests whose responses overflow the buffers of both sides, read none of them, and wait until the
+    server ends the connection."""
     (connection,) = wait_for(lambda: here.api._connections)
     own = connection.transport.get_extra_info("socket")
     own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
@@ -415,14 +419,14 @@ def fill(here, line: Line, requests: int, what: str = "GET /metrics") -> None:
 
 @pytest.mark.parametrize("what, requests", [("GET /metrics", 100), ("HEAD /health", 1000)])
 def test_unread_responses_end_the_connection(here, monkeypatch, what, requests):
-    """Regression: only streams were watched. The next response on a blocked connection hung, and unread
-    responses without a body piled up."""
+    """Regression: only streams had a write timeout. The next response on a blocked connection hung, and
+    unread responses without a body piled up."""
     monkeypatch.setattr(http, "WRITE_TIMEOUT_S", 0.2)
     fill(here, Line(here.host, here.port, receive=2048), requests, what)
 
 
 def test_connection_lost_in_its_close_leaves_no_traceback(here, monkeypatch, caplog):
-    """asyncio's transport cannot be aborted if it was closed and has since sent the rest."""
+    """Aborting an asyncio transport fails if it was closed and has sent the rest since."""
     monkeypatch.setattr(http, "LINGER_S", 0.05)
     line = Line(here.host, here.port, receive=2048)
     (connection,) = wait_for(lambda: here.api._connections)
@@ -440,8 +444,8 @@ def test_connection_lost_in_its_close_leaves_no_traceback(here, monkeypatch, cap
 
 
 def test_blocked_client_does_not_end_the_sweeper(here, monkeypatch):
-    """Regression: the sweeper asked for the lag of the connection's next request before that was parsed,
-    and died. Pings and the limit on slow clients stopped for the life of the server."""
+    """Regression: the sweeper read the lag of a request that was not parsed yet, and died. From then on there
+    were no pings, and no limit on slow clients."""
     monkeypatch.setattr(http, "SLOW_AFTER_S", 0.0)
     goes_on = threading.Event()
     read = openai.read_prompts
@@ -476,8 +480,8 @@ def test_failed_sweep_is_a_traceback_and_the_next_one_runs(here, monkeypatch, ca
 
 
 def test_unread_response_keeps_no_idle_connection(engine, monkeypatch):
-    """An idle connection is closed after a timeout, but a close waits until everything has been sent,
-    perhaps forever."""
+    """An idle connection with unread responses is aborted after a timeout, because a close waits until
+    everything has been sent, perhaps forever."""
     monkeypatch.setattr(http, "HEAD_TIMEOUT_S", 1.0)
     monkeypatch.setattr(http, "IDLE_TIMEOUT_S", 1)
     with Here(engine) as here:
@@ -501,8 +505,8 @@ def test_hang_up_is_noticed_after(here, what):
 
 
 def test_read_ahead_is_bounded(here):
-    """One packet holds 14,000 requests. The amount that is read ahead is bounded, and each request is
-    answered."""
+    """One packet can contain 14,000 requests. The number of bytes that are read ahead is bounded, and each
+    request is answered."""
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY)
     submitted(here)
@@ -533,11 +537,12 @@ def test_all_bodies_together_have_a_limit(here, monkeypatch):
 
 @pytest.mark.parametrize("what", ["chunks of a body", "refused chunks", "requests"])
 def test_packet_with_thousands_of_parts_blocks_nobody(here, what):
-    """One packet can hold 40,000 one-byte chunks. The server's thread used to process them all at once."""
+    """Regression: one packet can contain 40,000 one-byte chunks, and the server's thread processed all of
+    them in one turn."""
     seen = [0]
 
     def look() -> None:
-        """Record the bytes processed in each turn of the server's thread."""
+        """Record the number of unprocessed bytes in each turn of the server's thread."""
         for connection in here.api._connections:
             seen.append(len(connection._http.trailing_data[0]))
         if not is_over:
@@ -561,8 +566,8 @@ def test_packet_with_thousands_of_parts_blocks_nobody(here, what):
 
 
 def test_trailers_have_a_limit(here):
-    """Regression: a chunked body may end with headers, and a client may send them without end: 38 MB of
-    them took 660 MB of memory."""
+    """Regression: the headers that may follow a chunked body had no limit, and 38 MB of them took 660 MB of
+    memory."""
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n"
     data = json.dumps(BODY).encode()
     body = f"{len(data):x}\r\n".encode() + data + b"\r\n0\r\n"
@@ -582,7 +587,7 @@ def test_many_preflights_on_one_connection(here):
 
 
 def test_invalid_bytes_after_an_answer_leave_no_traceback(here, caplog):
-    """A refusal does not wait for the rest of the body, which may turn out to be malformed."""
+    """A request is refused before its body has arrived, and the rest of the body may be malformed."""
     line = here.line().send(
         "POST /nope HTTP/1.1\nHost: localhost\nTransfer-Encoding: chunked\n\n1\nx\n"
     )
@@ -607,7 +612,7 @@ def test_503_while_the_model_is_loading(engine):
 
 @pytest.mark.parametrize("alias", ["gpt-4o", "*"])
 def test_alias(engine, alias):
-    """Some clients can only ask for their vendor's model names."""
+    """Some clients can only request their vendor's model names."""
     with Here(engine, aliases=(alias,)) as here:
         known = ["small"] + [alias] * (alias != "*")
         assert [model["id"] for model in here.ask("/v1/models").json["data"]] == known
@@ -622,7 +627,7 @@ def test_alias(engine, alias):
 
 
 def test_max_tokens_of_requests_without_their_own(engine):
-    """Regression: Codex sends no max_tokens, and a small model repeated its calls to the end of the slot."""
+    """Regression: Codex sends no max_tokens, and a small model repeated its calls until the slot was full."""
     with Here(engine, max_tokens=5) as here:
         body = {"prompt": "Hello", "ignore_eos": True}
         for asked, length in ((None, 5), (3, 3), (9, 9)):
@@ -634,7 +639,7 @@ def test_max_tokens_of_requests_without_their_own(engine):
 
 
 def test_health_is_503_once_the_loop_has_ended(here):
-    """Without the loop, every request would hang."""
+    """A server whose loop has ended is not healthy, because every request would hang."""
     assert here.ask("/health").json == {"status": "ok", "arithmetic": "float"}
     here.loop.stop()
     assert here.ask("/health").status == 503
@@ -662,8 +667,8 @@ def test_choices_are_queued_all_or_none(engine):
 )
 @pytest.mark.parametrize("chat", [True, False])
 def test_event_from_a_pattern_equals_the_whole_event(chat, text):
-    """A stream fills its text into a precomputed event. A text that looks like the placeholder must not
-    break it."""
+    """A stream inserts its text into a precomputed event. Text that looks like the placeholder does not break
+    it."""
     speaks = openai.ChatCompletion if chat else openai.Completion
     shape = speaks(protocol_adapter.ParsedRequest([], usage=True), "7-ab", 'a "model"')
 
@@ -681,7 +686,7 @@ def test_event_from_a_pattern_equals_the_whole_event(chat, text):
 
 def test_exactly_the_requests_over_the_limit_are_refused(here, monkeypatch):
     """Regression: a refused client that had not hung up yet still counted, so all others were refused, too.
-    Clients retry a 429, while a plain 503 looks like a server that shuts down."""
+    The status is 429, which clients retry, because a plain 503 looks like a server that is shutting down."""
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
     idle = [here.line() for _ in range(3)]
     for line in idle:  # a connection without an active request does not count
@@ -708,8 +713,8 @@ def test_exactly_the_requests_over_the_limit_are_refused(here, monkeypatch):
     ],
 )
 def test_idle_connections_keep_nobody_out(here, monkeypatch, what):
-    """Regression: idle connections were all kept until no file could be opened and no client could connect;
-    or they counted towards the limit, and each client got a 429."""
+    """Regression: idle connections either used up the limit on open files, so that no client could connect,
+    or counted towards the limit on connections, so that every client got a 429."""
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 20)
     monkeypatch.setattr(http, "MAX_IDLE_CONNECTIONS", 10)
     head = f"POST {COMPLETIONS} HTTP/1.1\nHost: localhost\nContent-Length: 100\n\n{{"
@@ -741,8 +746,8 @@ def test_newest_connection_is_aborted_if_all_are_active(here, monkeypatch):
 
 
 def test_accept_failures_are_one_line_a_minute(here, monkeypatch, caplog):
-    """Regression: when no file could be opened, each of a hundred failures a second was logged with a
-    traceback."""
+    """Regression: at the limit on open files, `accept` failed a hundred times a second, and each failure was
+    logged with a traceback."""
     accept = socket.socket.accept
     failed = []
 
@@ -770,7 +775,7 @@ def test_log_lines_are_in_the_order_of_their_times():
 
 
 def test_shutdown_does_not_wait_for_an_unread_log():
-    """A write to a full pipe blocks."""
+    """Writing to a full pipe blocks the log's thread, but not the shutdown."""
     reader, writer = os.pipe()
     with open(writer, "w") as pipe, open(reader, "rb") as end:
         with AccessLog(pipe) as log:
@@ -796,10 +801,11 @@ def test_log_counts_lost_lines():
 
 
 def test_long_prompt_blocks_no_other_thread(engine):
-    """Tokenizing megabytes holds the GIL if the tokenizer is called in the wrong way."""
+    """Other threads run while a long prompt is tokenized, which needs a method of the tokenizer that releases
+    the GIL."""
     looks, done = Counter(), threading.Event()
 
-    # Counted, not timed: how long this thread is kept waiting also depends on the machine
+    # Count turns instead of timing them: how long this thread waits also depends on the machine
     def watch() -> None:
         while not done.wait(0.002):
             looks["meanwhile"] += 1
@@ -833,7 +839,7 @@ def test_only_the_start_of_an_oversized_prompt_is_tokenized(tmp_path, path):
     words = "so long " * 400_000
     chat = {"messages": [{"role": "user", "content": words}]}
     with Engine.load(folder, slots=2, max_len=128, chunk=32) as engine, Here(engine) as here:
-        engine.text.longest = 10**6  # As with a token that stands for many blanks
+        engine.text.longest = 10**6  # as if one token stood for a million blanks
         engine.text.tokenizer = Noted(engine.text.tokenizer)
         reply = here.ask(path, {"prompt": words} if path == COMPLETIONS else chat)
     assert reply.status == 400 and "maximum context length" in reply.body.decode()
@@ -859,7 +865,8 @@ def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):
 
 
 def test_engine_gets_the_client_address(here):
-    """The address also arrives when another thread submits because the request has a grammar."""
+    """The engine receives the client's address, even if the request has a grammar and is submitted by another
+    thread."""
     line = here.line("127.0.0.2")
     line.post(COMPLETIONS, {"prompt": "Hello", "guided_choice": ["yes", "no"], "max_tokens": 9})
     assert line.reply().status == 200
@@ -912,13 +919,13 @@ def test_progress_and_metrics_reveal_no_other_clients_prompt(here, monkeypatch):
     assert here.line("127.0.0.2").post(COMPLETIONS, body | {"prompt": prompt}).reply().status == 200
     before = token_counts(here)
     here.api.models.default.served.engine.set_budget(34, 32)
-    here.loop.slow = 2.5  # steps a second
+    here.loop.slow = 2.5  # steps per second
     guess = [*prompt[:45], *[90] * 75]
     asked = body | {"prompt": guess, "stream": True, "return_progress": True}
     said = here.line("127.0.0.3").post(COMPLETIONS, asked).until(b"[DONE]")
     here.loop.slow = 0.0
     seen = {int(done) for done in re.findall(rb'"processed":(\d+)', said)}
-    # Whole chunks only
+    # Only whole chunks are reported
     assert len(seen) > 2 and all(done in (0, 32, 64, 120) for done in seen), seen
     assert here.api.models.default.served.engine.snapshot().ended[-1].metrics.cached_tokens == 45
     after = wait_for(lambda: not here.api.view().open and token_counts(here))
@@ -968,7 +975,8 @@ def test_client_gone_before_its_turn_is_not_served(here, monkeypatch):
 
 
 def test_choices_share_one_compiled_grammar(here, monkeypatch):
-    """Regression: with `n`, a grammar was compiled for each choice: another client's schema took 15 s."""
+    """Regression: with `n` > 1 a grammar was compiled once per choice, and another client waited 15 s for its
+    schema."""
     made = []
     make = Grammars.grammar
 
@@ -984,7 +992,7 @@ def test_choices_share_one_compiled_grammar(here, monkeypatch):
 
 
 def test_slow_grammar_is_a_client_error(here, engine, monkeypatch, caplog):
-    """No traceback is logged, because nothing of ours has failed."""
+    """No traceback is logged, because it is not a fault of the server."""
     monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if the sandbox had accepted it
     end = engine.text.tokenizer.token_to_id("!")
     many_ways = 'start: a "!"\na: a a | a a a | /[a-z ]/ | '
@@ -1016,7 +1024,7 @@ def test_busy_sandbox_is_503_with_retry_after(here, monkeypatch):
 
 
 def test_too_many_messages_are_refused_before_the_template(engine, monkeypatch):
-    """The limit is a count, not a time: a template took 90 us for each of 130,000 empty messages."""
+    """The number of messages is limited, because a template took 90 us for each of 130,000 empty ones."""
     asked = []
     monkeypatch.setattr(engine.text, "encode_prompt", asked.append)
     body = json.dumps({"messages": [{"role": "user", "content": ""}] * 2049}).encode()
@@ -1078,7 +1086,8 @@ def test_paused_reader_gets_log_probabilities_in_parts(here, monkeypatch):
 
 
 def test_log_probabilities_cost_the_same_late_as_early():
-    """Each event used to look at all tokens so far: 12 us for the 50th, 1,602 for the 8,000th."""
+    """Regression: each event read all tokens so far, which took 12 us for the 50th and 1,602 us for the
+    8,000th."""
     looked = []
 
     class Watched(list):
@@ -1120,8 +1129,8 @@ def streamed(text: str, shape, watch=lambda choice: None) -> bytes:
     "text", ["a" * 300, '<tool_call>{"name": "add", "arguments": {"a": "' + "x" * 300]
 )
 def test_piece_costs_the_same_late_as_early(shape, text, monkeypatch):
-    """Each event of a response used to join the whole answer so far: 100,000 characters took half a minute
-    of the thread that serves all clients."""
+    """Regression: each event of a response joined the whole answer so far, which blocked the thread that
+    serves all clients for half a minute in an answer of 100,000 characters."""
     joined = []
     monkeypatch.setattr(Item, "text", property(lambda item: joined.append(1) or ""))
     said = streamed(text, shape(ParsedRequest(["x"]), "1-x", "small"))
@@ -1151,13 +1160,14 @@ def test_call_costs_the_same_however_many_there_are():
 
 
 def test_every_sampling_param_is_available_over_http():
-    """A new sampling parameter that the server does not know would be refused as an unknown field."""
+    """Every field of SamplingParams can be set in a request."""
     by_another_way = {"max_tokens", "stop", "logit_bias", "logprobs", "grammar", "embeds"}
     assert {field.name for field in fields(SamplingParams)} - by_another_way == {*openai.PLAIN}
 
 
 def test_open_files_are_allowed_for_all_connections():
-    """macOS starts programs with a limit of 256 open files, half of the connections that a server accepts."""
+    """The server raises the limit on open files. On macOS it is 256, which is half the number of connections
+    that a server accepts."""
     code = (
         "import resource; from server import http\n"
         "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"

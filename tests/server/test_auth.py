@@ -74,7 +74,8 @@ def test_open_server_without_a_key_warns(capsys):
 
 
 def test_host_is_checked_on_loopback(here):
-    """A web page can point its own host name at 127.0.0.1; then its requests are same-origin."""
+    """The owner of a web page can point its host name at 127.0.0.1, which makes the page's requests
+    same-origin (DNS rebinding)."""
     for host in ("localhost", "127.0.0.1:80", "[::1]:8000", "LOCALHOST:8000"):
         assert here.ask("/v1/models", Host=host).status == 200, host
     foreign = ("evil.example", "localhost.evil.example", "127.0.0.1.evil", "[", "0.0.0.0")
@@ -84,8 +85,8 @@ def test_host_is_checked_on_loopback(here):
 
 
 def test_foreign_pages_are_refused(engine):
-    """A page's owner can point its host name at any address, including this server's. Then Host and Origin
-    are equal."""
+    """Host and Origin are equal for a page whose owner has pointed its host name at this server's address
+    (DNS rebinding)."""
     with Here(engine, host="0.0.0.0", allow_hosts=("llm.example",)) as everywhere:
         everywhere.host = "127.0.0.1"
         for host, origin, status in (
@@ -100,7 +101,7 @@ def test_foreign_pages_are_refused(engine):
             ),  # a DNS name could be the attacker's, an address cannot
             ("[fe80::1]:8000", "http://[fe80::1]:8000", 200),
             ("[fe80::1", "http://[fe80::1", 403),
-            ("box.example", "", 200),  # not a web page
+            ("box.example", "", 200),  # not from a web page
         ):
             headers = {"Origin": origin} if origin else {}
             reply = everywhere.ask(COMPLETIONS, BODY, Host=host, **headers)
@@ -176,8 +177,8 @@ def watched(engine, head: list[str], version: str = "1.1", **keys) -> str:
         return "texts" if has_texts else "figures"
 
 
-# What nginx 1.22 sent for `GET /watch`: with a minimal `proxy_pass`, and with the headers that most people
-# add.
+# The headers that nginx 1.22 sends for `GET /watch`: with a minimal `proxy_pass`, and with those that are
+# usually added.
 PLAIN = ["Host: 127.0.0.1:8000", "Connection: close", "User-Agent: curl/7.88.1"]
 USUAL = ["Host: llm.example", "X-Real-IP: 127.0.0.1", "X-Forwarded-For: 127.0.0.1", *PLAIN[1:]]
 BOTH = {"api_key": "key", "watch_key": "eye"}
@@ -192,7 +193,7 @@ BOTH = {"api_key": "key", "watch_key": "eye"}
         (BOTH, "eye", PLAIN, "texts"),
         (BOTH, "eye", USUAL, "texts"),
         ({"watch_key": "eye"}, "", PLAIN, "figures"),
-        ({}, "", PLAIN, "texts"),  # looks like this machine: docs/server.md warns about it
+        ({}, "", PLAIN, "texts"),  # looks like a local request: docs/server.md warns about it
         ({}, "", USUAL, "figures"),
         ({}, "", ["Host: llm.example", *PLAIN[1:]], "figures"),
         ({}, "", [*PLAIN, "X-Forwarded-Host: llm.example"], "figures"),
@@ -201,8 +202,8 @@ BOTH = {"api_key": "key", "watch_key": "eye"}
     ],
 )
 def test_texts_through_a_local_proxy(engine, keys, given, head, shown):
-    """Regression: behind a plain proxy on this machine everybody seems to be local, so the API key showed
-    everybody's prompts."""
+    """Regression: behind a plain proxy on this machine every client seems to be local, so the API key gave
+    access to everybody's prompts."""
     head = [*head, f"Authorization: Bearer {given}"] if given else head
     assert watched(engine, head, "1.0", **keys) == shown
 
@@ -213,7 +214,12 @@ OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
 @pytest.mark.parametrize(
     ("keys", "origin", "given", "shown"),
     [
-        ({}, "", "", "texts"),  # no page: tui.py --watch, curl; or a page that asks its own server
+        (
+            {},
+            "",
+            "",
+            "texts",
+        ),  # no origin: tui.py --watch, curl, or a page that calls its own server
         ({}, OWN, "", "texts"),
         ({}, "https://localhost:8000", "", "texts"),  # a proxy on this machine terminates TLS
         ({}, NEIGHBOUR, "", "refused"),

@@ -83,7 +83,7 @@ TAGS = as_written(FORMATS[0], PROBED, PROBED.index("is_called"))
     ],
 )
 def test_call_that_ends_in_its_arguments_is_not_complete(format, text, is_called):
-    """Regression: a model at a high temperature ends its answer anywhere, and clients were told to run the
+    """Regression: a model at a high temperature may end its answer anywhere, and clients were told to run an
     incomplete call."""
     handle = SimpleNamespace(finish_reason="stop", lengths=[], stop=None)
     choice = Choice(handle, OutputParser(OutputFormat(None, format), {"add": {}}), None)
@@ -96,8 +96,8 @@ def test_call_that_ends_in_its_arguments_is_not_complete(format, text, is_called
 
 @pytest.mark.parametrize("read_early", [False, True])
 def test_words_end_with_the_answer(read_early):
-    """The end token and a trailing stop string have no entries: an entry with an empty text used to come
-    last."""
+    """The end token and a trailing stop string have no log probability entries. Regression: the last entry
+    had an empty text."""
     text = Tokenizer(OURS, 1536)
     kept = text.encode("Once upon a time")
     dropped = [*text.encode(" STOP"), min(text.end_tokens)]

@@ -481,8 +481,8 @@ def claude_code(version: str, question: str) -> dict:
 
 
 def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
-    """Regression: the first block of Claude Code's system prompt differs in each conversation, so
-    everything after it was prefilled again. So was the system message after the question."""
+    """Regression: the first block of Claude Code's system prompt differs in each conversation, so everything
+    after it was prefilled again. So was the system message that follows the first question."""
     first, second = claude_code("c8b", "Yes."), claude_code("4f0", "No.")
     server.ask(MESSAGES, first)
     usage = server.ask(MESSAGES, second).json["usage"]
@@ -499,7 +499,7 @@ def test_second_conversation_of_claude_code_reads_only_what_is_new(server):
 
 
 def test_only_the_first_question_changes_places_with_the_system():
-    """Later messages of the system may be about what was said before them."""
+    """Later system messages keep their places, because they may refer to the messages before them."""
     roles = ["user", "system", "system", "assistant", "user", "system"]
     messages = [{"role": role, "content": f"{n}"} for n, role in enumerate(roles)]
     body = {"model": "default", "max_tokens": 9, "system": "x", "messages": messages}
@@ -509,7 +509,7 @@ def test_only_the_first_question_changes_places_with_the_system():
 
 def test_request_is_called_by_its_last_user(server):
     """Regression: Claude Code ends with a system message ("Available agent types ..."), so all its requests
-    had the same name."""
+    were shown with the same text."""
     system = {"role": "system", "content": "Available agent types: none."}
     message(server, messages=[said("Yes."), said("No."), system])
     assert server.parrot.engine.snapshot().ended[-1].prompt == "say: No."
@@ -662,7 +662,7 @@ def test_invalid_messages_are_refused(server):
     result = {"type": "tool_result", "content": "x"}
     wrong = [None, 5, [], [5], [{"role": "wizard", "content": "x"}], [{"role": "user"}]]
     wrong += [[{"role": "assistant", "content": [use]}], [{"role": "user", "content": [result]}]]
-    wrong += [[said("x"), {"role": "assistant", "content": "It is"}]]  # a prefill
+    wrong += [[said("x"), {"role": "assistant", "content": "It is"}]]  # the beginning of an answer
     for messages in wrong:
         refused(message(server, messages=messages), 400, "message")
 

@@ -31,7 +31,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def demo():
-    """Drafts need repetition, so this uses the demo model, which counts."""
+    """The demo model, because it counts, and drafts need repetition."""
     with Engine.load("demo", slots=4, max_len=256, speculate=3) as engine:
         yield engine
 
@@ -97,7 +97,8 @@ def test_streamed_equals_whole(demo, kind):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_wake_up_per_step(demo, monkeypatch, stream):
-    """A wake-up is a system call in the thread that steps."""
+    """A step wakes the server's thread only once, because a wake-up is a system call in the thread that
+    steps."""
     wakes = []
     wake = APIServer._wake
 
@@ -118,15 +119,15 @@ def test_one_wake_up_per_step(demo, monkeypatch, stream):
 
 
 class Tracer:
-    """A profiler that counts how often execution crosses from one of our files into another, in all
-    threads, without the forward pass."""
+    """A profiler that counts how often execution crosses from one of our files into another, in all threads,
+    excluding the forward pass."""
 
     FORWARD = ("llama.py", "kv.py", "sampling.py", "token_choice.py", "models/", "kernels/")
 
     def __init__(self) -> None:
         self.changes = 0
         self.is_on = False
-        self._files: dict[int, str] = {}  # by thread
+        self._files: dict[int, str] = {}  # by thread id
 
     def is_ours(self, frame) -> bool:
         file = frame.f_code.co_filename
@@ -148,8 +149,8 @@ class Tracer:
 
 
 def test_file_changes_to_the_first_token(demo, monkeypatch):
-    """Regression: from a POST to the first event with text, execution changed file 353 times when three
-    classes polled each other and each field of a body was parsed by its own call."""
+    """Regression: from a POST to the first event with text, execution crossed from file to file 353 times,
+    because three classes polled each other and each field of a body was parsed by a separate call."""
     tracer = Tracer()
     ask = {"messages": QUESTION, "max_tokens": 20, "temperature": 0, "stream": True}
     take = Handle.take_delta
@@ -174,5 +175,5 @@ def test_file_changes_to_the_first_token(demo, monkeypatch):
         threading.setprofile(None)
         sys.setprofile(None)
     print(f"changes of file before a first token: {counts}")
-    # 249, and about 37 for each step that has begun by then: two on a busy machine
+    # 249, plus about 37 for each step that has begun by then (two on a busy machine)
     assert 50 < min(counts) <= 330

@@ -30,7 +30,7 @@ def here() -> Iterator[Taught]:
 
 @pytest.fixture(scope="module")
 def wanted(here) -> dict[str, list[float]]:
-    """The vector of each text, from the engine itself."""
+    """The vector of each text, as the engine computes it."""
     results = [here.parrot.engine.submit(text, EMBED).result(60) for text in TEXTS]
     return {text: unit_vector(result.vector) for text, result in zip(TEXTS, results, strict=True)}
 
@@ -70,7 +70,7 @@ def test_embeddings_with_the_openai_client(here, wanted):
 
 
 def test_thousands_of_texts_leave_room_for_a_chat(here, wanted):
-    """All texts at once would fill the queue, and a chat would have to wait for them."""
+    """The texts of a request are queued a few at a time, so a chat does not wait for all of them."""
     loop, engine = here.parrot.loop, here.parrot.engine
     many = [TEXTS[n % 3] for n in range(150)]
     found = []
@@ -88,7 +88,8 @@ def test_thousands_of_texts_leave_room_for_a_chat(here, wanted):
 
 
 def test_finished_texts_make_room_for_the_rest(here, wanted, monkeypatch):
-    """The first texts end without a further commit that would report it."""
+    """The next texts are submitted even if the first ones end before `submit` returns, when no further commit
+    reports it."""
     submit = here.parrot.engine.submit
 
     def slow(*arguments, **options):

@@ -21,12 +21,12 @@ from base import error_reports
 from text.grammar import Grammar
 
 OURS = ("server.", "text.", "engine.", "base.", "cli.", "nanobatch", "sched", "sampling", "h11.")
-# Watchers are told about these later, so a bounded number is kept
+# A bounded number of these is kept for watchers
 KEPT = ("RequestRecord", "Counter", "Metrics", "RequestView", "StepView")
 # The last text of each slot, for drafts in the same client's next answer
 KEPT += ("Pairs",)
 REQUESTS = number_of("LEAKS", 4)
-MANY = 4  # at the same time
+MANY = 4  # concurrent requests
 SAID = [said("x " * 300)]
 NUMBERS = count()
 LETTERS = {"guided_regex": "[a-z]{200}"}
@@ -52,7 +52,7 @@ WRONG = {
 @pytest.fixture(scope="module")
 def taught() -> Iterator[Taught]:
     with Taught(is_taught=False, slots=12, max_len=2048) as taught:
-        for path, body in BODIES.values():  # create what is created only once
+        for path, body in BODIES.values():  # create the objects that are created only once
             for stream in (False, True):
                 taught.ask(path, body | {"stream": stream})
         taught.ask(*VECTORS)
@@ -61,7 +61,7 @@ def taught() -> Iterator[Taught]:
 
 @pytest.fixture
 def census(taught) -> Iterator[Callable[[], None]]:
-    """Assert that there are no more of our objects than at the start."""
+    """Yield a function that asserts that there are no more of our objects than at the start."""
 
     def found() -> Counter[str]:
         kinds: Counter[str] = Counter()
@@ -92,8 +92,9 @@ def is_quiet(taught: Taught) -> bool:
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_no_leak_from_ended_requests(taught, census, kind):
-    """Regression: a stream and its answer referred to each other, and a connection to itself. Each cycle
-    kept a handle and its grammar until the collector ran, which counts objects, not megabytes."""
+    """Regression: a stream and its answer referred to each other, and a connection to itself. Each cycle kept
+    a handle and its grammar until the collector ran, which depends on the number of objects and not on their
+    size."""
     path, body = BODIES[kind]
     for number in range(REQUESTS):
         assert taught.ask(path, body | {"stream": bool(number % 2)}).status == 200
@@ -101,7 +102,7 @@ def test_no_leak_from_ended_requests(taught, census, kind):
 
 
 def test_no_leak_from_embeddings(taught, census):
-    """Most texts of a request are not queued yet when the request starts."""
+    """Clients also hang up while most of a request's texts are not queued yet."""
     for _ in range(10):
         assert taught.ask(*VECTORS).status == 200
     taught.parrot.loop.pause()
@@ -118,7 +119,7 @@ def test_no_leak_from_embeddings(taught, census):
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_no_leak_from_refused_requests(taught, census, kind):
-    """A task keeps its exception, which keeps the frame that waited for the task."""
+    """A task keeps its exception, which keeps the frame that awaited the task."""
     path, body, status = WRONG[kind]
     for _ in range(REQUESTS):
         assert taught.ask(path, body).status == status
@@ -127,8 +128,8 @@ def test_no_leak_from_refused_requests(taught, census, kind):
 
 @pytest.mark.parametrize("kind", ["messages", "tools", "choices"])
 def test_no_leak_from_hang_ups(taught, census, kind):
-    """Hang up in the queue, during prefill, and during decode, where a parser and its generator referred to
-    each other."""
+    """Hang up in the queue, during prefill, and during decode. (Regression: in decode a parser and its
+    generator referred to each other.)"""
     path, body = BODIES[kind]
     body = body | {"max_tokens": 100}
     request_log, loop = taught.parrot.api.request_log, taught.parrot.loop
@@ -195,7 +196,7 @@ def test_no_leak_from_a_kept_connection(taught, census):
 
 
 def test_no_leak_from_incomplete_requests(taught, census):
-    """Pipelined requests must not leak either."""
+    """Incomplete, pipelined and invalid requests leave nothing in memory."""
     taught.parrot.loop.pause()
     data = json.dumps(BODIES["chat"][1])
     head = f"POST {CHAT} HTTP/1.1\nHost: localhost\nContent-Length: {len(data)}\n\n"

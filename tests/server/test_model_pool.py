@@ -26,7 +26,7 @@ from tui import MENU
 
 
 class FakeEngine:
-    """Only what a pool needs from an engine."""
+    """The part of an engine that a pool uses."""
 
     lifecycle = SimpleNamespace(is_unloaded=False)
     on_commit = None
@@ -45,7 +45,7 @@ class FakeEngine:
 
 
 class Pool:
-    """A pool of fake models, given by name and bytes. `gate` delays loading."""
+    """A pool of fake models, given as name -> size in bytes. `gate` delays loading."""
 
     def __init__(self, sizes, memory, **options):
         self.loaded, self.gone, self.said = [], [], []
@@ -111,7 +111,8 @@ def test_the_one_used_least_recently_goes(pools):
 
 
 def test_a_busy_model_is_never_unloaded(pools):
-    """The new request waits in line and is told its place. (A comparable server killed the running answer.)"""
+    """A request for another model waits in the queue and is told its position. (A comparable server ended the
+    running answer.)"""
     pool = pools({"a": 6, "b": 6}, 8)
     busy = pool.wait("a")
     first, second = pool.ask("b"), pool.ask("b")
@@ -124,7 +125,7 @@ def test_a_busy_model_is_never_unloaded(pools):
 
 
 def test_later_requests_wait_behind_one_that_needs_the_memory(pools):
-    """If later requests went first, a constant stream of them for the busy model would keep it loaded
+    """Later requests for the busy model wait, too. Otherwise a constant stream of them would keep it loaded
     forever."""
     pool = pools({"a": 6, "b": 6, "small": 1}, 8)
     busy, other = pool.wait("a"), pool.wait("small")
@@ -178,7 +179,7 @@ def test_a_model_larger_than_the_memory_is_refused_at_once(pools):
 
 
 def test_the_line_is_bounded(pools):
-    """A hundred requests a second for models that are not loaded, while one model works."""
+    """A hundred requests arrive for models that are not loaded, while one model is busy."""
     pool = pools({f"m{i}": 5 for i in range(100)} | {"a": 5}, 8)
     busy = pool.wait("a")
     kept = []
@@ -216,7 +217,7 @@ def test_names(pools):
 
 
 def test_random_requests_end(pools):
-    """Clients arrive, wait, leave and finish in any order. Nobody waits forever, and each load fits into
+    """Clients arrive, wait, leave and finish in any order. No client waits forever, and each load fits into
     memory."""
     dice = random.Random(5)
     sizes = {"a": 3, "b": 4, "c": 5, "d": 8, "broken": 2}
@@ -388,7 +389,7 @@ def test_random_company_across_two_models_changes_no_bit(folders):
 
 
 def test_models_that_do_not_fit_together_take_turns(folders):
-    """A waiting stream reports its progress, and a model with a corrupt file leaves the others alone."""
+    """A waiting stream reports its progress, and a model with a corrupt file does not affect the others."""
     with Server(*options(folders, "one", "two", "spoilt"), *SMALL, "--memory", "1M") as server:
         assert "never fit together" in server.log.read_text()
         (folders["spoilt"] / "model.safetensors").write_bytes(b"no tensors")

@@ -1,5 +1,5 @@
-"""The limits in SECURITY.md are those of the code, its tests exist, and known vulnerabilities of comparable
-servers are not ours."""
+"""The limits in SECURITY.md match the code, the tests that it names exist, and known vulnerabilities of
+comparable servers are absent."""
 
 import importlib
 import json
@@ -46,8 +46,8 @@ def test_every_test_that_the_page_names_exists():
 
 @pytest.mark.parametrize("end", ["XX", "\rX", "\n\n", ""])
 def test_chunk_must_end_with_a_line_end(here, end):
-    """h11 before 0.16 accepted any two bytes as the end of a chunk, where a proxy may not: what is a body
-    for one is a request for the other (CVE-2025-43859)."""
+    """h11 before 0.16 accepted any two bytes as the end of a chunk. If a proxy in front does not, one of the
+    two takes part of a body for the next request (request smuggling, CVE-2025-43859)."""
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     hidden = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     said = here.line().send(f"{head}2\r\n{{}}{end}0\r\n\r\n{hidden}".encode()).everything()
@@ -55,7 +55,7 @@ def test_chunk_must_end_with_a_line_end(here, end):
 
 
 def test_n_is_bounded(here):
-    """vLLM created as many sequences as `n` said (CVE-2026-34756)."""
+    """vLLM created as many sequences as `n` requested (CVE-2026-34756)."""
     for n in (openai.MAX_N + 1, 10**6, 10**400):
         assert here.complete(n=n).status == 400
     assert here.complete(n=2, max_tokens=1).status == 200
@@ -106,7 +106,7 @@ def test_watchers_are_limited(here, monkeypatch):
 
 
 def test_frame_with_too_many_slots_is_refused(engine):
-    """Regression: the screen drew four billion slots of a hostile server."""
+    """Regression: the screen drew the four billion slots that a hostile server reported."""
     view = engine.snapshot()
     watch_frames.check_slots(view)
     for count in (0, 3, watch_frames.SLOTS + 1, 4_000_000_000):
@@ -123,7 +123,7 @@ def test_files_of_a_model_have_a_limit(tmp_path, name, most):
     path = tmp_path / name
     for size in (most, most + 1):
         with path.open("wb") as file:
-            file.truncate(size)  # sparse
+            file.truncate(size)  # a sparse file
         if size == most:
             check_size(path)
     with pytest.raises(ModelError, match=f"{most:,}"):
@@ -131,7 +131,7 @@ def test_files_of_a_model_have_a_limit(tmp_path, name, most):
 
 
 def test_rules_of_a_grammar_are_limited():
-    """llguidance needs more than linear time for many rules."""
+    """llguidance needs more than linear time in the number of rules."""
     rules = "\n".join(f'a{i}: "a"' for i in range(RULES))
     assert compiled({"lark": rules})
     with pytest.raises(ValueError, match=f"at most {RULES}"):

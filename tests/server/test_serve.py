@@ -122,8 +122,8 @@ def test_logprob_tokens_join_to_the_answer(server):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_broken_character_is_in_streamed_logprobs(server, count):
-    """The answer ends within a character, which is shown only at the end. Its token was sent before,
-    without text."""
+    """If an answer ends within a character, that character is sent at the end, together with the entries of
+    its tokens."""
     # Byte F0 starts a sequence of four bytes
     asked = {"logit_bias": {"177": 1000}, "temperature": 0, "max_tokens": count}
     whole = server.chat(logprobs=True, **asked).json["choices"][0]
@@ -136,7 +136,7 @@ def test_broken_character_is_in_streamed_logprobs(server, count):
 
 
 def test_logprobs_0(server):
-    """0 is not `false`, although the two are equal in Python."""
+    """`logprobs: 0` is not `false`, although the two are equal in Python."""
     said = server.complete(logprobs=0, temperature=0).json["choices"][0]["logprobs"]
     assert len(said["token_logprobs"]) == 8 and said["top_logprobs"] == [{}] * 8
     assert server.complete(logprobs=False).json["choices"][0]["logprobs"] is None
@@ -256,7 +256,7 @@ MESSAGES = [
     ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
 )
 def test_unsupported_fields_are_refused(server, name, value):
-    """One unsupported field must neither be ignored nor affect other requests."""
+    """An unsupported field or value is refused by name instead of being ignored."""
     reply = server.chat(**{"max_tokens": 4, "stream": True, name: value})
     assert reply.status == 400, (name, value, reply)
     error = reply.error
@@ -300,7 +300,9 @@ def test_body_must_be_a_json_object(server, body):
     for path in (CHAT, COMPLETIONS):
         reply = server.ask(path, body)
         assert reply.status == 400 and reply.error["code"] == "invalid_json", reply
-        assert "sys." not in reply.error["message"]  # Python's advice to programmers
+        assert (
+            "sys." not in reply.error["message"]
+        )  # Python's message advises calling sys.set_int_max_str_digits
 
 
 def test_byte_order_mark_is_skipped(server):
@@ -337,8 +339,8 @@ def test_oversized_body_is_413(server):
     ],
 )
 def test_counts_in_a_body_are_limited(server, body, message):
-    """Regression: 130,000 empty messages are a body of 4 MB. A template took five seconds for them, and
-    four such bodies delayed an ordinary request by 24."""
+    """Regression: a template took five seconds for a body of 4 MB with 130,000 empty messages, and four such
+    bodies delayed another request by 24 seconds."""
     reply = server.ask(CHAT, body)
     assert reply.status in (400, 413) and message in reply.error["message"], reply.error
 
@@ -398,8 +400,8 @@ def test_http_1_0_chunks_and_expect(server):
 
 
 def test_http_2_upgrade_is_ignored(server):
-    """Regression: Java's own client offers HTTP/2 in its first request. The parser took the body for
-    another protocol."""
+    """Regression: Java's HttpClient offers an upgrade to HTTP/2 in its first request, and the parser took the
+    body for another protocol."""
     offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAA")
     line = server.line()
     for _ in range(2):
@@ -469,8 +471,8 @@ def test_invalid_http_is_400(server):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_two_lengths_are_refused(server, order):
-    """Regression: the connection was kept open, although a proxy in front may have found another end of the
-    body."""
+    """Regression: the connection was kept open, although a proxy in front may disagree about where the body
+    ends."""
     lengths = ["Content-Length: 4", "Transfer-Encoding: chunked"][::order]
     head = "\n".join([f"POST {CHAT} HTTP/1.1", "Host: localhost", *lengths])
     said = server.line().send(head + "\n\n0\n\nGET /health HTTP/1.1\nHost: localhost\n\n")
@@ -491,7 +493,8 @@ def test_two_lengths_are_refused(server, order):
     ],
 )
 def test_error_reaches_a_client_that_is_still_sending(server, said, status):
-    """Closing a connection with unread bytes sends a reset, which also discards the response."""
+    """The server reads on before it closes, because closing a connection with unread bytes sends a reset,
+    which discards the response."""
     line = server.line().send(said)
     line.until(b"HTTP/1.1 ")
     for _ in range(8):  # the server has responded, and the rest arrives only now
@@ -513,7 +516,7 @@ def test_incomplete_request_does_not_count(server, sent):
 
 @pytest.mark.parametrize(("stream", "abrupt"), [(False, True), (True, False)])
 def test_hang_up_frees_slot_and_queue(server, stream, abrupt):
-    """Eight times as many requests as slots: those that are queued must be removed, too."""
+    """There are eight times as many requests as slots, so queued requests must be removed, too."""
     lines = [
         server.line().post(CHAT, say("Tell me a long story.", stream=stream, **LONG))
         for _ in range(8)
@@ -653,8 +656,8 @@ def test_first_signal_drains_and_second_ends_streams():
 
 
 def test_many_signals_end_a_busy_server():
-    """Regression: a third signal escaped from `close` as an exception: a traceback, work left on the
-    device, and any exit code."""
+    """Regression: a third signal raised an exception in `close`, which left a traceback, work on the device,
+    and an arbitrary exit code."""
     with Server() as server:
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
@@ -702,9 +705,9 @@ print(ended)
 
 
 def test_signal_at_any_line_ends_the_server(tmp_path):
-    """Regression: Ctrl-C escaped from a line of Python's own `wait`: its lock was never released, and no
-    other signal ended the server. Or the lock was released twice, and the exit code was 2."""
-    lines = ["0", "4", "8", "20"]  # 20 and 32 were among those lines
+    """Regression: at some lines of Python's own `wait`, Ctrl-C left its lock held, so that no other signal
+    ended the server. At others the lock was released twice, and the exit code was 2."""
+    lines = ["0", "4", "8", "20"]  # 20 was one of these lines
     done = run("-c", SIGNALS_AT_LINES, tmp_path / "model", *lines)
     assert (done.returncode, done.stdout) == (0, f"{len(lines)}\n"), done.stderr[-2000:]
 
@@ -721,7 +724,7 @@ sys.exit(serve.main(sys.argv[1:]))
 
 
 def test_second_signal_ends_a_blocked_server():
-    """The server blocks while it prints, as with a full standard error that nobody reads."""
+    """The server blocks while it prints, as when standard error is a full pipe that nobody reads."""
     (port,) = free_ports(1)
     command = [sys.executable, "-c", HANGS, "--port", str(port)]
     process = subprocess.Popen(command, cwd=ROOT)

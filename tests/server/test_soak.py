@@ -1,13 +1,13 @@
-"""Many clients at once over HTTP. A third of them hang up at some moment, and some send invalid requests.
-`NANOBATCH_SOAK=20000 python -m pytest tests/server/test_soak.py` is the long form.
+"""Many concurrent clients over HTTP. A third of them hang up at random moments, and some send invalid
+requests. `NANOBATCH_SOAK=20000 python -m pytest tests/server/test_soak.py` runs the long form.
 
-The server has the demo model with a chat template that supports tools and reasoning, configured as if
-it had been made for embeddings. All routes are used, streamed and not. In the end each request has been
-answered or was hung up on, all slots are free, complete answers equal those that the same request gets
-alone (reasoning, text, calls and tokens), and the number of open files is back to where it was.
+The server has the demo model with a chat template that supports tools and reasoning, configured as if it had
+been made for embeddings. All routes are used, streamed and not. At the end each request has been answered or
+its client has hung up, all slots are free, complete answers equal those that the same request gets alone
+(reasoning, text, calls and tokens), and the number of open files is the same as at the start.
 
 Memory is measured in an idle second after each round (`serve_memory.py`). From the second third of the rounds
-to the last, the bytes in use after a collection may grow by 2 MiB, and the resident set after a trim by 15.
+to the last, the bytes in use after a collection may grow by 2 MiB, and the resident set after a trim by 15 MiB.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ GRAMMARS = [
     {"guided_json": {"type": "array", "items": {"type": "integer"}, "maxItems": 5}},
 ]
 SAID = [{"role": "user", "content": "x"}]
-# Requests that cause much work with few bytes, or with as many as the server accepts.
+# Requests that cause much work with few bytes, or with as many bytes as the server accepts.
 HEAVY = [
     (CHAT, {"messages": [{"role": "user", "content": ""}] * 130_000}),
     (CHAT, b'{"messages":[{"role":"user","content":"x"}],"metadata":[' + b"[]," * 10**6 + b"[]]}"),
@@ -125,7 +125,7 @@ LOOK = (
 )
 CALLING = f"So[a-z ]{{2,20}}({LOOK}){{1,3}}"
 THINKING = r"[a-z ]{2,30}\n</think>\n\n"
-# For each route that generates text: what makes its answers long
+# Route -> the fields that make its answers long
 ENDLESS = {
     CHAT: {"max_tokens": 900, "ignore_eos": True},
     COMPLETIONS: {"max_tokens": 900, "ignore_eos": True},
@@ -165,7 +165,7 @@ class Weighed(Server):
     weighings = 0
 
     def weigh(self) -> Weight:
-        """Measure when the server has been idle for a second."""
+        """Measure the memory after the server has been idle for a second."""
         self.is_idle()
         time.sleep(1)
         self.weighings += 1
@@ -175,7 +175,8 @@ class Weighed(Server):
 
 
 def talker(folder: Path) -> Path:
-    """Return a folder with the demo model, a template for tools and reasoning, and a file for embeddings."""
+    """Return a folder with the demo model, a template for tools and reasoning, and the config of an embedding
+    model."""
     folder.mkdir()
     for file in (ROOT / "demo" / "model").iterdir():
         (folder / file.name).symlink_to(file)
@@ -252,7 +253,7 @@ def ask_grammar(server: Server, dice: random.Random) -> None:
 
 
 def attack(server: Server, dice: random.Random) -> str:
-    """Send something hostile. Return "refused", or "hung up" if it was cut off."""
+    """Send something hostile. Return the outcome: "refused" or "hung up"."""
     kind = dice.randrange(7)
     if kind == 6:
         ask_grammar(server, dice)
@@ -299,8 +300,8 @@ def hang_up(server: Server, dice: random.Random, path: str, body: dict) -> None:
 def soak(
     server: Weighed, requests: int, clients: int, cases: int, rounds: int, hostile: float = 0.0
 ) -> Report:
-    """Run clients in rounds. `hostile` is the share of attacks; with 0, some requests are invalid and a
-    third hang up."""
+    """Run clients in rounds. `hostile` is the share of attacks; with 0, some requests are invalid and a third
+    of the clients hang up."""
     report, lock = Report(), threading.Lock()
     alone = [ask(server, *make_case(number), False) for number in range(cases)]
 
@@ -342,7 +343,7 @@ def soak(
 
 
 def open_files(server: Server) -> int:
-    """Return the number of open files, or 0 where the system does not tell."""
+    """Return the number of open files, or 0 on a system without /proc."""
     try:
         return len(os.listdir(f"/proc/{server.process.pid}/fd"))
     except FileNotFoundError:
@@ -352,7 +353,7 @@ def open_files(server: Server) -> int:
 def check(report: Report, requests: int) -> None:
     assert not report.faults, report.faults[:5]
     grown = growth(report.weights)
-    if not SOAK:  # the kept history grows by half as much at most
+    if not SOAK:  # the history of requests grows by at most half of this
         assert grown.in_use < IN_USE, report.weights
     elif requests >= JUDGED:
         assert grown.in_use < IN_USE and grown.resident < RESIDENT, report.weights
@@ -400,7 +401,7 @@ def test_soak_over_two_ranks(model, tmp_path):
         two_ranks(tmp_path, arguments) as environment,
         Weighed(*arguments, **environment) as server,
     ):
-        server.patience *= 10  # the threads of the ring poll all the time
+        server.patience *= 10  # the threads of the ring poll continuously
         report = soak(server, SOAK, **LONG_FORM)
         assert server.stop() == 0
     check(report, SOAK)

@@ -22,7 +22,7 @@ def taught():
 
 
 def test_openai_client_assembles_both_protocols(taught):
-    """The client reads fields of events that others ignore, and raises if one is missing."""
+    """OpenAI's client reads fields of events that others ignore, and raises if one is missing."""
     client = openai.OpenAI(base_url=f"{taught.address}/v1", api_key="none", max_retries=0)
     text = f"say: <think>Easy.</think>I look.\n{CALLS}"
     both = {"model": "default", "parallel_tool_calls": True}
@@ -86,7 +86,7 @@ def test_template_that_opens_reasoning():
 
 
 def test_reasoning_can_be_enabled():
-    """Some models reason by default, and some on request."""
+    """A model that does not reason by default can be told to in each protocol."""
     asleep = "{{ '<think>\\n' if enable_thinking else '<think></think>' }}{# </think> #}"
     with Taught(template=TURNS + asleep) as taught:
 
@@ -188,8 +188,8 @@ def test_failed_stream_ends_with_an_error(taught, path, body, monkeypatch):
 
 
 def test_waiting_stream_reports_progress(taught):
-    """Progress is sent as a comment, which no client takes for an event. People used to see nothing at all
-    for minutes."""
+    """Progress is sent in comments, which no client takes for events. Regression: a waiting stream sent
+    nothing for minutes."""
     body = {"messages": [said("Yes.")], "stream": True}
     taught.parrot.loop.pause()
     line = taught.line().post(CHAT, body)
@@ -264,7 +264,7 @@ def test_hostile_bodies_are_refused(taught, path, body):
 
 
 def test_streamed_call_comes_piece_by_piece(taught):
-    """Arguments may be a whole file, and a client that had to wait for their end would see nothing for a
+    """A call's arguments are streamed, because they may be a whole file, for which a client would wait a
     minute."""
     text = CALL.replace("Paris", "Paris " * 20)
     events = taught.ask(CHAT, {"messages": [said(text)], "tools": TOOLS, "stream": True}).events
@@ -292,8 +292,8 @@ def body_of(path: str, text: str, length: int = 300, **fields) -> dict:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_unmarked_call_in_each_protocol(taught, path):
-    """Regression: each of five agents' loops began with the correct call in a code block, and ended there
-    because the call was not recognized."""
+    """Regression: five agents each wrote the correct call in a code block, and stopped there because it was
+    not recognized."""
     for text in (f"I look.\n\n{BARE}", f"I look.\n```json\n{BARE}\n```\nAnd so on."):
         body = body_of(path, text)
         found = ask(taught, path, body, False)
@@ -312,7 +312,7 @@ def test_unmarked_call_in_each_protocol(taught, path):
     ids=["marked", "bare", "block"],
 )
 def test_truncated_call_is_no_content(taught, path, call):
-    """Regression: half of a sixth call was left in the content, as `<tool_call>\\n{"name": "`."""
+    """Regression: the beginning of a truncated call was left in the content, as `<tool_call>\\n{"name": "`."""
     for length in range(9, len("I look.\n" + call) - 20, 19):
         body = body_of(path, f"I look.\n{call}", length)
         found = ask(taught, path, body, False)
@@ -342,7 +342,7 @@ THINKING = with_calls(HERMES).replace(
     ids=["Hermes", "Llama 3", "Mistral", "older Mistral", "Qwen 3 Coder", "GLM"],
 )
 def test_required_call_always_comes(template):
-    """A model with random weights would never write a call on its own."""
+    """A grammar forces the call, because a model with random weights never writes one on its own."""
     named = {"type": "function", "function": {"name": "mug"}}
     with Taught(template=template, is_taught=False) as server:
         for seed in range(4):
@@ -363,8 +363,8 @@ ASKS = number_of("TOOLS", 6)
 
 @pytest.mark.parametrize("marks", [(), HAS_MARKS], ids=["letters", "added"])
 def test_random_requests_with_tools(marks):
-    """Regression: Qwen's <tool_call> is an added token that is not special: each required call was a 400.
-    NANOBATCH_TOOLS=1000 is the long form."""
+    """Regression: Qwen's <tool_call> is an added token that is not special, so each required call was refused
+    with a 400. NANOBATCH_TOOLS=1000 runs the long form."""
     with Taught(template=with_calls(HERMES), is_taught=False, marks=marks) as server:
         assert set(marks) <= set(server.parrot.engine.text.marks)
         complete = 0
@@ -407,8 +407,8 @@ AT_ONCE = {
     ],
 )
 def test_recursive_schema_of_arguments(template, schema):
-    """Regression: within a call's schema, "#" meant the whole call: a tree became an endless nesting of
-    calls, and a second field like the first one a 400."""
+    """Regression: within a call's schema, "#" referred to the whole call. A recursive schema became an
+    endless nesting of calls, and a reference to another field was refused with a 400."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     body = {"messages": [said("x")], "tools": tools, "tool_choice": "required", "max_tokens": 400}
     body |= {"parallel_tool_calls": False, "temperature": 1}
@@ -422,7 +422,7 @@ def test_recursive_schema_of_arguments(template, schema):
 
 
 def test_reasoning_before_a_forced_answer():
-    """If the grammar applied from the first token on, the model would write JSON as its reasoning."""
+    """The grammar applies only after the reasoning. Otherwise the model would write JSON as its reasoning."""
     with Taught(template=THINKING, is_taught=False) as server:
         text = server.parrot.engine.text
         assert text.output_format.reasoning and text.encode_prompt([said("x")]).is_thinking

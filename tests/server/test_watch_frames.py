@@ -57,7 +57,7 @@ def test_frames_survive_the_wire(engine):
 
 
 def test_only_new_text_is_sent(engine):
-    """An answer of 8,000 tokens must not be sent ten times a second while it grows."""
+    """A growing answer of 8,000 tokens is not sent as a whole ten times a second."""
     sender, seen, sizes = watch_frames.Sender(True), None, []
     engine.submit("a prompt of some length " * 2, LONG)
     while engine.step() or not sizes:
@@ -92,7 +92,8 @@ def test_origin_may_be_anything(engine, origin):
 
 
 def test_other_version_is_noticed():
-    """Fields are sent without their names, so those of another version would be taken for ours."""
+    """Fields are sent without their names, so a frame of another version is recognized by the shape of its
+    classes."""
     shape = watch_frames._shape(Snapshot)
     assert shape != watch_frames._shape(RequestView) and "steps_s" in repr(shape)
     with pytest.raises(ValueError):
@@ -129,7 +130,7 @@ def test_request_log_is_thread_safe():
 
 
 def test_stalled_watcher_is_dropped(engine, monkeypatch):
-    """The frames of a stalled watcher would pile up in memory, and its snapshots would waste time."""
+    """A watcher that reads nothing is disconnected, because its frames would pile up in memory."""
     monkeypatch.setattr(watch_module, "WATCH_TIMEOUT_S", 0.3)
     with Here(engine) as here:
         line = Line(here.host, here.port, receive=4096)
