@@ -3,7 +3,7 @@ cannot escape its sandbox.
 
 The templates here imitate published ones, including their whitespace control. If a prompt differs from the
 training by one space, answers get worse, and nothing shows the reason. So texts and ids are compared with
-`transformers`, and none of it may access the network.
+those of `transformers`. No test may access the network.
 """
 
 import datetime
@@ -134,7 +134,7 @@ EVERYTHING = """\
 {{- '\\n<|im_start|>assistant\\n' if add_generation_prompt }}
 """
 
-# What newer families' templates use beyond that: modes, reasoning that is left out of old turns, tools.
+# What newer families' templates use in addition: modes, reasoning that is left out of old turns, tools.
 NEWER = r"""
 {%- if enable_thinking is not defined -%}{%- set enable_thinking = true -%}{%- endif -%}
 {%- set budgets = {'0': 'none', 512: 'little', 'more': 'much'} -%}
@@ -223,7 +223,8 @@ every_conversation = pytest.mark.parametrize("messages", CONVERSATIONS.values(),
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
-    """A template is on the disk, with the model. Neither our code nor the reference may access the network."""
+    """Fail a test in which our code or the reference accesses the network. A template is on disk, with its
+    model."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("a test touched the network")
@@ -239,7 +240,7 @@ def no_check(monkeypatch):
     monkeypatch.setattr(checker, "tokenizer", lambda *_: "")
 
 
-# Rendering gives the same text without the check in a child process, which takes half a second
+# Skip the check in a child process, which takes half a second and does not change the text
 unchecked = pytest.mark.usefixtures("no_check")
 
 
@@ -251,7 +252,7 @@ def make_model(
     as_dict: bool = False,
     **config,
 ) -> Tokenizer:
-    """Write the files of a model folder that concern its text. `as_dict` spells the special tokens as older
+    """Write the files of a model folder that concern its text. `as_dict` writes the special tokens as older
     configs do."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
@@ -316,7 +317,7 @@ def reference(folder: Path, messages: list[dict]) -> tuple[str, list[int]]:
 @every_conversation
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_conversation_equals_transformers(published, name, messages):
-    """Whitespace control, filters that escape HTML and missing variables each change a character or two."""
+    """Whitespace control, HTML escapes and missing variables are handled as in `transformers`."""
     text = published(name)
     before = json.dumps(messages)
     assert (text.render(messages), text.encode_chat(messages)) == reference(text.folder, messages)
@@ -328,7 +329,8 @@ def test_conversation_equals_transformers(published, name, messages):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("name", "says_eos"), [("llama 2", True), ("chatml", False)])
 def test_template_in_three_places(tmp_path, name, says_eos, place, as_dict, adds_bos):
-    """Published models have the template in a file, in the config, or there as one of several named ones."""
+    """Published models have the template in a file, in the config, or in the config as one of several named
+    ones."""
     text = make_model(tmp_path, TEMPLATES[name], place, adds_bos, as_dict)
     messages = CONVERSATIONS["five turns and a system prompt"]
     rendered = text.render(messages)
@@ -354,7 +356,7 @@ FOR_TOOLS = """
 
 @pytest.mark.parametrize("place", ["a file", "several with names"])
 def test_separate_template_for_tools(tmp_path, place):
-    """Hermes is published with two templates: the one for tools cannot render a chat without them."""
+    """Hermes is published with a second template for tools, which cannot render a chat without tools."""
     make_model(tmp_path, PLAIN_CHAT, place)
     if place == "a file":
         (tmp_path / "additional_chat_templates").mkdir()
@@ -386,7 +388,8 @@ def test_broken_template_for_tools(tmp_path):
 
 @unchecked
 def test_template_file_wins_over_config(tmp_path):
-    """A model saved again by a newer library may have both, and the config's template is the old one."""
+    """A model that was saved again by a newer library may have both, and the template in the config is the
+    old one."""
     text = make_model(tmp_path, "old", chat_template="old")
     (tmp_path / "chat_template.jinja").write_text("new {{ messages[0].content }}")
     text = Tokenizer(tmp_path, 300)
@@ -395,7 +398,8 @@ def test_template_file_wins_over_config(tmp_path):
 
 @unchecked
 def test_special_tokens_map(tmp_path):
-    """Without the map `bos_token` is undefined in the template, and the prompt has no BOS at all."""
+    """`bos_token` is also read from the map. Otherwise it would be undefined in the template, and the prompt
+    would have no BOS."""
     make_model(tmp_path, LLAMA3)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": LLAMA3}))
     (tmp_path / "special_tokens_map.json").write_text(
@@ -417,7 +421,7 @@ def test_strftime_now(tmp_path):
 
 @unchecked
 def test_null_field_counts_as_missing(tmp_path):
-    """OpenAI's clients send `content: null` along with tool calls. The assistant did not say the word
+    """OpenAI's clients send `content: null` along with tool calls. It is rendered as an empty text, not as
     "None"."""
     messages = [*turns("Hi"), {"role": "assistant", "content": None}, *turns("And?")]
     text = make_model(tmp_path, CHATML.replace("message.content", "(message.content or '')"))
@@ -452,11 +456,11 @@ def test_generation_tag(tmp_path):
         ("newer", 1),
         ("chatml", 0),
         ("zephyr", 0),
-        ("llama 2", 2),  # one for each turn of the user
+        ("llama 2", 2),  # one per user turn
     ],
 )
 def test_bos_is_where_the_template_writes_it(published, name, count, adds_bos):
-    """If template and tokenizer both add a BOS, the model silently gets worse."""
+    """The tokenizer adds no BOS to a rendered prompt, because with two of them a model silently gets worse."""
     ids = published(name, adds_bos).encode_chat(turns("Hello!", "Hi.", "Bye."))
     assert ids.count(BOS) == count and ids[1] != BOS
 
@@ -483,8 +487,7 @@ def test_raw_prompt_is_plain_text(tmp_path):
 @pytest.mark.parametrize("template", [CHATML, None])
 @pytest.mark.parametrize("raw", [True, False])
 def test_empty_prompt_has_no_tokens(tmp_path, template, raw):
-    """A template would render an empty conversation, and a tokenizer a BOS, but the engine must see that the
-    prompt is empty."""
+    """An empty prompt is not rendered and gets no BOS, so that the engine can refuse it."""
     assert make_model(tmp_path, template).ask("", raw) == []
 
 
@@ -535,8 +538,7 @@ def test_template_error_reaches_the_caller(published, name, messages, words):
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_template_syntax_error_names_the_folder(tmp_path, place, source):
-    """The model is broken, not the conversation: the client cannot fix it, and must learn which model it
-    is."""
+    """The client cannot fix a broken template, so the error is a ModelError that names the model."""
     text = make_model(tmp_path / "the-model", source, place)
     message = refusal(text, turns("Hi"), ModelError)
     assert "the-model" in message
@@ -584,8 +586,8 @@ def test_message_without_content(published, name):
     ],
 )
 def test_any_template_failure_is_a_refusal(tmp_path, source):
-    """A caller catches ValueError. Any other exception from a template that came with the weights would
-    end a server."""
+    """Any exception in a template becomes a ValueError, which callers catch. Another exception would end the
+    server."""
     refusal(make_model(tmp_path, source), turns("Hi"))
 
 
@@ -646,17 +648,17 @@ HUGE = [
     MILLION + "{% for i in range(1000) %}{{ x }}{% endfor %}",
     GROWS.replace("START", "'a'").replace("STEP", "s.x ~ s.x"),
 ]
-# No sample contains two turns
+# No sample conversation has two messages, so the check at load does not run this part
 HIDDEN = "{%% if messages | length == 2 %%}%s{%% endif %%}fine"
 no_limit_of_memory = pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no such limit")
 
 
 def unfit(text: Tokenizer) -> str:
-    """Return the reason why a template is not used. Plain text still works."""
+    """Return the reason why a template is not used. Assert that plain text still works."""
     assert not text.has_template
     assert text.ask("Hi", raw=True) == text.encode("Hi")
     with pytest.raises(ModelError):
-        # The model does not know plain text, so it must not silently replace the template
+        # The model was not trained on plain text, which must not silently replace the template
         text.ask("Hi")
     line = refusal(text, turns("Hi"), ModelError)
     assert line == text.unfit and "the chat template" in line and "give plain text" in line
@@ -666,8 +668,8 @@ def unfit(text: Tokenizer) -> str:
 
 @pytest.mark.parametrize("source", [ENDLESS[0], *UNSTOPPABLE])
 def test_endless_template_is_found_at_load(tmp_path, monkeypatch, source):
-    """Regression: the slow template was noticed by the first client, whose conversation then blocked a
-    thread of the server."""
+    """Regression: a slow template was first detected in a client's conversation, which blocked a thread of
+    the server."""
     limits = untrusted_model_files.LIMITS._replace(seconds=0.3)
     monkeypatch.setattr(untrusted_model_files, "LIMITS", limits)
     line = unfit(make_model(tmp_path, source))
@@ -677,8 +679,8 @@ def test_endless_template_is_found_at_load(tmp_path, monkeypatch, source):
 @no_limit_of_memory
 @pytest.mark.parametrize("source", HUGE)
 def test_greedy_template_is_found_at_load(tmp_path, source):
-    """When memory runs out, the process dies with all its requests. On a machine that allocates memory slowly the
-    time limit comes first, which is acceptable, too; the test used to fail there."""
+    """A process that runs out of memory dies with all its requests. On a machine that allocates memory
+    slowly, the time limit is reached first."""
     line = unfit(make_model(tmp_path, source))
     assert re.search(r"takes more than (512 MB|\d+ s) for a sample conversation", line), line
 
@@ -691,7 +693,7 @@ def executable(path: Path, script: str) -> str:
 
 @pytest.mark.parametrize("script", ["exec sleep 60", None])
 def test_load_without_a_child_process_is_refused(tmp_path, monkeypatch, script):
-    """Template and tokenizer cannot be checked, so they are not trusted."""
+    """If no child process can be started, template and tokenizer cannot be checked, so the model is refused."""
     python = executable(tmp_path / "python", script) if script else str(tmp_path / "nothing")
     monkeypatch.setattr(sys, "executable", python)
     monkeypatch.setattr("base.sandbox.START", 0.2)
@@ -741,7 +743,7 @@ def test_slow_rendering_is_stopped_in_any_thread(tmp_path, monkeypatch, source):
 
 @unchecked
 def test_quadratic_template_is_stopped(tmp_path, monkeypatch):
-    """A quadratic template is fast on every conversation that its author tried."""
+    """A quadratic template is fast on the short conversations of the check, and is stopped on a long one."""
     monkeypatch.setattr("text.chat_template.PATIENCE", 0.1)
     pairs = "{% for a in messages %}{% for b in messages %}{% if a == b %}{% endif %}{% endfor %}"
     text = make_model(tmp_path, pairs + "{{ a.content }}{% endfor %}")
@@ -762,7 +764,7 @@ def test_busy_machine_does_not_stop_a_template(tmp_path, monkeypatch):
 @unchecked
 @pytest.mark.parametrize("name", ["llama 2", "everything"])
 def test_limits_are_far_from_normal_use(tmp_path, name):
-    """A million characters are more than most models support."""
+    """A million characters, which is more than most models support, are rendered within the limits."""
     text = make_model(tmp_path, TEMPLATES[name])
     messages = turns(*["some words of a turn, " * 450] * 101)
     assert sum(len(message["content"]) for message in messages) > 999_000
@@ -835,7 +837,7 @@ READS = {
 
 
 class Talk(Replay):
-    """One slot, without a model: each answer is given."""
+    """A replay with one slot and given answers instead of a model."""
 
     def say(self, prompt: list[int], answer: list[int]) -> Request:
         request = Request(self.sched.steps, tuple(prompt), len(answer), self.now)
@@ -850,7 +852,7 @@ class Talk(Replay):
         last = len(self.answer) - 1
         return {
             each.slot: [self.answer[min(each.request.planned - 1, last)]] for each in plan.emitters
-        }  # a ghost has none
+        }  # a ghost repeats the last token
 
 
 @pytest.mark.parametrize("name", READS)
@@ -862,8 +864,8 @@ def test_rendering_is_stateless(published, name):
         <|eot_id|><|start_header_id|>assistant<|end_header_id|>\\n\\n
 
     Qwen's template leaves out the reasoning of earlier turns, so the answer after the reasoning is prefilled
-    again. Mistral's writes the system message into the newest question, so the previous question and
-    answer are.
+    again. Mistral's writes the system message into the newest question, so the previous question and answer
+    are prefilled again.
     """
     _, opens, expected = READS[name]
     text = published(name)

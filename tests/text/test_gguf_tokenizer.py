@@ -33,7 +33,7 @@ OWN = ["<tool_call>", "<think>"]
 
 
 def texts(seed: int, special: list[str]) -> list[str]:
-    """Return texts of corpus pieces, signs, spaces, many alphabets and special tokens."""
+    """Return random texts of corpus pieces, signs, spaces, many alphabets and special tokens."""
     dice = random.Random(seed)
     found = []
     for _ in range(TEXTS):
@@ -81,7 +81,7 @@ def alike(own: tokenizers.Tokenizer, reference: tokenizers.Tokenizer, special: l
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CUTS = {  # as in the tokenizer.json of each
+CUTS = {  # as in each model's tokenizer.json
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "smollm": [
         pre_tokenizers.Digits(individual_digits=True),
@@ -143,7 +143,8 @@ def test_byte_level_bpe_has_the_ids_of_the_library(name, tmp_path):
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepieces_bpe_has_its_own_ids(prefix, tmp_path):
-    """The library itself is the reference. It splits special tokens in a text, so they are left out here."""
+    """The reference is the sentencepiece library. It splits special tokens in a text, so the texts contain
+    none."""
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
@@ -175,7 +176,7 @@ def test_sentencepieces_bpe_has_its_own_ids(prefix, tmp_path):
 
 
 def test_gemma_4s_bpe_has_merges_in_the_file(tmp_path):
-    """Spaces are letters, other characters become bytes, and merges never cross line ends."""
+    """Spaces count as letters, unknown characters become bytes, and merges never cross line ends."""
     reference = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     reference.normalizer = normalizers.Replace(" ", "▁")
     reference.decoder = decoders.Sequence(
@@ -243,7 +244,7 @@ def test_answers_end_where_llama_cpp_ends_them(tmp_path):
 
 
 def test_the_end_of_a_message_is_no_end_in_harmony(tmp_path):
-    """gpt-oss ends its reasoning with this token, and continues."""
+    """In gpt-oss, <|end|> ends the reasoning but not the answer."""
     names = ["a", "<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"]
     fields = {"pre": "gpt-4o", "eos_token_id": 1}
     file = write(tmp_path / "a.gguf", "gpt2", names, [1, 3, 3, 3, 3], **fields)

@@ -27,7 +27,7 @@ from nanobatch import Engine, SamplingParams, Tokenizer
 from text.detokenizer import StreamingDetokenizer, without_panics
 from text.tokenizer import OURS, TooLongError
 
-BROKEN = "\ufffd"  # shown by a decoder for invalid bytes
+BROKEN = "\ufffd"  # what a decoder shows for invalid bytes
 ALPHABETS = (
     "abcdefghij KLMNOP  0123456789.,;!?'\"-_/\\{}\n\t",
     "etaoin shrdlu ",
@@ -113,7 +113,7 @@ every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
 def stream(
     tokenizer: tokenizers.Tokenizer, ids: list[int], stops: list[str] | None = None
 ) -> tuple[list[str], str, StreamingDetokenizer]:
-    """Return the pieces from pushing each id up to a stop string, the text held back until the end, and the
+    """Push ids up to a stop string. Return the pieces, the text that was held back until the end, and the
     stream."""
     text = StreamingDetokenizer(tokenizer, stops or [])
     pieces = []
@@ -128,8 +128,8 @@ def stream(
 
 
 def test_tokenizers_here_are_sharp():
-    """The tokenizers have tokens that end within a character, and tokens of several characters. Otherwise
-    the tests below would show nothing."""
+    """The tokenizers have tokens that end within a character, and tokens of several characters, which the
+    tests below need."""
     rng = random.Random(1)
     texts = [random_text(rng) for _ in range(300)]
     for name, make in TOKENIZERS.items():
@@ -145,8 +145,8 @@ def test_tokenizers_here_are_sharp():
 
 @every_tokenizer
 def test_random_texts_stream_as_they_decode(name):
-    """Decoding token by token shows U+FFFD for each part of a character, and loses the spaces of
-    SentencePiece."""
+    """The pieces join to the whole text. (Decoding each token separately shows U+FFFD for parts of
+    characters, and loses the spaces of SentencePiece.)"""
     tokenizer, rng = TOKENIZERS[name](), random.Random(2)
     for _ in range(500):
         text = random_text(rng)
@@ -161,7 +161,7 @@ def test_random_texts_stream_as_they_decode(name):
 
 @every_tokenizer
 def test_text_comes_with_the_token_that_completes_it(name):
-    """A stream that holds back everything until the end would also join to the whole text."""
+    """Text is shown as soon as its last token arrives, not only at the end."""
     tokenizer, rng, shown = TOKENIZERS[name](), random.Random(3), 0
     letters = "etaoinshrd" if name == "sentencepiece" else "etaé中😀\n "
     for _ in range(150):
@@ -180,7 +180,7 @@ def test_text_comes_with_the_token_that_completes_it(name):
 
 @every_tokenizer
 def test_random_tokens_stream_as_they_decode(name):
-    """A model at a high temperature may say anything: invalid UTF-8 must neither raise nor be lost."""
+    """Invalid UTF-8, which a model may write at a high temperature, neither raises nor gets lost."""
     tokenizer, rng = TOKENIZERS[name](), random.Random(4)
     # An embedding is often padded beyond the ids in use
     size = tokenizer.get_vocab_size() + 8
@@ -284,10 +284,10 @@ def test_every_tokenizer_streams_as_it_decodes(kind):
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, bool, int]:
-    """Return the text to show, whether a stop string occurred, and the characters read until it was found, by
+    """Return the text to show, whether a stop string occurs, and the number of characters up to its end, by
     brute force."""
     for end in range(1, len(text) + 1):
-        # Of those that are complete here, the one that starts first
+        # Of the stop strings that are complete here, the longest one starts first
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
                 return text[: end - len(stop)], True, end
@@ -325,7 +325,7 @@ class Pieces:
 
 def random_stops(rng: random.Random, text: str, alphabet: str) -> list[str]:
     """Return one to four stop strings: parts of the text, parts with an ending that does not occur, and
-    others."""
+    random strings."""
     stops = []
     for _ in range(rng.randint(1, 4)):
         start, length = rng.randrange(len(text)), rng.randint(1, 5)
@@ -338,8 +338,8 @@ def random_stops(rng: random.Random, text: str, alphabet: str) -> list[str]:
 
 
 def all_cuts(rng: random.Random, length: int) -> list[tuple[int, ...]]:
-    """Return every way to split a short text into tokens. For a longer one: each single place, all places, and
-    some random ones."""
+    """Return every way to split a short text into tokens. A longer text is split at each single place, at all
+    places, and at some random ones."""
     places = range(1, length)
     if length <= 7:
         return [cut for count in range(length) for cut in combinations(places, count)]
@@ -348,8 +348,7 @@ def all_cuts(rng: random.Random, length: int) -> list[tuple[int, ...]]:
 
 
 def test_stop_string_cut_at_every_place():
-    """A search within each piece would miss a stop string that spans two, and holding back too little would show
-    its start."""
+    """A stop string is found wherever it is split into tokens, and no part of it is shown."""
     rng = random.Random(7)
     cases = stopped_cases = cut_stops = 0
     for _ in range(120):
@@ -376,8 +375,8 @@ def test_stop_string_cut_at_every_place():
 
 
 def test_cost_is_independent_of_stop_string_length():
-    """Regression: 16 stop strings of 1,000 characters took 5 ms a token, in the thread that steps for all.
-    This test counts how often a text is compared with a stop string."""
+    """Regression: 16 stop strings of 1,000 characters took 5 ms a token, in the thread that steps for all
+    requests. This test counts how often a text is compared with a stop string."""
 
     class Counted(str):
         looks = 0
@@ -399,7 +398,7 @@ def test_cost_is_independent_of_stop_string_length():
 
 @every_tokenizer
 def test_stop_strings_with_a_real_tokenizer(name):
-    """With a real tokenizer, merges, spaces and byte tokens decide what a token is."""
+    """With a real tokenizer, merges, spaces and byte tokens decide where a text is split."""
     tokenizer, rng, stopped = TOKENIZERS[name](), random.Random(8), 0
     for _ in range(300):
         text = random_text(rng)
@@ -421,7 +420,7 @@ def test_stop_strings_with_a_real_tokenizer(name):
         # A partial match ("aba" at 0) overlaps the real one, two characters later
         ("ababac", ["abac"], "ab"),
         ("xabcx", ["abcx", "bc"], "xa"),  # the first one to be complete, although it starts later
-        ("xabcx", ["bc", "abc"], "x"),  # both are complete at once: the one that starts first
+        ("xabcx", ["bc", "abc"], "x"),  # both end at the same character: the one that starts first
         ("aaaa", ["aaa"], ""),
         ("the en", ["end"], "the en"),  # not a stop string after all
         ("\n\n", ["\n\n"], ""),
@@ -429,7 +428,7 @@ def test_stop_strings_with_a_real_tokenizer(name):
     ],
 )
 def test_stop_strings_by_hand(text, stops, shown):
-    """The cases above compare with a reference; these check the reference."""
+    """The tests above compare with `expected`, and these cases check `expected` itself."""
     assert expected(text, stops)[:2] == (shown, text != shown)
     pieces = Pieces(text)
     ids = pieces.cut(tuple(range(1, pieces.length)))
@@ -472,7 +471,8 @@ def endless_ids(name: str, kind: str) -> list[int]:
 @pytest.mark.parametrize("kind", ENDLESS)
 @every_tokenizer
 def test_token_costs_the_same_late_as_early(name, kind):
-    """A stream that decodes everything again for each token makes long answers quadratic."""
+    """The stream does not decode the whole answer again for each token, which would make long answers
+    quadratic."""
     tokenizer, ids = Counted(TOKENIZERS[name]()), endless_ids(name, kind)
     text = StreamingDetokenizer(tokenizer, ["a" * 40 + "b"])
     for n in range(1000):
@@ -498,10 +498,11 @@ def make_text(folder: Path, adds_bos: bool, **config) -> Tokenizer:
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("begins_with_bos", [True, False])
 def test_prompt_has_one_bos(tmp_path, begins_with_bos, adds_bos, bos):
-    """A text copied from a rendered template starts with `<s>`. With two of them, the prompt is unlike anything
-    that a model was trained on.
+    """A text copied from a rendered template starts with `<s>`. With two of them, the prompt is unlike
+    anything that a model was trained on.
 
-    If neither adds one, the prompt has none: models such as Qwen are trained without it.
+    If neither the text nor the tokenizer adds one, the prompt has none: models such as Qwen are trained
+    without it.
     """
     text = make_text(tmp_path, adds_bos, bos_token=bos)
     ids = text.encode("<s>Hé" if begins_with_bos else "Hé")
@@ -539,8 +540,8 @@ def late_failure(folder: Path, name: str) -> Tokenizer:
 
 @pytest.mark.parametrize("name", FAIL_AT_ENCODE)
 def test_unreadable_prompt_is_refused_alone(parts, tmp_path, name, capfd):
-    """The library raises a bare Exception, which no caller catches, or panics, which is not even an
-    Exception."""
+    """The tokenizer raises a bare Exception, which no caller catches, or panics, which is not even an
+    Exception. Both are reported as a ValueError."""
     text = late_failure(tmp_path, name)
     with Engine(parts[0], text, slots=2, max_len=64) as engine:
         alone = (
@@ -561,8 +562,8 @@ def test_unreadable_prompt_is_refused_alone(parts, tmp_path, name, capfd):
 
 
 def panicking() -> tokenizers.Tokenizer:
-    """Return a tokenizer whose decoder panics at an empty token: at token 1 immediately, and at token 2, which
-    waits as a byte, at the end."""
+    """Return a tokenizer whose decoder panics at an empty token: at token 1 immediately, and at token 2,
+    which is held back as a byte, only at the end of the answer."""
     vocabulary = {"hello": 0, "": 1, "<0x41>": 2, "<0x00>": 3}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="hello"))
     tokenizer.decoder = decoders.Sequence(
@@ -573,8 +574,8 @@ def panicking() -> tokenizers.Tokenizer:
 
 @pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt])
 def test_system_exit_is_no_panic(ending):
-    """Regression: SIGTERM arrived while the tokenizer ran. Its handler's SystemExit became an error of one
-    request, and was lost."""
+    """Regression: if SIGTERM arrived while the tokenizer ran, its handler's SystemExit became the error of
+    one request, and was lost."""
 
     def interrupted(*arguments, **options):
         raise ending(143)
@@ -584,15 +585,15 @@ def test_system_exit_is_no_panic(ending):
 
 
 def test_undecodable_token_ends_its_request_alone(parts, tmp_path):
-    """Regression: a panic is not an Exception. When the end of a request decodes the rest, it escaped from
-    `cancel`."""
+    """Regression: a panic while a cancelled request's last text was decoded escaped from `cancel`, because it
+    is not an Exception."""
     panicking().save(str(tmp_path / "tokenizer.json"))
     with Engine(parts[0], Tokenizer(tmp_path, V), slots=2, max_len=128) as engine:
 
         def says(token: int, count: int) -> SamplingParams:
             return SamplingParams(max_tokens=count, logit_bias={token: 1e6}, ignore_eos=True)
 
-        for token, count in ((1, 1), (2, 4)):  # number of tokens until it is noticed
+        for token, count in ((1, 1), (2, 4)):  # number of tokens up to the panic
             failing, neighbour = (
                 engine.submit([5, 6], says(token, 4)),
                 engine.submit([5, 6], says(0, 4)),

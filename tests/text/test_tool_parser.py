@@ -35,7 +35,7 @@ from text.tool_parser import (
     split_reasoning,
 )
 
-ANSWERS = number_of("ANSWERS", 100)  # for each format
+ANSWERS = number_of("ANSWERS", 100)  # per format
 # Possible arguments of a call in tags
 PROPERTIES = {
     "text": {"type": "string"},
@@ -111,8 +111,8 @@ def make_call(dice: random.Random, format) -> tuple[str, dict]:
 
 
 def make_arguments(dice: random.Random, format) -> dict:
-    """Return some of `PROPERTIES` in random order. A text may contain any mark, but not the mark after a value
-    followed by a valid continuation."""
+    """Return some of `PROPERTIES` in random order. A text may contain any mark, but not the mark that ends a
+    value, followed by a valid continuation."""
     tags = format.tags
     marks = [tags.after_value, tags.after_value.strip(), tags.before_key, tags.end + "<"]
     text = "".join(dice.choice([words(dice, 5), *marks, "\n", "x"]) for _ in range(4)) + "."
@@ -153,7 +153,7 @@ def in_tags(format, calls: list, dice: random.Random) -> str:
 
 
 def in_quotes(value) -> str:
-    """Write a value as in Gemma 4. Its own template writes nested keys in either way."""
+    """Write a value as in Gemma 4, whose template writes nested keys with or without quotes."""
     if isinstance(value, str):
         return f'<|"|>{value}<|"|>'
     if isinstance(value, list):
@@ -260,8 +260,8 @@ def as_bytes(text: str) -> list[str]:
 
 
 def parse_however_cut(text: str, output_format: OutputFormat, seed: int, **how) -> list[ParsedPart]:
-    """Return the parts of an answer. Assert that they are the same as a whole, character by character, and
-    split at random places."""
+    """Return the parts of an answer. Assert that they are the same whether it is parsed as a whole, character
+    by character, or split at random places."""
     dice = random.Random(seed)
     parts = parse(text, output_format, **how)
     for count in (1, 3, 6):
@@ -323,8 +323,8 @@ def spaced(text: str, dice: random.Random) -> str:
 
 @pytest.mark.parametrize("format", [*ALL, None], ids=lambda format: format and format.name)
 def test_long_white_space_is_parsed_however_cut(format):
-    """Regression: more than 300 blanks after reasoning were part of the answer in one piece, and lost in
-    many pieces."""
+    """Regression: more than 300 blanks after reasoning were kept if they arrived in one piece, and lost if
+    they arrived in many."""
     for seed in range(ANSWERS // 8):
         text, _, output_format = make_answer(format or HERMES, seed)
         output_format = output_format._replace(tools=format)
@@ -566,7 +566,7 @@ def test_unmarked_lookalikes_are_content(format):
     output_format = OutputFormat(REASONING_MARKS[0], format)
     for text in NO_CALLS:
         if format.is_bare and text.startswith('{"name": "add", "arguments": {'):
-            continue  # its own form of a call, at the start of an answer
+            continue  # in this format it is a call, at the start of an answer
         for cut in range(len(text) + 1):
             found = parse([text[:cut], text[cut:]], output_format)
             assert found == [("content", text)], (text, cut)
@@ -596,8 +596,8 @@ def test_unmarked_calls_are_parsed_however_cut():
 
 @pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
 def test_truncated_call_is_dropped(format):
-    """Regression: half a call was left in the content, as `<tool_call>\\n{"name": "`. An answer that ends
-    by itself is kept completely."""
+    """Regression: the beginning of a truncated call was left in the content, as `<tool_call>\\n{"name": "`.
+    In an answer that ends by itself it is kept."""
     dice = random.Random(5)
     output_format = OutputFormat(REASONING_MARKS[0], format)
     call = written(format, [("add", {})], dice)
@@ -622,7 +622,7 @@ def test_truncated_text_is_content():
 
 
 def test_single_call_ends_with_its_last_character():
-    """The engine stops there. Otherwise a model that continues would write calls until max_tokens."""
+    """The engine stops at that character. Otherwise a model might write calls until max_tokens."""
     for format in ALL:
         for seed in range(20):
             text = written(format, [("add", {}), ("add", {})], random.Random(seed))
@@ -649,8 +649,8 @@ def test_single_call_ends_with_its_last_character():
     ids=["calls", "marks", "brackets", "halves", "ends", "space", "bodies", "bare", "blocks"],
 )
 def test_parsing_cost_does_not_grow(text):
-    """An answer of a whole slot must not block the thread that serves all clients. A parser that checks each
-    character again for each mark would take minutes."""
+    """Parsing an answer as long as a slot does not block the thread that serves all clients. If each
+    character were checked again for each mark, it would take minutes."""
     began = time.thread_time()
     pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
     parts = parse(pieces, SPEECH)
@@ -661,8 +661,9 @@ def test_parsing_cost_does_not_grow(text):
 
 @pytest.mark.parametrize("before", ["", "<think>a", "<tool_call>add"])
 def test_endless_white_space_streams(before):
-    """Regression: a client can force endless white space with a logit bias. If it was held back, all of it
-    was checked for each token: 100,000 took four seconds of the thread that serves all clients."""
+    """Regression: a client can force endless white space with a logit bias. All white space that was held
+    back was checked again for each token, and 100,000 tokens took four seconds of the thread that serves all
+    clients."""
     for text in (before + " \n" * 800 + "x", before + " \n" * 800 + "<tool_call>x"):
         parser = OutputParser(SPEECH, TOOLS)
         parts = []
@@ -808,7 +809,8 @@ def test_grammar_of_messages(kind):
 
 
 def test_harmony_without_the_model():
-    """Watchers parse the text without the model, and so does the next prompt, which must not contain marks."""
+    """Watchers parse the text without the model. So does a server that renders the next prompt, which must
+    not contain marks."""
     text = f"{THOUGHT}{FINAL}It is 3."
     assert split_output(text) == [("reasoning", "I add."), ("content", "It is 3.")]
     assert split_reasoning(text) == ("I add.", "It is 3.")
@@ -824,9 +826,9 @@ RENDERED = {
     "Gemma 4": "<|turn>model\n" + IN_GEMMA,
     "Llama 3": 'assistant<|end|>\n\n{"name": "is_called", "parameters": {"n": 7}}<|eot_id|>',
 }
-RENDERED_OTHERWISE = {  # the format, or None if it is unknown
+RENDERED_OTHERWISE = {  # a rendered call -> its format, or None if it is unknown
     '[TOOL_CALLS]is_called[ARGS]{"n": 7}</s>': "Mistral",
-    "<tool_call>\n<function=is_called>\n<parameter=n>7</parameter>": None,  # half a call
+    "<tool_call>\n<function=is_called>\n<parameter=n>7</parameter>": None,  # an incomplete call
     '<|tool_call|>[{"name": "is_called", "arguments": {"n": 7}}]': "Granite 3",
     '<tool_calls>\n{"name": "is_called", "arguments": {"n": 7}}\n</tool_calls>': "Apriel",
     '<|action_start|><|plugin|>\n{"name": "is_called", "parameters": {"n": 7}}<|action_end|>': "InternLM 2",
@@ -868,7 +870,7 @@ def test_model_without_tools_says_why():
     assert "no chat template" in detect_format(None, refuse).why
 
 
-# What models write where a call is required, and what their templates write for them
+# Name -> the template's key in TEMPLATE_WRITES, and what a model writes where a call is required
 REQUIRED = {
     "Hermes": [
         "Hermes",
@@ -897,8 +899,8 @@ TEMPLATE_WRITES = (
 
 @cache
 def with_marks(kind: str):
-    """Return a small tokenizer that knows all marks as special tokens or as other added ones, its grammars, and
-    the ids that a grammar has to know."""
+    """Return a small tokenizer that has all marks in letters, as special tokens or as other added tokens, its
+    grammars, and the ids that a grammar needs."""
     tokenizer = make_tokenizer()
     if kind != "letters":
         is_special = kind == "special"
@@ -917,8 +919,9 @@ KINDS = ["letters", "special", "added"]  # how a tokenizer represents marks
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", REQUIRED)
 def test_grammar_allows_the_trained_format(name, kind):
-    """Under another format a model continues with unlikely tokens, and its call may be nonsense. Qwen's
-    <tool_call> is an added token that is not special, so no call could be required."""
+    """A required call is written in the format that the model was trained on: in another its tokens are
+    unlikely, and the call may be nonsense. Regression: Qwen's <tool_call> is an added token that is not
+    special, so no call could be required."""
     template, text = REQUIRED[name]
     rendered = "Tools: is_listed. " + TEMPLATE_WRITES[template]
     output_format = detect_format("", lambda messages, tools: rendered)
@@ -932,9 +935,9 @@ def test_grammar_allows_the_trained_format(name, kind):
 @pytest.mark.parametrize("marks", REASONING_MARKS, ids="".join)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reasoning_mark_under_a_grammar(kind, marks):
-    """Regression: if </think> is an added token that is not special, it was forbidden, so reasoning went on
-    until max_tokens. If it was written in letters, the grammar treated it as reasoning, while the parser
-    took the rest for the answer."""
+    """Regression: </think> was forbidden if it is an added token that is not special, so reasoning went on
+    until max_tokens. If it was written in letters, the grammar treated it as reasoning, while the parser took
+    the rest for the answer."""
     tokenizer, grammars, ids = with_marks(kind)
     opens, closes = marks
     pieces = [opens, "Hm.", closes, "\n\n", '"yes"']
@@ -944,7 +947,7 @@ def test_reasoning_mark_under_a_grammar(kind, marks):
         )
         tokens = tokenizer.encode("".join(pieces[is_thinking:]), add_special_tokens=False).ids
         assert allows(grammars, rules, tokens)
-        # With the mark in letters, reasoning cannot continue after it
+        # Reasoning cannot continue after a mark that is written in letters
         letters = [token for each in closes for token in tokenizer.encode(each).ids[1:]]
         before = tokenizer.encode("".join(pieces[is_thinking:2]), add_special_tokens=False).ids
         assert not allows(grammars, rules, [*before, *letters, *letters])

@@ -20,7 +20,7 @@ no_limit_of_memory = pytest.mark.skipif(
 )
 RARE = normalizers.Sequence([normalizers.Replace("ʘ", "ʘʘ") for _ in range(40)])
 DECODED = decoders.Sequence([decoders.ByteLevel(), *[decoders.Replace("e", "ee")] * 30])
-# The first number is the length of the table: 4 GB
+# The first number is the size of a table, for which the library allocates 4 GB
 CHARSMAP = base64.b64encode(b"\xff\xff\xff\x7f" + bytes(64)).decode()
 
 
@@ -69,7 +69,7 @@ def test_panicking_tokenizer_is_served(tmp_path):
 
 
 def test_template_with_huge_output_is_refused(tmp_path):
-    """Regression: 30 bytes rendered 20 MB for a question, and tokenizing them took 3.4 GB."""
+    """Regression: a template of 30 bytes rendered 20 MB for a question, and tokenizing them took 3.4 GB."""
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text('{{ "a "*10000000 }}')
     text = Tokenizer(tmp_path, 300)
@@ -79,7 +79,8 @@ def test_template_with_huge_output_is_refused(tmp_path):
 
 @no_limit_of_memory
 def test_renderings_are_tokenized_in_the_check(tmp_path, monkeypatch):
-    """The tokenizer needs too much memory for a character that only the template writes."""
+    """The check tokenizes what the template renders, because the tokenizer may need too much memory for a
+    character that only the template writes."""
     limits = untrusted_model_files.LIMITS._replace(seconds=1.5, memory=2**27)
     monkeypatch.setattr(untrusted_model_files, "LIMITS", limits)
     tokenizer = make_tokenizer()
@@ -94,7 +95,8 @@ def test_renderings_are_tokenized_in_the_check(tmp_path, monkeypatch):
 
 
 def test_tokenizer_is_checked_once(tmp_path, monkeypatch):
-    """A model that is loaded again need not wait for a child process, and the demo came with the program."""
+    """A tokenizer is checked only when its model is first loaded. The demo's, which came with the program, is
+    not checked."""
     monkeypatch.setattr(untrusted_model_files, "PASSED", set())
     jobs = []
 
