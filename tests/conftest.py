@@ -172,7 +172,7 @@ def engine(make_engine) -> Engine:
 
 @pytest.fixture
 def background_job() -> Iterator[Callable[[], None]]:
-    """Ignore Ctrl-C, as in a shell's background job, and let children inherit that. Yield a function that a
+    """Ignore Ctrl-C, as in a shell's background job, which child processes inherit. Yield a function that a
     child calls to restore the default."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)

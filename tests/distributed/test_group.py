@@ -372,7 +372,7 @@ class Ring(ExitStack):
 
 
 def test_orders_are_passed_along_the_ring(monkeypatch):
-    """The leader leaves only after all other ranks have run every batch, because it takes part in each."""
+    """The leader leaves only after all other ranks have run every batch, because each batch needs all ranks."""
     with Ring(monkeypatch, 4) as ring:
         leader, *others = ring.all
         orders = [[3, 1], list(range(5000))]
@@ -896,7 +896,7 @@ def test_missing_rank_is_named(tmp_path):
 
 
 def test_server_answers_while_ranks_meet(tmp_path):
-    """Regression: MLX held the GIL, so the server did not answer."""
+    """Regression: MLX held the GIL while it waited for other ranks, so the server did not answer."""
     (port,) = free_ports(1)
     command = [str(ROOT / "serve.py"), "--port", str(port)]
     with Pair(tmp_path, *command, only=(0,)) as pair:
@@ -930,7 +930,7 @@ sys.exit(ask.main())
 
 
 def test_ranks_with_other_keys_end_with_one_line(tmp_path):
-    """Regression: the ranks waited forever in MLX."""
+    """Regression: ranks with different keys waited forever in MLX."""
     with Pair(tmp_path, "-c", OTHER_KEYS) as pair:
         assert pair.codes() == [2, 2], pair.said(0) + pair.said(1)
         for rank in (0, 1):

@@ -72,8 +72,8 @@ def test_a_replay_under_the_same_policy_is_what_happened(policy, is_hurried):
 
 
 def test_a_replay_drops_what_is_computed_behind_an_end():
-    """Regression: a token that ends an answer is seen one step late. The replay counted the ghost after the
-    end as useful, and its token as delivered."""
+    """Regression: a token that ends an answer is seen one step late, and the replay counted the ghost after
+    the end as useful, and its token as delivered."""
     stage = Stage(slots=4).load()
     for most in (5, 9, 14, 20, 26):
         stage.engine.submit([96 + most] * 5, SamplingParams(max_tokens=100, stop=f"<{most}>"))

@@ -91,8 +91,8 @@ def compare_bits(engine: Engine, rng: np.random.Generator, rounds: int) -> tuple
 
 
 def answer(rounds: int, folders: list[str]) -> None:
-    """For each model, print the tokens of a short run, whether the engine is batch-invariant, and the
-    result of comparing bits."""
+    """For each model, print the tokens of a short run, whether the engine is batch-invariant, and the counts
+    of `compare_bits`."""
     for folder in folders:
         with Engine.load(folder, **SIZES) as engine:
             if engine.ranks.rank:

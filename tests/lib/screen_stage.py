@@ -213,7 +213,7 @@ def disturb(stage: Stage, seconds: float) -> None:
 
 def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
     """Make the runner depend on the batch: when this many requests decode in a step, change the sixth word
-    of an answer, or its probability. Return the list of affected slots, which grows."""
+    of an answer, or its probability. Return a list to which affected slots are added."""
     runner = stage.engine.runner
     finish = runner.start_sampling
     turned = []

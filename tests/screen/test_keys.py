@@ -119,7 +119,7 @@ async def test_policy_and_load_change_live(it):
 @on_screen(size=(120, 40))
 async def test_the_cursor_goes_back_in_time(it):
     await it.press("b", turns=400)
-    await it.press("z", turns=0)  # one step a column
+    await it.press("z", turns=0)  # one step per column
     newest = it.state.history[-1].step
     await it.press("left", turns=0)
     assert it.state.cursor == it.state.step.step == newest - 1
@@ -341,7 +341,7 @@ async def test_help_names_every_key_and_the_words(it):
 
 @on_screen()
 async def test_i_and_slash_open_the_prompt_from_every_page(it):
-    """Regression: the prompt box took all keys while a page hid it, and Esc did not return to it."""
+    """Regression: the prompt box took all keys while a page hid it, and Esc did not return to the box."""
 
     it.stage.obey("one")
     await it.turns(2)
@@ -358,8 +358,8 @@ async def test_i_and_slash_open_the_prompt_from_every_page(it):
 
 @on_screen()
 async def test_keys_switch_and_close_pages(it):
-    """Regression: a key only returned to the main screen, so every key had to be pressed twice. On a fresh
-    screen the keys went into the prompt box."""
+    """Regression: with a page open, a key only closed the page, so every key had to be pressed twice. On a
+    fresh screen the keys went into the prompt box."""
 
     for key in "Ethf":
         await it.press(key, turns=0)

@@ -203,7 +203,7 @@ def test_an_interrupted_log_is_complete(stage):
 
 
 def test_the_log_times_a_policy_switch_by_its_first_step():
-    """Regression: errors were logged with the time at which they were shown."""
+    """The log has the start of the first step under the new policy, even if the view is updated later."""
     stage = Stage(slots=2)
     stage.load()
     lines: list[str] = []
