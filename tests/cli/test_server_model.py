@@ -79,7 +79,7 @@ def test_a_wrong_address_is_one_line(url, capsys):
 
 def test_no_server_is_one_line(capsys):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # it does not listen
+        taken.bind(("127.0.0.1", 0))  # bound, but not listening
         assert ask.main(["Why?", "--url", f"127.0.0.1:{taken.getsockname()[1]}"]) == 2
     err = capsys.readouterr().err
     assert "refused" in err and "is a server there?" in err and err.count("\n") == 1

@@ -32,7 +32,7 @@ RUN = ROOT / "course" / "run.py"
 
 
 class Mistake(NamedTuple):
-    name: str  # of the function
+    name: str  # the function, such as kv.Window.write
     right: str  # text in `simple_core.py`
     wrong: str
     says: str  # what the stage's message must contain
@@ -428,7 +428,7 @@ def test_program_survives_a_mistake_in_a_book(tmp_path):
     wrong = run(RUN, tmp_path / "none", "ask.py", "hi")
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
     assert "start.py mine makes one" in wrong.stderr
-    (folder / "text.py").write_text("")  # it would replace our package
+    (folder / "text.py").write_text("")  # this would replace our package
     wrong = run(RUN, folder, "ask.py", "hi")
     assert wrong.returncode == 2 and "text.py is not a chapter; move it elsewhere" in wrong.stderr
     old = run("ask.py", "--book", folder, "hi")

@@ -442,7 +442,7 @@ class Answering:
     def stranger(self, says: bytes = b"") -> socket.socket:
         host, port = self.address.split(":")
         stranger = socket.create_connection((host, int(port)), 60)
-        with suppress(ConnectionError):  # the connection was already closed
+        with suppress(ConnectionError):  # the listener may have closed it already
             stranger.sendall(says)
         return stranger
 
@@ -628,7 +628,7 @@ class Pair(ExitStack):
         self.processes = {}
         self._command = [sys.executable, *map(str, command)]
         self._environment = os.environ | {
-            "NANOBATCH_THREADS": "1",  # the two wait for each other and share the cores
+            "NANOBATCH_THREADS": "1",  # the ranks wait for each other and share the cores
             "MLX_HOSTFILE": str(tmp_path / "hosts.json"),
         }
         self._forms = forms

@@ -223,7 +223,7 @@ def test_leaving_in_any_phase_puts_everything_back(number, phase):
     assert view.engine.limits.budget == 30
     assert not view.engine.waiting and all(slot.request is None for slot in view.engine.slots)
     assert before == [getattr(state, name) for name in tour.FIELDS]
-    stage.tour.leave()  # a second time changes nothing
+    stage.tour.leave()  # leaving again changes nothing
     stage.obey("/resume")
     stage.obey("/slow off")
     stage.obey("/burst 2")

@@ -163,7 +163,7 @@ def test_a_small_mac_is_not_filled(monkeypatch):
     sizes use far less: a fifth for Llama 3.2 3B on a Mac with 8 GB."""
     whole = 5_726_633_984
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": whole})
-    monkeypatch.setattr(mx, "get_active_memory", lambda: 1_800_000_000)  # its weights in 4 bits
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 1_800_000_000)  # the weights in 4 bits
     heads = {"Hkv": 8, "Dh": 128, "row": lambda layer: (16, 128), "delta": None}
     shape = SimpleNamespace(layers=28, writing=28, max_positions=131_072, **heads)
     sizes = memory.fit(shape, 2, device.free_memory())
@@ -437,4 +437,4 @@ def test_buffers_of_many_shapes_do_not_pile_up(tmp_path):
             engine.step()
             if engine.registry.steps.count % 125 == 0:
                 held.append(mx.get_cache_memory())
-    assert len(held) >= 4 and held[-1] < 1.25 * held[2], held  # it levels off
+    assert len(held) >= 4 and held[-1] < 1.25 * held[2], held  # the cache levels off

@@ -33,7 +33,7 @@ def test_tiny_matrices_are_not_operations():
 
 
 def test_lazy_norm_holds_its_weights():
-    """Regression: the model was freed and its memory reused before the graph was evaluated."""
+    """Regression: the weights were freed and their memory reused before the graph was evaluated."""
     x = normal(1, 3, 512)
     for seed in range(6):
         weight = normal(seed, 512)

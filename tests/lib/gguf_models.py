@@ -96,7 +96,7 @@ PLAIN = (
     ".bias",
 )  # matrices that are not quantized
 MULTIPLIED = ("embed_tokens.", "model_projection")  # the loader folds a factor into these
-SMALL = {"hidden_size": 256, "intermediate_size": 256}  # whole blocks of K-quants
+SMALL = {"hidden_size": 256, "intermediate_size": 256}  # multiples of a K-quant block
 # Byte offsets of a block's float16 numbers
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 

@@ -18,7 +18,7 @@ from models.delta_net import states_of
 from models.memory import rows_of_layers
 from nanobatch import Engine, Model
 
-TOKENS = 20  # of each answer
+TOKENS = 20  # per answer
 PROMPTS = number_of("PARITY_PROMPTS", 11)  # for a family that differs much from a Llama
 FEWER = number_of("PARITY_PROMPTS", 6)  # for all other families
 # Logits may differ by this much. Where the best two are closer than this, either may win.

@@ -15,7 +15,7 @@ HOSTILE = (
     '"<img src=x onerror=alert(1)>"',
 )
 
-# Texts like those of real models, and worse
+# Texts like those of real models, and harder cases
 TEXTS = (
     "1. Blisse\n2. Flame\n\n\n3. Ember\r\n4. Ash\r5. Coal\n",
     "\n" * 60 + "behind sixty empty lines",

@@ -110,7 +110,7 @@ class Story(Replay):
             said[slot] = []
             for i, drafted in enumerate((*draft, None)):
                 token = self.says(request, index + i)
-                # After a wrong draft token: nonsense
+                # After a wrong draft token, all tokens are meaningless
                 said[slot].append(token if is_right else drafted or 0)
                 is_right = is_right and token == drafted
         return said

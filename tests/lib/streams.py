@@ -142,5 +142,5 @@ def streamed_message(reply: Reply) -> dict:
         try:
             block["input"] = json.loads(text)
         except ValueError:
-            block["input"] = {}  # it was truncated
+            block["input"] = {}  # the arguments were truncated
     return {"content": blocks, **end}

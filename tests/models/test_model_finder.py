@@ -143,7 +143,7 @@ def headless(folder: Path) -> None:
 
 
 def test_list_says_why_a_model_is_not_served(home, monkeypatch, capsys):
-    wide = {"hidden_size": 128, "intermediate_size": 256}  # whole blocks of four bits
+    wide = {"hidden_size": 128, "intermediate_size": 256}  # multiples of a quantization block
     cached(home, "a/four", quantize=lambda module: (4, 32), **wide)
     cached(home, "b/other")
     for name, changes in (

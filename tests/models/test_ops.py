@@ -119,7 +119,7 @@ def test_a_number_that_is_none_stays_none(form, place):
     assert np.array_equal(np.isnan(wide(capped(mx.array(x), 30.0))), lost)
 
 
-@pytest.mark.parametrize("V", [100, 128, 384, 32_000])  # 100 has no whole blocks
+@pytest.mark.parametrize("V", [100, 128, 384, 32_000])  # 100 is not a multiple of a block
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_argmax_takes_the_first(V, dtype):
     random = np.random.default_rng(V)

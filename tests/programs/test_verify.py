@@ -163,7 +163,7 @@ def test_planted_order_of_sums_is_found(capsys, count_only, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX brings a fast BLAS of its own elsewhere")
 def test_another_blas_shows_what_others_have(tmp_path):
     library = str(another_blas.compiled(tmp_path))
-    few = COUNTING.replace("sys.exit", "verify.TOKENS = 16\nsys.exit")  # its plain loops are slow
+    few = COUNTING.replace("sys.exit", "verify.TOKENS = 16\nsys.exit")  # plain loops are slow
     done = run("-c", few, "--ways", "company", NANOBATCH_BLAS=library)
     assert done.returncode == 1, done.stderr
     named = f"libanother.so, so bits may differ with the batch: NANOBATCH_BLAS={library}"

@@ -171,7 +171,7 @@ for name in sys.argv[1:]:
 short = {name.partition(".")[2] for name in sys.argv[1:]}
 print(sorted(short & {*sys.modules} - {"sched"}), sched.scheduler)
 """
-    left_out = ("__main__", "quality")  # quality needs numpy
+    left_out = ("__main__", "quality")  # `quality` needs numpy
     paths = [path.relative_to(wheel).with_suffix("") for path in files if path.stem not in left_out]
     names = sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
     assert len(names) > 130

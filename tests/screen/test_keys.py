@@ -212,7 +212,7 @@ def test_back_in_time_an_answer_is_cut_where_it_was():
     stage.obey("/burst 1")
     for _ in range(100):
         stage.client.loop.turn()
-    stage.session.refresh()  # once, at the end
+    stage.session.refresh()  # update the view only once, at the end
     assert stage.session.settled
     said = []
     for i in range(len(stage.state.history)):

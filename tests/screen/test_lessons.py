@@ -77,7 +77,7 @@ def test_why_batching_pays_by_rows():
     stage.obey("/burst 12")
     stage.finish()
     for seconds in stage.state.costs.values():
-        seconds.extend([9.0] * (len(seconds) // 2))  # interruptions
+        seconds.extend([9.0] * (len(seconds) // 2))  # simulated interruptions
     lines = stage.lines(charts.draw_cost, 70, 12)
     rows = [re.findall(r"[\d.]+", line) for line in lines[2:6]]
     assert [[float(value) for value in row] for row in rows] == [

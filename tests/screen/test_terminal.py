@@ -230,7 +230,7 @@ def test_textual_serve(model):
             assert head[:1] in (b"D", b"M"), head
             seen += process.stdout.read(int.from_bytes(head[1:], "big")).decode()
             if "2 ended" in OTHER.sub("", seen) and not asked:
-                asked = True  # the page has been closed
+                asked = True  # send what textual-serve sends when the page is closed
                 process.stdin.write(b"M" + len(quit_).to_bytes(4, "big") + quit_)
                 process.stdin.flush()
         late.cancel()

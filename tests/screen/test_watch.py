@@ -304,7 +304,7 @@ def test_a_watched_view_is_complete(server):
         ends = len(it.state.ended)
         for _ in range(4):
             it.complete(max_tokens=30)
-            time.sleep(0.25)  # no update of the view in between
+            time.sleep(0.25)  # meanwhile the view is not updated
         it.sees(lambda state: len(state.ended) == ends + 4)
         steps = [column.step for column in it.state.history if column.step > first]
         # With drafts, a step produces several tokens
@@ -430,7 +430,7 @@ def test_a_wrong_address_is_one_line_and_exit_code_2(url, capsys):
 
 def test_no_server_is_one_line_and_exit_code_2(capsys):
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # it does not listen
+        taken.bind(("127.0.0.1", 0))  # bound, but not listening
         assert tui.main(["--watch", f"127.0.0.1:{taken.getsockname()[1]}"]) == 2
     said = capsys.readouterr().err
     assert "refused" in said and "is a server there?" in said and said.count("\n") == 1
