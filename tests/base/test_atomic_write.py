@@ -1,4 +1,4 @@
-"""Files are written atomically: either the new content or the old one is complete."""
+"""Files are written atomically: a file has either the complete new content or the old one."""
 
 import os
 import random
@@ -25,8 +25,8 @@ KILLS = number_of("KILLS", 12)
 
 
 def python(code: str, *arguments: object, **how) -> subprocess.CompletedProcess[str]:
-    """Run a few lines that write files, in a separate process. As root, which may write anywhere, it
-    switches to another user."""
+    """Run a few lines that write files, in a separate process. As root, which may write anywhere, switch to
+    another user."""
     drop = f"os.setgid({NOBODY}); os.setuid({NOBODY})" if os.geteuid() == 0 else ""
     code = f"import os, sys, time\nfrom base.atomic_write import *\n{drop}\n{code}"
     return run("-c", code, *arguments, **how)
@@ -84,7 +84,8 @@ def test_a_new_file_has_the_usual_permissions(tmp_path):
 
 
 def test_write_to_a_pipe(tmp_path):
-    """`--json /dev/stdout`, and `--json >(jq .)`: a pipe whose reader waits for one writer."""
+    """A pipe is opened only once, because its reader waits for one writer: `--json /dev/stdout`, and `--json
+    >(jq .)`."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE)

@@ -61,7 +61,8 @@ def test_job_gets_its_memory_and_stack(sandbox):
 
 
 def test_sleeping_job_is_killed():
-    """A job that gets no processor time on a busy machine is not at fault."""
+    """A job that gets no processor time is killed. It is reported as a busy machine, because the job may not
+    be at fault."""
     sandbox = Sandbox("sandbox_jobs", None, LIMITS._replace(patience=0.5))
     with pytest.raises(BusyError, match=r"could not be checked within 0\.5 s; try again"):
         sandbox.run(["sleep", 60])
@@ -85,8 +86,8 @@ def test_too_many_jobs_are_busy():
 
 
 def test_failed_prepare_is_remembered(monkeypatch):
-    """Regression: the failure was reported as a busy machine, and each request with a grammar started
-    another process."""
+    """Regression: if preparing failed, this was reported as a busy machine, and each request with a grammar
+    started another process."""
     sandbox = Sandbox("sandbox_jobs", "broken", LIMITS)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^some words$"):
@@ -152,7 +153,7 @@ def test_no_process_is_reported(monkeypatch):
 
 
 def test_no_file_descriptor_is_reported(monkeypatch, sandbox):
-    """Regression: a server with too many connections reported an internal error."""
+    """Regression: a server that had reached its limit on open files reported an internal error."""
 
     def refuse() -> None:
         raise OSError(errno.EMFILE, "Too many open files")

@@ -63,8 +63,8 @@ def test_a_value_as_long_as_a_book_is_cut_short(check):
 
 
 def test_long_message_keeps_both_ends():
-    """The message starts with the file and ends with the remedy; only the text from the file, in between,
-    is shortened."""
+    """The message starts with the file and ends with the remedy. Only the text from the file, between the
+    two, is shortened."""
     line = one_line("config.json:\n\tkind = " + "x\x1b[31m\u202e " * 5000 + "; download it again.")
     assert line.startswith("config.json: kind = x") and line.endswith("; download it again.")
     assert len(line) < 410 and "…" in line and line == printable(line) and "\n" not in line

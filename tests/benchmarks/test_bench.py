@@ -1,4 +1,4 @@
-"""The benchmark: its metrics on handmade times, its loop on a simulated clock, and a tiny run of each part."""
+"""The benchmark: its metrics for given times, its loop on a simulated clock, and a tiny run of each part."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_rows_that_never_overlap_are_refused():
 
 
 def test_open_loop_total_time():
-    """Two requests one after another, of five tokens and 5 s each. Each waits 1 s for its first token."""
+    """Two consecutive requests of five tokens take 5 s each, with 1 s to the first token."""
     answers = [Delivery(0, [1, 2, 3, 4, 5]), Delivery(5, [6, 7, 8, 9, 10])]
     figures = closed_figures(answers, users=1)
     assert figures["decode tokens/s"] == 1 and figures["total tokens/s"] == 1
@@ -115,8 +115,8 @@ def test_step_time_is_its_period():
 
 
 class Clockwork:
-    """A contestant with its own clock: each step takes a second and gives one token to each of the oldest
-    `rows`."""
+    """A contestant with its own clock: each step takes a second and gives one token to each of the `rows`
+    oldest requests."""
 
     def __init__(self, rows: int):
         self.rows, self.now, self.left = rows, 0.0, {}
@@ -140,7 +140,8 @@ class Clockwork:
 
 
 def test_processor_clock(spec):
-    """A busy machine makes each second longer. Here the engine sleeps, which only the wall clock measures."""
+    """The processor clock excludes time in which another program runs. Here the engine sleeps, which only the
+    wall clock measures."""
     rates = {}
     for clock in ("wall", "processor"):
         sample = Sample(spec._replace(part="decode", rows=1, clock=clock))
@@ -185,7 +186,7 @@ def test_table_cell():
 
 
 def test_decode_is_compared_with_what_memory_yields(spec, capsys):
-    """A line below the table shows the comparison for our own product on the wall clock."""
+    """A line below the table compares our own product's GB/s with the memory's, on the wall clock."""
     sample = Sample(spec._replace(part="decode", rows=1))
     with closing(sample.contestant):
         figures = sample.decode()
@@ -221,7 +222,7 @@ def test_columns_take_turns(spec, monkeypatch):
 
 def test_load_is_relative_to_static(spec, monkeypatch):
     rates = {}
-    capacity = 200  # tokens a second
+    capacity = 200  # tokens per second
 
     def measure(spec: Spec, column: Contestant) -> dict:
         rates.setdefault(spec.rate, []).append(column.name)
@@ -251,7 +252,7 @@ print(json.dumps({"figures": {"decode tokens/s": 1.0}}))
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """Another version, whose samples record their spec, folder and BLAS."""
+    """A checkout of another version, whose samples record their spec, folder and BLAS."""
     folder = tmp_path / "before"
     folder.mkdir()
     (folder / "bench.py").write_text(ANOTHER_VERSION)
@@ -276,8 +277,8 @@ def test_other_checkout_runs_its_own_bench(spec, checkout, monkeypatch):
 
 
 def test_numpy_is_needed_for_quality_alone():
-    """Regression: `nanobatch bench` failed with a traceback, because numpy belongs to the extras for tests
-    and peers."""
+    """Regression: `nanobatch bench` failed with a traceback if numpy, which is installed only with the extras
+    for tests and peers, was missing."""
     code = "import sys; sys.modules['numpy'] = None; import bench; bench.parse_arguments({})"
     assert python(code.format([])).returncode == 0
     done = python(code.format(["--parts", "quality"]))
@@ -396,7 +397,7 @@ def test_run_is_shown_and_plotted_again(spec, tmp_path, capsys):
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch) -> Callable[[int], Spec]:
-    """Add the shape of `--shape tiny --bits ...`."""
+    """Register the shape `tiny`. Return a function that makes a model and a spec of it for a number of bits."""
     monkeypatch.setitem(SHAPES, "tiny", (64, 1, 2, 1, 128, 300))
 
     def of_bits(bits: int) -> Spec:
@@ -414,7 +415,7 @@ def test_a_shape_makes_a_model_that_both_can_read(tiny, who):
 
 @pytest.mark.parametrize("bits", [4, 16])
 def test_packed_shape_against_widened(tiny, bits):
-    """Test `--bits 4 --vs widened`."""
+    """Test `--bits 4 --vs widened` and `--bits 16 --vs widened`."""
     forms = []
     for column in (our_column("continuous"), read_rival("widened", "continuous")):
         sample = Sample(tiny(bits)._replace(dtype=column.dtype))
@@ -499,14 +500,15 @@ def test_long_prompts_overlap(spec):
 
 
 def test_ctrl_c_ends_the_sample_too(spec, background_job):
-    """The signal reaches only the benchmark, as from another program. Its child must not be left running."""
+    """The signal reaches only the benchmark, as if another program had sent it. The benchmark ends its child,
+    too."""
     command = [sys.executable, str(BENCH), "--parts", "decode", "--output", "100000"]
     process = subprocess.Popen(
         [*command, "--model", spec.folder],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # No line about a missing fast BLAS
+        # Suppress the line about a missing fast BLAS
         env=os.environ | {"NANOBATCH_BLAS": "off"},
         preexec_fn=background_job,
     )
@@ -526,7 +528,7 @@ def test_ctrl_c_ends_the_sample_too(spec, background_job):
     assert re.fullmatch(
         r"nanobatch: 1 of \d+ after \d+ s: decode, rows 1, nanobatch continuous\n", stderr
     ), stderr
-    # It may still be importing the code that notices the exit
+    # The child may still be importing the code that notices the exit
     wait_for(lambda: not line_of(samples[0]))
 
 
@@ -549,7 +551,8 @@ def test_steps_on_a_gpu_are_timed_with_the_wait_and_without(spec, monkeypatch):
 
 
 def test_quality_does_not_depend_on_the_chunks(monkeypatch, capsys):
-    """A chunk that starts in the wrong row, or sees another span's rows, changes the perplexity."""
+    """Chunks of 50 and of 25 tokens give the same perplexity: each starts in the right row, and attends only
+    to rows of its span."""
     folder = find("demo").absolute()
     monkeypatch.setattr(quality, "SPAN", 100)
     tables = []

@@ -100,10 +100,10 @@ def test_what_a_plain_llama_is_not_gets_one_line(tmp_path, changes):
 
 class Library:
     """Stands in for llama-cpp-python. Its model is simple: the next token is the sum of all previous ones
-    plus their number.
+    plus their count.
 
-    A sequence's tokens must arrive in order, and a new request must not find another one's tokens in
-    its sequence.
+    A sequence's tokens must arrive in order, and a new request must not find another one's tokens in its
+    sequence.
     """
 
     GGML_TYPE_F32, LLAMA_FLASH_ATTN_TYPE_DISABLED, LLAMA_FLASH_ATTN_TYPE_ENABLED = 0, 0, 1
@@ -291,7 +291,8 @@ def test_missing_peer_is_one_line(arguments, missing, words, monkeypatch, capsys
 
 
 def test_mlx_lm_is_measured_on_openblas(monkeypatch, capsys):
-    """Users can load OpenBLAS under MLX, whose own product is slow on a CPU."""
+    """mlx-lm is measured with OpenBLAS, which its users can preload, because MLX's own product is slow on a
+    CPU."""
     monkeypatch.setattr(peers, "has_gpu", lambda: False)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(peers, "find_library", lambda name: f"lib{name}.so.0")
@@ -313,7 +314,8 @@ def test_llama_cpp_is_not_measured_beside_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize(("bits", "form"), [(4, "Q4_0"), (8, "Q8_0"), (16, "BF16")])
 def test_packed_gguf_has_as_many_bits(tmp_path, bits, form):
-    """llama.cpp would store an embedding table in another type."""
+    """Only the weights of the layers are checked, because llama.cpp stores an embedding table in another
+    type."""
     pytest.importorskip("llama_cpp")
     how = {"dtype": mx.bfloat16} if bits == 16 else {"quantize": lambda module: (bits, 32)}
     folder = make_checkpoint(tmp_path / "model", **how)

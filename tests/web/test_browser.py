@@ -66,7 +66,7 @@ def test_it_answers_to_the_keyboard_and_to_the_scrubber(opens):
     tab.locator("[data-scrub]").fill("1000")
     until(tab, "Math.abs(nanobatch.player.now - nanobatch.player.end / 2) < 0.01")
     tab.locator("[data-scrub]").focus()
-    tab.keyboard.press(" ")  # this used to scroll the page
+    tab.keyboard.press(" ")  # without scrolling the page
     until(tab, "nanobatch.player.playing")
     pace = tab.evaluate("nanobatch.player.pace")
     tab.locator("h1").click()
@@ -75,7 +75,8 @@ def test_it_answers_to_the_keyboard_and_to_the_scrubber(opens):
 
 
 def test_links_of_the_annotated_core_open_a_step(opens):
-    """Links work from another page and within the open page, where only the hash changes. So do buttons."""
+    """A link opens a step from another page, and within the open page, where only the hash changes. The
+    buttons open one, too."""
     tab = opens(f"file://{DEMO}#ghost")
     shows(tab, "[data-step-words]", "a ghost")
     assert not tab.evaluate("nanobatch.player.playing")
@@ -88,7 +89,7 @@ def test_links_of_the_annotated_core_open_a_step(opens):
     tab.evaluate("nanobatch.choose(3)")
     tab.locator("[data-step-examples] button").first.click()
     shows(tab, "[data-step-words]", "Admitted")
-    assert tab.evaluate("nanobatch.player.chosen") == 0  # otherwise all others would be dimmed
+    assert tab.evaluate("nanobatch.player.chosen") == 0  # a chosen request would dim all others
     until(
         tab, "document.querySelector('[data-step-panel]').getBoundingClientRect().top < innerHeight"
     )
@@ -172,7 +173,7 @@ def test_nothing_is_wider_than_the_screen(opens, viewport, scheme):
 
 @pytest.fixture
 def plays(opens, tmp_path):
-    """Open the page of these recordings."""
+    """Return a function that opens the page of these recordings."""
 
     def opened(*recordings: dict, **how):
         (tmp_path / "page.html").write_text(page.make(list(recordings)))
@@ -182,8 +183,8 @@ def plays(opens, tmp_path):
 
 
 def test_any_text_stays_in_its_row(plays):
-    """Regression: the demo model writes no line breaks. Lines of a real model's answers overlapped the rows
-    below and the next heading."""
+    """Regression: the answers of a real model, unlike the demo model's, have line breaks, and their lines
+    overlapped the rows below and the next heading."""
     run = recording([(f'"{text}"', 600) for text in TEXTS], burst=len(TEXTS), max_len=4096)
     tab = plays(run, run)
     until(tab, "nanobatch.player.now > 0")
@@ -210,7 +211,7 @@ def test_nothing_moves_when_it_is_seen_for_the_first_time(opens):
 def test_who_wants_no_motion_sees_the_whole_run_at_rest(opens):
     tab = opens(DEMO, reduced_motion="reduce")
     until(tab, "document.querySelector('[data-verdict]').textContent")
-    # The same last frame at two checks: an idle page costs nothing
+    # The last frame is the same at two checks: an idle page draws nothing
     until(
         tab,
         "nanobatch.player.frames.last === window.before || !(window.before = nanobatch.player.frames.last)",
@@ -255,8 +256,8 @@ def test_touch_targets_are_large_enough(opens):
 
 
 def test_file_names_become_links(opens, tmp_path):
-    """File names become links on GitHub Pages and in a copy of the repository. Elsewhere such links led
-    nowhere."""
+    """File names become links on GitHub Pages and in a copy of the repository. Elsewhere they stay plain
+    text, because links would lead nowhere."""
     links = "[...document.querySelectorAll('a[data-file]')].map((link) => [link.dataset.file, link.href])"
     found = opens(DEMO).evaluate(links)
     assert len(found) >= 5
@@ -379,7 +380,7 @@ def test_python_in_the_page_needs_a_network(opens):
     tab = opens(DEMO)
     tab.click("[data-lab-load]")
     shows(tab, "[data-lab-status]", "needs a network")
-    tab.said.clear()  # the browser's own message about it
+    tab.said.clear()  # the browser's own message about the missing network
     tab.evaluate("nanobatch.player.goTo(0.2)")
     assert tab.evaluate("nanobatch.player.now") == pytest.approx(0.2)
 
@@ -391,7 +392,7 @@ def test_the_game_is_played_by_keys_to_a_score(opens):
     until(tab, "nanobatch.game.hand.line.length > 2")
     tab.keyboard.press("1")
     until(tab, "nanobatch.game.hand.slots[0]?.id === 1")
-    # A second press under the finger hits no other request. Checked in the same moment, because another
+    # A second press at the same place hits no other request. Check it within the same call, because another
     # request soon takes the place.
     before, after, name, still = tab.evaluate(
         "(() => { const place = document.querySelectorAll('.line li')[1], before = place.getBoundingClientRect();"

@@ -82,13 +82,13 @@ def say(tab, question: str, waits: bool = True) -> None:
 
 def say_at_length(tab, parrot: Parrot) -> None:
     """Ask for an answer that arrives slowly, and wait until it has started."""
-    parrot.loop.slow = 80  # steps a second
+    parrot.loop.slow = 80  # steps per second
     say(tab, "say: " + "on and on " * 300, waits=False)
     until(tab, "document.querySelector('.turn:last-child > .reply').textContent.length > 20")
 
 
 def sent(tab) -> list[dict]:
-    """Return the bodies of all questions."""
+    """Return the bodies of all questions that the page has sent."""
     return [json.loads(r.post_data) for r in tab.asked if r.method == "POST"]
 
 
@@ -97,9 +97,10 @@ def facts(tab) -> str:
 
 
 def test_a_second_question_reads_only_what_is_new(talks):
-    """Regression: the page could only watch: asking needed another program, which did not show the reuse."""
+    """The second question reuses the rows of the first, and the page shows how many tokens were read and
+    reused."""
     tab = talks()
-    until(tab, "window.nanobatch")  # the page knows the slots
+    until(tab, "window.nanobatch")  # wait until the page knows the slots
     part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
     say(tab, "say: **Hello**, Ada. " + "And more. " * 20)
     assert tab.inner_text(".turn:last-child > .reply strong") == "Hello"
@@ -122,7 +123,8 @@ def test_a_second_question_reads_only_what_is_new(talks):
 
 
 def test_a_conversation_begins_as_the_terminals_does(talks):
-    """Regression: the page had no limit, so a small model ran away. The server chooses the temperature."""
+    """The temperature and the limit on answers are those of the terminal's chat. If a box is empty, the
+    server chooses. Regression: without a limit a small model never stopped."""
     tab = talks()
     say(tab, "say: one")
     for name in ("temperature", "length"):
@@ -134,7 +136,7 @@ def test_a_conversation_begins_as_the_terminals_does(talks):
 
 
 def test_the_newest_line_stays_visible(talks):
-    """Regression: in a narrower window the same text is longer, and its end was below the visible part."""
+    """Regression: in a narrower window the same text is taller, and its end was below the visible part."""
     tab = talks(viewport={"width": 1280, "height": 800})
     hear(tab, "and so on " * 300)
     for viewport in (PHONE, {"width": 700, "height": 500}, {"width": 1280, "height": 800}):
@@ -148,7 +150,7 @@ def test_the_newest_line_stays_visible(talks):
 
 
 def test_a_question_waits_for_the_running_answer(talks, parrots):
-    """Regression: Enter did nothing and gave no reason."""
+    """Regression: during an answer Enter did nothing, and the page did not say why."""
     parrot = parrots()
     tab = talks(parrot)
     say_at_length(tab, parrot)
@@ -168,7 +170,7 @@ def test_a_question_waits_for_the_running_answer(talks, parrots):
 
 
 def test_a_reload_restores_the_conversation(talks, parrots):
-    """Regression: the conversation was silently lost. Only texts are kept, and no key."""
+    """Regression: a reload silently lost the conversation. Only texts are stored, not the key."""
     parrot = parrots()
     tab, other = talks(parrot), talks(parrot)
     part(tab, "system").evaluate("(box) => { box.value = 'Be short.'; }")
@@ -233,7 +235,7 @@ def test_conversations_are_listed(talks):
     titles.get_by_text("The second").click()
     assert tab.inner_text(".turn > .reply").strip() == "two\nand more"
     in_place_everywhere(tab, 20)
-    row.get_by_text("Delete").click()  # delete the open one
+    row.get_by_text("Delete").click()  # delete the open conversation
     assert tab.locator(".turn").count() == 0
 
 
@@ -255,7 +257,8 @@ def test_an_answer_ends_when_another_conversation_is_opened(talks, parrots):
 
 
 def test_two_tabs_lose_nothing_of_a_conversation(talks):
-    """The second tab would overwrite what the first one added."""
+    """If two tabs continue one conversation, the later one is stored as a second conversation instead of
+    overwriting the first."""
     tab = talks()
     say(tab, "say: one")
     other = tab.context.new_page()
@@ -276,7 +279,7 @@ FILLS = "localStorage.setItem('filler', 'x'.repeat(5 * 2 ** 20 - 40 - JSON.strin
 
 
 def test_a_full_storage(talks):
-    """When the browser's storage is full, a message says so, and what was stored stays."""
+    """When the browser's storage is full, a message says so, and what was already stored is kept."""
     tab = talks()
     say(tab, "say: one")
     tab.evaluate(FILLS)
@@ -380,7 +383,8 @@ PASTES = """(box) => {
 
 
 def test_a_dropped_file_is_attached(talks, parrots):
-    """Regression: users had to paste the text of a file, and learned only at the end whether it fits."""
+    """A dropped file is attached, with its number of tokens. If it does not fit, it is refused before
+    anything is sent."""
     tab = talks(parrots(max_len=640))
     tab.evaluate(DROPS, ["notes.txt", "a ``` b\n" * 10])
     shows(tab, ".files", "notes.txt, ")
@@ -417,7 +421,8 @@ def test_a_dropped_file_is_attached(talks, parrots):
 
 
 def test_the_heading_is_the_model(talks, parrots):
-    """Regression: all servers had the same heading, and the free memory was that of the start."""
+    """Regression: all servers had the same heading, and the page showed the amount of memory that was free at
+    the server's start."""
     parrot = parrots()
     parrot.engine.summary = "llama; 9.9 GiB of memory free at start; rows"
     tab = talks(parrot)
@@ -493,7 +498,7 @@ def test_an_edited_question_replaces_what_followed(talks):
     edit = tab.locator(".turn .asked .tab")
     edit.nth(1).click()
     assert part(tab, "box").input_value() == "say: two" and tab.locator(".edited").count() == 2
-    part(tab, "box").press("Escape")  # everything stays
+    part(tab, "box").press("Escape")  # nothing is replaced
     assert part(tab, "box").input_value() == "" and tab.locator(".edited").count() == 0
     assert tab.locator(".turn").count() == 3
     edit.nth(1).click()
@@ -524,7 +529,7 @@ def test_the_progress_of_a_long_prompt(talks, parrots, monkeypatch):
     monkeypatch.setattr(progress, "LONG_S", -1.0)
     parrot = parrots()
     tab = talks(parrot)
-    parrot.loop.slow = 8  # steps a second
+    parrot.loop.slow = 8  # steps per second
     say(tab, "say: " + "which no slot has yet " * 140, waits=False)
     said = "document.querySelector('.turn:last-child .facts').textContent"
     until(tab, f"/^reading: [\\d,]+ of [\\d,]+ tokens, [\\d,]+ tokens.s, about /.test({said})")
@@ -540,7 +545,7 @@ def test_a_stopped_answer_frees_its_slot(talks, parrots):
     part(tab, "box").press("Escape")
     until(tab, STOPPED)
     parrot.loop.slow = 0.0
-    # The exact number was never reported
+    # A stopped answer has no usage, so its number of tokens is approximate
     assert re.search(r"; about \d+ tokens?(, [^;]*)?; stopped", facts(tab))
     said = tab.inner_text(".turn > .reply")
     say(tab, "say: well")
@@ -574,7 +579,7 @@ def test_a_late_page_counts_steps_like_the_server(talks, parrots):
     tab.context.close()
     # A watcher that has seen more steps would receive an error
     wait_for(lambda: not parrot.api.view().watchers)
-    parrot.engine.registry.steps = Log(20)  # what the server still remembers
+    parrot.engine.registry.steps = Log(20)  # the server keeps only the newest 20 steps
     parrot.engine.submit("say: one", SamplingParams(max_tokens=60, ignore_eos=True)).result()
     late = talks(parrot)
     until(late, "window.nanobatch?.player.lane.rests")
@@ -644,7 +649,6 @@ def test_a_missing_key_is_asked_for(talks, parrots):
     shows(tab, "[data-chat-part=note]", "notes.txt is not attached: ")
     until(tab, f"!{form}")
     say(tab, "say: hello")
-    # The status of the watch follows soon
     shows(tab, "[data-chat-part=note]", "wants its API key")
     assert part(tab, "box").input_value() == "say: hello"
     give(tab, "hush")
@@ -662,7 +666,7 @@ def test_a_missing_key_is_asked_for(talks, parrots):
 
 
 def events(said: str, thought: str = "") -> str:
-    """Return a server's stream."""
+    """Return the event stream of a server's answer."""
     progress = {"total": 9, "cache": 0, "processed": 9, "time_ms": 1}
     size = 7 + len(said) // 1000
     deltas = [{"reasoning_content": thought[i : i + size]} for i in range(0, len(thought), size)]
@@ -831,8 +835,8 @@ LONG = {
 }
 TEXTS_OF = {name: (line * 30_000)[:30_000] for name, line in LONG.items()}
 TEXTS_OF["of items that lie deeper and deeper"] = "".join(" " * n + "- x\n" for n in range(250))
-# For each character of the answer, the number of characters that enter the page while it arrives in
-# pieces; the depth of its elements; and the largest number of children
+# Return the number of characters that enter the page per character of an answer that arrives in pieces, the
+# depth of its elements, and the largest number of children
 WORK = """([text, size]) => {
   let letters = 0;
   const { append, appendChild } = Element.prototype;

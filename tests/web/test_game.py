@@ -1,5 +1,5 @@
-"""The game: a hand that can be played, and played better than sched.py does, with a score that does not
-depend on a clock."""
+"""The game: a hand can be played, even better than sched.py plays it, and the score does not depend on a
+clock."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def test_the_game_keeps_the_schedulers_rules(played):
 
 @needs_node
 def test_first_come_first_served_in_the_game(played):
-    """The game follows the rules of the scheduler."""
+    """The game has the same rules as the scheduler, so it takes as long as the recorded run."""
     continuous = SETUP["runs"][0]
     assert played["asTheyCome"]["done"] == pytest.approx(continuous["done"], rel=0.03)
     assert played["asTheyCome"]["useful"] == pytest.approx(continuous["useful"], rel=0.05)
@@ -72,13 +72,14 @@ def test_first_come_first_served_in_the_game(played):
 
 @needs_node
 def test_who_reads_the_prompts_beats_every_policy(played):
-    """The page claims this, because the scheduler counts tokens, while a visitor can read the prompts."""
+    """As the page claims, a visitor who reads the prompts can beat every policy, because the scheduler only
+    counts tokens."""
     assert played["byWords"]["done"] < min(run["done"] for run in SETUP["runs"])
 
 
 @needs_node
 def test_idle_time_with_a_queue_is_waste(played):
-    """Regression: the page announces red for such time, but it was blank."""
+    """Regression: the page says that such time is drawn in red, but it was blank."""
     assert [hand["open"] for hand in played.values()] == [8, 8]
 
 

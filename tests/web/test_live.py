@@ -1,4 +1,4 @@
-"""The page that a server sends: it contains nothing of the server's data, and rebuilds what `/watch` sends."""
+"""The page that a server sends: it contains none of the server's data, and rebuilds what `/watch` sends."""
 
 import json
 import re
@@ -120,7 +120,7 @@ def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list
 
 
 def check_texts(played: dict, told: list[list]) -> None:
-    """Assert that the page had each text at each frame as in the engine."""
+    """Assert that the page had the same texts as the engine at each frame."""
     compared = 0
     for got, sent in zip(played["texts"], told, strict=True):
         for number, text in sent:
@@ -132,7 +132,7 @@ def check_texts(played: dict, told: list[list]) -> None:
 @needs_node
 @pytest.mark.parametrize("begin", [0, 25])
 def test_the_page_rebuilds_each_text_as_it_grew(engine, begin):
-    """A page that is opened in the middle of answers gets the whole texts, too."""
+    """A page that is opened while answers grow has their complete texts, too."""
     frames, told, lines = frames_of(engine, True, begin)
     played = play(frames)
     check_texts(played, told)
@@ -217,7 +217,7 @@ def test_the_page_agrees_with_the_screen_on_long_prompts():
 
 
 class SlowClock:
-    """A clock a hundred times as slow: a chunk takes half a second."""
+    """A clock on which everything takes a hundred times as long: a chunk takes half a second."""
 
     def __init__(self, clock: Clock):
         self.clock = clock

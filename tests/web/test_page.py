@@ -75,8 +75,8 @@ def test_the_content_security_policy():
 
 
 def test_a_replay_with_drafts_is_marked():
-    """Regression: the lab's runs used the recorded drafts under any setting, and the page did not say so.
-    In the game the policies had drafts, too, but the player had none."""
+    """Regression: the page did not say that the lab replays the recorded drafts under any setting. In the
+    game the policies had drafts, but the player had none."""
     run = recording(burst=24)
     names = run["fields"]["StepView"]
     alike = page_program.game_of(run)["runs"]
@@ -94,7 +94,7 @@ def body_of(text: str) -> str:
 
 
 def test_no_module_writes_markup():
-    """Texts enter as `textContent`. No module contains anything that could parse them as markup."""
+    """Texts enter the page as `textContent`. No module contains anything that could parse them as markup."""
     texts = {path.name: path.read_text() for path in live_page.FOLDER.glob("*.js")}
     assert len(texts) >= 7
     words = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc"
@@ -133,7 +133,7 @@ def test_the_links_of_the_page_follow_from_one_setting(tmp_path, monkeypatch):
             a for tag, a in found.tags if tag == "a" and not a.get("href", "").startswith("#")
         ]
         named |= {a["data-file"] for a in anchors if "data-file" in a}
-        # Without an address they are plain words, which the script turns into links where it can
+        # Without an address file names are plain text, which the script turns into links where it can
         assert [a for a in anchors if "href" in a] == (anchors if setting else [])
         hrefs = {a["href"].removeprefix(f"{REPOSITORY}/blob/main/") for a in anchors if setting}
         made = {f"{ADDRESS}annotated/index.html"}  # created when the page is published
@@ -220,7 +220,7 @@ def test_a_page_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_a_page_can_be_made_from_itself(tmp_path, capsys):
-    """Texts with characters that no file can store are kept, too."""
+    """Characters that UTF-8 cannot encode are kept, too."""
     one, two = (tmp_path / name for name in ("one.json", "two.json"))
     run = recording()
     run["about"]["command"] = "python tui.py --script \udcff"

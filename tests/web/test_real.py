@@ -1,4 +1,4 @@
-"""Nothing in docs/index.html is made up: the scheduler and the model repeat its race."""
+"""The recording in docs/index.html is genuine: the scheduler and the model reproduce it."""
 
 import hashlib
 import json
@@ -38,13 +38,13 @@ def test_the_scheduler_plans_each_step_of_the_page_again(run):
         step = {"drafts": []} | named("StepView", packed)  # it was recorded before drafts existed
         for name, value in plan.items():
             assert json.loads(json.dumps(value)) == step[name], (plan["step"], name)
-    # With a mean price for each prompt token, it takes as long as the recording says
+    # With a mean cost per prompt token, the replay takes as long as the recording
     assert played["clock"][-1][1] == pytest.approx(run["clock"][-1][1], rel=0.02)
 
 
 @pytest.fixture(scope="module")
 def answered():
-    """Repeat the page's prompts: yield the engine, and the text of each answer."""
+    """Run the page's prompts again. Yield the engine, and the text of each answer."""
     args = tui.parse_arguments(["--model", "demo", "--slots", "8"])
     run = RECORDING["runs"][-1]
     with tui.load_engine(args, lambda stage: None, time.perf_counter) as engine:
@@ -56,7 +56,8 @@ def answered():
 
 
 def check_form(engine) -> None:
-    """Skip the test on another form of the product, which may choose other words."""
+    """Skip the test if this machine computes products in another form than the recorded one, which may choose
+    other tokens."""
     form = re.compile(r"rows \((\w+)")
     recorded, here = (form.search(s) for s in (RECORDING["about"]["engine"], engine.summary))
     if not (recorded and here and recorded[1] == here[1]):
@@ -87,7 +88,7 @@ def test_the_hashes_of_the_page_are_those_of_its_texts(run):
 
 
 def test_the_words_about_speed_are_those_of_the_table():
-    """llama.cpp is faster when all rows decode, and slower from four users on."""
+    """llama.cpp is faster when all rows decode, and slower with four or more users."""
     cells = re.findall(
         r"<tr><td>(\d+) (requests?|users?)</td>(.*?)</tr>", page.table_of("bench-15m.json")
     )

@@ -51,7 +51,7 @@ def test_the_page_offers_every_policy():
 
 @pytest.mark.parametrize("policy", [*POLICIES, "mine"])
 def test_the_lines_as_they_are_change_no_plan(policy):
-    """The page's policies are those of `policies.py` plus one more."""
+    """With unchanged lines, each policy makes the same plans as the one in `policies.py`."""
     played = asked(policy=policy)
     assert "error" not in played and len(played["steps"]) > 20
     if policy in POLICIES:
@@ -61,7 +61,7 @@ def test_the_lines_as_they_are_change_no_plan(policy):
 
 
 def test_drafts_in_the_pages_replay():
-    """r3 decodes in three steps. In the second, five of seven draft tokens are accepted."""
+    """Request 3 decodes in three steps. In the second, five of seven draft tokens are accepted."""
     steps = [[[[0, 3]], [], []], [[[0, 3]], [], [[0, 7, 5]]], [[[0, 3]], [], []]]
     played = asked(run=RUN | {"steps": steps})
     plain = asked()
@@ -182,8 +182,8 @@ def worker(questions: list[dict], **files) -> list[dict]:
 
 @needs_node
 def test_the_worker_writes_every_source():
-    """Regression: the worker created one folder by its own name. The file moved, and no visitor could open
-    the lab."""
+    """Regression: the worker created a single folder, under a fixed name. When the file in it moved, no
+    visitor could open the lab."""
     fake = {"pyodide.mjs": DISK, "pyodide.asm.mjs": "export default null"}
     (answer,) = worker([], files=fake)
     assert "failed" not in answer, answer
