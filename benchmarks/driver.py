@@ -177,7 +177,7 @@ class Sample:
             self.contestant.engine.lifecycle.follow()
             return
         drive(self.contestant, self.requests(spec.rows, output=min(spec.output, 16)))
-        mx.reset_peak_memory()  # exclude loading
+        mx.reset_peak_memory()  # excludes the memory for loading
 
     def requests(
         self, count: int, prompt: int | None = None, output: int | None = None
@@ -213,7 +213,7 @@ class Sample:
         return figures
 
     def open(self) -> Figures:
-        """Measure an open loop with Poisson arrivals: the gaps are exponential, scaled by the rate."""
+        """Measure an open loop with Poisson arrivals: the gaps have an exponential distribution with this rate."""
         draw = random.Random(1)
         at = 0.0
         requests = []

@@ -134,7 +134,7 @@ def sums_of(figures: Sequence[Figures]) -> Figures:
     return sums
 
 
-# The last three are parts of Python's time
+# `plan`, `build` and `commit` are parts of `python`
 PARTS_OF_A_STEP = ("python", "device", "wait", "plan", "build", "commit")
 
 

@@ -1,5 +1,5 @@
-"""Defer Ctrl-C to the end of a step. Python may raise KeyboardInterrupt at any line of the main thread, and
-a change could be left half done.
+"""Defer Ctrl-C to the end of a step. Python may raise KeyboardInterrupt at any line of the main thread,
+which could leave a change half done.
 
 Inside `with defer_interrupt():` our handler records the signal, and the program's own handler is called after
 the block. A second Ctrl-C takes effect immediately. Other threads do not need this, because Python handles

@@ -88,7 +88,7 @@ class RestoredRows:
 
     @property
     def own(self) -> int:
-        """The length in rows of the longest match among the files of the prompt's own client."""
+        """The length in rows of the longest match among the files of the request's own client."""
         return self._found.own
 
     @property
@@ -118,7 +118,7 @@ class SlotCache:
     """Saves the prefixes of slots to a folder, and finds them for new prompts.
 
     `setting`: DIR[:SIZE], or None to disable the cache.
-    `changed`: notified when rows have been loaded.
+    `changed`: the condition to notify when rows have been loaded.
 
     The invariant: only the cache's own threads access the folder, and they hold no lock that a step needs
     while they wait for it. A folder that stalls delays a request by at most PATIENCE_S.
@@ -306,7 +306,7 @@ class SlotCache:
             self._listed = began
 
     def _ignore(self, name: str, error: OSError | Damaged) -> None:
-        """Mark a file as unusable, and remove it if it is damaged. A file that has vanished is only a miss."""
+        """Mark a file as unusable, and remove it if it is damaged. A file that has vanished counts as a miss."""
         if isinstance(error, FileNotFoundError):
             return
         self._unusable.add(name)

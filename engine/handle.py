@@ -51,7 +51,7 @@ class Result:
 class Handle:
     """A submitted request. Iterate over it to stream the text, or wait for its `result`. Thread-safe.
 
-    The engine's thread only appends to a handle, and never calls the owner's code.
+    The engine's thread only appends to a handle. It calls no code of the owner except `ends`.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ READER = ("dtype", "kv", "attention", "activations")  # options of `ModelReader`
 
 
 class ModelFacts(NamedTuple):
-    """A model's files and memory, with the slots that it will have."""
+    """A model's files, the memory that it needs, and the slots that it would get."""
 
     place: Path
     size: int  # bytes of its files

@@ -1,6 +1,6 @@
 """The lifecycle of an engine's model: unloading it, loading it again, replacing it with another one.
 
-`model_source.py` knows where a model comes from; `idle_unload.py` decides when a server unloads it.
+`model_source.py` describes where a model comes from; `idle_unload.py` decides when a server unloads it.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class RequestRegistry:
 
     def lost_with(self, plans: Sequence[Plan], all_end: bool) -> list[Handle]:
         """Return the open requests that are lost with these failed steps: requests with a chunk in one of
-        them, and requests with planned tokens, because these cannot be restarted."""
+        them, and requests with planned tokens, because these cannot be restarted. `all_end`: all requests."""
         failed = {chunk.request.id for plan in plans for chunk in plan.chunks}
         found = []
         for handle in self.open.values():

@@ -36,7 +36,7 @@ TRIES_S = 0.1  # time for each figure
 
 
 def measure_roofline(engine: Engine, others: float = 0.0) -> None:
-    """Measure the roofline. Call this between two steps. Later snapshots of this engine have the result.
+    """Measure the roofline. Call this between two steps. Later snapshots of this engine contain the result.
 
     `others`: the number of cores that other programs use, if known.
     """

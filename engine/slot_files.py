@@ -45,7 +45,7 @@ BLOCK = 2**24  # bytes per read
 
 
 class Damaged(ValueError):
-    """A file is cut off, changed, or not a saved slot."""
+    """Raised for a file that is cut off, changed, or not a saved slot."""
 
 
 class SavedTensor(NamedTuple):
@@ -55,7 +55,7 @@ class SavedTensor(NamedTuple):
 
 
 class SavedSlot(NamedTuple):
-    """The description of a saved slot, from the beginning of its file."""
+    """The description of a saved slot, read from the beginning of its file."""
 
     name: str
     key: str  # hash of the model and its arithmetic
@@ -188,8 +188,8 @@ class SlotFolder:
     def make_room(self, nbytes: int) -> None:
         """Delete the least recently used files, of any model, until there is room for this many bytes.
 
-        Temporary files count, and stale ones are deleted. `abs`: after the clock was set back, a stale file
-        has a time in the future."""
+        Temporary files count, and stale ones are deleted. `abs`: after the clock was set back, a stale
+        file has a time in the future."""
         files = []
         for entry in os.scandir(self.path):
             with suppress(FileNotFoundError):

@@ -180,7 +180,7 @@ class RequestView:
     metrics: Metrics
     ended: float | None = None
     text: str = ""
-    lengths: tuple[int, ...] = ()  # the number of characters that came with each token
+    lengths: tuple[int, ...] = ()  # the number of characters that each token added
     reason: str | None = None
     error: str | None = None
     # With a grammar: the newest token with its probability among the allowed tokens, then the most
@@ -197,7 +197,7 @@ class RequestView:
 
     @property
     def size(self) -> int:
-        """The size of its texts in bytes."""
+        """The size of the request's texts in bytes."""
         return sum(map(getsizeof, (self.prompt, self.text, self.lengths)))
 
 
@@ -336,7 +336,7 @@ class Snapshot:
     policy: str
     draining_to: str | None  # the next policy, once all running requests have ended
     slots: tuple[SlotView, ...]
-    waiting: int  # the length of the queue
+    waiting: int  # length of the queue
     queue: tuple[tuple[int, float], ...]  # its head: (request, seconds waited), oldest first
     # Requests in slots, and requests that joined the queue since the last snapshot
     requests: tuple[RequestView, ...]

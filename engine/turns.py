@@ -1,8 +1,8 @@
 """Fair sharing of one device by several engines: a step is a turn, and the engine with the least time is next.
 
 A step of a large model takes as long as many steps of a small one. So instead of round robin, the time of
-each turn is measured. An engine that was idle is set to the least time of the active engines, because it has
-no claim to time that it did not need.
+each turn is measured. When an idle engine becomes active, its time is raised to the least time of the active
+engines, because it has no claim to time that it did not need.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Turns:
     @contextmanager
     def turn(self, who: Hashable) -> Iterator[bool]:
         """Wait for a turn, which lasts until the end of the block. Yield True if other engines are active:
-        then the turn must leave no work on the device, because it would not be charged for it."""
+        then the turn must leave no work on the device, because that time would not be charged."""
         with self._changed:
             own = self._spent.setdefault(who, 0.0)
             others = self._others(who, IDLE_S)

@@ -3,7 +3,7 @@
 A view is packed as a list of its fields without their names, which would triple the size of a frame. The
 types of the fields define how to rebuild it. Frames are incremental: they contain the events since the last
 frame, and only the new text of open requests. The invariant: `Receiver.unpack(Sender.pack(frame))` equals
-the frame, after JSON. `PROTOCOL` detects a peer of another version.
+the frame, up to JSON's types. `PROTOCOL` detects a peer of another version.
 """
 
 from __future__ import annotations
