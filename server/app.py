@@ -80,7 +80,7 @@ class APIServer:
         host, port = self._socket.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._requests: set[HTTPRequest] = set()
-        self._free: tuple[float, int | None] = (-math.inf, None)  # time, free bytes
+        self._free: tuple[float, int | None] = (-math.inf, None)  # measured at, free bytes
         self._status = Status(self)
         self._pool = ThreadPoolExecutor(4, "server")  # parses bodies
         # For long bodies, so that short ones do not wait behind them
@@ -92,7 +92,7 @@ class APIServer:
         self._connections: set[Connection] = set()
         self._events = asyncio.new_event_loop()
         self._is_over = asyncio.Event()
-        self._submissions: set[Submission] = set()  # of unfinished requests
+        self._submissions: set[Submission] = set()  # one for each unfinished request
         self._writers: dict[Handle, AnswerWriter] = {}
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
         self._ended = threading.Event()
@@ -108,7 +108,7 @@ class APIServer:
             **self._status.routes(),
         }
 
-    # --- for other threads
+    # --- called by other threads
 
     def start(self) -> APIServer:
         self._thread.start()
@@ -254,7 +254,7 @@ class APIServer:
         deadline = time.monotonic() + http.LINGER_S
         while self._connections:
             for connection in list(self._connections):
-                if time.monotonic() > deadline:  # the client has not received everything
+                if time.monotonic() > deadline:  # the client did not receive everything in time
                     connection.abort()
                 elif not connection.request:
                     connection.transport.close()
@@ -418,7 +418,7 @@ class APIServer:
                 is_stream = submission.request.stream
                 submission.served = await self._loaded(request, submission.ticket, is_stream)
                 await self._in_worker(body, submission.parse_prompts)
-            body = b""  # free a large body while the answer runs
+            body = b""  # free a large body while the answer is generated
             request.size = 0
             if not submission.choices:
                 await self._events.run_in_executor(self._grammar_pool, submission.submit)

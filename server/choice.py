@@ -90,7 +90,7 @@ class Choice:
         return "".join(item.text for item in self.items if item.kind == kind)
 
     def parse_whole(self) -> None:
-        """Parse a complete answer at once."""
+        """Parse a complete answer."""
         for piece in (self.handle.text, None):
             for change in self.grow(piece):
                 if change.words:

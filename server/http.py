@@ -369,7 +369,7 @@ class Connection(asyncio.Protocol):
         with suppress(OSError):  # the client has hung up
             self.transport.write_eof()
         await asyncio.sleep(LINGER_S)
-        self.transport.close()  # once everything has been sent
+        self.transport.close()  # closes after everything has been sent
         await asyncio.sleep(HEAD_TIMEOUT_S)
 
     # --- sending
@@ -447,7 +447,7 @@ class AcceptFailures:
 
 
 async def sweep(requests: Collection[HTTPRequest]) -> None:
-    """Ping silent streams and disconnect slow clients, periodically. An exception ends only one round."""
+    """Ping silent streams and disconnect slow clients periodically. An exception ends only the current round."""
     while True:
         await asyncio.sleep(SWEEP_S)
         try:

@@ -61,8 +61,8 @@ class PooledModel:
         self.requests = 0  # number of open requests
         self.used = 0.0  # when the last request finished
         self.stage = ""  # the current stage of loading
-        self.is_leaving = False  # accepts no more requests, because its memory is needed
-        self.is_checked = False  # its files are readable, so other models may be unloaded for it
+        self.is_leaving = False  # accepts no more requests, because it will be unloaded
+        self.is_checked = False  # its files were checked, so other models may be unloaded for it
 
     @property
     def state(self) -> str:
@@ -302,7 +302,7 @@ class ModelPool:
         return lambda: self._load_model(wanted), None
 
     def _leaving_for(self, wanted: PooledModel) -> list[PooledModel]:
-        """Return the models to unload for this one: idle models first, least recently used first."""
+        """Return the models to unload for this one: idle models first, then by least recent use."""
         here = [model for model in self.models if model.served]
         room = self.memory - sum(model.nbytes for model in here)
         leaving = []

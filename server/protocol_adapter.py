@@ -111,10 +111,10 @@ class ProtocolAdapter:
 
 
 def event(body: dict | str) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return b"data: " + (body.encode() if isinstance(body, str) else dump(body)) + b"\n\n"
 
 
 def named_event(body: dict) -> bytes:
-    """A server-sent event with the body's type as its name."""
+    """Return a server-sent event with the body's type as its name."""
     return b"event: " + body["type"].encode() + b"\n" + event(body)

@@ -83,7 +83,7 @@ class Status:
             status = "stopped"
         code = 200 if status == "ok" else 503
         if code == 200 and loaded and all(served.engine.lifecycle.is_unloaded for served in loaded):
-            status = "unloaded"  # the next request waits for the weights
+            status = "unloaded"  # the next request waits until the weights are loaded
         found: dict = {"status": status}
         if models and len(models.models) > 1:
             found["models"] = {model.name: model.state for model in models.models}
@@ -96,7 +96,7 @@ class Status:
         seen = {
             served.name: served.engine.snapshot(self._scraped.get(served.name)) for served in loaded
         }
-        # Drop texts and steps, because the next scrape may never come
+        # Drop texts and steps, which would otherwise stay in memory until the next scrape
         self._scraped = {
             name: replace(engine, requests=(), ended=(), steps=()) for name, engine in seen.items()
         }
@@ -110,7 +110,7 @@ class Status:
         return Reply(text.encode(), type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def page(self, request: HTTPRequest) -> Reply:
-        """Return the page. It contains no data of this server; its script requests them like any client."""
+        """Return the page. It contains no data from this server; its script requests them like any client."""
         text, policy = live_page.live()
         headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
         headers |= {"Cache-Control": "no-cache", "Referrer-Policy": "no-referrer"}

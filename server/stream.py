@@ -22,8 +22,8 @@ from server.protocol_adapter import PromptProgress, Usage, dump_large
 from server.submit import Submission
 
 PIECES = 64  # maximum number of pieces written at once
-PIECE = 256  # approximate bytes of a piece in memory
-SCORE = 12  # approximate bytes of a log probability in memory
+PIECE = 256  # approximate size of a piece in memory in bytes
+SCORE = 12  # approximate size of a log probability in memory in bytes
 WORST = ("error", "cancelled", "length", "stop")  # finish reasons, worst first
 LOG_S = 10.0  # seconds between log lines about the same long prompt
 
@@ -82,7 +82,7 @@ class AnswerWriter:
 
     async def stream(self, request: HTTPRequest) -> None:
         """Send the answer as server-sent events, one for each delta of a choice."""
-        if request.status is None:  # otherwise it started while the model was being loaded
+        if request.status is None:  # otherwise the stream started while the model was being loaded
             request.begin_events(self.id)
         left = dict(enumerate(self.choices))
         said = self._adapter.first(len(left), self._usage)
@@ -134,7 +134,7 @@ class AnswerWriter:
             return 0
         wanted = self.choices[0].handle.sampling
         scores = 0 if wanted.logprobs is None else wanted.logprobs + 1
-        if wanted.grammar:  # the scores before masking are stored, too
+        if wanted.grammar:  # log probabilities before masking are stored, too
             scores *= 2
         return waiting * (PIECE + SCORE * scores)
 

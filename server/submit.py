@@ -100,7 +100,7 @@ class Submission:
         return sum(choice.handle.finish_reason is None for choice in self.choices)
 
     def submit_more(self) -> None:
-        """Submit more prompts as earlier ones have finished."""
+        """Submit more prompts in place of those that have finished."""
         self._submit_prompts(is_first=False)
 
     def _submit_prompts(self, is_first: bool) -> None:
