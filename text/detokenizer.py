@@ -46,8 +46,8 @@ class StreamingDetokenizer:
         self._silent = special_ids(tokenizer) if silent is None else silent
         self._falls_back = tokenizer.token_to_id("<0x00>") is not None
         self._context: list[int] = []  # the last tokens whose text is final
-        self._context_text = ""  # the text of these tokens
-        self._waiting: list[int] = []  # the tokens after them, whose text is not final
+        self._context_text = ""  # the text of the context
+        self._waiting: list[int] = []  # the tokens after the context, whose text is not final
         self._held = ""  # final text that may be the start of a stop string
         self._decoded = 0  # number of final characters
         self.stop: str | None = None  # the stop string that ended the answer
@@ -107,10 +107,11 @@ class StreamingDetokenizer:
         for stop, begun in self._begun.items():
             grown = begun + piece
             if stop in grown:
-                after = len(grown) - grown.index(stop) - len(stop)  # characters after it
+                # Number of characters after the stop string
+                after = len(grown) - grown.index(stop) - len(stop)
                 found.append((after, len(stop), stop))
-            # Kept per stop string, because searching the held text again for each token would cost
-            # its length times the number of stop strings
+            # Kept per stop string, because searching the held text again for each token would take time
+            # proportional to its length and to the number of stop strings
             self._begun[stop] = beginning(stop, grown)
         if found:
             # The stop string that ends first wins, regardless of token boundaries

@@ -51,7 +51,7 @@ CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
 def pattern(number: str) -> str:
-    """Return a pattern for contractions, letters, numbers, punctuation, line ends and spaces."""
+    """Return a pattern for contractions, letters, numbers, punctuation, line breaks and spaces."""
     return (
         rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
         + number
@@ -139,7 +139,7 @@ class GgufText:
         made.add_special_tokens(special)
         # Added tokens with SPACE are matched in normalized text, where SPACE has replaced spaces
         own = [text for text, kind in kinds if kind == USER_DEFINED]
-        if not self.is_bytewise and self.has_merges:  # the merges do not yield runs of line ends
+        if not self.is_bytewise and self.has_merges:  # the merges do not yield runs of line breaks
             own += [text for text in self.tokens if text and not text.strip("\n")]
         made.add_tokens([AddedToken(text, normalized=SPACE in text) for text in own])
         is_usual = self.words.bos if self.is_bytewise else True

@@ -188,7 +188,8 @@ class Grammars:
         fault = self._verdicts.get(key)
         if fault is None:
             try:
-                fault = one_line(self._sandbox.run(job), 300)  # it may quote the entire grammar
+                # A fault may quote the entire grammar
+                fault = one_line(self._sandbox.run(job), 300)
             except LimitError as error:
                 fault = f"it {error} to be compiled and checked; simplify it"
             if len(self._verdicts) >= KNOWN:

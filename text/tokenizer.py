@@ -62,7 +62,7 @@ class ChatPrompt(NamedTuple):
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = {}  # variables that the template must support
-    hints: Mapping[str, Any] = {}  # variables that it may ignore
+    hints: Mapping[str, Any] = {}  # variables that the template may ignore
 
 
 class Tokenizer:

@@ -139,7 +139,7 @@ GAP = r"\s{0,20}"
 BODY = [r"\{", r"\{?", GAP, *'"name"', GAP, ":", GAP, '"', rf"({NAME})", '"', GAP, ",", GAP]
 BODY += ['"', "(arguments|parameters)", '"', GAP, ":", GAP]
 # Models with little training on calls write them at the start of a line without a mark: bare, in a
-# list, or in a code block. To recognize these, the pattern extends to the first argument or the end
+# list, or in a code block. To recognize these, the pattern extends to the first key or the closing brace
 FENCE = "```"
 FENCED = [r"[ \t]{0,20}", *FENCE, *(f"(?i:{letter})" for letter in "json"), r"[\s\[]{1,20}"]
 LISTED = [r"[\s,;\[]{0,20}"]
