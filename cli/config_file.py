@@ -16,7 +16,7 @@ from base.untrusted_files import read_some
 from base.validation import shown
 
 PROGRAMS = ("ask", "serve", "screen")
-LONGEST = 1_000_000  # maximum characters of a file
+LONGEST = 1_000_000  # maximum length of a file in characters
 # Options that are parsed before the file is read, or that exit immediately
 NOT_IN_A_FILE = ("config", "book", "help", "version")
 
@@ -29,8 +29,8 @@ def expand(
 ) -> list[str]:
     """Return the options of the `--config` file followed by the arguments.
 
-    `models`: the models whose tables apply; later ones override earlier ones. By default the model
-    that `--model` or the file names.
+    `models`: the models whose tables apply; later ones override earlier ones. By default, the model
+    named by `--model` or by the file.
     """
     given = [*(sys.argv[1:] if arguments is None else arguments)]
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -44,8 +44,9 @@ def expand(
     file = known.config[0]
     try:
         options = options_of(read_toml(file), program, models or (known.model,))
+        # A quoted key may be any text
         if unfit := [name for name in options if not re.fullmatch(r"[\w-]+", name)]:
-            raise ValueError(f"{program} has no option {shown(unfit[0])}")  # a quoted key
+            raise ValueError(f"{program} has no option {shown(unfit[0])}")
         words = [word for name, value in options.items() for word in words_of(parser, name, value)]
     except (OSError, ValueError) as error:
         parser.error(f"--config {shown(file)}: {getattr(error, 'strerror', None) or error}")

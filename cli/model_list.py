@@ -23,7 +23,7 @@ from text.gguf_tokenizer import GgufText
 
 PATIENCE_S = 20.0  # seconds without a new model after which the search stops
 MOST = 1_000  # maximum number of lines
-NAME = 200  # maximum characters of a path
+NAME = 200  # maximum length of a path in characters
 
 
 class Listed(NamedTuple):
@@ -35,7 +35,7 @@ class Listed(NamedTuple):
     quantization: str
     size: str  # on disk
     memory: str  # size of the weights in memory
-    served: str  # "yes", or why not
+    served: str  # "yes", or why the model cannot be served
 
 
 def listed() -> list[Listed]:

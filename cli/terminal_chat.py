@@ -47,8 +47,8 @@ HELP = """/new            begin another conversation (the system message stays)
 @FILE           in a question: a text file to include
 \"\"\"             begins and ends a question of several lines
 Ctrl-C          stops an answer; Ctrl-D ends"""
-LARGEST = 10_000_000  # maximum characters of a saved conversation
-LARGEST_FILE = 2_000_000  # maximum characters of an attached file
+LARGEST = 10_000_000  # maximum length of a saved conversation in characters
+LARGEST_FILE = 2_000_000  # maximum length of an attached file in characters
 NAMED = re.compile(r"(?<!\S)@(\S+)")  # @FILE in a question
 FEW = 0.25  # fraction of a slot below which the dialogue says how many tokens are left
 

@@ -42,7 +42,7 @@ class WordWrap:
         return out
 
     def flush(self) -> str:
-        """Return the text that was held back, at the end of a line or of the text."""
+        """Return the text that was held back. Call this at the end of a line and of the text."""
         out = self._end_word() + self._blanks
         self._blanks = ""
         return out
