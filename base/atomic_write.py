@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def check_writable(file: str) -> None:
-    """Raise OSError if `write_whole` cannot write this file. Call it before long work."""
+    """Raise OSError if `write_whole` cannot write this file. Call it before work whose result would be lost."""
     with suppress(FileNotFoundError):
         os.stat(file)  # raises if the name is too long
     if os.path.isdir(file):

@@ -51,6 +51,6 @@ def let_go(error: BaseException) -> None:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        traceback.clear_frames(each.__traceback__)  # a log record may refer to it, too
+        traceback.clear_frames(each.__traceback__)  # a log record may still refer to the traceback
         each.__traceback__ = None
         left += [each.__cause__, each.__context__]

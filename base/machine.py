@@ -38,7 +38,7 @@ def quota(root: Path = ROOT) -> float:
 
 
 def free_memory(root: Path = ROOT) -> float:
-    """Return the bytes that this process may still allocate. Linux only."""
+    """Return the number of bytes that this process may still allocate. Linux only."""
     free = int(_named(root / "proc/meminfo")["MemAvailable"]) * 1024
     return min([free, *map(_memory, groups("memory", root))])
 
@@ -67,7 +67,7 @@ def groups(kind: str, root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups, for "cpu" or "memory"."""
     for line in _lines(root / "proc/self/cgroup"):
         kinds, _, path = line.partition(":")[2].partition(":")
-        if kinds == "":  # version 2: one tree for everything
+        if kinds == "":  # version 2: a single tree for all controllers
             place = root / "sys/fs/cgroup"
         elif kind in kinds.split(","):
             place = root / "sys/fs/cgroup" / kind
@@ -89,13 +89,13 @@ def _quota(group: Path) -> float:
 
 
 def _memory(group: Path) -> float:
-    """Return the bytes that a group may still allocate."""
+    """Return the number of bytes that a group may still allocate."""
     limit = _lines(group / "memory.max") or _lines(group / "memory.limit_in_bytes")
     used = _lines(group / "memory.current") or _lines(group / "memory.usage_in_bytes")
     holds = _named(group / "memory.stat")
     with suppress(ValueError):  # "max", or missing files
         free = int("".join(limit)) - int("".join(used))
-        for name in ("active_file", "inactive_file"):  # version 1 has totals including subgroups
+        for name in ("active_file", "inactive_file"):  # in version 1, total_* includes subgroups
             free += int(holds.get(f"total_{name}", holds.get(name, 0)))
         return free
     return math.inf

@@ -39,7 +39,7 @@ STACK = 128 * 2**20  # stack of a job, for recursive parsers
 NICE = 5  # jobs yield to the server's threads
 START = 60.0  # seconds until the fork server is ready: a large tokenizer may take six
 READY = b"!\n"
-GRACE = 5.0  # seconds after a job's deadline until the fork server counts as gone
+GRACE = 5.0  # seconds after a job's deadline until the fork server is considered dead
 
 
 class SandboxLimits(NamedTuple):
@@ -56,7 +56,7 @@ class LimitError(ValueError):
 
 
 class BusyError(RuntimeError):
-    """A job could not run: too many others are running, or the machine is too busy."""
+    """A job could not run: too many other jobs are running, or the machine is too busy."""
 
 
 # --- in this process ------------------------------------------------------------------------------
@@ -74,12 +74,12 @@ class Sandbox:
         self._first = [module, given, limits]
         self._turns = threading.BoundedSemaphore(limits.at_once)
         self._sending = threading.Lock()
-        self._fork_server: weakref.finalize | None = None  # kills it when called
+        self._fork_server: weakref.finalize | None = None  # kills the fork server when called
         self._line: socket.socket | None = None
         self._unfit = ""  # why `prepare` failed
 
     def run(self, job: Any) -> Any:
-        """Return the function's result. Raise LimitError or BusyError; ValueError if `prepare`
+        """Run a job and return its result. Raise LimitError or BusyError; ValueError if `prepare`
         fails."""
         if self._unfit:
             raise ValueError(self._unfit)
@@ -191,7 +191,7 @@ def end(process: subprocess.Popen, line: socket.socket) -> None:
 def fork_server() -> None:
     """The main function of the fork server. Its standard input is the socket; when the socket closes, kill
     the whole process group."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # let the system reap the children
     with socket.socket(fileno=0) as line:
         module, given, limits = json.loads(line.makefile("rb").readline())
         try:
@@ -242,16 +242,17 @@ def limit_process(limits: SandboxLimits) -> None:
     signal.setitimer(signal.ITIMER_REAL, limits.patience)
     most = data() + STACK + limits.memory
     for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_DATA, most)):
-        with suppress(ValueError, OSError):  # a lower hard limit, or an unsupported one
+        # The hard limit may be lower, and a system may not support the limit
+        with suppress(ValueError, OSError):
             resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
 
 
 def data() -> int:
-    """Return the bytes that count towards RLIMIT_DATA in this process."""
+    """Return the number of bytes of this process that count towards RLIMIT_DATA."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[5]
         return int(pages) * resource.getpagesize()
-    except OSError:  # macOS, which also ignores the limit
+    except OSError:  # macOS has no /proc, and ignores the limit
         return 0
 
 

@@ -26,7 +26,7 @@ class ModelError(ValueError):
     """
 
     def __init__(self, message: str, short: str = ""):
-        super().__init__(one_line(message, 480))  # the list of families is long
+        super().__init__(one_line(message, 480))  # a message may list all families
         self.short = short
 
 

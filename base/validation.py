@@ -65,7 +65,7 @@ def shown(value: object, longest: int = 40) -> str:
     """The `repr` of a value, shortened to fit a message."""
     try:
         text = repr(value)
-    except ValueError:  # Python formats no int of more than 4,300 digits
+    except ValueError:  # Python refuses to format an int of more than 4,300 digits
         text = "a number of thousands of digits"
     return text if len(text) <= longest else text[:longest] + "…"
 
