@@ -4,7 +4,7 @@ import { buttonFor, make } from "./elements.js";
 import { count } from "./words.js";
 
 const LARGEST_FILE = 2_000_000; // bytes; a request body may have 4 MiB
-const LEAST = 16; // minimum tokens that must stay free for the answer
+const LEAST = 16; // minimum number of tokens that must stay free for the answer
 
 const said = (number) => number.toLocaleString("en");
 

@@ -5,9 +5,9 @@ import { capital, costInWords, factsInWords, fateInWords, inOneLine, planInWords
 import { $, buttonFor, make, write } from "./elements.js";
 import { chip } from "./lane_view.js";
 
-const READABLE = 400; // minimum milliseconds that a step's text is shown while playing
+const READABLE = 400; // minimum time in milliseconds that a step's text is shown while playing
 const FEW_REQUESTS = 6; // requests in the list until the user asks for all
-const MANY_REQUESTS = 40; // maximum requests in the list of a server
+const MANY_REQUESTS = 40; // maximum number of requests in the list of a server
 
 // Example steps: [URL hash (docs/make/annotated.py writes links with it), label, test for such a step].
 const EXAMPLES = [

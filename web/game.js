@@ -19,7 +19,7 @@ export class Hand {
   constructor({ requests, price, slots }) {
     this.price = price;
     this.now = 0;
-    this.cut = 64; // maximum prompt tokens per step
+    this.cut = 64; // maximum number of prompt tokens per step
     this.admitted = []; // admissions for the next step
     this.coming = requests.map((request) => ({ ...request, read: 0, said: 0 }));
     this.line = [];

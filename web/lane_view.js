@@ -8,7 +8,7 @@ import { drawTimeline, hueOf } from "./draw.js";
 import { buttonFor, make, write } from "./elements.js";
 import { count, directionOf, endOf, inOneLine, percent, prefillInWords, shorten, span } from "./words.js";
 
-const TAIL = 220; // maximum characters of an answer shown in a slot
+const TAIL = 220; // maximum number of characters of an answer shown in a slot
 const QUEUE = 40; // maximum number of queued requests shown
 
 // Create a button with a request's number on its colour. A click selects the request.

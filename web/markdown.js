@@ -10,8 +10,8 @@ import { coloured, colouring } from "./code.js";
 import { inOneLine } from "./words.js";
 
 const DEEP = 6; // maximum depth of nested lists; deeper items join the innermost list
-const MANY = 40; // maximum children of an element, because the browser lays out a changed element again
-const LONG = 1000; // maximum characters of a line that are redrawn
+const MANY = 40; // maximum number of children of an element, because the browser lays out a changed element again
+const LONG = 1000; // maximum number of characters of a line that are redrawn
 // The first piece of a longer line: at most 500 characters, if possible up to a space
 const PIECE = /^.{1,500}(?<= )|^.{500}/su;
 const FENCE = /^(`{3,}|~{3,}) *([^\s`]*)[^`]*$/;

@@ -7,8 +7,8 @@ import { buttonFor, make, write } from "./elements.js";
 import { count, shorten } from "./words.js";
 
 const PLACE = "nanobatch-conversation-";
-const TITLE = 60; // maximum characters of a title
-const LONGEST_FILE = 10_000_000; // maximum characters of a file, as in `ask.py --chat`
+const TITLE = 60; // maximum length of a title in characters
+const LONGEST_FILE = 10_000_000; // maximum length of a file in characters, as in `ask.py --chat`
 const DAY = { month: "short", day: "numeric", hour: "numeric", minute: "2-digit" };
 
 export const nameAnew = () => Date.now().toString(36) + Math.random().toString(36).slice(2, 8);
