@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities of some rows, still on the device: of the chosen token, then of the most likely
-    tokens, then, under a grammar, of the tokens that would be the most likely without it."""
+    """Log probabilities of some rows, still on the device. A row has those of the chosen token, of the
+    most likely tokens, and, under a grammar, of the tokens that would be most likely without it."""
 
     picks: Sequence[SamplingRow]
     most: int  # number of most likely tokens

@@ -131,7 +131,7 @@ class Libraries(build_ext.build_ext):
         return f"{name.replace('.', '/')}.so"
 
     def build_extension(self, extension: Extension) -> None:
-        # zig's cache takes 50 MB
+        # Keep zig's cache (50 MB) out of the home folder
         os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", os.path.abspath(self.build_temp))
         form = extension.name.rpartition("_")[2]
         output = build.library(form) if IS_EDITABLE else self.get_ext_fullpath(extension.name)

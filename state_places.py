@@ -58,8 +58,8 @@ class Place:
 class Fork(NamedTuple):
     """The point where a prompt diverges from the texts in the slots."""
 
-    rows: int = 0  # rows that it shares with any slot
-    own: int = 0  # rows that it shares with a slot of the same client
+    rows: int = 0  # number of rows that it shares with any slot
+    own: int = 0  # number of rows that it shares with a slot of the same client
 
 
 class Running(NamedTuple):

@@ -230,7 +230,7 @@ def open_client(args: argparse.Namespace) -> LocalEngineClient | RemoteEngineCli
 
 
 def failed(state: State) -> int:
-    """Return the exit code after the screen. If the model could not be loaded, print why and return 2."""
+    """Return the screen's exit code. If the model could not be loaded, print why and return 2."""
     if state.view.stage != "failed":
         return 0
     cli.say(state.view.error or state.printed)
