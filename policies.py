@@ -68,7 +68,7 @@ def by_length(scheduler: Scheduler) -> Iterator[Request]:
 TABLE = (
     Policy(
         "continuous",
-        "the next in line takes a slot as soon as one is free.",
+        "the next request in line takes a slot as soon as one is free.",
         room=lambda free, running: free,
         next=by_arrival,
     ),

@@ -163,7 +163,7 @@ class LongPrompt(Experiment):
         if not (sched.waiting and sched.free) or sched.draining_to:
             return
         if any(slot.phase == "blocked" for slot in self.engine.snapshot().slots):
-            shut = f"{sched.policy.name} keeps a free slot shut while others run"
+            shut = f"{sched.policy.name} blocks free slots while requests run"
             raise ValueError(f"{shut}, so no long prompt is admitted; /policy continuous admits it")
 
     def _send_one(self) -> Iterator[LongPromptRecord]:

@@ -118,7 +118,7 @@ FIGURES = (14, 8)  # characters for a part's milliseconds and percentage
 TABLE = (Figure("TTFT", 10), Figure("total", 10), Figure("steps in all", 16))
 LINE = "░"
 KNOB = "●"
-TELLS = "▸ ran. Steps: in line + to its first token + to its last."
+TELLS = "▸ the policy that ran. Steps: in line + to the first token + to the last."
 SOON, LATE = "█▒"  # the glyphs before and after the first token
 
 
@@ -154,7 +154,7 @@ def draw_slider(state: State, on: Canvas, r: RequestView) -> None:
     words = f"{span(r.metrics.ttft_s)}, still running" if r.reason is None else "no first token"
     if place is not None:
         cells[at_cell((place + 1) / len(order), len(cells))] = KNOB
-        words = f"{span(r.metrics.ttft_s)}: {place:,} of {len(order):,} were sooner"
+        words = f"{span(r.metrics.ttft_s)}: {place:,} of {len(order):,} were faster"
     track = on.pen().put(" TTFT ├", on.muted)
     for cell in cells:
         track.put(cell, on.accent if cell == KNOB else on.muted, cell == KNOB)
@@ -214,7 +214,7 @@ def draw_others(state: State, on: Canvas, r: RequestView, breakdown: LatencyBrea
     if clients:
         on.entry("clients", f"{clients} of these seconds")
     if breakdown.shut:
-        on.entry("blocked", f"{span(breakdown.shut)} in line while a slot was free, but shut")
+        on.entry("blocked", f"{span(breakdown.shut)} in line while a slot was free but blocked")
     if breakdown.overtakers:
         names = [f"r{request}" for request in breakdown.overtakers]
         on.entry("overtaken", f"by {listed(names, most)}, which came later")
@@ -231,12 +231,11 @@ def reread_in_words(m: Metrics) -> str:
     if not m.reread_tokens:
         return ""
     known = m.cached_tokens + m.reread_tokens
-    last = (
-        f"the last one before that is at {m.cached_tokens:,}" if m.cached_tokens else "nor before"
-    )
+    before = f"; the last one before that is at {m.cached_tokens:,}"
+    last = before if m.cached_tokens else " or before"
     return (
         f"{count(m.reread_tokens, 'token')}: a slot had its first {known:,} rows, but there was no "
-        f"checkpoint at {known:,}, {last}"
+        f"checkpoint at {known:,}{last}"
     )
 
 

@@ -291,7 +291,7 @@ TEXT_ROWS = 3  # maximum lines of the answer's text
 def draw(state: State, on: Canvas) -> None:
     """Draw the number of answers, the neighbours, and the differences."""
     record = state.records.get("same")
-    draw_title(state, on, "The same answer among neighbours", "a runs it anew")
+    draw_title(state, on, "The same answer among neighbours", "a runs it again")
     if record is None:
         on.say("a runs a prompt alone, and then 200 times among random neighbours.", on.muted)
         return

@@ -379,11 +379,11 @@ class TourRecord:
 def judged(right: int, guess: int | None, answers: Sequence[str]) -> str:
     """Return the correct answer, and whether the user guessed it."""
     if not 1 <= right <= len(answers):
-        return "None of the answers came true."
-    said = f"{right}, {answers[right - 1]}."
+        return "None of the answers was right."
+    said = f'{right}: "{answers[right - 1]}".'
     if guess is None:
         return f"It was {said}"
-    return f"As you said: {said}" if guess == right else f"You said {guess}; it was {said}"
+    return f"Right, it was {said}" if guess == right else f"You said {guess}; it was {said}"
 
 
 ROOT = Path(__file__).parents[1]
@@ -408,7 +408,7 @@ def draw(state: State, on: Canvas) -> None:
     if told is None:
         return
     title = f"Tour {told.scene} of {told.scenes}: {told.title}"
-    on.heading(title, "esc leaves, and puts all back", do="own('escape')")
+    on.heading(title, "esc leaves, and restores everything", do="own('escape')")
     on.say(told.text)
     draw_answers(told, on)
     on.say(told.verdict, on.accent, True)

@@ -169,7 +169,7 @@ def tell_rows(seen: Sight) -> Story:
         f"{scaled(weights, 'B')}, and the start of each operation."
     )
     if row * 200 < one:
-        said += " A row more costs too little to be measured here."
+        said += " Another row costs too little to be measured here."
     else:
         ends = max(2, round((one - row) / row))
         said += f" Each row adds {span(row)}: from {ends} on, they cost more than they share."
@@ -536,7 +536,7 @@ def tell_broken(seen: Sight) -> Story:
 # --- the table ----------------------------------------------------------------------------------
 
 SCENES = (
-    Scene("what a row more costs", ("runner.py", "Runner._forward"), tell_rows, STORIES),
+    Scene("what another row costs", ("runner.py", "Runner._forward"), tell_rows, STORIES),
     Scene("whose fault a slow first token is", ("sched.py", "Scheduler._admit"), tell_fault),
     Scene("a long prompt among chats", ("sched.py", "Scheduler._allot"), tell_long_prompt),
     Scene("who starves", ("policies.py", "by_turns"), tell_starving),

@@ -103,7 +103,7 @@ WORDS = (
         "checkpoint ┃",
         "where a state is kept that other prompts may start from, in models with states (docs/slots.md).",
     ),
-    ("blocked ╳", "the slot is free and requests wait, but the policy keeps it shut."),
+    ("blocked ╳", "the slot is free and requests wait, but the policy admits none."),
     ("held ┈", "in a slot, but the step's budget was spent, or what it shares is being written."),
     ("ghost ▚", "computed for nothing: the end of its request is seen one step late."),
     (

@@ -45,7 +45,7 @@ def story() -> Story:
     says = POLICIES["gentle"].does
     if not isinstance(says, str) or len(says.split()) < 4 or not says.endswith("."):
         not_done(
-            f"the policy's `does` is {says!r}, and should be a sentence for people, as others have"
+            f"the policy's `does` is {says!r}, but should be a sentence for people, like the others"
         )
     return Story(slots=3, policy="gentle")
 

@@ -44,7 +44,7 @@ def why_waiting(state: State, slots: Sequence[SlotView]) -> str:
     if all(slot.request is not None for slot in slots):
         return "wait: every slot is taken"
     if any(slot.phase == "blocked" for slot in slots):
-        return f"wait: free slots are shut ({past.view.policy if past else view.engine.policy})"
+        return f"wait: free slots are blocked ({past.view.policy if past else view.engine.policy})"
     return "wait: the next step admits"
 
 
@@ -117,8 +117,8 @@ def queue_line(state: State, slots: Sequence[SlotView], on: Canvas) -> None:
     why = why_waiting(state, slots)
     pen = on.pen().put(f" queue {waiting:,}", bold=True)
     if waiting and pen.width + cell_len(why) + 14 <= on.width:
-        pen.put(f"  {why}", on.bad if "shut" in why else on.muted)
-    left = waiting  # waiting requests that are not named yet
+        pen.put(f"  {why}", on.bad if "blocked" in why else on.muted)
+    left = waiting  # number of waiting requests not drawn yet
     for request, waited in line:
         text = f"  r{request} {span(waited)}"
         if pen.width + len(text) + 12 > on.width and left > 1:

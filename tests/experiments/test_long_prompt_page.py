@@ -304,7 +304,7 @@ def test_a_policy_that_admits_nothing_is_refused():
     stage = like_a_cpu(Stage(policy="static").load())
     stage.obey("/long")
     finish(stage)
-    assert "static keeps a free slot shut" in stage.state.faults[-1].message
+    assert "static blocks free slots" in stage.state.faults[-1].message
     assert not stage.engine.sched.running and "no long prompt has been read yet" in page(stage)
 
 

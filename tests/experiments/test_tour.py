@@ -34,7 +34,7 @@ JSON = TITLES.index("JSON that cannot break")
 SAME = TITLES.index("the same answer among neighbours")
 BREAK = TITLES.index("a crash, and a hang-up")
 RIGHT = {  # the right answer of each scene, on the word engine or on the demo model
-    "what a row more costs": 4,
+    "what another row costs": 4,
     "whose fault a slow first token is": 1,
     "a long prompt among chats": 2,
     "who starves": 3,
@@ -133,8 +133,8 @@ def test_a_scene_asks_runs_and_explains_by_what_ran(number, guess):
         stage.tour.guess(right if guess == "right" else right % len(asked.answers) + 1)
     assert not stage.state.strip.asks
     told = stage.until("tell").state.strip
-    said = {"right": "As you said: ", "wrong": "You said ", "none": "It was "}[guess]
-    assert told.verdict.startswith(said) and f"{right}, " in told.verdict, told.verdict
+    said = {"right": "Right, it was ", "wrong": "You said ", "none": "It was "}[guess]
+    assert told.verdict.startswith(said) and f'{right}: "' in told.verdict, told.verdict
     stage.tour.go_on()
     assert stage.state.strip.title == "the end"
     assert ("came true" in stage.state.strip.verdict) == (guess == "right")
@@ -403,7 +403,7 @@ def test_question_and_explanation_are_as_drawn(number, monkeypatch):
             like_golden(f"tour-{number + 1}-tell-120x40", it.text())
         told = it.state.strip
         assert "This scene failed" not in told.text, told.text
-        assert f"{RIGHT[TITLES[number]]}, " in told.verdict
+        assert f"{RIGHT[TITLES[number]]}: " in told.verdict
         assert re.search(r"\d", told.text), "figures of what ran"
         assert told.pressed
         await it.press("escape")
@@ -430,7 +430,7 @@ async def test_keys_of_the_tour_and_no_others_reach_the_engine(it):
         assert ("Tour 1 of" in it.text()) == (size[0] >= 60), it.text()
     await it.press("4", turns=0)
     await play(it, "tell")
-    assert state.strip.guess is None and "As you said: 4" in state.strip.verdict
+    assert state.strip.guess is None and "Right, it was 4" in state.strip.verdict
     await it.press("space", turns=0)
     assert state.strip.scene == 2
     await it.press("escape", turns=3)

@@ -143,7 +143,7 @@ class Story(Replay):
             last = len(request.prompt) + count - 1
             assert position == last, (
                 f"step {plan.step}: the newest token of {name(request)} goes into row {position}, "
-                f"and should go into row {last}"
+                f"but should go into row {last}"
             )
 
     def good_rows(self, request: Request) -> float:
@@ -167,7 +167,7 @@ class Story(Replay):
         assert NAN not in rows, f"{who}: in slot {slot} rows of NaN are left"
         found = rows[: len(wanted)]
         assert found == list(wanted), (
-            f"{who}: before its new tokens stand {found}, and should stand {list(wanted)}"
+            f"{who}: the rows before its new tokens hold {found}, but should hold {list(wanted)}"
         )
 
     def accept(self, request: Request, token: int) -> str | None:
@@ -176,7 +176,7 @@ class Story(Replay):
             return "error"
         wanted = self.says(request, len(said))
         assert token == wanted, (
-            f"{name(request)} gets token {token}, and should get {wanted}: a token went to the "
+            f"{name(request)} gets token {token}, but should get {wanted}: a token went to the "
             f"wrong request"
         )
         said.append(token)
