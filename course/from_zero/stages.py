@@ -123,8 +123,8 @@ return model.norm(only(...))""",
                 "Return a function of x. The mean is taken over the last axis, for each row by itself.",
                 (
                     "A function within the function keeps `weight` and `eps`.",
-                    "`x.square().mean(axis=-1, keepdims=True)` has a number for each row. eps stands "
-                    "under the root.",
+                    "`x.square().mean(axis=-1, keepdims=True)` has a number for each row. eps is "
+                    "added under the root.",
                     """def norm(x):
     mean = mx.mean(x * x, axis=-1, keepdims=True)
     return x * mx.rsqrt(... + eps) * ...
@@ -189,12 +189,12 @@ with a span: seen & (mx.arange(T) > positions - ...)""",
             ),
             Task(
                 "kv.Window.write",
-                """Write the new keys and values of layer `layer` into `self.slab.arrays[layer]`: those
-                of sequence i into slot `self.slots[i]`, from row `self.starts[i]` on, L rows in each
-                head. The array has the shape (slots, 2 Hkv, S + 1, Dh): first the heads of the keys,
-                then those of the values. `self.slab.narrowed` gives numbers the slab's dtype.
-                A loop over the sequences is right. (It is slow for many: `_decoding_rows`, which is
-                left standing, shows how one operation writes all.)""",
+                """Write the new keys and values of layer `layer` into `self.slab.arrays[layer]`:
+                those of sequence i into slot `self.slots[i]`, from row `self.starts[i]` on, L rows
+                in each head. The array has the shape (slots, 2 Hkv, S + 1, Dh): first the heads of
+                the keys, then those of the values. `self.slab.narrowed` gives numbers the slab's
+                dtype. A loop over the sequences is right. (It is slow for many: `_decoding_rows`,
+                which is not blank, shows how one operation writes all.)""",
                 (
                     "k is (B * L, Hkv, Dh): the first L rows are those of the first sequence.",
                     "A piece of L tokens is (L, 2 Hkv, Dh), and its place in the slab (2 Hkv, L, Dh).",
@@ -261,9 +261,9 @@ return mx.concatenate(sums)""",
             ),
             Task(
                 "token_choice.uniform",
-                """A number above 0 and below 1, which depends on `seed` and `index` and on nothing
-                else: no generator, no state. Other seeds and other indices give other numbers, as if
-                drawn at random.""",
+                """A number above 0 and below 1 that depends only on `seed` and `index`: no
+                generator, no state. Other seeds and other indices give other numbers, as if drawn
+                at random.""",
                 (
                     "Mix the two into one whole number, so that each bit of them reaches each bit of "
                     "the result; then divide.",
@@ -343,9 +343,9 @@ and back from places to ids""",
                 with the time and the policy's name, and is in `self.running` from now on.
                 Return them.""",
                 (
-                    "`self.waiting` and `self.running` are by id. `self.free` is made anew each time "
-                    "that you ask.",
-                    "Take the requests out of the iterator before you change the line: "
+                    "`self.waiting` and `self.running` are by id. `self.free` is computed again "
+                    "each time that you read it.",
+                    "Take the requests out of the iterator before you change the queue: "
                     "`list(islice(self.policy.next(self), room))`.",
                     """for request in admitted:
     del self.waiting[request.id]
@@ -418,16 +418,17 @@ sampled[...] = tokens; return sampled, logprobs, {}""",
             ),
             Task(
                 "sched.Scheduler.plan",
-                """Admit; then all requests decode whose prompt is read (`phase`) and whose
-                answer may still have a token that is not planned; those in prefill get chunks:
-                `self._chunks(those that read, rest)` (`is_reading`). `rest` is what is left of the budget, but
-                at least `self.chunk`, so that one whole chunk always fits; if some decode, it is at most
-                `prompt_tokens`. `budget` is those that decode and the rest. If nothing is to be done, return
-                None. Else count the step, and return a `Plan`. Whatever yields a token, a
-                chunk that emits or a decode, has a token more planned from now on. Rows that
-                `self._to_scrub` names (slot -> start, stop) are scrubbed as soon as a running request
-                has the slot. The `held` requests are in prefill and have no chunk. `blocked` are the slots that
-                are free after admission, if requests wait. (No draft tokens.)""",
+                """Admit; then all requests decode whose prompt is read (`phase`) and whose answer
+                may still have a token that is not planned; those in prefill get chunks:
+                `self._chunks(those that read, rest)` (`is_reading`). `rest` is what is left of the
+                budget, but at least `self.chunk`, so that one whole chunk always fits; if some
+                decode, it is at most `prompt_tokens`. `budget` is those that decode and the rest.
+                If there is nothing to do, return None. Otherwise count the step, and return a
+                `Plan`. Whatever yields a token, a chunk that emits or a decode, has one more token
+                planned from now on. Rows that `self._to_scrub` names (slot -> start, stop) are
+                scrubbed as soon as a running request has the slot. The `held` requests are in
+                prefill and have no chunk. `blocked` are the slots that are free after admission, if
+                requests wait. (No draft tokens.)""",
                 (
                     "Who decodes is known before anything is planned: make that list first. A decode "
                     "goes into `request.next_row`, as it is before you count the new token.",
@@ -451,12 +452,13 @@ return plan""",
             ),
             Task(
                 "sched.Scheduler.commit",
-                """Each of `plan.emitters` gets its token, in order: the only one in the list of its slot.
-                Append it to `request.answer`, unless it is below 0 (then the logits were not finite).
-                `accept(request, token)` gets each, and returns why the answer ends, or None. With
-                `max_tokens` tokens it ends, too: "length". `self.finish` ends a request. A
-                request that had ended before is a ghost: it gets nothing, and `accept` is not told. Return
-                `Committed`: those that ended now, the slots of ghosts, and no draft tokens.""",
+                """Each of `plan.emitters` gets its token, in order: the only one in the list of its
+                slot. Append it to `request.answer`, unless it is below 0 (then the logits were not
+                finite). `accept(request, token)` gets each, and returns why the answer ends, or
+                None. It also ends with `max_tokens` tokens: "length". `self.finish` ends a request.
+                A request that had ended before is a ghost: it gets no token, and `accept` is not
+                called. Return `Committed`: those that ended now, the slots of ghosts, and no draft
+                tokens.""",
                 (
                     "`request.end` is None until the request has ended.",
                     "First append, then ask `accept`, then count: the reason that accept gives comes "
@@ -473,9 +475,10 @@ return Committed(ended, tuple(ghosts), tried=())""",
             ),
             Task(
                 "sched.Scheduler.finish",
-                """End a request in any phase: record the reason and the time (`End`), and take it out of the queue, or
-                out of the running requests. One that ran leaves its slot (`_keep_proven_rows`), and a drain may be over
-                (`_end_drain`). To end it a second time changes nothing.""",
+                """End a request in any phase: record the reason and the time (`End`), and take it
+                out of the queue, or out of the running requests. One that ran leaves its slot
+                (`_keep_proven_rows`), and a drain may be over (`_end_drain`). Ending it a second
+                time changes nothing.""",
                 (
                     "A request waits or runs, or has ended. `dict.pop(id, None)` takes out what may be "
                     "there.",
@@ -559,8 +562,8 @@ for request in sorted(requests, key=self._tokens_left):
                 (`self._device_s`, `self._wait_s`), and return it. Its `build_s` is so far what the first
                 half took; add this half, without the other two. (Leave ranks aside.)""",
                 (
-                    "To ask an array for its numbers (`tolist`, `item`, `mx.eval`) would wait: nothing "
-                    "here may.",
+                    "Asking an array for its numbers (`tolist`, `item`, `mx.eval`) would wait, and "
+                    "nothing here may wait.",
                     "With `first = tokens[:, 0]`: `mx.where(first >= 0, first, self._newest)`",
                     """resumed = self.clock()
 step.tokens, step.logprobs, step.vectors = self._sample(step, rows)
@@ -585,12 +588,12 @@ return step""",
             Task(
                 "nanobatch.Engine.step",
                 """One turn: plan (`self._plan()`, unless `plan` is False), start what was planned
-                (`self._run(planned)`), then commit (`self._commit()` takes the oldest) until at most one of
-                `self._in_flight` is left, and that one too, unless `self._may_stay_in_flight(planned)`.
-                All of it within
-                `with self._changing(), device_lock, device_stream():`. True if anything was planned, or was in flight.
-                An exception goes to `self._fail(error)`, and the engine goes on (True); what is no
-                `Exception`, such as SystemExit, is raised again after that.""",
+                (`self._run(planned)`), then commit (`self._commit()` takes the oldest) until at
+                most one of `self._in_flight` is left, and that one too, unless
+                `self._may_stay_in_flight(planned)`. All of it within `with self._changing(),
+                device_lock, device_stream():`. True if anything was planned, or was in flight. An
+                exception goes to `self._fail(error)`, and the engine goes on (True); anything that
+                is not an `Exception`, such as SystemExit, is raised again after that.""",
                 (
                     "Whether anything was in flight is asked after the start, and before the commits.",
                     "`try` goes inside the `with`.",
@@ -634,8 +637,8 @@ return True""",
             ),
             Task(
                 "pages.Pool.leave",
-                """Put all pages of the sequence back into `self.free`, and drop its table. What is in
-                them may stay: the next owner writes a row before it reads it.""",
+                """Put all pages of the sequence back into `self.free`, and drop its table. Their
+                contents may stay, because the next owner writes a row before it reads it.""",
                 (
                     "`self.tables` is by sequence.",
                     "`dict.pop` returns what it takes out.",
@@ -694,9 +697,9 @@ return mx.split(rows, 2, axis=...)""",
         (
             Task(
                 "lookup.draft",
-                """Look for the newest two tokens in the text before them, from its end backwards. They
-                may overlap with themselves: after "aaa", "a" came. Return up to `most` tokens of what came
-                after, as a list.""",
+                """Look for the newest two tokens in the text before them, from its end backwards.
+                The two pairs may overlap: in "aaa", "aa" was followed by "a". Return up to `most`
+                of the tokens that followed, as a list.""",
                 (
                     "The newest pair itself does not count: nothing has come after it yet.",
                     "The last place where a pair may begin is three before the end of the text.",
@@ -721,14 +724,14 @@ return list(sampled[: ...])""",
             ),
             Task(
                 "lookup.answer",
-                """First the prompt goes in, and the last token that comes out begins the answer. Then, in
-                each step, the newest token and its draft, into the row after all that is right. Draft
-                no more than the answer may still use. Among the tokens that are accepted the first of
-                `ends` is the last one of the answer.""",
+                """First the prompt goes in, and the last token that comes out begins the answer.
+                Then, in each step, the newest token and its draft, into the row after the last
+                right token. Draft no more than the answer may still use. The first accepted token
+                that is in `ends` is the last one of the answer.""",
                 (
-                    "The newest token has no row yet: its row is number len(prompt) + len(said) - 1. Rows of "
-                    "wrong drafts are written over by themselves.",
-                    "An answer with n tokens to go may draft n - 1, for the model adds one.",
+                    "The newest token has no row yet: its row is number len(prompt) + len(said) - "
+                    "1. Rows of wrong drafts are simply overwritten.",
+                    "An answer with n tokens left may draft n - 1, because the model adds one.",
                     """said = step(prompt, 0)[-1:]
 while len(said) < max_tokens and said[-1] not in ends:
     drafted = draft(prompt + said, min(most, ...))
@@ -748,12 +751,12 @@ return said""",
             Task(
                 "eight_bits.quantize",
                 """Which numbers may share a scale, if a row must not depend on its neighbours? The
-                scale is 1/127 of the largest size among them. A row of zeros has the scale 0, and the
-                codes 0. Of a row that is not finite the scale is not finite either.""",
+                scale is 1/127 of the largest size among them. A row of zeros has the scale 0, and
+                the codes 0. If a row is not finite, its scale is not finite either.""",
                 (
                     "The numbers of one row and head share a scale: the last axis.",
-                    "`mx.abs(x).max(axis=-1, keepdims=True)`; and do not divide by a scale of 0, for "
-                    "0 / 0 is NaN. Round before the cast to int8, which cuts off.",
+                    "`mx.abs(x).max(axis=-1, keepdims=True)`; and do not divide by a scale of 0, "
+                    "because 0 / 0 is NaN. Round before the cast to int8, which cuts off.",
                     """scale = mx.abs(x).max(axis=-1, keepdims=True).astype(mx.float32) / 127
 codes = mx.round(x / mx.where(scale == 0, 1, ...))
 return codes.astype(mx.int8), scale""",
@@ -761,8 +764,8 @@ return codes.astype(mx.int8), scale""",
             ),
             Task(
                 "eight_bits.dequantize",
-                """One product. (0 times a scale that is NaN or infinite is NaN: so what was not finite
-                shows.)""",
+                """One product. (0 times a scale that is NaN or infinite is NaN, so a row that was
+                not finite stays visible.)""",
                 (
                     "What is a code of 127 worth?",
                     "Each code times the scale of its row and head; the shapes fit.",
@@ -840,8 +843,8 @@ return mx.split(weight, size, axis=axis)[...]""",
                 and down yield is this rank's part: add it up over the ranks (`all_sum`) before x is added.
                 The MLP is down(silu(gate) * up), with silu(x) = x * sigmoid(x).""",
                 (
-                    "x is the same on each rank already. If it went through `all_sum`, it would count "
-                    "twice.",
+                    "x is the same on each rank already. If it went through `all_sum`, it would be "
+                    "counted twice.",
                     "Everything but the two sums is the block of one rank: small_llama.py has it.",
                     """h = norm(x, w["input_layernorm"])
 h = attend(h @ w["q_proj"].T, ..., ...)
