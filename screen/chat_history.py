@@ -105,7 +105,7 @@ class ChatHistory:
                     return
 
     def absorb(self, answers: Mapping[int, AnswerRef], requests: Mapping[int, RequestView]) -> None:
-        """Update running turns from answers by question number and requests by request number."""
+        """Update running turns. `answers` are by question number, `requests` by id."""
         for turn in self.running():
             answer = answers.get(turn.number)
             request = requests.get(answer.request, turn.request) if answer else None

@@ -61,7 +61,7 @@ class RemoteEngineClient(EngineClient):
         self.url = base_of("--watch", url)
         self._key = key
         self._ask_key = ask_key or key
-        self.own: dict[int, socket.socket] = {}  # by request; closing a socket cancels it
+        self.own: dict[int, socket.socket] = {}  # closing a socket cancels its request
         self._frame: watch_frames.Frame | None = None  # changes since the last call of `view_since`
         self._is_fresh = False  # the first frame of the connection has not arrived yet
         self._is_blind = False  # the frames have no texts

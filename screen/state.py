@@ -395,7 +395,7 @@ class State:
 
     @property
     def finished(self) -> int:
-        """The number of requests that had ended, excluding hidden ones."""
+        """The number of requests that had ended by then, excluding hidden ones."""
         moment = self.moment
         later = sum(r.ended > moment for r in self.ended)
         return max(0, self.view.engine.finished - self.hidden - later)

@@ -25,7 +25,7 @@ LEAST = 1e-6  # seconds: lower costs are lost in the noise
 
 
 def undisturbed(times: Iterable[float], one_in: int = 20) -> float:
-    """Return a low quantile of the times of steps that did the same work: 19 of 20 took longer."""
+    """Return a low quantile of the times of equal steps: by default, 19 of 20 took longer."""
     return percentile(times, 1 / one_in)
 
 

@@ -11,8 +11,8 @@ from engine.snapshot import RequestView
 if TYPE_CHECKING:
     from text.tokenizer import Prompt
 
-# Two prompts of the burst begin with this text, which is longer than a chunk of the demo: the
-# second finds the first one's rows in the prefix cache.
+# Two prompts of the burst begin with this text. It is longer than a chunk of the demo, so that the
+# second prompt finds the first one's rows in the prefix cache.
 CHUNK = 64
 EVENING = (
     "It is late, and the children are in bed. They have had their supper, they have brushed their teeth, and the lamp "

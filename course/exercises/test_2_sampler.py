@@ -60,7 +60,7 @@ def drawn(**options) -> set[int]:
 
 @pytest.mark.parametrize("a, kept", [(0.0, 5), (0.2, 4), (0.3, 3), (0.5, 2), (1.0, 2)])
 def test_top_a_keeps_what_its_definition_keeps(a, kept):
-    """a x p x p is 0, 0.05, 0.075, 0.125 and 0.25."""
+    """The thresholds a x p x p are 0, 0.05, 0.075, 0.125 and 0.25."""
     assert drawn(temperature=1.0, top_a=a) == set(range(kept))
 
 

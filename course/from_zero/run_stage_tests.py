@@ -65,8 +65,8 @@ def run(
 ) -> list[Check]:
     """Run tests on a student's folder, and return a check for each.
 
-    `options` are pytest's. `seconds` limits the processor time; 0 means no limit. `settings` go to
-    `main`.
+    `options` are pytest's. `seconds` limits the processor time; 0 means no limit. `settings` are
+    passed to `main`.
     """
     key = secrets.token_bytes(32)
     with TemporaryDirectory() as scratch, open(f"{scratch}/output", "w+b") as output:

@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name, text in blank_book(args.first).items():
             (folder / name).write_text(text + STAND_IN, encoding="utf-8")
         (folder / PACKAGE).write_text(OUR_PACKAGE)
-        if has_reference():  # in a handout, students hand the folder in
+        if has_reference():  # not in a handout, where students hand the folder in
             (folder / ".gitignore").write_text("*\n")  # ruff respects it, too
         (folder / MADE_OF).write_text(f"{mark()}\n")
     except OSError as error:

@@ -46,9 +46,9 @@ MODEL, TEXT = load()
 
 @dataclass
 class Sequence:
-    number: int  # of the request
+    number: int  # the request's number
     prompt: list[int]
-    answer: list[int] = field(default_factory=list)  # so far
+    answer: list[int] = field(default_factory=list)  # tokens so far
     has_ended: bool = False
 
     @property
@@ -82,7 +82,7 @@ def decode(slab: Slab, batch: list[Sequence]) -> list[int]:
     """Put the newest token of each sequence in. Return the next one of each."""
     slots = list(range(len(batch)))
     newest = [sequence.answer[-1] for sequence in batch]
-    rows = [sequence.length - 1 for sequence in batch]  # all before the newest are in the slab
+    rows = [sequence.length - 1 for sequence in batch]  # tokens before the newest are in the slab
     window = Window(slab, slots=slots, starts=rows, L=1)
     states = forward(MODEL, mx.array(newest), [window], logits_at=slots)  # (B, D)
     scores = MODEL.head(states)  # (B, V)

@@ -53,9 +53,9 @@ MODEL, TEXT = load()
 
 @dataclass
 class Sequence:
-    number: int  # of the request
+    number: int  # the request's number
     prompt: list[int]
-    answer: list[int] = field(default_factory=list)  # so far
+    answer: list[int] = field(default_factory=list)  # tokens so far
 
     @property
     def length(self) -> int:
@@ -66,8 +66,8 @@ class Sequence:
 class Plan:
     """A step that has been decided: slot -> sequence, for each slot that takes part."""
 
-    prefills: dict[int, Sequence]  # whose prompts go in
-    decodes: dict[int, Sequence]  # whose newest tokens go in
+    prefills: dict[int, Sequence]  # sequences whose prompts go in
+    decodes: dict[int, Sequence]  # sequences whose newest tokens go in
 
 
 class Scheduler:
@@ -102,7 +102,7 @@ def run(slab: Slab, plan: Plan) -> dict[int, int]:
     """Run one forward pass for all of them. Return slot -> next token."""
     ids = []
     windows = []
-    logits_at = []  # places in `ids`
+    logits_at = []  # indices into `ids`
     for slot, sequence in plan.prefills.items():
         ids += sequence.prompt
         window = Window(slab, slots=[slot], starts=[0], L=sequence.length)

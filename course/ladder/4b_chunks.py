@@ -55,10 +55,10 @@ MODEL, TEXT = load()
 
 @dataclass
 class Sequence:
-    number: int  # of the request
+    number: int  # the request's number
     prompt: list[int]
     done: int = 0  # tokens of the prompt that are in the slab
-    answer: list[int] = field(default_factory=list)  # so far
+    answer: list[int] = field(default_factory=list)  # tokens so far
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def run(slab: Slab, chunks: dict[int, Chunk], decodes: dict[int, Sequence]) -> d
     """Run one forward pass for all of them. Return slot -> next token, where one is sampled."""
     ids = []
     windows = []
-    logits_at = {}  # slot -> place in `ids`
+    logits_at = {}  # slot -> index into `ids`
     for slot, chunk in chunks.items():
         ids += chunk.ids
         windows.append(Window(slab, slots=[slot], starts=[chunk.start], L=len(chunk.ids)))

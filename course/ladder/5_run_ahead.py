@@ -58,7 +58,7 @@ class Engine:
         self.sched = Scheduler(SLOTS, LONGEST, POLICIES["continuous"], chunk=chunk)
         shape = slab_shape(MODEL.config, SLOTS, LONGEST, chunk)
         self.slab = Slab(*shape, MODEL.dtype)
-        self.newest = mx.zeros(SLOTS, mx.int32)  # by slot, on the device
+        self.newest = mx.zeros(SLOTS, mx.int32)  # each slot's newest token, on the device
         self.runs_ahead = runs_ahead
         self.flights: deque[tuple[Plan, mx.array]] = deque()  # steps that are started but not read
         self.timeline = Timeline(SLOTS)
@@ -85,7 +85,7 @@ class Engine:
         in_flight = 1 if plan and self.runs_ahead else 0  # number of steps that may stay unread
         is_due = len(self.flights) > in_flight
         if is_due:
-            self.commit(*self.flights.popleft())  # the oldest
+            self.commit(*self.flights.popleft())  # the oldest step
         return plan is not None or is_due
 
     def run(self, plan: Plan) -> mx.array:  # (n,)
@@ -134,7 +134,7 @@ class Engine:
     def commit(self, plan: Plan, sampled: mx.array) -> None:
         """Hand out the tokens of a step."""
         began = time.perf_counter()
-        sampled = sampled.tolist()  # here Python waits
+        sampled = sampled.tolist()  # here Python waits for the device
         self.device_s += time.perf_counter() - began
         tokens = {}  # slot -> its tokens
         for member, token in zip(plan.emitters, sampled, strict=True):

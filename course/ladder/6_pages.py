@@ -46,9 +46,9 @@ MODEL = replace(MODEL, attention="formula")  # it reads whatever a window return
 
 @dataclass
 class Sequence:
-    number: int  # of the request
+    number: int  # the request's number
     prompt: list[int]
-    answer: list[int] = field(default_factory=list)  # so far
+    answer: list[int] = field(default_factory=list)  # tokens so far
     table: list[int] = field(default_factory=list)  # its pages, in order
 
     @property

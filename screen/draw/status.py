@@ -12,7 +12,7 @@ from screen.draw.style import clean, number, shorten, wrap
 from screen.engine_view import View
 from screen.state import State
 
-WAITING = 8  # number of commands shown while the model loads, the newest ones
+WAITING = 8  # number of newest commands shown while the model loads
 
 
 def what_is_done(view: View) -> str:

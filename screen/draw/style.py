@@ -53,7 +53,7 @@ def visible(character: str) -> str:
     if code < 32:
         return chr(0x2400 + code)
     category = unicodedata.category(character)
-    # Cf: formatting characters. Arabic number signs (AN) are drawn
+    # Formatting characters (Cf) are invisible, except Arabic number signs (AN)
     hides = category in ("Cc", "Cf", "Cs", "Zl", "Zp")
     if category == "Cf" and unicodedata.bidirectional(character) == "AN":
         hides = False
