@@ -1,9 +1,9 @@
 """A model with predetermined answers, for measuring prompt lookup.
 
 The speedup of prompt lookup depends on the text. A model with random weights does not repeat its prompt,
-and a small model copies badly. So the answers are dictated from this project's files: its code with a name changed, its
-pages, and its pages repeated. Each word is a token. The model computes logits and samples as usual, and
-then the sampled token is replaced, so the tokens are the same with and without draft tokens.
+and a small model copies it poorly. So the answers are dictated from this project's files: its code with a
+name changed, its pages, and its pages repeated. Each word is a token. The model computes logits and samples
+as usual, and then the sampled token is replaced, so the tokens are the same with and without draft tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CODE = ("policies.py", "prefix.py", "kv.py", "llama.py", "sampling.py")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/server.md", "docs/correctness.md", "docs/slots.md")
 NAMES = ("request", "slot", "self", "rows", "length", "array", "start", "prompt", "state")
-LENGTH = 240  # tokens in a prompt and in an answer
+LENGTH = 240  # tokens in each prompt and each answer
 
 
 class Dictated(NamedTuple):

@@ -287,7 +287,7 @@ class Sample:
         }
 
     def last_turn(self) -> Metrics:
-        """Run a conversation, whose prompts consist of all earlier turns and new tokens. Return the
+        """Run a conversation in which each prompt consists of all earlier turns and new tokens. Return the
         metrics of the last turn."""
         said = []
         for _ in range(TURNS):
@@ -298,8 +298,8 @@ class Sample:
         return result.metrics
 
     def lone_chunk(self) -> Metrics:
-        """Run a prompt about as long as the last turn's, of which all but a turn's number of new tokens are
-        cached. Return its metrics."""
+        """Run a prompt about as long as the last turn's, with all but a turn's new tokens cached. Return its
+        metrics."""
         new = self.spec.prompt + 1  # an answer's last token is not in the slab yet
         before = (TURNS - 1) * (self.spec.prompt + self.spec.output) - 1
         rows = before // CHUNK * CHUNK

@@ -1,4 +1,4 @@
-"""Compute the reported figures from plain times. Names of figures end with the unit."""
+"""Compute the reported figures from recorded times. A figure's name ends with its unit."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ READ, OF_ALL, OF_ONE = (
 
 
 def decode_figures(answers: Sequence[Delivery], count: int) -> Figures:
-    """Return the decode rate, from the time when all rows have a first token until one of them has
-    `count` more, and the prefill time before it."""
+    """Return the decode rate and the prefill time before it. The rate is measured from the time when all
+    rows have a first token until one of them has `count` more."""
     began = max(a.times[0] for a in answers)
     later = [[t for t in a.times if t > began] for a in answers]
     if not all(later):

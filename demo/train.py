@@ -287,7 +287,8 @@ def exam(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        allow_abbrev=False, description="Train the demo model. Stopped, it goes on where it was."
+        allow_abbrev=False,
+        description="Train the demo model. Run it again to resume after an interruption.",
     )
     parser.add_argument(
         "--tokens", type=float, default=45e6, help="tokens to train on (default 45e6)"
@@ -299,13 +300,13 @@ def main() -> None:
     parser.add_argument(
         "--start",
         type=Path,
-        help="go on from the model in this folder, with another --rate or corpus",
+        help="continue from the model in this folder, with another --rate or corpus",
     )
     parser.add_argument(
         "--keep",
         type=float,
         default=0,
-        help="with --start: so much of its weights stays (default 0)",
+        help="with --start: share of its weights to mix in at the end (default 0)",
     )
     parser.add_argument(
         "--exam", type=float, default=8e6, help="tokens between two small exams (default 8e6)"

@@ -17,9 +17,9 @@ a batch, run it, and receive the next one. If each rank scheduled its own steps,
 moment earlier on one rank would make their steps differ, and MLX would sum the arrays of different
 steps without an error.
 
-The invariant: all ranks take part in the same collective operations in the same order. A step has the
-sums, each of which depends on the previous one, one operation for each chunk that yields no token (to
-check that its rows are finite on every rank), and one for the tokens.
+The invariant: all ranks take part in the same collective operations in the same order. A step performs
+the sums, each of which depends on the previous one, one operation for each chunk that yields no token
+(to check that its rows are finite on every rank), and one for the tokens.
 
 Batches do not go through MLX. Each rank has a TCP connection to the next rank, and the last rank to the
 first:

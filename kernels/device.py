@@ -1,7 +1,7 @@
 """The device: MLX with a fast matrix product, free memory, one stream, one lock, and the shutdown.
 
 The problem. In MLX a stream belongs to the thread that created it, running out of memory crashes the
-process, and a process that exits while the device works hangs. This file handles all three.
+process, and a process that exits while the device is busy hangs. This file handles all three.
 
 The invariant: only this file imports MLX, after `library.preload`. Every other file imports `mx` from
 here.
@@ -133,8 +133,7 @@ def device_stream() -> mx.StreamContext:
     """Use `with device_lock, device_stream():` around everything that touches an `mx.array`.
 
     subtle: these are two context managers written in C, not one generator. Ctrl-C may arrive between
-    any two lines of Python. In a generator that is about to release the lock, it would leave the lock
-    held.
+    any two lines of Python. In a generator about to release the lock, the lock would then stay held.
     """
     if not _stream:
         _stream.append(mx.new_thread_unsafe_stream(mx.default_device()))
@@ -173,7 +172,7 @@ def give_back() -> None:
 
 
 def close_at_exit(engine) -> None:
-    """Close this engine before the program exits: a process that exits while the device works hangs or
+    """Close this engine before the program exits: a process that exits while the device is busy hangs or
     aborts."""
     _open.add(engine)
 

@@ -7,7 +7,7 @@ its batch. On a Mac (Accelerate, Metal) and on CUDA none of this applies.
 
 The solution. The dynamic linker binds a symbol such as `cblas_sgemm` to the first library that defines it.
 So a library that is loaded *before* `mlx.core`, with global symbols, replaces the slow one. Ours
-sums in the same order for any number of rows. It is compiled at install, once for each instruction set
+sums in the same order for any number of rows. It is compiled at installation, once for each instruction set
 (`build.py`), and all of these libraries compute the same bits. A compiler bug or a wrong option could
 produce a library that loads but computes wrong bits. So some products and operations are computed at
 startup and their hash is compared, which takes a few milliseconds. `preload` must run first: all our

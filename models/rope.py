@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE): rotate queries and keys by angles that depend on their position.
 
 Families differ in how they extend a model beyond its trained length, and devices differ in which
-implementation is fastest. A `Rope` is the config as plain data. An `AttentionType` describes how
+implementation is fastest. A `Rope` holds the RoPE settings of a config. An `AttentionType` describes how
 some of the layers treat positions. Tests compare each implementation with the formula or with mlx-lm
 (`tests/models/test_ops.py`). Next: `layers.py`.
 """
