@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """The engine, and MLX with it, is loaded with the first of its names."""
+    """Load the engine, and MLX with it, when one of its names is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'nanobatch' has no attribute {name!r}")
     from nanobatch import _engine
@@ -58,7 +58,7 @@ def __dir__() -> list[str]:
     return [*__all__, *globals()]
 '''
 EDITABLE = '''\
-"""An editable install: the modules are those of the checkout, as they are now."""
+"""An editable install: all modules are imported from the checkout."""
 
 import sys
 
@@ -73,7 +73,7 @@ sys.path.insert(0, "%(root)s")
 
 
 def __getattr__(name: str) -> object:
-    """nanobatch.py of the checkout takes the package's place with the first of its names."""
+    """Replace this package by the checkout's nanobatch.py when one of its names is first used."""
     if not name[:1].isupper():
         raise AttributeError(f"module 'nanobatch' has no attribute {name!r}")
     if sys.modules[__name__].__file__ == __file__:

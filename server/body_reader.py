@@ -92,7 +92,7 @@ def invalid(param: str | None, words: str, code: str = "invalid_value") -> APIEr
 
 
 def param_of(place: str) -> str:
-    """Return the top-level field of a path: "messages" for "messages[0].content"."""
+    """Return the name of the top-level field in a path: "messages" for "messages[0].content"."""
     return re.split(r"[.\[]", place, maxsplit=1)[0][:100]
 
 

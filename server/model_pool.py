@@ -92,7 +92,7 @@ class Ticket:
         return bool(self.served or self.refusal)
 
     def progress(self) -> bytes:
-        """Return a comment for the event stream."""
+        """Return the progress as a comment for the event stream."""
         return f": {self._pool.progress_of(self)}\n\n".encode(errors="replace")
 
     def prefill_to_log(self, now: float) -> None:
