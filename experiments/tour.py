@@ -131,7 +131,7 @@ class Tour:
             yield from self._until_the_user()
 
     def _play_scene(self) -> Iterator[None]:
-        """Run the lines of a story. If it is late, skip lines and waits."""
+        """Run the lines of a story. If the scene is late, skip lines and waits."""
         self._set_stage()
         yield from self._until_next_view()
         for line in self.scene.story(self.seen):

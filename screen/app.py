@@ -119,7 +119,7 @@ class Tracebacks(logging.Handler):
 
     def __init__(self, state: State):
         super().__init__()
-        self.news: list[str] = []  # not shown yet
+        self.news: list[str] = []  # first lines of tracebacks not shown yet
         self._state = state
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -317,7 +317,7 @@ class Screen(App):
             self.screen.set_focus(None)
         faults = self.state.faults[self._faults :]
         self._faults += len(faults)
-        # A question that did not fit waits, and the conversation page says why
+        # No warning for a question that did not fit: it waits, and the conversation page says why
         self.warn([fault.message for fault in faults if fault.prompt or not fault.question])
         for fault in faults:
             if fault.prompt and not self.prompt.value:
@@ -472,7 +472,7 @@ class Screen(App):
         return done
 
     def check_action(self, action: str, parameters: tuple) -> bool | None:
-        """Allow only a few actions if loading has failed, and not `prompt` while the user types."""
+        """Allow only a few actions if loading has failed. Disable `prompt` while the user types."""
         if self.page and action in OF_PANES:
             return False
         if self.state.view.stage == "failed":
@@ -565,7 +565,7 @@ class Screen(App):
         if self.state.view.stage == "loading" and self.session.client.posted > posted:
             self.state.waiting.append(line)
         self.state.chatting &= name != "json"  # the answer appears in the panes
-        if not (name == "step" and self.state.inspected):  # the token inspector stays
+        if not (name == "step" and self.state.inspected):  # keep the token inspector
             self.bring(BRINGS.get(name, self.state.lower))
         if name in self.menu.pages:
             self.show_page(self.menu.pages[name])

@@ -19,7 +19,7 @@ from text.tool_parser import split_reasoning
 class Turn:
     """A question and its answer."""
 
-    number: int  # of the question, across all conversations
+    number: int  # number of the question, across all conversations
     question: str
     request: RequestView | None = None  # the request in the newest view; None: not queued yet
     is_dropped: bool = False  # no longer sent to the model
@@ -86,7 +86,7 @@ class ChatHistory:
             self.at = len(self.all) - 1
 
     def add(self, chat: Chat) -> int:
-        """Turn the waiting question into a turn. Return its number."""
+        """Begin a turn with the waiting question. Return the question's number."""
         self.asked += 1
         chat.turns.append(Turn(self.asked, chat.waiting))
         chat.waiting = ""

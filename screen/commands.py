@@ -100,7 +100,7 @@ class Session:
 
     @property
     def coming(self) -> View:
-        """The view after all queued commands, because keys may be faster than new views."""
+        """The view after all queued commands, because keys may arrive faster than views."""
         return self.state.view if self.handled else self.state.view._replace(**self._coming)
 
     def expect(self, **changes: object) -> None:

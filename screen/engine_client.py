@@ -304,7 +304,8 @@ class LocalEngineClient(EngineClient):
         return handle
 
     def submit(self, ask: Ask, prefix_cache: bool = True) -> Handle:
-        """Submit a prompt of the experiment and return its handle. ValueError if it does not fit.
+        """Submit a prompt of the experiment and return its handle. Raise ValueError if it is too
+        long.
 
         `prefix_cache`: whether cached rows of a common prefix may be used.
         """

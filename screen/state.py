@@ -240,7 +240,7 @@ class State:
         period = self.periods[-1] if self.periods else Period(math.inf)
         while ended and ended[0].ended <= until:
             request = ended.popleft()
-            # Otherwise it was cancelled before anything ran
+            # A request that arrived after the period was cancelled before any step ran
             if not period.over or request.arrived < period.ended:
                 period.take_request(request)
         period.over = period.over or over
@@ -473,7 +473,8 @@ class State:
         return [self.view.made_with, *held][-1]
 
     def limits_of(self, first: int, last: int) -> Limits:
-        """Return the limits of all these steps. ValueError if the budget changed in between."""
+        """Return the limits of all these steps. Raise ValueError if the budget changed in
+        between."""
         for step, limits in self.view.turns:
             if first < step <= last:
                 raise ValueError(

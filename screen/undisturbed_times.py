@@ -51,7 +51,7 @@ class Prices:
         usual_rows = fmean(rows) if rows else 0.0
         usual = fmean(seconds) if rows else 0.0
         slope = linear_regression(rows, seconds).slope if len({*rows}) > 1 else 0.0
-        # No negative costs
+        # A cost is not negative
         self.row = min(max(0.0, slope), usual / max(usual_rows, 1))
         self.step = usual - self.row * usual_rows
         self.chunk = 0.0  # not known yet

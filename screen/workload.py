@@ -76,7 +76,7 @@ class Settings(NamedTuple):
     max_tokens: int = 320
     seed: int | None = None
     burst: int = 24
-    rate: float = 2.0  # of the steady load, in requests per second
+    rate: float = 2.0  # rate of the steady load, in requests per second
     client: str = ""  # used by the policy `fair`, which shares slots among clients
     speculate: bool = True  # False: one token per step, so that steps are predictable
 

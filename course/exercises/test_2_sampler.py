@@ -109,7 +109,7 @@ def test_top_a_is_checked_and_is_an_option_of_the_command_line():
 
 
 def test_a_client_may_ask_for_top_a_over_http():
-    """A client can send it in the body of a request, in both of OpenAI's forms."""
+    """A client can send `top_a` in the body of a request, in both of OpenAI's forms."""
     drawn(top_a=0.3)
     for body, is_chat in (({"prompt": "Why?"}, False), ({"messages": [MESSAGE]}, True)):
         body = json.dumps({"model": "demo", "top_a": 0.3, **body})

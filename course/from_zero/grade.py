@@ -32,7 +32,7 @@ from course.from_zero.stages import STAGES, Stage, Task, tasks
 from course.from_zero.start import OUR_PACKAGE, blank
 
 POINTS = 10  # for each stage
-HIDDEN_POINTS = 5  # for the hidden checks of a stage
+HIDDEN_POINTS = 5  # for all hidden checks of a stage
 WORK_POINTS = 5  # for doing no more work than the reference
 WORK = Path(__file__).with_name("work") / "test_8_work.py"
 STAND_INS = Path(__file__).with_name("stand_ins.py")

@@ -119,7 +119,7 @@ def cost_of(seconds: Iterable[float]) -> float:
 
 
 def draw_cost(state: State, on: Canvas) -> None:
-    """Draw why batching pays: time and tokens of a step by the number of decoding rows."""
+    """Draw time and tokens of a step by number of decoding rows, to show why batching pays."""
     costs = {rows: cost_of(state.costs[rows]) for rows in sorted(state.costs)}
     on.heading("Why batching pays", "steps that only decode")
     words = lesson(costs, state.view.busy)

@@ -143,7 +143,7 @@ def is_wide(width: int, height: int) -> bool:
 
 
 def stack(place: Region, name: str) -> dict[str, Region]:
-    """Place one pane, or the panes of a stack: vertically, or side by side if lines are few.
+    """Place one pane or a stack of panes: vertically, or side by side if there are few lines.
 
     Panes that do not fit are left out, the last ones first.
     """

@@ -46,7 +46,7 @@ def clean(text: str) -> str:
 
 @lru_cache(4096)
 def visible(character: str) -> str:
-    """Return the character if it is visible, otherwise a visible sign for it."""
+    """Return the character if it is visible, otherwise a visible replacement."""
     code = ord(character)
     if character in PICTURES:
         return PICTURES[character]

@@ -37,7 +37,7 @@ def test_neighbours_keep_their_rows():
 
 
 def test_a_neighbour_of_nan():
-    """A neighbour with non-finite numbers does not affect the others."""
+    """A sequence with non-finite numbers does not affect its neighbours."""
     slab = new_slab(slots=2)
     for layer in range(len(slab.arrays)):
         slab.arrays[layer][1] = mx.nan
