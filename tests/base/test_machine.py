@@ -1,5 +1,5 @@
-"""The resources that a container leaves: the tightest of the cgroups around this process, in versions 1 and
-2."""
+"""The resources that cgroups leave to a container, in versions 1 and 2: the tightest group around this
+process decides."""
 
 from pathlib import Path
 
@@ -97,8 +97,8 @@ MACHINE = {"proc/meminfo": "MemTotal:       99 kB\nMemAvailable:       8 kB\n"}
     ],
 )
 def test_the_memory_that_groups_leave_is_found(tmp_path, files, free):
-    """Regression: the page cache counted as used, so a second start in a container was refused. The limits
-    of services and of version 1 were missed, so the process was killed."""
+    """Regression: the page cache counted as used, so a second start in a container was refused. The limits of
+    services and of cgroups version 1 were not found, so the process was killed."""
     laid_out(tmp_path, MACHINE | files)
     assert machine.free_memory(tmp_path) == free
 

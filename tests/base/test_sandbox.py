@@ -61,7 +61,7 @@ def test_job_gets_its_memory_and_stack(sandbox):
 
 
 def test_sleeping_job_is_killed():
-    """A job that gets no processor time is killed. It is reported as a busy machine, because the job may not
+    """A job that gets no processor time is killed. The error reports a busy machine, because the job may not
     be at fault."""
     sandbox = Sandbox("sandbox_jobs", None, LIMITS._replace(patience=0.5))
     with pytest.raises(BusyError, match=r"could not be checked within 0\.5 s; try again"):
@@ -86,7 +86,7 @@ def test_too_many_jobs_are_busy():
 
 
 def test_failed_prepare_is_remembered(monkeypatch):
-    """Regression: if preparing failed, this was reported as a busy machine, and each request with a grammar
+    """Regression: a failure to prepare was reported as a busy machine, and each request with a grammar
     started another process."""
     sandbox = Sandbox("sandbox_jobs", "broken", LIMITS)
     for _ in range(2):

@@ -90,8 +90,8 @@ def test_open_loop_total_time():
 
 
 def test_gaps_before_and_after_a_long_prompt():
-    """The long prompt arrives at 4.5 and has its first token at 8.5. The row's gaps are 1 s before that,
-    then 1, 3 and 1 s."""
+    """The long prompt arrives at 4.5 and has its first token at 8.5. Before it arrives, the row's gaps are 1
+    s, then 1, 3 and 1 s."""
     row = Delivery(0, [1, 2, 3, 4, 5, 8, 9, 10])
     figures = long_figures([row], late=Delivery(4.5, [8.5]), alone=Delivery(0, [2]))
     assert figures["gap undisturbed ms"] == 1000 and figures["gap p95 ms"] == 3000
@@ -541,7 +541,7 @@ def line_of(pid: str) -> str:
 
 
 def test_steps_on_a_gpu_are_timed_with_the_wait_and_without(spec, monkeypatch):
-    """A GPU needs both timings to decide whether to wait for the previous pass (`Runner._start`)."""
+    """On a GPU both timings are needed to decide whether to wait for the previous pass (`Runner._start`)."""
     monkeypatch.setattr("kernels.device.is_gpu", True)
     sample = Sample(spec._replace(part="steps", output=8))
     with closing(sample.contestant):

@@ -31,8 +31,8 @@ def models(tmp_path_factory) -> list[tuple[Model, Tokenizer]]:
 
 @pytest.mark.parametrize("form", company.forms())
 def test_random_company_changes_no_bit(form):
-    """The reference engine has other slots, chunks and another budget. Answers are also prefilled as prompts.
-    NANOBATCH_COMPANIES=1000 runs the long form."""
+    """The reference engine has a different number of slots, chunk size and budget. Answers are also prefilled
+    as prompts. NANOBATCH_COMPANIES=1000 runs the long form."""
     found = company.run(form, SCHEDULES)
     assert not found.differ
     assert all(found._replace(differ=True)), f"{found}: something was not tried"

@@ -92,10 +92,7 @@ def test_embedding_is_batch_invariant(folder):
             assert engine.is_batch_invariant
             handles = []
             others = []
-            for ids in (
-                *asked,
-                *asked[::-1],
-            ):  # each text twice, so that a slot may hold all its rows
+            for ids in (*asked, *asked[::-1]):  # the second time a slot may hold its rows
                 handles.append(engine.submit(ids, EMBED))
                 if rng.random() < 0.5:
                     others.append(engine.submit(asked[0], wish))

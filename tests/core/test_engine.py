@@ -133,7 +133,7 @@ def test_generate_cleans_up_after_a_bad_prompt(engine):
     ],
 )
 def test_bad_prompt_is_refused_at_submit(engine, prompt, words):
-    """Running requests continue undisturbed."""
+    """A bad prompt raises at submit, and running requests continue undisturbed."""
     running = engine.submit([1, 2], LONG)
     engine.step()
     with pytest.raises(ValueError, match=words):
@@ -400,7 +400,7 @@ def test_decoding_leaks_no_memory(parts):
         assert engine.registry.steps.count - before >= 500
         assert mx.get_peak_memory() - active < one_layer, "the slab was copied"
         assert abs(mx.get_active_memory() - active) < 200 * 500
-        gc.collect()  # garbage is not a leak
+        gc.collect()  # garbage does not count as a leak
         assert rss() - resident < 10_000 * 500
         engine.runner.slab.check()
 

@@ -156,9 +156,7 @@ def events_of(parts, monkeypatch, *wishes) -> list[tuple[str, int]]:
         return call
 
     with Engine(*parts, slots=4, max_len=64, chunk=32, speculate=0) as engine:
-        engine.eager_first_token = (
-            False  # as on a GPU, where even a first token is read one step later
-        )
+        engine.eager_first_token = False  # as on a GPU, where first tokens are read a step later
         monkeypatch.setattr(Runner, "start_forward", noted("forward", forward))
         monkeypatch.setattr(Runner, "start_sampling", noted("sample", sample))
         monkeypatch.setattr(runner.RunningStep, "read_back", noted("read", read))
@@ -195,7 +193,8 @@ def test_forward_overlaps_with_a_grammar(parts, monkeypatch):
 
 
 def test_grammar_is_compiled_at_submit(engine, monkeypatch):
-    """A grammar is compiled in a thread of its own, because the thread that steps would delay every request."""
+    """A grammar is compiled in a thread of its own, because compiling it in the thread that steps would delay
+    every request."""
     makers = []
     make = grammar_file.make
 

@@ -81,9 +81,8 @@ def test_prefix_copy_moves_only_the_prefix(make_engine):
             mx.reset_peak_memory()
             engine.step()
             assert mx.get_peak_memory() - before < layer
-    assert (
-        sum(handle.metrics.cached_tokens for handle in handles) == 64 + 3 * 71
-    )  # three requests reuse all but their last token
+    # Three requests reuse all but their last token
+    assert sum(handle.metrics.cached_tokens for handle in handles) == 64 + 3 * 71
 
 
 # --- a chat's next turn -------------------------------------------------------------------------

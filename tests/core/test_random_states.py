@@ -35,11 +35,11 @@ class Count(NamedTuple):
     compared: int = 0  # logit vectors
     differ: tuple[str, ...] = ()  # a sentence for each answer that differs
     restored: int = 0  # prompts that started from a checkpoint
-    reread: int = 0  # tokens
+    reread: int = 0  # prompt tokens prefilled again
     wrong: int = 0  # rejected draft tokens
     cancelled: int = 0
     failed: int = 0  # requests with numbers that are not finite
-    from_disk: int = 0  # tokens
+    from_disk: int = 0  # tokens restored from disk
 
     def __add__(self, other: "Count") -> "Count":
         return Count(*(a + b for a, b in zip(self, other, strict=True)))

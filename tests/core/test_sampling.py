@@ -449,7 +449,7 @@ def test_max_tokens_none_fills_the_slot(make_engine):
     ],
 )
 def test_bad_setting_is_refused_by_name(field, value):
-    """The setting is refused immediately, before anything runs."""
+    """A bad setting raises in the constructor, with one line that names the field."""
     with pytest.raises(ValueError, match=field) as caught:
         SamplingParams(**{field: value})
     assert "\n" not in str(caught.value)
@@ -457,7 +457,7 @@ def test_bad_setting_is_refused_by_name(field, value):
 
 @pytest.mark.parametrize("settings", [{"stop": [272]}, {"stop": -1}, {"logit_bias": {272: 1.0}}])
 def test_token_outside_the_vocabulary_is_refused(parts, settings):
-    """A large id in `logit_bias` crashed mlx-lm's server."""
+    """A token id outside the vocabulary is refused. In `logit_bias` it crashed mlx-lm's server."""
     with (
         Engine(*parts, slots=1, max_len=64) as engine,
         pytest.raises(ValueError, match=r"(272|-1).*272"),

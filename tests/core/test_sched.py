@@ -274,8 +274,8 @@ def test_no_step_is_planned_after_the_last_token():
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("when", range(9))
 def test_cancel_frees_the_slot_for_the_next_plan(lag, when):
-    """B waits for A's slot, the only one. A is cancelled before step `when`: queued, in prefill, in decode,
-    or ended."""
+    """B waits for A's slot, the only one. A is cancelled before step `when`, while it is queued, in prefill,
+    in decode, or ended."""
     story = Story(slots=1, lag=lag)
     a, b = story.submit(10, 4), story.submit(3, 1)
     for _ in range(when):
@@ -826,9 +826,8 @@ def random_schedule(seed: int) -> int:
     story.run = run_and_cancel
     clients = "abcdef"[: rng.randint(1, 6)]
     refused = 0
-    for _ in range(
-        rng.choice([1, 1, 3])
-    ):  # waves: each starts after all requests of the previous one have ended
+    # Waves: each starts after all requests of the previous one have ended
+    for _ in range(rng.choice([1, 1, 3])):
         for _ in range(rng.randint(1, 12)):
             for _ in range(rng.choice([0, 0, 1, 3])):
                 prompt, tokens = rng.randint(1, rng.choice([20, 100])), rng.randint(1, 12)

@@ -261,8 +261,8 @@ class Silent:
 
 
 def test_unforcing_grammar_is_asked_seldom():
-    """Regression: each step of free text under a grammar waited for its tokens, although the grammar forced
-    none."""
+    """Regression: in free text under a grammar, each step waited for the previous step's tokens, although the
+    grammar forced none."""
     grammar = Silent()
     request = inventing(0)
     request.drafting.source = PromptLookup(grammar)
@@ -362,7 +362,8 @@ def test_negative_speculate_is_refused(parts):
 
 
 def test_drafts_need_batch_invariance_or_a_number(tmp_path):
-    """By default nothing is drafted with MLX's own quantized matrix product, which is not batch-invariant."""
+    """With MLX's own quantized matrix product, which is not batch-invariant, nothing is drafted unless
+    `speculate` is a number."""
     folder = make_checkpoint(tmp_path, quantize=lambda module: (4, 32))
     for asked, most in ((None, 0), (4, 4)):
         options = {"slots": 1, "max_len": 64, "speculate": asked}

@@ -158,7 +158,7 @@ def test_damaged_entry_is_damage(saved, name, field):
 
 
 def test_any_changed_byte_is_damage_or_a_miss(saved):
-    """Change each byte of the header, and some bytes of the data."""
+    """A change to any byte of the header, or to one of some bytes of the data, is detected."""
     folder = SlotFolder(str(saved[0]))
     (file,) = files(saved[0])
     whole = file.read_bytes()

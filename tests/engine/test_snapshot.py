@@ -24,7 +24,7 @@ def settle(engine: Engine) -> None:
 
 
 def test_rare_snapshots_count_missed_steps():
-    """A snapshot after thousands of steps contains all of them, or the number of those that are missing."""
+    """A snapshot after thousands of steps contains all of them, or reports how many are missing."""
     clock = Clock()
     with word_engine(clock, clock, slots=1, max_len=4_000) as engine:
         first = engine.snapshot()
@@ -191,9 +191,7 @@ def test_text_of_any_earlier_step(parts):
             seen[handle.id][len(handle.tokens)] = handle.text
     for request in engine.snapshot().ended[-2:]:
         texts = {n: request.text[: sum(request.lengths[:n])] for n in seen[request.id]}
-        texts[request.metrics.output_tokens] = (
-            request.text
-        )  # text that was held back is released at the end
+        texts[request.metrics.output_tokens] = request.text  # held-back text is released at the end
         assert texts == seen[request.id] and len(texts) > 3, request
 
 

@@ -52,8 +52,7 @@ class Machine:
 
 
 class Run(Replay):
-    """A replay that records the estimates of each prompt's remaining time, as `RequestRegistry.estimate`
-    asks for them."""
+    """A replay that records the estimates of each prompt's remaining time in every eighth step."""
 
     def __init__(self, machine: Machine, guests: Sequence[Guest], limit_ms: int | None = None):
         sched = Scheduler(4, 40_000, POLICIES["continuous"], chunk=128, budget=260)

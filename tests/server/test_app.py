@@ -90,7 +90,7 @@ def test_owner_is_advised_once_of_a_second_hang_up(here, monkeypatch):
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_silent_streams_get_pings(here, monkeypatch, version):
     """Proxies close silent connections, and a stream may be silent for minutes in a full queue or a pause.
-    nginx speaks HTTP/1.0."""
+    nginx uses HTTP/1.0 towards the server."""
     monkeypatch.setattr(http, "PING_S", 0.3)
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": True}, version=version)
@@ -992,7 +992,7 @@ def test_choices_share_one_compiled_grammar(here, monkeypatch):
 
 
 def test_slow_grammar_is_a_client_error(here, engine, monkeypatch, caplog):
-    """No traceback is logged, because it is not a fault of the server."""
+    """No traceback is logged, because a slow grammar is not a fault of the server."""
     monkeypatch.setattr(Grammars, "_judge", lambda *_: "")  # as if the sandbox had accepted it
     end = engine.text.tokenizer.token_to_id("!")
     many_ways = 'start: a "!"\na: a a | a a a | /[a-z ]/ | '
@@ -1060,7 +1060,7 @@ def test_large_answer_is_serialized_in_another_thread(here, monkeypatch):
 
 
 def test_paused_reader_gets_log_probabilities_in_parts(here, monkeypatch):
-    """Regression: everything that arrived during the pause became one event of megabytes."""
+    """Regression: everything that was generated during the pause became one event of megabytes."""
     monkeypatch.setattr(answer_stream, "PIECES", 10)
     goes_on = threading.Event()
     output = AnswerWriter._output
@@ -1082,7 +1082,7 @@ def test_paused_reader_gets_log_probabilities_in_parts(here, monkeypatch):
     said = line.until(b"[DONE]").decode()
     events = [json.loads(text) for text in re.findall(r"data: (\{.*\})", said)]
     counts = [len((e["choices"][0]["logprobs"] or {"tokens": ()})["tokens"]) for e in events]
-    assert sum(counts) == 100 and max(counts) <= 40  # some tokens complete no piece
+    assert sum(counts) == 100 and max(counts) <= 40  # a piece may consist of several tokens
 
 
 def test_log_probabilities_cost_the_same_late_as_early():

@@ -214,12 +214,7 @@ OWN, NEIGHBOUR = "http://localhost:8000", "http://localhost:3000"
 @pytest.mark.parametrize(
     ("keys", "origin", "given", "shown"),
     [
-        (
-            {},
-            "",
-            "",
-            "texts",
-        ),  # no origin: tui.py --watch, curl, or a page that calls its own server
+        ({}, "", "", "texts"),  # tui.py --watch, curl, or a page of this server
         ({}, OWN, "", "texts"),
         ({}, "https://localhost:8000", "", "texts"),  # a proxy on this machine terminates TLS
         ({}, NEIGHBOUR, "", "refused"),

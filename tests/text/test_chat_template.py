@@ -398,8 +398,8 @@ def test_template_file_wins_over_config(tmp_path):
 
 @unchecked
 def test_special_tokens_map(tmp_path):
-    """`bos_token` is also read from the map. Otherwise it would be undefined in the template, and the prompt
-    would have no BOS."""
+    """`bos_token` is also read from special_tokens_map.json. Otherwise it would be undefined in the template,
+    and the prompt would have no BOS."""
     make_model(tmp_path, LLAMA3)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": LLAMA3}))
     (tmp_path / "special_tokens_map.json").write_text(

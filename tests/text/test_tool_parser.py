@@ -144,7 +144,7 @@ def in_tags(format, calls: list, dice: random.Random) -> str:
         for key, argument in given.items():
             said = argument if isinstance(argument, str) else json.dumps(argument)
             if argument in (None, True, False) and not isinstance(argument, str | int):
-                said = dice.choice([said, str(argument)])  # as in Python
+                said = dice.choice([said, str(argument)])  # as Python writes it
             body += f"{tags.before_key}{key}{tags.after_key}{said}{tags.after_value}"
             body += dice.choice(["", "", "\n "])
         bodies.append(body + tags.end)
@@ -1035,7 +1035,7 @@ def test_split_output_of_opened_reasoning():
 
 @pytest.mark.parametrize("marks", REASONING_MARKS)
 def test_split_reasoning_drops_the_marks(marks):
-    """Regression: the marks of the third family stayed in the reasoning."""
+    """Regression: <seed:think> and </seed:think> stayed in the reasoning."""
     opens, closes = marks
     assert split_reasoning(f"{opens}Hm.{closes}Yes.") == ("Hm.", "Yes.")
 

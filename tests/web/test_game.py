@@ -64,7 +64,8 @@ def test_the_game_keeps_the_schedulers_rules(played):
 
 @needs_node
 def test_first_come_first_served_in_the_game(played):
-    """The game has the same rules as the scheduler, so it takes as long as the recorded run."""
+    """The game has the same rules as the scheduler, so first come first served takes as long as in the
+    recorded run."""
     continuous = SETUP["runs"][0]
     assert played["asTheyCome"]["done"] == pytest.approx(continuous["done"], rel=0.03)
     assert played["asTheyCome"]["useful"] == pytest.approx(continuous["useful"], rel=0.05)

@@ -265,7 +265,7 @@ tell(out);
 
 @needs_node
 def test_the_player_says_of_a_run_what_the_screen_says():
-    """Its metrics are those of `experiments/policy_runs.py`, and at the end each answer is complete."""
+    """A run's metrics are those of `experiments/policy_runs.py`, and at its end each answer is complete."""
     stage = Stage().load()
     stage.session.obey("/race 12")
     stage.finish()
@@ -317,8 +317,8 @@ tell({ lines: signs.map(inOneLine), cuts: cuts.length, halves });
 
 @needs_node
 def test_the_page_agrees_with_the_terminal():
-    """Invisible and bidirectional characters are shown. The page does not use ␊ and ␛, which most browser fonts
-    draw as a box, unlike a terminal's."""
+    """Invisible and bidirectional characters are shown, but not with the terminal's ␊ and ␛, which most
+    browser fonts draw as a box."""
     hidden = [chr(code) for code in range(0x110000) if unicodedata.category(chr(code)) in UNSEEN]
     signs = [sign for sign in hidden if unicodedata.bidirectional(sign) != "AN"]
     signs = [f"a{sign}b" for sign in signs if sign not in "\u200c\u200d"]  # these occur in emoji

@@ -1,4 +1,4 @@
-"""The page treats conversations and files like the terminal's chat. Tested without a browser."""
+"""The page treats conversations and files like the terminal's chat. These tests need no browser."""
 
 import json
 import random
