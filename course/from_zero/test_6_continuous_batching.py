@@ -133,7 +133,7 @@ def test_cancel():
     first, second, third = [tale.submit(3, 5) for _ in range(3)]
     tale.step()
     tale.sched.finish(second, "cancelled", 1.0)
-    tale.sched.finish(second, "error", 2.0)  # cancelling it again changes nothing
+    tale.sched.finish(second, "error", 2.0)  # ending it again changes nothing
     tale.sched.finish(first, "cancelled", 2.0)
     assert second.end == ("cancelled", 1.0)
     assert first.end == ("cancelled", 2.0)
