@@ -72,7 +72,7 @@ def obey(session: Session, rest: str) -> None:
 
 
 def measure(engine: Engine, others: float) -> None:
-    from engine.roofline import measure_roofline  # imports MLX
+    from engine.roofline import measure_roofline  # late: it imports MLX
 
     measure_roofline(engine, others)
 
@@ -90,7 +90,7 @@ def ask_for_experts(session: Session) -> bool:
 
 def chosen_experts(engine: Engine) -> ExpertsView:
     """Return the experts that the newest step uses in each layer."""
-    from kernels.device import device_lock, device_stream  # imports MLX
+    from kernels.device import device_lock, device_stream  # late: it imports MLX
 
     choices = engine.model.choices
     with device_lock, device_stream():

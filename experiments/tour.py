@@ -363,13 +363,13 @@ def obey_line(tour: Tour, line: str) -> None:
 class TourRecord:
     """The current scene: its question, the user's guess, and the explanation."""
 
-    scene: int  # from 1
+    scene: int  # counted from 1
     scenes: int
     title: str
     text: str  # the question or the explanation
     answers: tuple[str, ...] = ()
     asks: bool = False  # waits for an answer
-    guess: int | None = None  # from 1
+    guess: int | None = None  # counted from 1
     verdict: str = ""  # the correct answer
     pressed: tuple[str, ...] = ()  # keys with the same effect as the scene's lines
     place: str = ""  # file, line and function of the code

@@ -43,7 +43,7 @@ class Question(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    right: int  # the correct answer, from 1
+    right: int  # the correct answer, counted from 1
     text: str  # fits in two lines of a small screen
 
 
@@ -56,7 +56,7 @@ class Sight:
         self.first = state.history[-1].step if state.history else 0
         self.newest = max(state.requests, default=0)
         self.earlier = state.view.record
-        self.guess: int | None = None  # from 1
+        self.guess: int | None = None  # counted from 1
         self.late = False  # the run takes too long and is cut short
         self.hurries = False  # the rest runs at full speed
 
@@ -408,7 +408,8 @@ def candidates_of(seen: Sight) -> dict[int, tuple[tuple[str, float, bool], ...]]
 
 
 def ban_in(tokens: Sequence[tuple[str, float, bool]]) -> float:
-    """Return the probability of the likeliest other token if the grammar forbade it, otherwise 0."""
+    """Return the probability of the likeliest token not chosen if the grammar forbade it, otherwise
+    0."""
     _, chance, is_allowed = max(tokens[1:], key=lambda token: token[1], default=("", 0.0, True))
     return 0.0 if is_allowed else chance
 
