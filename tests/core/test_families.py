@@ -33,7 +33,7 @@ NARROW = [
 def test_every_policy_gives_the_same_bits(name, activations, tmp_path):
     """`test_parity.py` compares one policy with mlx-lm. Here prompts share prefixes, so that rows are reused,
     and the reference computes attention by its formula. In the short form, quantized weights with float
-    activations run under all policies, and all others under two."""
+    activations run under all policies, and all other configurations under two."""
     seed = seed_of(name)
     folder = make_checkpoint(tmp_path, seed=seed, **CONFIGS[name])
     model = read_model(folder, activations=activations)

@@ -83,7 +83,7 @@ def test_stop_string_ends_before_the_grammar(engine):
 
 
 def test_eos_where_the_grammar_allows_it(engine):
-    """EOS is accepted as soon as the grammar could end."""
+    """EOS is allowed as soon as the grammar permits the answer to end."""
     bias = {257: 1e9}  # makes EOS the most likely token
     result = engine.submit(
         [1], SamplingParams(grammar={"regex": "[0-9]{3,9}"}, max_tokens=30, logit_bias=bias)
@@ -103,7 +103,7 @@ def test_choices_have_separate_grammar_states(engine):
 
 
 def test_reused_slot_has_no_grammar_left(engine):
-    """Regression: after a cancel the next request in the slot was masked."""
+    """Regression: after a cancel, the next request in the slot was masked by the cancelled request's grammar."""
     prompt = (prompts(1)[0] * 90)[:90]
     first = engine.submit(prompt, SamplingParams(max_tokens=30, grammar=DIGITS))
     while len(first.tokens) < 3:

@@ -199,7 +199,8 @@ def test_infinite_timeout(engine):
 
 @pytest.mark.parametrize(("value", "at"), [(np.nan, 10), (np.inf, 40), (-np.inf, 70)])
 def test_non_finite_rows_are_not_cached(parts, value, at):
-    """The chunks before the bad row are cached, and the slot's next owner gives the same answer as alone."""
+    """The chunks before the bad row are cached, and the next request in the slot gets the same answer as
+    alone."""
     model, text = parts
     weight = np.array(model.table.weight)
     weight[99, 0] = value

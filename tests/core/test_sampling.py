@@ -185,7 +185,7 @@ def test_sampling_is_row_invariant(size):
         picks = [picks_of(kinds)[i] for i in some]
         for slot, found in outcome(logits[some], picks).items():
             assert found == alone[slot], kinds[slot]
-    for i, kind in enumerate(kinds):  # among rows of the same kind
+    for i, kind in enumerate(kinds):  # each row among others of its kind
         neighbours = picks_of([kind] * 16)
         place = int(rng.integers(16))
         neighbours[place] = picks_of(kinds)[i]._replace(slot=place)

@@ -220,8 +220,8 @@ def test_not_finite(folder, where, steps):
 def test_no_place_is_read_and_written_in_one_step():
     check_apart({0: Move(4, 9, 0, 9), 1: Move(4, 9, 1, 9), 2: Move(2, 5, 5, 9)})
     for moves in (
-        {0: Move(4, 9, 0, 9), 1: Move(1, 5, 4, 9)},  # 4 is both read and written
-        {0: Move(0, 5, 4, 9), 1: Move(1, 5, 4, 9)},  # 4 is written twice
+        {0: Move(4, 9, 0, 9), 1: Move(1, 5, 4, 9)},  # place 4 is read and written
+        {0: Move(0, 5, 4, 9), 1: Move(1, 5, 4, 9)},  # place 4 is written twice
     ):
         with pytest.raises(AssertionError):
             check_apart(moves)

@@ -80,7 +80,7 @@ def test_unloaded_engine_reloads_on_request(engine, alone):
     assert engine.lifecycle.is_unloaded and engine.model.config.layers == 2
     released = mx.get_active_memory()
     assert held - released >= ours > 300_000
-    assert engine.step() is False and engine.lifecycle.is_unloaded  # without work nothing is loaded
+    assert engine.step() is False and engine.lifecycle.is_unloaded  # no work, so no loading
     engine.release()  # a second call changes nothing
     assert answers(engine) == alone[0]
     assert not engine.lifecycle.is_unloaded
@@ -361,7 +361,7 @@ def test_exchange_under_load(others, folders, alone):
         f"{done} exchanges, {refused} refused; answers: {askers.counts}; {left:,} bytes at the end"
     )
     assert not askers.wrong and done == EXCHANGES and refused > 0 and min(askers.counts) > 0
-    assert left - others < 300_000  # less than either model takes
+    assert left - others < 300_000  # less than the size of either model
 
 
 # --- idle ---------------------------------------------------------------------------------------

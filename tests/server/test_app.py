@@ -537,8 +537,8 @@ def test_all_bodies_together_have_a_limit(here, monkeypatch):
 
 @pytest.mark.parametrize("what", ["chunks of a body", "refused chunks", "requests"])
 def test_packet_with_thousands_of_parts_blocks_nobody(here, what):
-    """Regression: one packet can contain 40,000 one-byte chunks, and the server's thread processed all of
-    them in one turn."""
+    """Regression: the server's thread processed a whole packet in one turn, even if it contained 40,000
+    one-byte chunks."""
     seen = [0]
 
     def look() -> None:
@@ -647,7 +647,7 @@ def test_health_is_503_once_the_loop_has_ended(here):
 
 def test_choices_are_queued_all_or_none(engine):
     """All choices of a request are queued, or none."""
-    engine.sched.max_queue = 3  # and two slots are free
+    engine.sched.max_queue = 3  # next to two free slots
     with Here(engine) as here:
         here.loop.pause()
         first = here.line().post(COMPLETIONS, BODY | {"n": 3})
@@ -656,7 +656,8 @@ def test_choices_are_queued_all_or_none(engine):
         assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded"), reply
         assert reply.headers["retry-after"] == "1"
         many = here.complete(n=4)
-        assert many.status == 400 and "queue" in many.error["message"]  # it can never fit
+        # Four choices never fit into this queue
+        assert many.status == 400 and "queue" in many.error["message"]
         assert engine.snapshot().waiting == 3
         here.loop.resume()
         assert len(first.reply().json["choices"]) == 3
@@ -709,7 +710,7 @@ def test_exactly_the_requests_over_the_limit_are_refused(here, monkeypatch):
         "GET /health HTTP/1.1\nHost: localhost\n\n",
         "half a body",
         "GET / HTTP/1.1\nHost: localhost\n\n"
-        * 5,  # more than the server sends before the client reads
+        * 5,  # more responses than the server sends before the client reads
     ],
 )
 def test_idle_connections_keep_nobody_out(here, monkeypatch, what):

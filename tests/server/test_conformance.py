@@ -662,7 +662,7 @@ def test_invalid_messages_are_refused(server):
     result = {"type": "tool_result", "content": "x"}
     wrong = [None, 5, [], [5], [{"role": "wizard", "content": "x"}], [{"role": "user"}]]
     wrong += [[{"role": "assistant", "content": [use]}], [{"role": "user", "content": [result]}]]
-    wrong += [[said("x"), {"role": "assistant", "content": "It is"}]]  # the beginning of an answer
+    wrong += [[said("x"), {"role": "assistant", "content": "It is"}]]  # a prefilled answer
     for messages in wrong:
         refused(message(server, messages=messages), 400, "message")
 

@@ -138,7 +138,7 @@ def test_no_leak_from_hang_ups(taught, census, kind):
         lines = []
         for number in range(MANY):
             asked = json.dumps(body | {"stream": bool(number % 2)})
-            asked = asked.replace("x ", f"{next(NUMBERS)} ", 1)  # so that it is not cached
+            asked = asked.replace("x ", f"{next(NUMBERS)} ", 1)  # so that no prompt is cached
             lines.append(taught.line().post(path, asked.encode()))
         wait_for(lambda: sum(bool(call.requests) for call in request_log.records()[0]) == MANY)
         reach(taught, phase)

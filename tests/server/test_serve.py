@@ -452,7 +452,7 @@ def test_head_has_no_body(server):
         reply = server.ask(path, method="HEAD")
         assert (reply.status, reply.body) == (200, b"")
         assert int(reply.headers["content-length"]) > 0
-    assert server.ask("/watch", method="HEAD").status == 405  # it would never end
+    assert server.ask("/watch", method="HEAD").status == 405  # its body would never end
 
 
 def test_invalid_http_is_400(server):

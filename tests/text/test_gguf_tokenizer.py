@@ -235,7 +235,7 @@ def test_a_text_begins_with_bos_where_the_file_says_so(tmp_path):
 
 
 def test_answers_end_where_llama_cpp_ends_them(tmp_path):
-    """End tokens come from the ids in fields, and from control tokens with known names."""
+    """The end tokens are those whose ids are in the metadata fields, and control tokens with known names."""
     names = ["a", "</s>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>"]
     types = [1, 3, 3, 3, 1, 3]
     fields = {"pre": "gpt-2", "eos_token_id": 1, "eot_token_id": 0}

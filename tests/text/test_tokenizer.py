@@ -74,7 +74,7 @@ def sentencepiece() -> tokenizers.Tokenizer:
     trained = tokenizers.Tokenizer(models.BPE())
     trained.normalizer = normalizer
     counts = Counter(char for text in corpus() for char in text if char not in f"{BROKEN}\n")
-    # The trainer's own limit breaks ties at random
+    # The trainer's own limit on the alphabet breaks ties at random
     known = sorted(counts, key=lambda char: (-counts[char], char))[:110]
     trainer = trainers.BpeTrainer(vocab_size=250, max_token_length=8, show_progress=False)
     trained.train_from_iterator(

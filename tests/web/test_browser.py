@@ -237,7 +237,7 @@ def test_an_open_request_stays_open(opens):
     tab = opens(DEMO, reduced_motion="reduce")
     tab.click("[data-requests] .request >> nth=1")
     until(tab, "document.querySelector('li [data-request] .chip')?.textContent === '2'")
-    # With a server, only the newest are listed
+    # With a server, only the newest requests are listed
     tab.evaluate("nanobatch.player.change({ window: 20 })")
     until(tab, "document.querySelector('[data-requests] .number').textContent === '19'")
     assert tab.locator("[data-opened] [data-request]").is_visible()

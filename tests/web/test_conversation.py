@@ -396,7 +396,8 @@ def test_a_dropped_file_is_attached(talks, parrots):
     shows(tab, "[data-chat-part=note]", "long.txt has ")
     assert "and a slot holds 640, answer included" in part(tab, "note").inner_text()
     part(tab, "box").fill("say: one")
-    tab.evaluate(DROPS, ["longer.txt", "long " * 1_000, True])  # not sent without the file
+    # The question is not sent without the file
+    tab.evaluate(DROPS, ["longer.txt", "long " * 1_000, True])
     shows(tab, "[data-chat-part=note]", "longer.txt does not fit")
     assert "640 tokens" in part(tab, "note").inner_text()
     tab.said.clear()  # the browser's own message about a refusal

@@ -35,7 +35,7 @@ def test_the_scheduler_plans_each_step_of_the_page_again(run):
     played = simulate.play(limits, POLICIES[run["policy"]], prompts, page.price_of(RECORDING))
     assert len(played["steps"]) == len(run["steps"]) > 400
     for plan, packed in zip(played["steps"], run["steps"], strict=True):
-        step = {"drafts": []} | named("StepView", packed)  # it was recorded before drafts existed
+        step = {"drafts": []} | named("StepView", packed)  # the recording predates drafts
         for name, value in plan.items():
             assert json.loads(json.dumps(value)) == step[name], (plan["step"], name)
     # With a mean cost per prompt token, the replay takes as long as the recording
@@ -99,7 +99,7 @@ def test_the_words_about_speed_are_those_of_the_table():
 
 
 def test_the_page_is_made_of_what_lies_here():
-    """The page is up to date, except for the scheduler in it, which the exercises change."""
+    """The page is up to date, except for its copy of the scheduler, which the exercises change."""
     anew, there = page.make([page.read_recording(str(PAGE))], talk=TALK), PAGE.read_text()
     data = re.compile(r'<script type="application/json" id="data-lab">(.*?)</script>')
     labs = [json.loads(data.search(text)[1]) for text in (anew, there)]
