@@ -351,6 +351,7 @@ def open_files(server: Server) -> int:
 
 
 def check(report: Report, requests: int) -> None:
+    print(f"\n{dict(report.counts)}, {report.weights}", file=sys.stderr)
     assert not report.faults, report.faults[:5]
     grown = growth(report.weights)
     if not SOAK:  # the history of requests grows by at most half of this
