@@ -117,7 +117,11 @@ def main(arguments: list[str] | None = None) -> int:
         is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         talks = args.chat or (is_terminal and not prompts and not args.raw)
         prompts = prompts or ["-"] * (not talks)
-        stdin = sys.stdin.read() if "-" in prompts and not environment.rank() else ""
+        stdin = ""
+        if "-" in prompts and not environment.rank():
+            stdin = sys.stdin.read()
+            if not stdin:
+                raise ValueError("standard input has no prompt; write one there, or as an argument")
         prompts = [stdin if prompt == "-" else prompt for prompt in prompts]
         args.grammar = {"json": read_schema(args.json)} if args.json else None
         slots = args.slots or (1 if talks else min(len(prompts), 8))

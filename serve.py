@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from errno import EADDRINUSE
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -152,7 +153,8 @@ def bind(args: argparse.Namespace, host: str, port: int, given: str) -> APIServe
     try:
         server = APIServer(options)
     except OSError as error:  # for example, the port is in use
-        raise ValueError(f"{given}: {error.strerror or error}") from None
+        remedy = "; choose another port, or 0 for a free one" * (error.errno == EADDRINUSE)
+        raise ValueError(f"{given}: {error.strerror or error}{remedy}") from None
     if server.warning:
         say(server.warning)
     return server

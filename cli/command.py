@@ -31,6 +31,9 @@ Each takes --help; `nanobatch --version` prints the version."""
 LEARN = """The course (ladder, stages, exercises) and tests are in the source: a clone, or nanobatch-{version}.tar.gz.
     python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[cpu,test]'
     python course/ladder/1_one_token.py"""
+LEARN_HERE = """The course (course/README.md) begins with seven short programs. For the tests see CONTRIBUTING.md.
+    cd {root}
+    python course/ladder/1_one_token.py"""
 
 
 def main() -> None:
@@ -54,7 +57,8 @@ def answer(word: str) -> int:
     elif word == "--version":
         print(installation.version())
     elif word == "learn":
-        print(LEARN.format(version=installation.version_number()))
+        where = LEARN if installation.IS_INSTALLED else LEARN_HERE
+        print(where.format(version=installation.version_number(), root=installation.ROOT))
     else:
         cli.say(f"{word!r} is not a command; choose among {', '.join(PROGRAMS)} and learn")
         return 2

@@ -112,6 +112,14 @@ def test_no_prompt_reads_standard_input(here, arguments, prompts):
     assert answer(done) == answer(here(*settings, *prompts)) != []
 
 
+@pytest.mark.parametrize("arguments", [[], ["first", "-"]])
+def test_empty_standard_input(here, arguments):
+    """Regression: it was "the prompt is empty", also where no prompt was given."""
+    done = here(*arguments, stdin="")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("nanobatch: standard input has no prompt; ")
+
+
 @pytest.mark.parametrize("before", [[], ["one"]])
 def test_two_dashes_end_the_options(here, before):
     """Regression: `-- --odd` was refused unless a positional prompt preceded it, because argparse dropped

@@ -123,6 +123,16 @@ def listing(site: Path) -> set[Path]:
     return {path for path in site.glob("nanobatch/**/*") if "__pycache__" not in path.parts}
 
 
+def test_learn_says_where_the_course_is(package):
+    """Regression: in a clone it said that the course is in a clone."""
+    said = command(package, "learn").stdout
+    if package.name == "editable":
+        assert f"cd {ROOT}\n" in said and "clone" not in said
+        assert (ROOT / re.search(r"python (course/\S+)", said)[1]).exists()
+    else:
+        assert f"a clone, or nanobatch-{installation.version_number()}.tar.gz" in said
+
+
 def test_import_and_version_do_not_load_mlx(package):
     code = """
 import sys, nanobatch

@@ -241,7 +241,8 @@ def test_a_taken_port_is_one_line_and_exit_code_2(capsys):
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert tui.main(["--serve", address]) == 2
-    assert capsys.readouterr().err == f"nanobatch: --serve {address}: Address already in use\n"
+    said = f"nanobatch: --serve {address}: Address already in use; choose another port, or 0 for a free one\n"
+    assert capsys.readouterr().err == said
 
 
 # --- another server -----------------------------------------------------------------------------
