@@ -282,7 +282,7 @@ class Window:
                 continue  # their rows are one view of the slab
             T = max(ends[first:i])
             if has_gpu() and i - first > 1:
-                T = self.slab.bucket(T)  # for each shape, a GPU prepares its kernels anew
+                T = self.slab.bucket(T)  # a GPU prepares its kernels for each new shape
             slots = slice(self.slots[first], self.slots[i - 1] + 1)
             found.append(AttentionGroup(slots, T, positions[first:i]))
             first = i

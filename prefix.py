@@ -191,10 +191,10 @@ class Prefixes:
         nothing, and neither does the slot with this conversation so far. Such a slot is best: the one
         with the most rows of the prompt, because any other has to copy them.
 
-        If every slot loses something, the one with the lowest price is given up:
+        If every slot loses something, the one with the lowest cost is given up:
 
-            price = age at its last use + rows lost - common rows / COPIED
-            age   = max(age, age at its last use + rows lost / AGING)    afterwards
+            cost = age at its last use + rows lost - common rows / COPIED
+            age  = max(age, age at its last use + rows lost / AGING)    afterwards
 
         Without the age, a long conversation that has ended would keep its slot forever. (This is
         GreedyDual: Young, 1994.) Ties go to the least recently used slot.
@@ -203,9 +203,9 @@ class Prefixes:
         for slot in free:
             common, _ = self.match(trail, (slot,), slot)
             lost = self._rows_lost(slot, common, (*free, *running))
-            price = self._used_at[slot] + lost - common / COPIED if lost else -math.inf
-            choices.append((price, -common, lost, slot))
-        # `min` takes the first of equal prices: the least recently used
+            cost = self._used_at[slot] + lost - common / COPIED if lost else -math.inf
+            choices.append((cost, -common, lost, slot))
+        # `min` takes the first of equal costs: the least recently used
         _, negated, lost, slot = min(choices, key=lambda choice: choice[:2])
         if lost:
             self._age = max(self._age, self._used_at[slot] + lost / AGING)

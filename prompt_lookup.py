@@ -2,7 +2,7 @@
 
 The problem. A step reads every weight to add one token to each answer, and could verify several at
 little extra cost. But which? Much of what a model writes repeats earlier text: code that is edited,
-a text that is quoted, the keys of a schema. And a draft has a price: a row for each token, and
+a text that is quoted, the keys of a schema. And a draft has a cost: a row for each token, and
 run-ahead, because a step with draft tokens is read before the next one is planned.
 
 The solution: prompt lookup. A pointer follows the place where the two newest tokens occurred before:
@@ -14,7 +14,7 @@ The solution: prompt lookup. A pointer follows the place where the two newest to
 That costs one dictionary lookup for each token. A token that equals the one at the pointer is a
 *match*, whether it was drafted or not. How likely a match is depends on how many matches precede it:
 half of the texts go on after a pair as they did before, and nearly all after a run of ten. So an
-answer keeps a rate for each length of a run, and drafts as far as the chance is worth the price of a
+answer keeps a rate for each length of a run, and drafts as far as the chance is worth the cost of a
 row, which is learned from the clock. Where drafts are rejected, the rates fall, and no other rule is
 needed to stop. Under a grammar some tokens are forced: these are always right.
 
@@ -52,8 +52,8 @@ OUTLIER = 1.5
 # The share of copies from which on an answer gains by drafts. 0.1: -0.6 %, but an answer next to one that
 # copies takes up to 27 % longer, and 6 % with this value. 0.5: +2.6 %
 GAINS = 0.25
-# As shares of a step: the slowdown that is allowed for requests that gain nothing, and two prices that
-# are assumed: of losing run-ahead, and of a row until it is measured. 0.02: +1.1 %, 0.2: +0.2 %
+# As shares of a step: the slowdown that is allowed for requests that gain nothing, and two assumed
+# costs: losing run-ahead, and a row until it is measured. 0.02: +1.1 %, 0.2: +0.2 %
 SLOWDOWN = 0.05
 
 
@@ -85,7 +85,7 @@ class PromptLookup:
         self.copied = 0.5  # the share of matches among the newest tokens
         self._grammar = grammar
         self._at: int | None = None  # the pointer: the index of the predicted token
-        self._read = 0  # tokens of the answer that have been read
+        self._read = 0  # tokens of the answer that were processed
         self._sure = 0  # the index after the last forced token
 
     def index_prompt(self, prompt: Sequence[int]) -> None:
