@@ -18,9 +18,9 @@ The first Hkv heads are keys, the others values. Each head has one spare row (or
 small): the C operation writes a label into the last row of the array (`kernels/c_attention.py`).
 
 A forward pass works on the slab through windows. A prefill chunk has a window of its own, which
-writes L rows of one slot. All decoding sequences share one window, which writes one row in each of
-their slots (A4, B6). Sequences with the same number of draft tokens share one, which writes L rows
-in each of their slots. A free slot takes no part, and costs nothing.
+writes L rows of one slot. Decoding sequences without draft tokens share one window, which writes
+one row in each of their slots (A4, B6). Those with the same number of draft tokens share another,
+which writes L rows in each. A free slot takes no part, and costs nothing.
 
 The invariant: what a sequence computes depends on row p only if the sequence has written row p
 itself, or if a sequence with the same first p + 1 tokens has. (Then the row was still in the slot,
@@ -77,15 +77,15 @@ class Slab:
     def bucket(self, rows: int) -> int:
         """Round `rows` up to a whole bucket, but not beyond the length of a slot.
 
-        Buckets grow with the length, to an eighth of it at most. That keeps the number of shapes
-        small, and neighbours of similar length can share a matrix product.
+        Buckets grow with the length: from 256 rows on, they are at most an eighth of it. That keeps
+        the number of shapes small, and neighbours of similar length can share a matrix product.
         """
         size = max(BUCKET, 2 ** rows.bit_length() // 16)
         whole = -(-rows // size) * size
         return min(self.length, whole)
 
     def written(self) -> list[mx.array]:
-        """A corner of the last layer, to wait for. That layer is written last, and MLX computes an
+        """A corner of the last layer, for `Runner._start` to wait for. That layer is written last, and MLX computes an
         array as a whole, so evaluating the corner waits for all writes.
 
         subtle: wait for this view, and not for the slab's arrays. `array[...] = x` makes the name
@@ -201,13 +201,13 @@ class Window:
         """
         if (heads, Dh) in self._rows:
             return self._rows[heads, Dh]
-        length = self.slab.shape[2]
+        stride = self.slab.shape[2]  # rows of a head in memory, the spare ones included
         rows = []
         for slot, start in zip(self.slots, self.starts, strict=True):
-            first = slot * heads * length + start
+            first = slot * heads * stride + start
             for row in range(first, first + self.L):
                 for head in range(heads):
-                    rows.append(row + head * length)
+                    rows.append(row + head * stride)
         column = mx.array(rows)[:, None]
         return self._rows.setdefault((heads, Dh), mx.broadcast_to(column, (len(rows), Dh)))
 

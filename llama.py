@@ -20,7 +20,7 @@ The notation, used everywhere in this project (all terms: GLOSSARY.md):
     decode   one new token for a sequence, or more with draft tokens
     window   the rows that a chunk, or decoding sequences together, write in a forward pass
     group    neighbouring sequences of a window whose attention is one product, over T rows of each
-    kind     an attention type: the RoPE and sliding window of some layers (most models have one type)
+    kind     an attention type: RoPE and sliding window (most models have one; `layer.kind` is its index)
 
 The invariant: a token's logits depend on the model and on the tokens before it in its own sequence,
 and on nothing else: not on the neighbours, not on the slot, and not on the timing. Where
@@ -65,7 +65,7 @@ def forward(
 
     Norms, projections and the MLP treat each token by itself. So each weight is read once for all N
     tokens. Only attention needs to know which sequence a token belongs to. What a layer calls
-    (`models/layers.py`; a family may add to it when the model is loaded):
+    (`models/layers.py`; `mixer`, `gate`, `after` and `layer_inputs` are None in a Llama):
 
         attn_norm, mlp_norm   x / sqrt(mean(x^2) + eps) * weight           RMSNorm
         qkv, out, head        x W^T
@@ -127,9 +127,9 @@ def attend(
     attention: COperation | Formula,
 ) -> mx.array:  # (N, H * Dh)
     """Write the new keys and values into the slab, and let each token attend to the rows of its slot.
-    All windows write before the first one reads (`Window.write` says why)."""
+    All windows write before the first one reads (`Window.put` says why)."""
     sizes = [window.B * window.L for window in windows]
-    if k.size:  # else `index` is that of an earlier layer, whose rows this one reads
+    if k.size:  # k is empty in a layer that reads an earlier layer's rows, at `layer.index`
         for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
             window.write(layer.index, new_k, new_v)
     return attention.run(layer.index, q)

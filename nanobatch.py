@@ -16,7 +16,7 @@ step that is started but not read is *in flight*. If it runs a request that has 
 
 The invariant: a request's answer depends on its prompt, its `SamplingParams` and the model alone:
 not on its neighbours in the batch, not on its slot, and not on when it arrived. (A request that
-samples at random needs a seed for that.)
+samples at random needs a seed for that, and the engine has to be `is_batch_invariant`.)
 
 Where next: `engine/`, which has what an engine needs around this: handles and snapshots, the thread
 that calls `step`, and loading and unloading the model (`engine/model_lifecycle.py`).
@@ -70,7 +70,7 @@ class Engine:
     `slots` sequences run at once, each at most `max_len` tokens long. By default both are
     sized to the free memory, up to 8 slots of `usual_len` tokens. `summary` says what was chosen.
     `chunk`: tokens of a prefill chunk, 128 by default on a CPU and 512 on a GPU.
-    `budget`: tokens of a step. By default one for each slot, and two chunks.
+    `budget`: tokens of a step, as in `Scheduler`. By default one for each slot, and two chunks.
     `step_ms`: milliseconds of a step while somebody decodes, which decide how much of a prompt it
     reads. By default the larger of 200 and four times a step without a chunk.
     `prefix_cache`: prefix caching. A prompt that begins like an earlier one starts from its rows.
@@ -85,7 +85,9 @@ class Engine:
     is held then, so it may do anything, except wait for results in the thread of a `Loop`.
     """
 
-    model: Model  # this and the next six are set by `Lifecycle`
+    model: (
+        Model  # `Lifecycle` sets this and the next six, and `chunk`, `budget`, `draft` of `sched`
+    )
     text: Tokenizer
     runner: RunnerProtocol | None  # None while the model is unloaded
     drafter: Drafter
@@ -244,7 +246,7 @@ class Engine:
         step = self.runner.start_forward(ForwardBatch.from_plan(plan))
         emitters = plan.emitters
         handles = [self.registry.open.get(member.request.id) for member in emitters]
-        if any(handle and handle.looks_back for handle in handles):
+        if any(handle and handle.needs_last_token for handle in handles):
             while self._in_flight:
                 self._commit()
         rows = {member.slot: self._sampling_rows(member) for member in emitters}
@@ -257,7 +259,7 @@ class Engine:
         began = self.clock()
         tokens, outputs = step.read_back()
         read = self.clock()
-        accept = partial(self.registry.deliver, outputs, self.clock)
+        accept = partial(self.registry.deliver, outputs, self.clock)  # adds a token to its handle
         with self.changed:
             self.sched.prove(plan, step.finite)
             done = self.sched.commit(plan, tokens, accept, read)
@@ -292,7 +294,7 @@ class Engine:
         """
         if plan is None or not self.run_ahead or plan.is_due(self.eager_first_token):
             return False
-        return not self.drafter.may_follow(plan)
+        return not self.drafter.should_read_now(plan)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

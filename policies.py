@@ -47,13 +47,14 @@ def by_turns(scheduler: Scheduler) -> Iterator[Request]:
     line = []
     for request in scheduler.waiting.values():
         queue = queues.setdefault(request.client, [])
-        since = now if queue else max(request.queued.arrival_step, request.queued.fairness_turn)
+        is_first = not queue
+        since = max(request.queued.arrival_step, request.queued.fairness_turn) if is_first else now
         # The client's slots, counting its earlier requests in the queue as admitted
         slots = slots_of[request.client] + len(queue)
-        line.append((slots, since, request.id, request))
+        line.append((slots, since, request.id, is_first, request))
         queue.append(request)
-    for _, since, _, request in sorted(line):
-        if since < now:  # the client's first request in this step
+    for *_, is_first, request in sorted(line):
+        if is_first:
             for other in queues[request.client]:
                 other.queued.fairness_turn = now
         yield request

@@ -16,7 +16,7 @@ their n-th nodes are the same object:
 Both pass through one node, `cats`, and then diverge.
 
 A prompt is inserted once, when it is submitted, and its answer when the request ends: the answer
-continues from the last node of its prompt. From then on a comparison looks at one node, and each node
+continues from the last node of its prompt. From then on a comparison bisects the path, and each node
 knows the slots that hold its rows. Only after the last common segment are tokens compared one by one,
 because a conversation may go on from any row.
 
@@ -37,7 +37,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 SEGMENT = 16  # tokens: longer segments find fewer matches, shorter ones take more memory
-# The rows lost, divided by this, raise the age (`choose_slot`). At 1, unused slots are given up
+# The rows lost, divided by this, advance the clock (`choose_slot`). At 1, unused slots are given up
 # sooner, and more tokens are prefilled again when many conversations take turns
 AGING = 8
 COPIED = 64  # copying this many rows counts as much as losing one
@@ -96,8 +96,8 @@ class Prefixes:
         self.rows = [0] * slots  # by slot: the rows of its last prompt and answer
         self.by_use = list(range(slots))  # the least recently used slot is first
         self.clients = [""] * slots  # by slot: the client whose prompt it holds
-        self._age = 0.0  # in rows (`choose_slot`)
-        self._used_at = [0.0] * slots  # by slot: the age at its last use
+        self._clock = 0.0  # counts lost rows (`choose_slot`)
+        self._last_use = [0.0] * slots  # by slot: the clock at its last use
         self._trails = [Trail()] * slots  # by slot: the text of these rows, or more
         self._nodes: list[list[Node]] = [[] for _ in range(slots)]  # by slot, the shortest first
         self._overwritten: list[Remembered] = []
@@ -182,10 +182,10 @@ class Prefixes:
         return common_length(tokens, self._trails[slot].tokens, rows, min(limit, self.rows[slot]))
 
     def choose_slot(
-        self, trail: Trail, free: Sequence[int], running: Sequence[int] = ()
+        self, trail: Trail, free: Sequence[int], busy: Sequence[int] = ()
     ) -> tuple[int, str]:
-        """Choose the free slot to write this prompt into, and say why. `running`: the slots of running
-        requests.
+        """Choose the free slot to write this prompt into, and say why. `busy`: other
+        slots, whose rows stay.
 
         A row is lost if it is neither part of the prompt nor in another slot. An empty slot loses
         nothing, and neither does the slot with this conversation so far. Such a slot is best: the one
@@ -193,22 +193,23 @@ class Prefixes:
 
         If every slot loses something, the one with the lowest cost is given up:
 
-            cost = age at its last use + rows lost - common rows / COPIED
-            age  = max(age, age at its last use + rows lost / AGING)    afterwards
+            cost  = last use + rows lost - common rows / COPIED
+            clock = max(clock, last use + rows lost / AGING)    afterwards
 
-        Without the age, a long conversation that has ended would keep its slot forever. (This is
-        GreedyDual: Young, 1994.) Ties go to the least recently used slot.
+        Last use is the clock when the slot was last used. Without the clock, which counts lost rows, a
+        long conversation that has ended would keep its slot forever. (This is GreedyDual: Young,
+        1994.) Ties go to the least recently used slot.
         """
         choices = []
         for slot in free:
             common, _ = self.match(trail, (slot,), slot)
-            lost = self._rows_lost(slot, common, (*free, *running))
-            cost = self._used_at[slot] + lost - common / COPIED if lost else -math.inf
+            lost = self._rows_lost(slot, common, (*free, *busy))
+            cost = self._last_use[slot] + lost - common / COPIED if lost else -math.inf
             choices.append((cost, -common, lost, slot))
         # `min` takes the first of equal costs: the least recently used
         _, negated, lost, slot = min(choices, key=lambda choice: choice[:2])
         if lost:
-            self._age = max(self._age, self._used_at[slot] + lost / AGING)
+            self._clock = max(self._clock, self._last_use[slot] + lost / AGING)
         return slot, self._reason(slot, -negated, lost, len(free))
 
     def _reason(self, slot: int, common: int, lost: int, free: int) -> str:
@@ -280,7 +281,7 @@ class Prefixes:
         return any(node in other.nodes[n - 1 : n] for other in others)
 
     def assign(self, slot: int, client: str, kept: int, save_from: int) -> None:
-        """Give the slot to a new prompt, which keeps its first `kept` rows.
+        """Give the slot to a new prompt, which keeps its first `kept` rows. `record_rows` follows.
 
         If the slot loses at least `save_from` rows, its old content is to be saved
         (`pop_overwritten`).
@@ -310,8 +311,8 @@ class Prefixes:
         return found
 
     def record_rows(self, slot: int, trail: Trail, rows: int) -> None:
-        """Record that the slot holds exactly the first `rows` rows of this text. (It may have held some
-        of them before.)"""
+        """Record that the slot holds exactly the first `rows` rows of this text. What it held before must
+        be a prefix of the same text; `assign` forgets anything else."""
         known = self._nodes[slot]
         count = rows // self.segment
         for node in known[count:]:
@@ -344,7 +345,7 @@ class Prefixes:
         """Mark the slot as the most recently used."""
         self.by_use.remove(slot)
         self.by_use.append(slot)
-        self._used_at[slot] = self._age
+        self._last_use[slot] = self._clock
 
     def forget(self, slot: int) -> None:
         """Forget what the slot holds."""
@@ -355,8 +356,8 @@ class Prefixes:
         for slot in range(len(self.rows)):
             self.forget(slot)
         self.by_use.sort()
-        self._age = 0.0
-        self._used_at = [0.0] * len(self.rows)
+        self._clock = 0.0
+        self._last_use = [0.0] * len(self.rows)
 
 
 def common_length(tokens: Sequence[int], others: Sequence[int], rows: int, limit: int) -> int:

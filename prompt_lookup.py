@@ -18,10 +18,10 @@ answer keeps a rate for each length of a run, and drafts as far as the chance is
 row, which is learned from the clock. Where drafts are rejected, the rates fall, and no other rule is
 needed to stop. Under a grammar some tokens are forced: these are always right.
 
-The invariant: a draft changes no token, because `Scheduler.commit` takes only sampled tokens. So a
-draft may depend on the clock. A request looks up its own text only, never another's. And drafting
-costs a request that gains nothing about 5 % at most, on average. (By more in the first steps of an
-answer, which is assumed to gain until its tokens show otherwise.)
+The invariant: if the engine `is_batch_invariant`, a draft changes no token, because
+`Scheduler.commit` takes only sampled tokens. So a draft may depend on the clock. A request looks up
+its own text only, never another's. And drafting costs a request that gains nothing about 5 % at
+most, on average. (More in the first steps of an answer, which is assumed to gain until its tokens show otherwise.)
 
 Where next: `Scheduler.plan`, which asks for drafts, and `Scheduler.commit`, which accepts them.
 """
@@ -149,7 +149,7 @@ class PromptLookup:
 
     @property
     def next_chance(self) -> tuple[float, int]:
-        """The chance that the next token leaves a pointer, and the length of its run then."""
+        """The chance that there is a pointer after the next token, and the length of its run then."""
         if self._at is None:
             return self.copied, 0
         return self.chances(1)[0], self.matches + 1
@@ -163,7 +163,7 @@ class PromptLookup:
 class Drafter:
     """Proposes the draft tokens of an engine's steps. The scheduler calls it (`request.ProposeDrafts`).
 
-    `most`: up to this many tokens per answer, whatever they cost. None: where they pay off.
+    `most`: up to this many tokens per answer and step, whatever they cost. None: where they pay off.
     """
 
     def __init__(self, most: int | None = None):
@@ -183,13 +183,14 @@ class Drafter:
         self._owed = max(0.0, self._owed - SLOWDOWN)
         if self._must_wait(decoding):
             return drafts
+        limit = MOST if self.most is None else self.most
         rows = len(decoding)
         expected = float(rows)  # tokens of this step
         for request in decoding:
             # A draft continues the newest token, so all tokens must have been read
             is_read = request.planned == len(request.answer)
             lookup = self._follow(request) if is_read else None
-            most = min(left, request.max_tokens - request.planned - 1, self.most or MOST)
+            most = min(left, request.max_tokens - request.planned - 1, limit)
             if lookup is None or most < 1:
                 continue
             draft = forced = lookup.forced(most)
@@ -240,7 +241,7 @@ class Drafter:
             expected += chance
         return len(chances), expected
 
-    def may_follow(self, plan: Plan) -> bool:
+    def should_read_now(self, plan: Plan) -> bool:
         """True if it pays to read this step's tokens before the next one is planned, so that the next one
         may have draft tokens."""
         requests = [member.request for member in plan.emitters]

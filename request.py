@@ -11,7 +11,7 @@ Its data is in small records, one for each part of the engine that decides about
     Admission    its slot               `Scheduler.plan`
     progress     the request itself     `Scheduler.plan`, `Scheduler.commit`
     PrefixReuse  its cached rows        `Scheduler.plan`, from `prefix.py`
-    Drafting     its source of drafts   `prompt_lookup.py`, `Scheduler.commit`
+    Drafting     its source of drafts   `Engine.submit`, `Scheduler.commit`
     End          the reason             `Scheduler.finish`
 
 A `Plan` is the decision for one step. Each of its members is a part of one request: a `Chunk` of a
@@ -66,7 +66,7 @@ class PrefixReuse:
     cached_from: str = ""  # "slot" (its own) | "other_slot" | "disk"
     own: int = 0  # the cached tokens whose rows the same client wrote
     reread: int = 0  # tokens prefilled again, because no saved state reached as far as the rows
-    restored: RestoredRows | None = None  # rows found on disk at admission
+    restored: RestoredRows | None = None  # the search on disk; without rows until it has found some
 
     @property
     def rows_on_disk(self) -> int:
@@ -147,7 +147,10 @@ class Request:
 
     @property
     def next_row(self) -> int:
-        """The row of the newest planned token. (The first one is planned with the prompt's last chunk.)"""
+        """The row of the newest planned token. (The first one is planned with the prompt's last chunk.)
+
+        After a prompt of 5 tokens, rows 0 to 4, token 0 of the answer goes into row 5, and yields token 1.
+        """
         return len(self.prompt) + self.planned - 1
 
     def reuse_rows(self, chunk: Chunk, own: int) -> None:
@@ -356,7 +359,7 @@ class Policy(NamedTuple):
 # only for requests whose tokens have all been read back. A draft is shorter than what is left of
 # `max_tokens`, so it gets no row beyond the slot's end.
 ProposeDrafts = Callable[[Sequence[Request], int], Mapping[int, tuple[int, ...]]]
-# Called with a request and the fewest rows that are worth loading. Returns the rows found on disk, if any.
+# Called with a request and the fewest rows that are worth loading. Starts a search on disk, and returns it.
 FindSaved = Callable[[Request, int], "RestoredRows | None"]
 Tokens = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]  # by slot, the token of each row
 Accept = Callable[

@@ -1,7 +1,7 @@
 """Chapter 5, first part: one step on the device. A `ForwardBatch` goes in, tokens come out.
 
-The problem. A plan names requests, and a request has a handle, text and a client. A forward pass
-needs none of that, and the other ranks of a model have none of it.
+The problem. A plan names requests, with their clients, handles and texts. A forward pass needs none
+of that, and the other ranks of a model have none of it.
 
 The solution. `ForwardBatch.from_plan` turns a plan into plain numbers: slots, token ids, rows. The runner
 turns it into a lazy MLX graph and starts it, in two halves. `start_forward` starts the forward passes.
@@ -148,7 +148,7 @@ class RunningStep:
 
     batch: ForwardBatch
     began: float
-    # The slots whose n rows are sampled. A slot with draft tokens has several rows, and appears once
+    # In the order of the logits. A slot with draft tokens appears once, and has 1 + draft tokens rows of them
     slots: list[int] = field(default_factory=list)
     hidden: list[mx.array] = field(default_factory=list)  # (n, D), one part for each pass
     logits: list[mx.array] = field(default_factory=list)  # (n, V), one part for each pass
@@ -288,7 +288,7 @@ class Runner:
     def _gather(
         self, prefills: Sequence[Prefill], decodes: Sequence[Decoding]
     ) -> tuple[mx.array, list[Window], list[int], list[int]]:
-        """Collect the input of one pass: the chunks, then the decoding sequences.
+        """Collect the input of one pass, the chunks, then the decoding sequences. Start the copies of prefixes.
 
         Returns the tokens of all windows, one window after the other; the windows; the indices of
         the tokens whose next token is sampled; and the slots of these tokens, each once.
@@ -308,10 +308,10 @@ class Runner:
                 logits_at.append(count + len(prefill.ids) - 1)
                 slots.append(prefill.slot)
             count += len(padded)
-        for group, rows, known, moves in by_known_tokens(decodes):
-            # An id that is not known here is still on the device
+        for group, starts, known, moves in by_known_tokens(decodes):
+            # If no ids are known, one token of each sequence is still on the device
             newest = mx.array(known) if known else self._newest[mx.array(group)]
-            windows.append(Window(self.slab, group, rows, newest.size // len(group), moves))
+            windows.append(Window(self.slab, group, starts, newest.size // len(group), moves))
             ids.append(newest)
             logits_at += range(count, count + newest.size)
             slots += group
@@ -381,7 +381,7 @@ class Runner:
         self.slab.fill(prefill.slot, prefix)
 
     def _start(self, results: Sequence[mx.array]) -> None:
-        """Start a forward pass as soon as the previous one has finished reading the slab.
+        """Start a forward pass, or a copy of a prefix, as soon as the previous pass has finished reading the slab.
 
         subtle: an array is written in place only if nothing else holds its memory. A running pass
         keeps a reference to the slab until it has read it; writing then would copy the slab, layer

@@ -13,7 +13,7 @@ group are a matrix with a row for each request. Each setting is a column next to
     B         0.4   0.2   5.1  ...    1.3                   0.77
 
 So one operation does the same step for all rows. The group "greedy" takes an argmax, "edited" an argmax after
-a bias or penalties; "short list", "long list" and "open" draw, in these steps, which are mlx-lm's:
+a bias or penalties, or with log probabilities; "short list", "long list" and "open" draw, in mlx-lm's steps:
 
     mask       tokens that a grammar forbids become minus infinity
     penalize   add logit_bias, apply repetition_penalty, subtract presence and frequency penalty
@@ -104,7 +104,7 @@ def sample(
             ids = draw(spread, members, group)
         if has_logprobs:
             free = Spread.from_logits(unmasked.astype(mx.float32)) if has_mask else None
-            logprobs.append(measure(spread, members, ids, x.shape[-1], free))
+            logprobs.append(measure(spread, members, ids, x.shape[-1], free))  # not in "greedy"
         # Comparisons with NaN are False, so a NaN could go unnoticed. But it makes the maximum NaN.
         tokens.append(mx.where(mx.isfinite(best), ids.astype(mx.int32), -1))
         order += rows
@@ -123,6 +123,7 @@ def apply_penalties(
         x = x + mx.stack([biases.bias(pick.slot, pick.sampling.logit_bias) for pick in picks])
     if any(s.repetition_penalty != 1 for s in settings):
         penalty = column([s.repetition_penalty for s in settings])
+        # `filled` pads a row with its first token. A repeated token gets the same value each time
         recent = filled([pick.before[-PENALTY_CONTEXT:] for pick in picks], PENALTY_CONTEXT)
         old = gather(x, recent)
         new = mx.where(old < 0, old * penalty, old / penalty)
@@ -133,7 +134,6 @@ def apply_penalties(
         width = SHORT_LIST * (1 + max(counts) // SHORT_LIST)  # to keep the number of shapes small
         tokens = filled(answers, width)  # (n, width)
         is_said = mx.arange(width) < column(counts)
-        # `filled` pads a row with its first token. A repeated token gets the same value each time
         presence = column([s.presence_penalty for s in settings])
         once = gather(x, tokens) - presence * is_said[:, :1]
         x = mx.put_along_axis(x, tokens, once, axis=-1)

@@ -8,7 +8,7 @@ ended. *Continuous* batching decides again in every step: a request that has end
 the next in the queue takes it, and a long prompt is cut into chunks, so that the requests that are
 already decoding never wait for more than a chunk of it.
 
-    step | slot 0    slot 1         p  prefill: the last chunk of a prompt (P: any other chunk)
+    step | slot 0    slot 1         p  prefill: the last chunk of a prompt
        1 | A:p       B:p            d  decode: one row, one new token
        2 | A:d       B:d
        3 | A:d       B:d            <- A ends here
@@ -42,7 +42,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import islice
 
-from prefix import SEGMENT, Prefixes
+from prefix import SEGMENT, Prefixes, Trail
 from request import (
     PADDING,
     Accept,
@@ -68,8 +68,8 @@ class Scheduler:
     """The queue, the running requests, and the prefix cache of the slots.
 
     `slots`, `max_len`: the number of sequences that run at once, and the tokens that each may have.
-    `chunk`, `budget`: the most tokens of a chunk, and of a step.
-    `draft`: proposes draft tokens.
+    `chunk`: the most tokens of a chunk. `budget`: the most tokens of a step, but decoding requests and one
+    whole chunk always fit. `draft`: proposes draft tokens.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Scheduler:
     # --- plan and commit
 
     def plan(self, now: float, prompt_tokens: int = UNLIMITED) -> Plan | None:
-        """Decide the next step. Return None if there is nothing to do.
+        """Decide the next step. Return None if no request can run in it.
 
         `prompt_tokens`: the limit on prompt tokens in a step in which another request decodes.
         """
@@ -120,8 +120,7 @@ class Scheduler:
         decodes = [Decode(r, r.slot, r.next_row, drafts.get(r.id, ())) for r in decoding]
         chunked = {chunk.request.id for chunk in chunks}
         held = [r for r in running if r.phase == "prefill" and r.id not in chunked]
-        overwritten = self.prefixes.pop_overwritten() if chunks else ()
-        moves = self.states.plan(chunks, decodes)
+        overwritten = self.prefixes.pop_overwritten() if chunks else ()  # by `_chunks`
         self.steps += 1
         plan = Plan(
             step=self.steps,
@@ -136,7 +135,7 @@ class Scheduler:
             policy=self.policy.name,
             budget=len(decoding) + rest,
             overwritten=overwritten,
-            moves=moves,
+            moves=self.states.plan(chunks, decodes),
         )
         for member in plan.emitters:
             # Until its commit, the request is one token ahead, or more with draft tokens
@@ -179,13 +178,13 @@ class Scheduler:
     def _admit(self, now: float) -> list[Request]:
         """Give free slots to waiting requests."""
         free = self.free
-        # Before its first chunk is planned, a running request's slot still has its old rows, but will
-        # lose them
-        running = [r.slot for r in self.running.values() if r.prefilled]
+        # Slots whose rows stay. Before its first chunk is planned, a request's slot still has old rows,
+        # but will lose them
+        busy = [r.slot for r in self.running.values() if r.prefilled]
         admitted = list(islice(self.policy.next(self), self._admissible()))
         for request in admitted:
             del self.waiting[request.id]
-            slot, why = self.prefixes.choose_slot(request.prefix.trail, free, running)
+            slot, why = self.prefixes.choose_slot(request.prefix.trail, free, busy)
             request.admission = Admission(now, self.policy.name, slot, why)
             if self.find_saved:
                 # Only rows that no slot holds are loaded from disk, and only a chunk or more of them
@@ -233,31 +232,35 @@ class Scheduler:
         If the budget runs out, a chunk is shortened. However many requests decode, `left` allows one
         whole chunk, unless that would take too long for them. So no step has more tokens than
         max(budget, decoding rows + chunk).
-
-        A new prompt waits while another prompt of this step is about to write at least a chunk of rows
-        that it could copy. (`start` grows with what is written, which ends the wait.) So if eight
-        prompts with a common prefix arrive together, the oldest computes the prefix, and the other
-        seven copy its rows.
         """
         oldest = requests[0]
         unread = {request: self._tokens_left(request) for request in requests}
         reserved = min(left - left // 2, self.chunk, unread[oldest])
         chunks: list[Chunk] = []
-        trails = [oldest.prefix.trail]  # the prompts that are in prefill in this step
+        trails = [oldest.prefix.trail]  # of the prompts that this step reads
         for request in sorted(requests, key=unread.__getitem__):
-            trail = request.prefix.trail
             want = self._want(request, chunks)
-            rows = want.start + self.chunk
             if request is oldest:
                 reserved = 0
-            elif request.prefilled == 0 and self.prefixes.begin_alike(trail, trails, rows):
+            elif self._waits_for_prefix(want, trails):
                 continue
             chunk = self._cut(want, left - reserved)
-            if chunk.stop > chunk.start:
+            if chunk.tokens:
                 left -= chunk.tokens
                 chunks.append(chunk)
-                trails.append(trail)
+                trails.append(request.prefix.trail)
         return chunks
+
+    def _waits_for_prefix(self, want: Chunk, trails: Sequence[Trail]) -> bool:
+        """True if a new prompt has its next chunk in common with a prompt that this step reads: it
+        waits, and will copy those rows.
+
+        If eight prompts with a common prefix arrive together, the oldest computes the prefix, and
+        the other seven copy its rows. (`start` grows with the rows that can be copied, which ends
+        the wait.)
+        """
+        trail, rows = want.request.prefix.trail, want.start + self.chunk
+        return not want.request.prefilled and self.prefixes.begin_alike(trail, trails, rows)
 
     def _tokens_left(self, request: Request) -> int:
         """The number of tokens of a prompt that are neither in the slab nor on disk."""
@@ -331,9 +334,9 @@ class Scheduler:
         if request.prefix_cache:
             self.prefixes.record_answer(slot, request.prefix.trail, request.answer, request.proven)
         self.states.leave(request)
-        # Rows are unproven if no token was committed, or if later ones were planned
-        if request.committed == 0 or request.next_row > request.proven:
-            written = request.prefilled + request.planned + PADDING
+        # Without planned tokens that are not committed, the last token proves all rows
+        if request.committed == 0 or request.planned > request.committed:
+            written = request.prefilled + request.planned + PADDING  # at most
             self._to_scrub[slot] = (request.proven, written)
 
     def prove(self, plan: Plan, finite: Collection[int]) -> None:
@@ -363,7 +366,7 @@ class Scheduler:
         newest token itself is the cause, that shows in the next step.
         """
         decode.request.drafting.source = None
-        self._to_scrub[decode.slot] = (decode.position, decode.request.next_row + 1)
+        self._to_scrub[decode.slot] = (decode.position, decode.position + 1 + len(decode.draft))
 
     # --- the queue, and the policy
 
@@ -404,13 +407,16 @@ class Scheduler:
         self.start_over()
 
     def set_budget(self, budget: int, chunk: int) -> None:
-        """Limit the tokens of each future step, and of each chunk."""
+        """Limit the tokens of each future step (as `Scheduler` says), and of each chunk."""
         check_positive(budget=budget, chunk=chunk)
         self.budget = budget
         self.chunk = chunk
 
     def start_over(self) -> None:
-        """Start over with an empty slab. All requests return to the queue, in the order of arrival."""
+        """Start over with an empty slab. All requests return to the queue, in the order of arrival.
+
+        None may have a committed token: the engine ends those before.
+        """
         self.waiting = OrderedDict(sorted((self.running | self.waiting).items()))
         self.running.clear()
         self.prefixes = Prefixes(self.slots, min(SEGMENT, self.chunk))
@@ -424,8 +430,9 @@ class Scheduler:
 def extend_answer(
     request: Request, sampled: Sequence[int], draft: Sequence[int], accept: Accept
 ) -> tuple[int, str | None]:
-    """Append sampled tokens to an answer, up to and including the first one that differs from the draft.
-    Return the number of accepted draft tokens, and why the answer ends, or None. (`accept` ends it at -1.)
+    """Append sampled tokens to an answer, up to and including the first one that differs from the draft,
+    or that ends the answer. Return the number of accepted draft tokens, and why the answer ends, or None.
+    (`accept` ends it at -1.)
 
     The first row's token is always valid. Each following row was computed from a draft token, so its
     token is valid if that draft token equals the token sampled in its place.
@@ -437,7 +444,7 @@ def extend_answer(
             reason = "length"
         is_accepted = i < len(draft) and token == draft[i]
         if reason or not is_accepted:
-            return i, reason
+            return i + is_accepted, reason
     raise AssertionError("each row yields a token")
 
 

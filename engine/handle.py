@@ -73,7 +73,7 @@ class Handle:
         self.grammar = grammar
         self.is_thinking = is_thinking
         # True if sampling depends on earlier tokens
-        self.looks_back = sampling.looks_back or grammar is not None
+        self.needs_last_token = sampling.looks_back or grammar is not None
         self._is_last_piece = ends
         self.seed = (
             random.SystemRandom().getrandbits(64) if sampling.seed is None else sampling.seed

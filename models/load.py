@@ -180,7 +180,7 @@ class ModelReader:
         They are computed in float32. If the checkpoint has 16 bits per weight or fewer, float16 is
         enough: it changes the logits less than one bit of a weight does. This holds for bfloat16
         checkpoints, too, because float16 has three more bits of precision, and keys seldom need the
-        larger range. (Numbers out of range become NaN: `Window.write`.)
+        larger range. (Numbers out of range become NaN: `Slab.narrowed`.)
         """
         if self.form == "checkpoint":
             return self.weights.tensors["model.norm.weight"].dtype

@@ -217,7 +217,7 @@ MUTANTS = [
     Mutant(
         "prefix.py",
         "Prefixes.choose_slot",
-        "self._rows_lost(slot, common, (*free, *running))",
+        "self._rows_lost(slot, common, (*free, *busy))",
         "0",
         f"{CHOICE}::test_only_new_tokens_are_read_where_slots_suffice",
     ),

@@ -85,7 +85,7 @@ class Oracle(Drafter):
             return token
         return int(self.dice.integers(256)) if self.wrong < 0 else self.wrong
 
-    def may_follow(self, plan: Plan) -> bool:
+    def should_read_now(self, plan: Plan) -> bool:
         """Return False at random, so that some steps are planned while another is in flight."""
         return bool(self.dice.random() < 0.6)
 
@@ -273,7 +273,7 @@ def test_unforcing_grammar_is_asked_seldom():
         request.planned = len(request.answer)
         request.max_tokens = 1000
         decode = Decode(request, 0, request.next_row)
-        if speculate.may_follow(SimpleNamespace(emitters=(decode,))):
+        if speculate.should_read_now(SimpleNamespace(emitters=(decode,))):
             waited += 1
             speculate([request], 100)
     assert 10 <= waited <= 40 and grammar.asked == waited
@@ -289,14 +289,14 @@ def test_step_is_read_at_once_only_if_drafts_pay():
     """A step is read before the next one is planned only if the expected drafts are worth more than
     run-ahead. A repeated pair of tokens is not enough."""
 
-    def may_follow(row_s: float, *requests: Request) -> bool:
+    def should_read_now(row_s: float, *requests: Request) -> bool:
         emitters = tuple(Decode(request, request.slot, request.next_row) for request in requests)
-        return priced(row_s).may_follow(SimpleNamespace(emitters=emitters))
+        return priced(row_s).should_read_now(SimpleNamespace(emitters=emitters))
 
-    assert may_follow(0.1, copying(0))
-    assert not may_follow(0.1, inventing(0))
-    assert may_follow(0.1, *map(copying, range(8)))
-    assert not may_follow(9.0, *map(copying, range(8)))
+    assert should_read_now(0.1, copying(0))
+    assert not should_read_now(0.1, inventing(0))
+    assert should_read_now(0.1, *map(copying, range(8)))
+    assert not should_read_now(9.0, *map(copying, range(8)))
 
 
 def test_drafts_slow_others_by_at_most_5_percent():

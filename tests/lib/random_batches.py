@@ -256,7 +256,7 @@ class Bold(Drafter):
                 left -= most
         return found
 
-    def may_follow(self, plan: Plan) -> bool:
+    def should_read_now(self, plan: Plan) -> bool:
         return bool(self.rng.random() < 0.7)
 
 

@@ -196,7 +196,7 @@ def draft_at_random(engine: Engine, dice: random.Random) -> None:
 
     engine.drafter.most = 4
     engine.sched.draft = draft
-    engine.drafter.may_follow = lambda plan: dice.random() < 0.5
+    engine.drafter.should_read_now = lambda plan: dice.random() < 0.5
 
 
 def disturb(stage: Stage, seconds: float) -> None:
