@@ -19,7 +19,7 @@ const EXAMPLES = [
     ([, number, start]) => start && lane.requests.get(number)?.chunks[0].start === start,
   )],
   ["ghost", "a ghost", (step) => step.ghosts.length > 0],
-  ["blocked", "a slot kept shut", (step) => step.blocked.length > 2],
+  ["blocked", "a blocked slot", (step) => step.blocked.length > 2],
 ];
 
 export class StepView {

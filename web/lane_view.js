@@ -95,7 +95,7 @@ export class LaneView {
       row.element.dataset.kind = kind;
       row.element.classList.toggle("mine", this.player.mine.has(owner));
       const said = request ? this.lane.textAt(request, now) : "";
-      const text = request ? this.#textOf(request, kind, said) : isShut ? "free, but shut" : "";
+      const text = request ? this.#textOf(request, kind, said) : isShut ? "free, but blocked" : "";
       write(row.text, inOneLine(text));
       // Use the full text, because its visible part may begin with a word of the other direction
       row.text.dir = directionOf(said || text);

@@ -127,7 +127,7 @@ export function planInWords(lane, index) {
   if (step.blocked.length) {
     const slots = step.blocked.toSorted((a, b) => a - b);
     const noun = slots.length > 1 ? "slots" : "slot";
-    said.push(`Free, but kept shut: ${noun} ${listed(slots)}, with ${count(step.waiting, "request")} in line.`);
+    said.push(`Free, but blocked: ${noun} ${listed(slots)}, with ${count(step.waiting, "request")} in line.`);
   }
   return said;
 }

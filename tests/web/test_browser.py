@@ -81,7 +81,7 @@ def test_links_of_the_annotated_core_open_a_step(opens):
     shows(tab, "[data-step-words]", "a ghost")
     assert not tab.evaluate("nanobatch.player.playing")
     words = {"join": "Admitted", "chunk": "(tokens 1 to ", "prefix": "known already"}
-    words |= {"ghost": "a ghost", "blocked": "kept shut"}
+    words |= {"ghost": "a ghost", "blocked": "blocked"}
     assert words.keys() == annotated.MARKS.groupindex.keys() - {"code", "em"}
     for name, said in words.items():
         tab.evaluate(f"location.hash = '{name}'")
