@@ -85,9 +85,7 @@ class Engine:
     is held then, so it may do anything, except wait for results in the thread of a `Loop`.
     """
 
-    model: (
-        Model  # `Lifecycle` sets this and the next six, and `chunk`, `budget`, `draft` of `sched`
-    )
+    model: Model  # `Lifecycle` sets this and the next six, and `sched.chunk`, `budget`, `draft`
     text: Tokenizer
     runner: RunnerProtocol | None  # None while the model is unloaded
     drafter: Drafter
@@ -259,7 +257,7 @@ class Engine:
         began = self.clock()
         tokens, outputs = step.read_back()
         read = self.clock()
-        accept = partial(self.registry.deliver, outputs, self.clock)  # adds a token to its handle
+        accept = partial(self.registry.deliver, outputs, self.clock)
         with self.changed:
             self.sched.prove(plan, step.finite)
             done = self.sched.commit(plan, tokens, accept, read)
