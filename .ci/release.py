@@ -181,7 +181,7 @@ def tested(*chosen: str, **options) -> list[str]:
 def wrong_with_tests(code: int, said: str) -> list[str]:
     lines = said.splitlines()
     found = [line for line in lines if re.match("(FAILED|ERROR) ", line)]
-    found += [line for line in lines if "the model cannot be had" in line]
+    found += [line for line in lines if "the model is unavailable" in line]
     if code and not found:
         found.append(f"pytest ended with {code}")
     return found

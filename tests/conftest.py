@@ -153,7 +153,7 @@ def published(request) -> Path:
     try:
         return published.folder(request.param)
     except published.Missing as why:
-        pytest.skip(f"the model cannot be had: {why}")
+        pytest.skip(f"the model is unavailable: {why}")
 
 
 @pytest.fixture

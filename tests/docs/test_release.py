@@ -93,7 +93,7 @@ def test_sdist_is_what_git_knows(tmp_path):
     "code, said, found",
     [
         (0, "SKIPPED [1] tests/conftest.py:9: no browser\n20 passed, 1 skipped\n", 0),
-        (0, "SKIPPED [2] tests/conftest.py:9: the model cannot be had: pip download\n", 1),
+        (0, "SKIPPED [2] tests/conftest.py:9: the model is unavailable: pip download\n", 1),
         (1, "FAILED tests/programs/test_published.py::test_a - assert 1\n1 failed, 3 passed\n", 1),
         (1, "ERROR tests/programs/test_published.py::test_a\n", 1),
         (5, "no tests ran\n", 1),
