@@ -249,7 +249,7 @@ def test_slow_motion_rate(make_engine):
 
 
 def test_slow_motion_can_be_left_at_once(make_engine):
-    """Regression: at one step every hundred seconds, a thread that waited for the next step waited forever."""
+    """In slow motion, calls run at once, and the next step runs when slow motion ends. It used to wait forever."""
     watch = Stopwatch()
     engine = make_engine(clock=watch)
     loop = Loop(engine, clock=watch).start()
