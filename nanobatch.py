@@ -399,7 +399,7 @@ class Engine:
             self.sched.drain(policy_of(to))
 
     def set_budget(self, budget: int, chunk: int) -> None:
-        """Limit the tokens of each future step, and of each chunk."""
+        """Limit the tokens of each future step (as in `Scheduler`), and of each chunk."""
         with self.changed:
             self.sched.set_budget(budget, chunk)
 

@@ -85,7 +85,7 @@ class PromptLookup:
         self.copied = 0.5  # the share of matches among the newest tokens
         self._grammar = grammar
         self._at: int | None = None  # the pointer: the index of the predicted token
-        self._read = 0  # tokens of the answer that were processed
+        self._read = 0  # number of answer tokens processed so far
         self._sure = 0  # the index after the last forced token
 
     def index_prompt(self, prompt: Sequence[int]) -> None:
@@ -278,9 +278,9 @@ class Drafter:
         return lookup
 
     def learn(self, plan: Plan, read: float) -> None:
-        """Update the costs of a step and of a row from a step that was just read back.
+        """Fit the costs of a step and of a row to the recent steps, after a step was read back.
 
-        Exponentially weighted least squares over recent steps, excluding those with chunks of prompts.
+        By exponentially weighted least squares, excluding steps with chunks of prompts.
         """
         seconds = read - max(self._last, plan.at)
         self._last = read

@@ -98,7 +98,7 @@ class Request:
     arrived: float
     prefix_cache: bool = True  # False: it shares no rows with other prompts
     client: str = ""  # any name for the user; requests without a name count as one client
-    # Progress, planned and committed
+    # Progress in tokens: planned, proven and committed
     prefilled: int = 0  # prompt tokens in the slab once all planned steps have run
     proven: int = 0  # the first rows of its slot that are known to be finite
     planned: int = 0  # output tokens of all planned steps, the newest step's draft included
@@ -188,7 +188,7 @@ class Request:
         self.planned = self.committed
 
     def requeue(self, trail: Trail) -> None:
-        """Return to the queue, because the slab is new. Not possible once a token was committed."""
+        """Return to the queue, because the slab is new. Not possible once a token has been committed."""
         assert self.committed == 0, self
         self.admission = None
         self.prefix = PrefixReuse(trail)

@@ -326,7 +326,7 @@ class Runner:
             if not prefill.emits:
                 stop = prefill.start + len(prefill.ids)
                 proof = self.slab.proof(prefill.slot, prefill.start, stop)
-                proofs[prefill.slot] = self.ranks.sum(proof)  # each rank has other heads
+                proofs[prefill.slot] = self.ranks.sum(proof)  # each rank holds different heads
         if proofs:
             self._enqueue(*proofs.values())
             self._reading = [*self._reading, *proofs.values()]  # proofs read the slab, too

@@ -143,7 +143,7 @@ def apply_penalties(
 
 
 class Spread(NamedTuple):
-    """The distance of each token in a row from the likeliest one.
+    """How far each token's logit is below the row's largest, and the weights that follow.
 
         probability = e^-gap / total
 

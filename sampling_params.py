@@ -167,7 +167,7 @@ class SamplingParams:
 
     @property
     def counts(self) -> bool:
-        """True if a token's logit depends on how often it occurs in the answer."""
+        """True if a token's logit depends on whether or how often it occurs in the answer."""
         return bool(self.presence_penalty or self.frequency_penalty)
 
     @cached_property

@@ -271,7 +271,7 @@ class Scheduler:
         return len(request.prompt) - rows
 
     def _want(self, request: Request, before: Sequence[Chunk]) -> Chunk:
-        """Return the rest of a prompt, from its first row that is not cached in a slot or on disk
+        """Return a chunk with the rest of a prompt, from its first row that is not cached in a slot or on disk
         (`engine/disk_prefix_cache.py`).
 
         `before`: the chunks of this step so far. The rows that they write can be copied, too.
@@ -400,7 +400,7 @@ class Scheduler:
     # --- sizes, starting over, and checking
 
     def resize(self, slots: int, max_len: int, chunk: int, budget: int) -> None:
-        """Start over with a slab of this size, and new limits on chunk and step."""
+        """Start over with a slab of this size, and new limits on the tokens of a chunk and of a step."""
         self.set_budget(budget, chunk)
         self.slots = slots
         self.max_len = max_len

@@ -338,7 +338,7 @@ def compare_restored(
 
 
 def compare_threads(args: argparse.Namespace, asked: Sequence[Case]) -> Tally:
-    """Ask with other numbers of threads. The number is fixed per process, so start a process for each."""
+    """Ask with different numbers of threads. The number is fixed per process, so start a process for each."""
     if device.has_gpu() or device.blas.name != "rows":
         raise ValueError("threads are counted for our own product")
     tally = Tally("threads", note=f"{' and '.join(THREADS)} in place of the usual")

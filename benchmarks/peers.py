@@ -98,7 +98,7 @@ class LlamaCpp:
 
     PACKAGES = ("llama_cpp", "gguf")
     REMEDY = "pip install llama-cpp-python gguf (compiling takes minutes)"
-    BATCH = 2048  # maximum tokens per call, as in llama.cpp's server, unless a prompt is longer
+    BATCH = 2048  # maximum number of tokens per call, as in llama.cpp's server, unless a prompt is longer
 
     def __init__(self, folder: str, rows: int, length: int, kv: str = "auto"):
         import llama_cpp

@@ -56,7 +56,7 @@ def listed_in(folder: Path) -> tuple[list[Listed], str]:
     """Return the models in a folder and its subfolders, and why the list is incomplete ("" if complete).
 
     A network folder may be huge or may not respond at all. So a daemon thread searches it, and is
-    abandoned if it finds no more models for `PATIENCE_S`.
+    abandoned if it finds no further model within `PATIENCE_S`.
     """
     lines: list[Listed] = []
     failed: list[Exception] = []

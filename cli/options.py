@@ -90,12 +90,12 @@ def is_folder(model: str) -> bool:
 
 
 def is_gguf_file(model: str) -> bool:
-    """Return True for a file. The only supported single-file format is GGUF."""
+    """True for any file, because GGUF is the only supported single-file format."""
     return os.path.isfile(os.path.expanduser(model))
 
 
 def read_model(model: str) -> str:
-    """Parse `--model`. Refuse malformed names here, before a slow request to the hub."""
+    """Check `--model` and return it unchanged. Refuse malformed names here, before a slow request to the hub."""
     is_here = model == "demo" or is_folder(model) or is_gguf_file(model)
     is_name = model.startswith("ollama:") or (model.count("/") == 1 and model[0] not in "./~")
     if not is_here and not is_name:

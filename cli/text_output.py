@@ -21,7 +21,7 @@ class WordWrap:
     def __init__(self, width: int):
         self.width = width
         self._column = 0
-        self._blanks = ""  # white space before the word
+        self._blanks = ""  # whitespace before the word
         self._word = ""
         self._cells = 0  # width of the word, without escape sequences
 

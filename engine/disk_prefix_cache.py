@@ -144,7 +144,7 @@ class SlotCache:
         self._listed = -math.inf  # when the last listing began
         self._writing: list[Future] = []
         self._failure = ""  # why the last save failed
-        self._is_behind = False  # True once slots were dropped: too many were being written
+        self._is_behind = False  # True once slots have been dropped: too many were being written
 
     @property
     def is_on(self) -> bool:

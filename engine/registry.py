@@ -85,7 +85,7 @@ class RequestRegistry:
         self.ended: Log[RequestView] = Log(500, self.TEXTS, lambda view: view.size)
         self.faults: Log[str] = Log(100)
         self.output_tokens = 0
-        self._recorded_tokens = 0  # the part of `output_tokens` in recorded steps
+        self._recorded_tokens = 0  # how many of `output_tokens` are in recorded steps
         self.prompt_tokens = 0
         self.steps_s = 0.0
         self.blocked: tuple[int, ...] = ()  # slots that the newest plan kept free

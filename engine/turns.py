@@ -1,7 +1,7 @@
 """Fair sharing of one device by several engines: a step is a turn, and the engine with the least time is next.
 
-A step of a large model takes as long as many steps of a small one. So instead of round robin, the time of
-each turn is measured. When an idle engine becomes active, its time is raised to the least time of the active
+A step of a large model takes as long as many steps of a small one. So turns are shared by measured time,
+not round robin. When an idle engine becomes active, its time is raised to the least time of the active
 engines, because it has no claim to time that it did not need.
 """
 

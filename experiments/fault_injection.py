@@ -44,7 +44,7 @@ BREAKS = {  # name -> title, mechanism
     "client": ("a client that vanishes", "its request is cancelled in mid-answer"),
 }
 LIKELIEST = 5  # number of likeliest tokens compared at each position
-LONGEST = 48  # maximum tokens of a witness that the experiment submits
+LONGEST = 48  # maximum number of tokens of a witness that the experiment submits
 FEWEST = 4  # with fewer open requests, the experiment submits its own witnesses
 LONG_ANSWERS = [prompt for prompt, most in BURST if most >= 64]
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 NAME = "long"
 ANSWER = 2  # length of a long prompt's answer, which is not used
-SHORT = 35  # maximum tokens of the short prompt
+SHORT = 35  # maximum number of tokens of the short prompt
 QUIET = 24  # steps measured before a long prompt
 AFTER = 12  # steps drawn after a long prompt
 KEPT = 40  # maximum results kept
@@ -308,7 +308,7 @@ def gaps_of(steps: Sequence[StepView], long: int | None) -> Iterator[tuple[int, 
             if chat in newest:
                 first = newest[chat]
                 began = steps[first].ended
-                # A step's tokens may be read after the next step's work is done
+                # A step's tokens may be read after the next step's work is done, hence `i + 2`
                 chunks = [
                     other
                     for other in steps[first : i + 2]
@@ -380,7 +380,7 @@ def counted(
 
 LEFT = 10  # characters before a trace, for slot and request
 RIGHT = 10  # characters after a trace, for the newest gap
-TALLEST = 6  # maximum lines of a trace
+TALLEST = 6  # maximum number of lines of a trace
 NOISY = 3  # a gap longer than this multiple of the median has a cause outside the engine
 FIGURES = (
     Figure("prompt", 9, 8),

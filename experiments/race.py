@@ -229,7 +229,7 @@ def verdict(runs: Sequence[Run]) -> str:
 FILM = (4.0, 10.0)  # minimum and maximum seconds of the animation
 NAME = 23  # characters for a policy and how it ran
 SHORT_NAME = 12  # characters for the policy only, on a narrow screen
-TALLEST = 3  # maximum lines per slot
+TALLEST = 3  # maximum number of lines per slot
 RACE_RUNS = "The legs run one after the other. Then both are shown together, on one clock."
 NEXT = "runs next"
 NO_RACE = Contest("Race", [], "No race has been run: r runs one.")

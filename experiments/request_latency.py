@@ -1,7 +1,7 @@
 """Why did a request wait, and how would it have fared under another policy?
 
-The page draws the latency as a waterfall of parts, and replays the request under each policy
-(`latency_breakdown.py`).
+The page draws the latency as a waterfall of parts, and replays the request under each policy. Both are
+computed in `latency_breakdown.py`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # --- question -------------------------------------------------------------------------------------
 
 RUNS = 200
-LONGEST = 24  # maximum tokens of a run, so that 200 runs take seconds
+LONGEST = 24  # maximum number of tokens of a run, so that 200 runs take seconds
 LIKELIEST = 5  # number of likeliest tokens compared at each position
 WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # words of the neighbours' prompts
 
@@ -186,7 +186,7 @@ class Answered(NamedTuple):
     beside: float  # mean number of other requests in its steps
     reused: int  # number of prompt tokens whose rows were cached
     draft_tokens: int = 0
-    accepted_tokens: int = 0  # part of `draft_tokens`
+    accepted_tokens: int = 0  # how many of them were accepted
 
 
 class Alike(NamedTuple):
@@ -277,15 +277,15 @@ class SameAnswerRecord(ExperimentRecord):
 
 
 def unlike(found: SameAnswerRecord) -> list[Alike]:
-    """Return the answers unlike the run alone: those with other tokens first, then by frequency."""
+    """Return the answers unlike the run alone: those with different tokens first, then by frequency."""
     kinds = [kind for kind in found.kinds if kind.difference]
     return sorted(kinds, key=lambda kind: (kind.difference.parted is None, -kind.count))
 
 
 # --- drawing --------------------------------------------------------------------------------------
 
-TALLEST = 6  # maximum lines of the chart
-TEXT_ROWS = 3  # maximum lines of the answer's text
+TALLEST = 6  # maximum number of lines of the chart
+TEXT_ROWS = 3  # maximum number of lines of the answer's text
 
 
 def draw(state: State, on: Canvas) -> None:

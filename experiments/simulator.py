@@ -179,7 +179,8 @@ class Replay:
         return "stop" if request.committed >= self._tokens[request.id] else None
 
     def _may_stay_in_flight(self, plan: Plan | None) -> bool:
-        """Apply the same rule as `Engine._may_stay_in_flight`."""
+        """True if the next step may start before this one is read, as in `Engine._may_stay_in_flight`.
+        Whether drafts follow is known from the recording."""
         if plan is None or not self.run_ahead or plan.is_due(self.eager_first_token):
             return False
         return not self._may_draft(plan)

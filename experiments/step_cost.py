@@ -267,7 +267,7 @@ def windows_of(record: StepCostRecord) -> str:
 
 
 def roof_of(state: State) -> str:
-    """Describe the measured roofline."""
+    """Describe the measured roofline, or say why there is none."""
     roof = state.view.engine.roof
     if not roof.reading:
         if state.view.watches:

@@ -271,7 +271,7 @@ def computed(library: ctypes.CDLL) -> str:
             rows = (w[k * N : (k + 1) * N] * copies for k in range(K))
             w = array("f", b"".join(row.tobytes() for row in rows))
         wide = N * copies
-        y = array("f", [math.nan]) * (M * wide)  # must be overwritten
+        y = array("f", [math.nan]) * (M * wide)  # NaN, so that a missed write is noticed
         x_at, w_at, y_at = (ctypes.c_void_p(each.buffer_info()[0]) for each in (x, w, y))
         w_at.value += begin
         layout = (111, wide) if turned else (112, K)

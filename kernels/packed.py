@@ -78,7 +78,9 @@ MXFP4_NUMBERS = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 MLX_GROUPS = (32, 64, 128)  # group sizes that MLX's own products support
 PARTS = ("weight", "scales", "offsets")
 LEAST_SHARE = 2**19  # minimum number of weights that a thread copies at a time
-MOST_AT_ONCE = 2**30  # maximum bytes of an allocation: MLX counts an array's elements in 32 bits
+MOST_AT_ONCE = (
+    2**30
+)  # maximum size of an allocation in bytes: MLX counts an array's elements in 32 bits
 LEAST = 16  # minimum row length of a packed matrix; a header takes as much memory as 16 floats
 
 
@@ -475,7 +477,7 @@ def row_nbytes(K: int, form: int) -> int:
 
 
 def address(array: mx.array) -> int:
-    """Return the address of a contiguous array."""
+    """Return the address of a contiguous array's data. The caller must keep the array alive."""
     numbers = array.view(mx.uint8)  # memoryview does not support bfloat16
     return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(numbers)))
 

@@ -88,7 +88,7 @@ class Experts(NamedTuple):
 
 
 class SharedExpert(NamedTuple):
-    """experts(x) + sigmoid(gate x) shared(x)"""
+    """experts(x) + sigmoid(gate · x) * shared(x)"""
 
     experts: Experts
     shared: Mlp

@@ -229,7 +229,7 @@ class Weights:
     def _name_mxfp4(self) -> None:
         """Give MXFP4 tensors the names and shapes of a 5-bit quantization.
 
-        mlx-lm stores a matrix, and scales as bytes. gpt-oss's own files have other names for experts.
+        mlx-lm stores a matrix, and scales as bytes. gpt-oss's own files name experts differently.
         """
         for name, tensor in list(self.tensors.items()):
             match = re.fullmatch(

@@ -111,7 +111,7 @@ class Offer(NamedTuple):
 
     words: str
     declined: str  # shown when Esc declines it
-    file: Path  # exists once the offer was accepted or declined, or the user has fired a prompt
+    file: Path  # exists once the offer has been accepted or declined, or a prompt has been fired
 
 
 class Tracebacks(logging.Handler):
@@ -325,7 +325,7 @@ class Screen(App):
         self.paint(but=SLOW if self.state.hurries and self._polls % 3 else ())
 
     def note_offer(self) -> None:
-        """Do not repeat the offer once it was accepted or declined, or a prompt was fired."""
+        """Do not repeat the offer once it has been accepted or declined, or a prompt has been fired."""
         if self.session.client.posted:
             self.state.offer = ""
         if self.offer and not self.state.offer:
@@ -472,7 +472,8 @@ class Screen(App):
         return done
 
     def check_action(self, action: str, parameters: tuple) -> bool | None:
-        """Allow only a few actions if loading has failed. Disable `prompt` while the user types."""
+        """Textual's hook: return whether an action is enabled. The panes' actions are off while a page is
+        open, all but a few are off if loading has failed, and `prompt` is off while a widget has the focus."""
         if self.page and action in OF_PANES:
             return False
         if self.state.view.stage == "failed":

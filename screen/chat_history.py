@@ -70,7 +70,7 @@ class ChatHistory:
         self.at = 0  # index of the open conversation
         self.asked = 0  # number of questions so far
         self.led = 0  # number of the question whose slot was selected last
-        self.unfolded = False  # thoughts are shown in full
+        self.unfolded = False  # reasoning is shown in full
 
     @property
     def open(self) -> Chat:

@@ -458,7 +458,7 @@ class PlainLog:
     def __init__(self, session: Session, write: Callable[[str], None]):
         self.session = session
         self.write = lambda line: write(clean(line))  # a line may quote untrusted text
-        # id -> the open request as it was last reported
+        # request id -> the request as last reported
         self._told: dict[int, RequestView] = {}
         self._faults = 0  # number of faults written
         # (time, line): held back, because an earlier event may still arrive

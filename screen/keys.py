@@ -493,7 +493,7 @@ class Menu:
 
     @property
     def words(self) -> tuple[tuple[str, str], ...]:
-        """The words of the screen and of the experiments, with their meaning."""
+        """The words of the screen and of the experiments, with their meanings."""
         pages = [page for page in self.experiments if isinstance(page, Page)]
         return (*WORDS, *(word for page in pages for word in page.explains))
 

@@ -502,8 +502,8 @@ class State:
     def phase(self, slot: SlotView) -> str:
         """Return a slot's phase in the newest step, as Timeline and Step show it.
 
-        The slot's own phase is already that of the next step: decode, after the last chunk of a
-        prompt.
+        The slot's own phase is already that of the next step: after a prompt's last chunk it is
+        "decode".
         """
         if self.past or not self.history or slot.request is None:
             return slot.phase
@@ -529,7 +529,7 @@ def prompt_of(request: RequestView) -> str:
 
 
 def client_of(request: RequestView) -> str:
-    """Return the HTTP client; empty for a request of a screen."""
+    """Return the client's name, made printable; empty if it has none."""
     return clean(request.client)
 
 

@@ -76,7 +76,7 @@ class PooledModel:
 
 
 class Ticket:
-    """A request's place in the queue for a model. Replaces `AnswerWriter` until the model is loaded."""
+    """A request's place in the queue for a model. Stands in for `AnswerWriter` until the model is loaded."""
 
     lag = 0  # unsent bytes
 

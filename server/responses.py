@@ -174,7 +174,7 @@ class Response(ProtocolAdapter):
         }
         for name, value in ECHO.items():
             self._body[name] = parsed.fields.get(name, value)
-        self._sent = 0  # number of events
+        self._sent = 0  # number of events sent so far
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
         self.last(0, choices[0])

@@ -48,7 +48,7 @@ class Submission:
         # Tokenized prompts that are not submitted yet
         self._left: deque[tuple[Prompt, SamplingParams]] = deque()
         self._grammar: Grammar | None = None
-        self._is_cancelled = False  # set when the client no longer waits for the answer
+        self._is_cancelled = False  # set by `cancel`: nobody waits for the answer any more
 
     def parse_and_submit(self, body: bytes) -> None:
         """Parse a body and submit its prompts, unless they need a grammar.

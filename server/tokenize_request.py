@@ -104,8 +104,8 @@ def refusal_of(
 
 
 def grammar_of(engine: Engine, parsed: ParsedRequest, prompt: Prompt) -> Mapping[str, Any] | None:
-    """Return the grammar of an answer, including its reasoning. It contains either the required tool calls,
-    or the request's own grammar with optional tool calls."""
+    """Return the grammar of an answer, or None. Required tool calls, or a JSON schema with optional tool
+    calls, are compiled together with the reasoning. Any other grammar is returned as it was given."""
     given = parsed.settings.get("grammar")
     if not parsed.chat:
         return given
@@ -137,8 +137,8 @@ def check_tools(output_format: OutputFormat, chat: ChatPrompt, param: str) -> No
 
 
 def most_tokens(parsed: ParsedRequest) -> int:
-    """Return the maximum length of an answer. Log probabilities limit it, because 20 per token take
-    kilobytes."""
+    """Return the most output tokens of each choice: unlimited, unless log probabilities are requested. A
+    response has at most `MAX_LOGPROBS` of them, over all choices."""
     top = parsed.settings.get("logprobs")
     if top is None:
         return sys.maxsize

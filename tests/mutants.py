@@ -4,7 +4,7 @@
     python tests/mutants.py --only sched.py     those whose file, function or test name contains this
 
 Each mutant is applied to a copy of the checkout, and its test runs there. A mutant names a function and
-an expression or a statement in it, which are compared as syntax trees, so white space and comments do
+an expression or a statement in it, which are compared as syntax trees, so whitespace and comments do
 not matter. If the function has no such expression, or several, the mutant is stale: the program reports
 it, and somebody has to plant the mistake again.
 

@@ -10,7 +10,7 @@ probability 0. The answer is then correct by construction. (`max_tokens` may sti
 walks the tree of all tokens' bytes to find those that may come next, in about 30 microseconds.
 
     {"name": "T      any token whose bytes may be in a string, but none with a line break
-    {"name": "Tom"   a comma, a brace or white space
+    {"name": "Tom"   a comma, a brace or whitespace
 
 The mask of step N+1 needs the token of step N, but run-ahead starts step N+1 before that token is
 read. So the engine starts the forward pass, which needs no mask, and computes the mask as soon as the
@@ -280,7 +280,7 @@ def compiled(source: Mapping[str, Any]) -> str:
             raise ValueError("the schema is nested too deep") from None
         if not isinstance(schema, dict):
             raise ValueError(f"the schema is {shown(schema)}, but it must be an object")
-        # A schema must not override the form of the answer, such as its white space.
+        # A schema must not override the form of the answer, such as its whitespace.
         form = {"whitespace_pattern": SPACE, "coerce_one_of": False, "lenient": False}
         return LLMatcher.grammar_from_json_schema(text, overrides=form)
     if kind == "regex":

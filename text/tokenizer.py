@@ -264,7 +264,7 @@ class Tokenizer:
             return without_panics(
                 self.tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens
             )[0].ids
-        # For example, a character has no token and the tokenizer has no unknown token
+        # For example, if a character has no token and there is no unknown token
         except Exception as error:
             why = f"the model's tokenizer cannot read this prompt ({one_line(error)})"
             raise ValueError(f"{why}; rephrase it, or give token ids") from None
@@ -300,7 +300,7 @@ class Tokenizer:
                 samples = [*map(self._variables, SAMPLES), self._variables(PROBE, TOOLS)]
                 why, texts = child.template(source, samples)
                 if for_tools is not None and not why:
-                    # "+" keeps the white space at both ends of a template
+                    # "+" keeps the whitespace at both ends of a template
                     both = [text.removesuffix("\n") for text in (for_tools, source)]
                     joint = "{% if tools +%}" + "{%+ else +%}".join(both) + "{%+ endif %}"
                     fault, more = child.template(joint, samples)

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 
 class Tags(NamedTuple):
-    """The text around the name, the keys and the values of a call in tags, including white space."""
+    """The text around the name, the keys and the values of a call in tags, including whitespace."""
 
     before_name: str
     after_name: str

@@ -124,7 +124,7 @@ def harmony_output(text: str) -> list[ParsedPart]:
 
 # --- the state machine ----------------------------------------------------------------------------
 
-# Maximum number of characters before a body or before its arguments, and of white space that
+# Maximum number of characters before a body or before its arguments, and of whitespace that
 # belongs to a mark
 HEAD = 300
 NAME = r"[\w.-]{1,128}"  # a tool's name
@@ -374,11 +374,11 @@ class ParserState:
         return found
 
     def _begins_with(self, mark: str) -> Reading[bool | None]:
-        """True if this mark comes next, perhaps after white space."""
+        """True if this mark comes next, perhaps after whitespace."""
         return (yield from self._wait(lambda text: begins(text.lstrip(), mark)))
 
     def _consume(self, mark: str, rest: str = "") -> Reading[re.Match | None]:
-        """Consume white space, a mark, and the pattern `rest` after it. Return None as soon as other text
+        """Consume whitespace, a mark, and the pattern `rest` after it. Return None as soon as other text
         is found in place of the mark, or after `HEAD` characters without a match of `rest`."""
         mark = mark.strip()
         pattern = re.compile(rf"\s*{re.escape(mark)}{rest}")
@@ -393,21 +393,21 @@ class ParserState:
         return found
 
     def _skip(self, mark: str) -> Reading[bool]:
-        """Consume a mark and the white space around it. Return False if the mark does not come next."""
+        """Consume a mark and the whitespace around it. Return False if the mark does not come next."""
         if not (yield from self._consume(mark)):
             return False
         yield from self._skip_space()
         return True
 
     def _skip_space(self) -> Reading[None]:
-        """Drop the white space after a mark as it arrives, so that nothing is held back."""
+        """Drop the whitespace after a mark as it arrives, so that nothing is held back."""
         self._text = self._text.lstrip()
         while not self._text and not self.is_complete:
             yield
             self._text = self._text.lstrip()
 
     def _emit_up_to(self, emit: Callable[[str], None], mark: str) -> Reading[str]:
-        """Emit the text before a mark and consume the mark. Return the mark with the white space
+        """Emit the text before a mark and consume the mark. Return the mark with the whitespace
         before it; empty if the answer ends without a mark.
 
         White space and text that may be the start of the mark are held back.
@@ -427,7 +427,7 @@ class ParserState:
         return before[len(words) :] + mark
 
     def _content(self) -> Reading[str | None]:
-        """Emit content up to a call. Return the text that opens the call, with the white space before
+        """Emit content up to a call. Return the text that opens the call, with the whitespace before
         it; None if the answer ends without a call. White space and text that may be the start of a call
         are held back."""
         while not (place := self._next_call()):
@@ -464,7 +464,7 @@ class ParserState:
         """Return the index from which the text may become the start of a call."""
         mark = self._format.opens
         place = len(self._text) - len(beginning(mark, self._text))
-        if self._reads_bare and not self._text.isspace():  # white space is held back anyway
+        if self._reads_bare and not self._text.isspace():  # whitespace is held back anyway
             found = BARE_MAY_BEGIN.search(self._text, not self._is_line_start)
             place = min(place, after_space(found)) if found else place
         return place
@@ -741,7 +741,7 @@ def match_header(text: str) -> Header | bool | None:
 
 
 def after_space(found: re.Match) -> int:
-    """Return the start of a match after its leading white space."""
+    """Return the start of a match after its leading whitespace."""
     return found.end() - len(found[0].lstrip())
 
 
@@ -768,9 +768,9 @@ def follows(text: str, marks: Sequence[str], is_complete: bool) -> bool | None:
 
 
 def strip_held_space(text: str) -> str:
-    """Strip trailing white space that may belong to a mark, which is at most `HEAD` characters.
+    """Strip trailing whitespace that may belong to a mark, which is at most `HEAD` characters.
 
-    Without this limit, each token of a model that writes only white space would cost more than the
+    Without this limit, each token of a model that writes only whitespace would cost more than the
     last.
     """
     return text[: max(len(text.rstrip()), len(text) - HEAD)]

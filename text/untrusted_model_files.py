@@ -22,7 +22,9 @@ from base.validation import one_line
 from models.gguf_file import head_of, is_gguf
 
 LIMITS = SandboxLimits(seconds=10.0, patience=30.0, memory=512 * 2**20)
-LONGEST = LARGEST["chat_template.jinja"]  # maximum length of a template in characters
+LONGEST = LARGEST[
+    "chat_template.jinja"
+]  # maximum template length in characters: the file's limit in bytes
 RENDERED = 2**20  # maximum length of a rendered sample conversation in characters
 SOME = 4096  # tokens decoded in one call
 PASSED: set[bytes] = set()  # digests of tokenizers and texts that passed

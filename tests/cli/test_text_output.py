@@ -44,7 +44,7 @@ def test_wide_characters_may_be_broken_anywhere():
 
 
 def test_random_cuts_lose_nothing():
-    """Wrapping changes only white space, and a line may be too wide only if it is a single long word."""
+    """Wrapping changes only whitespace, and a line may be too wide only if it is a single long word."""
     dice = random.Random(1)
     letters = ["a", "bc", "défg", "日", " ", "  ", "\n", "\t", "longerword", "\x1b[2m", "👍"]
     for seed in range(300):

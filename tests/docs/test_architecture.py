@@ -317,7 +317,7 @@ def calls_that_differ(name: str, text: str) -> set[str]:
 
 
 def test_no_processor_dependent_operation():
-    """Regression: Gemma's soft cap used MLX's tanh, so answers on ARM had other bits than on x86-64."""
+    """Regression: Gemma's soft cap used MLX's tanh, so the bits of answers differed between ARM and x86-64."""
     names = [name for name in ("nanobatch", *reached(graph(), "nanobatch")) if name in everything()]
     found = set().union(*(calls_that_differ(name, source(name)) for name in names))
     assert found == MAY_DIFFER

@@ -222,7 +222,7 @@ def test_ranks_keep_their_weights(engine, monkeypatch):
 
 
 def test_exchange_for_another_model(engine, folders, alone):
-    """The other model has another number of layers, and the number and the length of the slots change."""
+    """The other model has a different number of layers, and the number and the length of the slots change."""
     engine.generate(PROMPTS[:1], GREEDY)
     before = engine.snapshot()
     engine.reload(folders[1], slots=3)

@@ -1,4 +1,4 @@
-"""A BLAS that is not batch-invariant, like any fast one: it sums few rows in another order than many."""
+"""A BLAS that is not batch-invariant, like any fast one: it sums few rows in a different order from many."""
 
 import subprocess
 from pathlib import Path

@@ -461,7 +461,7 @@ KNOWN_TO_TRANSFORMERS = [family for family in FAMILIES if family in CONFIG_MAPPI
 
 
 def test_config_defaults_equal_transformers(tmp_path):
-    """Our defaults are those of transformers. mlx-lm has other ones for the biases of SeedOss and the theta
+    """Our defaults are those of transformers. mlx-lm has different ones for the biases of SeedOss and the theta
     of SmolLM3."""
     assert len(KNOWN_TO_TRANSFORMERS) >= 12
     for family in KNOWN_TO_TRANSFORMERS:

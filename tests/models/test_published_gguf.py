@@ -55,7 +55,7 @@ PIECES = [
 
 
 def mixed(dice: random.Random, special: list[str]) -> str:
-    """Return a random text of words, numbers, signs, white space, many alphabets, and special tokens."""
+    """Return a random text of words, numbers, signs, whitespace, many alphabets, and special tokens."""
     pieces = []
     for _ in range(dice.randrange(1, 30)):
         first, end = dice.choice(ALPHABETS)

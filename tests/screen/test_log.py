@@ -179,7 +179,7 @@ def test_a_plain_log_has_a_line_for_each_event():
     assert len(times) > 20 and times == sorted(times), (
         "a step was logged at its end, after later events"
     )
-    # The first leg used to be logged at its end, with other costs than the verdict, and without the reason
+    # The first leg used to be logged at its end, with costs that differed from the verdict's, and without the reason
     # why it took longer.
     legs = [line.split("  ") for line in lines if ", measured " in line]
     (static, continuous) = [[part.strip() for part in leg if part][3] for leg in legs]

@@ -130,7 +130,7 @@ def test_no_end_token_no_grammars():
 
 
 def test_white_space_is_bounded(grammars):
-    """The amount of white space is bounded, because a model that prefers spaces would write nothing else."""
+    """The amount of whitespace is bounded, because a model that prefers spaces would write nothing else."""
     grammar = make(grammars, json={"type": "object"})
     say(grammars, grammar, "{\n" + " " * 40)
     assert not allowed(grammar) & {ord(" "), ord("\n"), ord("\t")}

@@ -136,7 +136,7 @@ def make_arguments(dice: random.Random, format) -> dict:
 
 
 def in_tags(format, calls: list, dice: random.Random) -> str:
-    """Write calls like the template, or like a model that is careless with white space."""
+    """Write calls like the template, or like a model that is careless with whitespace."""
     tags = format.tags
     bodies = []
     for name, given in calls:
@@ -312,7 +312,7 @@ def test_damaged_answers_are_parsed_however_cut(format):
 
 
 def spaced(text: str, dice: random.Random) -> str:
-    """Insert white space next to marks, often exactly as long as the parser holds back."""
+    """Insert whitespace next to marks, often exactly as long as the parser holds back."""
     places = [match.start() for match in re.finditer(r"[<>\[\]{};]", text)]
     for place in sorted(dice.choices(places or [0], k=3), reverse=True):
         length = dice.choice([1, HEAD - 1, HEAD, HEAD + 1, 2 * HEAD])
@@ -661,7 +661,7 @@ def test_parsing_cost_does_not_grow(text):
 
 @pytest.mark.parametrize("before", ["", "<think>a", "<tool_call>add"])
 def test_endless_white_space_streams(before):
-    """Regression: a client can force endless white space with a logit bias. All white space that was held
+    """Regression: a client can force endless whitespace with a logit bias. All whitespace that was held
     back was checked again for each token, and 100,000 tokens took four seconds of the thread that serves all
     clients."""
     for text in (before + " \n" * 800 + "x", before + " \n" * 800 + "<tool_call>x"):

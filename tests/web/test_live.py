@@ -32,7 +32,7 @@ def test_the_servers_page_needs_no_key():
 
 
 def test_the_servers_page_has_the_data_that_it_reads():
-    """Regression: the data was embedded under another name than the script uses, so the page stayed empty."""
+    """Regression: the data was embedded under a name that the script does not use, so the page stayed empty."""
     text = live_page.live()[0]
     (name,) = re.findall(r'watch\(dataOf\("(\w+)"\)\)', text)
     (data,) = re.findall(rf'<script type="application/json" id="data-{name}">(.*?)</script>', text)

@@ -56,7 +56,7 @@ def answered():
 
 
 def check_form(engine) -> None:
-    """Skip the test if this machine computes products in another form than the recorded one, which may choose
+    """Skip the test if this machine computes products in a different form from the recorded one, which may choose
     other tokens."""
     form = re.compile(r"rows \((\w+)")
     recorded, here = (form.search(s) for s in (RECORDING["about"]["engine"], engine.summary))

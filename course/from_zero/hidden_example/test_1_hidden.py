@@ -15,7 +15,7 @@ dice = random.Random(1)
 
 @pytest.mark.about("attention")
 def test_other_shapes():
-    """Attention is right for other numbers of heads, sequences and tokens."""
+    """Attention is right for different numbers of heads, sequences and tokens."""
     for _ in range(6):
         Hkv = dice.randint(1, 4)
         L = dice.randint(1, 5)
