@@ -22,8 +22,8 @@ The notation, used everywhere in this project (all terms: GLOSSARY.md):
     group    neighbouring sequences of a window whose attention is one product, over T rows of each
     kind     an attention type: RoPE and sliding window (most models have one; `layer.kind` is its index)
 
-The invariant: a token's logits depend on the model and on the tokens before it in its own sequence,
-and on nothing else: not on the neighbours, not on the slot, and not on the timing. Where
+The invariant: a token's logits depend on the model and on its own sequence up to this token, and on
+nothing else: not on the neighbours, not on the slot, and not on the timing. Where
 `Engine.is_batch_invariant` is True (on a CPU, with our own matrix product), that holds for every bit.
 The proof is one sentence, in `kernels/cpu_kernels.c`: every number of a matrix product is one sum,
 computed in one order.

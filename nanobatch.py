@@ -76,7 +76,7 @@ class Engine:
     `prefix_cache`: prefix caching. A prompt that begins like an earlier one starts from its rows.
     `speculate`: speculative decoding by prompt lookup, up to this many draft tokens per request and
     step; 0 turns it off. By default they are tried where they pay. A `Drafter` proposes its own.
-    (If the engine is not `is_batch_invariant`, both are off by default: tokens would depend on them.)
+    (If not `is_batch_invariant`, `step_ms` and `speculate` are off by default: tokens would depend on them.)
     `slot_cache`: "DIR" or "DIR:SIZE". Slots are saved there, and found again after a restart.
     `state_memory`: bytes for checkpoints, in a model with states (Qwen 3.5). By default two a slot.
     `embeds`: treat the model as an embedding model, even if its files do not say so.

@@ -107,7 +107,7 @@ class Prefixes:
         self._children: WeakValueDictionary[tuple[Node, bytes], Node]
         self._children = WeakValueDictionary()
 
-    def trail(self, prompt: Sequence[int], prefix_cache: bool) -> Trail:
+    def insert(self, prompt: Sequence[int], prefix_cache: bool) -> Trail:
         """Insert a prompt into the tree and return its path. Without prefix caching it has no path."""
         if not prefix_cache:
             return Trail(prompt)
@@ -131,7 +131,7 @@ class Prefixes:
         self, trail: Trail, slots: Sequence[int], into: int | None = None
     ) -> tuple[int, int | None]:
         """Return the longest reusable prefix of this prompt that one of the slots holds, in rows, and
-        that slot. `into`: the slot that the prompt goes into.
+        that slot. `into`: the slot that the prompt goes into, which has its own state (`state_places.py`).
 
         It is never the whole prompt, because the answer's first token is computed from the prompt's
         last one.
@@ -182,10 +182,10 @@ class Prefixes:
         return common_length(tokens, self._trails[slot].tokens, rows, min(limit, self.rows[slot]))
 
     def choose_slot(
-        self, trail: Trail, free: Sequence[int], busy: Sequence[int] = ()
+        self, trail: Trail, free: Sequence[int], staying: Sequence[int] = ()
     ) -> tuple[int, str]:
-        """Choose the free slot to write this prompt into, and say why. `busy`: other
-        slots, whose rows stay.
+        """Choose the free slot to write this prompt into, and say why. `staying`:
+        other slots, whose rows stay.
 
         A row is lost if it is neither part of the prompt nor in another slot. An empty slot loses
         nothing, and neither does the slot with this conversation so far. Such a slot is best: the one
@@ -196,14 +196,14 @@ class Prefixes:
             cost  = last use + rows lost - common rows / COPIED
             clock = max(clock, last use + rows lost / AGING)    afterwards
 
-        Last use is the clock when the slot was last used. Without the clock, which counts lost rows, a
-        long conversation that has ended would keep its slot forever. (This is GreedyDual: Young,
-        1994.) Ties go to the least recently used slot.
+        Both are in rows. Last use is the clock when the slot was last used: a slot that is unused for
+        long has a lower one than the others, so in the end it is the cheapest, however much it holds.
+        (This is GreedyDual: Young, 1994.) Ties go to the least recently used slot.
         """
         choices = []
         for slot in free:
             common, _ = self.match(trail, (slot,), slot)
-            lost = self._rows_lost(slot, common, (*free, *busy))
+            lost = self._rows_lost(slot, common, (*free, *staying))
             cost = self._last_use[slot] + lost - common / COPIED if lost else -math.inf
             choices.append((cost, -common, lost, slot))
         # `min` takes the first of equal costs: the least recently used

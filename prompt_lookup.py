@@ -8,7 +8,7 @@ run-ahead, because a step with draft tokens is read before the next one is plann
 The solution: prompt lookup. A pointer follows the place where the two newest tokens occurred before:
 
     owl, cat, fox, bee ...  answer so far: owl, cat,        draft:  fox , bee ,
-              ^                            ^^^^ occurred before
+              ^                                 ^^^^ occurred before, after owl
               the pointer, which moves on with each token that matches
 
 That costs one dictionary lookup for each token. A token that equals the one at the pointer is a
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 # Measured by replaying 20 greedy answers of up to 300 tokens (Qwen 2.5 0.5B, SmolLM2 135M; half of the
 # prompts ask for a text to be copied or changed), alone and four at a time, where a row costs 0.03 to
-# 0.7 of a step. Percentages: how much longer the steps take together with another value.
+# 0.7 of a step. After each constant: other values, and how much longer (+) or shorter (-) all steps
+# together take with them.
 
 # Draft tokens of an answer in a step, unless the engine is given a number. 7: +2.5 %, 31: -0.6 %
 MOST = 15
@@ -258,7 +259,8 @@ class Drafter:
     def _gain(self, lookup: PromptLookup, rows: int) -> float:
         """The expected gain of drafting in a step with this many rows, in tokens times seconds.
 
-        With c draft tokens, a step yields `expected` tokens in S + c * R seconds, without any `rows` in S.
+        With c draft tokens, a step yields `expected` tokens in S + c * R seconds; without drafts, `rows`
+        tokens in S seconds.
         The gain is expected * S - rows * (S + c * R), which is above 0 where tokens a second are more.
         """
         if lookup.may_be_forced:

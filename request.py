@@ -7,7 +7,7 @@ two counters apart: how many tokens are *planned*, and how many are *committed*.
 Its data is in small records, one for each part of the engine that decides about it:
 
     prompt, ...  the request itself     `Engine.submit`
-    Queued       its place in line      `policies.py`
+    Queued       its place in line      `Scheduler.submit`, `policies.py`
     Admission    its slot               `Scheduler.plan`
     progress     the request itself     `Scheduler.plan`, `Scheduler.commit`
     PrefixReuse  its cached rows        `Scheduler.plan`, from `prefix.py`
@@ -153,7 +153,7 @@ class Request:
         """
         return len(self.prompt) + self.planned - 1
 
-    def reuse_rows(self, chunk: Chunk, own: int) -> None:
+    def count_cached_rows(self, chunk: Chunk, own: int) -> None:
         """Count the cached rows before the first chunk. `own`: the rows in memory that the same client
         wrote.
 
@@ -262,7 +262,8 @@ class Move(NamedTuple):
 class Decode(NamedTuple):
     """One step of one answer: the newest token goes into row `position`.
 
-    That token is known, even emitted, but has no row in the slab yet. The row yields the next token.
+    That token has no row in the slab yet. With run-ahead, it may still be on the device (`is_known`).
+    The row yields the next token.
     Draft tokens go into the rows after it, and each yields the token that would follow it.
     """
 

@@ -1,6 +1,6 @@
 """Chapter 5, first part: one step on the device. A `ForwardBatch` goes in, tokens come out.
 
-The problem. A plan names requests, with their clients, handles and texts. A forward pass needs none
+The problem. A plan names requests, with their clients, counters and records. A forward pass needs none
 of that, and the other ranks of a model have none of it.
 
 The solution. `ForwardBatch.from_plan` turns a plan into plain numbers: slots, token ids, rows. The runner
@@ -324,8 +324,10 @@ class Runner:
         proofs = {}
         for prefill in prefills:
             if not prefill.emits:
+                is_in_place = prefill.copied_from is None and prefill.restored is None
+                start = prefill.start if is_in_place else 0  # copied rows are proven, too
                 stop = prefill.start + len(prefill.ids)
-                proof = self.slab.proof(prefill.slot, prefill.start, stop)
+                proof = self.slab.proof(prefill.slot, start, stop)
                 proofs[prefill.slot] = self.ranks.sum(proof)  # each rank holds different heads
         if proofs:
             self._enqueue(*proofs.values())
@@ -400,7 +402,8 @@ class Runner:
         self._reading = []  # they may be views of the slab: drop them before it is written
         self._wait_s += self.clock() - began
         if not device.has_gpu():
-            # MLX looks through a whole graph before it starts any of it. The first layer runs meanwhile.
+            # MLX walks through a whole graph before it starts any of it. So the first layer is started
+            # alone, and runs during the walk
             self._enqueue(self.slab.arrays[0])
         self._enqueue(*results)
         self._reading = results

@@ -12,8 +12,9 @@ group are a matrix with a row for each request. Each setting is a column next to
     A         2.1   4.0   3.3  ...    0.8                   0.31
     B         0.4   0.2   5.1  ...    1.3                   0.77
 
-So one operation does the same step for all rows. The group "greedy" takes an argmax, "edited" an argmax after
-a bias or penalties, or with log probabilities; "short list", "long list" and "open" draw, in mlx-lm's steps:
+So one operation does the same step for all rows. "greedy" takes an argmax, "edited" an argmax after a bias or
+penalties, or for log probabilities. The others draw, in mlx-lm's steps: "short list" for a top_k up to
+SHORT_LIST, "long list" for a larger one or a top_p, and "open" for neither.
 
     mask       tokens that a grammar forbids become minus infinity
     penalize   add logit_bias, apply repetition_penalty, subtract presence and frequency penalty
@@ -21,11 +22,10 @@ a bias or penalties, or with log probabilities; "short list", "long list" and "o
     filter     top_k, top_p and min_p, each on the probabilities at temperature 1
     draw       the temperature changes the weights of the tokens that are left, and one is drawn
 
-The filters are defined on sorted tokens (`keep_first`). A large vocabulary is never sorted: there
-`kernels/sampling_ops.py` keeps the same tokens by bisection.
+The filters are defined on sorted tokens (`keep_first`). A large vocabulary is never sorted: there, bisection
+keeps the same tokens (`kernels/sampling_ops.py`).
 
-The invariant: a request's token depends on the request's own logits, settings, seed and position. The
-group depends on the settings alone, and no operation here mixes rows.
+The invariant: a request's token depends on its own logits, settings, seed and position. No operation mixes rows.
 
 Where next: `token_choice.py`, then `runner.py`, which calls `sample` in every step.
 """
@@ -104,7 +104,7 @@ def sample(
             ids = draw(spread, members, group)
         if has_logprobs:
             free = Spread.from_logits(unmasked.astype(mx.float32)) if has_mask else None
-            logprobs.append(measure(spread, members, ids, x.shape[-1], free))  # not in "greedy"
+            logprobs.append(measure(spread, members, ids, x.shape[-1], free))  # never "greedy"
         # Comparisons with NaN are False, so a NaN could go unnoticed. But it makes the maximum NaN.
         tokens.append(mx.where(mx.isfinite(best), ids.astype(mx.int32), -1))
         order += rows

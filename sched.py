@@ -69,7 +69,7 @@ class Scheduler:
 
     `slots`, `max_len`: the number of sequences that run at once, and the tokens that each may have.
     `chunk`: the most tokens of a chunk. `budget`: the most tokens of a step, but decoding requests and one
-    whole chunk always fit. `draft`: proposes draft tokens.
+    whole chunk fit (unless `prompt_tokens` of `plan` are fewer). `draft`: proposes draft tokens.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Scheduler:
         running = list(self.running.values())
         decoding = [r for r in running if r.phase == "decode" and r.has_next]
         reading = [r for r in running if r.is_reading]
-        # Each decoding request takes one token of the budget. The rest is for prompts: at least a
-        # whole chunk, unless the decoding requests would wait too long for it
+        # Each decoding request takes one token of the budget. The rest is for prompts and drafts: at
+        # least a whole chunk, unless the decoding requests would wait too long for it
         rest = max(self.budget - len(decoding), self.chunk)
         if decoding and reading:
             rest = min(rest, prompt_tokens)
@@ -120,13 +120,12 @@ class Scheduler:
         decodes = [Decode(r, r.slot, r.next_row, drafts.get(r.id, ())) for r in decoding]
         chunked = {chunk.request.id for chunk in chunks}
         held = [r for r in running if r.phase == "prefill" and r.id not in chunked]
-        overwritten = self.prefixes.pop_overwritten() if chunks else ()  # by `_chunks`
         self.steps += 1
         plan = Plan(
             step=self.steps,
             at=now,
             admitted=tuple(admitted),
-            scrubs=self._scrubs(running),
+            scrubs=self._scrubs(running),  # in slots that have a chunk by now
             chunks=tuple(chunks),
             decodes=tuple(decodes),
             held=tuple(held),
@@ -134,7 +133,7 @@ class Scheduler:
             waiting=len(self.waiting),
             policy=self.policy.name,
             budget=len(decoding) + rest,
-            overwritten=overwritten,
+            overwritten=self.prefixes.pop_overwritten(),  # what slots lost in `_apply`
             moves=self.states.plan(chunks, decodes),
         )
         for member in plan.emitters:
@@ -145,8 +144,8 @@ class Scheduler:
     def commit(self, plan: Plan, tokens: Tokens, accept: Accept, now: float) -> Committed:
         """Give each request its sampled tokens, and free the slots of requests that finish.
 
-        `tokens`: by slot, the token of each of its rows. Tokens after a rejected draft token are
-        dropped.
+        `tokens`: by slot, the token of each of its rows; -1 if its logits were not finite. Tokens
+        after a rejected draft token are dropped.
 
         Results belong to requests, not to slots: when a token is read back, its slot may have a new
         owner.
@@ -169,7 +168,7 @@ class Scheduler:
                     ended.append(request)
             if draft:
                 drafts.append((member.slot, len(draft), accepted))
-                # subtle: must come after `finish`, which finds the rows of rejected tokens by `planned`
+                # subtle: after `finish`, which finds the rows of rejected tokens by `planned`
                 request.settle_draft(len(draft), accepted)
         return Committed(ended, tuple(ghosts), tuple(drafts))
 
@@ -178,13 +177,13 @@ class Scheduler:
     def _admit(self, now: float) -> list[Request]:
         """Give free slots to waiting requests."""
         free = self.free
-        # Slots whose rows stay. Before its first chunk is planned, a request's slot still has old rows,
-        # but will lose them
-        busy = [r.slot for r in self.running.values() if r.prefilled]
+        # Slots whose rows stay. A request without a planned chunk is left out: its slot still has old
+        # rows, but will lose them
+        staying = [r.slot for r in self.running.values() if r.prefilled]
         admitted = list(islice(self.policy.next(self), self._admissible()))
         for request in admitted:
             del self.waiting[request.id]
-            slot, why = self.prefixes.choose_slot(request.prefix.trail, free, busy)
+            slot, why = self.prefixes.choose_slot(request.prefix.trail, free, staying)
             request.admission = Admission(now, self.policy.name, slot, why)
             if self.find_saved:
                 # Only rows that no slot holds are loaded from disk, and only a chunk or more of them
@@ -296,7 +295,7 @@ class Scheduler:
         request, slot = chunk.request, chunk.slot
         trail = request.prefix.trail
         if request.prefilled == 0:
-            request.reuse_rows(chunk, self.prefixes.rows_of(request.client, trail))
+            request.count_cached_rows(chunk, self.prefixes.rows_of(request.client, trail))
             self.prefixes.assign(slot, request.client, chunk.rows_in_place, save_from=self.chunk)
             if chunk.copied_from is not None:
                 self.prefixes.use(chunk.copied_from)
@@ -334,20 +333,23 @@ class Scheduler:
         if request.prefix_cache:
             self.prefixes.record_answer(slot, request.prefix.trail, request.answer, request.proven)
         self.states.leave(request)
-        # Without planned tokens that are not committed, the last token proves all rows
+        # Some rows are not proven if no token was committed, or if a planned one was not: its step is in
+        # flight, its draft token was rejected, or its logits were not finite
         if request.committed == 0 or request.planned > request.committed:
             written = request.prefilled + request.planned + PADDING  # at most
             self._to_scrub[slot] = (request.proven, written)
 
     def prove(self, plan: Plan, finite: Collection[int]) -> None:
-        """Record that the chunks in these slots, and all rows before them, are finite.
+        """Record that the chunks in these slots are finite, with the rows that were copied for them.
 
-        A request that was cancelled in the meantime leaves its rows in the prefix cache, unless the
-        slot has a new owner.
+        A chunk counts once the chunk before it is proven, because a key of the last layer has no
+        effect on later rows. A request that was cancelled in the meantime leaves its rows in the
+        prefix cache, unless the slot has a new owner.
         """
         for chunk in plan.chunks:
             request = chunk.request
-            if chunk.slot in finite and self.prefixes.is_held_by(chunk.slot, request.prefix.trail):
+            is_next = chunk.slot in finite and chunk.rows_in_place <= request.proven
+            if is_next and self.prefixes.is_held_by(chunk.slot, request.prefix.trail):
                 request.proven = chunk.stop
                 if request.end:
                     self._keep_proven_rows(request)
@@ -378,7 +380,7 @@ class Scheduler:
         if waiting >= self.max_queue:
             limit = f"max_queue is {self.max_queue}"
             raise QueueFull(f"{waiting} requests are waiting, and {limit}; try later")
-        request.prefix.trail = self.prefixes.trail(request.prompt, request.prefix_cache)
+        request.prefix.trail = self.prefixes.insert(request.prompt, request.prefix_cache)
         request.queued.arrival_step = self.steps
         self.waiting[request.id] = request
         self.submitted += 1
@@ -423,7 +425,7 @@ class Scheduler:
         self.states.clear(self.prefixes)
         self._to_scrub: dict[int, tuple[int, int]] = {}  # slot -> rows that may not be finite
         for request in self.waiting.values():
-            request.requeue(self.prefixes.trail(request.prompt, request.prefix_cache))
+            request.requeue(self.prefixes.insert(request.prompt, request.prefix_cache))
         self._end_drain()
 
 

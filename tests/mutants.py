@@ -217,7 +217,7 @@ MUTANTS = [
     Mutant(
         "prefix.py",
         "Prefixes.choose_slot",
-        "self._rows_lost(slot, common, (*free, *busy))",
+        "self._rows_lost(slot, common, (*free, *staying))",
         "0",
         f"{CHOICE}::test_only_new_tokens_are_read_where_slots_suffice",
     ),
@@ -237,7 +237,7 @@ MUTANTS = [
     ),
     Mutant(
         "request.py",
-        "Request.reuse_rows",
+        "Request.count_cached_rows",
         "min(chunk.start, max(own, saved))",
         "chunk.start",
         f"{DOOR}::test_cached_tokens_reveal_no_other_clients_prompt",

@@ -211,3 +211,20 @@ def test_chunk_keeps_no_reference_to_the_slab(parts):
         ).read_back()
         mx.synchronize()
         assert mx.get_peak_memory() - before < runner.slab.arrays[0].nbytes
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_chunk_proves_the_rows_it_copies(parts, is_finite):
+    """A chunk is proven to be finite together with the rows that were copied from another slot."""
+    runner = Runner(parts[0], SIZES)
+    with device_lock, device_stream():
+        first = Prefill(0, ids=(1, 2, 3, 4), start=0, emits=False)
+        step = runner.run(ForwardBatch((), (first,), ()), {})
+        step.read_back()
+        assert step.finite == [0]
+        if not is_finite:
+            runner.slab.arrays[-1][0, :, 1] = mx.nan
+        chunk = Prefill(1, ids=(5, 6), start=4, emits=False, copied_from=0)
+        step = runner.run(ForwardBatch((), (chunk,), ()), {})
+        step.read_back()
+    assert step.finite == [1] * is_finite

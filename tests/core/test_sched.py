@@ -510,7 +510,7 @@ def test_longest_cached_prefix_is_found(segment):
             stem = tuple(rng.choices(range(2), k=rng.randint(1, 30)))
             known = rng.choice([prompt for prompt, _ in owners])
             prompt = known[: rng.randint(0, len(known))] + stem
-            trail = prefixes.trail(prompt, 1)
+            trail = prefixes.insert(prompt, 1)
             assert len(trail.nodes) == len(prompt) // segment
             among = rng.sample(range(slots), rng.randint(1, slots))
             rows = {slot: common(prompt[:-1], held[slot]) for slot in among}
@@ -532,10 +532,10 @@ def test_longest_cached_prefix_is_found(segment):
                     answer = tuple(rng.choices(range(2), k=rng.randint(0, 20)))
                     prefixes.record_answer(slot, owners[slot][1], answer, rows + len(answer))
                     held[slot] += answer
-                    owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
+                    owners[slot] = (held[slot], prefixes.insert(held[slot], 1))
             if rng.random() < 0.1:
                 # The request ends, and the slot keeps its rows
-                owners[slot] = (held[slot], prefixes.trail(held[slot], 1))
+                owners[slot] = (held[slot], prefixes.insert(held[slot], 1))
             if rng.random() < 0.02:
                 prefixes.clear()
                 held = [()] * slots
@@ -546,11 +546,11 @@ def test_longest_cached_prefix_is_found(segment):
 def test_unshared_prompt_has_no_cached_rows():
     """A prompt without prefix caching finds no rows, not even its own, and no other prompt finds its rows."""
     prefixes, prompt = Prefixes(2, segment=4), tuple(range(20))
-    one, none = (prefixes.trail(prompt, shares) for shares in (True, False))
+    one, none = (prefixes.insert(prompt, shares) for shares in (True, False))
     prefixes.record_rows(0, one, 20)
     prefixes.record_rows(1, none, 20)
     assert [prefixes.match(each, (0, 1)) for each in (one, none)] == [(19, 0), (0, None)]
-    assert prefixes.begin_alike(one, [prefixes.trail(prompt, True)], 8)
+    assert prefixes.begin_alike(one, [prefixes.insert(prompt, True)], 8)
     assert not any(
         prefixes.begin_alike(each, [other], 8)
         for each, other in ((one, none), (none, one), (none, none))
@@ -689,6 +689,18 @@ def test_non_finite_chunks_are_not_cached(lag, at):
     good = story.submit((*range(at), *range(200, 230)), 2)
     story.drawn()  # asserts that no row that is not finite remains
     assert (good.prefix.cached, good.finish_reason) == (at // 4 * 4, "length")
+
+
+def test_chunk_does_not_prove_the_chunk_before_it():
+    """A key of the last layer that is not finite reaches no later row, so the next chunk may be finite.
+    Regression: that chunk proved all rows before it."""
+    story = Story(slots=1)
+    request = story.submit(24, 2)
+    for finite in ([0], [], [0]):
+        plan = story.sched.plan(story.now)
+        story.sched.prove(plan, finite)
+        story.sched.commit(plan, {}, story.accept, story.now)
+    assert (request.prefilled, request.proven) == (12, 4)
 
 
 def test_cancel_in_the_queue_keeps_the_cache():
@@ -984,7 +996,7 @@ def last_row_cached(is_ghosts: bool, leave: Callable) -> Callable:
         is_ghost = request.planned > request.committed
         if request.prefix_cache and request.answer and is_ghost == is_ghosts:
             whole = (*request.prompt, *request.answer)
-            self.prefixes.record_rows(request.slot, self.prefixes.trail(whole, True), len(whole))
+            self.prefixes.record_rows(request.slot, self.prefixes.insert(whole, True), len(whole))
 
     return planted
 

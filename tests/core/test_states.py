@@ -231,7 +231,7 @@ def test_first_dropped_are_those_whose_rows_are_gone():
     prefixes = Prefixes(3)
     places = StatePlaces(slots=3, checkpoints=3, chunk=CHUNK, log=16)
     places.clear(prefixes)
-    trails = [prefixes.trail(drawn(seed, 40), True) for seed in range(3)]
+    trails = [prefixes.insert(drawn(seed, 40), True) for seed in range(3)]
     for slot, (trail, place) in enumerate(zip(trails, places.checkpoints, strict=True)):
         prefixes.record_rows(slot, trail, 40)
         place.record(trail, 31, 32)
@@ -246,8 +246,8 @@ def test_first_dropped_are_those_whose_rows_are_gone():
 def test_a_state_serves_from_its_base_to_its_log_end(most, served):
     prefixes = Prefixes(1)
     place = Place(0)
-    place.record(prefixes.trail(drawn(1, 40), True), 30, 35)
-    assert place.serves(prefixes.trail([*drawn(1, 40), 1], True), most, prefixes.segment) == served
+    place.record(prefixes.insert(drawn(1, 40), True), 30, 35)
+    assert place.serves(prefixes.insert([*drawn(1, 40), 1], True), most, prefixes.segment) == served
 
 
 class Shadow:
@@ -336,7 +336,7 @@ def test_a_rejected_draft_token_serves_nobody():
         tokens = {m.slot: [1] * (1 + len(m.draft)) for m in plan.emitters}
         sched.commit(plan, tokens, lambda request, token: None, step)
     sched.finish(request, "cancelled", 4)
-    text = sched.prefixes.trail([*request.prompt, *request.answer, 5], True)
+    text = sched.prefixes.insert([*request.prompt, *request.answer, 5], True)
     assert request.drafting.proposed and not request.drafting.accepted
     assert sched.prefixes.most_reusable(text, request.proven, request.slot).rows == request.proven
     assert (
