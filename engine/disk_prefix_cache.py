@@ -118,10 +118,10 @@ class SlotCache:
     """Saves the prefixes of slots to a folder, and finds them for new prompts.
 
     `setting`: DIR[:SIZE], or None to disable the cache.
-    `changed`: the condition to notify when rows have been loaded.
+    `changed`: the condition to notify when a search has finished.
 
-    The invariant: only the cache's own threads access the folder, and they hold no lock that a step needs
-    while they wait for it. A folder that stalls delays a request by at most PATIENCE_S.
+    The invariant: after `__init__`, only the cache's own threads access the folder, and they hold no lock that
+    a step needs while they wait for it. A folder that stalls delays a request by at most PATIENCE_S.
     """
 
     def __init__(self, setting: str | None, ranks: int, changed: threading.Condition):
@@ -206,7 +206,8 @@ class SlotCache:
 
     def find(self, request: Request, least: int) -> RestoredRows | None:
         """Start a search for the saved slot that shares the longest prefix with a prompt: at least `least` rows,
-        and at most all but the last. Return None if there is nothing to search for."""
+        and at most all but the last. Return None if the prompt is too short, the request uses no prefix cache, or
+        the cache is off or stalled."""
         is_long = request.prefix_cache and len(request.prompt) > least
         if self._folder is None or not is_long or self.is_stalled:
             return None
@@ -216,8 +217,8 @@ class SlotCache:
         return RestoredRows(self, search)
 
     def wait(self, running: Collection[Request]) -> bool:
-        """If all running requests wait for rows, sleep until rows are loaded or a request arrives. Call this
-        without holding another lock. Return False if no request is running."""
+        """If all running requests wait for rows, sleep until rows are loaded or a request arrives, for at most
+        WAIT_S. Call this without holding another lock. Return False if no request is running."""
         with self._changed:
             if running and all(request.waits_for_disk for request in running):
                 self._changed.wait(WAIT_S)
@@ -330,7 +331,7 @@ class SlotCache:
             self._is_behind = True
 
     def save_all(self, runner: RunnerProtocol | None, sched: Scheduler) -> None:
-        """Save the cached rows of all slots, one after another. Return when they are written."""
+        """Save the cached rows of all slots, one after another. Return when they are written or the folder stalls."""
         if self._folder is None or self._is_closed:
             return
         for slot in range(sched.slots):

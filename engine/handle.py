@@ -229,7 +229,8 @@ class Handle:
         )
 
     def _candidates(self) -> tuple[tuple[str, float, bool], ...]:
-        """Return the newest token and the tokens that would be most likely without the grammar."""
+        """Return the newest token and the tokens that would be most likely without the grammar, as in
+        `RequestView.candidates`. Empty without a grammar, and after the end."""
         count = min(len(self.logprobs), len(self.tokens))
         if self.grammar is None or not count or self.finish_reason:
             return ()
@@ -247,7 +248,8 @@ class Handle:
         return tuple(seen)
 
     def append_token(self, output: StepOutput, now: float) -> str | None:
-        """Append a token to the answer. Return the finish reason if the answer ends with it, else None.
+        """Append a token to the answer. Return the finish reason if the token ends it, else None. (The scheduler
+        checks `max_tokens`.)
 
         For an embedding, keep the vector instead of the token."""
         token = output.token
@@ -282,7 +284,8 @@ class Handle:
         return "stop" if stops else None
 
     def close(self, error: BaseException | str | None) -> None:
-        """End the request outside a commit. `error`: the failure, or None for a cancel."""
+        """Record the error of a request that ends outside a commit, and append its last text. `error`: the
+        failure, or None for a cancel."""
         if isinstance(error, BaseException):
             self.exception = error
             error = describe(error)

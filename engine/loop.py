@@ -165,8 +165,8 @@ class Loop:
         return self
 
     def stop(self, patience: float | None = None) -> bool:
-        """Ask the thread to stop, and wait for it. Return False if it is still running after `patience`
-        seconds, because a step cannot be interrupted."""
+        """Ask the thread to stop, and wait for it, unless called in it. Return False if it is still running after
+        `patience` seconds, because a step cannot be interrupted."""
         with defer_interrupt(), self.engine.changed:
             self._stopping = True
             self.engine.changed.notify_all()
@@ -177,7 +177,7 @@ class Loop:
         return not thread.is_alive()
 
     def sleep(self, until: Callable[[], bool], seconds: float) -> None:
-        """Put another thread to sleep until `until()` is true or `seconds` have passed."""
+        """Put the calling thread, not the loop's, to sleep until `until()` is true or `seconds` have passed."""
         changed = self.engine.changed
 
         def wake() -> None:
@@ -218,7 +218,7 @@ class Loop:
     # --- for any thread; these return immediately
 
     def call(self, act: Callable[[], None]) -> None:
-        """Run a function between two steps. It may step the engine, but not wait for a request."""
+        """Queue a function to run between two steps. It may step the engine, but not wait for a request."""
         with self.engine.changed:
             self._commands.append(act)
             self.engine.changed.notify_all()
@@ -231,7 +231,7 @@ class Loop:
         self._set_pace(False, 0)
 
     def step(self, count: int = 1) -> None:
-        """Run this many steps, then pause."""
+        """Run this many more steps, then pause."""
         self._set_pace(True, self.stepping + count)
 
     def _set_pace(self, paused: bool, stepping: int) -> None:

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class Lifecycle:
-    """Manages the model of an engine. Only this class sets the attributes that depend on the model: the
-    engine's `model`, `text`, `runner`, `drafter`, `step_time`, `is_batch_invariant` and `summary`, its
-    scheduler's sizes, and the key of its slot cache.
+    """Manages the model of an engine. It sets the attributes that depend on the model: the engine's `model`,
+    `text`, `runner`, `drafter`, `step_time`, `is_batch_invariant` and `summary`, its scheduler's sizes, drafts
+    and states, and the key of its slot cache.
 
     `speculate`, `step_ms`: the arguments of `Engine`.
 
@@ -104,7 +104,7 @@ class Lifecycle:
     # --- unload, and load again with the next request
 
     def unload(self) -> None:
-        """Unload weights and slab. Raise RuntimeError if a request is open."""
+        """Unload weights and slab. Raise RuntimeError if a request is open, or the model cannot be reloaded."""
         self._save_slots()
         with self._engine.between_steps():
             self._unload()

@@ -28,7 +28,7 @@ SILENT_S = 2.0  # minimum time between two progress lines while weights are load
 class ModelSource(NamedTuple):
     """A model's files, and the requested sizes."""
 
-    model: str  # a folder, a hub id, or "demo"
+    model: str  # a folder, a GGUF file, a hub id, or "demo"
     dtype: str
     kv: str
     attention: str

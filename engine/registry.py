@@ -102,10 +102,11 @@ class RequestRegistry:
         request: Request,
         token: int,
     ) -> str | None:
-        """Deliver a token to its request. Return the finish reason if the request ends with it, else None.
+        """Deliver a token to its request. Return the finish reason if the token ends it, else None, as
+        `Handle.append_token` does.
 
         An exception fails only this request. `outputs`: outputs with more than a token, such as log
-        probabilities, by slot and index."""
+        probabilities, by slot and index in the answer."""
         handle = self.open[request.id]
         self.output_tokens += not handle.sampling.embeds
         self._news[handle.id] = handle
@@ -140,8 +141,9 @@ class RequestRegistry:
             self.open[id].prefill_clock.left_s = seconds
 
     def lost_with(self, plans: Sequence[Plan], all_end: bool) -> list[Handle]:
-        """Return the open requests that are lost with these failed steps: requests with a chunk in one of
-        them, and requests with planned tokens, because these cannot be restarted. `all_end`: all requests."""
+        """Return the handles of the open requests that are lost with these failed steps: those with a chunk in
+        one of them, those with planned tokens, which cannot be restarted, and those that have already ended.
+        `all_end`: all requests."""
         failed = {chunk.request.id for plan in plans for chunk in plan.chunks}
         found = []
         for handle in self.open.values():

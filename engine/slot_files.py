@@ -88,7 +88,7 @@ def read_nbytes(text: str) -> int | None:
 
 
 class SlotFolder:
-    """The folder of saved slots. Raises ValueError if other users could read it.
+    """The folder of saved slots. Raises ValueError if it cannot be created, or if it is not private.
 
     `setting`: DIR[:SIZE].
     `answered`: the time of the last successful file operation. In a lost network folder, operations hang forever.
@@ -112,8 +112,8 @@ class SlotFolder:
             )
 
     def names(self, key: str) -> set[str]:
-        """Return the names of a model's saved slots. Skip anything but regular
-        files, because opening a pipe would block."""
+        """Return the names of a model's saved slots; empty if the folder cannot be listed. Skip anything but
+        regular files, because opening a pipe would block."""
         start = f"{key[:16]}-"
         try:
             found = [each.name for each in os.scandir(self.path) if each.is_file()]
@@ -136,7 +136,7 @@ class SlotFolder:
         return (self.path / name).stat().st_size
 
     def read_tensors(self, saved: SavedSlot) -> dict[str, SavedTensor]:
-        """Return all tensors of a file. Raise Damaged if its digest or tokens are wrong."""
+        """Return all tensors of a file. Raise Damaged if its digest is wrong, or it has changed since `read_head`."""
         data = self._bytes_of(saved.name)
         size = 8 + header_size(data)
         key, owner, base, tensors = parsed(bytes(data[8:size]), len(data) - size)

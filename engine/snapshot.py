@@ -80,7 +80,7 @@ class Limits(NamedTuple):
         return self.slots + least, self.slots + min(self.max_len, WIDEST * self.chunk)
 
     def with_budget(self, budget: int | None) -> Limits:
-        """Return these limits with another budget, or unchanged for None.
+        """Return these limits with a different budget, or unchanged for None.
 
         A step always has room for one full chunk, however small the budget is, and a prompt has at most
         one chunk in a step. So the chunk changes with the budget: it is the budget minus a row for each
@@ -97,7 +97,8 @@ class Limits(NamedTuple):
         return self._replace(budget=budget, chunk=budget - self.slots)
 
     def adjusted(self, now: Limits, budget: int | str | None) -> Limits:
-        """Return these limits with another budget. "-" and "+" halve or double the chunk of `now`."""
+        """Return these limits with a different budget. "-" and "+" halve or double the chunk of `now`, as far as
+        `budgets` allows."""
         if budget not in ("-", "+"):
             return self.with_budget(budget)
         least, most = self.budgets
@@ -312,8 +313,8 @@ class StepView:
 
     @property
     def seconds(self) -> float:
-        """The engine's time for this step. `ended - began` is longer, because the next step is planned before
-        this one is committed."""
+        """The engine's time for this step. With run-ahead, `ended - began` is longer, because the next step is
+        planned before this one is committed."""
         return self.python_s + self.device_s + self.wait_s
 
 

@@ -98,7 +98,7 @@ class StepTime:
 
     @property
     def limit_s(self) -> float:
-        """The time limit of a step in seconds, while a request decodes."""
+        """The time limit of a step in seconds, while a request decodes; infinity if there is none."""
         if self._limit_ms is not None:
             return self._limit_ms / 1000
         if not self._is_batch_invariant:
@@ -106,8 +106,8 @@ class StepTime:
         return max(USUAL_S, TIMES * median(self._without)) if self._without else USUAL_S
 
     def prompt_tokens(self, requests: Iterable[Request]) -> int:
-        """Return the number of prompt tokens that fit into the next step (`Scheduler.plan`). Unlimited if no
-        request decodes."""
+        """Return the number of prompt tokens that fit into the next step (`Scheduler.plan`). UNLIMITED if no
+        request decodes, no step with a chunk has been measured, or there is no time limit."""
         reading = [r.prefilled for r in requests if r.phase == "prefill"]
         rows = [r.next_row for r in requests if r.phase == "decode" and r.has_next]
         return self._fitting(len(rows), sum(rows), max(reading, default=0)) if rows else UNLIMITED
@@ -154,7 +154,7 @@ class StepTime:
         return base + token * tokens + look * looks
 
     def _fit(self) -> tuple[float, float, float]:
-        """Return the three coefficients, fitted to all steps so far.
+        """Return the three coefficients, fitted to the steps with chunks so far, the newest weighted most.
 
         They minimize the sum of ((seconds - fitted) / expected seconds)^2 over steps, plus the sum of
         PRIOR x (coefficient / typical - 1)^2 over the coefficients. The typical coefficients have the typical

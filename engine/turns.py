@@ -55,7 +55,7 @@ class Turns:
                 self._changed.notify_all()
 
     def forget(self, who: Hashable) -> None:
-        """Remove an engine that was closed."""
+        """Remove an engine whose loop has stopped."""
         with self._changed:
             self._spent.pop(who, None)
             self._left.pop(who, None)

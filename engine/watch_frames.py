@@ -3,7 +3,7 @@
 A view is packed as a list of its fields without their names, which would triple the size of a frame. The
 types of the fields define how to rebuild it. Frames are incremental: they contain the events since the last
 frame, and only the new text of open requests. The invariant: `Receiver.unpack(Sender.pack(frame))` equals
-the frame, up to JSON's types. `PROTOCOL` detects a peer of another version.
+the frame, up to JSON's types. `PROTOCOL` detects a peer of a different version.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ PROTOCOL = zlib.crc32(repr(_shape(Frame)).encode())  # changes with the fields
 
 class Sender:
     """The server's end of a connection to one watcher. It remembers how much of each open request's text
-    has been sent."""
+    has been sent. `texts`: False leaves out texts and clients."""
 
     def __init__(self, texts: bool):
         self._texts = texts

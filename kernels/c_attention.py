@@ -2,7 +2,7 @@
 
 As with other operations (`row_ops.py`), MLX sees a matrix product. In place of the matrix there is a
 layer's slab, which ends with a label that `cpu_kernels.c` recognizes. Each row of x contains a token's
-queries and the range of rows in the slab that the token sees.
+queries, its slot, and the range of rows that it sees there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def label_rows(Dh: int, itemsize: int) -> int:
 
 
 def write_label(slab: mx.array) -> None:
-    """Write the label into the last row of a layer's slab, (slots, 2 Hkv, rows, Dh).
+    """Write the label at the end of a layer's slab, (slots, 2 Hkv, rows, Dh).
 
     The operation recognizes the slab by it. Without our own product, or for a bfloat16 slab, which the
     operation does not support, nothing is written."""

@@ -141,7 +141,7 @@ def device_stream() -> mx.StreamContext:
 
 
 def give_way() -> None:
-    """Let another engine run a step. Call this once between two steps of long work, with the lock held."""
+    """Let another engine run a step. Call this between two parts of long work, holding the lock exactly once."""
     device_lock.release()
     time.sleep(0.0005)  # otherwise the waiting thread would not wake up in time
     device_lock.acquire()

@@ -75,7 +75,7 @@ class Blas(NamedTuple):
 
     name: str  # "rows" for our own, "mlx" for MLX's own, or the name of a file
     kernels: str = ""  # instruction set and threads of our own library
-    why_not: str = ""  # why our own is not used, and the remedy; empty if it is not needed
+    why_not: str = ""  # why our own is not used, and the remedy; empty if it is used or not needed
     library: ctypes.CDLL | None = None  # our own library, if loaded
     bits: str = ""  # the hash of our library's results in the check
 
@@ -139,7 +139,8 @@ class Unbuilt(Exception):
 
 
 def load(name: str = "") -> Blas:
-    """Load the library for this form, or else the best one for this processor. Make its symbols global."""
+    """Load the library for the form `name`, by default the best one for this processor. Make its symbols global.
+    Raise Unbuilt if it cannot be used."""
     forms = forms_here()
     if not forms:
         raise Unbuilt(f"cpu_kernels.c does not support processors of the kind {platform.machine()}")

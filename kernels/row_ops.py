@@ -54,7 +54,7 @@ class Operation:
         return x @ self._claims[K]
 
 
-usual = cache(Operation)  # for operations without a weight; a model has only few settings
+usual = cache(Operation)  # for operations without a weight; a model has only a few settings
 
 
 class Rotation:

@@ -111,7 +111,7 @@ class Config:
     values_tiled: bool = False
     shared_expert: int = 0  # hidden width of the expert that every token goes through; 0: none
     gated: bool = False  # attention has an output gate, whose rows are in q_proj
-    # (Hkv, Dh) of the layers with full attention, if the layers with a window have others
+    # (Hkv, Dh) of the layers with full attention, if they differ from those of the layers with a window
     far: tuple[int, int] | None = None
     # Scale of q k^T, if not 1 / sqrt(Dh); it is folded into the norm of q
     scale: float | None = None

@@ -1,8 +1,8 @@
 """The gated delta net that Qwen 3.5 uses instead of attention in three out of four layers.
 
-A head keeps one matrix S, (Dk, Dv), instead of keys and values, and each token updates it. On a CPU one
-operation computes the updates (`kernels/delta_net.c`). With `--attention plain`, and on a GPU, the formula
-below runs token by token.
+A head keeps one matrix S, (Dk, Dv), instead of keys and values, and each token updates it. With our own
+product on a CPU, one operation computes the updates (`kernels/delta_net.c`). Otherwise, and with
+`--attention plain`, the formula below runs token by token.
 """
 
 from __future__ import annotations

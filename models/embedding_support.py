@@ -35,7 +35,7 @@ def check_embeds(folder: Path, wanted: bool, is_told: bool) -> None:
     """Refuse embeddings from a model that was not trained for them, and text from a model without a
     head.
 
-    `wanted`: the request asks for an embedding.
+    `wanted`: the request asks for an embedding. It may be False only for a model without a head.
     `is_told`: the user asserts that the model was trained for embeddings.
     """
     if not wanted:

@@ -1,7 +1,7 @@
 """How each model family differs from Llama: one record per family in `FAMILIES`, at the end.
 
-A record yields plain data, the fields of a `Config`. The only other file that knows families by name is
-`gguf_config.py`.
+A record yields plain data, the fields of a `Config`. The only other files that know families by name are
+`gguf_config.py` and, for multimodal models, `config.py`.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -175,7 +175,7 @@ class Roof(NamedTuple):
         return max(self.reading, self.again)
 
     def joined(self, other: Roof) -> Roof:
-        """Combine two measurements: the higher of each rate."""
+        """Combine two measurements: the higher of each rate, and the lower `others`."""
         if not self.reading:
             return other
         best = Roof(*map(max, self, other))

@@ -128,7 +128,7 @@ def head_of(path: Path) -> bytes:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return all files of a split model, given any of them."""
+    """Return all files of a model, given any of them. They need not exist."""
     found = SPLIT.search(path.name)
     if not found:
         return [path]

@@ -26,8 +26,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def models_among(found: Iterable[Path]) -> list[Path]:
-    """Keep the GGUF files that `--model` accepts: the first part of a split model, and no image
-    projectors."""
+    """Keep one GGUF file for each model: the first part of a split model, and no image projectors."""
     parts = {path: SPLIT.search(path.name) for path in found if not path.name.startswith("mmproj")}
     return [path for path, part in parts.items() if part is None or int(part[1]) == 1]
 
@@ -39,7 +38,8 @@ def type_of(path: Path) -> str:
 
 
 def chosen(folder: Path, wanted: str = "") -> Path | None:
-    """Return the only GGUF model in a folder, or the one of the wanted type. None if there is none."""
+    """Return the only GGUF model in a folder, or the only one with the type or file name `wanted`. None if the
+    folder has none. Raise ModelError if there are several, or none that is wanted."""
     files = files_in(folder)
     if wanted:
         files = [

@@ -244,7 +244,7 @@ class Model:
         return all(part.dtype == mx.float32 for _, part in parts if isinstance(part, mx.array))
 
     def without_weights(self) -> Model:
-        """Return the model without its arrays, for use after it has been unloaded."""
+        """Return the model without its weights, for use after it has been unloaded. (`dtype` needs the norm.)"""
         gone = {"table": None, "choices": None, "layer_inputs": None}
         return replace(self, layers=[], head=chain(), kinds=(), **gone)
 

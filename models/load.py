@@ -194,7 +194,7 @@ class ModelReader:
             return "formula"
         if device.is_batch_invariant() and self.form != "checkpoint":
             return "c"
-        # MLX's fused attention does not support soft caps
+        # MLX's fused attention is not used for soft caps and sinks: the formula applies them
         shapes = {c.heads(layer) for layer in range(c.writing)}
         if (
             device.has_gpu()
@@ -206,8 +206,8 @@ class ModelReader:
         return "formula"
 
     def fit(self, **options) -> Sizes:
-        """Choose sizes that fit next to the weights, before the weights are read. Refuse a slab that is
-        too large."""
+        """Choose sizes that fit next to the weights, before the weights are read. Refuse weights or a slab
+        that are too large."""
         self.check_room()
         free = None if self.free is None else self.free - self.nbytes
         return fit(self.config, self.kv_dtype.size, free, **options)

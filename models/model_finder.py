@@ -75,7 +75,7 @@ def find(model: str) -> Path:
 
 
 def whole_or_gguf(folder: Path) -> Path:
-    """Return the folder if it holds a config, else the GGUF file in it."""
+    """Return the folder if it holds a config, else the GGUF file in it, or the folder if there is none."""
     return folder if (folder / "config.json").exists() else chosen(folder) or folder
 
 
@@ -94,7 +94,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def _download(repo: str) -> Path:
-    """Download a repository from the hub, or use its cached files if that fails."""
+    """Download a repository from the hub, or use its cached files if there is no network."""
     import huggingface_hub
     from huggingface_hub import errors
 

@@ -38,7 +38,7 @@ class Rope:
     part: float = 1.0  # fraction of planes that rotate, the fastest first
 
     def is_too_short(self, length: int) -> bool:
-        """True beyond the original length, for types that then use other frequencies."""
+        """True beyond the original length, for types that then use different frequencies."""
         return self.type in ("dynamic", "longrope") and length > self.original_length
 
     def order(self, Dh: int) -> list[int]:
@@ -130,7 +130,7 @@ class AttentionType(NamedTuple):
         growth: Growth | None = None,
         sinks: Mapping[int, mx.array] = {},
     ) -> AttentionType:
-        """Compute the frequencies. `length`: the maximum length of a sequence."""
+        """Create the type and compute its frequencies. `length`: the maximum length of a sequence."""
         if rope is None:
             return AttentionType(None, span, cap, None, None, sinks=sinks)
         frequencies = rope_frequencies(rope, Dh, length)

@@ -403,7 +403,8 @@ class Weights:
             self.tensors[name] = parts[0]._replace(shape=shape, parts=parts)
 
     def check_against(self, config: Config) -> None:
-        """Refuse weights unless they have exactly the tensors and shapes that the config implies."""
+        """Refuse weights unless they have exactly the tensors and shapes that the config implies. Record how
+        quantized matrices are packed."""
         last = f"model.layers.{config.layers - 1}.post_attention_layernorm.weight"
         # Checked first, so that a config with a million layers is refused quickly
         if last not in self.tensors:

@@ -1,7 +1,7 @@
 """The Textual app: place the panes, poll the engine, and run actions.
 
 The drawing depends only on `State` and on the terminal's size. Every key calls `Session.obey` or
-an `action_...` method. Pages are records (`page.py`); this module names none of them.
+an `action_...` method. Pages are records (`page.py`), listed in `keys.py` and `tui.py`.
 """
 
 from __future__ import annotations
@@ -536,7 +536,7 @@ class Screen(App):
             self.action_prompt()
 
     def action_submit(self) -> None:
-        """Run the text of the prompt box, or break the line if it ends with a backslash.
+        """Run the text of the prompt box, or replace a backslash before the cursor with a line break.
 
         The box keeps the focus unless `/` opened it for one command.
         """
@@ -597,7 +597,8 @@ class Screen(App):
         self.state.move(columns * zoom)
 
     def action_leaf(self, by: int) -> None:
-        """Scroll by a screen, so that the last visible line of a page becomes the first."""
+        """Scroll a page by a screen, so that its last visible line becomes the first. Without a page, scroll
+        the conversation or move in the timeline."""
         if self.page:
             self._top += by * max(1, self.size.height - 3)
         elif self.state.chatting:
@@ -755,7 +756,7 @@ class Screen(App):
         self.turn_to(None)
 
     def turn_to(self, page: Page | None) -> None:
-        """Replace the open page by another; None returns to the panes or the prompt box."""
+        """Replace the open page with another; None returns to the panes or the prompt box."""
         before = self.page
         if not before:
             self._was_typing = self.state.typing

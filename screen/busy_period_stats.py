@@ -20,7 +20,7 @@ KEPT = 10_000  # waits and gaps kept per period, for percentiles
 
 @dataclass
 class Period:
-    """A busy period, from the first request after idle time to the last token."""
+    """A busy period, from the arrival of its first request to its last token."""
 
     began: float
     ended: float = 0.0

@@ -149,7 +149,8 @@ class Session:
     # --- conversations
 
     def _ask(self, prompt: str) -> str:
-        """Ask the prompt in the open conversation, or in a new one if no conversation is shown."""
+        """Ask the prompt in the open conversation, or in a new one if no conversation is shown. Outside a
+        screen, just fire it."""
         chats = self.state.chats
         if not self.has_chats:
             self.client.fire([self.state.settings.ask(prompt)])
@@ -243,7 +244,7 @@ class Session:
         return "JSON is asked for: s shows how, token by token"
 
     def run_experiment(self, experiment: Experiment) -> None:
-        """Start an experiment and resume a paused engine, unless other clients would suffer."""
+        """Start an experiment and resume a paused engine. Raise ValueError if other clients would suffer."""
         self.check_alone(experiment.what)
         self.expect(paused=False)
         self.client.run_experiment(experiment)
@@ -315,7 +316,8 @@ class Session:
         self.client.step(steps)
 
     def slow(self, rest: str) -> str:
-        """Limit the steps per second. "off" removes the limit, "-" and "+" halve or double it."""
+        """Limit the steps per second. "off" removes the limit, "-" and "+" halve or double it. Without an
+        argument, turn it on or off."""
         now = self.coming.slow
         if rest == "off" or (not rest and now):
             rate = 0.0
@@ -333,7 +335,7 @@ class Session:
     def set_budget(self, rest: str) -> str:
         """Set the budget of a step.
 
-        "off" restores the initial one; "-" and "+" halve or double the chunk.
+        "off" restores the initial one; "-" and "+" halve or double the chunk. Without an argument, report it.
         """
         engine = self.coming.engine
         if not rest:
@@ -580,7 +582,7 @@ def run_plain(
     """Run the script, or the lines of standard input, until nothing is left to do.
 
     Without any input, print what to provide. `stays`: keep running, because other clients are
-    watched.
+    watched. Return the exit code.
     """
     log = PlainLog(session, write)
     state = session.state

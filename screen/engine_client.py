@@ -231,7 +231,7 @@ class LocalEngineClient(EngineClient):
         return known._replace(engine=snapshot, **moves)
 
     def _between(self) -> float | None:
-        """Run the steady load and the experiment. Return the seconds until the next arrival."""
+        """Run the steady load and the experiment. Return the seconds until they must run again, or None."""
         if not self.loop.paused or self.loop.stepping:
             self._arrive()
             self._advance_experiment()
@@ -365,7 +365,7 @@ class LocalEngineClient(EngineClient):
 
     @between_steps
     def step(self, count: int) -> None:
-        """Run this many steps, then pause."""
+        """Run this many more steps, then pause."""
         self.loop.step(count)
 
     @between_steps

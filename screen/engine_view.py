@@ -86,7 +86,7 @@ class View(NamedTuple):
     experimenting: bool = False
     record: ExperimentRecord | None = None  # record of the running or the last experiment
     inspected: Mapping[str, object] = {}  # page -> its last measurement
-    others: float = 0.0  # number of cores used by other programs; 0 if a core is idle
+    others: float = 0.0  # cores used by other programs; 0 if they use few, or some cores are idle
     cores: int = 0  # cores that this process may use
     # (first step, limits), oldest first; empty if the budget was never changed
     turns: tuple[tuple[int, Limits], ...] = ()

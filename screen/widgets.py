@@ -27,7 +27,7 @@ LONGEST = 0.5  # maximum seconds between two calls
 
 
 def thrifty(look: Callable[[], None]) -> Callable[[], None]:
-    """Skip calls while this thread has used more than its share of a core since the last call.
+    """Wrap `look` to skip calls while this thread has used more than its share of a core since the last.
 
     On a slow machine the screen is drawn less often, and the engine is not slowed down.
     """

@@ -47,7 +47,8 @@ def draw_stream(state: State, on: Canvas, slot: int) -> None:
 
 
 def draw_token_inspector(request: RequestView, on: Canvas) -> list[Line]:
-    """Return a line with the newest token, and the tokens that were likeliest without the grammar.
+    """Return a line with the newest token, and the tokens that were likeliest without the grammar; empty
+    without candidates.
 
     Forbidden tokens are struck through, and a space is drawn as ␣.
     """

@@ -149,7 +149,7 @@ class Canvas:
         return pen
 
     def cut(self, note: str, do: str) -> None:
-        """Replace the lines that do not fit by their number. A click on it runs `do`."""
+        """Replace the lines that do not fit with their number. A click on it runs `do`."""
         hidden = -self.lines_left
         if hidden > 0:
             del self.lines[self.height - 1 :]

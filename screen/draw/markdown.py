@@ -24,7 +24,7 @@ from screen.draw.style import Line, Palette, clean, wrap
 
 # Highlighted languages; malicious code can keep other lexers busy for a long time
 LEXERS = ("python", "bash", "sh", "c", "cpp", "go", "java", "javascript", "json", "rust", "sql")
-DEEPEST = 16  # maximum nesting level: beyond it, text is dropped and lines do not fit
+DEEPEST = 16  # maximum nesting level; beyond it, Rich would drop text, so the source is shown
 PARSER = MarkdownIt("commonmark", {"html": False})
 PARSER.enable(["strikethrough", "table"]).disable(["image", "reference"])
 

@@ -103,7 +103,7 @@ def parts_of_status(state: State, on: Canvas) -> Iterator[Sequence]:
 
 
 def step_ms(state: State) -> str:
-    """Return the mean time of the last 20 steps."""
+    """Return the mean time of the 20 steps up to the cursor, in milliseconds."""
     columns = state.history[max(0, state.at - 19) : state.at + 1]
     seconds = [column.view.seconds for column in columns]
     return number(1000 * sum(seconds) / len(seconds) if seconds else None)

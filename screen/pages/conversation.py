@@ -85,7 +85,7 @@ def draw_thought(state: State, on: Canvas, thought: str, is_open: bool) -> None:
 
 
 def told(state: State, turn: Turn, before: Turn | None) -> str:
-    """Return the cost of a turn, and the tokens left in the slot."""
+    """Return the figures of a turn and, for the last one, the tokens left in the slot."""
     r = turn.request
     m = r.metrics
     where = f"slot {before.request.slot}" if before else "a slot"

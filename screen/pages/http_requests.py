@@ -50,7 +50,7 @@ def so_far(state: State, call: RequestRecord) -> RequestRecord:
 
 
 def values(call: RequestRecord) -> Iterable[str]:
-    """The cells of a request, one for each of `COLUMNS`."""
+    """Yield the cells of a request, one for each of `COLUMNS`."""
     first, *others = call.requests or (None,)
     yield "–" if first is None else f"r{first}–{others[-1]}" if others else f"r{first}"
     yield call.id
