@@ -4,7 +4,7 @@
     python ask.py --chat
     python ask.py --url http://127.0.0.1:8000 "Why batch?"
 
-All prompts run at once. The answers stream in the order of the prompts, each followed by a line of
+All prompts are submitted together. The answers stream in the order of the prompts, each followed by a line of
 statistics. This is all of the engine that a program needs: `Engine.load`, `submit` once for each prompt,
 and a thread that steps the engine while the main thread reads. (`engine.serving()` starts it. While there is work,
 it calls `Engine.step`, the heart of the engine.) With `--chat`, or without a prompt in a terminal, the
@@ -107,7 +107,7 @@ def server_key(given: str | None) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all prompts and stream the answers in order. Return 2 for a user's mistake."""
+    """Run all prompts and stream the answers in order. Return 1 if a request failed, 2 for a user's mistake."""
     args = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     answers: list[Answer] = []
     try:

@@ -9,8 +9,8 @@ there are, and when they arrive. (Here, a row is one sequence of the batch.)
     open      prompts arrive at random times, however many are waiting: at which load does the queue grow without bound?
     steps     a breakdown of one decode step, and the least time that this machine could need for it (roofline)
     long      a prompt of 2,000 tokens arrives while seven rows decode: how much does each delay the other?
-    chat      the fifth turn of a conversation: what does the prefix cache save?
-    draft tokens   dictated answers that repeat earlier text much or little: what does prompt lookup gain, or cost?
+    chat      the fifth turn of a conversation: does it cost only its new tokens?
+    speculate dictated answers that repeat earlier text much or little: what does prompt lookup gain, or cost?
     quality   perplexity with float arithmetic, with 8-bit activations, and of llama.cpp (measured by itself)
     same      how many of a peer's tokens equal ours: timings of a different computation cannot be compared
 
@@ -175,7 +175,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure_all(args: argparse.Namespace) -> dict:
-    """Take all samples of all parts."""
+    """Take all samples of all parts. Return them in the form of a `--json` file."""
     data = {
         "command": installation.command("bench.py", *sys.argv[1:]),
         "machine": describe_machine(args.rivals),

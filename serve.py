@@ -116,7 +116,7 @@ def is_loopback(host: str) -> bool:
 
 
 def options_of(args: argparse.Namespace, name: str, model: str) -> argparse.Namespace:
-    """Return the options of one of several models, including its own tables in the `--config` file."""
+    """Return the options for one model, including its own tables in the `--config` file."""
     parser = options()
     own = parser.parse_args(config_file.expand(parser, "serve", args.given, (model, name)))
     own.model = model
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
 def serve(server: APIServer, args: argparse.Namespace) -> int:
     """Serve until a signal arrives and running answers have finished. Return the exit code.
 
-    subtle: the signal handler only records the signal. If it raised an exception, that could happen at
+    subtle: the signal handler records the signal or exits. If it raised an exception, that could happen at
     any line, even between acquiring a lock and the `try` that releases it; the server would then hang.
     """
     signals = SimpleQueue()  # after the first, answers may finish; the second stops the process
@@ -301,7 +301,7 @@ def open_pool(server: APIServer, args: argparse.Namespace, found: dict[str, str]
 
 
 def load(args: argparse.Namespace, report: Callable[[str], None] | None = None, **how) -> Engine:
-    """Load an `Engine`. MLX is first imported here. `report` receives the stages of loading."""
+    """Load an `Engine`. With one model, MLX is first imported here. `report` receives the stages of loading."""
     if report:
         report("starting MLX")
         library.say = how["report"] = report  # show its messages among the stages of loading

@@ -79,7 +79,7 @@ MENU = Menu(
         tour.PAGE,
     )
 )
-TALK = 2048  # tokens per slot and per answer, except for the demo
+TALK = 2048  # tokens per slot (without --serve) and per answer, except for the demo
 PROMPTS = 10_000_000  # maximum number of characters in a --prompts file
 WRITTEN = ("screenshot", "record")  # options that write a file at the end
 
@@ -180,7 +180,7 @@ def tour_offer() -> Offer | None:
 
 
 def read_prompts(file: str | None) -> list[str]:
-    """Read the lines of the `--prompts` file."""
+    """Return the prompts in the `--prompts` file, one per line; none without a file."""
     if not file:
         return []
     with about(f"--prompts {shown(file)}", "name a text file with a prompt on each line"):

@@ -5,16 +5,16 @@ else runs in the batch.
     python verify.py --model mlx-community/Llama-3.2-1B-Instruct-4bit
     NANOBATCH_BLAS=libopenblas.so.0 python verify.py   what a product that is not batch-invariant shows
 
-The problem. Many servers claim that temperature 0 gives the same answer each time. But with other
+The problem. Many servers claim that temperature 0 gives the same answer each time. But with different
 neighbours in the batch, a product of eight rows sums in a different order than one of a single row, and a
 token differs. Such a claim is worth little unless everybody can check it.
 
 The solution. Ask some questions alone, one after the other. Then ask each again in many ways: among
-neighbours that arrive, finish and are cancelled, in other chunks, with other slots, policies, threads
-and weights. Compare the tokens, their log probabilities, and those of the likeliest alternatives. All
+neighbours that arrive, finish and are cancelled, in different chunks, with different slots, policies,
+threads and weights. Compare the tokens, their log probabilities, and those of the likeliest alternatives. All
 of these numbers must be equal to the last bit.
 
-A fault shows only if its code runs. So one answer crosses row 256 and one row 512, and answers have up
+A fault shows only if its code runs. So one answer crosses row 256 and another row 512, and answers have up
 to 48 tokens. One question makes the model repeat its prompt, so that draft tokens are accepted for a
 while and then rejected. Together the questions use every kind of sampling: greedy, sampled, filtered,
 with a bias, with penalties and under two grammars. One prompt is embedded. Neighbours have their own
@@ -74,7 +74,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "json": {"temperature": 0.9, "grammar": {"json": NUMBERS}},
     "embedding": {"embeds": True},
 }
-# Neighbours choose from these values and biases instead
+# Neighbours use these values and biases in place of the questions' own
 OTHERS = {"temperature": (0.4, 1.4), "top_p": (0.3, 0.98), "repetition_penalty": (1.05, 1.4)}
 BIASES = ({}, {token: 2.0 - token % 4 for token in range(250)}, {32: -3.0, 101: 2.0})
 ALPHABET = "Say the alphabet from f."
@@ -102,7 +102,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "slot_cache": {"prefix_cache": True, "slots": 3, "chunk": 32},  # rows restored from disk
     "draft tokens": {"speculate": 15},
     "widened": {"dtype": "float32"},  # for packed weights
-    "threads": {},  # other processes, with 1 thread and with 3
+    "threads": {},  # separate processes, with 1 thread and with 3
     "prefill": {},  # greedy answers, prefilled as prompts
     "checkpoint": {"prefix_cache": True},  # while another answer to the same prompt is running
     "fork": {"prefix_cache": True},  # while prompts with a common prefix are running
@@ -279,7 +279,7 @@ def compare_one(args: argparse.Namespace, way: str, asked: Sequence[Case]) -> Ta
 
 
 def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tally:
-    """Compare every seventh decoded token with the first token after a prompt of the same tokens."""
+    """Compare every seventh decoded token with the first token after a prompt of the tokens before it."""
     for ask in asked:
         if ask.setting != "greedy":  # other sampling depends on the position in the answer
             continue

@@ -8,11 +8,11 @@ The version is in `pyproject.toml` only. The sdist contains exactly the files th
 built from the sdist: one for Linux on this architecture, tagged for the glibc that its C libraries need
 (`auditwheel`), and one without C libraries for Macs. Both contain exactly the package's files. The changelog's
 newest entry must have the version, a date, and at most 40 lines. A tag must match the version, and requires
-that nothing is left under "Unreleased". pip installs the wheel into a fresh environment, and uv installs the
-sdist without a C compiler on the PATH, which downloads zig; `tests/programs/test_wheel.py` tests both. The
-page's lab runs in Pyodide, with Node (`npm`). For a tag, all tests with published models have to pass, without
-skips for a missing model: half an hour on two cores. The long forms of all tests have to pass
-(`NANOBATCH_LONG`), and each mutant has to be caught (`tests/mutants.py`).
+that there is no entry "Unreleased". pip installs the wheel into a fresh environment, and uv installs the
+sdist without a C compiler on the PATH, so that it downloads zig; `tests/programs/test_wheel.py` tests both. The
+page's lab and game run in Pyodide, with Node (`npm`). For a tag, the long forms of all tests have to pass, too
+(`NANOBATCH_LONG`), each mutant has to be caught (`tests/mutants.py`), and all tests with published models have
+to pass, without skips for a missing model: half an hour on two cores.
 """
 
 import json
@@ -107,7 +107,7 @@ def run(*command: str | Path, **options) -> str:
 
 
 def build(folder: Path) -> None:
-    """Build the sdist, and from it wheels for this platform and for any platform."""
+    """Build the sdist, and from it a wheel for this platform and one for any platform."""
     run(sys.executable, "-m", "build", "--outdir", folder, ROOT)
     (sdist,) = folder.glob("*.tar.gz")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
@@ -139,7 +139,7 @@ def wrong_when_tried(file: Path, installer: str) -> list[str]:
 
 
 def wrong_with_published_models() -> list[str]:
-    """Run the tests with published models: tools, schemas, long prompts, disconnects."""
+    """Run the tests with published models. Return those that failed or had no model."""
     return tested("-k", "published")
 
 
@@ -170,7 +170,7 @@ def wrong_with_the_page() -> list[str]:
 
 
 def tested(*chosen: str, **options) -> list[str]:
-    """Run the chosen tests, or all tests in several processes."""
+    """Run the chosen tests in one process, or all tests in several. Return those that failed or had no model."""
     how = ["-n", "0", *chosen] if chosen else []
     command = [sys.executable, "-m", "pytest", "-q", "-rfEs", *how]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)

@@ -38,7 +38,7 @@ def version_number() -> str:
 
 def command(program: str, *arguments: str) -> str:
     """Return the command line that runs a program such as serve.py: `python serve.py` in a checkout,
-    `nanobatch serve` with the command."""
+    `nanobatch serve` in an installed package or under the command `nanobatch`."""
     word = os.path.basename(program).removesuffix(".py").replace("tui", "screen")
     start = ["nanobatch", word] if IS_INSTALLED or is_command else ["python", program]
     return shlex.join([*start, *arguments])

@@ -33,7 +33,7 @@ def my_cores() -> set[int]:
 
 
 def quota(root: Path = ROOT) -> float:
-    """Return the processor time that the control groups allow, in cores."""
+    """Return the processor time that the control groups allow, in cores; infinity without a limit."""
     return min(map(_quota, groups("cpu", root)), default=math.inf)
 
 

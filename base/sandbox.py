@@ -37,7 +37,7 @@ from base.validation import one_line
 
 STACK = 128 * 2**20  # stack of a job, for recursive parsers
 NICE = 5  # jobs yield to the server's threads
-START = 60.0  # seconds until the fork server is ready: a large tokenizer may take six
+START = 60.0  # seconds that the fork server may take to start: with a large tokenizer it takes six
 READY = b"!\n"
 GRACE = 5.0  # seconds after a job's deadline until the fork server is considered dead
 
@@ -52,11 +52,11 @@ class SandboxLimits(NamedTuple):
 
 
 class LimitError(ValueError):
-    """A job exceeded a limit. The message is a predicate, to be put after the job's name."""
+    """A job exceeded a limit or crashed. The message is a predicate, to be put after the job's name."""
 
 
 class BusyError(RuntimeError):
-    """A job could not run: too many other jobs are running, or the machine is too busy."""
+    """A job could not run to its end: too many other jobs, a busy machine, or a killed process. A retry may work."""
 
 
 # --- in this process ------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Sandbox:
         if not answers:
             self.close()
             raise BusyError("the process that checks it is gone; try again")
-        # A job that is killed after its answer leaves two lines; the last one counts
+        # A job that is killed after its answer leaves two answers; the last one counts
         answer = json.loads(answers[-1])
         if "ended" in answer:
             raise self._reason(answer["ended"])
@@ -235,7 +235,7 @@ def run(function: Callable[[Any], Any], limits: SandboxLimits, end: socket.socke
 
 
 def limit_process(limits: SandboxLimits) -> None:
-    """Make the system kill this process when it exceeds a limit."""
+    """Set this process's limits: out of time, the system kills it; out of memory, an allocation fails."""
     os.nice(NICE)
     threading.stack_size(STACK)
     signal.setitimer(signal.ITIMER_PROF, limits.seconds)

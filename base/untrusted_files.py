@@ -1,7 +1,7 @@
 """Read files of unknown origin.
 
 A file in a model folder may be missing, cut off, a pipe, a web page, or JSON with unexpected fields.
-Each case raises a `ModelError` with the file, the field, its value and the remedy.
+Each case raises a `ModelError` with the file, the problem and the remedy.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Check numbers from outside, and make messages safe to print.
 
-`whole` and `real` check numbers passed by Python code; `read_whole` and `read_real` parse text. They
+`whole` and `real` check numbers of Python code or JSON; `read_whole` and `read_real` parse text. They
 raise a one-line ValueError with the setting's name, the value and the limits. Messages may quote text
 from outside, so `shown` shortens a value, and `one_line` a message.
 """
@@ -9,7 +9,7 @@ import math
 import re
 
 # Characters that a terminal interprets: C0 and C1 control characters except tab and newline, and
-# Unicode marks that change the text direction or separate lines
+# Unicode marks that change the text direction, separate lines or enclose annotations
 CONTROLS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]"
 )
@@ -62,7 +62,7 @@ def _refusal(name: str, value: object, what: str, least: float, most: float) -> 
 
 
 def shown(value: object, longest: int = 40) -> str:
-    """The `repr` of a value, shortened to fit a message."""
+    """Return the `repr` of a value, shortened to fit a message."""
     try:
         text = repr(value)
     except ValueError:  # Python refuses to format an int of more than 4,300 digits

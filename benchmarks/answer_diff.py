@@ -61,7 +61,7 @@ class Bits(NamedTuple):
         return sum(map(len, self.likely)) + len(self.vector)
 
     def piece(self, place: int) -> str:
-        """Return a token as text. The last token of an answer may have no text."""
+        """Return a token as text: "the end" for an end token, "nothing more" after the last token."""
         if place >= len(self.tokens):
             return "nothing more"
         if place >= len(self.pieces):

@@ -31,7 +31,7 @@ class Dictated(NamedTuple):
 
 
 def texts(kind: str, vocabulary: int) -> Iterator[Dictated]:
-    """Yield an endless sequence of texts of this kind, the same in each run."""
+    """Yield an endless sequence of texts of a kind ("rewrite", "fresh" or "repeat"), the same in each run."""
     dice = random.Random(kind)
     files = [words_of(ROOT / name, kind) for name in (CODE if kind == "rewrite" else PAGES)]
     while True:
@@ -48,7 +48,7 @@ def texts(kind: str, vocabulary: int) -> Iterator[Dictated]:
 
 
 def words_of(path: Path, kind: str) -> list[str]:
-    """Return the words of a file. Leave out tables and commands, which are repetitive."""
+    """Return the words of a file. Leave out the tables and commands of a page, which are repetitive."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     if kind != "rewrite":
         lines = [line for line in lines if not line.startswith(("|", "!", "    ", "```", "python"))]
@@ -60,7 +60,7 @@ def ids_of(words: list[str], vocabulary: int) -> list[int]:
 
 
 class DictatedModel:
-    """Wrap an engine and replace its sampled tokens with dictated ones."""
+    """Wraps an engine and replaces its sampled tokens with dictated ones."""
 
     def __init__(self, engine: Engine):
         self.engine = engine

@@ -127,7 +127,7 @@ def drive(
     of the requests.
 
     With `users` (a closed loop), a request is due when a user is idle. Without `users` (an open loop),
-    it is due at its own time.
+    it is due at its own time `at`, if all running answers have `after` tokens.
     """
     waiting = deque(requests)
     answers = []
@@ -213,7 +213,7 @@ class Sample:
         return figures
 
     def open(self) -> Figures:
-        """Measure an open loop with Poisson arrivals: the gaps have an exponential distribution with this rate."""
+        """Measure an open loop with Poisson arrivals: gaps are exponentially distributed, with the spec's rate."""
         draw = random.Random(1)
         at = 0.0
         requests = []
@@ -269,8 +269,8 @@ class Sample:
         return figures
 
     def chat(self) -> Figures:
-        """Compare the last turn of a conversation with a single prompt of the same length whose earlier
-        rows are cached. Alternate the two measurements."""
+        """Compare the last turn of a conversation with a single prompt of about the same length whose
+        earlier rows are cached. Alternate the two measurements."""
         turns = []
         chunks = []
         for _ in range(INTERLEAVED):
@@ -388,7 +388,7 @@ def take_sample(text: str) -> int:
 
 
 def measure(spec: Spec, column: Contestant) -> dict:
-    """Take one sample of a column in a new process. Return the figures and the BLAS that was used.
+    """Take one sample of a column in a new process. Return the figures, and the BLAS if one was used.
 
     The process exits when its input pipe is closed, so it cannot outlive this call. Ranks take samples in
     their own processes, because they are already connected and MPI does not let other processes join.
@@ -438,7 +438,7 @@ def measure(spec: Spec, column: Contestant) -> dict:
 def take_all(
     plan: Sequence[Setup], samples: int, records: list[dict], report: Callable[[str], None]
 ) -> Iterator[None]:
-    """Append a record for each sample to `records`. `report` is called before each sample."""
+    """Append a record for each sample to `records`, then yield. `report` is called before each sample."""
     for setup in plan:
         for number in range(samples):
             for column in setup.columns[:: -1 if number % 2 else 1]:

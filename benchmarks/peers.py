@@ -75,7 +75,7 @@ class MlxLm:
 
 @dataclass
 class Row:
-    """A running request of llama.cpp."""
+    """A waiting or running request of llama.cpp."""
 
     key: int
     ids: list[int]  # the next input: first the prompt, then the newest token
@@ -236,8 +236,8 @@ GGUF_FORMS = {
 
 
 def make_gguf(folder: Path, place: Path) -> Path:
-    """Convert a model to a GGUF file in another folder and return the file. If our weights are packed,
-    llama.cpp packs the file's weights itself."""
+    """Convert a model to a GGUF file in the folder `place` and return the file. Unless our weights are
+    float32, llama.cpp converts the file's weights to one of `GGUF_FORMS`."""
     import llama_cpp
 
     file = place / GGUF

@@ -46,7 +46,7 @@ DICTATED += [("schema", 1), ("rewrite fresh", 4)]
 OF_ANY_CLOCK = "decode", "closed"
 ROWS = 8  # number of rows in parts with a fixed number
 CROWD = 40  # `open`: number of requests
-LONGEST = 256  # `open`: tokens in the longest answer; the shortest has 16
+LONGEST = 256  # `open`: maximum number of tokens in an answer; the minimum is 16
 # `open`: fractions of static batching's capacity, which load inf measures first
 LOADS = math.inf, 0.4, 0.6, 0.8, 1.0, 1.2
 TURNS = 5  # `chat`: number of turns
@@ -79,7 +79,7 @@ class Spec(NamedTuple):
     def overlap(self) -> int:
         """The number of additional tokens per answer that lets all answers run at the same time.
 
-        Our answers start one after another, because prompts are prefilled in chunks, one per step. Late
+        Our answers start one after another, because each step prefills only a part of the prompts. Late
         in a long prompt a chunk may have only 16 tokens.
         """
         if self.part in ("closed", "open"):
@@ -129,8 +129,8 @@ def read_rivals(names: str, policy: str) -> list[Contestant]:
 
 
 def read_rival(name: str, policy: str) -> Contestant:
-    """Parse a name in `--vs`: a peer or another checkout's folder, and optionally @ and a value of
-    NANOBATCH_BLAS."""
+    """Parse a name in `--vs`: "float", "widened", a peer, or the folder of another checkout or of modules
+    that replace ours. A peer or folder may be followed by @ and a value of NANOBATCH_BLAS."""
     ours = f"nanobatch {policy}"
     if name == WIDENED:
         return Contestant(name, ours, dtype="float32")
@@ -181,7 +181,7 @@ def make_plan(
 
 
 def columns_of(part: str, ours: Contestant, rivals: Sequence[Contestant]) -> list[Contestant]:
-    """Return the columns of a part's table. Ours is the first; the others show their ratio to it."""
+    """Return the columns of a part's table. The first is ours, except in `same`; the others show their ratio to it."""
     of_all = part in PARTS_OF_A_PEER
     able = [rival for rival in rivals if of_all or rival.engine not in PEERS]
     if part == "open":

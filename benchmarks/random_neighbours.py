@@ -29,7 +29,7 @@ class OpenQuestion:
 
 
 class RandomBatch:
-    """Call `arrive` before each step of the engine, and `leave` after it.
+    """Questions and neighbours that arrive at random. Call `arrive` before each step, and `leave` after it.
 
     `ask` submits the next question. `meet` submits a neighbour, or returns None.
     """
@@ -46,17 +46,17 @@ class RandomBatch:
         self.ask = ask
         self.meet = meet
         self.open: list[OpenQuestion] = []
-        self.others: dict[Handle, int] = {}  # neighbour -> steps until it is cancelled
+        self.others: dict[Handle, int] = {}  # neighbour -> steps until it is cancelled (1e6: never)
         self.came = 0  # number of neighbours so far
         self.cancelled = 0
-        self.beside = 0  # maximum number of other requests in a step
+        self.beside = 0  # maximum number of requests that ran next to a question in a step
         self._ran = 0  # number of steps
         self._at_once = 1  # maximum number of concurrent questions
         self._neighbours = 0
 
     def arrive(self, left: int) -> None:
-        """Submit a question or a neighbour at random. Sometimes few requests are open, and sometimes more
-        than there are slots. `left`: the number of questions not asked yet."""
+        """Submit a question, a neighbour, both or neither, at random. Sometimes few requests are open, and
+        sometimes more than there are slots. `left`: the number of questions not asked yet."""
         dice = self.dice
         slots = self.engine.sched.slots
         if self._ran % WAVE == 0:

@@ -51,12 +51,12 @@ def load_data(path: str) -> dict:
 
 
 def compared_with(key: Key, known: Iterable[Key]) -> Key:
-    """Return the key of the same figure in the first column, which is ours."""
+    """Return the key of the same figure in the first column that has it, usually ours."""
     return next(other for other in known if other[:3] == key[:3])
 
 
 def cell_text(key: Key, table: dict[Key, Summary]) -> str:
-    """Format a cell: "12.3 (11.9–12.8) ×1.25"."""
+    """Format a cell: "12.3 (11.9–12.8) ×1.25"; empty if the column lacks the figure."""
     if key not in table:
         return ""
     figure = table[key]

@@ -49,7 +49,7 @@ def request(
 def read_events(
     answer: http.client.HTTPResponse, note: Callable[[str], None] = lambda comment: None
 ) -> Iterator[Any]:
-    """Yield the data of each server-sent event. `note` is called with each comment."""
+    """Yield the JSON data of each server-sent event but [DONE]. `note` is called with each comment."""
     while line := answer.readline(LINE):
         if line.startswith(b":"):
             note(printable(line[1:].decode(errors="replace").strip()))

@@ -1,9 +1,9 @@
 """Code that the programs share: options, one-line error messages, and exit codes.
 
 After Ctrl-C a program exits with 130 and no message (the screen and the server with 0, because this is
-the usual way to stop them). If SIGINT is ignored, as in a shell's background job, it stays ignored. A
-closed output pipe exits silently with 141. Any other failure to write output, such as a full disk,
-prints one line and exits with 1.
+the usual way to stop them). If SIGINT is ignored, as in a shell's background job, it stays ignored, except
+by the screen and the server. If its output pipe is closed, a program exits silently with 141. After any
+other failure to write output, such as a full disk, it prints one line and exits with 1.
 """
 
 import argparse
@@ -157,7 +157,7 @@ def about(option: str, remedy: str) -> Iterator[None]:
 
 
 def read_key(option: str, variable: str, key: str) -> str:
-    """Check a key. An empty one, as from an unset variable, is refused: it would allow everybody access."""
+    """Check a key. An empty one, as from an unset variable, is refused: it would give everybody access."""
     if not key or key != key.strip():
         raise ValueError(
             f"{option} or ${variable} is empty or has spaces around it; give a key, or leave both out"

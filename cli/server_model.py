@@ -82,7 +82,7 @@ class ServerModel:
             raise Outgrown(f"{error}; {REMEDY}") from None
 
     def submit(self, prompt: str, is_raw: bool) -> ServerAnswer:
-        """Submit a prompt as a question, or as plain text if the model has no chat template."""
+        """Submit a prompt as a question; as plain text if `is_raw`, or if the model has no chat template."""
         if not is_raw:
             messages = [{"role": "user", "content": prompt}]
             try:

@@ -296,7 +296,7 @@ def with_files(question: str, files: Mapping[str, str]) -> str:
 
 
 def number(text: str) -> int | float | str | None:
-    """Parse a value. Text that is not a number stays a string, which `SamplingParams` refuses."""
+    """Parse a value: a number, or "none". Any other text stays a string, which `SamplingParams` refuses."""
     if text == "none":
         return None
     for kind in (int, float):
@@ -306,7 +306,7 @@ def number(text: str) -> int | float | str | None:
 
 
 def spoken(parts: Iterable[ParsedPart], is_dim: bool = True) -> Iterator[tuple[ParsedPart, str]]:
-    """Yield the parts of an answer as they arrive, each with its terminal text. Reasoning is dim."""
+    """Yield the parts of an answer as they arrive, each with its terminal text. `is_dim`: dim the reasoning."""
     before = ""
     for part in parts:
         ends_thought = before == "reasoning" != part.kind
@@ -321,8 +321,8 @@ def on_terminal(part: ParsedPart) -> str:
 
 
 def room_left(left: int, length: int) -> str:
-    """Return a note about the tokens left in a slot; empty unless there are few."""
-    few = left < FEW * length
+    """Return a note about the tokens left in a slot; empty unless there are few, or if `length` is unknown (0)."""
+    few = length and left < FEW * length
     return f"; {left:,} tokens are left: /drop and /new make room" if few else ""
 
 
@@ -363,7 +363,7 @@ def state_folder() -> Path:
 
 class History:
     """Questions from this and earlier runs, the newest last. Only the user may read the file. Each question
-    is appended immediately."""
+    except commands is appended to it immediately."""
 
     def __init__(self, file: Path | None = None):
         self.file = file

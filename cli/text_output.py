@@ -1,5 +1,5 @@
 """Output of answers in a terminal: word wrap for text that arrives in pieces, and a progress line while a
-long prompt is prefilled. Output to a file or a pipe is unchanged."""
+long prompt is prefilled. Output to a file or a pipe is not wrapped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PIECES = re.compile(r"\x1b\[[0-9;]*m|\n|[^\S\n]+|[^\s\x1b]+|\x1b")
 
 
 class WordWrap:
-    """Break lines between words in text that arrives in pieces. The last word is held back until it is
+    """Breaks lines between words in text that arrives in pieces. The last word is held back until it is
     complete."""
 
     def __init__(self, width: int):
@@ -42,7 +42,7 @@ class WordWrap:
         return out
 
     def flush(self) -> str:
-        """Return the text that was held back. Call this at the end of a line and of the text."""
+        """Return the text that was held back. Called at each line break; call it after the last piece, too."""
         out = self._end_word() + self._blanks
         self._blanks = ""
         return out
@@ -81,7 +81,7 @@ class WordWrap:
 
 
 def wait_for_text(handle: Handle, show: Callable[[str], None]) -> None:
-    """Wait until an answer begins, and show the progress of a long prompt until then."""
+    """Wait until an answer begins or ends, and show the progress of a long prompt until then."""
     try:
         while not handle.wait_for_text(PROGRESS_S):
             if handle.prefill.is_long:

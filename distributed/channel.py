@@ -82,7 +82,8 @@ def connect(address: str, key: bytes, name: str, until: float) -> socket.socket:
 def accept(
     servers: Sequence[socket.socket], key: bytes, names: set[str], until: float
 ) -> dict[str, socket.socket]:
-    """Accept the connections with these names. Raise TimeoutError if some are missing at the time `until`.
+    """Accept the connections with these names, and close the listening sockets. Raise TimeoutError if some are
+    missing at the time `until`.
 
     Each caller gets its own thread, so a silent caller does not block the others.
     """
@@ -139,7 +140,7 @@ def settle(connection: socket.socket) -> None:
 
 
 def proof(key: bytes, about: bytes) -> bytes:
-    """Return the HMAC of the challenge."""
+    """Return the HMAC of `about`: a challenge and a name, or a proof."""
     return hmac.digest(key, about, "sha256")
 
 

@@ -22,6 +22,6 @@ def backend() -> str:
 
 
 def rank() -> int:
-    """Return the rank of this process. Rank 0 leads; the others follow it."""
+    """Return the rank of this process, 0 if it is the only one. Rank 0 leads; the others follow it."""
     name = "OMPI_COMM_WORLD_RANK" if backend() == "mpi" else "MLX_RANK"
     return read_whole(name, os.environ[name], 0, 1023) if backend() else 0

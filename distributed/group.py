@@ -63,8 +63,8 @@ GRACE_S = 2.0  # time for the leader's clients to receive their errors
 
 
 class Ranks:
-    """This process's membership in the group that shares a model. With a single process, all methods are
-    no-ops."""
+    """This process's membership in the group that shares a model. With a single process, collective
+    operations return their own input, and nothing is sent."""
 
     def __init__(self, rank: int = 0, size: int = 1, backend: str = ""):
         self.rank = rank
@@ -210,8 +210,8 @@ class Ranks:
         self._end(one_line(f"{type(error).__name__}: {error}"), 1)
 
     def _end(self, why: str, code: int) -> NoReturn:
-        """Notify the waiting ranks and clients, then exit. `sys.exit` would not do, because the device may
-        wait for the lost rank forever."""
+        """Report a lost rank to the next one, and the error to all clients, then exit. `sys.exit` would not do,
+        because the device may wait for the lost rank forever."""
         with self._ends:  # never released
             try:
                 with suppress(OSError):  # the program that started this process may be gone, too

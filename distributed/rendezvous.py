@@ -57,7 +57,8 @@ LOOPBACK = "127.0.0.1"
 
 @functools.cache
 def join() -> Ranks:
-    """Connect to the ranks that were started with this process. Print which ranks it waits for."""
+    """Connect to the ranks that were started with this process, and print which ranks it waits for. Return
+    `ALONE` for a single process."""
     backend = environment.backend()
     nodes = read_hosts() if backend == "ring" else []
     if not backend or (backend == "ring" and not nodes):
@@ -99,8 +100,8 @@ def tie_ring(
 ) -> None:
     """Create MLX's ring on existing connections from the previous rank and to the next one.
 
-    MLX accepts one connection and opens another; here both lead to this machine. Then `dup2` replaces
-    its file descriptors with our connections. This is early enough, because MLX does not read or write
+    For each address, MLX accepts one connection and opens another; here both lead to this machine. Then
+    `dup2` replaces its file descriptors with our connections. This is early enough, because MLX does not read or write
     before it computes.
     """
     with ExitStack() as at_last:

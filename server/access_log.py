@@ -1,8 +1,8 @@
 """Records of HTTP requests, for the screen (`RequestLog`), the log file (`AccessLog`) and /metrics.
 
-The engine never sees refused requests or hang-ups, so the server keeps its own records: open requests
-and the most recent finished ones. Records are numbered so that a watcher can ask for those added since
-its last frame. Memory is bounded, and prompts and answers are not stored.
+The engine never sees refused requests, and a hang-up is only a cancel to it. So the server keeps its own
+records: open requests and the most recent finished ones. Records are numbered so that a watcher can ask for
+those added since its last frame. Memory is bounded, and prompts and answers are not stored.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RequestLog:
             self.changes += 1
 
     def close_record(self, number: int, is_kept: bool = True) -> RequestRecord:
-        """Close an open record. `is_kept`: keep it among the finished records (False for /health)."""
+        """Close an open record and return it. `is_kept`: keep it among the finished records."""
         with self._lock:
             record = self.open.pop(number)
             if is_kept:
@@ -131,7 +131,7 @@ class RequestLog:
 
 
 class HangUps:
-    """Count hang-ups before the first token, per client and prompt.
+    """Counts hang-ups before the first token, per client and prompt.
 
     An agent with a short timeout resends the same prompt and may never get an answer. Only hashes of
     recent prompts are kept.
@@ -153,7 +153,7 @@ class HangUps:
 
 
 def hang_up_advice(client: str, seconds: float, prefill: PrefillProgress) -> str:
-    """Return advice for the server's owner after a client hung up on the same prompt twice."""
+    """Return advice for the server's owner, for a client that has hung up on the same prompt twice."""
     return (
         f"{client} hung up twice on the same prompt, after {seconds:,.0f} s, with {prefill.words}: "
         "the client's timeout is too short. docs/clients.md names each agent's setting"
@@ -164,9 +164,9 @@ def hang_up_advice(client: str, seconds: float, prefill: PrefillProgress) -> str
 
 
 class AccessLog:
-    """The log file, with one line per request. A separate thread writes it, because writing to a full
-    pipe blocks. If the queue is full, lines are dropped and counted. A write error is reported once, and
-    the server keeps running."""
+    """The log file: a line per request, and the progress of long prompts. A separate thread writes it,
+    because writing to a full pipe blocks. If the queue is full, lines are dropped and counted. A write error
+    is reported once, and the server keeps running."""
 
     def __init__(self, file: TextIO, room: int = 1000):
         self._file = file

@@ -66,13 +66,13 @@ LOADING_S = 0.5  # seconds to wait for a model before a stream starts with SSE c
 
 
 class APIServer:
-    """The HTTP server. `start` starts serving on the bound socket; `open` provides the models."""
+    """The HTTP server. `start` starts serving on the bound socket; `open` or `open_pool` provides the models."""
 
     def __init__(self, options: Options):
         self.options = options
         self.request_log = RequestLog()
-        self.models: ModelPool | None = None  # None while the only model is being loaded at startup
-        self.log: Callable[[str], None] | None = None  # called with one line per request
+        self.models: ModelPool | None = None  # None until `open` or `open_pool`
+        self.log: Callable[[str], None] | None = None  # called with each line of the log
         self.advise: Callable[[str], None] = lambda words: None  # called with advice for the owner
         self._hang_ups = HangUps()
         self.draining = False
@@ -134,7 +134,8 @@ class APIServer:
         served.engine.on_commit = self._on_commit
 
     def _on_commit(self, handles: list[Handle]) -> None:
-        """Wake the server's thread once for all requests with new output. Runs in the engine's thread."""
+        """Wake the server's thread once for all requests with new output. Runs in the engine's thread, or in the
+        thread that cancels a request."""
         woken = []
         for handle in handles:
             writer = self._writers.get(handle)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from base.strings import json_or_none
 from base.validation import shown, whole
 
-MAX_BRACKETS = 100_000  # brackets, braces and colons in a body, including those inside strings
+MAX_BRACKETS = 100_000  # opening brackets and braces, and colons, in a body, inside strings too
 # Limits per request
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000

@@ -153,7 +153,7 @@ class Word(NamedTuple):
 
 
 class Words:
-    """Split an answer's text into the texts of its tokens.
+    """Splits an answer's text into the texts of its tokens.
 
     A token cannot be decoded on its own: its bytes may end in the middle of a character, and a
     decoder drops the space before the first word. So a token's text is the text that it adds to the

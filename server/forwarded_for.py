@@ -35,7 +35,8 @@ def seen_through(serve: Serve, trusted: Sequence[Network]) -> Serve:
 
 
 def client_of(peer: str, forwarded: str, trusted: Sequence[Network]) -> str:
-    """Return the last address that is not a trusted proxy. `forwarded`: the value of `X-Forwarded-For`."""
+    """Return the last address that is not a trusted proxy; the first one if all are. `forwarded`: the value of
+    `X-Forwarded-For`."""
     client = peer
     for entry in reversed(forwarded.split(",")):
         address = address_in(entry)

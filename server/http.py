@@ -121,7 +121,7 @@ class HTTPRequest:
         self.path = unquote(path)
         self.query = dict(parse_qsl(query))
         self.status: int | None = None  # set when the response begins
-        self.is_logged = False  # stays False for /health
+        self.is_logged = False  # True for a request of an answer, or a refused one
         self.size = 0  # size of the body in bytes while it is in memory
         self.left = 0  # size of the unwritten part of the response in bytes
         # Set while the engine works on this request, or while its model is being loaded
@@ -349,7 +349,7 @@ class Connection(asyncio.Protocol):
             raise bad_http(str(error).partition(": bytearray")[0]) from None
 
     def _has_request(self) -> bool:
-        """Return True if the complete request was received. Discard up to four unread parts of its
+        """Return True if the complete request has been received. Discard up to four unread parts of its
         body."""
         with suppress(APIError):
             for _ in range(4):
@@ -394,8 +394,8 @@ class Connection(asyncio.Protocol):
             self.transport.write(data)
 
     async def drain(self) -> None:
-        """Wait until the send buffer has room. The connection counts as idle while it waits, unless
-        the engine is still working on an answer."""
+        """Wait until the send buffer has room. Raise ClientGone if the connection is closed. It counts as idle
+        while it waits, unless the engine is still working on an answer."""
         if self.is_blocked:
             before = self.idle_since
             if not (self.request and self.request.answer):

@@ -1,8 +1,9 @@
 """The server's page: the files of `web/` joined to a single self-contained HTML document.
 
 The modules are concatenated without their imports, which works without a bundler as long as no two
-modules define the same name. A content security policy allows only this script, by its hash. Data are
-embedded as JSON with `<` escaped, so a prompt that contains `</script>` cannot end the element.
+modules define the same name. A content security policy allows this script, by its hash, and what it creates
+itself (`blob:`, for the lab). Data are embedded as JSON with `<` escaped, so a prompt that contains
+`</script>` cannot end the element.
 `docs/make/page.py` builds a recording's page in the same way.
 """
 

@@ -59,7 +59,7 @@ class PooledModel:
         self.facts = facts  # None if the engine was created outside the pool
         self.served: ServedModel | None = None  # set while the model is loaded
         self.requests = 0  # number of open requests
-        self.used = 0.0  # when the last request finished
+        self.used = 0.0  # when the model was loaded, or its last request finished
         self.stage = ""  # the current stage of loading
         self.is_leaving = False  # accepts no more requests, because it will be unloaded
         self.is_checked = False  # its files were checked, so other models may be unloaded for it
@@ -103,7 +103,7 @@ Load = Callable[[PooledModel, Callable[[str], None]], tuple["Engine", "Loop"]]
 
 
 class ModelPool:
-    """Load and unload models as requests need them.
+    """Loads and unloads models as requests need them.
 
     `load` creates an engine and the loop that steps it; `check` raises an error if loading would fail.
     `memory`: limit for all loaded models together. `unload_after`: seconds of idleness after which a
@@ -187,7 +187,7 @@ class ModelPool:
 
     @property
     def newest(self) -> PooledModel:
-        """The most recently used loaded model."""
+        """The most recently used loaded model; the default if none is loaded."""
         here = [model for model in self.models if model.served]
         return max(here, key=lambda model: (model.requests > 0, model.used), default=self.default)
 

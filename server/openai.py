@@ -3,9 +3,9 @@
     POST /v1/chat/completions   {"messages": [{"role": "user", "content": "Why batch?"}]}
     POST /v1/completions        {"prompt": "Once upon a time"}
 
-Clients send null for a missing field, and values that have no effect (`"presence_penalty": 0`,
-`"tools": []`). Both are accepted. Any other field is either supported completely, or refused with
-a status, a message and the field's name.
+Clients send null for a missing field, values that have no effect (`"presence_penalty": 0`, `"tools": []`),
+and names or metadata (`IGNORED`). All of these are accepted. Any other field is either supported completely,
+or refused with a status, a message and the field's name.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class PromptProgress(NamedTuple):
 
 
 class ProtocolAdapter:
-    """Parse a body of one protocol and write the answer, as a complete body or as a stream of events.
+    """Parses a body of one protocol and writes the answer, as a complete body or as a stream of events.
 
     `parse_request` converts a `BodyReader` to a `ParsedRequest`. `whole` returns a complete body from all
     choices and their `Usage`. The other methods return the events of a stream: `first` at the start,

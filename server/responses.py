@@ -116,8 +116,9 @@ def read_item(item: BodyReader, messages: list[dict]) -> None:
 
 
 def own_message(messages: list[dict], field: str) -> dict:
-    """Return the assistant message that an item belongs to. Start a new one if the last already has
-    this `field`."""
+    """Return the assistant message that an item belongs to. Append a new one unless the last message is the
+    assistant's, lacks this `field` and has no tool calls. An empty `field` is for a call, which may follow
+    others."""
     last = messages[-1] if messages else {}
     is_open = last.get("role") == "assistant" and not last.get(field)
     if not is_open or (field and "tool_calls" in last):

@@ -29,7 +29,7 @@ LOG_S = 10.0  # seconds between log lines about the same long prompt
 
 
 class AnswerWriter:
-    """Write the choices of a submitted request to the client. Runs in the server's thread, except for
+    """Writes the choices of a submitted request to the client. Runs in the server's thread, except for
     `_whole_body`."""
 
     def __init__(self, submission: Submission, writers: dict[Handle, AnswerWriter]):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Submission:
-    """Submit one request. Runs in worker threads; `cancel` may be called from any thread."""
+    """The submission of one request. Runs in worker threads; `cancel` may be called from any thread."""
 
     def __init__(self, models: ModelPool, protocol: type[ProtocolAdapter], client: str):
         """`client`: the client's address, for the policy `fair`."""
@@ -149,7 +149,7 @@ class Submission:
             choice.handle.cancel()
 
     def give_back(self) -> None:
-        """Return the borrowed model to the pool after the request has finished."""
+        """Return the borrowed model to the pool after the request has finished, or leave the queue for it."""
         if self.ticket:
             self._models.leave(self.ticket)
         elif self.served:

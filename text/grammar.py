@@ -58,9 +58,9 @@ A_TOKEN = 0.001
 SANDBOX_LIMITS = SandboxLimits(seconds=1.0, patience=5.0, memory=64 * 2**20, at_once=6)
 STEPS = 64  # tokens in each of the two trial runs in the sandbox
 RULES = 500  # maximum number of rules in a Lark grammar
-AT_ONCE = 2  # grammars compiled at the same time
-KNOWN = 1000  # cached verdicts; the cache is cleared when it is full
-# White space in JSON. It is bounded, because some models would otherwise write it endlessly.
+AT_ONCE = 2  # maximum number of grammars compiled at the same time
+KNOWN = 1000  # maximum number of cached verdicts; a full cache is cleared
+# Whitespace in JSON. It is bounded, because some models would otherwise write it endlessly.
 SPACE = r"[ ]|\n[ \t]{0,40}"
 
 
@@ -209,7 +209,7 @@ def fault_of(tokenizer: Any, ends: Collection[int], source: Mapping[str, Any]) -
     """Compile a grammar and try it. Return its fault; empty if it has none."""
     try:
         made = make(tokenizer, source)
-        # Then choose the longest of eight random tokens each time, because a token may be 80 spaces long
+        # First one random token each time, then the longest of eight, because a token may be 80 spaces long
         for draws in (1, 8):
             follow(made.copy(), tokenizer, ends, draws)
     except (ValueError, GrammarError) as error:

@@ -131,7 +131,7 @@ class Tokenizer:
         return frozenset(ids | ({self._special_id("eos_token")} - {None}))
 
     def special(self, name: str) -> str:
-        """Return `bos_token` or `eos_token` as in the tokenizer's config; empty if it has none."""
+        """Return a special token, such as `bos_token`, from the tokenizer's config; empty if it has none."""
         value = self.config.get(name)
         value = value.get("content") if isinstance(value, dict) else value
         return value if isinstance(value, str) else ""

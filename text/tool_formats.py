@@ -166,7 +166,7 @@ def with_layout(format: ToolFormat, call: str, place: int) -> ToolFormat:
 
 # --- the grammar of calls -------------------------------------------------------------------------
 
-# White space in JSON is fixed, because some models would otherwise write it endlessly
+# Whitespace in JSON is fixed, because some models would otherwise write it endlessly
 FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY = "(?s:.*)"  # any text
 
@@ -432,6 +432,6 @@ def kinds_of_one(schema: Any) -> set[str]:
 
 
 def values_of(schema: Mapping[str, Any]) -> list:
-    """Return all allowed values if the schema enumerates them."""
+    """Return all allowed values if the schema enumerates them, else an empty list."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     return values if isinstance(values, list) else []

@@ -20,7 +20,7 @@ argument in tags is a string or a number.
 
 The invariant: however an answer is cut into pieces, its parts join to the same texts. The cost of a
 character does not depend on the length of the answer. Text that turns out not to be a call is
-content, without loss. White space next to a mark belongs to the mark.
+content, without loss. Whitespace next to a mark belongs to the mark.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def split_output(text: str, is_thinking: bool = False) -> list[ParsedPart]:
 
 
 def split_reasoning(text: str, is_thinking: bool = False) -> tuple[str, str]:
-    """Return the reasoning of an answer without its marks, and the unchanged rest, which becomes
-    part of the next prompt."""
+    """Return the reasoning of an answer without its marks, and the rest without the line breaks before it,
+    which becomes part of the next prompt."""
     if is_harmony(text):
         parts = dict(harmony_output(text))
         return parts.get("reasoning", ""), parts.get("content", "")
@@ -365,8 +365,9 @@ class ParserState:
             yield
 
     def _wait(self, recognize: Callable[[str], T | None]) -> Reading[T | None]:
-        """Call `recognize` with the upcoming text until it returns a result. It returns None while more
-        text may change the result."""
+        """Call `recognize` with the upcoming text until it returns a result, and return that. `recognize`
+        returns None while more text may change the result; so does this method if the answer ends, or after
+        `HEAD` characters."""
         while (found := recognize(self._text[:HEAD])) is None:
             if len(self._text) >= HEAD or self.is_complete:
                 break
@@ -374,12 +375,12 @@ class ParserState:
         return found
 
     def _begins_with(self, mark: str) -> Reading[bool | None]:
-        """True if this mark comes next, perhaps after whitespace."""
+        """True if this mark comes next, perhaps after whitespace; None if the answer ends within it."""
         return (yield from self._wait(lambda text: begins(text.lstrip(), mark)))
 
     def _consume(self, mark: str, rest: str = "") -> Reading[re.Match | None]:
-        """Consume whitespace, a mark, and the pattern `rest` after it. Return None as soon as other text
-        is found in place of the mark, or after `HEAD` characters without a match of `rest`."""
+        """Consume whitespace, a mark, and the pattern `rest` after it. Return the match; None as soon as the
+        text differs from the mark, or after `HEAD` characters without a match of `rest`."""
         mark = mark.strip()
         pattern = re.compile(rf"\s*{re.escape(mark)}{rest}")
 
@@ -410,7 +411,7 @@ class ParserState:
         """Emit the text before a mark and consume the mark. Return the mark with the whitespace
         before it; empty if the answer ends without a mark.
 
-        White space and text that may be the start of the mark are held back.
+        Whitespace and text that may be the start of the mark are held back.
         """
         while not mark or mark not in self._text:
             words = self._text
@@ -428,7 +429,7 @@ class ParserState:
 
     def _content(self) -> Reading[str | None]:
         """Emit content up to a call. Return the text that opens the call, with the whitespace before
-        it; None if the answer ends without a call. White space and text that may be the start of a call
+        it; None if the answer ends without a call. Whitespace and text that may be the start of a call
         are held back."""
         while not (place := self._next_call()):
             words = self._text
@@ -450,7 +451,7 @@ class ParserState:
 
     def _next_call(self) -> tuple[int, int] | None:
         """Return start and end of the next call's mark, or of the text before the body if the call has
-        no mark."""
+        no mark. None if no call has begun."""
         mark = self._format.opens
         place = self._text.find(mark) if mark else -1
         if self._reads_bare:
@@ -496,8 +497,8 @@ class ParserState:
         return not is_closed and (bool(opening) or rest.lstrip(" \n,;[").startswith("{"))
 
     def _call_in_tags(self) -> Reading[str | None]:
-        """Parse a call in tags. Return None, or an empty text if it is not a call (like
-        `_call_in_json`)."""
+        """Parse a call in tags. Return None, or an empty text if it is not a call: then no text was
+        consumed."""
         tags = self._format.tags
         rest = rf"({NAME})\s*{ending(tags.after_name)}"
         found = yield from self._consume(tags.before_name, rest)
@@ -757,7 +758,8 @@ def ending(mark: str) -> str:
 
 
 def follows(text: str, marks: Sequence[str], is_complete: bool) -> bool | None:
-    """True if one of these marks comes next, None if more text is needed, else False."""
+    """True if one of these marks comes next, None if more text is needed, else False. At the end of the answer,
+    the beginning of a mark is enough."""
     found = {begins(text.lstrip(), mark) for mark in marks if mark}
     if True in found:
         return True
@@ -797,7 +799,8 @@ def quoted_as_json(text: str, quote: str) -> str | None:
 
 
 def as_json_value(text: str, kinds: Collection[str]) -> str:
-    """Return a value as JSON: unchanged if it is JSON of one of these types, else as a string."""
+    """Return a value as JSON: unchanged if it is JSON of one of these types, or any JSON if they do not include
+    strings; else as a string."""
     source = text.strip()
     source = PYTHONS.get(source, source)
     try:

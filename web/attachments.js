@@ -13,7 +13,7 @@ export class Attachments {
   // slot. `say`: shows a message; its second argument is the error, if any.
   constructor(place, { counted, limit, say }) {
     Object.assign(this, { place, counted, limit, say });
-    this.files = []; // {name, text, tokens}
+    this.files = []; // {name, text, tokens, total}; files that were put back have no counts
     this.work = Promise.resolve(); // resolves when all files are counted
     this.waiting = 0; // number of files being counted
     this.isRefused = false; // true if a file was refused

@@ -11,7 +11,7 @@ const KEPT_WORDS = `and as async await break case catch class const continue def
 const WORDS = KEPT_WORDS.trim().split(/\s+/).join("|");
 const HASHED = /^(py|python|sh|bash|zsh|shell|console|rb|ruby|ya?ml|toml|r|perl|make|makefile|dockerfile|nix)$/i;
 const DASHED = /^(sql|lua|haskell|hs|elm|ada)$/i;
-const PLAIN = /^(|text|txt|plain|markdown|md|output|log|diff)$/i; // plain text
+const PLAIN = /^(|text|txt|plain|markdown|md|output|log|diff)$/i; // languages without colours
 
 function pattern(comment) {
   const parts = [

@@ -168,6 +168,7 @@ function drawStretch(pen, lane, stretch, x, width, row) {
 }
 
 // Draw the steps around one step as columns of equal width: in the timeline a step is only a pixel or two wide.
+// Return {first, column, left}: the first step drawn, the width of a column, and the x of the first one.
 export function drawMicroscope(canvas, lane, index, chosen) {
   const narrow = canvas.clientWidth < 560;
   const row = narrow ? 22 : 18;
@@ -209,7 +210,7 @@ export function drawMicroscope(canvas, lane, index, chosen) {
   return { first, column, left: LEFT };
 }
 
-// Draw a request over time: queued (thin line), prompt (hatched), answer (solid), and a tick for each token.
+// Draw a request over time: queued (thin line), prompt (hatched), answer (solid). `ticks`: mark each token.
 export function drawLife(canvas, lane, request, { start, end, now }, height, ticks = false) {
   const { pen, width } = prepared(canvas, height);
   const until = Math.min(now, request.last ?? now);

@@ -1,8 +1,8 @@
 // The real scheduler in the page: sched.py replays the recorded prompts under a policy that readers can edit.
 //
 // Pyodide (CPython for the browser) is loaded from a public CDN only on request, at a pinned version and checked
-// by hash. It runs sched.py, policies.py, prefix.py and simulate.py in a worker. The result is a lane like any
-// other. A policy that does not terminate is stopped.
+// by hash. It runs simulate.py, sched.py and the modules that they import in a worker. The result is a lane like
+// any other. A policy that does not terminate is stopped.
 
 import { Lane, named, requestOf } from "./recording.js";
 import { drawTimeline } from "./draw.js";

@@ -43,7 +43,7 @@ export class Markdown {
     this.fresh = ""; // text that is not drawn yet
     this.line = ""; // the newest line (the last piece of a long one), which is redrawn
     this.drawn = null; // the newest line's node
-    this.before = {}; // the fields below, before the newest line was drawn
+    this.before = {}; // block, lists, fence and isCut, before the newest line was drawn
     this.block = null; // the block that the next line may continue
     this.lists = []; // open lists: {list, indent}
     this.fence = null; // the open code block: {mark, code, indent, wanted, rows}

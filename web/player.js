@@ -1,7 +1,7 @@
 // The page's clock, which all lanes share, so that two runs can race.
 //
-// Everything drawn depends on `now`, in seconds of the run. It follows real time at a slower pace, or is paused, or
-// is set by the user. Frames are drawn only after a change.
+// Everything drawn depends on `now`, in seconds of the run. It follows real time, up to 200 times slower, or is paused,
+// or is set by the user. Frames are drawn only after a change.
 
 // Slowdown factors.
 export const PACES = [1, 2, 5, 10, 20, 50, 100, 200];
@@ -89,7 +89,7 @@ export class Player {
     this.goToStep(Math.max(0, Math.min(this.lane.steps.length - 1, this.step + steps)));
   }
 
-  // Go to the time at which this step's tokens have arrived.
+  // Go to the time at which this step's tokens have arrived, or into the step if the next one began before that.
   goToStep(index) {
     const { began, ended } = this.lane;
     const isOut = ended[index] < (began[index + 1] ?? Infinity);

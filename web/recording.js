@@ -142,7 +142,8 @@ export class Lane {
     return countUpTo(this.began, time) - 1;
   }
 
-  // Return the time of admission. A request admitted before the lane's first step did not wait in this lane.
+  // Return the time of admission; Infinity if there is none yet. A request admitted before the lane's first step
+  // did not wait in this lane.
   admittedAt({ admittedStep, slot, arrived }) {
     if (admittedStep !== null) return this.began[admittedStep];
     return Number.isInteger(slot) ? arrived : Infinity;
@@ -189,7 +190,7 @@ export class Lane {
     return waits.sort((a, b) => a - b);
   }
 
-  // Return a quantile of the TTFTs.
+  // Return a quantile of the TTFTs; undefined if there are none.
   firstToken(part) {
     const { waits } = this;
     return waits[Math.ceil(part * waits.length) - 1];

@@ -1,7 +1,7 @@
 """Replay recorded prompts through the real scheduler, without a model.
 
 The page runs the unmodified scheduler files in Pyodide (CPython for the browser).
-`experiments/simulator.py` feeds them the recorded prompts and step times. Readers edit policies,
+`experiments/simulator.py` feeds them the recorded prompts, with step times from `price`. Readers edit policies,
 which are functions and records. This module makes no scheduling decisions.
 """
 

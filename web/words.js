@@ -12,7 +12,7 @@ export function count(number, noun) {
   return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 }
 
-// Format a size of memory, as in kernels/device.py: "11.8 MiB".
+// Format a size of memory, as in base/strings.py: "11.8 MiB".
 export function bytes(number) {
   const units = ["bytes", "KiB", "MiB", "GiB"];
   let power = 0;

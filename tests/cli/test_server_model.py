@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from parrot import THOUGHT, Taught, said
@@ -176,6 +177,13 @@ def test_progress_of_a_long_prompt_is_shown():
     assert shown[-2:] == ["    prompt 512/2048, 182 tokens/s", ""]
     assert result.error is None
     assert (result.text, result.finish_reason, result.metrics.output_tokens) == ("Yes.", "stop", 1)
+
+
+def test_no_note_about_tokens_left_without_the_length_of_a_slot():
+    """Only some servers report the length, as `max_model_len`."""
+    with answering(event("Yes."), event("", finish_reason="stop")) as url:
+        _, out = talk(SimpleNamespace(address=url), "Why?")
+    assert "Yes." in out and "first token after" in out and "left" not in out
 
 
 @pytest.mark.parametrize(
