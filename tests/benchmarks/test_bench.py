@@ -81,7 +81,7 @@ def test_rows_that_never_overlap_are_refused():
         decode_figures([Delivery(0, [1, 2]), Delivery(0, [3, 4])], 2)
 
 
-def test_open_loop_total_time():
+def test_figures_of_a_closed_loop():
     """Two consecutive requests of five tokens take 5 s each, with 1 s to the first token."""
     answers = [Delivery(0, [1, 2, 3, 4, 5]), Delivery(5, [6, 7, 8, 9, 10])]
     figures = closed_figures(answers, users=1)

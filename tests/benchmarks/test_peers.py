@@ -197,7 +197,7 @@ def test_llama_cpp_batches_rows_and_prompts(library, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("kv", "is_float32"), [("auto", False), ("float32", True)])
 def test_llama_cpp_keeps_keys_in_as_many_bits_as_we_do(library, tmp_path, kv, is_float32):
-    """With weights of 16 bits, the keys have 16 bits, too, which is llama.cpp's default."""
+    """With weights of 16 bits, keys have 16 bits, which is llama.cpp's default, too; `--kv float32` changes both."""
     folder = make_checkpoint(tmp_path / "model", dtype=mx.bfloat16)
     peers.write_gguf(folder, folder / peers.GGUF)
     peers.LlamaCpp(str(folder), rows=1, length=20, kv=kv)
@@ -314,7 +314,7 @@ def test_llama_cpp_is_not_measured_beside_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize(("bits", "form"), [(4, "Q4_0"), (8, "Q8_0"), (16, "BF16")])
 def test_packed_gguf_has_as_many_bits(tmp_path, bits, form):
-    """Only the weights of the layers are checked, because llama.cpp stores an embedding table in another
+    """Only feed-forward weights are checked, because llama.cpp stores an embedding table in a different
     type."""
     pytest.importorskip("llama_cpp")
     how = {"dtype": mx.bfloat16} if bits == 16 else {"quantize": lambda module: (bits, 32)}

@@ -40,7 +40,8 @@ def asked(*arguments: str, **how: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def here(model, capfd, monkeypatch):
-    """Run `asked` in this process, with the fixture's model unless it names another one."""
+    """Return a function that runs a program's `main` in this process. `ask.py` gets the fixture's model unless
+    the arguments name another one."""
 
     def run_here(*arguments: str, main=ask.main, stdin: str = "") -> subprocess.CompletedProcess:
         if main is ask.main and "--model" not in arguments:
@@ -114,7 +115,7 @@ def test_no_prompt_reads_standard_input(here, arguments, prompts):
 
 @pytest.mark.parametrize("arguments", [[], ["first", "-"]])
 def test_empty_standard_input(here, arguments):
-    """Regression: it was "the prompt is empty", also where no prompt was given."""
+    """Regression: the message was "the prompt is empty", even if no prompt was given."""
     done = here(*arguments, stdin="")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("nanobatch: standard input has no prompt; ")

@@ -129,7 +129,8 @@ def test_conversation_that_outgrows_the_slot_waits_for_drop(server):
 
 @contextmanager
 def answering(*pieces: bytes | threading.Event):
-    """Yield the address of a server that lists its models once, and answers one request with these pieces."""
+    """Yield the address of a server that lists its models once, and answers one request with these pieces. It
+    waits for an event among them."""
     listed = b'{"data": [{"id": "other"}]}'
     head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -1,4 +1,4 @@
-"""The engine's public interface: handles, threads, cancelling, failing, closing, and no memory leaks."""
+"""The engine's public interface: handles, bad input, threads, cancelling, closing, and no memory leaks."""
 
 import gc
 import os

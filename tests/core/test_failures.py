@@ -242,7 +242,7 @@ sys.exit(serve.main(["--model", {str(folder)!r}, "--port", "0"]))
 @pytest.mark.parametrize("part", ["k_proj", "v_proj"])
 def test_key_beyond_float16_is_an_error(tmp_path, part):
     """A key or value that float16 cannot represent ends the request with an error. An infinite key may get
-    weight 0, which would make the answer wrong without a sign."""
+    weight 0, which would silently make the answer wrong."""
     folder = make_checkpoint(tmp_path, seed=3, dtype=mx.bfloat16, attention_bias=True)
     file = folder / "model.safetensors"
     weights = mx.load(str(file))

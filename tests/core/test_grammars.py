@@ -1,4 +1,4 @@
-"""Requests under a grammar next to others: no request's bits change, and none waits for a mask."""
+"""Requests under a grammar next to others: no request's bits change, and no forward pass waits for a mask."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def prompts(count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("run_ahead", [True, False])
 def test_grammar_holds_with_every_setting(parts, run_ahead):
-    """Each batch contains every sampling setting with a grammar and without one."""
+    """The requests have every kind of sampling, with a grammar and without one."""
     wishes = []
     for n, settings in enumerate(KINDS.values()):
         wishes.append(SamplingParams(max_tokens=30, seed=n, grammar=DIGITS, **settings))
@@ -119,7 +119,7 @@ def test_reused_slot_has_no_grammar_left(engine):
 
 @pytest.mark.parametrize("place", ["in the prompt", "in the answer"])
 def test_a_row_of_nan_is_seen_behind_a_mask(parts, place):
-    """The mask is added to the logits and replaces none, so that NaN among forbidden tokens is detected."""
+    """The mask is added to the logits instead of replacing them, so a NaN among forbidden tokens is detected."""
     model, text = parts
     token = 99 if place == "in the prompt" else text.tokenizer.token_to_id("5")
     grammar = {"regex": "[a-z]{9}"} if place == "in the prompt" else {"regex": "5{9}"}

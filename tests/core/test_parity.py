@@ -62,7 +62,7 @@ def test_tokens_and_logits_equal_mlx_lm(name, tmp_path):
 
 
 def test_number_of_compared_prompts():
-    """Compare at least 500 prompts, 300 of them from families that differ substantially from Llama."""
+    """At least 500 prompts are compared, 300 of them for families that differ substantially from Llama."""
     whole, own = count()
     assert whole >= 500 and own >= 300
 
@@ -125,8 +125,8 @@ def four_bits(module: str) -> tuple[int, int] | None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_narrow_weights_of_the_newest_families(name, tmp_path):
-    """Checkpoints of 16 and 4 bits stay within the same bounds, with keys and values in float32 or float16.
-    So does computing in 16 bits."""
+    """Checkpoints of 16 and 4 bits, with keys and values in float32 or float16, stay within the bounds of the
+    tests above. So does computing in 16 bits."""
     tokens = np.random.default_rng(6).integers(0, 256, 50).tolist()
     settings = CONFIGS[name] | {"seed": 6}
     if name == "gemma4_text":
@@ -168,7 +168,7 @@ def test_dynamic_rope_has_one_theta_per_engine(tmp_path):
 
 
 def test_long_positions_stay_close_too(tmp_path):
-    """Rotation angles grow with the position, and their rounding errors do, too."""
+    """Rotation angles and their rounding errors grow with the position, but logits stay close to mlx-lm's."""
     folder = make_checkpoint(tmp_path, seed=8, rope_scaling={"rope_type": "llama3", **LLAMA3})
     prompt = np.random.default_rng(8).integers(0, 256, 1900).tolist()
     with Engine.load(folder, activations=32, slots=2, max_len=2048, chunk=128) as engine:

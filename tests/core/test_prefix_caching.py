@@ -25,10 +25,8 @@ def prefilled(engine: Engine) -> int:
 
 @pytest.mark.parametrize("slots", [8, 3])
 def test_shared_system_prompt_is_computed_once(parts, slots):
-    """The first request computes the 500 tokens, and the others reuse them all.
-
-    The second request does not wait for the last 20 of them, because they are fewer than a chunk.
-    """
+    """The first request computes the 500 tokens. The second reuses 480 of them: it does not wait for the last
+    20, which are fewer than a chunk. The other six reuse all 500."""
     system = tokens(500)
     prompts = [system + tokens(20, seed=n) for n in range(1, 9)]
     with Engine(*parts, slots=slots, max_len=640, chunk=32, budget=slots + 32) as engine:
@@ -70,7 +68,7 @@ def test_stretched_positions_share_rows(kind, tmp_path):
 
 
 def test_prefix_copy_moves_only_the_prefix(make_engine):
-    """Copy only the rows of the prefix: copying a whole slot takes longer than computing a short prefix."""
+    """Only the rows of the prefix are copied, because copying a slot takes longer than computing a short prefix."""
     opening = tokens(64)
     engine = make_engine(slots=4, max_len=16384, budget=36)
     layer = engine.runner.slab.arrays[0].nbytes

@@ -1,4 +1,4 @@
-"""Every request ends exactly once, with a reason, whatever fails. A failure affects no other request."""
+"""Every request ends exactly once, with a reason, whatever fails, and later requests are answered correctly."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ CALLS = [
     ("target", "run_ahead"), [(call, i % 2 == 0) for i, call in enumerate(CALLS)]
 )
 def test_exception_at_any_call(parts, monkeypatch, target, run_ahead):
-    """Every request in the step ends, and the next request is answered correctly."""
+    """Every request ends, with the error or complete, and the next request is answered correctly."""
     owner, _, name = target.rpartition(".")
     owner = (
         mx

@@ -169,7 +169,7 @@ def compared(handle: Handle, tap: Tap, right: Handle, logits: np.ndarray | None)
             f"request {handle.id}: {handle.tokens}, {handle.finish_reason}; alone {right.tokens}"
         ]
     elif many and not np.array_equal(tap.of(handle), logits):
-        differ = [f"request {handle.id}, {m.cached_tokens} tokens cached: other logits"]
+        differ = [f"request {handle.id}, {m.cached_tokens} tokens cached: different logits"]
     failed = handle.finish_reason == "error"
     from_disk = m.cached_tokens if m.cached_from == "disk" else 0
     return Count(

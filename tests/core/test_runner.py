@@ -120,7 +120,7 @@ def test_batch_alone_says_who_samples(record):
         slots = [*(prefill.slot for prefill in order.prefills), *decoding]
         asked = {*(prefill.slot for prefill in order.prefills if prefill.emits), *decoding}
         assert picks.keys() == asked
-        assert len(set(slots)) == len(slots), "a slot moves on by two units"
+        assert len(set(slots)) == len(slots), "a slot occurs twice in a batch"
         said = {slot for slot, rows in enumerate(tokens) if max(rows) >= 0}
         assert said == asked
         compared += len(asked)

@@ -1,5 +1,5 @@
-"""The scheduler without a model or an array, on a simulated clock. In stages 5 to 8 of course/from_zero, the
-reader's own scheduler must produce the first of these timelines."""
+"""The scheduler without a model or an array, on a simulated clock. Stages 5 to 8 of course/from_zero test the
+reader's own scheduler with the same `Story`."""
 
 import gc
 import random
@@ -51,8 +51,8 @@ def test_fair_prefers_the_client_with_fewest_slots():
 
 
 def test_fair_breaks_ties_by_last_service():
-    """With one slot no waiting client has any, so the client that was served longest ago is next: C overtakes
-    B."""
+    """While the only slot is free, no client has one, so the client that was served longest ago is next: C
+    overtakes B."""
     story = Story(slots=1, policy="fair")
     for client in ("many", "many", "two", "two", "many"):
         story.submit(3, 1, client=client)
@@ -126,8 +126,8 @@ def test_each_admission_says_why_it_got_its_slot():
 
 
 def test_chunks_next_to_decodes_are_as_long_as_the_engine_allows():
-    """B's chunks have 8 tokens, but only 3 while A decodes, which is the engine's limit next to a decode. The
-    reported budget does not exceed what can be spent."""
+    """B's chunks have up to 8 tokens, but only 3 while A decodes, because the step-time model allows no more
+    next to a decode. The plan's budget is what the step can use."""
     story = Story(slots=2, max_len=100, chunk=8, budget=20)
     story.submit(3, 4)
     story.step()
@@ -463,7 +463,8 @@ def test_planning_is_independent_of_the_prompts_length():
 
 
 def calls_of_a_plan(tokens: int) -> float:
-    """Return the average number of function calls in a plan while 32 such prompts are served in 16 slots."""
+    """Return the mean number of function calls per step (plan and commit) while 16 slots serve 32 prompts of
+    this length."""
     slots = 16
     planner = Scheduler(slots, tokens + 20, POLICIES["continuous"], chunk=64, budget=64 + 64 * 10)
     opening = list(range(tokens - 2))
@@ -718,8 +719,8 @@ def test_cancel_in_the_queue_keeps_the_cache():
 
 
 def test_long_conversation_keeps_its_slot():
-    """B shares 8 rows with A, whose slot holds 40. They are copied into an empty slot, and A's next turn
-    continues in its own."""
+    """B shares 8 of the 40 rows in A's slot. These 8 are copied into an empty slot, and A's next turn continues
+    in A's slot."""
     story = Story(slots=2)
     a = story.submit(20, 21)
     story.drawn()
@@ -734,8 +735,8 @@ def test_long_conversation_keeps_its_slot():
 
 
 def test_few_rows_are_copied_unless_this_step_writes_them():
-    """Rows that are written in the same step are copied in a separate pass, so 20 rows with chunks of 32
-    are computed instead. Rows that a slot already holds are copied."""
+    """Copying rows that the same step writes takes a second pass, so 20 of them are computed instead, because
+    they are less than two segments. Rows that a slot already holds are copied."""
     story = Story(slots=4, chunk=32, budget=96)
     first, other = (story.submit((*range(20), *[n] * 20), 1) for n in (800, 900))
     story.drawn()
@@ -760,8 +761,8 @@ overtaken = Counter()  # by policy: how often a request was admitted before an o
 class Fairness:
     """Checks the admissions of a scheduler against the order that each policy guarantees.
 
-    `passed` maps the oldest queued request of each client without a slot to the clients that were admitted
-    while it waited.
+    `passed` maps the id of the oldest queued request of each client without a slot to the clients that were
+    admitted while it waited.
     """
 
     def __init__(self, sched: Scheduler):

@@ -143,8 +143,8 @@ def furthest(asked: list[Turn], slots: int) -> int:
         after = [each.talk for each in asked[now + 1 :]]
 
         def waits(slot: int, turn: Turn = turn, after: list[int] = after) -> float:
-            """Return the number of turns until the slot's conversation continues, or a larger number if it
-            never does."""
+            """Return the number of turns until the slot's conversation continues; more if it never does, and
+            most if the slot is empty or has an earlier turn of this conversation."""
             each = held[slot]
             if each is None or each.talk == turn.talk:
                 return 2 * len(asked)

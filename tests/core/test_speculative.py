@@ -97,7 +97,7 @@ def outcome(handle: Handle) -> tuple:
 
 
 class Compared(NamedTuple):
-    """The outcomes of a request without draft tokens and with them."""
+    """A request with draft tokens, compared with the same request without them."""
 
     kind: str
     differs: str  # the difference, or "" if there is none
@@ -287,7 +287,7 @@ def test_expensive_rows_shorten_drafts(row_s, wide):
 
 def test_step_is_read_at_once_only_if_drafts_pay():
     """A step is read before the next one is planned only if the expected drafts are worth more than
-    run-ahead. A repeated pair of tokens is not enough."""
+    run-ahead: not if the text has no repetitions, and not if rows are expensive."""
 
     def should_read_now(row_s: float, *requests: Request) -> bool:
         emitters = tuple(Decode(request, request.slot, request.next_row) for request in requests)

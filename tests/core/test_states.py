@@ -288,7 +288,7 @@ def test_moves_in_random_schedules(seed):
         }
 
     def answers(member: Chunk | Decode) -> list[int]:
-        """Return the answer, which depends only on the text."""
+        """Return the tokens that the rows yield. They depend only on the text."""
         found: list[int] = []
         for _ in range(1 + len(member.draft)):
             text = [*member.request.prompt, *member.request.answer, *found]
@@ -385,7 +385,7 @@ def test_cost_of_a_step(folder):
 
 
 def test_perplexity(folder):
-    """`bench.py --parts quality` prefills a text chunk by chunk without an engine."""
+    """`bench.py --parts quality` prefills a text in chunks without an engine, and gets the engine's logits."""
     ids = np.array(drawn(20, 2 * quality.CHUNK + 1))
     nll = np.concatenate([part.nll for part in quality.ours(folder, ids, kv="float32")])
     text = ids[:-1].tolist()

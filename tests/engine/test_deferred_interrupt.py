@@ -32,7 +32,7 @@ def engine(parts, request):
 
 
 def is_whole(engine: Engine, expected: list[list[int]]) -> bool:
-    """Return True if the engine is idle and answers the next requests correctly."""
+    """Step until idle. Return True if no request is left, and the next ones are answered correctly."""
     while engine.step():
         pass
     check(engine)
@@ -145,7 +145,7 @@ def test_ctrl_c_finishes_the_step(engine, monkeypatch):
 
 
 def test_ctrl_c_at_any_line_of_a_step(engine, expected):
-    """With three requests on two slots, interrupt admission, prefill, decode and finishing line by line."""
+    """With three requests on two slots, interrupt every 65th line of admission, prefill, decode and finishing."""
     interrupted = 0
     for at in range(0, 2_600, 65):
         handles = [engine.submit(prompt, FEW) for prompt in PROMPTS]
@@ -158,7 +158,7 @@ def test_ctrl_c_at_any_line_of_a_step(engine, expected):
 @pytest.mark.parametrize("what", ["submit", "cancel", "close"])
 def test_ctrl_c_at_any_line_of_submit_cancel_close(parts, expected, what):
     interrupted, at, within = 0, 0, True
-    while within:  # until every line has been interrupted
+    while within:  # every eighth line, until the action has fewer lines
         with Engine(*parts, slots=2, max_len=128, chunk=32) as engine:
             others = [engine.submit(prompt, FEW) for prompt in PROMPTS]
             for _ in range(3):

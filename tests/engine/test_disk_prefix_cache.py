@@ -158,7 +158,7 @@ def test_damaged_entry_is_damage(saved, name, field):
 
 
 def test_any_changed_byte_is_damage_or_a_miss(saved):
-    """A change to any byte of the header, or to one of some bytes of the data, is detected."""
+    """A change to any byte of the header, or to every 4,999th byte of the data, is detected."""
     folder = SlotFolder(str(saved[0]))
     (file,) = files(saved[0])
     whole = file.read_bytes()
@@ -192,7 +192,7 @@ def one_layer_less(entries, data):
     ],
 )
 def test_layers_of_another_model_are_damage(parts, saved, caplog, change):
-    """Regression: rows of another shape, with a correct digest and key, ended all running requests."""
+    """Regression: rows of a different shape, with a correct digest and key, ended all running requests."""
     folder, prompt = saved
     (file,) = files(folder)
     rewritten(file, change)
@@ -323,8 +323,8 @@ def test_request_without_prefix_cache_is_neither_saved_nor_restored(parts, saved
 
 
 def test_another_clients_rows_are_not_reported(parts, saved):
-    """A hit on another client's rows is not reported, on disk as in memory, because it would confirm a guess
-    at that client's text."""
+    """A hit on another client's rows is not reported to the client, on disk as in memory, because it would
+    confirm a guess at the other client's text."""
     folder, prompt = saved
     with engine(parts, folder) as restarted:
         turn = restarted.submit(prompt, SHORT, client="another")

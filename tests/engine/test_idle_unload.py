@@ -71,7 +71,7 @@ def answers(engine: Engine) -> list[list[int]]:
 
 
 def test_unloaded_engine_reloads_on_request(engine, alone):
-    """Unloading frees the weights, and the next request loads them again."""
+    """Unloading frees the weights and the slab, and the next request loads them again."""
     assert answers(engine) == alone[0]
     gc.collect()
     held = mx.get_active_memory()
@@ -150,7 +150,7 @@ def test_failed_reload_ends_the_requests(tmp_path, alone):
 
 
 def test_changed_weights_are_not_served(tmp_path, alone):
-    """Regression: other weights of the same shape were served without an error. They are detected by the
+    """Regression: changed weights of the same shape were served without an error. They are detected by the
     sizes and modification times of the files."""
     folder = make_checkpoint(tmp_path / "model", seed=1)
     with Engine.load(folder, **SIZES) as engine:
@@ -241,7 +241,7 @@ def test_exchange_for_another_model(engine, folders, alone):
 
 @pytest.mark.parametrize("harm", ["no folder", "no tensor", "too large", "a word"])
 def test_exchange_refuses_a_broken_model(harm, engine, tmp_path, alone):
-    """A broken model is refused before the current one is unloaded."""
+    """A broken model, or a wrong size, is refused before the current model is unloaded."""
     runner = engine.runner
     options = {}
     folder = make_checkpoint(tmp_path / "wrong", seed=3)
@@ -325,8 +325,8 @@ class Askers:
 
 
 def test_exchange_under_load(others, folders, alone):
-    """Exchange models while requests run, and at the moment when the last one ends. NANOBATCH_EXCHANGES=200
-    runs the long form."""
+    """Release the model or exchange it for the other under load. Each attempt is refused while a request is
+    open, and repeated until none is. NANOBATCH_EXCHANGES=200 runs the long form."""
     rng = np.random.default_rng(7)
     releases = rng.random(EXCHANGES) < 0.4
     assert EXCHANGES - releases.sum() > 2

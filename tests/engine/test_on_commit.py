@@ -1,4 +1,4 @@
-"""`engine.on_commit`: a function that is called after each commit while no lock is held, and what it may do."""
+"""`engine.on_commit`: when it is called, without a lock, and what it may do."""
 
 import random
 import sys
@@ -90,7 +90,7 @@ def test_hook_sees_every_end(parts, monkeypatch, way):
     assert first.finish_reason is not None and first.id in hook.ended
     count = len(hook.calls)
     first.cancel()
-    assert len(hook.calls) == count, "a second end is no news"
+    assert len(hook.calls) == count, "a second cancel calls the hook"
     engine.close()
 
 

@@ -58,7 +58,7 @@ def test_time_left_is_rounded(left, words):
 
 
 def test_snapshot_has_prefill_progress():
-    """A chunk of 16 tokens takes 5 ms, and each step takes another 10."""
+    """A chunk of 16 tokens takes 5 ms, and decoding in the same step another 10."""
     clock = Clock()
     with word_engine(clock, clock, slots=2, max_len=70_000) as engine:
         long = engine.submit([1] * 9_600, SHORT)

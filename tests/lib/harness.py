@@ -22,7 +22,7 @@ from sched import check_invariants
 
 
 def exactly(tokens: int | None, **more) -> SamplingParams:
-    """Return settings for answers of exactly this length: EOS does not end them."""
+    """Return settings for answers of exactly this length: EOS does not end them. None: fill the slot."""
     return SamplingParams(max_tokens=tokens, ignore_eos=True, **more)
 
 
@@ -54,7 +54,7 @@ class Tap:
             found = [row for logits in calls for row in np.array(logits)]
             # After a wrong draft, the logits are recorded once more when the right token is known
             for pick, logits in zip(chosen, found, strict=True):
-                # A ghost's index starts at 0, like that of a new request (`Engine._picks`)
+                # A ghost's rows have index 0, like a new request's first token (`Engine._sampling_rows`)
                 if owners[pick.slot] in engine.sched.running:
                     self.logits[owners[pick.slot], pick.index] = logits
             return finish(begun, picks)
@@ -97,7 +97,8 @@ def random_asks(
 ) -> list[Ask]:
     """Return prompts of 1 to `longest` tokens, half of them short, with answers of 1 to `tokens`.
 
-    A share `alike` of the prompts has a common prefix, of random length.
+    A share `alike` of the prompts has a common prefix, of random length. A share `cancels` of the requests
+    is cancelled after up to 19 steps.
     """
     asks, opening = [], rng.integers(0, 256, longest).tolist()
     for _ in range(count):
@@ -128,7 +129,7 @@ def run_schedule(
     at_last: Callable[[], object] = lambda: None,
 ) -> list[Handle]:
     """Submit the asks at random times and step until all requests have ended, checking every invariant
-    after every step. `at_last` is called at the end.
+    after every step. `at_last` is called after every step from then on.
     """
     waiting, handles, cancels = list(asks), [], {}
     step = 0

@@ -22,9 +22,7 @@ from text.grammar import Grammar
 
 OURS = ("server.", "text.", "engine.", "base.", "cli.", "nanobatch", "sched", "sampling", "h11.")
 # A bounded number of these is kept for watchers
-KEPT = ("RequestRecord", "Counter", "Metrics", "RequestView", "StepView")
-# The last text of each slot, for drafts in the same client's next answer
-KEPT += ("Pairs",)
+KEPT = ("RequestRecord", "Metrics", "RequestView", "StepView")
 REQUESTS = number_of("LEAKS", 4)
 MANY = 4  # concurrent requests
 SAID = [said("x " * 300)]

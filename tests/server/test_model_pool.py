@@ -38,7 +38,7 @@ class FakeEngine:
         self._gone = gone
 
     def release(self):
-        """An engine would save its slots here."""
+        """Do nothing. A real engine saves its slots and frees its weights."""
 
     def close(self):
         self._gone.append(self.name)
@@ -179,7 +179,7 @@ def test_a_model_larger_than_the_memory_is_refused_at_once(pools):
 
 
 def test_the_line_is_bounded(pools):
-    """A hundred requests arrive for models that are not loaded, while one model is busy."""
+    """While one model is busy, a hundred requests arrive for others. Those over the limit get a 503."""
     pool = pools({f"m{i}": 5 for i in range(100)} | {"a": 5}, 8)
     busy = pool.wait("a")
     kept = []

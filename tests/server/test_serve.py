@@ -514,7 +514,7 @@ def test_incomplete_request_does_not_count(server, sent):
 
 @pytest.mark.parametrize(("stream", "abrupt"), [(False, True), (True, False)])
 def test_hang_up_frees_slot_and_queue(server, stream, abrupt):
-    """There are eight times as many requests as slots, so queued requests must be removed, too."""
+    """There are twice as many requests as slots, so queued requests must be removed, too."""
     lines = [
         server.line().post(CHAT, say("Tell me a long story.", stream=stream, **LONG))
         for _ in range(8)
@@ -559,9 +559,6 @@ def test_streams_at_once_equal_answers_alone(server):
     ]
     assert [reply.json["choices"][0]["message"]["content"] for reply in alone] == texts[::9]
     assert all(texts) and server.is_idle()
-
-
-# --- who may connect ------------------------------------------------------------------------------
 
 
 # --- metrics, the log, and watching ---------------------------------------------------------------

@@ -3,8 +3,8 @@ requests. `NANOBATCH_SOAK=20000 python -m pytest tests/server/test_soak.py` runs
 
 The server has the demo model with a chat template that supports tools and reasoning, configured as if it had
 been made for embeddings. All routes are used, streamed and not. At the end each request has been answered or
-its client has hung up, all slots are free, complete answers equal those that the same request gets alone
-(reasoning, text, calls and tokens), and the number of open files is the same as at the start.
+refused, or its client has hung up, all slots are free, complete answers equal those that the same request gets
+alone (reasoning, text, calls and tokens), and no more files are open than at the start.
 
 Memory is measured in an idle second after each round (`serve_memory.py`). From the second third of the rounds
 to the last, the bytes in use after a collection may grow by 2 MiB, and the resident set after a trim by 15 MiB.
@@ -80,7 +80,7 @@ GRAMMARS = [
     {"guided_json": {"type": "array", "items": {"type": "integer"}, "maxItems": 5}},
 ]
 SAID = [{"role": "user", "content": "x"}]
-# Requests that cause much work with few bytes, or with as many bytes as the server accepts.
+# Requests that cause much work with few bytes, or with about as many as the server accepts
 HEAVY = [
     (CHAT, {"messages": [{"role": "user", "content": ""}] * 130_000}),
     (CHAT, b'{"messages":[{"role":"user","content":"x"}],"metadata":[' + b"[]," * 10**6 + b"[]]}"),
@@ -91,7 +91,7 @@ HEAVY = [
     (COMPLETIONS, {"prompt": [5] * 500_000}),
     (COMPLETIONS, b"x" * 5_000_000),
 ]
-# Not HTTP, or not valid for this server. All of them end with a refusal or a closed connection.
+# Not HTTP, not valid for this server, or 300 requests in one packet. No reply to them is checked
 RAW = [
     b"hello\r\n\r\n",
     b"GET /" + b"x" * 70_000,
@@ -153,7 +153,7 @@ PROMPTS = [
 
 @dataclass
 class Report:
-    counts: Counter[str] = field(default_factory=Counter)  # answered, refused, hung up
+    counts: Counter[str] = field(default_factory=Counter)  # answered, refused, hung up, failed
     faults: list[str] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
 
@@ -246,18 +246,20 @@ def make_chat(dice: random.Random, text: str) -> dict:
     return body
 
 
-def ask_grammar(server: Server, dice: random.Random) -> None:
+def ask_grammar(server: Server, dice: random.Random) -> str:
+    """Ask for an answer under a hostile grammar. Return the outcome: "answered" or "refused"."""
     reply = server.ask(CHAT, {"messages": SAID, "max_tokens": 8} | dice.choice(HOSTILE))
-    assert reply.status in (200, 400, 500), reply
-    assert reply.status == 200 or reply.error["message"], reply
+    if reply.status == 200:
+        return "answered"
+    assert reply.status in (400, 500) and reply.error["message"], reply
+    return "refused"
 
 
 def attack(server: Server, dice: random.Random) -> str:
-    """Send something hostile. Return the outcome: "refused" or "hung up"."""
+    """Send something hostile. Return the outcome: "answered", "refused" or "hung up"."""
     kind = dice.randrange(7)
     if kind == 6:
-        ask_grammar(server, dice)
-        return "refused"
+        return ask_grammar(server, dice)
     if kind < 2:
         reply = server.ask(*dice.choice(BAD if kind else HEAVY))
         assert reply.status in (400, 404, 413) and len(reply.error["message"]) < 600, reply
@@ -325,8 +327,7 @@ def soak(
             assert reply.status in (400, 404) and reply.error["message"], reply
             return "refused"
         if not hostile and kind < 0.1:
-            ask_grammar(server, dice)
-            return "refused"
+            return ask_grammar(server, dice)
         if not hostile and kind < 0.42:
             form = {} if path in WITHOUT_STREAM else {"stream": stream}
             hang_up(server, dice, path, body | form)

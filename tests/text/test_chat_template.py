@@ -858,7 +858,7 @@ class Talk(Replay):
 @pytest.mark.parametrize("name", READS)
 def test_rendering_is_stateless(published, name):
     """A turn prefills everything except the rows still in its slot, which end with the last word of the answer.
-    For Llama 3 these are 1 + 8 + 15 + 14 tokens:
+    For Llama 3, 1 + 8 + 15 + 14 tokens are prefilled:
 
         <|eot_id|> <|start_header_id|>user<|end_header_id|>\\n\\n What is 17 + 6?
         <|eot_id|><|start_header_id|>assistant<|end_header_id|>\\n\\n

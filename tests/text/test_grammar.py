@@ -251,8 +251,8 @@ def test_hostile_grammar_is_refused_or_within_budget(grammars, name):
     thread.start()
     thread.join()
     [(seconds, tokens, longest)] = taken
-    # Processor time, excluding the call that exceeds the budget, which only the library's own limits bound.
-    # The measurement itself may take another twentieth.
+    # Processor time excluding the longest call, because a single call is bounded only by the library's own
+    # limits. The measurement itself may take another twentieth.
     assert seconds - longest <= 1.05 * (grammar_file.AT_FIRST + grammar_file.A_TOKEN * tokens)
 
 

@@ -112,7 +112,7 @@ def make_call(dice: random.Random, format) -> tuple[str, dict]:
 
 def make_arguments(dice: random.Random, format) -> dict:
     """Return some of `PROPERTIES` in random order. A text may contain any mark, but not the mark that ends a
-    value, followed by a valid continuation."""
+    value followed by a valid continuation."""
     tags = format.tags
     marks = [tags.after_value, tags.after_value.strip(), tags.before_key, tags.end + "<"]
     text = "".join(dice.choice([words(dice, 5), *marks, "\n", "x"]) for _ in range(4)) + "."
@@ -312,7 +312,7 @@ def test_damaged_answers_are_parsed_however_cut(format):
 
 
 def spaced(text: str, dice: random.Random) -> str:
-    """Insert whitespace next to marks, often exactly as long as the parser holds back."""
+    """Insert whitespace next to marks, often exactly as much as the parser holds back."""
     places = [match.start() for match in re.finditer(r"[<>\[\]{};]", text)]
     for place in sorted(dice.choices(places or [0], k=3), reverse=True):
         length = dice.choice([1, HEAD - 1, HEAD, HEAD + 1, 2 * HEAD])
@@ -661,8 +661,8 @@ def test_parsing_cost_does_not_grow(text):
 
 @pytest.mark.parametrize("before", ["", "<think>a", "<tool_call>add"])
 def test_endless_white_space_streams(before):
-    """Regression: a client can force endless whitespace with a logit bias. All whitespace that was held
-    back was checked again for each token, and 100,000 tokens took four seconds of the thread that serves all
+    """Regression: a client can force endless whitespace with a logit bias. All whitespace that was held back
+    was checked again for each token, and 100,000 tokens took four seconds of the thread that serves all
     clients."""
     for text in (before + " \n" * 800 + "x", before + " \n" * 800 + "<tool_call>x"):
         parser = OutputParser(SPEECH, TOOLS)

@@ -1,5 +1,5 @@
-"""Model folders that would use up all memory, or crash the process, at the first prompt: each is refused with
-one line when it is loaded."""
+"""Model folders that would use up all memory, or crash the process, at the first prompt. They are refused with
+one line, or the harmful part is not used."""
 
 import base64
 import json

@@ -23,8 +23,8 @@ def browser() -> Iterator:
 
 @pytest.fixture
 def opens(browser) -> Iterator:
-    """Yield a function that opens a page. Afterwards assert that no page reported an error or made a
-    request."""
+    """Yield a function that opens a page. Afterwards assert that no page opened a dialog or logged an error.
+    (An offline page logs one for each request.)"""
     contexts, said = [], []
 
     def opened(address: str | Path, *, offline: bool = True, **how):

@@ -173,7 +173,7 @@ def test_nothing_is_wider_than_the_screen(opens, viewport, scheme):
 
 @pytest.fixture
 def plays(opens, tmp_path):
-    """Return a function that opens the page of these recordings."""
+    """Return a function that makes a page of recordings and opens it."""
 
     def opened(*recordings: dict, **how):
         (tmp_path / "page.html").write_text(page.make(list(recordings)))

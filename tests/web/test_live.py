@@ -100,8 +100,8 @@ def packed(sender: watch_frames.Sender, seen) -> str:
 
 
 def frames_of(engine, texts: bool, begin: int = 0) -> tuple[list[str], list[list], list[int]]:
-    """Return frames of five requests from a step on, the texts at each frame, and the number of waiting
-    requests."""
+    """Return frames of five requests from step `begin` on, and for each frame the texts and the number of
+    waiting requests."""
     sender = watch_frames.Sender(texts)
     for n in range(5):
         engine.submit(

@@ -56,8 +56,8 @@ def answered():
 
 
 def check_form(engine) -> None:
-    """Skip the test if this machine computes products in a different form from the recorded one, which may choose
-    other tokens."""
+    """Skip the test if this machine computes products in a different form from the recorded one, which may
+    lead to different tokens."""
     form = re.compile(r"rows \((\w+)")
     recorded, here = (form.search(s) for s in (RECORDING["about"]["engine"], engine.summary))
     if not (recorded and here and recorded[1] == here[1]):
@@ -88,7 +88,7 @@ def test_the_hashes_of_the_page_are_those_of_its_texts(run):
 
 
 def test_the_words_about_speed_are_those_of_the_table():
-    """llama.cpp is faster when all rows decode, and slower with four or more users."""
+    """llama.cpp is faster when all rows decode, or with fewer than four users, and slower with four or more."""
     cells = re.findall(
         r"<tr><td>(\d+) (requests?|users?)</td>(.*?)</tr>", page.table_of("bench-15m.json")
     )
@@ -99,7 +99,7 @@ def test_the_words_about_speed_are_those_of_the_table():
 
 
 def test_the_page_is_made_of_what_lies_here():
-    """The page is up to date, except for its copy of the scheduler, which the exercises change."""
+    """The page is up to date, except for its copies of the scheduler's files, which the exercises change."""
     anew, there = page.make([page.read_recording(str(PAGE))], talk=TALK), PAGE.read_text()
     data = re.compile(r'<script type="application/json" id="data-lab">(.*?)</script>')
     labs = [json.loads(data.search(text)[1]) for text in (anew, there)]
