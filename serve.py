@@ -4,8 +4,8 @@
     curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Why batch?"}]}' \
         -H 'Content-Type: application/json'
 
-The socket is bound first; until the model is loaded, clients get 503. After the first signal running
-answers may finish; the second stops the process without waiting for them.
+The socket is bound first; until the model is loaded, clients get 503. After the first signal, running
+answers have `DRAIN_S` seconds to finish; the second stops the process without waiting for them.
 
 Before this: `ask.py`, the smallest user of the engine. Next: `server/app.py`, what happens to a
 request.

@@ -125,7 +125,7 @@ class Tally(NamedTuple):
     answers: int = 0
     numbers: int = 0
     differ: int = 0  # answers that differ
-    place: int = 0  # the earliest token that differs, counted from 1
+    place: int = 0  # the first position with different bits, counted from 1
     by: float = 0.0  # the largest difference between two log probabilities of one token
     first: str = ""  # the first difference, as a sentence
     note: str = ""  # a statistic, or why nothing was compared

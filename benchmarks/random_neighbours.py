@@ -15,7 +15,7 @@ from engine.handle import Handle
 if TYPE_CHECKING:
     from nanobatch import Engine
 
-WAVE = 20  # steps after which the number of concurrent requests is drawn again
+WAVE = 20  # steps after which the maximum number of concurrent requests is drawn again
 CANCELLED = 0.25  # fraction of neighbours that are cancelled
 
 

@@ -23,7 +23,7 @@ LEAST = 16  # minimum number of free tokens for an answer
 
 
 class Outgrown(ValueError):
-    """A conversation that no longer fits in a slot."""
+    """Raised for a conversation that no longer fits in a slot."""
 
 
 def outgrown(tokens: int, length: int) -> str:

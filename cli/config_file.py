@@ -30,7 +30,7 @@ def expand(
     """Return the options of the `--config` file followed by the arguments.
 
     `models`: the models whose tables apply; later ones override earlier ones. By default, the model
-    named by `--model` or by the file.
+    named by `--model` or by the file, else the demo.
     """
     given = [*(sys.argv[1:] if arguments is None else arguments)]
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)

@@ -61,7 +61,7 @@ def read_events(
 
 
 def refusal(answer: http.client.HTTPResponse) -> tuple[str, str]:
-    """Return the message and the code of a refused request."""
+    """Return the message and the code of a refused request; the code is empty if there is none."""
     try:
         error = json.loads(answer.read(2**16))["error"]
         return printable(error["message"]), error.get("code") or ""

@@ -264,7 +264,7 @@ class APIServer:
         logger.cancel()
 
     async def _log_prefills(self) -> None:
-        """Log the prefill progress of each long prompt, every `LOG_S` seconds."""
+        """Log the prefill progress of each long prompt, every `LOG_S` seconds (`stream.py`)."""
         while True:
             await asyncio.sleep(1)
             self._log_prefills_once(time.monotonic())

@@ -19,7 +19,7 @@ def server_names(options: Options) -> list[str]:
 
 
 def is_allowed(request: HTTPRequest, options: Options) -> bool:
-    """Return True if the Origin is a page served under one of this server's names."""
+    """Return True if the Origin has one of this server's names, at any port."""
     origin = request.headers.get("origin")
     if not origin:
         return False
@@ -30,7 +30,7 @@ def is_allowed(request: HTTPRequest, options: Options) -> bool:
 def admit(request: HTTPRequest, options: Options, is_local: bool, connections: int) -> Reply | None:
     """Return the reply to a CORS preflight, or None if the request may proceed. Raise APIError to refuse.
 
-    `is_local`: the server listens on loopback only.
+    `is_local`: the server listens on loopback only. `connections`: how many have a request in progress.
     """
     preflight = share(request, options)
     if preflight is None:

@@ -360,7 +360,8 @@ def choose_tools(
 
 
 def effort_hint(effort: Any) -> dict[str, str]:
-    """Return the effort as a variable for gpt-oss's template. Other values leave the template's default."""
+    """Return an effort of low, medium or high as a variable for gpt-oss's template. Any other value leaves the
+    template's default."""
     return {"reasoning_effort": effort} if effort in ("low", "medium", "high") else {}
 
 

@@ -72,7 +72,7 @@ class Choice:
 
     @property
     def reason(self) -> str:
-        """The finish reason."""
+        """The handle's finish reason, or "tool_calls" if the answer ends after a call."""
         reason = self.handle.finish_reason
         has_called = any(item.kind == "tool_call" for item in self.items)
         is_over = reason == "stop" or (reason == "length" and self._parser.is_over)

@@ -52,7 +52,8 @@ class ServedModel(NamedTuple):
 
 
 class PooledModel:
-    """A model that clients may request. Guarded by the pool's lock."""
+    """A model that clients may request. Guarded by the pool's lock, except `stage` and `is_checked`, which only
+    the loader's thread sets."""
 
     def __init__(self, name: str, facts: ModelFacts | None = None):
         self.name = name
@@ -214,7 +215,8 @@ class ModelPool:
         raise APIError(404, words, "model_not_found", "model")
 
     def borrow(self, model: PooledModel) -> ServedModel | Ticket:
-        """Keep a model loaded until `give_back`. If it is not loaded, return a ticket to wait for it."""
+        """Return a loaded model, and keep it loaded until `give_back`. Return a ticket to wait for one that is not
+        loaded. Raise APIError if it is too large, or too many requests wait."""
         with self._changed:
             if model.served and not model.is_leaving:
                 model.requests += 1

@@ -56,7 +56,7 @@ LIMITS = {
 AT_FIRST = 0.02
 A_TOKEN = 0.001
 SANDBOX_LIMITS = SandboxLimits(seconds=1.0, patience=5.0, memory=64 * 2**20, at_once=6)
-STEPS = 64  # tokens in each of the two trial runs in the sandbox
+STEPS = 64  # maximum number of tokens in each of the two trial runs in the sandbox
 RULES = 500  # maximum number of rules in a Lark grammar
 AT_ONCE = 2  # maximum number of grammars compiled at the same time
 KNOWN = 1000  # maximum number of cached verdicts; a full cache is cleared

@@ -51,7 +51,7 @@ class Prompt(NamedTuple):
     """A prompt as token ids."""
 
     ids: tuple[int, ...]
-    shown: str  # for display
+    shown: str  # for display: the text, or the last message of a chat
     is_thinking: bool = False  # the prompt ends with an opening reasoning mark
     folder: Path | None = None  # the model whose tokenizer encoded it
 
@@ -313,7 +313,7 @@ class Tokenizer:
         return source, why and f"{place}: the chat template {why}; fix it, or give plain text."
 
     def _find_template(self) -> tuple[str | None, str | None, Path]:
-        """Return the chat template, a separate one for chats with tools (or None), and their file.
+        """Return the chat template, a separate one for chats with tools (each None if missing), and their file.
 
         They are in separate files, or in the tokenizer's config as a string or a list of named templates.
         """
