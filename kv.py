@@ -15,7 +15,7 @@ key and the value of one token.
         slot 2        B0   B1   B2   B3   B4   B5   .    .        B has 6
 
 The first Hkv heads are keys, the others values. Each head has one spare row (or a few, if heads are
-small): the C operation writes a label into the last row of the array (`kernels/c_attention.py`).
+small): a label for the C operation is in the last row of the array (`kernels/c_attention.py`).
 
 A forward pass works on the slab through windows. A prefill chunk has a window of its own, which
 writes L rows of one slot. Decoding sequences without draft tokens share one window, which writes
@@ -95,7 +95,7 @@ class Slab:
         return [self.arrays[-1][:1, :1, :1]]
 
     def narrowed(self, new: mx.array) -> mx.array:
-        """Cast keys and values to the slab's dtype. Numbers outside its range become NaN.
+        """Cast keys and values to the slab's dtype, if it is narrower. Numbers outside its range become NaN.
 
         subtle: float16 ends at 65,504, and larger numbers would become infinite. An infinite key
         may get the weight 0, and then the overflow would go unnoticed. A NaN spreads to the logits,
@@ -114,9 +114,9 @@ class Slab:
     def proof(self, slot: int, start: int, stop: int) -> mx.array:  # ()
         """0 if these rows are finite in every layer, else NaN, because 0 x NaN and 0 x inf are NaN.
 
-        Checking the last layer is enough. A token's key there is computed from its keys and values
-        in all earlier layers, and from those of all earlier tokens. If one of them is not finite,
-        neither is that key.
+        Checking the last layer is enough (if the slab is `narrowed`). A token's key there is computed
+        from its keys and values in all earlier layers, and from those of all earlier tokens. If one
+        of them is not finite, neither is that key.
         """
         rows = self.arrays[-1][slot, :, start:stop]  # (2 Hkv, rows, Dh)
         return (rows * 0).sum()
@@ -187,7 +187,7 @@ class Window:
         self.starts = starts
         self.B = len(slots)
         self.L = L
-        # In a model with states, a `request.Move` for each sequence
+        # In a model with states, a `request.Move` for each sequence; skip it on a first reading
         self.state_moves = state_moves
         positions = [start + i for start in starts for i in range(L)]
         self.positions = mx.array(positions)  # (B * L,)

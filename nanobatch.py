@@ -18,8 +18,8 @@ The invariant: a request's answer depends on its prompt, its `SamplingParams` an
 not on its neighbours in the batch, not on its slot, and not on when it arrived. (A request that
 samples at random needs a seed for that, and the engine has to be `is_batch_invariant`.)
 
-Where next: `engine/`, which has what an engine needs around this: handles and snapshots, the thread
-that calls `step`, and loading and unloading the model (`engine/model_lifecycle.py`).
+Where next: `prompt_lookup.py`, or `engine/`: handles and snapshots, the thread that calls `step`, and
+loading and unloading the model (`engine/model_lifecycle.py`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Engine:
     is held then, so it may do anything, except wait for results in the thread of a `Loop`.
     """
 
-    model: Model  # `Lifecycle` sets this and the next six, and `sched.chunk`, `budget`, `draft`
+    model: Model  # `Lifecycle` sets this and the next six, and most fields of `sched`
     text: Tokenizer
     runner: RunnerProtocol | None  # None while the model is unloaded
     drafter: Drafter
@@ -189,7 +189,7 @@ class Engine:
 
     def step(self, plan: bool = True) -> bool:
         """Plan, run and commit once. With `plan=False`, only read back what is in flight. Return False if
-        there was nothing to do.
+        there was nothing to do, not even waiting for rows from disk.
 
         With run-ahead, step N+1 is started before N's tokens are read: what N sampled goes into N+1
         on the device, and Python's work overlaps with the device's (on a CPU, only a little).

@@ -198,7 +198,8 @@ class Prefixes:
 
         Both are in rows. Last use is the clock when the slot was last used: a slot that is unused for
         long has a lower one than the others, so in the end it is the cheapest, however much it holds.
-        (This is GreedyDual: Young, 1994.) Ties go to the least recently used slot.
+        (This is GreedyDual, Young 1994, but its clock would advance by all rows lost.) Ties go to the
+        least recently used slot.
         """
         choices = []
         for slot in free:
@@ -281,7 +282,8 @@ class Prefixes:
         return any(node in other.nodes[n - 1 : n] for other in others)
 
     def assign(self, slot: int, client: str, kept: int, save_from: int) -> None:
-        """Give the slot to a new prompt, which keeps its first `kept` rows. `record_rows` follows.
+        """Give the slot to a new prompt, and forget its old text. `record_rows` then records the new one,
+        with the first `kept` rows, which stay.
 
         If the slot loses at least `save_from` rows, its old content is to be saved
         (`pop_overwritten`).

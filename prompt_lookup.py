@@ -7,9 +7,9 @@ run-ahead, because a step with draft tokens is read before the next one is plann
 
 The solution: prompt lookup. A pointer follows the place where the two newest tokens occurred before:
 
-    owl, cat, fox, bee ...  answer so far: owl, cat,        draft:  fox , bee ,
-              ^                                 ^^^^ occurred before, after owl
-              the pointer, which moves on with each token that matches
+    owl , cat , fox , bee ...   answer so far: owl , cat ,    draft: fox , bee ,
+                ^                                  ^^^^^ these two occurred before; fox was next
+                the pointer, which moves on with each token that matches
 
 That costs one dictionary lookup for each token. A token that equals the one at the pointer is a
 *match*, whether it was drafted or not. How likely a match is depends on how many matches precede it:

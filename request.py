@@ -147,7 +147,7 @@ class Request:
 
     @property
     def next_row(self) -> int:
-        """The row of the newest planned token. (The first one is planned with the prompt's last chunk.)
+        """The row that the next decode writes: that of the newest planned token.
 
         After a prompt of 5 tokens, rows 0 to 4, token 0 of the answer goes into row 5, and yields token 1.
         """
@@ -290,7 +290,7 @@ class Plan:
 
     step: int
     at: float  # when it was planned, by the engine's clock
-    admitted: tuple[Request, ...]
+    admitted: tuple[Request, ...]  # since the last plan
     scrubs: tuple[tuple[int, int, int], ...]  # (slot, start, stop): rows to be zeroed first
     chunks: tuple[Chunk, ...]
     decodes: tuple[Decode, ...]

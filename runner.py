@@ -216,7 +216,8 @@ class Runner:
 
     def reset(self) -> None:
         """Make a new, empty slab."""
-        self._reading: Sequence[mx.array] = ()  # the results whose computation still reads the slab
+        # Results of the newest pass or copy, and proofs. Once computed, none of them reads the slab
+        self._reading: Sequence[mx.array] = ()
         self.slab = None  # free the old slab before allocating a new one
         rows = rows_of_layers(self.model.config)
         self.slab = Slab(*self._shape, self.model.kv_dtype, rows)
@@ -402,8 +403,8 @@ class Runner:
         self._reading = []  # they may be views of the slab: drop them before it is written
         self._wait_s += self.clock() - began
         if not device.has_gpu():
-            # MLX walks through a whole graph before it starts any of it. So the first layer is started
-            # alone, and runs during the walk
+            # MLX walks through a whole graph before it starts any of it. So the first layer's keys and
+            # values are started alone, and computed during the walk
             self._enqueue(self.slab.arrays[0])
         self._enqueue(*results)
         self._reading = results

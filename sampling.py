@@ -14,7 +14,7 @@ group are a matrix with a row for each request. Each setting is a column next to
 
 So one operation does the same step for all rows. "greedy" takes an argmax, "edited" an argmax after a bias or
 penalties, or for log probabilities. The others draw, in mlx-lm's steps: "short list" for a top_k up to
-SHORT_LIST, "long list" for a larger one or a top_p, and "open" for neither.
+SHORT_LIST, "long list" for a larger one or a top_p, and "open" for neither (`SamplingParams.group`).
 
     mask       tokens that a grammar forbids become minus infinity
     penalize   add logit_bias, apply repetition_penalty, subtract presence and frequency penalty

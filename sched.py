@@ -8,7 +8,7 @@ ended. *Continuous* batching decides again in every step: a request that has end
 the next in the queue takes it, and a long prompt is cut into chunks, so that the requests that are
 already decoding never wait for more than a chunk of it.
 
-    step | slot 0    slot 1         p  prefill: the last chunk of a prompt
+    step | slot 0    slot 1         p  prefill: the last chunk of a prompt (without run-ahead)
        1 | A:p       B:p            d  decode: one row, one new token
        2 | A:d       B:d
        3 | A:d       B:d            <- A ends here
@@ -68,8 +68,8 @@ class Scheduler:
     """The queue, the running requests, and the prefix cache of the slots.
 
     `slots`, `max_len`: the number of sequences that run at once, and the tokens that each may have.
-    `chunk`: the most tokens of a chunk. `budget`: the most tokens of a step, but decoding requests and one
-    whole chunk fit (unless `prompt_tokens` of `plan` are fewer). `draft`: proposes draft tokens.
+    `chunk`: the most tokens of a chunk. `budget`: the most tokens of a step, exceeded only so that all
+    decoding requests and one whole chunk fit. `draft`: proposes draft tokens.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Scheduler:
         check_positive(slots=slots, max_len=max_len, max_queue=max_queue)
         self.draft = draft
         self.find_saved: FindSaved | None = None  # set by the engine if it has a slot cache
-        self.states = Stateless()
+        self.states = Stateless()  # replaced for a model with states
         self.max_queue = max_queue
         self.policy = policy
         self.draining_to: Policy | None = None
@@ -94,6 +94,7 @@ class Scheduler:
         self.submitted = 0
         self.running: dict[int, Request] = {}  # by id, in the order of admission
         self.waiting: OrderedDict[int, Request] = OrderedDict()  # by id, in the order of arrival
+        # Sets the other attributes (`start_over`), such as `prefixes`
         self.resize(slots, max_len, chunk, budget)
 
     # --- plan and commit
@@ -103,7 +104,7 @@ class Scheduler:
 
         `prompt_tokens`: the limit on prompt tokens in a step in which another request decodes.
         """
-        admitted = self._admit(now) if self.waiting else []
+        self._admitted += self._admit(now) if self.waiting else []
         running = list(self.running.values())
         decoding = [r for r in running if r.phase == "decode" and r.has_next]
         reading = [r for r in running if r.is_reading]
@@ -124,8 +125,8 @@ class Scheduler:
         plan = Plan(
             step=self.steps,
             at=now,
-            admitted=tuple(admitted),
-            scrubs=self._scrubs(running),  # in slots that have a chunk by now
+            admitted=tuple(self._admitted),
+            scrubs=self._scrubs(running),  # after `_chunks`: new owners may have dirty slots
             chunks=tuple(chunks),
             decodes=tuple(decodes),
             held=tuple(held),
@@ -136,13 +137,14 @@ class Scheduler:
             overwritten=self.prefixes.pop_overwritten(),  # what slots lost in `_apply`
             moves=self.states.plan(chunks, decodes),
         )
+        self._admitted.clear()
         for member in plan.emitters:
             # Until its commit, the request is one token ahead, or more with draft tokens
             member.request.planned += 1 + len(member.draft)
         return plan
 
     def commit(self, plan: Plan, tokens: Tokens, accept: Accept, now: float) -> Committed:
-        """Give each request its sampled tokens, and free the slots of requests that finish.
+        """Give each request its sampled tokens, and free the slots of requests that finish. `prove` comes first.
 
         `tokens`: by slot, the token of each of its rows; -1 if its logits were not finite. Tokens
         after a rejected draft token are dropped.
@@ -168,7 +170,8 @@ class Scheduler:
                     ended.append(request)
             if draft:
                 drafts.append((member.slot, len(draft), accepted))
-                # subtle: after `finish`, which finds the rows of rejected tokens by `planned`
+                # subtle: after `finish`, where `_keep_proven_rows` compares `planned` with `committed`.
+                # This resets `planned`
                 request.settle_draft(len(draft), accepted)
         return Committed(ended, tuple(ghosts), tuple(drafts))
 
@@ -208,7 +211,7 @@ class Scheduler:
     # --- chunks
 
     def _chunks(self, requests: Sequence[Request], left: int) -> list[Chunk]:
-        """Share the rest of the step's budget among the prompts, given oldest first. Decide all chunks,
+        """Share the rest of the step's budget among the prompts, the first admitted first. Decide all chunks,
         then apply them."""
         chunks = self._allot(requests, left) if requests else []
         for chunk in chunks:
@@ -222,7 +225,7 @@ class Scheduler:
         long one. But half is reserved for the oldest, as far as the oldest can use it. So the oldest
         makes progress in every step. Each prompt becomes the oldest, and none starves.
 
-            step | budget 8 for L, a prompt of 24 tokens, and S, of 6, which arrives in step 2
+            step | chunk and budget 8 for L, a prompt of 24 tokens, and S, of 6, which arrives in step 2
                1 | L[0:8]
                2 | S[0:4] L[8:12]
                3 | S[4:6] L[12:18]
@@ -292,8 +295,7 @@ class Scheduler:
 
     def _apply(self, chunk: Chunk) -> None:
         """Record that the slot holds the prompt up to the end of this chunk."""
-        request, slot = chunk.request, chunk.slot
-        trail = request.prefix.trail
+        request, slot, trail = chunk.request, chunk.slot, chunk.request.prefix.trail
         if request.prefilled == 0:
             request.count_cached_rows(chunk, self.prefixes.rows_of(request.client, trail))
             self.prefixes.assign(slot, request.client, chunk.rows_in_place, save_from=self.chunk)
@@ -336,15 +338,15 @@ class Scheduler:
         # Some rows are not proven if no token was committed, or if a planned one was not: its step is in
         # flight, its draft token was rejected, or its logits were not finite
         if request.committed == 0 or request.planned > request.committed:
-            written = request.prefilled + request.planned + PADDING  # at most
-            self._to_scrub[slot] = (request.proven, written)
+            self._to_scrub[slot] = (request.proven, request.prefilled + request.planned + PADDING)
 
     def prove(self, plan: Plan, finite: Collection[int]) -> None:
         """Record that the chunks in these slots are finite, with the rows that were copied for them.
 
-        A chunk counts once the chunk before it is proven, because a key of the last layer has no
-        effect on later rows. A request that was cancelled in the meantime leaves its rows in the
-        prefix cache, unless the slot has a new owner.
+        The proof reads the chunk's rows of the last layer only (`Slab.proof`). For earlier chunks, it
+        covers every layer but the last. So a chunk counts once the chunk before it is proven. A
+        request that was cancelled in the meantime leaves its rows in the prefix cache, unless the
+        slot has a new owner.
         """
         for chunk in plan.chunks:
             request = chunk.request
@@ -423,6 +425,7 @@ class Scheduler:
         self.running.clear()
         self.prefixes = Prefixes(self.slots, min(SEGMENT, self.chunk))
         self.states.clear(self.prefixes)
+        self._admitted: list[Request] = []  # since the last plan that had a step
         self._to_scrub: dict[int, tuple[int, int]] = {}  # slot -> rows that may not be finite
         for request in self.waiting.values():
             request.requeue(self.prefixes.insert(request.prompt, request.prefix_cache))

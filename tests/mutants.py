@@ -104,8 +104,8 @@ MUTANTS = [
     Mutant(
         "sched.py",
         "Scheduler._keep_proven_rows",
-        "(request.proven, written)",
-        "(request.proven + 1, written)",
+        "(request.proven, request.prefilled + request.planned + PADDING)",
+        "(request.proven + 1, request.prefilled + request.planned + PADDING)",
         f"{SCHED}::test_slot_keeps_its_rows_after_a_cancel",
     ),
     Mutant(

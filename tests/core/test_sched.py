@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from long_forms import number_of
@@ -702,6 +703,18 @@ def test_chunk_does_not_prove_the_chunk_before_it():
         story.sched.prove(plan, finite)
         story.sched.commit(plan, {}, story.accept, story.now)
     assert (request.prefilled, request.proven) == (12, 4)
+
+
+def test_admission_of_a_request_that_waits_for_the_disk_is_in_a_plan():
+    """Regression: no plan listed an admission while all running requests waited for rows from disk."""
+    story = Story(slots=2)
+    search = SimpleNamespace(is_ready=False, rows=0, own=0)
+    story.sched.find_saved = lambda request, least: search
+    request = story.submit(8, 1)
+    assert story.sched.plan(story.now) is None and request.slot is not None
+    search.is_ready = True
+    story.drawn()
+    assert [plan.admitted for plan in story.plans] == [(request,), ()]
 
 
 def test_cancel_in_the_queue_keeps_the_cache():
