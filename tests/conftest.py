@@ -55,9 +55,9 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     Each worker, and each program that it starts, uses only its share of the cores for matrix products,
     because threads that wait for each other on busy cores are many times slower.
 
-    Tests start hundreds of programs. Remove a user's settings from their environment: the size and
-    colours of a terminal, a key, another book, a proxy. Keep bytecode, because otherwise each program
-    would compile everything that it imports.
+    Tests start hundreds of programs. Remove a user's settings from their environment, such as a key or the
+    size and colours of a terminal, and bypass a proxy. Keep bytecode, because otherwise each program would
+    compile everything that it imports.
     """
     for name in STRANGE.split():
         os.environ.pop(name, None)
@@ -92,8 +92,8 @@ def is_small(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests listed in `quick.py`. Run the longest tests first, so that all workers finish at about
-    the same time."""
+    """Mark the tests listed in `quick.py`, and lift the time limit of long forms. Run the longest tests
+    first, so that all workers finish at about the same time."""
     here = f"{Path(__file__).parent.name}/"
     beginnings = tuple(here + each for each in QUICK)
     long = tuple(here + each for each in LONG)
@@ -106,7 +106,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def is_long_form(item: pytest.Item) -> bool:
-    """Return True for long forms (CONTRIBUTING.md) and tests of published models, which have no time limit."""
+    """True if long forms are selected (CONTRIBUTING.md), or for a test of a published model: no time limit."""
     asked = [name for name in os.environ if name.startswith("NANOBATCH_")]
     return bool({*asked} - SHORT) or "published" in item.fixturenames
 
@@ -141,7 +141,7 @@ def parts(tmp_path_factory) -> tuple[Model, Tokenizer]:
 @pytest.fixture(scope="session", params=["smollm2", "qwen"])
 def published(request) -> Path:
     """The folder of a published model. The first use downloads 90 or 490 MB, and a test takes minutes,
-    so these tests run only if they are asked for by name.
+    so these tests run only by name, or if NANOBATCH_PUBLISHED is set.
 
     For a test of one model: `@pytest.mark.parametrize("published", ["qwen"], indirect=True)`."""
     asked = [request.config.option.keyword, *request.config.args]
@@ -172,7 +172,7 @@ def engine(make_engine) -> Engine:
 
 @pytest.fixture
 def background_job() -> Iterator[Callable[[], None]]:
-    """Ignore Ctrl-C, as in a shell's background job, which child processes inherit. Yield a function that a
+    """Ignore Ctrl-C, as in a shell's background job. Child processes inherit this. Yield a function that a
     child calls to restore the default."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,7 +1,7 @@
 """Plant small mistakes in our code, one at a time, and check that a test fails for each.
 
     python tests/mutants.py                     all of them, in a few minutes
-    python tests/mutants.py --only sched.py     those whose file, function or test name contains this
+    python tests/mutants.py --only sched.py     those whose file, function, code or test contains this
 
 Each mutant is applied to a copy of the checkout, and its test runs there. A mutant names a function and
 an expression or a statement in it, which are compared as syntax trees, so whitespace and comments do

@@ -1,4 +1,4 @@
-"""The peers: GGUF files as llama.cpp reads them, and batches as a stand-in for its library receives them."""
+"""The peers: GGUF files for llama.cpp, the batches that its library receives, equal tokens, and errors."""
 
 import sys
 from types import SimpleNamespace

@@ -119,7 +119,7 @@ def test_a_nan_stays_in_its_sequence(dtype):
 
 
 def test_a_slab_keeps_its_label_through_all_that_is_written():
-    """Writes, fills and scrubs leave the label intact, by which the C library recognizes the operation."""
+    """Writes, fills and scrubs leave intact the label by which the C library recognizes the operation."""
     slab = Slab(1, 2, 1, 32, 16, mx.float16)
     label = np.array(slab.arrays[0][-1, -1, -1]).tobytes()
     assert any(label)

@@ -22,7 +22,7 @@ HEADS = [Heads(1, 2, 20, 48), Heads(2, 2, 16, 80), Heads(2, 6, 128, 16)]
 
 
 class Layer(NamedTuple):
-    """A layer's weights, the tokens of a sequence, and the expected output of each."""
+    """A layer's heads and weights, the tokens of a sequence, and the expected output for each token."""
 
     heads: Heads
     weights: np.ndarray  # of the convolution, followed by A and dt of each value head
@@ -111,8 +111,8 @@ def states_of(layer: Layer) -> States:
 
 
 def random_cuts(layer: Layer, run, rng: np.random.Generator) -> np.ndarray:
-    """Return the rows of a sequence that is chunked at random, with partly rejected drafts, checkpoints and
-    forks."""
+    """Return the outputs of a sequence that is cut at random into chunks and partly rejected drafts, while its
+    state moves between slots and checkpoints."""
     sequence = Sequence(layer, states_of(layer), run)
     found, row, end = [], 0, len(layer.x)
     while row < end:
@@ -144,7 +144,7 @@ def test_formula_at_any_cut(heads, run):
 
 @NEEDS_OPERATION
 def test_sequences_of_a_pass_do_not_meet():
-    """One operation runs a prompt, a decode with drafts, and forks of a checkpoint, without mixing them."""
+    """One operation runs a prompt and two forks of a checkpoint, one a decode with drafts, without mixing them."""
     layer = layer_of(HEADS[0], 1)
     another = layer._replace(x=layer_of(HEADS[0], 2).x)
     alone, other = (

@@ -1,5 +1,5 @@
-"""The code for GPUs, run on a CPU: the branches are taken, but MLX replaces its fused operations with
-several others.
+"""The code for GPUs, run on a CPU: the branches are taken, but MLX replaces each fused operation
+with several simple ones.
 
 So this proves that the numbers are right, and how many operations a step has. It does not show their
 speed, the number of kernels on a GPU, or that those kernels are correct.
@@ -82,8 +82,8 @@ def test_tokens_equal_mlx_lm_under_every_policy(name, tmp_path):
     ("weights", "policy"), [("bfloat16", "continuous"), ("float16", "fair"), ("4 bits", "static")]
 )
 def test_half_and_packed_are_as_close_as_mlx_lm(weights, policy, tmp_path):
-    """Compare both with mlx-lm in float32 on the same weights, for the tokens that our engine chose
-    in a batch."""
+    """Compare our logits and mlx-lm's with mlx-lm's in float32 on the same weights, for the tokens that our
+    engine chose in a batch."""
     packed = {"quantize": lambda module: (4, 64), "hidden_size": 128, "intermediate_size": 192}
     dtype = mx.float16 if weights == "float16" else mx.bfloat16
     folder = make_checkpoint(
@@ -257,7 +257,7 @@ def count(step: Callable[[], list[mx.array]]) -> Counter:
 
 
 def ours(folder: Path, slots: list[int]) -> Counter:
-    """Count the operations of a step in which these of eight slots decode, each at a different row."""
+    """Count the operations of a step in which these slots decode, each at a different row."""
     model = read_model(folder, "checkpoint")
     c = model.config
     slab = kv.Slab(c.layers, 8 if len(slots) > 1 else 1, c.Hkv, 256, c.Dh, model.dtype)
@@ -373,7 +373,7 @@ def test_chunk_padding(tmp_path, start, count, width):
 
 
 def test_idle_slots_take_no_part(tmp_path):
-    """A batch has no rows for idle slots, because these take time on a GPU, especially with quantized
+    """A batch has no rows for idle slots, because every row takes time on a GPU, especially with quantized
     weights."""
     with Engine.load(make_checkpoint(tmp_path), slots=4, max_len=256) as engine:
         widths, head = [], engine.runner.model.head
@@ -422,8 +422,8 @@ def test_states_are_computed_by_the_formula_and_a_line_says_so(tmp_path):
 
 
 def test_buffers_of_many_shapes_do_not_pile_up(tmp_path):
-    """The cache of freed buffers stays bounded, although MLX reuses a buffer only for its size, and sizes vary
-    with the sequence length."""
+    """The cache of freed buffers stays bounded, although MLX reuses a buffer only for arrays of about its size,
+    and sizes vary with the sequence length."""
     folder = make_checkpoint(tmp_path, seed=1)
     dice = random.Random(1)
     held = []

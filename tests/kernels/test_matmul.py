@@ -50,14 +50,14 @@ def examined(exam: Path, bug: int = 0, rounds: int = 4) -> subprocess.CompletedP
 
 @pytest.fixture(scope="module")
 def exam(tmp_path_factory) -> Path:
-    """The exam, compiled once, and linked with each library."""
+    """The exam's object file, compiled once. Tests link it with a library."""
     return compiled(tmp_path_factory.mktemp("exam") / "exam.o", "-c", EXAM)
 
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("form", COMPILED)
 def test_product_is_right_and_row_invariant(tmp_path, exam, form):
-    """Test the library that programs load. In the short form, forms that this machine does not use compute
+    """Test the installed library of each form. In the short form, those that programs do not load here compute
     fewer products."""
     program = compiled(tmp_path / "exam", exam, build.library(form))
     done = examined(program, rounds=60 if form == COMPILED[0] or IS_LONG else 15)
@@ -211,8 +211,9 @@ def planted(folder: Path) -> Path:
 @NEEDS_COMPILER
 @long_form
 def test_every_planted_bug_is_caught(tmp_path, exam):
-    """The exam catches each bug, and so does the check at load if the bug shows in one thread: it rejects
-    the output of a broken compiler. One library contains all bugs, which are turned on one after another.
+    """The exam catches each bug that shows on this processor. So does the check at load, which rejects the
+    output of a broken compiler, if the bug shows in one thread. One library contains all bugs, which are
+    turned on one after another.
     They quote lines of C: whoever changes those lines has to plant the bugs again before a release."""
     path = compiled(tmp_path / "planted.so", "-shared", *BEST, planted(tmp_path))
     exam = compiled(tmp_path / "exam", exam, path)
@@ -314,7 +315,7 @@ def blas_of(checkout: Path, choice: str = "") -> str:
 
 @pytest.mark.skipif(not COMPILED, reason="nothing is compiled here")
 def test_library_is_chosen_and_checked_at_load(checkout):
-    """A library older than its source is not used. An old compiler may not support AVX-512."""
+    """A library that cannot be loaded or has a different source is not used. A missing form is replaced by the next."""
     best = checkout / "kernels" / f"matmul_{COMPILED[0]}.so"
     remedy = f"run pip install -e {checkout}\n"
     assert blas_of(checkout).startswith(f"rows ({COMPILED[0]}, ")

@@ -155,8 +155,8 @@ def row_by_row(experts: list[Matrix], x: mx.array, chosen: mx.array) -> mx.array
 
 @EACH_KIND
 def test_packed_experts_have_the_widened_bits(make, how):
-    """Test few rows and many, with one input for all experts of a row or one for each. One expert is not chosen,
-    and most rows choose the same one."""
+    """Test few rows and many, with one input for all experts of a row or one for each. A single row leaves some
+    experts without rows."""
     parts = [make(3 + n, (5, 70, 512), *how) for n in (0, 9)]
     parts = [part._replace(bias=normal(n, 5, 70)) for n, part in enumerate(parts)]
     stack = packed(*parts)
@@ -287,7 +287,7 @@ def lean(name: str, way: str) -> dict:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_family_has_the_widened_bits(name, tmp_path):
     """Test folded factors, tied heads, biases, fused projections, windows, experts, norms that add 1, and each
-    way to pack a matrix, with one pass over a prompt and with single rows."""
+    way to pack a matrix, in passes over 45, 9 and 1 tokens."""
     seed = seed_of(name)
     way = PRECISIONS[seed % 3] if "quantize" in CONFIGS[name] else PRECISIONS[1 + seed % 2]
     folder = make_checkpoint(tmp_path, seed=seed, **lean(name, way))
@@ -463,8 +463,8 @@ def test_memory_is_as_estimated(tmp_path, bits):
 
 @pytest.mark.parametrize("way", ["Q4_0", "Q5_0", "Q8_0", "Q5_K", "Q6_K", "3", "4", "5", "6", "8"])
 def test_memory_of_each_format_is_as_estimated(tmp_path, way):
-    """With activations of 8 bits, weights have the size of the file, and offsets that follow from scales are
-    not stored."""
+    """With activations of 8 bits, weights have about the size of the file, except for 3 bits. Offsets that
+    follow from scales are not stored."""
     if way.startswith("Q"):
         folder, _ = make_pair(tmp_path, way, num_hidden_layers=1, hidden_size=512)
     else:

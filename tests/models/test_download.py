@@ -138,7 +138,7 @@ def test_a_fault_of_network_or_disk_is_one_line(fault, cache, monkeypatch):
 
 @pytest.mark.parametrize("is_begun", [False, True])
 def test_without_a_network_a_line_says_so(tiny, cache, monkeypatch, is_begun):
-    """The line also appears if an earlier download fetched only the small files."""
+    """The line also appears if an earlier download fetched only some of the files."""
     if is_begun:
         with Hub(tiny) as hub:
             meet(monkeypatch, hub.address)

@@ -89,7 +89,7 @@ def test_experts_are_counted_apart(tmp_path):
 
 
 def prompt(length: int) -> list[int]:
-    """Return a prompt that shares no prefix with others, so no chunk copies another's rows."""
+    """Return a prompt that shares no prefix with prompts of other lengths, so no cached rows are reused."""
     return [length, *range(1, length)]
 
 
@@ -123,7 +123,7 @@ class Meter:
 
 
 class EndsAfter:
-    """A set of end tokens that contains any token, once the answer has this many tokens."""
+    """A set of end tokens that contains every token once the answer has this many tokens."""
 
     def __init__(self, handle: Handle, tokens: int):
         self.handle = handle

@@ -65,8 +65,8 @@ def test_each_family_gives_the_bits_of_the_dequantized_weights(arch, tmp_path):
 
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
 def test_value_heads_in_the_order_of_llama_cpp(arch, tmp_path):
-    """llama.cpp stores value heads in another order if there are fewer key heads. The output projection then
-    sums in another order, so bits may differ."""
+    """llama.cpp stores value heads in a different order if there are fewer key heads. The output projection then
+    sums in a different order, so bits may differ."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
     fields = {"qwen35moe.feed_forward_length": None}
     file, wide = make_pair(
@@ -348,7 +348,7 @@ def test_states_that_do_not_fit_together_are_refused_in_one_line(name, tmp_path)
 
 
 def test_layers_that_draft_tokens_are_not_read(tmp_path):
-    """Layers that predict further tokens (`nextn`) follow the others and are skipped. Here a list of layer
+    """Layers that predict additional tokens (`nextn`) follow the others and are skipped. Here a list of layer
     types includes them."""
     fields = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
     fields["qwen35.attention.recurrent_layers"] = [True, True, True, False, False]

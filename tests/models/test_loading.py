@@ -245,7 +245,7 @@ Q = "model.layers.0.self_attn.q_proj"
     ],
 )
 def test_bad_tensors(folder, name, change, words):
-    """A single NaN or infinity in a matrix is enough for a refusal."""
+    """A tensor with NaN or infinity, or with a wrong shape or type, and a missing or an extra one are refused."""
 
     def replace(weights) -> None:
         new = change(weights.pop(name, None))
@@ -744,8 +744,8 @@ def strange(rng: random.Random, config: dict) -> dict:
 
 
 def test_random_configs(folder):
-    """Regression: a value of 5,000 characters was repeated in full, and a number of 5,000 digits raised
-    another error."""
+    """Random configs are loaded, or refused in one short line. Regression: a value of 5,000 characters was
+    repeated in full."""
     rng, config, count = (
         random.Random(11),
         json.loads((folder / "config.json").read_text()),
@@ -774,7 +774,7 @@ def test_random_configs(folder):
     "file", ["config.json", "tokenizer.json", "generation_config.json", "tokenizer_config.json"]
 )
 def test_what_is_no_json_file(folder, file, text):
-    """The line names the file, although Python's parser raises other errors for deep nesting or too many
+    """The line names the file, although Python's parser raises different errors for deep nesting and too many
     digits."""
     (folder / file).write_bytes(text.encode("latin-1"))
     assert file in tried(folder)

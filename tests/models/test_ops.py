@@ -1,4 +1,4 @@
-"""Compare each operation, in its fastest form on this device, with its formula in float64 or with MLX."""
+"""Compare each operation, in the C library and in MLX, with its formula in float64 or with MLX's own function."""
 
 import math
 from functools import partial
@@ -34,7 +34,7 @@ def wide(x: mx.array) -> np.ndarray:
 
 @pytest.fixture(params=["cpu_kernels.c", "MLX"])
 def form(request, monkeypatch) -> str:
-    """Our own product, or MLX where it does not run."""
+    """What computes the operations: the C library, or MLX."""
     if request.param == "MLX":
         monkeypatch.setattr(row_ops, "handles", lambda x: False)
     elif not device.is_batch_invariant():
@@ -119,7 +119,7 @@ def test_a_number_that_is_none_stays_none(form, place):
     assert np.array_equal(np.isnan(wide(capped(mx.array(x), 30.0))), lost)
 
 
-@pytest.mark.parametrize("V", [100, 128, 384, 32_000])  # 100 is not a multiple of a block
+@pytest.mark.parametrize("V", [100, 128, 384, 32_000])  # 100 is not a multiple of the block size
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_argmax_takes_the_first(V, dtype):
     random = np.random.default_rng(V)
@@ -147,7 +147,7 @@ def test_argmax_shows_nan(place):
 
 @pytest.mark.parametrize("L", [1, 5])
 def test_sliding_window_mask(L):
-    """At position p a window of 10 shows the rows p - 9 to p. A window longer than the slot hides nothing."""
+    """At position p a window of 10 shows the rows p - 9 to p. A window as long as the slot hides nothing."""
     window = Window(Slab(1, 2, 2, 96, 16, mx.float32), [1], [40], L)
     (group,) = window.groups
     seen = llama.seen(group.positions, group.T, 10)
@@ -237,7 +237,7 @@ def test_yarn_rope(part):
 
 
 def test_longrope():
-    """Sequences beyond the trained length use other factors."""
+    """Sequences beyond the trained length use the long factors."""
     settings = rope(type="longrope", short=(1.0, 1.5), long=(4.0, 8.0), original_length=100)
     assert np.allclose(wide(rope_frequencies(settings, 4, 100)), [1.0, 0.01 / 1.5])
     assert np.allclose(wide(rope_frequencies(settings, 4, 101)), [0.25, 0.01 / 8])
@@ -278,8 +278,8 @@ def test_interleaved_rope(turned, interleaved):
     ],
 )
 def test_rope_attention_factor(tmp_path, scaling, gain):
-    """mlx-lm ignores an attention_factor, and uses an mscale without mscale_all_dim. transformers is right
-    about both."""
+    """mlx-lm ignores an attention_factor, and uses an mscale without mscale_all_dim. In both we follow
+    transformers."""
     planes = (
         {f"{name}_factor": [1.0] * 8 for name in ("short", "long")}
         if scaling["rope_type"] == "longrope"
