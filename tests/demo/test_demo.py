@@ -49,7 +49,7 @@ def added(equation: str) -> bool:
 
 
 def test_the_answers_are_right():
-    """Compute the answers again from the prompts only, with code that is independent of the generator."""
+    """Check the answers against their prompts, with code that is independent of the generator."""
     for task in tasks("counting"):
         first, last = map(int, re.findall(r"\d+", task.prompt))
         step = 1 if first < last else -1

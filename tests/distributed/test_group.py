@@ -308,7 +308,7 @@ def test_taken_port(monkeypatch, tmp_path):
 
 
 class Beside(Ranks):
-    """Rank 0 of two, where `says` contains the numbers that rank 1 contributes to `gather`."""
+    """Rank 0 of two. `says`: the numbers that rank 1 contributes to `gather`, and after them rank 0's own."""
 
     def __init__(self, says: list[int]):
         super().__init__(0, 2)
@@ -448,7 +448,7 @@ class Answering:
 
 
 def test_strangers_are_not_accepted():
-    """Regression: the first caller was accepted as the neighbour."""
+    """Regression: whatever program connected first was accepted as the neighbour."""
     listener = Answering("a", "b")
     silent = [listener.stranger() for _ in range(150)]
     wrong = [
@@ -499,7 +499,7 @@ def test_replayed_proof_is_refused():
         (None, "Connection refused"),
         (b"", "another program"),
         (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 99\r\n\r\n" * 3, "another program"),
-        (b"no goodbye", "another program"),  # like a rank with another key that has timed out
+        (b"no goodbye", "another program"),  # like a rank with a different key that has timed out
     ],
 )
 def test_other_program_at_the_port(says, why):
@@ -684,8 +684,8 @@ class Pair(ExitStack):
 
 
 def test_two_processes_answer_like_one(tmp_path):
-    """The model has grouped heads, biases, an untied head and 4 bits, and each rank uses a different
-    instruction set. Each request has the same bits in a batch and alone."""
+    """The model has grouped heads, biases, an untied head and 4 bits, and the ranks use different
+    instruction sets where there are two. Each request has the same bits in a batch and alone."""
     kinds = {
         "num_attention_heads": 6,
         "num_key_value_heads": 1,
@@ -922,7 +922,7 @@ def together(*given):
         time.sleep(0.01)
     return meets(*given)
 
-rendezvous.meet = together  # one may come seconds after the other
+rendezvous.meet = together  # one rank may start seconds after the other
 sys.argv = ["ask.py", "Hello"]
 import ask
 sys.exit(ask.main())
@@ -954,7 +954,7 @@ sys.exit(ask.main())
 
 
 def test_stranger_at_mlx_is_kept_out(tmp_path):
-    """MLX accepts the first caller, whoever it is. Our own connections replace MLX's before it reads
+    """MLX accepts whatever program connects first. Our own connections replace MLX's before it reads
     from them."""
     with Pair(tmp_path, "-c", RING_OF_STRANGERS) as pair:
         assert pair.codes() == [0, 0], pair.said(0) + pair.said(1)

@@ -40,7 +40,7 @@ def test_a_comparison_counts_cancelled_requests():
 )
 def test_a_replay_under_the_same_policy_is_what_happened(policy, is_hurried):
     """A decode step takes 10 ms here, and a chunk 5 ms. On that clock the replay equals the run, cell for
-    cell, though perhaps in other slots.
+    cell, though perhaps in different slots.
 
     The replay does not know the texts, only how much of each prompt was reused. (So it does not know which
     prompt waits until another one's rows are written. Under `short` this happens here, since prompts with a

@@ -30,7 +30,7 @@ EVENINGS = [[97 + i] * 80 for i in range(3)]  # common prefixes of the prompts
 
 
 def random_run(seed: int, cancels: bool, shares: bool = False, drafts: bool = False) -> Stage:
-    """Run bursts of several clients, one after another, under each policy in turn."""
+    """Run bursts of several clients, one after another, under a policy that depends on the seed."""
     dice = random.Random(seed)
     stage = Stage(policy=list(POLICIES)[seed % len(POLICIES)], slots=dice.randint(1, 5)).load()
     engine = stage.engine

@@ -44,7 +44,7 @@ def test_a_batch_invariant_engine_has_one_answer(stage):
 
 
 def test_neighbours_come_go_and_are_cancelled(stage):
-    """Some runs use cached rows, half of them have drafts, and all give the same answer."""
+    """Some runs use cached rows, up to half of the runs have drafts, and all give the same answer."""
     draft_at_random(stage.engine, random.Random(1))
     found = gathered(stage, "/same 60")
     assert found.so_far == "60 runs, 1 answer"

@@ -49,8 +49,8 @@ def test_run_ahead_sees_an_end_a_step_late():
 
 
 def test_replay_drafts_the_same_tokens():
-    """Regression: recorded answers had several tokens a step, but the replay took a step for each token. Before
-    a draft, the previous step is read first."""
+    """Regression: recorded answers had several tokens a step, but the replay took a step for each token. The
+    previous step is read before a draft."""
     (guest,) = guests((9, math.inf))
     guest = guest._replace(drafts=[(0, 0), (3, 2), (2, 0), (9, 2)])
     played = list(Replay.under(OLD, CONTINUOUS, [guest], lambda plan: 1.0))
@@ -59,7 +59,7 @@ def test_replay_drafts_the_same_tokens():
 
 
 def test_limits_of_an_old_recording():
-    """Old recordings contain `far`, a row from which tokens counted more. It is ignored."""
+    """Old recordings contain `far`, a row from which tokens counted more against the budget. It is ignored."""
 
     def cuts(**more) -> list[int]:
         limits = OLD | {"chunk": 32, "budget": 8} | more

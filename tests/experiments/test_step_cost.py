@@ -90,7 +90,7 @@ def test_experts_are_counted_or_expected():
 
 
 class Took:
-    """A step that took this long."""
+    """A step's duration, and the part of it that is Python."""
 
     def __init__(self, seconds: float, python_s: float):
         self.seconds = seconds
@@ -223,7 +223,7 @@ def test_a_roofline_measured_next_to_other_programs(monkeypatch):
 
 
 def expert_stage() -> Stage:
-    """Return a word engine whose tokens use experts 0 and 1, or 1 and 2, in turn."""
+    """Return a stage whose tokens use experts 0 and 1, or 1 and 2, in turn."""
     stage = ready()
     model = VIEW._replace(experts=8, taken=2, expert_nbytes=500_000, expert_products=125_000)
     stage.engine.registry.model = model
@@ -240,7 +240,7 @@ def expert_stage() -> Stage:
 
 
 async def looks(it) -> None:
-    """Take three updates: the screen asks, the loop answers in its next turn, and the screen shows it."""
+    """Run three updates: the screen asks, the loop answers in its next turn, and the screen shows it."""
     for _ in range(3):
         await it.turns()
 
@@ -275,7 +275,7 @@ async def test_experts_are_asked_only_while_the_page_is_open(it):
 
 @on_screen((120, 40), make=expert_stage, load=False)
 async def test_failed_questions_are_not_repeated(it):
-    """A question that failed is not asked again with each update, ten times a second."""
+    """If reading the experts fails, it is tried again at the next step, and not at each update, ten times a second."""
     stage = it.stage
     counts = stage.engine.model.choices.counts
     stage.engine.model.choices.counts = lambda: counts() / 0

@@ -56,7 +56,7 @@ def phase_of(played: tour.Tour) -> str:
 
 
 class Ending:
-    """A stream of words that ends by itself after some of them."""
+    """A text stream that ends by itself after this many words."""
 
     def __init__(self, text, words: int):
         self.text, self.left = text, words
@@ -99,7 +99,7 @@ class TourStage(Stage):
         return self
 
     def turn(self) -> None:
-        """Advance the clock, too, because slow motion waits for it."""
+        """Run one turn, and advance the clock, because slow motion waits for it."""
         self.time.now += 0.05
         self.now += 0.004
         self.turns()

@@ -1,4 +1,4 @@
-"""Every program uses the same default for a request without a temperature."""
+"""Every program uses the same defaults for sampling, those of the model's generation_config.json."""
 
 import http.client
 import io
@@ -29,7 +29,7 @@ ADVISED = [
 
 @pytest.fixture
 def seen(monkeypatch) -> list[tuple]:
-    """Record the settings of each request."""
+    """Record the sampling settings of each request."""
     seen = []
     submit = Engine.submit
 

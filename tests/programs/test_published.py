@@ -170,7 +170,7 @@ def test_ten_turns(published, roomy):
         cached = after["prompt_tokens_details"]["cached_tokens"]
         # The answer is prefilled again only where its text tokenizes differently from its sampled tokens
         assert cached >= before["prompt_tokens"], text
-    if published.name == "qwen":  # SmolLM2 answers with another name
+    if published.name == "qwen":  # SmolLM2 answers with a different name
         assert "Ida" in answers[1][1]
     with Engine.load(published, slots=1, max_len=2048, prefix_cache=False, speculate=0) as engine:
         for messages, text, _ in answers[::3]:

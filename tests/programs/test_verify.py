@@ -174,7 +174,7 @@ def test_another_blas_shows_what_others_have(tmp_path):
 
 
 def test_other_threads_are_other_processes(capsys, count_only, monkeypatch):
-    """`threads` compares with the answers of a process whose product uses another number of threads."""
+    """`threads` compares with the answers of a process whose product uses a different number of threads."""
     monkeypatch.setattr(verify, "THREADS", ("3",))
     monkeypatch.setattr(installation, "start", lambda program: [sys.executable, "-c", COUNTING])
     assert verify.main(["--ways", "threads"]) == 0

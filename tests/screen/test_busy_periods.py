@@ -1,4 +1,4 @@
-"""Busy periods: their totals and steps, and counts that include forgotten requests."""
+"""Busy periods and their totals, the step pane, and how many requests the screen remembers."""
 
 import re
 from dataclasses import replace
@@ -132,7 +132,7 @@ def test_of_requests_with_long_texts_fewer_can_be_opened():
 
 def test_the_step_pane():
     stage = Stage(slots=4).load()
-    # C gets the remaining 7 tokens of the budget
+    # After a and b, 7 tokens of the budget are left: d gets them, and c is held
     for letter, length in (("a", 20), ("b", 9), ("c", 20), ("d", 7)):
         stage.obey(letter * length)
     stage.turns(2)

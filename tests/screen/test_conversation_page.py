@@ -105,8 +105,8 @@ async def test_a_question_waits_and_escape_returns_it(it):
 
 @on_screen((120, 40), make=Talking)
 async def test_escape_while_paused_keeps_the_question(it):
-    """Regression: the footer offered Space to resume, but Esc, which must leave the text box first, discarded
-    the question."""
+    """Regression: the footer offered Space to resume, but Esc, which first has to leave the text box,
+    discarded the question."""
     await it.press("space", "i", *"one", "enter", "escape", turns=2)
     assert it.app.focused is None and not it.state.ended
     await it.press("space", turns=0)

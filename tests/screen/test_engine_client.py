@@ -1,4 +1,4 @@
-"""Engine clients: commands run between two steps, and the clock stops while the engine is idle."""
+"""Engine clients: commands between steps, pause and speed, the steady load, prompts, and experiments."""
 
 import random
 import re
@@ -156,7 +156,7 @@ async def test_a_refused_prompt_comes_back_into_the_box(it):
     said = "not fired: the prompt has 2,600 tokens, but a slot holds 512, prompt and answer together; shorten it"
     # It used to mention a max_tokens that no user had set
     assert it.state.faults[-1].message.startswith(said)
-    # Ctrl-U deletes nothing if the cursor is at the start of the line
+    # Ctrl-U deletes everything, so the cursor is at the end of the line
     await it.press("ctrl+u", turns=0)
     assert it.app.prompt.value == ""
 

@@ -627,7 +627,7 @@ def test_json_begins_paused_for_a_user(stage, looks_on, runs, monkeypatch):
 
 
 def test_every_click_leads_to_what_is_there(stage):
-    """Regression: a click on the number of ended requests called an action that no longer exists. No line
+    """Regression: a click on the number of ended requests called an action that had been removed. No line
     is longer than its page."""
     for order in ("/same 9", "/break client"):
         stage.obey(order)

@@ -108,7 +108,7 @@ def test_a_plain_log_refuses_what_needs_a_screen(script, capsys):
     ids=range(4),
 )
 def test_an_unusable_file_is_named_with_its_option(arguments, words, capsys):
-    """Regression: the message was "[Errno 2] No such file or directory", and foo.png was no PNG."""
+    """Regression: the message was "[Errno 2] No such file or directory", and foo.png became an SVG."""
     with pytest.raises(SystemExit):
         tui.parse_arguments(arguments)
     assert capsys.readouterr().err.startswith(f"nanobatch: {words}")
@@ -119,7 +119,7 @@ HOSTILE = "\x1b]0;title\x07\x9b2J\u202e\u061c\ufff9\u115f\u3164\U000e0100\U000e0
 
 
 def is_plain(text: str) -> bool:
-    """Return True if no character is invisible or would be obeyed by a terminal."""
+    """True if no character is invisible, controls the terminal, or ends a line."""
     return clean(text) == text and "\n" not in text
 
 
@@ -203,7 +203,7 @@ def test_an_interrupted_log_is_complete(stage):
 
 
 def test_the_log_times_a_policy_switch_by_its_first_step():
-    """The log has the start of the first step under the new policy, even if the view is updated later."""
+    """The log has the start time of the first step under the new policy, even if the view is updated later."""
     stage = Stage(slots=2)
     stage.load()
     lines: list[str] = []

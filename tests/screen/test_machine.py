@@ -1,4 +1,4 @@
-"""The screen shows the processor time of other programs, excluding that of this process."""
+"""The screen shows how many cores other programs use."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A page is a record from which its key, command, completion, help, footer, palette entry and log follow."""
+"""A page is one record. Its key, command, completion, help, footer, palette entry and log derive from it."""
 
 import os
 import shutil

@@ -127,7 +127,7 @@ def test_panes_never_overlap_nor_leave_the_screen(width, slots):
             drawn = layout.STACKS.get(lower, (lower,))
             assert drawn[0] in found or lower in ("streams", "timeline") or width >= 110
             charts = found.keys() & {"rate", "batch", "ttft", "batching"}
-            # A chart of two lines would have only a title and an axis
+            # A lower chart would have little more than a title and an axis
             assert all(found[name].height >= 4 for name in charts)
             check_places(found, width, height)
             seen += len(found)

@@ -113,7 +113,7 @@ def test_a_recording_names_no_client_and_tells_no_error(stage):
 
 
 def test_a_recording_of_fair_still_knows_who_is_who():
-    """Clients are recorded under numbers, because `fair` needs to know which requests have the same client."""
+    """Clients are recorded as numbers, because `fair` needs to know which requests have the same client."""
     stage = Stage(policy="fair", slots=2).load()
     for number in range(12):
         ids = stage.engine.text.ask(f"prompt {number}")

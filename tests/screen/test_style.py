@@ -31,7 +31,7 @@ IGNORABLE = (
 
 
 def test_what_draws_nothing_is_shown_as_such():
-    """U+E0100, U+061C, U+FFF9, U+115F and U+3164 used to reach the terminal, because no list had them."""
+    """U+E0100, U+061C, U+FFF9, U+115F and U+3164 used to reach the terminal, because our lists lacked them."""
     codes = [code for first, last in IGNORABLE for code in range(first, last + 1)]
     codes += [0xFFF9, 0xFFFA, 0xFFFB, 0x2028, 0x2029, 0xD800, 0xDFFF, 0xFFFE, 0x1FFFF, 0x80, 0x9B]
     for code in codes:

@@ -98,7 +98,7 @@ tui.Screen.action_zoom = spoil"""
 
 @pytest.mark.parametrize("crashes", [True, False])
 def test_a_lost_screen_lets_clients_finish(model, crashes):
-    """A lost terminal is noticed by a read or by a SIGHUP, whichever comes first."""
+    """If the screen crashes or its terminal is closed, clients get their answers, and the engine's pause ends."""
     (port,) = free_ports(1)
     options = ("--model", model, "--max-len", "128", "--serve", str(port))
     spoiled = CRASH if crashes else ""
@@ -115,12 +115,11 @@ def test_a_lost_screen_lets_clients_finish(model, crashes):
             else:
                 terminal.vanish()
             assert b"[DONE]" in answer.result()
-        assert terminal.process.wait(60) in (1, 129)
+        assert terminal.process.wait(60) in (1, 129)  # a failed read, or SIGHUP
 
 
 def test_ctrl_z_suspends(model):
-    """Regression: Ctrl-Z did nothing. The engine's clock stops while the program is suspended, perhaps for
-    an hour."""
+    """Regression: Ctrl-Z did nothing. It restores the terminal, and SIGCONT draws the screen again."""
 
     def state() -> str:
         return state_of(terminal.process.pid)

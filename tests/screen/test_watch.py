@@ -42,7 +42,7 @@ LONG = {"prompt": "Hello", "max_tokens": 60, "ignore_eos": True}
 
 
 class Watched(Server):
-    """A session that watches a server, and a client of that server."""
+    """A session with its own or a watched server, and a client of that server."""
 
     def __init__(self, client, address: str):
         self.client, self.session = client, Session(client, State("small"), MENU)
@@ -71,7 +71,7 @@ class Watched(Server):
 
 @contextmanager
 def serving(engine):
-    """Yield an engine client with a server, as `tui.py --serve` starts it."""
+    """Yield a session on this engine with its own server, as `tui.py --serve` starts it."""
     api = APIServer(Options(port=0)).start()
     client = LocalEngineClient(lambda report, clock: engine, api, "small")
     client.start()
