@@ -9,8 +9,8 @@ not what is in them. Write the policy `gentle`. If a slot is free, it admits one
 request of the client whose running requests have the fewest tokens in their prompts. If several
 clients have the fewest, it takes the first request in line. In the example there are three slots. A
 and B are client X's requests, C and D client Y's. A's prompt has 4 tokens, the others have 2, and
-each answer has 3. (d is a decode, and p is the chunk that ends a prompt; the essay of `sched.py`
-writes P for all chunks.)
+each answer has 3. (d is a decode, and p is the chunk that ends a prompt, as in the essay of
+`sched.py`.)
 
     1 | A:p
     2 | A:d C:p            Y has no tokens in a slot, and X has 4

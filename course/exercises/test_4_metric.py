@@ -49,7 +49,7 @@ def told(figures: ServerMetrics) -> int:
     lines = figures.text({}, {}).splitlines()
     values = [line.split()[1] for line in lines if line.split()[0] == NAME]
     if not values:
-        not_done(f"server/metrics.py: Figures.text has no line {NAME}")
+        not_done(f"server/metrics.py: ServerMetrics.text has no line {NAME}")
     assert len(values) == 1 and re.fullmatch(r"\d+(\.0)?", values[0]), values
     at = lines.index(f"{NAME} {values[0]}")
     assert lines[at - 1] == f"# TYPE {NAME} counter", "the line before it says what it is"

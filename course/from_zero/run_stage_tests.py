@@ -41,7 +41,7 @@ MOST_FILE = 50_000_000  # bytes that a student's code may write to a file
 
 
 class Check(NamedTuple):
-    """The outcome of a check."""
+    """A stage's test and its result."""
 
     name: str
     # "passed", "failed", "skipped", or "waits" for another stage; "begun" if the process died in it
@@ -103,7 +103,7 @@ def run(
 
 
 def read_results(file: Path, key: bytes) -> tuple[list[Check], bool]:
-    """Return the newest line of each check, and whether the end was written."""
+    """Return the newest result of each check, and whether the end was written."""
     found = {}
     with suppress(FileNotFoundError):
         for line in file.read_bytes().splitlines():

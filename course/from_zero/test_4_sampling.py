@@ -18,12 +18,12 @@ from sampling import SamplingRow
 
 
 def assert_same(found: Sequence[float], wanted: Sequence[float], when: str) -> None:
-    """Count the differences of long lists.
+    """Assert that two long lists are equal. Report only the number of differences.
 
     pytest's own diff, which `-v` and CI enable, would take hours.
     """
     differing = sum(a != b for a, b in zip(found, wanted, strict=True))
-    assert differing == 0, f"{when}, {differing} of {len(wanted)} numbers are others"
+    assert differing == 0, f"{when}, {differing} of {len(wanted)} numbers differ"
 
 
 @pytest.mark.about("argmax")

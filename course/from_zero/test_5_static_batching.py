@@ -59,7 +59,7 @@ def test_the_policy_says_who_is_next():
 
 
 def run(runner: Runner, prefills: Sequence[Prefill], *decodes: tuple[int, int], **settings) -> dict:
-    """Run a step of a runner with 3 slots. Return the tokens by slot. `decodes`: slots and rows."""
+    """Run a step with 3 slots. Return texts by slot, or `logprobs` by slot and index. `decodes`: slots, rows."""
     order = ForwardBatch((), prefills, [Decoding(slot, row, ()) for slot, row in decodes])
     slots = [prefill.slot for prefill in prefills if prefill.emits]
     slots += [slot for slot, _ in decodes]

@@ -1,8 +1,8 @@
 """Each exercise fails until it is done, passes with a right solution, and fails with a plausible wrong one.
 
 `course/exercises/solutions` has two patches for each. They are applied to copies of the checkout. There
-are three copies and three runs of pytest: one without any solution; one where every second exercise
-has a right solution and the others a wrong one; and one the other way round. This shows that a wrong
+are three copies: one without any solution; one where every second exercise has a right solution and
+the others a wrong one; and one the other way round, whose tests run in the long form only. This shows that a wrong
 solution fails even next to right ones that pass.
 """
 

@@ -79,8 +79,8 @@ def test_right_folder_has_full_points(tmp_path, monkeypatch):
 
 
 def test_mistakes_lose_points(tmp_path, monkeypatch):
-    """The message names the mistake. A stand-in of the handout gets no points, and computing logits for all
-    tokens instead of the requested ones loses some. A file with a syntax error gets no points and a
+    """The message names the mistake. A stand-in of the handout gets no points, and computing each row of logits
+    twice loses some. A file with a syntax error gets no points and a
     message."""
     folder = full_book(tmp_path / "ben")
     change(folder, "sched.Scheduler._allot", LEFT, "pass")

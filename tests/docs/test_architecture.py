@@ -99,7 +99,7 @@ MAY_DIFFER = {
 
 
 def names() -> list[str]:
-    """Return all files except the demo's, without suffix: "nanobatch", "models/ops", ..."""
+    """Return the files of the plan except the demo's, without suffix: "nanobatch", "models/ops", ..."""
     folders = (".", *PACKAGES, "course", "server", "screen", "screen/*", "web")
     folders += ("benchmarks", "cli", "experiments")
     return [name for folder in folders for name in files_in(folder)]
@@ -148,8 +148,6 @@ def imports(name: str, text: str | None = None) -> set[Import]:
             above = name.split("/")[: -node.level] if node.level else []
             base = [*above, *(node.module.split(".") if node.module else [])]
             yield from (Import(resolve([*base, alias.name]), inside) for alias in node.names)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            return
         inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for child in ast.iter_child_nodes(node):
             yield from visit(child, inside)
@@ -304,7 +302,7 @@ def test_ranks_hash_every_source_of_a_step():
 
 
 def calls_that_differ(name: str, text: str) -> set[str]:
-    """Return the functions of a file that call one of these operations, each after the file's name."""
+    """Return the functions of a file that use an operation in `DIFFER`, as "FILE.py FUNCTION"."""
     return {
         f"{name}.py {function.name}"
         for function in ast.walk(ast.parse(text))

@@ -1,4 +1,4 @@
-"""Everything that the docs mention exists, and their commands run as printed."""
+"""Everything that the docs mention exists, the programs accept the printed commands, and the Python code runs."""
 
 import io
 import re

@@ -41,7 +41,7 @@ def work() -> dict[str, int]:
 
 @pytest.mark.about("_may_stay_in_flight", "step", "start_sampling")
 def test_work():
-    """The work is no more than the reference's."""
+    """The work is counted, and compared with the reference's."""
     mine = work()
     with swapped(names()):
         ours = work()
