@@ -53,8 +53,8 @@ def choose(tab, number: int) -> None:
 
 
 def in_place(tab, least: int) -> None:
-    """Assert that at least this many boxes neither overlap nor overflow, in the light and in the dark
-    theme."""
+    """Assert that the page has more than `least` boxes, and that none overlaps or overflows, in the light
+    and in the dark theme."""
     for scheme in ("dark", "light"):
         tab.emulate_media(color_scheme=scheme)
         measured, found = tab.evaluate(ASTRAY)
@@ -63,7 +63,7 @@ def in_place(tab, least: int) -> None:
 
 
 def in_place_everywhere(tab, least: int) -> None:
-    """Check the layout at other screen sizes, too, each after a redraw."""
+    """Check the layout at each size in `SCREENS`, after a redraw."""
     for size in SCREENS:
         tab.set_viewport_size(size)
         tab.evaluate(FRAME)

@@ -180,10 +180,11 @@ def make_checkpoint(
     blocks=False,
     **changes,
 ) -> Path:
-    """Write a random checkpoint. `quantize(module)` returns (bits, group) for the modules to quantize, otherwise None.
+    """Write a random checkpoint. `quantize(module)` returns (bits, group) for the modules to quantize, otherwise
+    None; bits may be "mxfp4".
 
     `blocks`: experts in MXFP4 as in gpt-oss's own files.
-    A layer's experts are one stack, as mlx-lm writes them, or separate, as Hugging Face has them.
+    A layer's experts are one stack, as mlx-lm writes them, or with `experts_apart` separate tensors.
     """
     config = make_config(**changes)
     folder.mkdir(parents=True, exist_ok=True)

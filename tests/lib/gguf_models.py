@@ -221,7 +221,7 @@ def with_heads(weight: np.ndarray, name: str, heads: Heads, order: np.ndarray) -
 
 
 class Dequantized(GgufWeights):
-    """Each tensor as `gguf.dequantize` decodes it."""
+    """The weights of a GGUF file, each tensor as `gguf.dequantize` decodes it."""
 
     def __init__(self, path: Path):
         super().__init__(path)

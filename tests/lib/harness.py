@@ -167,7 +167,8 @@ WATCHED = {module.__file__ for module in MODULES}
 
 
 def interrupt(function: Callable[[], object], at: int) -> bool:
-    """Raise Ctrl-C at the `at`-th of our lines that a function runs. Return False if it finishes earlier.
+    """Raise Ctrl-C at line number `at`, from 0, of our lines that a function runs. Return True if the function
+    raised it, False if it returned.
 
     The signal is real, so the engine's own handling applies. The lines of Python's `threading` count, too,
     because a condition releases its lock there.

@@ -1,4 +1,4 @@
-"""One example of each kind of sampling settings, by name."""
+"""Examples of each kind of sampling settings, by name."""
 
 KINDS = {
     "greedy": {},

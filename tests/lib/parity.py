@@ -541,7 +541,7 @@ def count() -> tuple[int, int]:
 
 
 def same_bits(ours: Model, wide: Model, tokens: list[int]) -> bool:
-    """Compare the logits of a whole prompt in one pass, and those of its first token."""
+    """True if both models give the same logits, bit by bit, for a prompt in one pass and for its first token."""
     parts = (tokens, tokens[:1])
     return all(np.array_equal(whole(ours, part), whole(wide, part)) for part in parts)
 

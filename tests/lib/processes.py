@@ -28,7 +28,7 @@ def run(
         capture_output=True,
         encoding="utf-8",
         errors="replace",
-        timeout=500,  # less than pytest's own limit, which would end all tests
+        timeout=500,  # for long forms, which pytest does not limit
     )
 
 

@@ -48,7 +48,7 @@ class Missing(Exception):
 
 
 def folder(name: str) -> Path:
-    """Return the model's folder. Create it if it is missing."""
+    """Return the model's folder. Create it if it is missing; raise `Missing` if a download fails."""
     if own := os.environ.get("NANOBATCH_PUBLISHED"):
         place = Path(own)
     else:

@@ -60,7 +60,7 @@ class Float64:
         return x @ w["model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight"].T
 
     def with_rounding(self, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the logits, (T, V), and how far another rounding of the weights to float32 moves them, (T,):
+        """Return the logits, (T, V), and how far a different rounding of the weights to float32 moves them, (T,):
         the largest change of eight."""
         rng, weights = np.random.default_rng(0), self.weights
         exact = self.logits(tokens)

@@ -1,4 +1,4 @@
-"""Compare random requests in batches with the same requests alone, and count the logits that differ in a bit.
+"""Compare random requests in batches with the same requests alone, and count the logit vectors that differ in a bit.
 
 The batches are those of `verify.py` (`benchmarks/random_neighbours.py`). Everything that could matter is
 random: the model's shape, the number of slots, chunk, budget, policy, arrival times, shared prefixes,
@@ -43,7 +43,7 @@ from policies import POLICIES
 from prompt_lookup import Drafter
 from request import Plan, Request
 
-# A neighbour with a long prompt uses the long factors, all others the short ones.
+# The slots are longer than the original length, so all sequences use the long factors.
 LONGROPE = {
     "original_max_position_embeddings": 125,
     "rope_scaling": {
@@ -60,7 +60,7 @@ EXPERTS = {
     "quantize": lambda module: (4, 32) if "switch_mlp" in module else None,
 }
 # 1 to 8 query heads per key head, heads of 12 to 128; most models are quantized. The short form uses the
-# first shapes, two of which have states
+# first three, and with activations of 8 bits four of the quantized ones
 SHAPES = [
     QWEN3_5 | {"quantize": lambda name: None if "conv1d" in name else (4, 32)},
     {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "dtype": mx.bfloat16},
@@ -372,7 +372,7 @@ def difference(name: str, ours: np.ndarray, right: np.ndarray) -> list[str]:
 
 def next_turn(handle: Handle, prompt: list[int], rng: np.random.Generator) -> list[int]:
     """Return the next prompt of a conversation: its text so far, perhaps without the last tokens, and
-    something new."""
+    something new. Return [] if the conversation ends here."""
     if rng.random() < 0.4 or handle.finish_reason != "length":
         return []
     said = [*prompt, *handle.tokens]

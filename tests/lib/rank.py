@@ -49,7 +49,7 @@ def again(decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:
 
 def live(engine: Engine) -> list[list[int]]:
     """Run bursts under each policy, with drafts, shared prefixes, and cancels in the queue, in prefill and
-    in decode."""
+    in decode. Return the tokens of the requests that were not cancelled."""
     engine.sched.draft = again
     answers = []
     for policy in POLICIES:

@@ -11,7 +11,7 @@ from request import Plan, Request
 from sched import Scheduler, check_invariants
 
 NAN = math.nan  # always use this object: a list finds it by identity, though it equals nothing
-MOST_STEPS = 2_000  # a story that takes longer never ends
+MOST_STEPS = 2_000  # a longer story counts as endless
 BAD = -2  # a token whose row and all rows after it are not finite
 
 
@@ -71,8 +71,8 @@ class Story(Replay):
             self.submit(prompt, max_tokens)
 
     def says(self, request: Request, index: int) -> int:
-        """Return a token that occurs in no other request, nor in a prompt that does not continue this
-        answer."""
+        """Return -1 if the request fails, otherwise a token that occurs in no other request, nor in a prompt
+        that does not continue this answer."""
         return -1 if self.good_rows(request) < math.inf else 1_000 * (request.id + 1) + index
 
     def draft(self, decoding: Sequence[Request], left: int) -> dict[int, tuple[int, ...]]:

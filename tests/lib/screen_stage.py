@@ -212,8 +212,8 @@ def disturb(stage: Stage, seconds: float) -> None:
 
 
 def turned_by_company(stage: Stage, many: int, wrong: str) -> list[int]:
-    """Make the runner depend on the batch: when this many requests decode in a step, change the sixth word
-    of an answer, or its probability. Return a list to which affected slots are added."""
+    """Make the runner depend on the batch: when at least `many` requests decode in a step, change the sixth
+    word of an answer (`wrong` = "token"), or its probability. Return a list that receives the slots."""
     runner = stage.engine.runner
     finish = runner.start_sampling
     turned = []

@@ -1,4 +1,4 @@
-"""A soak test of the engine: a third of the requests is cancelled, some are invalid, all arrive together.
+"""A soak test of the engine: about a third of the requests are cancelled, some are invalid.
 
 Every request ends exactly once, each one that is not cancelled gets the answer it gets alone, and all
 slots are free at the end. Memory is measured after each ninth of the requests, and must not grow
@@ -33,7 +33,7 @@ def run_rounds(
     weigh: Callable[[], Weight | None],
     rounds: int = ROUNDS,
 ) -> list[Weight]:
-    """Distribute the requests over client threads. Return the memory in use after each round, where it can
+    """Distribute the requests over client threads. Return the memory after each round, or [] where it cannot
     be measured."""
     weights = []
     for place in range(rounds):
@@ -91,7 +91,7 @@ BAD = [[], [272], [-1], "", [1] * 500, None, [1.5]]
 
 
 def soak(model: Model, text: Tokenizer, requests: int, seed: int = 0) -> Counter[str]:
-    """Return the number of requests by finish reason. A wrong answer counts as "wrong"."""
+    """Return the numbers of requests that were refused, ended, cancelled or compared, and of wrong answers."""
     counts: Counter[str] = Counter()
     lock = threading.Lock()
     cases = make_cases(random.Random(seed))

@@ -134,7 +134,7 @@ class Terminal:
             self.read(0.05)
 
     def ends(self, code: int, saying: str = "") -> None:
-        """Assert that the program exits with this code and restores the terminal."""
+        """Assert that the program exits with this code, restores the terminal, and prints `saying` or totals last."""
         deadline = time.monotonic() + 60
         while self.process.poll() is None:
             assert time.monotonic() < deadline, self.text()
