@@ -44,7 +44,7 @@ DICTATED += [("fresh", n) for n in (1, 4, 8, 16)]
 DICTATED += [("schema", 1), ("rewrite fresh", 4)]
 # Parts that can be measured in processor time, because they never sleep
 OF_ANY_CLOCK = "decode", "closed"
-ROWS = 8  # number of rows in parts with a fixed number
+ROWS = 8  # number of rows in parts that do not vary it
 CROWD = 40  # `open`: number of requests
 LONGEST = 256  # `open`: maximum number of tokens in an answer; the minimum is 16
 # `open`: fractions of static batching's capacity, which load inf measures first

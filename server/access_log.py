@@ -124,7 +124,7 @@ class RequestLog:
     def records(
         self, since: int = 0
     ) -> tuple[tuple[RequestRecord, ...], tuple[RequestRecord, ...], int]:
-        """Return the open requests, the requests finished after number `since`, and the total number
+        """Return the open requests, those finished after number `since` (if still kept), and the total number
         of finished requests."""
         with self._lock:
             return tuple(self.open.values()), self.ended.since(since), self.ended.count

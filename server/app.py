@@ -82,7 +82,7 @@ class APIServer:
         self._requests: set[HTTPRequest] = set()
         self._free: tuple[float, int | None] = (-math.inf, None)  # measured at, free bytes
         self._status = Status(self)
-        self._pool = ThreadPoolExecutor(4, "server")  # parses bodies
+        self._pool = ThreadPoolExecutor(4, "server")  # parses and tokenizes bodies
         # For long bodies, so that short ones do not wait behind them
         self._slow_pool = ThreadPoolExecutor(2, "server, long")
         # Threads that wait for the sandbox, and two more for grammars that are already compiled
