@@ -245,7 +245,7 @@ def test_first_token_is_read_at_once_on_cpu(engine):
     assert (len(running.tokens), len(late.tokens)) == (3, 1)
 
 
-# --- cancelling, failing, closing ---------------------------------------------------------------
+# --- cancelling, closing, step times ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ PARTS = {
 
 
 class Bug(RuntimeError):
-    """A mistake in the engine's code."""
+    """Stands in for a fault in the engine's code."""
 
 
 def bug(*args, **options):

@@ -32,7 +32,7 @@ Alone = Callable[[tuple[int, ...], SamplingParams], tuple[Handle, np.ndarray | N
 
 
 class Count(NamedTuple):
-    compared: int = 0  # logit vectors
+    compared: int = 0  # number of logit vectors
     differ: tuple[str, ...] = ()  # a sentence for each answer that differs
     restored: int = 0  # prompts that started from a checkpoint
     reread: int = 0  # prompt tokens prefilled again

@@ -132,7 +132,7 @@ ENDLESS = {
     RESPONSES: {"max_output_tokens": 900},
     MESSAGES: {"max_tokens": 900},
 }
-# Answers that go on until the client hangs up
+# Answers that are still running when the client hangs up
 LONG = [
     (CHAT, {"messages": SAID, "logprobs": True, "top_logprobs": 20, "n": 8}),
     (CHAT, {"messages": [{"role": "user", "content": "x " * 400}], "logprobs": True}),

@@ -106,7 +106,7 @@ TRIED = sorted(HOSTILE) if IS_LONG else SOME
 @pytest.mark.parametrize("name", TRIED)
 def test_hostile_grammars_block_nobody(server, name):
     """Regression: four hostile schemas occupied all threads that parse bodies. Each grammar is spelled
-    differently, so that no verdict is cached."""
+    differently, so that no verdict comes from the cache."""
     plain = {"prompt": "Once upon a time", "max_tokens": 85, "ignore_eos": True, "temperature": 0}
     expected = server.ask(COMPLETIONS, plain).json["choices"][0]["text"]
     before, answers, is_over = resident(server.process.pid), Counter(), threading.Event()
