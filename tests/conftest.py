@@ -84,7 +84,7 @@ def cores() -> int:
 
 
 def is_small(config: pytest.Config) -> bool:
-    """Return True if an option needs a single process, or if files or tests are named instead of folders."""
+    """True if an option needs a single process, or if files or tests are named instead of folders."""
     option = config.option
     alone = option.usepdb or option.collectonly or option.capture == "no" or option.keyword
     return bool(alone) or not all(Path(each).is_dir() for each in config.args)

@@ -150,7 +150,7 @@ MUTANTS = [
         "",
         f"{STATES}::test_moves_in_random_schedules",
     ),
-    # Only the assertion that no state is both read and written in one step catches these two
+    # Only the assertion that no state is both read and written in one step catches the next two
     Mutant(
         "state_places.py",
         "StatePlaces.plan",

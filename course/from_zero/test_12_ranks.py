@@ -33,7 +33,7 @@ def test_route():
 
 @pytest.mark.about("route")
 def test_replicas():
-    """A chat's turns go to the replica with their prefix, and both replicas do the same work."""
+    """A chat's turns go to the replica with their prefix, and both replicas do the same amount of work."""
     texts: list[list[list[int]]] = [[], []]
     work = [0, 0]
     for turn in (1, 2, 3):

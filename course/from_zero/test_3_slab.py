@@ -53,7 +53,7 @@ def test_causal_mask():
 
 @pytest.mark.about("seen")
 def test_sliding_window():
-    """With a span, a token sees only the last rows."""
+    """With a span, a token sees only the last `span` rows, its own included."""
     a_span_of_2 = [
         ".xx...",
         "..xx..",

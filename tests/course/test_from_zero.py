@@ -462,7 +462,7 @@ with Engine.load("demo", slots=1, max_len=64) as engine, engine.serving():
 
 
 def test_other_book_is_not_batch_invariant(tmp_path):
-    """Only our own code is known to be batch-invariant. The screen and the benchmark name the book."""
+    """Only our own code is known to be batch-invariant. The screen names the book, and the benchmark can run it."""
     folder = tmp_path / "mine"
     folder.mkdir()
     shutil.copy(ROOT / "kv.py", folder)

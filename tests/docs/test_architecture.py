@@ -164,7 +164,7 @@ def graph(inside: bool = True) -> dict[str, set[str]]:
 
 
 def reached(edges: dict[str, set[str]], name: str) -> dict[str, list[str]]:
-    """Return the files that a file imports, directly or indirectly, each with its import path."""
+    """Return the files that a file imports, directly or indirectly, each with the chain of imports to it."""
     ways, line = {}, [[name]]
     for way in line:
         for module in sorted(edges.get(way[-1], ())):

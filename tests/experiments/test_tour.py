@@ -56,7 +56,7 @@ def phase_of(played: tour.Tour) -> str:
 
 
 class Ending:
-    """A text stream that ends by itself after this many words."""
+    """A text stream that ends by itself after `words` words."""
 
     def __init__(self, text, words: int):
         self.text, self.left = text, words

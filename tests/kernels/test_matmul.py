@@ -98,7 +98,7 @@ def test_sanitizers_find_nothing(tmp_path, sanitizer):
     assert done.returncode == 0 and not done.stderr, done.stderr[-3000:]
 
 
-BUGS = {  # the correct code and its replacement; PLANTED is 1 in the process with this bug
+BUGS = {  # the correct code and its replacement; PLANTED is 1 while this bug is turned on
     "an unnamed multiply-add in the tiles of one row": (
         "ldw + k);\n#pragma GCC unroll 6\n"
         "        for (int r = 0; r < rows; r++) sum[i][r][c] = fma_(own[r], weights, sum[i][r][c]);",

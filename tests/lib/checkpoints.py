@@ -243,7 +243,7 @@ class Reference:
     """mlx-lm on the same folder, in float32: the reference for our answers."""
 
     def __init__(self, folder: Path, config: dict | None = None):
-        """`config` overrides fields of config.json, for example where mlx-lm uses other names."""
+        """`config` overrides fields of config.json, for example where mlx-lm uses different names."""
         import mlx_lm.utils  # imported here, because it takes a second
 
         self.model, _ = mlx_lm.utils.load_model(folder, model_config=config)

@@ -469,7 +469,7 @@ CONFIGS = {
 
 
 def is_of_its_own(name: str) -> bool:
-    """Return True if the family differs from a Llama by more than biases or a norm of heads."""
+    """True if the family differs from a Llama by more than biases or a norm of heads."""
     return CONFIGS[name].get("model_type", "llama") not in ("llama", "mistral", "qwen2", "qwen3")
 
 
