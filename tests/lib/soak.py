@@ -49,19 +49,22 @@ def run_rounds(
 
 
 def growth(weights: list[Weight]) -> Weight:
-    """Return the growth from the second third of the rounds to the last, by their medians.
+    """Return the growth of the bytes in use from an early round to the last, and that of the resident set from
+    the second third of the rounds to the last third, by their medians.
 
     The resident set rises and falls by 20 MiB where the bytes in use do not change, because glibc has an arena
     for each thread, and one used byte keeps its page. It rises most in the first third.
     """
-    third = max(1, len(weights) // 3)
     if len(weights) < 2:
         return Weight(0.0, 0.0)
+    third = max(1, len(weights) // 3)
     before, after = (
-        [statistics.median(column) for column in zip(*part, strict=True)]
+        statistics.median(weight.resident for weight in part)
         for part in (weights[-2 * third : -third], weights[-third:])
     )
-    return Weight(after[0] - before[0], after[1] - before[1])
+    # The first of nine rounds still fills the histories
+    early = weights[len(weights) // ROUNDS]
+    return Weight(weights[-1].in_use - early.in_use, after - before)
 
 
 def make_cases(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:

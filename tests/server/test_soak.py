@@ -6,8 +6,9 @@ been made for embeddings. All routes are used, streamed and not. At the end each
 refused, or its client has hung up, all slots are free, complete answers equal those that the same request gets
 alone (reasoning, text, calls and tokens), and no more files are open than at the start.
 
-Memory is measured in an idle second after each round (`serve_memory.py`). From the second third of the rounds
-to the last, the bytes in use after a collection may grow by 2 MiB, and the resident set after a trim by 15 MiB.
+Memory is measured in an idle second after each round (`serve_memory.py`). From the second of nine rounds to the
+last, the bytes in use after a collection may grow by 1 MiB, and from the second third of the rounds to the last,
+the resident set after a trim by 15 MiB.
 """
 
 from __future__ import annotations
@@ -142,6 +143,8 @@ LONG = [
     (MESSAGES, {"messages": SAID, "tools": SCHEMAS, "tool_choice": {"type": "any"}}),
 ]
 PROGRESS = {"messages": [{"role": "user", "content": "y " * 400}], "return_progress": True}
+# MiB by which the bytes in use may grow. 16,000 requests added 0.7, and 100 bytes each of 10,000 would be 0.7 more.
+HELD = 1.0
 RESIDENT = 15.0  # MiB by which the resident set may grow (`growth`)
 PROMPTS = [
     "Count from {n} to {m}.",
@@ -358,7 +361,7 @@ def check(report: Report, requests: int) -> None:
     if not SOAK:  # the history of requests grows by at most half of this
         assert grown.in_use < IN_USE, report.weights
     elif requests >= JUDGED:
-        assert grown.in_use < IN_USE and grown.resident < RESIDENT, report.weights
+        assert grown.in_use < HELD and grown.resident < RESIDENT, report.weights
 
 
 @pytest.fixture
