@@ -1,6 +1,6 @@
 """A soak test of the engine: about a third of the requests are cancelled, some are invalid.
 
-Every request ends exactly once, each one that is not cancelled gets the answer it gets alone, and all
+Every request ends exactly once, each valid one that is not cancelled gets the answer it gets alone, and all
 slots are free at the end. Memory is measured after each ninth of the requests, and must not grow
 with their number (`serve_memory.py`). The soak over HTTP uses `run_rounds` and `growth`, too
 (`tests/server/test_soak.py`).
