@@ -427,7 +427,7 @@ class Screen(App):
             return
         elif self.focused and event.is_printable:
             self.prompt.insert_text(event.character)
-        else:
+        elif not (self.page and key in ("tab", "shift+tab")):  # these would focus the prompt box
             await self._check_bindings(key)
 
     async def paste(self, event: events.Paste) -> None:

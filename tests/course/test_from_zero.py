@@ -56,9 +56,7 @@ MISTAKES = [
     ),
     Mistake("sampling.draw", "uniform(pick.seed", "uniform(pick.slot", "not on slot or neighbours"),
     Mistake("sampling.keep_first", " - shares", "", "top_k keeps"),
-    Mistake(
-        "token_choice.inverse_cdf", "mx.minimum(place, last)", "place", "never a weight of 0"
-    ),
+    Mistake("token_choice.inverse_cdf", "mx.minimum(place, last)", "place", "never a weight of 0"),
     Mistake("runner.Runner._forward", "(count - 1)", "(0)", "side by side"),
     Mistake("sched.Scheduler._admit", "[:room]", "[: len(free)]", "when all of it has ended"),
     Mistake("request.Request.next_row", " - 1", "", "the row after all tokens before"),
@@ -180,7 +178,9 @@ MISTAKES = [
     ),
     Mistake("pages.PagedWindow.read", "array(table)", "array(sorted(table))", "in their order"),
     Mistake("lookup.draft", "len(text) - 3", "len(text) - 2", "newest two"),
-    Mistake("lookup.draft", "range(len(text) - 3, -1, -1)", "range(len(text) - 2)", "last occurred"),
+    Mistake(
+        "lookup.draft", "range(len(text) - 3, -1, -1)", "range(len(text) - 2)", "last occurred"
+    ),
     Mistake("lookup.accept", "right + 1", "max(1, right)", "the model's own token"),
     Mistake(
         "lookup.accept", "drafted[right] == sampled[right]", "True", "Drafted tokens are accepted"
@@ -200,7 +200,12 @@ MISTAKES = [
     ),
     Mistake("ranks.route", "replica.waiting + ", "", "that has the fewest tokens"),
     Mistake("ranks.route", "max(shared, same)", "same", "that has the fewest tokens"),
-    Mistake("ranks.shard", 'in ("o_proj", "down_proj")', '== "o_proj"', "Weights whose outputs are heads"),
+    Mistake(
+        "ranks.shard",
+        'in ("o_proj", "down_proj")',
+        '== "o_proj"',
+        "Weights whose outputs are heads",
+    ),
     Mistake("ranks.shard", "if weight.ndim == 1", "if False", "a norm is whole"),
     Mistake("ranks.block", "x = x + all_sum(h @", "x = x + (h @", "how often each rank"),
     Mistake("ranks.block", "x + all_sum(h @ w", "all_sum(x + h @ w", "x is added after each"),

@@ -80,6 +80,9 @@ class WordText:
     def check_ids(self, ids: Sequence[int]) -> None:
         pass
 
+    def grammar(self, source: object) -> None:
+        raise ValueError("words have no grammar")
+
     def stream(self, stops: Sequence[str]) -> WordStream:
         return WordStream(self.pieces, min((int(stop.strip("<>")) for stop in stops), default=None))
 

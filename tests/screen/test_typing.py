@@ -112,6 +112,15 @@ def test_random_keys_do_the_same_whenever_they_come():
 
 
 @on_screen(size=(120, 40), load=False)
+async def test_tab_on_a_page_while_loading(it):
+    """Regression: while a page waits for the model, the prompt box is visible, and Tab led into it. The next
+    keys were typed there, and were out of sight when the page appeared."""
+    await it.pilot.press(*"/same 2", "enter", "tab", *"xy")
+    assert it.app.page.name == "same"
+    assert it.app.focused is None and it.app.prompt.value == ""
+
+
+@on_screen(size=(120, 40), load=False)
 async def test_text_typed_while_loading_is_in_the_box(it):
     """Regression: the text was invisible, and Ctrl-U deleted the whole prompt."""
 
