@@ -59,10 +59,11 @@ class Scheduler:
         stop = min(want.start + left, want.start + self.chunk, want.stop)
         return want._replace(stop=stop)
 
-    def _allot(self, wanted, left):
+    def _allot(self, requests, left):
         """First come, first served."""
         chunks = []
-        for want in wanted:
+        for request in requests:
+            want = self._want(request, chunks)
             chunk = self._cut(want, left - sum(each.tokens for each in chunks))
             if chunk.tokens:
                 chunks.append(chunk)
