@@ -149,7 +149,7 @@ def fill_blanks(name: str) -> None:
 
 
 def opened() -> Book | None:
-    """Return the book that `run.py` has opened for this process."""
+    """Return the book that `run.py` has opened for this process, or None."""
     book = Book(Path(os.environ.get("PYTHONPATH", "").partition(os.pathsep)[0]).resolve())
     return book if sys.flags.safe_path and book.folder != ROOT and book.files else None
 

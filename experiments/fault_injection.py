@@ -1,6 +1,6 @@
 """What does a failure, a NaN or a lost client do to the other requests?
 
-    step      raise an exception after the forward pass of the next step was launched
+    step      raise an exception after the forward pass of the next step has been launched
     nan       overwrite the newest values of one slot with NaN
     client    cancel a request in the middle of its answer, as when a client hangs up
 
@@ -56,8 +56,8 @@ class Planted(Exception):
 
 
 class Saboteur:
-    """Wrap a runner to inject one fault. Before each step `harm` may damage something, and returns a
-    description if it did. Then `fault` is raised after the forward pass was launched."""
+    """A wrapper of a runner that injects one fault. Before a step, `harm` may damage something, and returns a
+    description if it did. Then `fault`, if any, is raised after the forward pass has been launched."""
 
     def __init__(self, ours: Runner, harm: Callable[[ForwardBatch], str], fault: Exception | None):
         self.did = ""
@@ -92,7 +92,7 @@ def running_on(engine: Engine, runner: RunnerProtocol) -> Iterator[None]:
 
 
 class FaultInjection(Experiment):
-    """Inject one of `BREAKS` and compare each witness with the same request run alone."""
+    """Injects one of `BREAKS` and compares each witness with the same request run alone."""
 
     what = "breakage"
 

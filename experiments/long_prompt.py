@@ -88,7 +88,7 @@ def long_text(number: int, size: int, ask: Callable[[str], Sequence[int]]) -> st
 
 
 class LongPrompt(Experiment):
-    """Submit long prompts among chats.
+    """Submits long prompts among chats.
 
     `before`: the record with earlier results. `stays`: continue until the user ends it. `wanted`: the
     budget for each long prompt; None leaves it unchanged.
@@ -327,7 +327,7 @@ def gaps_of(steps: Sequence[StepView], long: int | None) -> Iterator[tuple[int, 
 def measured(
     steps: Sequence[StepView], handle: Handle, budgets: Sequence[int]
 ) -> LongPromptResult | None:
-    """Measure the effect of a long prompt. Return None if no chat decoded during its prefill."""
+    """Measure the effect of a long prompt. Return None if no chat decoded before or during its prefill."""
     reads = [step for step in steps if read_of(step, handle.id)]
     quiet: list[Gap] = []
     disturbed: list[Gap] = []

@@ -138,7 +138,7 @@ def replay(
     prices: Prices,
     steps: Iterable[StepView] = (),
 ) -> Run:
-    """Replay requests through the scheduler under another policy, with fitted step costs.
+    """Replay requests through the scheduler under a policy, with fitted step costs.
 
     `steps`: the original steps, from which draft tokens are taken.
     """

@@ -49,7 +49,7 @@ RIVALS = tuple(POLICIES)[1::-1]  # static, then continuous
 
 
 class Race(Experiment):
-    """Wait until the engine is idle, then run the same requests under each policy."""
+    """Waits until the engine is idle, then runs the same requests under each policy."""
 
     what = "race"
     fixes: ClassVar = {

@@ -41,7 +41,7 @@ WORDS = [word for prompt, _ in BURST for word in prompt.split()]  # words of the
 
 
 class SameAnswer(Experiment):
-    """Run a prompt alone, and then many times among neighbours."""
+    """Runs a prompt alone, and then many times among neighbours."""
 
     what = "same-answer experiment"
 

@@ -171,7 +171,7 @@ class Replay:
         return {member.slot: [SAID] * (1 + len(member.draft)) for member in plan.emitters}
 
     def finite(self, plan: Plan) -> list[int]:
-        """Return the slots whose chunks have finite values (all of them), in place of a device."""
+        """Return the slots of the chunks that yield no token, all of them finite, in place of a device."""
         return [chunk.slot for chunk in plan.chunks if not chunk.emits]
 
     def accept(self, request: Request, token: int) -> str | None:

@@ -428,7 +428,8 @@ def where_it_ends(model: ModelCost, roof: Roof, length: int) -> str:
 
 
 def first_count(is_so: Callable[[StepCost], bool], model: ModelCost, length: int) -> int | None:
-    """Return the lowest number of rows for which `is_so` holds. It must hold for all higher numbers."""
+    """Return the lowest number of rows for which `is_so` holds, or None up to MOST. It must hold for all higher
+    numbers."""
     counts = range(1, MOST + 1)
     place = bisect_left(counts, True, key=lambda rows: is_so(of_rows(model, rows, length)))
     return counts[place] if place < len(counts) else None

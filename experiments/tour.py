@@ -59,7 +59,7 @@ COMES = "the tour begins when the model is loaded"
 
 
 class Tour:
-    """Play scenes one after another. No method blocks. `now`: a clock in seconds."""
+    """Plays scenes one after another. No method blocks. `now`: a clock in seconds."""
 
     def __init__(
         self,
@@ -326,7 +326,8 @@ for number in range(1, 5):
 
 
 def run_plain_tour(session: Session) -> int:
-    """Run the tour as text: print each question, read a guess from standard input, and explain."""
+    """Run the tour as text: print each question, read a guess from standard input, and explain. Return the
+    exit code."""
     tour = Tour(session)
     told: TourRecord | None = None
     while session.state.strip:

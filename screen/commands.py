@@ -455,7 +455,7 @@ def as_command(word: str, rest: str) -> str:
 
 
 class PlainLog:
-    """Write a run as a log with a line for each event: for pipes, log files and screen readers."""
+    """Writes a run as a log with a line for each event: for pipes, log files and screen readers."""
 
     def __init__(self, session: Session, write: Callable[[str], None]):
         self.session = session

@@ -470,7 +470,7 @@ return plan""",
     reason = accept(request, token)
     if reason is None and ...: reason = "length"
     if reason: self.finish(request, reason, now); ended.append(request)
-return Committed(ended, tuple(ghosts), tried=())""",
+return Committed(ended, tuple(ghosts), drafts=())""",
                 ),
             ),
             Task(

@@ -4,7 +4,8 @@
 
 Rung 4 and a half cut each prompt into *chunks*, and the others decoded next to them. But it gave
 every prompt a chunk in each step: ten long prompts would still make a long step. So a step has a
-*budget* of tokens, and prompts share it in the order in which they arrived.
+*budget* of tokens, and prompts share it: the one with the fewest tokens left comes first, but half is
+reserved for the oldest.
 
 The device has to wait, too: so far we read a step's tokens, then plan and build the next step while
 the device is idle. But the newest tokens, which the next step needs, are on the device already. So

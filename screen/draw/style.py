@@ -169,7 +169,7 @@ EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 class Pen:
-    """Write a line from left to right, and count its cells."""
+    """Writes a line from left to right, and counts its cells."""
 
     def __init__(self, color: str | None = None) -> None:
         self.line: Line = []

@@ -21,7 +21,7 @@ On each rank, o and down yield a part of the result, for all of D. `mx.distribut
 the parts of all ranks. x, the norms and the embedding are the same on every rank.
 
 The invariant: the tokens are the same as on one rank. Numbers differ by rounding, because a sum in
-two parts is added in another order. All ranks must call the same sums in the same order, or they
+two parts is added in a different order. All ranks must call the same sums in the same order, or they
 wait forever.
 
 The price: two messages per layer, of N * D numbers each, which wait for the slowest rank. For the
