@@ -51,7 +51,7 @@ def test_it_answers_to_the_keyboard_and_to_the_scrubber(opens):
     tab = opens(DEMO)
     tab.keyboard.press(" ")
     until(tab, "!nanobatch.player.playing")
-    tab.evaluate("nanobatch.player.goTo(0.5)")
+    tab.evaluate("nanobatch.player.goTo(nanobatch.player.end * 0.3)")
     before = tab.evaluate("nanobatch.player.step")
     for key, by in (("ArrowRight", 1), ("s", 2), ("ArrowLeft", 1), ("Shift+ArrowRight", 11)):
         tab.keyboard.press(key)
