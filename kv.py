@@ -63,7 +63,7 @@ class Slab:
         self.slots = slots
         self.length = length
         rows = length + c_attention.label_rows(Dh, dtype.size)
-        self.shape = (slots, 2 * Hkv, rows, Dh)  # a layer with keys and values
+        self.shape = (slots, 2 * Hkv, rows, Dh)  # of a layer's array, if all layers are alike
         layer_rows = layer_rows or [(2 * Hkv, Dh)] * layers
         self.shapes = [(slots, heads, rows, size) for heads, size in layer_rows]
         self.dtype = dtype

@@ -371,7 +371,7 @@ class Engine:
                     handles.append(self.submit(prompt, sampling))
             return [handle.result() for handle in handles]
         finally:
-            for handle in handles:  # only open after a rejected prompt or Ctrl-C
+            for handle in handles:  # some are open only if a submit raised, or after Ctrl-C
                 handle.cancel()
 
     def embed(self, texts: Sequence, dimensions: int | None = None) -> list[Sequence[float]]:

@@ -77,7 +77,9 @@ class Reusable(NamedTuple):
     models have no states (skip them on a first reading): all rows that a slot holds can be reused."""
 
     rows: int
-    place: int = -1  # where the state is (`state_places.py`); -1: the model needs none
+    place: int = (
+        -1
+    )  # where the state is (`state_places.py`); -1: none is needed, or no rows can be reused
     base: int = 0  # tokens that the state's matrix includes
 
 

@@ -54,7 +54,7 @@ from logprobs import Logprobs, measure
 from sampling_params import SHORT_LIST, SamplingParams
 from token_choice import argmax, inverse_cdf, uniform
 
-PENALTY_CONTEXT = 20  # repetition_penalty applies to this many last tokens, prompt included
+PENALTY_CONTEXT = 20  # repetition_penalty looks at this many of the newest tokens, prompt included
 SORTABLE = 4096  # up to this length, a whole row may be sorted
 
 

@@ -100,7 +100,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def named_once(parser: cli.CommandLine, models: list[tuple[str, str]]) -> dict[str, str]:
-    """Return the models of all `--model` options, by name."""
+    """Return the models of all `--model` options, by name. Exit with a usage error if two have one name."""
     found: dict[str, str] = {}
     for name, model in models:
         if name in found:

@@ -1,4 +1,4 @@
-"""What a step yields for one request: a token, its log probabilities, a prompt's vector. Plain Python,
+"""What a step yields for one request: a token with its log probabilities, or a prompt's vector. Plain Python,
 without MLX."""
 
 from __future__ import annotations

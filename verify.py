@@ -281,7 +281,7 @@ def compare_one(args: argparse.Namespace, way: str, asked: Sequence[Case]) -> Ta
 def compare_prefill(engine: Engine, tally: Tally, asked: Sequence[Case]) -> Tally:
     """Compare every seventh decoded token with the first token after a prompt of the tokens before it."""
     for ask in asked:
-        if ask.setting != "greedy":  # other sampling depends on the position in the answer
+        if ask.setting != "greedy":  # a sampled token also depends on its position in the answer
             continue
         ids = engine.text.encode_prompt(ask.prompt)[0]
         for place in range(1, len(ask.alone.tokens), 7):

@@ -54,7 +54,7 @@ def start(program: str) -> list[str]:
 
 
 def install(extra: str, package: str) -> str:
-    """Return instructions to install an extra, in a checkout or for an installed package."""
+    """Return how to install an extra: `extra` in a checkout, `package` for an installed nanobatch."""
     if not IS_INSTALLED:
         return f"pip install -e '.[{extra}]' in the checkout"
     pipx = f"pipx runpip nanobatch install '{package}'"

@@ -12,8 +12,8 @@ from base.validation import one_line
 # Size limits in bytes: several times the largest published files
 LARGEST = {
     "tokenizer.json": 150_000_000,  # published: 35 MB
-    "model.safetensors.index.json": 30_000_000,  # a few MB
-    "chat_template.jinja": 1_000_000,  # tens of KB
+    "model.safetensors.index.json": 30_000_000,  # published: a few MB
+    "chat_template.jinja": 1_000_000,  # published: tens of KB
 }
 LARGEST_OTHER = 10_000_000  # configs: about 1 MB
 LARGEST_HEADER = 100_000_000  # header of a safetensors file; the format's own limit

@@ -74,7 +74,8 @@ def unpack(kind: Any, data: Any) -> Any:
 
 
 def plain(kind: Any, data: Any) -> Any:
-    """Check that the data is a number, string or None of this type, and return it. `Any` allows anything."""
+    """Return the data if it is a plain value (number, bool, string or None) of this type; `Any` allows
+    anything. Raise ValueError otherwise, or if a number is too large."""
     if kind is Any:
         return data
     kinds = get_args(kind) or (kind,)  # the types of a union, or a single type

@@ -402,7 +402,9 @@ def states_of(
     library.rows_states.restype = ctypes.c_long
     at_weights = ctypes.c_void_p(weights.buffer_info()[0])
     count = library.rows_states(None, sizes, at_weights)
-    states = array("f", [1e30]) * (count + LINE // 4)  # must be overwritten before it is read
+    states = array("f", [1e30]) * (
+        count + LINE // 4
+    )  # a kernel that reads it unwritten changes the digest
     library.rows_states(ctypes.c_void_p(states.buffer_info()[0]), sizes, at_weights)
     return states, weights
 

@@ -159,7 +159,7 @@ class Matrix(NamedTuple):
         return mx.gather_qmm(x, *arrays, rhs_indices=chosen, **how)
 
     def embed(self, ids: mx.array) -> mx.array:  # (...) -> (..., in)
-        """Look up rows of a (V, D) matrix, so that a tied head and the embedding table share one matrix."""
+        """Look up rows of an embedding table, (V, in), which a tied head shares."""
         if self.rounds:
             weight, *factors = (from_panels(each, ids, self.group) for each in self.arrays.values())
         elif self.scales is None:

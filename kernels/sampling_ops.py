@@ -39,7 +39,7 @@ def likeliest(gap: mx.array, k: int) -> mx.array:  # (n, V) -> (n, k)
     ids = nearest[:, :, None] * size + mx.arange(size)
     ids = ids.reshape(n, -1)  # (n, k * size): all tokens of these blocks
     ids = gather(ids, likeliest(gather(gap, ids), k))
-    return mx.minimum(ids, V - 1)  # the padding is chosen only in a row of NaN
+    return mx.minimum(ids, V - 1)  # padding is chosen only in a row of NaN; keep its ids valid
 
 
 def keep_nearest(

@@ -125,8 +125,8 @@ def _gemma2(
 
 
 def _gemma3(fields: Fields, D: int, Dh: int, tied: bool) -> dict[str, Any]:
-    """Gemma 3 has a norm between q_proj and q k^T, so the factor is folded into that norm. Layers with
-    a window have their own theta."""
+    """As Gemma 2, but a norm after q_proj would cancel a factor in its weights, so the factor of q k^T is
+    folded into that norm. Layers with a window have their own theta."""
     own = _gemma2(fields, D, Dh, tied, scaled="q_norm", caps=(None, None))
     near = _near_rope(fields, fields.real("rope_local_base_freq", 1e4, 1))
     return own | {"near": near, "qk_norm": "head"}

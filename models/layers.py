@@ -170,7 +170,7 @@ class Chain(NamedTuple):
 
 
 def chain(*steps: Step | None) -> Step:
-    """Join steps into one and leave out None. Without any steps, x is returned unchanged."""
+    """Join steps into one, ignoring None. Without steps, the result returns x unchanged."""
     present = tuple(step for step in steps if step is not None)
     return present[0] if len(present) == 1 else Chain(present)
 
@@ -184,7 +184,8 @@ class OutputGate(NamedTuple):
         return siglu(mx.concatenate([self.gate(x), h], axis=-1))
 
 
-# Mixes the tokens of a sequence instead of attention: (N, D) -> (N, input width of `Layer.out`)
+# Takes the place of attention: mixes the tokens within each sequence.
+# (N, D), windows -> (N, input width of `Layer.out`)
 Mixer = Callable[[mx.array, "Sequence[Window]"], mx.array]
 
 
@@ -193,7 +194,7 @@ class Layer(NamedTuple):
 
     kind: int  # attention type: an index into the model's `kinds`
     attn_norm: Step  # (N, D) -> the same
-    out: Step  # (N, H * Dh) -> (N, D)
+    out: Step  # (N, H * Dh), or a mixer's width -> (N, D)
     mlp_norm: Step  # (N, D) -> the same
     mlp: Step  # (N, D) -> the same
     heads: AttentionHeads | None = None  # None without attention

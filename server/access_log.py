@@ -153,7 +153,7 @@ class HangUps:
 
 
 def hang_up_advice(client: str, seconds: float, prefill: PrefillProgress) -> str:
-    """Return advice for the server's owner, for a client that has hung up on the same prompt twice."""
+    """Return advice to the server's owner about a client that has hung up on the same prompt twice."""
     return (
         f"{client} hung up twice on the same prompt, after {seconds:,.0f} s, with {prefill.words}: "
         "the client's timeout is too short. docs/clients.md names each agent's setting"

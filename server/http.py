@@ -75,7 +75,7 @@ class Options(NamedTuple):
     aliases: tuple[str, ...] = ()  # additional names of the model; "*" matches any name
     # Proxies whose X-Forwarded-For is trusted (`forwarded_for.py`)
     trusted_proxies: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
-    max_tokens: int | None = None  # default limit of an answer; None: the rest of the slot
+    max_tokens: int | None = None  # default max_tokens of an answer; None: the rest of the slot
 
 
 class ClientGone(Exception):

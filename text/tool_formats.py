@@ -39,7 +39,7 @@ class ToolFormat(NamedTuple):
     # The answer may begin with a call that has no mark. Then the template accepts only one call
     is_bare: bool = False
     is_named: bool = False  # the tool's name may precede a body that contains only the arguments
-    # Encloses strings in a notation other than JSON: call:name{key:<|"|>text<|"|>,other:[7,true]}
+    # Mark around strings in a notation other than JSON: call:name{key:<|"|>text<|"|>,other:[7,true]}
     quote: str = ""
     wrap: tuple[str, str] = ("", "")  # marks that may enclose a value in tags
     key: str = "arguments"  # the JSON key of the arguments

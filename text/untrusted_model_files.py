@@ -27,7 +27,7 @@ LONGEST = LARGEST[
 ]  # maximum template length in characters: the file's limit in bytes
 RENDERED = 2**20  # maximum length of a rendered sample conversation in characters
 SOME = 4096  # tokens decoded in one call
-PASSED: set[bytes] = set()  # digests of tokenizers and texts that passed
+PASSED: set[bytes] = set()  # digests of tokenizers that passed, with their texts
 
 
 def turns(count: int, content: str) -> list[dict[str, str]]:

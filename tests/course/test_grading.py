@@ -79,9 +79,8 @@ def test_right_folder_has_full_points(tmp_path, monkeypatch):
 
 
 def test_mistakes_lose_points(tmp_path, monkeypatch):
-    """The message names the mistake. A stand-in of the handout gets no points, and computing each row of logits
-    twice loses some. A file with a syntax error gets no points and a
-    message."""
+    """The message names the mistake. A stand-in taken from the handout gets no points, and computing each row
+    of logits twice loses some. A file with a syntax error gets no points and a message."""
     folder = full_book(tmp_path / "ben")
     change(folder, "sched.Scheduler._allot", LEFT, "pass")
     wrong = "self.model.head(mx.concatenate([hidden, hidden]))[: len(hidden)]"

@@ -273,7 +273,8 @@ def test_after_a_tour_the_stage_is_as_fresh_as_before():
 
 def test_a_tour_with_a_prompt_that_does_not_fit():
     stage = TourStage(max_len=24).load()
-    # The long prompt is cut to fit any slot, and a grammar needs a real tokenizer
+    # Not the long-prompt scene, whose prompt is cut to fit any slot, nor the JSON scene, which needs a
+    # real tokenizer
     bursts = [SCENES[number] for number in (0, 1, STARVES, GHOSTS)]
     stage.tour = tour.Tour(stage.session, lambda: stage.now, bursts)
     for scene in bursts:

@@ -94,7 +94,8 @@ BAD = [[], [272], [-1], "", [1] * 500, None, [1.5]]
 
 
 def soak(model: Model, text: Tokenizer, requests: int, seed: int = 0) -> Counter[str]:
-    """Return the numbers of requests that were refused, ended, cancelled or compared, and of wrong answers."""
+    """Submit random requests from several threads, cancel some, and compare each answer with that of the
+    request alone. Return the counts: refused, ended, cancelled, compared, wrong."""
     counts: Counter[str] = Counter()
     lock = threading.Lock()
     cases = make_cases(random.Random(seed))

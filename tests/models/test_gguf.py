@@ -58,8 +58,8 @@ def test_names_of_files_are_those_of_the_gguf_package():
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_each_family_gives_the_bits_of_the_dequantized_weights(arch, tmp_path):
-    """Gemma and Granite are compared in F32, because factors are folded into their weights, which rounds
-    quantized numbers differently."""
+    """The weights are Q4_K, but F32 for Gemma 3 and Granite: factors are folded into their weights, and
+    quantized numbers would round differently."""
     assert alike(*make_pair(tmp_path, "F32" if arch in ("gemma3", "granite") else "Q4_K", arch))
 
 

@@ -143,10 +143,10 @@ def test_the_newest_line_stays_visible(talks):
         tab.set_viewport_size(viewport)
         until(tab, f"{BELOW} < 2")
     tab.evaluate("document.querySelector('.log').scrollTop = 0")
-    tab.wait_for_timeout(50)  # a user who has scrolled up stays there
+    tab.wait_for_timeout(50)  # let the page notice the scrolling
     tab.set_viewport_size(PHONE)
     tab.wait_for_timeout(100)
-    assert tab.evaluate(BELOW) > 300
+    assert tab.evaluate(BELOW) > 300, "a user who has scrolled up is not pulled down"
 
 
 def test_a_question_waits_for_the_running_answer(talks, parrots):
