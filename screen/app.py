@@ -775,6 +775,7 @@ class Screen(App):
     async def play(self, script: str) -> None:
         """Run a script such as "static burst24 step60". With `screenshot`, take it and quit."""
         state = self.state
+        self.session.stays = not (script or self.strip)  # a user may type while the model loads
         await self.until(lambda: state.view.stage != "loading")
         if state.view.stage == "failed":
             if self._screenshot:

@@ -188,6 +188,17 @@ async def test_a_tour_requested_while_loading(it):
     assert it.state.strip and "Tour 1 of" in it.text() and it.stage.engine.sched.submitted == 0
 
 
+@on_screen(load=False)
+async def test_json_asked_for_while_loading_begins_paused(it):
+    """Regression: `j` paused a loaded engine only, so an early answer finished before the user could press
+    `s`."""
+    await it.pilot.press("j")
+    it.stage.client.load()
+    it.app.poll()
+    await it.turns(2)
+    assert it.state.view.paused
+
+
 @pytest.mark.parametrize("page", ["question_mark", "h", "r"])
 def test_a_page_opened_while_loading(page):
     async def scenario(it):
