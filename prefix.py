@@ -278,6 +278,7 @@ class Prefixes:
         """True if a prompt shares its first `rows` rows with one of the others. Only whole segments are
         compared, and at least one."""
         n = max(1, rows // self.segment)
+        # A prompt's last chunk does not wait. Without prefix caching there are no nodes
         if n * self.segment >= len(one.tokens) or n > len(one.nodes):
             return False
         node = one.nodes[n - 1]

@@ -189,7 +189,7 @@ def by_known_tokens(
     decodes: Sequence[Decoding],
 ) -> Iterator[tuple[list[int], list[int], list[int], list[Move | None]]]:
     """Group the decoding sequences by their number of known token ids, and yield the slots, rows, ids
-    and moves of each group."""
+    and moves of each group. 0 ids: the newest token is still on the device."""
 
     def known(decode: Decoding) -> int:
         return len(decode.ids)
@@ -216,7 +216,8 @@ class Runner:
 
     def reset(self) -> None:
         """Make a new, empty slab."""
-        # Results of the newest pass or copy, and proofs. Once computed, none of them reads the slab
+        # Results of the newest pass or copy, and proofs. Once they are computed, no operation reads the
+        # slab, but a view (`Slab.written`) still holds its memory
         self._reading: Sequence[mx.array] = ()
         self.slab = None  # free the old slab before allocating a new one
         rows = rows_of_layers(self.model.config)
@@ -400,7 +401,7 @@ class Runner:
         began = self.clock()
         if self.waits:
             mx.eval(self._reading)
-        self._reading = []  # they may be views of the slab: drop them before it is written
+        self._reading = []  # a view holds the slab's memory: drop it before the slab is written
         self._wait_s += self.clock() - began
         if not device.has_gpu():
             # MLX walks through a whole graph before it starts any of it. So the first layer's keys and

@@ -91,7 +91,7 @@ def sample(
     for (group, has_logprobs, has_mask), rows in groups.items():
         members = [picks[row] for row in rows]
         x = logits if len(groups) == 1 else logits[mx.array(rows)]
-        unmasked = x
+        unmasked = x  # also without bias and penalties
         if has_mask:
             x = x + biases.mask([pick.mask for pick in members])
         if group != "greedy":

@@ -139,12 +139,14 @@ class Scheduler:
         )
         self._admitted.clear()
         for member in plan.emitters:
-            # Until its commit, the request is one token ahead, or more with draft tokens
+            # Until its commit, the request is one token ahead (two with run-ahead, more with draft tokens)
             member.request.planned += 1 + len(member.draft)
         return plan
 
     def commit(self, plan: Plan, tokens: Tokens, accept: Accept, now: float) -> Committed:
-        """Give each request its sampled tokens, and free the slots of requests that finish. `prove` comes first.
+        """Give each request its sampled tokens, and free the slots of requests that finish.
+
+        The engine calls `prove` before this.
 
         `tokens`: by slot, the token of each of its rows; -1 if its logits were not finite. Tokens
         after a rejected draft token are dropped.
@@ -211,8 +213,8 @@ class Scheduler:
     # --- chunks
 
     def _chunks(self, requests: Sequence[Request], left: int) -> list[Chunk]:
-        """Share the rest of the step's budget among the prompts, the first admitted first. Decide all chunks,
-        then apply them."""
+        """Share the rest of the step's budget among the prompts, which are in the order of admission. Decide
+        all chunks, then apply them."""
         chunks = self._allot(requests, left) if requests else []
         for chunk in chunks:
             self._apply(chunk)
@@ -257,9 +259,9 @@ class Scheduler:
         """True if a new prompt has its next chunk in common with a prompt that this step reads: it
         waits, and will copy those rows.
 
-        If eight prompts with a common prefix arrive together, the oldest computes the prefix, and
-        the other seven copy its rows. (`start` grows with the rows that can be copied, which ends
-        the wait.)
+        If eight prompts with a common prefix of a chunk or more arrive together, one computes its whole
+        chunks, and the other seven copy them. (`start` grows with the rows that can be copied, which
+        ends the wait. Less than a chunk is not waited for.)
         """
         trail, rows = want.request.prefix.trail, want.start + self.chunk
         return not want.request.prefilled and self.prefixes.begin_alike(trail, trails, rows)
@@ -436,8 +438,8 @@ def extend_answer(
     request: Request, sampled: Sequence[int], draft: Sequence[int], accept: Accept
 ) -> tuple[int, str | None]:
     """Append sampled tokens to an answer, up to and including the first one that differs from the draft,
-    or that ends the answer. Return the number of accepted draft tokens, and why the answer ends, or None.
-    (`accept` ends it at -1.)
+    that ends the answer, or that follows the whole draft. Return the number of accepted draft tokens,
+    and why the answer ends, or None. (`accept` ends it at -1.)
 
     The first row's token is always valid. Each following row was computed from a draft token, so its
     token is valid if that draft token equals the token sampled in its place.
