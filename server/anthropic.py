@@ -190,6 +190,7 @@ class Message(ProtocolAdapter):
     _end: Mapping[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
+    too_long = "prompt is too long: {tokens} tokens > {longest} maximum"
         self.last(0, choices[0])
         blocks = [block(item) for item in choices[0].items]
         return self._message(blocks, usage)

@@ -351,7 +351,7 @@ class APIServer:
         body = await http.read_body(request, self._requests)
         model, parsed = await self._in_worker(body, self._parse_count, body)
         async with self._lent(request, self.models.borrow(model)) as served:
-            tokens = await self._in_worker(body, count_tokens, served, parsed)
+            tokens = await self._in_worker(body, count_tokens, served, anthropic.Message, parsed)
         return reply({"input_tokens": tokens})
 
     def _parse_count(self, body: bytes) -> tuple[PooledModel, ParsedRequest]:

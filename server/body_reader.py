@@ -34,6 +34,7 @@ IGNORED = {
     "prompt_cache_key",
     "prompt_cache_retention",
 }
+TOO_LONG = "context_length_exceeded"  # the code of the error for an oversized prompt
 KINDS = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
 
 

@@ -92,6 +92,9 @@ class ProtocolAdapter:
     prompt: str  # the name of the body's prompt field
     form: str  # the name of the body's field that contains a JSON schema
     prefix: str  # prefix of the answer's id
+    # The error for an oversized prompt. Agents search it for these words, with numbers without commas, to
+    # decide whether to shorten the conversation
+    too_long = "this model's maximum context length is {max_len} tokens, but {param} has {tokens}"
 
     def __init__(self, parsed: ParsedRequest, name: str, model: str):
         """`name`: the request's number with the model's suffix, unique among servers."""

@@ -18,7 +18,7 @@ from base.sandbox import BusyError
 from base.strings import json_or_none
 from request import QueueFull
 from sampling_params import SamplingParams
-from server.body_reader import APIError, invalid, without_folders
+from server.body_reader import TOO_LONG, APIError, invalid, without_folders
 from server.model_pool import ServedModel
 from server.protocol_adapter import ParsedRequest, ProtocolAdapter, shutting_down
 from text.tokenizer import ChatPrompt, Prompt, TooLongError
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from nanobatch import Engine
 
 MAX_LOGPROBS = 200_000  # log probabilities in one response, over all choices
-TOO_LONG = "context_length_exceeded"
 
 
 class TokenizedRequest(NamedTuple):
@@ -60,7 +59,7 @@ def tokenize(
     asked = TokenizedRequest(protocol, request, [])
     try:
         for prompt in request.prompts:
-            tokens = read_prompt(engine, prompt, protocol.prompt)
+            tokens = read_prompt(engine, prompt, protocol)
             room = min(engine.sched.max_len - len(tokens.ids), most_tokens(request))
             most = request.max_tokens or served.max_tokens or room
             settings = served.defaults | request.settings | {"max_tokens": min(most, room)}
@@ -145,12 +144,23 @@ def most_tokens(parsed: ParsedRequest) -> int:
     return MAX_LOGPROBS // (parsed.n * len(parsed.prompts) * (1 + top))
 
 
-def read_prompt(engine: Engine, prompt: str | list | ChatPrompt, param: str) -> Prompt:
-    """Tokenize a prompt. Raise APIError unless it fits in a slot with room for one more token.
+def read_prompt(
+    engine: Engine, prompt: str | list | ChatPrompt, protocol: type[ProtocolAdapter]
+) -> Prompt:
+    """Tokenize a prompt. Raise APIError unless it fits in a slot with room for one more token."""
+    read = encode(engine, prompt, protocol)
+    if len(read.ids) >= engine.sched.max_len:
+        raise too_long(engine, protocol, str(len(read.ids)))
+    return read
 
-    `param`: the body's field, for the error.
-    """
+
+def encode(
+    engine: Engine, prompt: str | list | ChatPrompt, protocol: type[ProtocolAdapter]
+) -> Prompt:
+    """Tokenize a prompt. Raise APIError if it is so much longer than a slot that only its start would be
+    tokenized."""
     text = engine.text
+    param = protocol.prompt
     max_len = engine.sched.max_len
     size = len(prompt)
     if isinstance(prompt, ChatPrompt):
@@ -161,25 +171,30 @@ def read_prompt(engine: Engine, prompt: str | list | ChatPrompt, param: str) -> 
     least = size if isinstance(prompt[0], int) else size // text.longest
     try:
         # Skip tokenizing, which is slow, if the prompt is certainly too long
-        read = text.encode_prompt(prompt, max_len) if least < max_len else None
+        if least < max_len:
+            return text.encode_prompt(prompt, max_len)
     except TooLongError as error:
-        read = None
         least = error.tokens
     except ValueError as error:
         raise invalid(param, without_folders(str(error))) from None
     except BaseException as error:  # a Rust panic is not an Exception
         words = without_folders(describe(error))
         raise invalid(param, f"{param} cannot be read: {words}") from None
-    if read is None or len(read.ids) >= max_len:
-        tokens = f"at least {least:,}" if read is None else f"{len(read.ids):,}"
-        words = (
-            f"this model's maximum context length is {max_len:,} tokens, but {param} has {tokens}"
-        )
-        words += "; give less, or start the server with a larger --max-len"
-        raise invalid(param, words, TOO_LONG)
-    return read
+    raise too_long(engine, protocol, f"at least {least}")
 
 
-def count_tokens(served: ServedModel, request: ParsedRequest) -> int:
-    """Return the number of tokens in the prompt."""
-    return len(read_prompt(served.engine, request.prompts[0], "messages").ids)
+def too_long(engine: Engine, protocol: type[ProtocolAdapter], tokens: str) -> APIError:
+    """Return the error for an oversized prompt, in the words of the protocol."""
+    max_len = engine.sched.max_len
+    words = protocol.too_long.format(
+        param=protocol.prompt, tokens=tokens, max_len=max_len, longest=max_len - 1
+    )
+    words += "; give less, or start the server with a larger --max-len"
+    return invalid(protocol.prompt, words, TOO_LONG)
+
+
+def count_tokens(
+    served: ServedModel, protocol: type[ProtocolAdapter], request: ParsedRequest
+) -> int:
+    """Return the number of tokens in the prompt, which may be longer than a slot."""
+    return len(encode(served.engine, request.prompts[0], protocol).ids)

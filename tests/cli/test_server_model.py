@@ -60,7 +60,7 @@ def test_settings_are_the_servers_unless_given(server, capsys):
         ),
         (["--api-key", "wrong"], r"--url http://\S+: .*key"),
         (["--temperature", "-1"], "temperature = -1"),
-        (["word " * 2000], "maximum context length is 1,024 tokens"),
+        (["word " * 2000], "maximum context length is 1024 tokens"),
     ],
     ids=["model", "key", "setting", "length"],
 )

@@ -709,6 +709,17 @@ IN_TAGS = f"""<tool_call>
 <parameter=text>
 {LINES}
 </parameter>
+def test_oversized_message_is_counted(server):
+    """Agents search the error for Anthropic's words to shorten the conversation, and need the number."""
+    long = [said("x" * 5000)]
+    count = message(server, path=COUNT, messages=long).json["input_tokens"]
+    assert count > 5000
+    most = server.ask("/v1/models").json["data"][0]["max_model_len"] - 1
+    reply = message(server, messages=long)
+    refused(reply, 400, f"prompt is too long: {count} tokens > {most} maximum", "--max-len")
+    assert reply.error["type"] == "invalid_request_error"
+
+
 <parameter=times>
 3
 </parameter>

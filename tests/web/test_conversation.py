@@ -397,9 +397,9 @@ def test_a_dropped_file_is_attached(talks, parrots):
     assert "and a slot holds 640, answer included" in part(tab, "note").inner_text()
     part(tab, "box").fill("say: one")
     # The question is not sent without the file
-    tab.evaluate(DROPS, ["longer.txt", "long " * 1_000, True])
+    tab.evaluate(DROPS, ["longer.txt", "long " * 10_000, True])
     shows(tab, "[data-chat-part=note]", "longer.txt does not fit")
-    assert "640 tokens" in part(tab, "note").inner_text()
+    assert "tokens > 639 maximum" in part(tab, "note").inner_text()
     tab.said.clear()  # the browser's own message about a refusal
     tab.evaluate(DROPS, ["picture.png", "\0\0"])
     shows(tab, "[data-chat-part=note]", "picture.png is not text (UTF-8)")
