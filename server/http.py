@@ -56,7 +56,9 @@ SLOW_AFTER_S = 5.0  # a send buffer full this long marks a client as slow
 # Unsent bytes of all slow clients; over this limit the client with the most is disconnected
 MAX_UNSENT_BYTES = 2**25
 LINGER_S = 2.0  # a refused client that is still sending has this long to read the error
-PING_S = 10.0  # seconds of silence before a stream gets a ping comment
+# Seconds of silence before a stream gets a comment, in any case. For as long after an event it also gets the
+# progress of its prompt in comments, each `PROGRESS_S`
+PING_S = 10.0
 PROGRESS_S = 0.4  # seconds of silence before a stream gets the progress of its prompt
 PING = b": ping\n\n"
 # Errors of `accept` when resources are exhausted
@@ -132,6 +134,7 @@ class HTTPRequest:
         self.error: Callable[[APIError], dict] = attrgetter("body")
         # When the stream last wrote; None if the response is not a stream
         self._wrote: float | None = None
+        self._told = 0.0  # when the stream last wrote an event, not only a comment
         self._request_log = request_log
         self._number = request_log.open_record(
             connection.client, f"{self.method} {self.path}"[:200]
@@ -188,7 +191,7 @@ class HTTPRequest:
         if id:
             headers["X-Request-Id"] = id
         self._begin(200, headers)
-        self._wrote = time.monotonic()
+        self._wrote = self._told = time.monotonic()
 
     async def write(self, body: bytes) -> None:
         """Send a part of a stream, after waiting until the send buffer has room."""
@@ -199,20 +202,30 @@ class HTTPRequest:
         """Send a part of a stream without waiting."""
         self.connection.send(h11.Data(body))
         self._wrote = time.monotonic()
+        if not body.startswith(b":"):
+            self._told = self._wrote
 
     def end_events(self) -> None:
         self._wrote = None
         self.connection.send(h11.EndOfMessage())
 
     def keep_alive(self, now: float) -> None:
-        """Write progress or a comment to a silent stream, because proxies close silent connections
-        and users want to see that something happens."""
+        """Write progress or a ping to a silent stream, because proxies close silent connections and users want
+        to see that something happens.
+
+        Comments are frequent only for the first seconds: Go's best-known client, go-openai, gives up after 300
+        lines without an event.
+        """
         if self._wrote is None or self.connection.is_blocked:
             return
         silence = now - self._wrote
+        if silence <= PROGRESS_S:
+            return
+        said = self.answer.progress() if self.answer else b""
+        is_event = not said.startswith(b":")  # the client asked for progress in events
         if silence > PING_S:
-            self.push(PING)
-        elif silence > PROGRESS_S and self.answer and (said := self.answer.progress()):
+            self.push(said or PING)
+        elif said and (is_event or now - self._told <= PING_S):
             self.push(said)
 
 

@@ -20,6 +20,7 @@ from dataclasses import fields, replace
 from itertools import pairwise, takewhile
 from types import SimpleNamespace
 
+import h11
 import pytest
 from checkpoints import make_checkpoint
 from here import Here
@@ -37,7 +38,7 @@ from nanobatch import Engine
 from sampling_params import SamplingParams
 from server import http, openai, protocol_adapter, tokenize_request
 from server import stream as answer_stream
-from server.access_log import AccessLog, request_line
+from server.access_log import AccessLog, RequestLog, request_line
 from server.anthropic import Message
 from server.app import APIServer
 from server.body_reader import BodyReader, read_json
@@ -95,10 +96,35 @@ def test_silent_streams_get_pings(here, monkeypatch, version):
     monkeypatch.setattr(http, "PING_S", 0.3)
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": True}, version=version)
+    line.until(b"data: ")
+    here.loop.pause()
     line.until(b": ping\n\n")
     line.until(b": ping\n\n")
+    here.loop.slow = 0.0
     here.loop.resume()
     assert b"[DONE]" in line.until(b"[DONE]")
+
+
+@pytest.mark.parametrize("kind", [b":", b"data:"])
+def test_comments_of_a_long_wait_are_few(monkeypatch, kind):
+    """Regression: go-openai gives up after 300 lines without an event, which was 75 seconds of a prompt. A
+    client that asked for events still gets them often."""
+    now, sent = [0.0], []
+    monkeypatch.setattr(http, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    connection = SimpleNamespace(client="", is_blocked=False, send_head=lambda *head: None)
+    connection.send = lambda event: sent.append((now[0], event.data))
+    head = h11.Request(method="POST", target="/", headers=[("Host", "localhost")])
+    request = http.HTTPRequest(connection, head, RequestLog())
+    request.answer = SimpleNamespace(progress=lambda: kind + b" prompt 1/2\n\n")
+    request.begin_events()
+    for _ in range(2 * 20 * 60):  # twenty minutes
+        now[0] += http.SWEEP_S
+        request.keep_alive(now[0])
+    times = [at for at, _ in sent]
+    assert times[:10] == [0.5 * (n + 1) for n in range(10)]
+    assert max(late - early for early, late in pairwise(times)) <= 11
+    lines = b"".join(data for _, data in sent).count(b"\n")
+    assert lines < 300 if kind == b":" else lines == 2 * 2 * 20 * 60
 
 
 def test_busy_streams_get_no_pings(here):
@@ -477,7 +503,7 @@ def test_failed_sweep_is_a_traceback_and_the_next_one_runs(here, monkeypatch, ca
     monkeypatch.setattr(http, "PING_S", 0.1)
     here.loop.pause()
     line = here.line().post(COMPLETIONS, BODY | {"stream": True})
-    line.until(http.PING)
+    line.until(b": prompt 0/")
     here.loop.resume()
     assert failed and caplog.text.count("Traceback") == 1
 
