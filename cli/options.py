@@ -166,9 +166,12 @@ def read_key(option: str, variable: str, key: str) -> str:
 
 
 def read_host(name: str) -> str:
-    if not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", name):
+    """Parse `--allow-host`: a host's name, or the origin that an app such as a browser's extension sends."""
+    is_app = re.fullmatch(r"(?!https?:)[a-z][a-z0-9+.-]*://[\w.-]+(:\d+)?", name)
+    if not is_app and not re.fullmatch(r"[\w.-]+|\[[0-9a-fA-F:]+\]", name):
         raise ValueError(
-            f"{shown(name)} is not a host; give only its name, without scheme, port or star"
+            f"{shown(name)} is not a host; give only its name, without scheme, port or star, or an app's "
+            "origin such as app://obsidian.md"
         )
     return name
 
@@ -353,7 +356,8 @@ class CommandLine(argparse.ArgumentParser):
         says = "shows texts to /watch; where any key is set, nothing else does"
         self._add_key("--watch-key", "NANOBATCH_WATCH_KEY", says)
         some = {"action": "append", "default": [], "metavar": "NAME"}
-        self.add_read("--allow-host", read_host, "a proxy's (repeatable)", **some)
+        says = "a proxy's, a page's host, or an app's origin such as app://obsidian.md (repeatable)"
+        self.add_read("--allow-host", read_host, says, **some)
         says = "believe X-Forwarded-For from this address or network (repeatable)"
         self.add_read("--trust-proxy", read_network, says, **some | {"metavar": "ADDRESS"})
         says = "another name that clients may give the model (repeatable); '*' is any"

@@ -15,16 +15,19 @@ from server.http import LOOPBACK, HTTPRequest, Options, Reply
 def server_names(options: Options) -> list[str]:
     """Return the names of this server as they appear in a URL."""
     own = f"[{options.host}]" if ":" in options.host else options.host
-    return [name.lower() for name in (*LOOPBACK, own, *options.allow_hosts)]
+    hosts = [host for host in options.allow_hosts if "://" not in host]
+    return [name.lower() for name in (*LOOPBACK, own, *hosts)]
 
 
 def is_allowed(request: HTTPRequest, options: Options) -> bool:
-    """Return True if the Origin has one of this server's names, at any port."""
+    """Return True if the Origin has one of this server's names, at any port, or is an app's that
+    `--allow-host` names."""
     origin = request.headers.get("origin")
     if not origin:
         return False
     names = "|".join(map(re.escape, server_names(options)))
-    return bool(re.fullmatch(rf"https?://({names})(:\d+)?", origin))
+    is_app = "://" in origin and origin in options.allow_hosts
+    return is_app or bool(re.fullmatch(rf"https?://({names})(:\d+)?", origin))
 
 
 def admit(request: HTTPRequest, options: Options, is_local: bool, connections: int) -> Reply | None:
@@ -70,8 +73,8 @@ def guard(request: HTTPRequest, options: Options, connections: int) -> None:
     """Refuse requests over the connection limit, from foreign pages, or without the key.
 
     A browser sends requests on behalf of any page that the user visits. So the Origin must be one of
-    our names, or equal the Host. In the second case the Host must be an IP address or a key must be
-    set, because an attacker's domain may resolve to this machine.
+    our names, be an app's that is allowed, or equal the Host. In the last case the Host must be an IP
+    address or a key must be set, because an attacker's domain may resolve to this machine.
 
     A page that sends a request sees only the answer to it. A page that watches sees every client's
     texts, so it must be served by this server or know a key: other servers on this machine may
@@ -85,7 +88,13 @@ def guard(request: HTTPRequest, options: Options, connections: int) -> None:
     is_ours = origin in ("", f"http://{host}", f"https://{host}")
     is_own = is_ours and (options.api_key is not None or is_address(request.host))
     if origin and not is_own and not is_allowed(request, options):
-        words = f"pages from {shown(origin)} may not send requests here; --allow-host adds one"
+        words = f"pages from {shown(origin)} may not send requests here"
+        if origin in ("null", "file://"):  # any local file or sandboxed frame
+            words += "; this origin cannot be allowed, so open the page from a web server"
+        else:
+            words += (
+                "; --allow-host adds a page's host, or an app's origin such as app://obsidian.md"
+            )
         raise APIError(403, words, "origin_not_allowed")
     path = request.path
     keys = [options.api_key]

@@ -236,6 +236,8 @@ def test_a_mistake_gets_its_line_and_exit_code_2(here, arguments, words):
         # No client sends such a host, so the option would match nobody
         ["--allow-host", "https://llm.example"],
         ["--allow-host", "*"],
+        ["--allow-host", "file://"],
+        ["--allow-host", "app://x/y"],
     ],
 )
 def test_wrong_server_option_is_one_line(here, arguments):

@@ -25,11 +25,11 @@ def key(text: str) -> dict[str, str]:
 def test_options_reach_the_server(monkeypatch, capsys):
     monkeypatch.setenv("NANOBATCH_API_KEY", "kéy")
     given = "--watch-key eye --allow-host llm.example --alias gpt-4o --trust-proxy 10.0.0.0/8"
-    given += " --max-tokens 99"
+    given += " --max-tokens 99 --allow-host app://obsidian.md"
     args = serve.parse_arguments(given.split())
     server = serve.bind(args, "127.0.0.1", 0, "")
     proxies = (ipaddress.ip_network("10.0.0.0/8"),)
-    names = (("llm.example",), ("gpt-4o",))
+    names = (("llm.example", "app://obsidian.md"), ("gpt-4o",))
     assert server.options == Options("127.0.0.1", 0, "kéy", "eye", *names, proxies, 99)
     server.close()
     screen = tui.parse_arguments(["--serve", "0", *given.split()])
@@ -131,6 +131,28 @@ def test_local_pages_are_allowed(here):
     for origin in (*foreign, "http://[", "javascript://localhost/"):
         reply = here.ask(COMPLETIONS, BODY, Origin=origin)
         assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
+
+
+def test_apps_are_allowed_by_their_exact_origin(engine):
+    """Regression: the refusal of an app, such as an extension of a browser, advised `--allow-host`, which took
+    only hosts."""
+    apps = ("app://obsidian.md", "chrome-extension://abcdef")
+    with Here(engine, allow_hosts=(*apps, "null")) as here:
+        for origin in apps:
+            for extra in ({}, {"method": "OPTIONS", "Access_Control_Request_Method": "POST"}):
+                reply = here.ask(COMPLETIONS, BODY, Origin=origin, **extra)
+                assert reply.status == 200
+                assert reply.headers["access-control-allow-origin"] == origin
+            assert here.ask("/watch", Origin=origin).status == 403
+        others = ("app://obsidian.md:1", "app://obsidian.mdx", "apps://obsidian.md", "obsidian.md")
+        for origin in (*others, "http://obsidian.md", "http://app://obsidian.md"):
+            reply = here.ask(COMPLETIONS, BODY, Origin=origin)
+            assert reply.status == 403 and "access-control-allow-origin" not in reply.headers
+            assert "--allow-host adds" in reply.error["message"]
+        for origin in ("null", "file://"):  # every local file and sandboxed frame has this one
+            reply = here.ask(COMPLETIONS, BODY, Origin=origin)
+            assert reply.status == 403 and "--allow-host" not in reply.error["message"]
+        assert here.ask("/v1/models", Host=apps[0]).status == 403
 
 
 # --- keys -----------------------------------------------------------------------------------------
