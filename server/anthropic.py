@@ -178,6 +178,9 @@ DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "tool_call": ("input_json_delta", "partial_json"),
 }
+# A signature would prove that the model wrote the reasoning, but this server does not check one. Some clients
+# drop reasoning that has none
+UNSIGNED = ""
 
 
 class Message(ProtocolAdapter):
@@ -187,10 +190,10 @@ class Message(ProtocolAdapter):
     prompt = "messages"
     form = "output_config"
     prefix = "msg_"
+    too_long = "prompt is too long: {tokens} tokens > {longest} maximum"
     _end: Mapping[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:
-    too_long = "prompt is too long: {tokens} tokens > {longest} maximum"
         self.last(0, choices[0])
         blocks = [block(item) for item in choices[0].items]
         return self._message(blocks, usage)
@@ -207,6 +210,10 @@ class Message(ProtocolAdapter):
         if kind == "delta":
             type, field = DELTAS[item.kind]
             told["delta"] = {"type": type, field: text}
+        if kind == "stop" and item.kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": UNSIGNED}
+            signed = {"type": "content_block_delta", "index": item.place, "delta": delta}
+            return named_event(signed) + named_event(told)
         return named_event(told)
 
     def last(self, index: int, choice: Choice) -> bytes:
@@ -237,8 +244,7 @@ def block(item: Item) -> dict:
     if item.kind == "content":
         return {"type": "text", "text": item.text}
     if item.kind == "reasoning":
-        # A signature would prove that the model wrote the reasoning, but this server does not check one
-        return {"type": "thinking", "thinking": item.text, "signature": ""}
+        return {"type": "thinking", "thinking": item.text, "signature": UNSIGNED}
     values = None
     with suppress(ValueError, RecursionError):  # truncated arguments are not valid JSON
         values = parse_json(item.text)

@@ -21,6 +21,7 @@ from typing import Any
 
 from base.validation import shown
 from server.body_reader import (
+    TOO_LONG,
     APIError,
     BodyReader,
     call_of,
@@ -134,6 +135,8 @@ KINDS = {
     "reasoning": ("reasoning", "rs", "reasoning_text"),
     "tool_call": ("function_call", "fc", "function_call_arguments"),
 }
+# Status -> error code of a failed response
+CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 # Request fields that the response repeats -> their defaults
 ECHO = {
     "instructions": None,
@@ -226,7 +229,10 @@ class Response(ProtocolAdapter):
 
     def fail(self, refusal: APIError) -> bytes:
         self._body["status"] = "failed"
-        self._body["error"] = {"code": "server_error", "message": refusal.message}
+        code = CODES.get(refusal.status, "server_error")
+        # Codex looks for this code, which OpenAI does not list
+        code = TOO_LONG if refusal.code == TOO_LONG else code
+        self._body["error"] = {"code": code, "message": refusal.message}
         return self._event("failed", response=self._body)
 
     def _id(self, item: Item) -> str:
@@ -259,7 +265,8 @@ def part(item: Item) -> dict:
 def written(usage: Usage) -> dict:
     return {
         "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": usage.cached},
+        # As in Messages, nobody pays for the writes of this cache, so they are not counted
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
         "output_tokens": usage.output,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning},
         "total_tokens": usage.prompt + usage.output,

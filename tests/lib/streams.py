@@ -130,8 +130,12 @@ def streamed_message(reply: Reply) -> dict:
             assert event["index"] == len(blocks) - 1
         elif event["type"] == "content_block_delta":
             delta = event["delta"]
+            block = blocks[event["index"]]
+            if delta["type"] == "signature_delta":
+                block["signature"] = delta["signature"]
+                continue
             field = {"thinking_delta": "thinking", "text_delta": "text"}.get(delta["type"])
-            blocks[event["index"]]["pieces"].append(delta[field or "partial_json"])
+            block["pieces"].append(delta[field or "partial_json"])
         elif event["type"] == "message_delta":
             end = {"stop_reason": event["delta"]["stop_reason"], "usage": event["usage"]}
     for block in blocks:

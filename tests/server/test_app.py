@@ -94,7 +94,7 @@ def test_silent_streams_get_pings(here, monkeypatch, version):
     """Proxies close silent connections, and a stream may be silent for minutes in a full queue or a pause.
     nginx uses HTTP/1.0 towards the server."""
     monkeypatch.setattr(http, "PING_S", 0.3)
-    here.loop.pause()
+    here.loop.slow = 20  # steps per second, so that the answer does not end before the pause
     line = here.line().post(COMPLETIONS, BODY | {"stream": True}, version=version)
     line.until(b"data: ")
     here.loop.pause()
@@ -877,6 +877,24 @@ def test_only_the_start_of_an_oversized_prompt_is_tokenized(tmp_path, path):
         words = "prompt is too long: at least"
     assert reply.status == 400 and words in reply.body.decode()
     assert 0 < sum(sizes) <= 200_000
+
+
+def test_error_in_a_stream_has_its_code():
+    """A stream that began while its model was loaded ends with the error that a response would have had.
+    Regression: in Responses each was a `server_error`, which Codex tries again."""
+    parsed = ParsedRequest(["x"])
+    long = protocol_adapter.APIError(400, "no", "context_length_exceeded", "input")
+    for error, code in (
+        (long, "context_length_exceeded"),
+        (protocol_adapter.APIError(400, "no", "invalid_value"), "invalid_prompt"),
+        (protocol_adapter.APIError(429, "no", "rate_limit_exceeded"), "rate_limit_exceeded"),
+        (protocol_adapter.APIError(503, "no", "loading"), "server_error"),
+    ):
+        said = Response(parsed, "1", "m").fail(error).decode()
+        assert f'"error":{{"code":"{code}","message":"no"}}' in said
+    said = ChatCompletion(parsed, "1", "m").fail(long).decode()
+    assert '"type":"invalid_request_error","param":"input","code":"context_length_exceeded"' in said
+    assert '"type":"invalid_request_error"' in Message(parsed, "1", "m").fail(long).decode()
 
 
 def test_short_bodies_do_not_wait_for_long_ones(here, monkeypatch):

@@ -8,6 +8,7 @@ import json
 import re
 
 import pytest
+from openai.types.responses import Response
 from parrot import CALL, CALLS, FLAT, PARIS, SCHEMAS, THOUGHT, TOOLS, Taught, said
 from parrot import IN_TAGS as TEMPLATE
 from servers import (
@@ -19,7 +20,7 @@ from servers import (
     Reply,
     Server,
 )
-from streams import ask
+from streams import ask, streamed_message
 
 from server import anthropic
 from server.body_reader import BodyReader
@@ -325,6 +326,15 @@ def test_reasoning_item(server):
     assert message["content"][0]["text"] == "Yes."
 
 
+def test_response_has_the_required_fields(server):
+    """Regression: `cache_write_tokens` was missing, which OpenAI's client requires if it checks strictly."""
+    text = f"{THOUGHT}I look.\n{CALL}"
+    Response.model_validate(respond(server, text, tools=FLAT).json)
+    last = respond(server, text, tools=FLAT, stream=True).events[-1]
+    assert last["type"] == "response.completed"
+    Response.model_validate(last["response"])
+
+
 def test_truncated_response_is_incomplete(server):
     body = respond(server, "A long answer.", max_output_tokens=4).json
     events = respond(server, "A long answer.", max_output_tokens=4, stream=True).events
@@ -594,6 +604,15 @@ def test_thinking_block(server):
     assert "signature" in thinking and text["text"] == "Yes."
 
 
+def test_streamed_thinking_is_signed_as_the_whole_block(server):
+    """A signature comes right before the end. AI SDK drops reasoning without one."""
+    reply = message(server, f"{THOUGHT}Yes.", stream=True)
+    assert streamed_message(reply)["content"] == content(message(server, f"{THOUGHT}Yes."))
+    types = [e["delta"]["type"] for e in reply.events if e["type"] == "content_block_delta"]
+    assert types.count("signature_delta") == 1
+    assert types[types.index("signature_delta") - 1] == "thinking_delta"
+
+
 def test_thinking_blocks_as_input(server):
     first = content(message(server, f"{THOUGHT}Yes."))
     messages = [said("x"), {"role": "assistant", "content": first}, said("Again.")]
@@ -690,6 +709,17 @@ def test_count_tokens(server):
     assert count == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
 
 
+def test_oversized_message_is_counted(server):
+    """Agents search the error for Anthropic's words to shorten the conversation, and need the number."""
+    long = [said("x" * 5000)]
+    count = message(server, path=COUNT, messages=long).json["input_tokens"]
+    assert count > 5000
+    most = server.ask("/v1/models").json["data"][0]["max_model_len"] - 1
+    reply = message(server, messages=long)
+    refused(reply, 400, f"prompt is too long: {count} tokens > {most} maximum", "--max-len")
+    assert reply.error["type"] == "invalid_request_error"
+
+
 # --- names and penalties --------------------------------------------------------------------------
 
 
@@ -709,17 +739,6 @@ IN_TAGS = f"""<tool_call>
 <parameter=text>
 {LINES}
 </parameter>
-def test_oversized_message_is_counted(server):
-    """Agents search the error for Anthropic's words to shorten the conversation, and need the number."""
-    long = [said("x" * 5000)]
-    count = message(server, path=COUNT, messages=long).json["input_tokens"]
-    assert count > 5000
-    most = server.ask("/v1/models").json["data"][0]["max_model_len"] - 1
-    reply = message(server, messages=long)
-    refused(reply, 400, f"prompt is too long: {count} tokens > {most} maximum", "--max-len")
-    assert reply.error["type"] == "invalid_request_error"
-
-
 <parameter=times>
 3
 </parameter>
