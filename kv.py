@@ -95,7 +95,7 @@ class Slab:
         return [self.arrays[-1][:1, :1, :1]]
 
     def narrowed(self, new: mx.array) -> mx.array:
-        """Cast keys and values to the slab's dtype, if it is narrower. Numbers outside its range become NaN.
+        """Cast keys and values to the slab's dtype, if it is another. Numbers outside its range become NaN.
 
         subtle: float16 ends at 65,504, and larger numbers would become infinite. An infinite key
         may get the weight 0, and then the overflow would go unnoticed. A NaN spreads to the logits,
@@ -114,9 +114,9 @@ class Slab:
     def proof(self, slot: int, start: int, stop: int) -> mx.array:  # ()
         """0 if these rows are finite in every layer, else NaN, because 0 x NaN and 0 x inf are NaN.
 
-        Checking the last layer is enough (if the slab is `narrowed`). A token's key there is computed
-        from its keys and values in all earlier layers, and from those of all earlier tokens. If one
-        of them is not finite, neither is that key.
+        Checking the last layer is enough. A token's key there is computed from its keys and values in
+        all earlier layers, and from those of all earlier tokens. If one of them is not finite, neither
+        is that key. (Except an infinite key with the weight 0, where `narrowed` casts nothing.)
         """
         rows = self.arrays[-1][slot, :, start:stop]  # (2 Hkv, rows, Dh)
         return (rows * 0).sum()
@@ -222,8 +222,8 @@ class Window:
         from then on the name refers to that node, wherever the name is used. The new node takes
         over the old one's memory, without copying the slab, if and only if there is no other
         reference to the old node. Three rules see to that. Only `Slab` holds the arrays. The
-        windows of one forward pass all write before the first of them reads. And `Runner._start`
-        starts a pass only when the one before has read the slab.
+        windows of one forward pass all write before the first of them reads (`attend`). And
+        `Runner._start` starts a pass only when the one before has read the slab.
         """
         slab = self.slab
         new = slab.narrowed(rows)
@@ -234,9 +234,9 @@ class Window:
         else:  # L rows in each slot, for each head
             # One operation. Indexing by arrays of slots and rows would add ten nodes to the graph.
             where = self._decoding_rows(*new.shape[1:])
-            rows = slab.arrays[layer].flatten(0, 2)  # (slots * heads * (S + 1), Dh)
-            rows = mx.put_along_axis(rows, where, new.flatten(0, 1), axis=0)
-            slab.arrays[layer] = rows.reshape(slab.shapes[layer])
+            flat = slab.arrays[layer].flatten(0, 2)  # (slots * heads * (S + 1), Dh)
+            flat = mx.put_along_axis(flat, where, new.flatten(0, 1), axis=0)
+            slab.arrays[layer] = flat.reshape(slab.shapes[layer])
 
     @cached_property
     def moves(self) -> mx.array:  # (B * L, 5)

@@ -77,7 +77,7 @@ def forward(
     positions = mx.concatenate([window.positions for window in windows])  # (N,)
     ropes = [rope_at(kind, positions) for kind in model.kinds]
     prepare = ATTENTION[model.attention]
-    attentions = [prepare(kind, model.config.H, windows) for kind in model.kinds]
+    operations = [prepare(kind, model.config.H, windows) for kind in model.kinds]
     x = model.table.embed(ids)  # (N, D)
     inputs = model.layer_inputs(ids, x, logits_at) if model.layer_inputs else []
     for layer in model.layers:
@@ -86,7 +86,7 @@ def forward(
             h = layer.mixer(normed, windows)
         else:
             q, k, v = heads(layer, normed, ropes[layer.kind])
-            h = attend(layer, q, k, v, windows, attentions[layer.kind])  # (N, H * Dh)
+            h = attend(layer, q, k, v, windows, operations[layer.kind])  # (N, H * Dh)
         if layer.gate:
             h = layer.gate(h, normed)
         if layer is model.layers[-1]:
@@ -124,15 +124,15 @@ def attend(
     k: mx.array,  # (N, Hkv, Dh)
     v: mx.array,  # (N, Hkv, Dh)
     windows: Sequence[Window],
-    attention: COperation | Formula,
+    operation: COperation | Formula,
 ) -> mx.array:  # (N, H * Dh)
     """Write the new keys and values into the slab, and let each token attend to the rows of its slot.
     All windows write before the first one reads (`Window.put` says why)."""
     sizes = [window.B * window.L for window in windows]
-    if k.size:  # k is empty in a layer that reads an earlier layer's rows, at `layer.index`
+    if k.size:  # k is empty in a layer that reads an earlier layer's rows, at `layer.slab_index`
         for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes), strict=True):
-            window.write(layer.index, new_k, new_v)
-    return attention.run(layer.index, q)
+            window.write(layer.slab_index, new_k, new_v)
+    return operation.run(layer.slab_index, q)
 
 
 class Formula:

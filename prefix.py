@@ -22,7 +22,13 @@ because a conversation may go on from any row.
 
 The invariant: a slot that holds a node holds all nodes before it on the same path.
 
-A `Node` lives as long as a request or a slot refers to it.
+A `Node` lives as long as a request, a slot, a saved state or a later node refers to it.
+
+The questions that it answers differ in what counts:
+    longest        rows that any slot holds
+    match          and that can be reused: from some slots, and with a state if the model needs one
+    rows_of        rows in this client's slots
+    begin_alike    whole segments that prompts share, wherever they are
 
 Where next: `sched.py`, which asks it for slots and sources.
 """
@@ -161,6 +167,7 @@ class Prefixes:
         nodes = trail.nodes
         usable = min(len(nodes), limit // self.segment)
         # A slot that holds a node holds all nodes before it, so bisection finds the last common one.
+        # So the key is False up to that node, then True
         count = bisect_left(nodes, True, hi=usable, key=lambda node: among.isdisjoint(node.slots))
         if count == 0:
             return 0, None
@@ -200,6 +207,8 @@ class Prefixes:
 
         Both are in rows. Last use is the clock when the slot was last used: a slot that is unused for
         long has a lower one than the others, so in the end it is the cheapest, however much it holds.
+        For example, slot 0 was last used at 500 and would lose 100 rows, slot 1 at 0 and 400. Slot 1 is
+        given up: 400 is less than 600. The clock was 500, and stays: 0 + 400 / 8 is less.
         (This is GreedyDual, Young 1994, but its clock would advance by all rows lost.) Ties go to the
         least recently used slot.
         """

@@ -209,7 +209,8 @@ class Drafter:
         others = [request for request in decoding if request.id not in drafts]
         if drafts and self.most is None and not self._all_gain(others):
             longer = self._row_s * (rows - len(decoding))
-            # + SLOWDOWN, because the next call subtracts it before its draft
+            # If a row costs 0.1 of a step, 3 draft tokens owe 0.3. + SLOWDOWN, because the next call
+            # subtracts it before its draft
             self._owed = SLOWDOWN + longer / self._seconds(len(decoding))
         return drafts
 

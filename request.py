@@ -59,7 +59,8 @@ class Admission(NamedTuple):
 
 @dataclass(slots=True)
 class PrefixReuse:
-    """What a request reuses from the prefix cache."""
+    """What a request reuses from the prefix cache. A `Trail` (`prefix.py`) is a text and its path in the
+    prefix tree; until then, read it as the prompt."""
 
     trail: Trail = field(default_factory=Trail)  # its prompt's path in the prefix tree
     cached: int = 0  # prompt tokens found in the prefix cache, in memory or on disk
@@ -98,7 +99,8 @@ class Request:
     arrived: float
     prefix_cache: bool = True  # False: it shares no rows with other prompts
     client: str = ""  # any name for the user; requests without a name count as one client
-    # Progress in tokens: planned, proven and committed
+    # Progress in tokens: planned, committed, and proven. Only proven rows stay for other prompts; the
+    # rest are zeroed before the next owner writes into the slot
     prefilled: int = 0  # prompt tokens in the slab once all planned steps have run
     proven: int = 0  # the first rows of its slot that are known to be finite
     planned: int = 0  # output tokens of all planned steps, the newest step's draft included
@@ -153,9 +155,10 @@ class Request:
         """
         return len(self.prompt) + self.planned - 1
 
-    def count_cached_rows(self, chunk: Chunk, own: int) -> None:
-        """Count the cached rows before the first chunk. `own`: the rows in memory that the same client
-        wrote.
+    def begin_prefill(self, chunk: Chunk, own: int) -> None:
+        """Record the cached rows before the first chunk, and which of them are proven.
+
+        `own`: the rows in memory that the same client wrote.
 
         Clients are told only of their own rows, because any other number would confirm a guess at
         another client's prompt.

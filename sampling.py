@@ -81,16 +81,16 @@ def sample(
     `logits`: one row for each of `picks`. If a row is not finite, its token is -1.
     """
     groups = defaultdict(list)
-    for row, pick in enumerate(picks):
+    for place, pick in enumerate(picks):
         has_logprobs = pick.sampling.logprobs is not None
-        groups[pick.sampling.group, has_logprobs, pick.mask is not None].append(row)
+        groups[pick.sampling.group, has_logprobs, pick.mask is not None].append(place)
 
     order = []
     tokens = []
     logprobs = []
-    for (group, has_logprobs, has_mask), rows in groups.items():
-        members = [picks[row] for row in rows]
-        x = logits if len(groups) == 1 else logits[mx.array(rows)]
+    for (group, has_logprobs, has_mask), places in groups.items():
+        members = [picks[place] for place in places]
+        x = logits if len(groups) == 1 else logits[mx.array(places)]
         unmasked = x  # also without bias and penalties
         if has_mask:
             x = x + biases.mask([pick.mask for pick in members])
@@ -107,7 +107,7 @@ def sample(
             logprobs.append(measure(spread, members, ids, x.shape[-1], free))  # never "greedy"
         # Comparisons with NaN are False, so a NaN could go unnoticed. But it makes the maximum NaN.
         tokens.append(mx.where(mx.isfinite(best), ids.astype(mx.int32), -1))
-        order += rows
+        order += places
     tokens = mx.concatenate(tokens)  # (n, 1), in the order of the groups
     if order != sorted(order):
         tokens = tokens[mx.argsort(mx.array(order))]

@@ -16,10 +16,11 @@ already decoding never wait for more than a chunk of it.
 
 A step is planned, run and committed: plan -> run -> commit. `plan` returns a frozen `Plan`; the
 engine runs it on the device; `commit` takes the sampled tokens. The engine may plan step N+1 before
-it has committed step N (run-ahead, or async scheduling). So a request has two separate counters:
-how many tokens are *planned*, and how many are *committed*. The end of an answer is seen one step
-late (unless `max_tokens` ends it, which is known in advance). By then the next step has been
-planned. It runs the ended sequence once more, as a *ghost*, and that token is dropped.
+it has committed step N (run-ahead, or async scheduling). So a request has two separate counters of
+tokens: *planned* and *committed*. (A third, *proven*, says how many of its rows are finite.) The end of
+an answer is seen one step late (unless `max_tokens` ends it, which is known in advance). By then the
+next step has been planned. It runs the ended sequence once more, as a *ghost*, and that token is
+dropped.
 
 A decode may have *draft* tokens (speculative decoding, `prompt_lookup.py`). Each adds a row, and
 each row yields a token. `commit` accepts draft tokens up to the first that differs from the token
@@ -102,7 +103,8 @@ class Scheduler:
     def plan(self, now: float, prompt_tokens: int = UNLIMITED) -> Plan | None:
         """Decide the next step. Return None if no request can run in it.
 
-        `prompt_tokens`: the limit on prompt tokens in a step in which another request decodes.
+        `prompt_tokens`: the limit on prompt and draft tokens in a step that reads a prompt while another
+        request decodes.
         """
         self._admitted += self._admit(now) if self.waiting else []
         running = list(self.running.values())
@@ -126,7 +128,7 @@ class Scheduler:
             step=self.steps,
             at=now,
             admitted=tuple(self._admitted),
-            scrubs=self._scrubs(running),  # after `_chunks`: new owners may have dirty slots
+            scrubs=self._scrubs(running),  # after `_chunks`: the last owner's unproven rows
             chunks=tuple(chunks),
             decodes=tuple(decodes),
             held=tuple(held),
@@ -172,8 +174,7 @@ class Scheduler:
                     ended.append(request)
             if draft:
                 drafts.append((member.slot, len(draft), accepted))
-                # subtle: after `finish`, where `_keep_proven_rows` compares `planned` with `committed`.
-                # This resets `planned`
+                # subtle: this resets `planned`. `finish` still needs it, to mark the draft's rows as unproven
                 request.settle_draft(len(draft), accepted)
         return Committed(ended, tuple(ghosts), tuple(drafts))
 
@@ -241,7 +242,9 @@ class Scheduler:
         unread = {request: self._tokens_left(request) for request in requests}
         reserved = min(left - left // 2, self.chunk, unread[oldest])
         chunks: list[Chunk] = []
-        trails = [oldest.prefix.trail]  # of the prompts that this step reads
+        trails = [
+            oldest.prefix.trail
+        ]  # of the prompts that this step reads, the oldest in any case
         for request in sorted(requests, key=unread.__getitem__):
             want = self._want(request, chunks)
             if request is oldest:
@@ -299,7 +302,7 @@ class Scheduler:
         """Record that the slot holds the prompt up to the end of this chunk."""
         request, slot, trail = chunk.request, chunk.slot, chunk.request.prefix.trail
         if request.prefilled == 0:
-            request.count_cached_rows(chunk, self.prefixes.rows_of(request.client, trail))
+            request.begin_prefill(chunk, self.prefixes.rows_of(request.client, trail))
             self.prefixes.assign(slot, request.client, chunk.rows_in_place, save_from=self.chunk)
             if chunk.copied_from is not None:
                 self.prefixes.use(chunk.copied_from)
@@ -399,9 +402,9 @@ class Scheduler:
 
     def _end_drain(self) -> None:
         if self.draining_to and not self.running:
-            self.policy = self.draining_to
-            self.draining_to = None
+            self.policy, self.draining_to = self.draining_to, None
             self.prefixes.clear()
+            self.states.clear(self.prefixes)
 
     # --- sizes, starting over, and checking
 

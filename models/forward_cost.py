@@ -224,7 +224,7 @@ def counted(model: Model) -> ModelCost:
     # The row of each array in the slab. A delta net has a state instead of rows
     rows = [row for layer in range(c.layers) if (row := c.row(layer))[0]]
     row_nbytes = {
-        layer: math.prod(rows[model.layers[layer].index]) * model.kv_dtype.size
+        layer: math.prod(rows[model.layers[layer].slab_index]) * model.kv_dtype.size
         for layer in attending
     }
     numbers = len(c.deltas) * c.delta.Hv * c.delta.Dk * c.delta.Dv if c.delta else 0

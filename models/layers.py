@@ -198,7 +198,7 @@ class Layer(NamedTuple):
     mlp_norm: Step  # (N, D) -> the same
     mlp: Step  # (N, D) -> the same
     heads: AttentionHeads | None = None  # None without attention
-    index: int = 0  # index of the slab array that it reads (`Config.slab_index`)
+    slab_index: int = 0  # index of the slab array that it reads (`Config.slab_index`)
     qkv: Step = chain()  # (N, D) -> (N, (H + 2 Hkv) * Dh)
     qk_norm: Step = chain()  # (N, H + Hkv, Dh) -> the same
     gate: OutputGate | None = None  # applied to the output of attention

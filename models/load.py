@@ -296,7 +296,7 @@ class ModelReader:
         # Each rank computes a partial sum of every branch
         summed = self.ranks.sum if self.ranks.size > 1 else None
         layer = Layer(
-            index=c.slab_index(index),
+            slab_index=c.slab_index(index),
             kind=kind,
             heads=heads,
             attn_norm=chain(norms.get("attn_norm")),
@@ -310,7 +310,7 @@ class ModelReader:
         )
         if c.sinks:
             sinks = self.tensor(f"{name}self_attn.sinks").astype(mx.float32)
-            self.sinks.setdefault(kind, {})[layer.index] = sinks
+            self.sinks.setdefault(kind, {})[layer.slab_index] = sinks
         mx.eval(arrays(layer))
         return layer
 

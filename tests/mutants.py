@@ -237,7 +237,7 @@ MUTANTS = [
     ),
     Mutant(
         "request.py",
-        "Request.count_cached_rows",
+        "Request.begin_prefill",
         "min(chunk.start, max(own, saved))",
         "chunk.start",
         f"{DOOR}::test_cached_tokens_reveal_no_other_clients_prompt",

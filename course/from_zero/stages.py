@@ -105,7 +105,7 @@ and cut qk into q and k again""",
                     """x = model.table.embed(ids)
 for layer in model.layers:
     q, k, v = heads(layer, layer.attn_norm(x), ropes[layer.kind])
-    x = x + layer.out(attend(layer, q, k, v, windows, attentions[layer.kind]))
+    x = x + layer.out(attend(layer, q, k, v, windows, operations[layer.kind]))
     x = x + layer.mlp(...)
 return model.norm(only(...))""",
                 ),
@@ -216,14 +216,14 @@ for i in range(self.B):
             ),
             Task(
                 "llama.attend",
-                """First all windows write their part of k and v; then `attention.run` reads, with the
-                layer and all of q. `layer.index` is the layer's number in the slab.""",
+                """First all windows write their part of k and v; then `operation.run` reads, with the
+                layer and all of q. `layer.slab_index` is the layer's number in the slab.""",
                 (
                     "`cut(x, sizes)` cuts along the tokens. A window has B * L of them.",
                     "All windows have written before the first of them reads: two statements, no "
                     "common loop.",
                     """for window, new_k, new_v in zip(windows, cut(k, sizes), cut(v, sizes)):
-    window.write(layer.index, new_k, new_v)
+    window.write(layer.slab_index, new_k, new_v)
 return ...""",
                 ),
             ),

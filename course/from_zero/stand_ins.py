@@ -46,8 +46,8 @@ def attend(layer, q, k, v, windows, formula):
     kept = vars(window.slab).setdefault("kept", {})
     new = mx.concatenate([k, v], axis=1).swapaxes(0, 1)[None]
     if window.starts[0]:
-        new = mx.concatenate([kept[layer.index], new], axis=2)
-    kept[layer.index] = new
+        new = mx.concatenate([kept[layer.slab_index], new], axis=2)
+    kept[layer.slab_index] = new
     return attention(q, *mx.split(new, 2, axis=1), formula.masks[0][0], formula.kind)
 
 

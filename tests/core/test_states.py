@@ -117,6 +117,19 @@ def test_a_conversation_goes_on_from_its_end(folder, speculate):
             prompt = [*prompt, *found[0], *drawn(20 + turn, 9)]
 
 
+def test_a_drain_forgets_checkpoints(folder):
+    """After a change of policy, the same prompts are cached as in a new engine."""
+    system = drawn(8, 3 * CHUNK + 4)
+
+    def cached(engine: Engine) -> list[int]:
+        return [run(engine, system + drawn(user, 9), 2)[2] for user in (20, 21, 22)]
+
+    with load(folder, slots=4) as engine:
+        first = cached(engine)
+        engine.drain("static")
+        assert cached(engine) == first and any(first)
+
+
 def test_the_same_prompt_again(folder):
     prompt = drawn(3, 70)
     with load(folder, slots=3) as engine:

@@ -129,8 +129,8 @@ MISTAKES = [
     ),
     Mistake(
         "llama.attend",
-        "        at += size\n    return attention.run(layer.index, q)",
-        "        at += size\n        sums = attention.run(layer.index, q)\n    return sums",
+        "        at += size\n    return operation.run(layer.slab_index, q)",
+        "        at += size\n        sums = operation.run(layer.slab_index, q)\n    return sums",
         "all write before the first one reads",
     ),
     Mistake(

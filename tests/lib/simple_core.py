@@ -11,12 +11,12 @@ names that they use are defined in those chapters.
 
 def forward(model, ids, windows, logits_at):
     positions = mx.concatenate([window.positions for window in windows])
-    attentions = [Formula(kind, model.config.H, windows) for kind in model.kinds]
+    operations = [Formula(kind, model.config.H, windows) for kind in model.kinds]
     x = model.table.embed(ids)
     for layer in model.layers:
         rope = rope_at(model.kinds[layer.kind], positions)
         q, k, v = heads(layer, layer.attn_norm(x), rope)
-        x = x + layer.out(attend(layer, q, k, v, windows, attentions[layer.kind]))
+        x = x + layer.out(attend(layer, q, k, v, windows, operations[layer.kind]))
         x = x + layer.mlp(layer.mlp_norm(x))
     return model.norm(only(x, logits_at))
 
@@ -30,13 +30,13 @@ def heads(layer, x, rope):
     return qk[:, : c.H], qk[:, c.H :], v
 
 
-def attend(layer, q, k, v, windows, attention):
+def attend(layer, q, k, v, windows, operation):
     at = 0
     for window in windows:
         size = window.B * window.L
-        window.write(layer.index, k[at : at + size], v[at : at + size])
+        window.write(layer.slab_index, k[at : at + size], v[at : at + size])
         at += size
-    return attention.run(layer.index, q)
+    return operation.run(layer.slab_index, q)
 
 
 class Formula:
