@@ -86,6 +86,7 @@ def parse_request(request: BodyReader, is_count: bool = False) -> ParsedRequest:
         [chat],
         chat,
         settings=settings,
+        grammar_field="output_config",
         max_tokens=request.whole("max_tokens", 1),
         stream=request.read("stream", bool, False),
         must_call=must_call,
@@ -188,7 +189,6 @@ class Message(ProtocolAdapter):
 
     parse_request = staticmethod(parse_request)
     prompt = "messages"
-    form = "output_config"
     prefix = "msg_"
     too_long = "prompt is too long: {tokens} tokens > {longest} maximum"
     _end: Mapping[str, str | None] = {"stop_reason": None, "stop_sequence": None}

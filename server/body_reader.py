@@ -24,14 +24,18 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1000
 MAX_TOOLS = 128
 MAX_MESSAGES = 2048  # messages plus their content parts and tool calls
-# Fields that do not affect the answer: names, billing metadata, cache hints
+# Fields that do not affect the answer: names, billing metadata, cache hints, and storing, which this
+# server never does
 IGNORED = {
     "model",  # read before the other fields
     "client_metadata",
     "user",
     "metadata",
     "safety_identifier",
+    "store",
+    "cache_control",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
 }
 TOO_LONG = "context_length_exceeded"  # the code of the error for an oversized prompt
@@ -297,7 +301,8 @@ def read_form(values: BodyReader, name: str, inner: str = "") -> dict[str, Any]:
     if kind == "text":
         return {}
     if kind == "json_object":
-        return {"json": {"type": "object"}}
+        # llama.cpp allows a schema here, too
+        return {"json": form.read("schema", dict, {}) or {"type": "object"}}
     return {"json": form.inner(inner).read("schema", dict)}
 
 

@@ -34,7 +34,6 @@ class Embedding(ProtocolAdapter):
 
     parse_request = staticmethod(parse_request)
     prompt = "input"
-    form = "encoding_format"
     prefix = "embd-"
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> dict:

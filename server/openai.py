@@ -48,6 +48,18 @@ ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
+# Names of an earlier answer's reasoning; `reasoning` is vLLM's, `thinking` Ollama's
+REASONING = ("reasoning_content", "reasoning", "thinking")
+# Fields of a message that do not affect the prompt: names, cache hints, and copies of the content or the
+# reasoning, which may be encrypted
+IGNORED_IN_MESSAGES = {
+    "name",
+    "id",
+    "timestamp",
+    "cache_control",
+    "parsed",
+    "reasoning_details",
+}
 # Limits per request
 MAX_N = 16
 MAX_CHOICES = 128
@@ -56,8 +68,6 @@ MAX_TOP_LOGPROBS = 20
 
 FIELDS = {
     "n": Field(int, 1, 1, MAX_N),
-    "max_tokens": Field(int, None, 1),
-    "max_completion_tokens": Field(int, None, 1),
     "logit_bias": Field(dict, {}),
     "stream": Field(bool, False),
     "stream_options": Field(dict, {}),
@@ -73,13 +83,15 @@ CHAT_FIELDS = FIELDS | {
 # Passed to `SamplingParams` unchanged and validated there
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 PLAIN += ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# vLLM's field -> the key in `SamplingParams.grammar`
+# vLLM's field before 0.12 -> the key in `SamplingParams.grammar`
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "lark",
 }
+# The same for the fields of `structured_outputs`, which replaced them
+STRUCTURED = {name.removeprefix("guided_"): key for name, key in GUIDED.items()}
 # Field -> values that have no effect
 NEUTRAL = {
     "function_call": ("none", "auto"),
@@ -88,7 +100,8 @@ NEUTRAL = {
     "typical_p": (1,),
     "length_penalty": (1,),
     "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
+    "verbosity": ("low", "medium", "high"),  # a hint that no template reads
+    "cache_prompt": (True,),
     "add_generation_prompt": (True,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -109,10 +122,12 @@ def parse_request(request: BodyReader, is_chat: bool) -> ParsedRequest:
     if values["return_progress"] and not values["stream"]:
         words = "return_progress is given without stream; set stream to true"
         raise invalid("return_progress", words)
-    lengths = [values["max_tokens"], values["max_completion_tokens"]]
+    lengths = [read_length(request, name) for name in ("max_tokens", "max_completion_tokens")]
     top = read_top(values) if is_chat else read_logprobs(request)
+    grammar_field, grammar = read_grammar(request)
     parsed = parsed._replace(
-        settings=read_settings(request, values["logit_bias"]) | {"logprobs": top},
+        settings=read_settings(request, values["logit_bias"]) | grammar | {"logprobs": top},
+        grammar_field=grammar_field,
         max_tokens=min(filter(None, lengths), default=None),
         n=n,
         stream=values["stream"],
@@ -121,6 +136,11 @@ def parse_request(request: BodyReader, is_chat: bool) -> ParsedRequest:
     )
     request.reject_unknown(NEUTRAL | {"best_of": (1, n)})
     return parsed
+
+
+def read_length(request: BodyReader, name: str) -> int | None:
+    """Return a maximum number of tokens. llama.cpp and LM Studio use -1 for no maximum."""
+    return None if request.get(name) == -1 else request.whole(name, 1)
 
 
 def read_usage(options: dict) -> bool:
@@ -136,8 +156,7 @@ def read_usage(options: dict) -> bool:
 
 def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
     """Return the arguments for `SamplingParams`."""
-    settings = request.some((*PLAIN, *GUIDED))
-    guided = {name: settings.pop(name) for name in GUIDED if name in settings}
+    settings = request.some(PLAIN)
     if type(settings.get("top_k")) is int and settings["top_k"] == -1:
         settings["top_k"] = 0  # other servers use -1 for "all tokens"
     if settings.get("top_p") == 0 and not isinstance(settings["top_p"], bool):
@@ -149,17 +168,26 @@ def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
     if not all(re.fullmatch(r"-?[0-9]{1,18}", token) for token in bias):
         raise request.bad("logit_bias", "an object that maps token ids, as strings, to numbers")
     settings["logit_bias"] = {int(token): bias[token] for token in bias}
-    # A schema is either enforced or refused, so `strict` has no effect
-    forms = [{GUIDED[name]: value} for name, value in guided.items()]
-    has_form = "response_format" in request.fields
-    if has_form and (form := read_form(request, "response_format", "json_schema")):
-        forms.append(form)
-    if len(forms) > 1:
-        words = f"response_format and {', '.join(GUIDED)} are mutually exclusive; give one of them"
-        raise invalid("response_format", words)
-    if forms:
-        settings["grammar"] = forms[0]
     return settings
+
+
+def read_grammar(request: BodyReader) -> tuple[str, dict[str, Any]]:
+    """Return the field that contains the grammar, and the grammar as an argument for `SamplingParams`."""
+    found = [(name, {GUIDED[name]: value}) for name, value in request.some([*GUIDED]).items()]
+    structured = request.inner("structured_outputs")
+    for name, value in structured.some([*STRUCTURED]).items():
+        found.append(("structured_outputs", {STRUCTURED[name]: value}))
+    structured.reject_unknown()
+    # A schema is either enforced or refused, so `strict` has no effect
+    if form := read_form(request, "response_format", "json_schema"):
+        found.append(("response_format", form))
+    if len(found) > 1:
+        names = f"response_format, {', '.join(GUIDED)} and the fields of structured_outputs"
+        raise invalid(found[-1][0], f"{names} are mutually exclusive; give one of them")
+    if not found:
+        return "", {}
+    name, grammar = found[0]
+    return name, {"grammar": grammar}
 
 
 def read_logprobs(request: BodyReader) -> int | None:
@@ -197,14 +225,16 @@ def read_message(message: BodyReader) -> dict[str, Any]:
     if role == "tool":
         read["tool_call_id"] = message.read("tool_call_id", str)
     if role == "assistant":
-        if reasoning := message.text("reasoning_content", ""):
+        reasonings = [message.text(name, "") for name in REASONING]
+        if reasoning := next(filter(None, reasonings), ""):
             read["reasoning_content"] = reasoning
         for call in message.items("tool_calls", []):
             id = call.read("id", str)
             calls = read.setdefault("tool_calls", [])
             calls.append(call_of(id, call.inner("function")))
-    read["content"] = message.text("content", "" if "tool_calls" in read else None)
-    message.reject_unknown(ignored=["name"])
+    refusal = message.text("refusal", "") if role == "assistant" else None
+    read["content"] = message.text("content", refusal)
+    message.reject_unknown(ignored=IGNORED_IN_MESSAGES)
     return read
 
 
@@ -238,7 +268,6 @@ class Completion(ProtocolAdapter):
 
     parse_request = staticmethod(partial(parse_request, is_chat=False))
     prompt = "prompt"
-    form = "response_format"
     prefix = "cmpl-"
     kind = "text_completion"
     kind_of_chunk = "text_completion"

@@ -44,6 +44,7 @@ class ParsedRequest(NamedTuple):
     prompts: list
     chat: ChatPrompt | None = None  # the prompt, if it is a conversation
     settings: Mapping[str, Any] = {}  # arguments for `SamplingParams`
+    grammar_field: str = ""  # the body's field that contains the grammar of `settings`
     max_tokens: int | None = None
     n: int = 1
     stream: bool = False
@@ -90,7 +91,6 @@ class ProtocolAdapter:
     """
 
     prompt: str  # the name of the body's prompt field
-    form: str  # the name of the body's field that contains a JSON schema
     prefix: str  # prefix of the answer's id
     # The error for an oversized prompt. Agents search it for these words, with numbers without commas, to
     # decide whether to shorten the conversation

@@ -9,8 +9,8 @@ An answer is a list of *items*: reasoning, a message, function calls. A stream s
     response.output_item.done
     response.completed              repeats the complete response
 
-The server is stateless: each request contains the whole conversation, and fields that need stored
-state (`previous_response_id`, `store`) are refused.
+The server is stateless: each request contains the whole conversation, and what refers to stored state
+(`previous_response_id`, an `item_reference`) is refused. `store` is accepted, and answered with false.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NEUTRAL = {
     "truncation": ("disabled",),
 }
 # Fields that need stored state
-MEMORY = ("previous_response_id", "store", "conversation", "background")
+MEMORY = ("previous_response_id", "conversation", "background")
 TEXTS = ("input_text", "output_text", "text")
 ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -69,6 +69,7 @@ def parse_request(request: BodyReader) -> ParsedRequest:
         [chat],
         chat,
         settings=settings,
+        grammar_field="text",
         max_tokens=request.whole("max_output_tokens", 1),
         stream=request.read("stream", bool, False),
         must_call=must_call,
@@ -95,6 +96,9 @@ def read_input(request: BodyReader) -> list[dict]:
 def read_item(item: BodyReader, messages: list[dict]) -> None:
     """Append an item to the messages. Consecutive reasoning, message and call items become one message,
     as templates expect."""
+    if item.get("type") == "item_reference":
+        words = "= 'item_reference', but nothing is stored here; set store to false"
+        raise item.unsupported("type", f"{words}, so that the client sends the item itself")
     kind = item.one_of("type", ITEMS, "message")
     if kind == "message":
         role = ROLES[item.one_of("role", ROLES)]
@@ -145,7 +149,6 @@ ECHO = {
     "parallel_tool_calls": False,
     "previous_response_id": None,
     "reasoning": {"effort": None, "summary": None},
-    "store": False,
     "temperature": None,
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
@@ -160,7 +163,6 @@ class Response(ProtocolAdapter):
 
     parse_request = staticmethod(parse_request)
     prompt = "input"
-    form = "text"
     prefix = "resp_"
 
     def __init__(self, parsed: ParsedRequest, name: str, model: str):
@@ -174,6 +176,7 @@ class Response(ProtocolAdapter):
             "error": None,
             "incomplete_details": None,
             "output": [],
+            "store": False,
             "usage": None,
         }
         for name, value in ECHO.items():

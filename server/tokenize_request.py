@@ -48,7 +48,7 @@ class TokenizedRequest(NamedTuple):
         return "embeds" in self.request.settings
 
     def refusal_of(self, error: ValueError | RuntimeError) -> APIError:
-        return refusal_of(error, self.protocol, self.request.settings)
+        return refusal_of(error, self.request)
 
 
 def tokenize(
@@ -82,9 +82,7 @@ def tokenize(
     return asked
 
 
-def refusal_of(
-    error: ValueError | RuntimeError, protocol: type[ProtocolAdapter], settings: Mapping[str, Any]
-) -> APIError:
+def refusal_of(error: ValueError | RuntimeError, request: ParsedRequest) -> APIError:
     """Convert an error of `SamplingParams` or the engine to one that names the body's field."""
     if isinstance(error, QueueFull):
         return APIError(429, str(error), "rate_limit_exceeded", Retry_After="1")
@@ -92,12 +90,10 @@ def refusal_of(
         return APIError(503, f"the grammar: {error}", "busy", Retry_After="1")
     if isinstance(error, RuntimeError):  # the engine has been closed
         return shutting_down()
-    # A grammar that is not among the settings is the one for tool calls
-    kind = next(iter(settings.get("grammar", ())), "calls")
-    grammars = {"calls": "tools", "json": protocol.form, "lark": "guided_grammar"}
-    params = {name: name for name in settings}
+    params = {name: name for name in request.settings}
     params["token"] = "logit_bias"
-    params["grammar"] = grammars.get(kind, f"guided_{kind}")
+    # A grammar that is not among the settings is the one for tool calls
+    params["grammar"] = request.grammar_field if "grammar" in params else "tools"
     subject = re.match(r"\w*", str(error))[0]
     return invalid(params.get(subject), str(error))
 

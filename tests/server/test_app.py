@@ -659,7 +659,7 @@ def test_max_tokens_of_requests_without_their_own(engine):
     """Regression: Codex sends no max_tokens, and a small model repeated its calls until the slot was full."""
     with Here(engine, max_tokens=5) as here:
         body = {"prompt": "Hello", "ignore_eos": True}
-        for asked, length in ((None, 5), (3, 3), (9, 9)):
+        for asked, length in ((None, 5), (-1, 5), (3, 3), (9, 9)):
             reply = here.ask(COMPLETIONS, body | {"max_tokens": asked})
             assert reply.json["usage"]["completion_tokens"] == length
             assert reply.json["choices"][0]["finish_reason"] == "length"

@@ -198,6 +198,21 @@ def test_reasoning_content(server):
         assert (message["reasoning_content"], message["content"]) == ("It is easy.", "Yes.")
 
 
+def test_names_of_reasoning_in_messages(server):
+    """vLLM and Ollama have other names for reasoning. A client may send two with the same text."""
+
+    def length(**own) -> int:
+        turns = [said("x"), {"role": "assistant", "content": "Yes.", **own}, said("Yes.")]
+        reply = server.ask(CHAT, {"messages": turns})
+        assert reply.status == 200, reply
+        return reply.json["usage"]["prompt_tokens"]
+
+    plain = length(reasoning_content="It is easy.")
+    assert plain > length()
+    assert length(reasoning="It is easy.") == length(thinking="It is easy.") == plain
+    assert length(reasoning="It is easy.", reasoning_content="It is easy.") == plain
+
+
 def test_reasoning_is_streamed_before_content(server):
     found = deltas(chat(server, f"{THOUGHT}Yes.", tools=[], stream=True))
     kinds = [next(iter(delta)) for delta in found[1:] if any(delta.values())]
@@ -346,15 +361,23 @@ def test_truncated_response_is_incomplete(server):
 
 def test_stored_state_is_refused(server):
     refused(respond(server, previous_response_id="resp_1"), 400, "previous_response_id")
-    refused(respond(server, store=True), 400, "store")
     refused(respond(server, conversation="conv_1"), 400, "conversation")
     refused(respond(server, background=True), 400, "background")
-    refused(items(server, {"type": "item_reference", "id": "msg_1"}), 400, "item_reference")
+    reference = {"type": "item_reference", "id": "msg_1"}
+    refused(items(server, reference), 400, "item_reference", "set store to false")
+
+
+def test_store_is_accepted_and_answered_with_false(server):
+    """Nothing is stored, and the response says so."""
+    assert respond(server, store=True).json["store"] is False
+    events = respond(server, store=True, stream=True).events
+    assert events[0]["response"]["store"] is events[-1]["response"]["store"] is False
 
 
 def test_neutral_values_are_accepted(server):
     neutral = {"store": False, "previous_response_id": None, "truncation": "disabled"}
     neutral |= {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "x"}
+    neutral |= {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}}
     neutral |= {"client_metadata": {"x-codex-window-id": "x"}}
     neutral |= {"reasoning": None, "text": {"format": {"type": "text"}}, "user": "me", "tools": []}
     neutral |= {"parallel_tool_calls": True, "tool_choice": "auto", "stream_options": None}
@@ -692,6 +715,7 @@ def test_neutral_values_are_accepted_in_messages(server):
     # As Claude Code sends it
     keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     neutral |= {"output_config": {"effort": "high"}, "context_management": keep}
+    neutral |= {"cache_control": {"type": "ephemeral"}}
     neutral |= {"messages": [said("Yes."), {"role": "system", "content": "x"}, said("Yes.")]}
     assert message(server, **neutral, path=f"{MESSAGES}?beta=true").status == 200
 

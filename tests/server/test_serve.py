@@ -174,15 +174,43 @@ def test_answer_message_as_input(server):
     assert server.ask(CHAT, {"messages": turns, "max_tokens": 1}).status == 400
 
 
+def test_fields_of_other_servers_in_messages_are_ignored(server):
+    """They are names, ids, cache hints and copies of the content, and change no token of the prompt."""
+    own = {"role": "assistant", "content": "Hello."}
+    hint = {"id": "msg_1", "timestamp": 1_790_000_000, "cache_control": {"type": "ephemeral"}}
+    copies = {"parsed": {"a": 1}, "reasoning_details": [{"type": "reasoning.encrypted"}]}
+    lengths = []
+    for mine, theirs in (({}, {}), (hint, hint | copies)):
+        turns = [*user("Hi."), own | theirs, user("Count from 3 to 7.")[0] | mine]
+        reply = server.ask(CHAT, {"messages": turns, "max_tokens": 1})
+        assert reply.status == 200, reply
+        lengths.append(reply.json["usage"]["prompt_tokens"])
+    assert lengths[0] == lengths[1]
+
+
+def test_assistant_message_without_content(server):
+    """Other servers send null for an answer without text, and a refusal in a field of its own."""
+
+    def length(**own) -> int:
+        turns = [*user("Hi."), {"role": "assistant", **own}, *user("Count from 3 to 7.")]
+        reply = server.ask(CHAT, {"messages": turns, "max_tokens": 1})
+        assert reply.status == 200, reply
+        return reply.json["usage"]["prompt_tokens"]
+
+    empty = length(content="")
+    assert length(content=None) == length(content=None, tool_calls=[]) == empty
+    assert length(content=None, refusal="I cannot.") == length(content="I cannot.") > empty
+
+
 REFUSED = {  # field: values
     "model": [5],
     "stream": ["yes", 1],
     "stream_options": [5, {"include_usage": "yes"}, {"include_obfuscation": True}],
-    "store": [True],
     "service_tier": ["priority", 5],
     "parallel_tool_calls": ["no", 0],
-    "max_tokens": [0, 1.5, "5", True],
+    "max_tokens": [0, -2, 1.5, "5", True],
     "max_completion_tokens": [0, "5"],
+    "verbosity": ["loud"],
     "temperature": [-1, "hot", 10**400],
     "top_p": [1.1],
     "top_k": [-2],
@@ -201,6 +229,13 @@ REFUSED = {  # field: values
     "guided_regex": [5, "a" * 40_000],
     "guided_choice": [[5], {}],
     "guided_grammar": [5],
+    "structured_outputs": [
+        5,
+        {"regex": 5},
+        {"regex": "(a"},
+        {"json": {}, "choice": ["a"]},
+        {"x": 1},
+    ],
     "presence_penalty": [2.5, True],
     "frequency_penalty": [-2.5, 10**400],
     "best_of": [3],
@@ -226,8 +261,10 @@ FIELDS = [name for name in REFUSED if name != "messages"]
         {"stream_options": {"include_obfuscation": False}, "max_completion_tokens": 9},
         {"presence_penalty": -2, "frequency_penalty": 0.4, "service_tier": "flex"},
         {"user": "me", "metadata": {"a": "b"}, "store": False, "best_of": 1},
+        {"store": True, "prompt_cache_options": {"mode": "explicit"}, "cache_prompt": True},
+        {"max_tokens": -1, "max_completion_tokens": 4, "structured_outputs": {}},
         {"logit_bias": {}, "stop": [], "functions": [], "parallel_tool_calls": True},
-        {"length_penalty": 1.0, "reasoning_effort": "none", "verbosity": "medium"},
+        {"length_penalty": 1.0, "reasoning_effort": "none", "verbosity": "high"},
         dict.fromkeys(FIELDS),
     ],
 )

@@ -54,9 +54,15 @@ def test_json_object(server):
         ("guided_regex", "[0-9]{2}[ab]", "[0-9]{2}[ab]"),
         ("guided_choice", ["yes", "no"], "yes|no"),
         ("guided_grammar", 'start: "(" /[a-c]{1,3}/ ")"', r"\([a-c]{1,3}\)"),
+        ("structured_outputs", {"json": {"enum": ["x"]}}, '"x"'),
+        ("structured_outputs", {"regex": "[0-9]{2}[ab]", "json": None}, "[0-9]{2}[ab]"),
+        ("structured_outputs", {"choice": ["yes", "no"]}, "yes|no"),
+        ("structured_outputs", {"grammar": 'start: "(" "a" ")"'}, r"\(a\)"),
+        # llama.cpp's form of a schema
+        ("response_format", {"type": "json_object", "schema": {"enum": ["x"]}}, '"x"'),
     ],
 )
-def test_guided_fields_of_vllm(server, field, value, pattern):
+def test_fields_of_vllm_and_llama_cpp(server, field, value, pattern):
     for path, body in ((CHAT, say()), (COMPLETIONS, {"prompt": "A", "max_tokens": 40})):
         (choice,) = server.ask(path, body | {field: value}).json["choices"]
         text = choice["message"]["content"] if path == CHAT else choice["text"]
@@ -75,7 +81,15 @@ def test_guided_fields_of_vllm(server, field, value, pattern):
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         ({"guided_choice": []}, "guided_choice", "must be"),
         ({"guided_grammar": "start: x"}, "guided_grammar", "unknown name"),
+        ({"guided_json": {"type": "x"}}, "guided_json", "Invalid type: x"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"json_object": True}}, "structured_outputs", "not supported"),
         ({"guided_regex": "a", "response_format": SCHEMA}, "response_format", "exclusive"),
+        (
+            {"structured_outputs": {"regex": "a"}, "guided_regex": "a"},
+            "structured_outputs",
+            "exclusive",
+        ),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "grammar"),
     ],
 )
@@ -90,6 +104,7 @@ class Dog(BaseModel):
     age: int = Field(ge=0, le=20)
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")  # the client's own, about `parsed`
 def test_openai_client_parse(client):
     messages = say()["messages"]
     answer = client.chat.completions.parse(
@@ -97,6 +112,9 @@ def test_openai_client_parse(client):
     )
     dog = answer.choices[0].message.parsed
     assert isinstance(dog, Dog) and 0 <= dog.age <= 20
+    # The message, which contains the parsed object, is input for the next turn
+    messages = [*messages, answer.choices[0].message, *messages]
+    assert client.chat.completions.create(model="demo", messages=messages, max_tokens=1).choices
 
 
 SOME = ["a large divisor", "1,500 that may be left out", "many ways to read it", "nested repeats"]
