@@ -50,12 +50,14 @@ class WordSplit(NamedTuple):
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
-def pattern(number: str) -> str:
-    """Return a pattern for contractions, letters, numbers, punctuation, line breaks and spaces."""
+def pattern(number: str, letters: str = r"\p{L}") -> str:
+    """Return a pattern for contractions, letters, numbers, punctuation, line breaks and spaces.
+
+    `letters`: the characters of a word.
+    """
     return (
-        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
-        + number
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|{number}"
+        rf"| ?[^\s{letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
@@ -81,14 +83,18 @@ WORDS = {
     "gpt-2": WordSplit(),
     "smollm": WordSplit(digits=True),
     "qwen2": WordSplit(pattern(r"\p{N}"), composed=True),
+    "qwen35": WordSplit(pattern(r"\p{N}", r"\p{L}\p{M}"), composed=True),
     "deepseek-r1-qwen": WordSplit(pattern(r"\p{N}")),
     "llama-bpe": LLAMA,
     "llama3": LLAMA,
     "llama-v3": LLAMA,
     "lfm2": LLAMA,
+    "falcon3": LLAMA,
+    "pixtral": LLAMA,
     "tekken": WordSplit(capitals("", r"\p{N}"), whole=True, bos=True),
     "gpt-4o": WordSplit(capitals(f"{CONTRACTIONS}?", r"\p{N}{1,3}"), whole=True),  # gpt-oss
     "dbrx": WordSplit(pattern(r"\p{N}{1,3}")),  # OLMo 2 and 3, Granite 4
+    "smaug-bpe": WordSplit(pattern(r"\p{N}{1,3}")),  # models made from Llama 3
     "refact": WordSplit(digits=True),  # Granite
     "starcoder": WordSplit(digits=True),
 }
