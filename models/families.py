@@ -529,7 +529,14 @@ FAMILIES = {
         own=_qwen3_5_moe,
     ),
     "gemma3_text": Family(
-        unsaid={"head_dim": 256, "rope_theta": 1_000_000.0},
+        unsaid={
+            "head_dim": 256,
+            "rope_theta": 1_000_000.0,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 262_208,
+            "max_position_embeddings": 131_072,
+        },
         activation=GEMMA_ACTIVATION,
         whole=_every_sixth,
         two_ropes=True,

@@ -493,6 +493,38 @@ def test_config_defaults_equal_transformers(tmp_path):
         assert set(ours.unturned) == {i for i, value in enumerate(turned) if not value}
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [  # 4B and 12B
+        {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+        {
+            "hidden_size": 3840,
+            "intermediate_size": 15360,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+        },
+    ],
+)
+def test_gemma_3_as_published(tmp_path, sizes):
+    """Regression: the configs of all models that see leave out what is transformers' default, and were refused."""
+    text = sizes | {"model_type": "gemma3_text", "sliding_window": 1024}
+    text["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
+    given = {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    ours = configs.read_config(tmp_path, has_head=False)
+    theirs = AutoConfig.for_model(**given).get_text_config()
+    assert (ours.V, ours.max_positions) == (theirs.vocab_size, theirs.max_position_embeddings)
+    heads = (theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim)
+    assert ours.heads(0) == heads and ours.tied == theirs.tie_word_embeddings
+    for layer, kind in enumerate(theirs.layer_types):
+        rope, window = ours.positions(layer)
+        positions = theirs.rope_parameters[kind]
+        assert (rope.type, rope.theta) == (positions["rope_type"], positions["rope_theta"])
+        assert rope.factor == positions.get("factor", 1)
+        assert window == (theirs.sliding_window if kind == "sliding_attention" else None)
+
+
 OTHERS = """
     gemma gemma3n_text qwen2_moe mixtral gpt2 phi cohere2 starcoder2 olmo glm4 exaone4 granitemoe
     deepseek_v3 mamba2 falcon_h1 bitnet ernie4_5 apertus qwen2_5_vl llama4_text
