@@ -316,6 +316,7 @@ class Tokenizer:
         """Return the chat template, a separate one for chats with tools (each None if missing), and their file.
 
         They are in separate files, or in the tokenizer's config as a string or a list of named templates.
+        Some multimodal models have theirs only in chat_template.json.
         """
         path = self.folder / "chat_template.jinja"
         source = read_text(path) if path.exists() else self.config.get("chat_template")
@@ -325,6 +326,9 @@ class Tokenizer:
             path = self.folder if is_gguf(self.folder) else self.folder / "tokenizer_config.json"
         elif more.exists():
             for_tools = read_text(more)
+        if source is None:
+            path = self.folder / "chat_template.json"
+            source = read_json_if_any(path).get("chat_template")
         if isinstance(source, list):
             named = {
                 str(entry.get("name")): entry.get("template")

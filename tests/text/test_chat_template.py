@@ -397,6 +397,23 @@ def test_template_file_wins_over_config(tmp_path):
 
 
 @unchecked
+def test_template_in_a_file_of_its_own_as_json(tmp_path):
+    """Regression: Mistral Small 3.1 has its template only there, and had none for us."""
+    make_model(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN_CHAT}))
+    assert Tokenizer(tmp_path, 300).render(turns("x")) == "<|user|>x<|end|>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "config"}))
+    assert Tokenizer(tmp_path, 300).render(turns("x")) == "config"
+
+
+def test_template_as_json_is_checked(tmp_path):
+    make_model(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ 1"}))
+    text = Tokenizer(tmp_path, 300)
+    assert not text.has_template and f"{tmp_path / 'chat_template.json'}: the chat" in text.unfit
+
+
+@unchecked
 def test_special_tokens_map(tmp_path):
     """`bos_token` is also read from special_tokens_map.json. Otherwise it would be undefined in the template,
     and the prompt would have no BOS."""
