@@ -485,11 +485,12 @@ class Weights:
             group = width // scales[-1]
             factors = (*out, width // group)
             fits = packed == (*out, width * bits // 32) and scales == biases == factors
-            if fits and bits in QUANTIZED_BITS:
+            if fits and bits in QUANTIZED_BITS and group in MLX_GROUPS:
                 return bits, group, 0.0  # offsets are stored
         raise ModelError(
             f"{path}: {module} has shapes {packed}, {scales}, {biases}, which fit no MLX quantization of "
-            f"{shape}. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}."
+            f"{shape}. Supported bits: {', '.join(map(str, QUANTIZED_BITS))}, in groups of "
+            f"{', '.join(map(str, MLX_GROUPS))}."
         )
 
     def read_tensor(self, name: str, as_codes: bool = False) -> mx.array:

@@ -294,21 +294,22 @@ def test_bad_experts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "word"),
+    ("parts", "change", "word"),
     [
         ("weight", lambda w: w[:, :7], "Supported bits: 2, 3, 4, 5, 6, 8"),
+        ("scales biases", lambda w: mx.repeat(w, 4, axis=-1), "in groups of 32, 64, 128"),
         ("weight", lambda w: w.astype(mx.float16), "float16"),
         ("scales", lambda w: w.astype(mx.uint32), "uint32"),
         ("biases", lambda w: w.astype(mx.bfloat16), "bfloat16"),
     ],
 )
-def test_bad_quantized_tensors(tmp_path, part, change, word):
+def test_bad_quantized_tensors(tmp_path, parts, change, word):
     """Regression: some tensors were read beyond their end, or scales of one kind were taken for another."""
     folder = make_checkpoint(
         tmp_path, quantize=lambda module: (4, 32) if "down" in module else None
     )
-    name = f"model.layers.0.mlp.down_proj.{part}"
-    change_weights(folder, lambda w: w.update({name: change(w[name])}))
+    names = [f"model.layers.0.mlp.down_proj.{part}" for part in parts.split()]
+    change_weights(folder, lambda w: w.update({name: change(w[name]) for name in names}))
     refused(folder, "model.layers.0.mlp.down_proj", word)
 
 
