@@ -116,12 +116,15 @@ class Tokenizer:
         self._grammars = Grammars(self.tokenizer, vocabulary, self.end_tokens)
 
     def _end_tokens(self) -> frozenset[int]:
-        """Return all ids that end an answer, from config.json, generation_config.json and the
-        tokenizer's config."""
+        """Return all ids that end an answer, from config.json (and its part about the text),
+        generation_config.json and the tokenizer's config."""
         ids: set[int] = set()
-        for name in ("config.json", "generation_config.json"):
-            path = self.folder / name
-            value = read_json_if_any(path).get("eos_token_id")
+        paths = [self.folder / name for name in ("config.json", "generation_config.json")]
+        parts = [(path, read_json_if_any(path)) for path in paths]
+        if isinstance(text := parts[0][1].get("text_config"), dict):
+            parts.append((paths[0], text))
+        for path, fields in parts:
+            value = fields.get("eos_token_id")
             for token in value if isinstance(value, list) else [] if value is None else [value]:
                 if type(token) is not int:
                     raise ModelError(

@@ -140,6 +140,9 @@ def test_eos_tokens_are_the_union(folder):
     change_config(folder, eos_token_id=...)
     (folder / "generation_config.json").unlink()
     assert Tokenizer(folder, V).end_tokens == frozenset()
+    change_config(folder, text_config={"eos_token_id": 6}, eos_token_id=5)
+    assert Tokenizer(folder, V).end_tokens == {5, 6}
+    change_config(folder, text_config=..., eos_token_id=...)
     for spelling in ("</s>", {"content": "</s>", "special": True}):
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": spelling}))
         assert Tokenizer(folder, V).end_tokens == {257}
