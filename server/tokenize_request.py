@@ -22,7 +22,7 @@ from server.body_reader import TOO_LONG, APIError, invalid, without_folders
 from server.model_pool import ServedModel
 from server.protocol_adapter import ParsedRequest, ProtocolAdapter, shutting_down
 from text.tokenizer import ChatPrompt, Prompt, TooLongError
-from text.tool_formats import OutputFormat, tool_call_grammar
+from text.tool_formats import OutputFormat, as_json, as_lark, tool_call_grammar
 
 if TYPE_CHECKING:
     from nanobatch import Engine
@@ -99,22 +99,27 @@ def refusal_of(error: ValueError | RuntimeError, request: ParsedRequest) -> APIE
 
 
 def grammar_of(engine: Engine, parsed: ParsedRequest, prompt: Prompt) -> Mapping[str, Any] | None:
-    """Return the grammar of an answer, or None. Required tool calls, or a JSON schema with optional tool
-    calls, are compiled together with the reasoning. Any other grammar is returned as it was given."""
+    """Return the grammar of an answer, or None. Required tool calls, or an answer with optional tool
+    calls or after reasoning, are compiled together. Any other grammar is returned as it was given."""
     given = parsed.settings.get("grammar")
-    if not parsed.chat:
+    if not parsed.chat or not (given or parsed.must_call):
         return given
     output_format = engine.text.output_format
-    answer = None
-    if not parsed.must_call:
-        answer = given and given.get("json")
-        if isinstance(answer, str):
-            answer = json_or_none(answer)
-        if not isinstance(answer, dict) or not (parsed.chat.tools or output_format.reasoning):
+    tools, answer = parsed.must_call, None
+    if not tools:
+        [(kind, source)] = SamplingParams(grammar=given).grammar.items()
+        if kind == "json":
+            schema = json_or_none(source)
+            if not isinstance(schema, dict):
+                return given
+            tools, answer = parsed.chat.tools, as_json(schema)
+        else:
+            answer = f"%lark {{\n{as_lark(kind, source)}\n}}"  # its names are its own
+        if not (tools or output_format.reasoning):
             return given
     text = tool_call_grammar(
         output_format,
-        parsed.must_call or parsed.chat.tools,
+        tools,
         answer=answer,
         is_single=parsed.is_single,
         is_thinking=prompt.is_thinking,

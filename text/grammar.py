@@ -38,6 +38,7 @@ from typing import Any
 
 from base.sandbox import STACK, LimitError, Sandbox, SandboxLimits
 from base.validation import GrammarError, one_line, shown
+from text.tool_formats import as_lark
 
 # llguidance's limits for one request, in its own units, with their approximate cost.
 LIMITS = {
@@ -283,12 +284,7 @@ def compiled(source: Mapping[str, Any]) -> str:
         # A schema must not override the form of the answer, such as its whitespace.
         form = {"whitespace_pattern": SPACE, "coerce_one_of": False, "lenient": False}
         return LLMatcher.grammar_from_json_schema(text, overrides=form)
-    if kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
-    if kind == "choice":
-        choices = [json.dumps(choice, ensure_ascii=False) for choice in text]
-        # A terminal is one automaton. In a rule, each choice would be an alternative to track.
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(choices)}")
+    text = as_lark(kind, text)
     # Count lines with a colon: each rule has one, and llguidance refuses two rules on a line. (A line may
     # contain a JSON schema with any number of colons.)
     rules = sum(":" in line for line in text.splitlines())

@@ -175,7 +175,7 @@ def tool_call_grammar(
     output_format: OutputFormat,
     tools: Sequence[Mapping[str, Any]],
     *,
-    answer: Mapping[str, Any] | None = None,
+    answer: str | None = None,
     is_single: bool = False,
     is_thinking: bool = False,
     marks: Mapping[str, int] = {},
@@ -183,7 +183,7 @@ def tool_call_grammar(
     """Write the grammar (`grammar.py`) of an answer that calls these tools, after reasoning if the
     model reasons.
 
-    `answer`: a JSON schema of an answer that is allowed instead of calls.
+    `answer`: the rule of an answer that is allowed instead of calls.
     `marks`: ids of the marks that are tokens. The model must write them as tokens, as in its
     training.
     """
@@ -194,7 +194,7 @@ def tool_call_grammar(
     if output_format.is_harmony:
         return harmony_grammar(tools, answer, is_thinking, marks)
     if answer is not None:
-        rules["answer"] = as_json(answer)
+        rules["answer"] = answer
     if tools:
         tags = output_format.tools.tags
 
@@ -225,7 +225,7 @@ def tool_call_grammar(
         rules["start"] = ways
     else:
         opens, closes = output_format.reasoning
-        rules["start"] = f"{'reasoning' if is_thinking else 'reasoning?'} SPACE ({ways})"
+        rules["start"] = f"(reasoning SPACE){'' if is_thinking else '?'} ({ways})"
         rules["SPACE"] = r"/[ \n]{0,4}/"
         rules |= up_to("reasoning", "" if is_thinking else opens, closes, marks)
     return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
@@ -233,14 +233,14 @@ def tool_call_grammar(
 
 def harmony_grammar(
     tools: Sequence[Mapping[str, Any]],
-    answer: Mapping[str, Any] | None,
+    answer: str | None,
     is_thinking: bool,
     marks: Mapping[str, int],
 ) -> str:
     """Write the grammar of any number of reasoning messages, followed by one call or the answer."""
     ways = []
     if answer is not None:
-        ways.append(f"{spell(marks, '<|channel|>final<|message|>')} {as_json(answer)}")
+        ways.append(f"{spell(marks, '<|channel|>final<|message|>')} {answer}")
     for tool in tools:
         name = tool["function"]["name"]
         parameters = {"$id": f"tool:{name}", "type": "object", **tool["function"]["parameters"]}
@@ -378,6 +378,17 @@ def alone(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def as_json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': FORM})}"
+
+
+def as_lark(kind: str, source: str | Sequence[str]) -> str:
+    """Translate a grammar of `SamplingParams` into Lark's notation, unless it is a JSON schema."""
+    if kind == "regex":
+        return f"start: {as_regex(source)}"
+    if kind == "choice":
+        choices = [json.dumps(choice, ensure_ascii=False) for choice in source]
+        # A terminal is one automaton. In a rule, each choice would be an alternative to track.
+        return f"start: CHOICE\nCHOICE: {' | '.join(choices)}"
+    return source
 
 
 # --- JSON schemas of arguments --------------------------------------------------------------------

@@ -375,6 +375,12 @@ def test_random_requests_with_tools(marks):
 
 
 FIVE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [5]}}}
+ONLY_FIVE = [
+    {"response_format": FIVE},
+    {"guided_choice": ["5"]},
+    {"guided_regex": "5"},
+    {"guided_grammar": 'start: SPACE\nSPACE: "5"'},  # a name that our own grammar has, too
+]
 
 
 def test_reasoning_can_end_under_a_grammar():
@@ -382,11 +388,14 @@ def test_reasoning_can_end_under_a_grammar():
     with Taught(template=THINKING, is_taught=False, marks=HAS_MARKS) as server:
         end = server.parrot.engine.text.tokenizer.token_to_id("</think>")
         ask = {"messages": [said("x")], "max_tokens": 60, "logit_bias": {str(end): 20}}
-        for fields in ({"response_format": FIVE}, {"tools": PICK, "tool_choice": "required"}):
-            choice = server.ask(CHAT, ask | fields).json["choices"][0]
-            message = choice["message"]
+        for fields in (*ONLY_FIVE, {"tools": PICK, "tool_choice": "required"}):
+            answer = server.ask(CHAT, ask | fields).json
+            message = answer["choices"][0]["message"]
             assert message["content"] == "5" or message["tool_calls"][0]["function"]["name"]
             assert message.get("reasoning_content", "").count("think") == 0
+            usage = answer["usage"]
+            thought = usage["completion_tokens_details"]["reasoning_tokens"]
+            assert 0 < thought < usage["completion_tokens"]
 
 
 TREE = {"type": "object", "properties": {"size": {"enum": ["s", "l"]}, "of": {"$ref": "#"}}}
@@ -422,14 +431,18 @@ def test_recursive_schema_of_arguments(template, schema):
 
 
 def test_reasoning_before_a_forced_answer():
-    """The grammar applies only after the reasoning. Otherwise the model would write JSON as its reasoning."""
+    """The grammar applies only after the reasoning. Regression: a choice was written as the reasoning of a
+    model whose prompt opens it, and the content was empty."""
     with Taught(template=THINKING, is_taught=False) as server:
         text = server.parrot.engine.text
         assert text.output_format.reasoning and text.encode_prompt([said("x")]).is_thinking
         ask = {"messages": [said("x")], "temperature": 0, "max_tokens": 30}
-        # Its reasoning never ends, and is not JSON
-        message = server.ask(CHAT, ask | {"response_format": FIVE}).json["choices"][0]["message"]
-        assert message["content"] == "" and len(message["reasoning_content"]) > 5
+        for fields in ONLY_FIVE:  # its reasoning never ends
+            message = server.ask(CHAT, ask | fields).json["choices"][0]["message"]
+            assert message["content"] == "" and len(message["reasoning_content"]) > 5
+        for wrong in ({"guided_choice": [5]}, {"guided_regex": "(a"}, {"guided_json": "[]"}):
+            reply = server.ask(CHAT, ask | wrong)
+            assert (reply.status, reply.error["param"]) == (400, *wrong), reply.body
 
 
 def test_unsupported_schema_of_arguments_is_refused(taught):

@@ -23,6 +23,8 @@ from text.tool_formats import (
     MARKS,
     REASONING_MARKS,
     OutputFormat,
+    as_json,
+    as_lark,
     tool_call_grammar,
 )
 from text.tool_formats import TOOLS as LISTED
@@ -799,9 +801,9 @@ def test_grammar_of_messages(kind):
     call = TO_ADD.replace("add", "is_listed") + '{"n": 7}'
     for before in ("", THOUGHT, 2 * THOUGHT):
         assert can_be(before + call, tools=LISTED)
-        assert can_be(f'{before}{FINAL}"yes"', tools=[], answer={"enum": ["yes"]})
+        assert can_be(f'{before}{FINAL}"yes"', tools=[], answer=as_json({"enum": ["yes"]}))
     assert not can_be(f"{THOUGHT}{FINAL}Yes.", tools=LISTED)
-    assert not can_be(f"{FINAL}Yes.", tools=[], answer={"enum": ["yes"]})
+    assert not can_be(f"{FINAL}Yes.", tools=[], answer=as_json({"enum": ["yes"]}))
     rest = THOUGHT.removeprefix(HARMONY_REASONING[0])
     assert can_be(rest + call, tools=LISTED, is_thinking=True)
     parts = OutputParser(GPT_OSS, {"is_listed": SCHEMA}).push(call)
@@ -943,7 +945,11 @@ def test_reasoning_mark_under_a_grammar(kind, marks):
     pieces = [opens, "Hm.", closes, "\n\n", '"yes"']
     for is_thinking in (False, True):
         rules = tool_call_grammar(
-            OutputFormat(marks), [], answer={"enum": ["yes"]}, is_thinking=is_thinking, marks=ids
+            OutputFormat(marks),
+            [],
+            answer=as_json({"enum": ["yes"]}),
+            is_thinking=is_thinking,
+            marks=ids,
         )
         tokens = tokenizer.encode("".join(pieces[is_thinking:]), add_special_tokens=False).ids
         assert allows(grammars, rules, tokens)
@@ -951,6 +957,28 @@ def test_reasoning_mark_under_a_grammar(kind, marks):
         letters = [token for each in closes for token in tokenizer.encode(each).ids[1:]]
         before = tokenizer.encode("".join(pieces[is_thinking:2]), add_special_tokens=False).ids
         assert not allows(grammars, rules, [*before, *letters, *letters])
+
+
+@pytest.mark.parametrize("output_format", [OutputFormat(REASONING_MARKS[0]), GPT_OSS])
+def test_grammar_of_any_kind_after_reasoning(output_format):
+    """Each keeps its own names, and no white space comes before an answer without reasoning."""
+    tokenizer, grammars, marks = with_marks("letters")
+    before = ["", "<think>Hm.</think>\n"]
+    if output_format is GPT_OSS:
+        before = [FINAL, THOUGHT + FINAL]
+    for kind, source, text in (
+        ("choice", ('é "no"\n', "yes"), 'é "no"\n'),
+        ("regex", "[0-9]{2}/\n[}]?", "17/\n}"),
+        ("lark", 'start: reasoning SPACE\nreasoning: "a" // }\nSPACE: /[}{]/', "a}"),
+    ):
+        answer = f"%lark {{\n{as_lark(kind, source)}\n}}"
+        rules = tool_call_grammar(output_format, [], answer=answer, marks=marks)
+        for each in before:
+            tokens = tokenizer.encode(each + text, add_special_tokens=False).ids
+            assert allows(grammars, rules, tokens), (kind, each)
+            assert not allows(grammars, rules, [*tokens, tokens[-1]])
+        space = tokenizer.encode("\n" + before[0] + text, add_special_tokens=False).ids
+        assert not allows(grammars, rules, space)
 
 
 def allows(grammars, rules: str, tokens: list[int]) -> bool:
