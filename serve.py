@@ -39,6 +39,7 @@ from engine.loop import Loop
 from engine.turns import Turns
 from kernels import library
 from policies import POLICIES
+from sampling_params import advised
 from server.access_log import AccessLog
 from server.app import DRAIN_S, APIServer
 from server.http import Options
@@ -264,7 +265,9 @@ def open_pool(server: APIServer, args: argparse.Namespace, found: dict[str, str]
     def read_facts(name: str) -> ModelFacts:
         each = own[name]
         asked = cli.engine_options(each) | {"slots": each.slots or 4, "usual_len": 8192}
-        return ModelFacts.from_files(each.model, asked, memory)
+        found = ModelFacts.from_files(each.model, asked, memory)
+        advised(found.place)  # raises ValueError if its settings are wrong
+        return found
 
     facts = {}
     for name in own:

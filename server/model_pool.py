@@ -273,7 +273,10 @@ class ModelPool:
                 if not act:
                     self._changed.wait(rest)
                     continue
-            act()
+            try:
+                act()
+            except Exception as error:  # later requests need this thread
+                show_fault("loading or unloading a model failed", error)
 
     def _next(self) -> tuple[Callable[[], None] | None, float | None]:
         """Serve the tickets whose model is loaded. Return the next action of the loader, if any, and
@@ -308,7 +311,9 @@ class ModelPool:
         here = [model for model in self.models if model.served]
         room = self.memory - sum(model.nbytes for model in here)
         leaving = []
-        for model in sorted(here, key=lambda model: (model.requests > 0, model.used)):
+        # A busy model that is leaving stays the choice, or several would take turns, and none would drain
+        order = sorted(here, key=lambda m: (m.requests > 0, not m.is_leaving, m.used))
+        for model in order:
             if room >= wanted.nbytes:
                 break
             leaving.append(model)
@@ -341,13 +346,16 @@ class ModelPool:
             model.stage = stage
 
         began = time.monotonic()
+        engine = None
         try:
             engine, loop = self._load(model, report)
+            served = self._served(model, engine, loop)
+            self.on_load(served)
         except BaseException as error:
             self._fail(model, error)
+            if engine:
+                engine.close()
             return
-        served = self._served(model, engine, loop)
-        self.on_load(served)
         with self._changed:
             model.stage = ""
             model.is_checked = False
@@ -364,11 +372,11 @@ class ModelPool:
             show_fault(f"loading {model.name} failed", error)
             why = describe(error)
         words = f"the model {model.name} cannot be loaded: {one_line(why, 300)}"
-        self._say(words)
         refusal = APIError(503, without_folders(words), "model_not_loaded", Retry_After="30")
         with self._changed:
             model.stage = ""
             self._refuse([ticket for ticket in self._line if ticket.model is model], refusal)
+        self._say(words)
 
     def _unload(self, model: PooledModel, why: str) -> None:
         with self._changed:

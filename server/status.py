@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
@@ -22,6 +23,7 @@ from server.model_pool import ModelPool, PooledModel, ServedModel
 from server.watch import MAX_WATCHERS, watch
 
 if TYPE_CHECKING:
+    from nanobatch import Engine
     from server.app import APIServer
 
 MODELS = "/v1/models"  # also the parent path of each model
@@ -37,7 +39,8 @@ class Status:
         self.metrics = ServerMetrics()
         self._server = server
         self._born = int(time.time())
-        self._scraped: dict[str, Snapshot] = {}  # model -> its engine's snapshot at the last scrape
+        # Each engine's snapshot at the last scrape
+        self._scraped: WeakKeyDictionary[Engine, Snapshot] = WeakKeyDictionary()
 
     def routes(self) -> dict[str, tuple[str, Answering]]:
         """Return path -> (methods, handler)."""
@@ -93,13 +96,12 @@ class Status:
 
     async def write_metrics(self, request: HTTPRequest) -> Reply:
         loaded = self._models.loaded if self._models else []
-        seen = {
-            served.name: served.engine.snapshot(self._scraped.get(served.name)) for served in loaded
-        }
-        # Drop texts and steps, which would otherwise stay in memory until the next scrape
-        self._scraped = {
-            name: replace(engine, requests=(), ended=(), steps=()) for name, engine in seen.items()
-        }
+        seen = {}
+        for served in loaded:
+            engine = served.engine
+            seen[served.name] = now = engine.snapshot(self._scraped.get(engine))
+            # Drop texts and steps, which would otherwise stay in memory until the next scrape
+            self._scraped[engine] = replace(now, requests=(), ended=(), steps=())
         gauges = {
             "http_connections": self._server.connections,
             "watchers": self.watchers,

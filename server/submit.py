@@ -11,6 +11,7 @@ Next: `stream.py`, which writes the answer.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING
@@ -49,6 +50,8 @@ class Submission:
         self._left: deque[tuple[Prompt, SamplingParams]] = deque()
         self._grammar: Grammar | None = None
         self._is_cancelled = False  # set by `cancel`: nobody waits for the answer any more
+        self._lock = threading.Lock()  # guards borrowing and giving back
+        self._is_given_back = False  # set by `give_back`: nothing may be borrowed any more
 
     def parse_and_submit(self, body: bytes) -> None:
         """Parse a body and submit its prompts, unless they need a grammar.
@@ -61,11 +64,14 @@ class Submission:
         model = self._models.named(reader.get("model"))
         self.model = model.name
         self.request = self._protocol.parse_request(reader)
-        lent = self._models.borrow(model)
-        if isinstance(lent, Ticket):
-            self.ticket = lent
-            return
-        self.served = lent
+        with self._lock:
+            if self._is_given_back:  # the client hung up while this thread parsed the body
+                return
+            lent = self._models.borrow(model)
+            if isinstance(lent, Ticket):
+                self.ticket = lent
+                return
+            self.served = lent
         self.parse_prompts()
 
     def parse_prompts(self) -> None:
@@ -150,6 +156,8 @@ class Submission:
 
     def give_back(self) -> None:
         """Return the borrowed model to the pool after the request has finished, or leave the queue for it."""
+        with self._lock:
+            self._is_given_back = True
         if self.ticket:
             self._models.leave(self.ticket)
         elif self.served:

@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "course/*": "cli/*",
     "setup": "kernels/build",
     "ask": "nanobatch sampling_params cli/* text/* distributed/environment base/*",
-    "serve": "nanobatch server/* cli/* engine/* distributed/environment kernels/* policies base/*",
+    "serve": "nanobatch sampling_params server/* cli/* engine/* distributed/environment kernels/* policies base/*",
     "tui": "nanobatch screen/* experiments/* serve cli/* engine/* distributed/environment kernels/* policies base/*",
     "bench": "benchmarks/* cli/* models/* distributed/environment policies base/*",
     "verify": "nanobatch benchmarks/* cli/* policies models/* distributed/environment kernels/* base/*",

@@ -231,7 +231,7 @@ def test_metrics_keep_no_texts_between_scrapes(here):
     scrape."""
     here.complete()
     assert here.gauge("step_seconds_count") == here.gauge("step_seconds_count") > 5
-    kept = here.api._status._scraped["small"]
+    kept = here.api._status._scraped[here.api.models.default.served.engine]
     assert kept.steps == kept.ended == kept.requests == () and kept.seen.ended == 1
     assert b'quantile="0.5"' not in here.ask("/metrics").body, "no step since the last look"
     here.complete()
@@ -1023,6 +1023,27 @@ def test_client_gone_before_its_turn_is_not_served(here, monkeypatch):
     goes_on.set()
     wait_for(lambda: not here.api.view().open)
     assert len(asked) == at_once
+
+
+def test_client_gone_while_its_body_is_parsed_borrows_no_model(here, monkeypatch):
+    """Regression: the worker thread borrowed the model after the request had ended. It was never given back,
+    so the model could not be unloaded any more."""
+    begun, goes_on, is_done = threading.Event(), threading.Event(), threading.Event()
+    parse = Submission.parse_and_submit
+
+    def slow(submission, body):
+        begun.set()
+        assert goes_on.wait(20)
+        parse(submission, body)
+        is_done.set()
+
+    monkeypatch.setattr(Submission, "parse_and_submit", slow)
+    line = here.line().post(COMPLETIONS, BODY)
+    assert begun.wait(20)
+    line.hang_up()
+    wait_for(lambda: not here.api.view().open)
+    goes_on.set()
+    assert is_done.wait(20) and here.api.models.default.requests == 0
 
 
 def test_choices_share_one_compiled_grammar(here, monkeypatch):

@@ -33,7 +33,7 @@ class FakeEngine:
     summary = "fake"
 
     def __init__(self, name, gone):
-        self.text = SimpleNamespace(folder=SimpleNamespace(suffix=".gguf"))
+        self.text = SimpleNamespace(folder=SimpleNamespace(name=name))
         self.name = name
         self._gone = gone
 
@@ -52,8 +52,8 @@ class Pool:
         self.gate = threading.Event()
         self.gate.set()
         models = [PooledModel(name, SimpleNamespace(nbytes=n)) for name, n in sizes.items()]
-        options["check"] = self.check
-        self.pool = ModelPool(models, self.load, memory=memory, say=self.said.append, **options)
+        options = {"check": self.check, "say": self.said.append, **options}
+        self.pool = ModelPool(models, self.load, memory=memory, **options)
         self.pool.start()
 
     def check(self, model):
@@ -143,6 +143,22 @@ def test_later_requests_wait_behind_one_that_needs_the_memory(pools):
     pool.end(other)
 
 
+def test_the_busy_model_that_leaves_stays_the_same(pools):
+    """Regression: each finished request changed the choice between two busy models. So both kept getting
+    requests, and the third model was never loaded."""
+    pool = pools({"a": 4, "b": 4, "c": 4}, 8)
+    first, second, other = pool.wait("a"), pool.wait("a"), pool.wait("b")
+    waits = pool.ask("c")
+    wait_for(lambda: pool.pool.named("a").is_leaving)
+    pool.end(first)
+    time.sleep(0.1)
+    assert pool.pool.named("a").is_leaving and not isinstance(pool.ask("b"), Ticket)
+    pool.end(second)
+    wait_for(lambda: waits.is_over)
+    assert pool.gone == ["a"]
+    pool.end(other)
+
+
 def test_a_waiting_client_that_leaves_unloads_nothing(pools):
     pool = pools({"a": 6, "b": 6}, 8)
     busy = pool.wait("a")
@@ -164,6 +180,31 @@ def test_a_spoilt_model_refuses_its_own_requests_alone(pools):
     assert lost.refusal.status == 503 and lost.refusal.headers["Retry-After"]
     assert "broken.gguf: its header is cut" in lost.refusal.message
     assert "/home/me" not in lost.refusal.message and waits.served.name == "a"
+
+
+def test_a_model_with_wrong_settings_is_closed_and_refused(pools, monkeypatch):
+    """Regression: an invalid `generation_config.json` ended the loader's thread, so every later request for a
+    model that was not loaded hung."""
+
+    def advised(folder):
+        if folder.name == "wrong":
+            raise ValueError("temperature must be at least 0, not -1")
+
+    monkeypatch.setattr(model_pool, "advised", advised)
+    pool = pools({"wrong": 1, "a": 1}, 8)
+    assert "temperature must be" in pool.wait("wrong").refusal.message
+    assert pool.wait("a").served and pool.gone == ["wrong"]
+
+
+def test_a_log_on_a_full_disk_stops_no_loading(pools):
+    def say(line):
+        raise OSError(28, "No space left on device")
+
+    pool = pools({"a": 5, "broken": 1, "b": 5}, 8, say=say)
+    pool.end(pool.wait("a"))
+    assert pool.wait("broken").refusal
+    pool.end(pool.wait("b"))
+    assert pool.gone == ["a"] and pool.wait("a").served
 
 
 def test_a_spoilt_model_unloads_no_other(pools):
@@ -389,7 +430,8 @@ def test_random_company_across_two_models_changes_no_bit(folders):
 
 
 def test_models_that_do_not_fit_together_take_turns(folders):
-    """A waiting stream reports its progress, and a model with a corrupt file does not affect the others."""
+    """A waiting stream reports its progress, and a model with a corrupt file does not affect the others.
+    Regression: `/metrics` failed after a model was loaded again, because the new engine had fewer steps."""
     with Server(*options(folders, "one", "two", "spoilt"), *SMALL, "--memory", "1M") as server:
         assert "never fit together" in server.log.read_text()
         (folders["spoilt"] / "model.safetensors").write_bytes(b"no tensors")
@@ -397,21 +439,23 @@ def test_models_that_do_not_fit_together_take_turns(folders):
             assert server.complete(**ASK | {"model": name}).json["model"] == name
             states = server.ask("/health").json["models"]
             assert states[name] == "loaded" and [*states.values()].count("loaded") == 1
+        assert server.ask("/metrics").status == 200
         refused = server.complete(**ASK | {"model": "spoilt"})
         assert server.ask("/health").json["models"]["one"] == "loaded"
         assert refused.status == 503 and "cannot be loaded" in refused.error["message"]
         assert refused.headers["retry-after"]
         stream = ASK | {"stream": True}
-        line = server.line().post(
-            COMPLETIONS, stream | {"model": "one", "n": 16, "max_tokens": 240}
-        )
-        line.until(b"data: ")
+        long = stream | {"model": "one", "n": 16, "max_tokens": 240}
+        lines = [server.line().post(COMPLETIONS, long) for _ in range(4)]
+        lines[0].until(b"data: ")
         waits = server.line().post(COMPLETIONS, stream | {"model": "two"})
         assert b"waiting for two, 0 before you" in waits.until(b"before you")
-        line.hang_up()
+        for line in lines:
+            line.hang_up()
         assert b'"finish_reason":"length"' in waits.until(b"[DONE]")
         waits.hang_up()
-        assert server.complete(**ASK | {"model": "one"}).status == 200
+        assert server.complete(**ASK | {"model": "one", "max_tokens": 2}).status == 200
+        assert server.ask("/metrics").status == 200
         assert "Traceback" not in server.log.read_text()
 
 
