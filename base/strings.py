@@ -5,9 +5,9 @@ from typing import Any
 
 
 def json_or_none(text: str) -> Any:
-    """Parse JSON. Return None if it is invalid."""
+    """Parse JSON, in whose strings a model may write line breaks. Return None if it is invalid."""
     try:
-        return json.loads(text)
+        return json.loads(text, strict=False)
     except (ValueError, RecursionError):
         return None
 

@@ -373,10 +373,12 @@ def effort_hint(effort: Any) -> dict[str, str]:
 
 def call_of(id: str, function: BodyReader, field: str = "arguments") -> dict:
     """Return an earlier tool call in the form that templates expect. The arguments may be an object or
-    a JSON string."""
+    a JSON string. A text that a model wrote in place of JSON becomes an object with this text, because a 400
+    would end the conversation."""
     arguments = function.get(field)
     if isinstance(arguments, str):
-        arguments = json_or_none(arguments or "{}")
+        parsed = json_or_none(arguments or "{}")
+        arguments = parsed if isinstance(parsed, dict) else {"arguments": arguments}
     if not isinstance(arguments, dict):
         raise function.bad(field, "an object, or JSON of one")
     called = {"name": function.read("name", str), "arguments": arguments}

@@ -655,14 +655,20 @@ class ParserState:
         """Consume a JSON object by counting brackets outside strings, and return it.
 
         `depth`: number of open brackets that were consumed before.
-        `kind`: if given, emit the object as this kind as it arrives.
+        `kind`: if given, emit the object as this kind as it arrives. Control characters in its strings,
+        which JSON forbids and small models write, are then escaped.
         """
         taken = []
         in_text = is_escaped = False
         while True:
             end = 0
+            written = []
             for character in self._text:
                 end += 1
+                if kind and in_text and character < " ":
+                    # After a backslash, the rest of the escape
+                    character = json.dumps(character)[1 + is_escaped : -1]
+                written.append(character)
                 if is_escaped:
                     is_escaped = False
                 elif in_text:
@@ -676,7 +682,7 @@ class ParserState:
                     depth -= 1
                 if depth == 0:
                     break
-            taken.append(self._text[:end])
+            taken.append("".join(written))
             self._text = self._text[end:]
             if kind:
                 self._emit(kind, taken[-1])

@@ -135,12 +135,25 @@ def test_tool_result_in_chat(server):
         assert message["content"] == "The tool says: 17 degrees"
 
 
-def test_call_with_invalid_arguments_is_refused(server):
-    for arguments in ("{", "5", '"x"', 5, None):
+def test_history_with_invalid_arguments(server):
+    """Regression: once a model had written arguments that are not JSON, all later turns got a 400. vLLM shows
+    the template {}; here the model sees its own text."""
+
+    def ask_after(arguments):
         function = {"name": "get_weather", "arguments": arguments}
         call = {"id": "call_1", "type": "function", "function": function}
         messages = conversation(assistant={"tool_calls": [call]})
-        refused(server.ask(CHAT, {"messages": messages, "tools": TOOLS}), 400, "arguments")
+        return server.ask(CHAT, {"messages": messages, "tools": TOOLS})
+
+    def tokens(arguments):
+        return ask_after(arguments).json["usage"]["prompt_tokens"]
+
+    for text in ("{", "5", '"x"', "no JSON"):
+        assert tokens(text) == tokens({"arguments": text})
+    assert tokens('{"city": "a\nb"}') == tokens({"city": "a\nb"})
+    assert tokens("") == tokens({})
+    for arguments in (5, None, ["x"]):
+        refused(ask_after(arguments), 400, "arguments")
 
 
 def test_tool_result_without_an_id_is_refused(server):

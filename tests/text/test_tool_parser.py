@@ -820,6 +820,31 @@ def test_harmony_without_the_model():
     assert parts == [THINKS, ("tool_call", 'add{"a": 1}')]
 
 
+@pytest.mark.parametrize(
+    ("output_format", "text"),
+    [
+        (OutputFormat(None, HERMES), '<tool_call>{"name": "add", "arguments": HERE}</tool_call>'),
+        (OutputFormat(None, HERMES), '<tool_call>{"arguments": HERE, "name": "add"}</tool_call>'),
+        (OutputFormat(None, MISTRAL), "[TOOL_CALLS]add[ARGS]HERE"),
+        (GPT_OSS, f"{TO_ADD}HERE<|call|>"),
+    ],
+    ids=["Hermes", "late name", "Mistral", "Harmony"],
+)
+def test_control_characters_in_arguments_are_escaped(output_format, text):
+    """Regression: small models write line breaks into a string as they are, and clients got invalid JSON."""
+    written = '{"a\t": "x\n\r\n\x01 \\" \\n}",\n"b": [1,\n"\\\\\n"]}'
+    text = text.replace("HERE", written)
+    expected = {"a\t": 'x\n\r\n\x01 " \n}', "b": [1, "\\\n"]}
+    for pieces in (text, [*text]):
+        assert told(parse(pieces, output_format)) == [("tool_call", "add", expected)]
+
+
+def test_escaped_line_break_in_arguments():
+    text = '<tool_call>{"name": "add", "arguments": {"a": "x\\\ny"}}</tool_call>'
+    (call,) = told(parse([*text], OutputFormat(None, HERMES)))
+    assert call == ("tool_call", "add", {"a": "x\ny"})
+
+
 # --- which format a template uses -----------------------------------------------------------------
 
 RENDERED = {
