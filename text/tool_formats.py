@@ -319,15 +319,14 @@ def tagged_rule(
     rules = [spelled(function["name"] + tags.after_name)]
     for key in properties:
         kinds = kinds_of(schema, key)
-        own = schema_of(schema, key)
-        texts = values_of(own)
-        if kinds == {"string"} and texts:
-            texts = " | ".join(map(json.dumps, texts))
-            said = f"({texts}) {spelled(tags.after_value)}"
-        elif not kinds or "string" in kinds:
-            said = value(form_of(own) if kinds == {"string"} else ANY)
-        else:
+        values = [values_of(option) for option in options_of(schema, key)]
+        if kinds and "string" not in kinds:
             said = f"{as_json(alone(schema, key))} {spelled(tags.after_value)}"
+        elif all(values):
+            texts = [each if isinstance(each, str) else json.dumps(each) for each in chain(*values)]
+            said = f"({' | '.join(map(json.dumps, texts))}) {spelled(tags.after_value)}"
+        else:
+            said = value(form_of(schema_of(schema, key)) if kinds == {"string"} else ANY)
         rule = f"{spelled(tags.before_key + key + tags.after_key)} {said}"
         rules.append(rule if key in required else f"({rule})?")
     return " ".join([*rules, spelled(tags.end)])
@@ -408,41 +407,61 @@ OPTIONS = 100  # maximum number of alternatives in a value's schema; with more, 
 
 def schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return an argument's schema with references resolved; empty (any value) if it is invalid."""
+    properties = schema.get("properties")
+    return resolved(schema, properties.get(key)) if isinstance(properties, Mapping) else {}
+
+
+def resolved(schema: Mapping[str, Any], value: Any) -> Mapping[str, Any]:
+    """Resolve references, alone or as the only part of an `allOf`; empty (any value) if they are invalid."""
     try:
-        value = schema["properties"][key]
         for _ in range(8):  # a reference may lead to another reference, or to itself
-            if "$ref" not in value:
-                break
-            place = value["$ref"].removeprefix("#/")
-            value = schema
-            for name in place.split("/"):
-                value = value[name]
+            match value:
+                case {"$ref": place}:
+                    value = schema
+                    for name in place.removeprefix("#/").split("/"):
+                        value = value[name]
+                case {"allOf": [part], **others}:
+                    value = {**others, **part}
+                case _:
+                    break
     except (LookupError, TypeError, AttributeError):
         return {}
     return value if isinstance(value, Mapping) else {}
 
 
-def kinds_of(schema: Mapping[str, Any], key: str) -> set[str]:
-    """Return the JSON types that an argument may have. Empty means any type."""
+def options_of(schema: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """Return the alternatives of an argument's schema. An empty one allows any value."""
     value = schema_of(schema, key)
     options = value.get("anyOf") or value.get("oneOf")
-    options = options if isinstance(options, list) else [value]
-    kinds = [kinds_of_one(option) for option in options[:OPTIONS]]
-    if len(options) > OPTIONS or not all(kinds):
-        return set()
-    return set().union(*kinds)
+    if not isinstance(options, list):
+        return [value]
+    return [resolved(schema, each) for each in options] if len(options) <= OPTIONS else [{}]
 
 
-def kinds_of_one(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
+def kinds_of(schema: Mapping[str, Any], key: str) -> set[str]:
+    """Return the JSON types that an argument may have. Empty means any type."""
+    kinds = [
+        types_of(each) or set(map(kind_of, values_of(each))) for each in options_of(schema, key)
+    ]
+    return set().union(*kinds) if all(kinds) else set()
+
+
+def types_of(schema: Mapping[str, Any]) -> set[str]:
     types = schema.get("type")
     types = types if isinstance(types, list) else [types]
-    named = {name for name in types if isinstance(name, str)}
-    return named or {JSONS[type(value)] for value in values_of(schema)}
+    return {name for name in types if isinstance(name, str)}
+
+
+def kind_of(value: Any) -> str:
+    return JSONS[type(value)]
 
 
 def values_of(schema: Mapping[str, Any]) -> list:
     """Return all allowed values if the schema enumerates them, else an empty list."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return values if isinstance(values, list) else []
+    values = values if isinstance(values, list) else []
+    types = types_of(schema)
+    if types == {"null"}:
+        return [None]
+    types |= {"integer"} if "number" in types else set()
+    return [value for value in values if not types or kind_of(value) in types]

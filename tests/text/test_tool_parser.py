@@ -1042,6 +1042,42 @@ def test_tagged_string_follows_its_pattern(format, kind):
     assert not is_again, "the first mark ends the text"
 
 
+LITERAL = {"type": "string", "enum": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": ["string", "null"], "enum": ["a", None]}, ["a", None], ["b", "nul"]),
+        ({"anyOf": [LITERAL, {"type": "null"}]}, ["a", "b", None], ["c"]),
+        ({"anyOf": [{"$ref": "#/$defs/E"}, {"type": "null"}]}, ["é", None], ["a"]),
+        ({"allOf": [{"$ref": "#/$defs/E"}], "default": "é"}, ["é"], ["a", None]),
+        ({"type": "string", "enum": ["a", None, 5]}, ["a"], ["5", None]),
+        ({"type": ["string", "null"], "enum": ["a"]}, ["a"], [None]),
+        ({"oneOf": [{"const": "a"}, {"const": "b"}]}, ["a", "b"], ["c"]),
+        ({"enum": ["a", 5, True]}, ["a", 5, True], ["b", 7]),
+        ({"anyOf": [LITERAL, {"type": "integer"}]}, ["a", "c", 5], []),
+    ],
+    ids=str,
+)
+def test_tagged_string_is_of_its_enum(schema, good, bad):
+    """Regression: any text was allowed if a string might be null or its schema was a reference in another, and
+    a null among strings was a 400."""
+    tokenizer, grammars, marks = with_marks("letters")
+    parameters = {"properties": {"a": schema}, "$defs": {"E": {"enum": ["é"]}}, "required": ["a"]}
+    tool = {"function": {"name": "pay", "parameters": parameters}}
+    for format in TAGGED[:2]:
+        rules = tool_call_grammar(OutputFormat(tools=format), [tool], is_single=True, marks=marks)
+        for value in [*good, *bad]:
+            text = in_tags(format, [("pay", {"a": value})], random.Random(0))
+            text = text.replace("None", "null").replace("True", "true")
+            tokens = tokenizer.encode(text, add_special_tokens=False).ids
+            assert allows(grammars, rules, tokens) == (value in good), value
+            if value in good:
+                parts = OutputParser(OutputFormat(tools=format), {"pay": parameters}).push(text)
+                assert told(joined(parts)) == [("tool_call", "pay", {"a": value})]
+
+
 def test_grammars_of_calls_with_unusual_tools():
     """Regression: a key with a non-ASCII letter was not a valid reference. A schema's colons were counted
     as rules of the grammar, of which 500 are allowed."""
