@@ -339,7 +339,8 @@ def quoted_rules(quote: str, marks: Mapping[str, int]) -> dict[str, str]:
         "pair": 'KEY ":" value',
         "value": 'quoted | NUMBER | "true" | "false" | "null" | "[" (value ("," value)*)? "]" | arguments',
         "KEY": r"/[^\s\"{}\[\],:<>]+/",
-        "NUMBER": r"/-?[0-9]+(\.[0-9]+)?/",
+        # 1e999 is JSON, but no float
+        "NUMBER": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?/",
     }
 
 

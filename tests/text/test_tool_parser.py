@@ -1042,6 +1042,21 @@ def test_tagged_string_follows_its_pattern(format, kind):
     assert not is_again, "the first mark ends the text"
 
 
+def test_numbers_of_gemma():
+    """The grammar allows the numbers that can be parsed. Regression: it had no exponents, but zeros in front,
+    with which a required call became content."""
+    tokenizer, grammars, marks = with_marks("special")
+    rules = tool_call_grammar(OutputFormat(tools=GEMMA), LISTED, marks=marks)
+    for number in ("7", "-1.5e-3", "0.5", "2E+9", "-0", "007", "-01.5", "1.", "1e", "1e999"):
+        text = IN_GEMMA.replace("is_called", "is_listed").replace("7", number)
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        is_number = number in ("7", "-1.5e-3", "0.5", "2E+9", "-0")
+        assert allows(grammars, rules, tokens) == is_number, number
+        if is_number:
+            parts = OutputParser(OutputFormat(tools=GEMMA), {"is_listed": SCHEMA}).push(text)
+            assert told(joined(parts)) == [("tool_call", "is_listed", {"n": json.loads(number)})]
+
+
 LITERAL = {"type": "string", "enum": ["a", "b"]}
 
 
