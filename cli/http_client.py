@@ -53,9 +53,9 @@ def read_events(
     while line := answer.readline(LINE):
         if line.startswith(b":"):
             note(printable(line[1:].decode(errors="replace").strip()))
-        elif line.startswith(b"data: ") and line != b"data: [DONE]\n":
+        elif line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
             try:
-                yield json.loads(line.removeprefix(b"data: "))
+                yield json.loads(data)
             except RecursionError:
                 raise ValueError("an event is nested too deep") from None
 

@@ -93,7 +93,8 @@ class RestoredRows:
 
     @property
     def _found(self) -> Found:
-        return self._search.result() if self._search.done() else Found()
+        # The result is None after a fault
+        return (self._search.done() and self._search.result()) or Found()
 
     @property
     def base(self) -> int:
@@ -307,8 +308,9 @@ class SlotCache:
             self._listed = began
 
     def _ignore(self, name: str, error: OSError | Damaged) -> None:
-        """Mark a file as unusable, and remove it if it is damaged. A file that has vanished counts as a miss."""
-        if isinstance(error, FileNotFoundError):
+        """Mark a file as unusable, and remove it if it is damaged. A file that has vanished counts as a miss, and
+        so does one of the model before a reload."""
+        if isinstance(error, FileNotFoundError) or not name.startswith(self._key[:16]):
             return
         self._unusable.add(name)
         say(f"{self._folder.path / name} is ignored: {one_line(error)}")

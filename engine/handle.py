@@ -280,8 +280,8 @@ class Handle:
         is_over = bool(piece) and self._is_last_piece is not None and self._is_last_piece(piece)
         stops = is_whole or is_over or self.stop is not None
         if stops or len(self.tokens) == self.request.max_tokens:
-            self.flush()
-        return "stop" if stops else None
+            self.flush()  # may complete a stop string
+        return "stop" if stops or self.stop is not None else None
 
     def close(self, error: BaseException | str | None) -> None:
         """Record the error of a request that ends outside a commit, and append its last text. `error`: the

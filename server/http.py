@@ -141,12 +141,12 @@ class HTTPRequest:
         )
 
     def _read_address(self, target: str) -> str:
-        """Return the path of an absolute URL, whose host replaces the Host header."""
+        """Return the path and the query of an absolute URL, whose host replaces the Host header."""
         with suppress(ValueError):
             address = urlsplit(target)
             if address.hostname and address.path:
                 self.headers["host"] = address.netloc
-                return address.path
+                return f"{address.path}?{address.query}"
         raise bad_http(f"{shown(target)} is not an address")
 
     @property
@@ -328,7 +328,8 @@ class Connection(asyncio.Protocol):
         except APIError as refusal:
             said = reply(refusal.body, refusal.status)
             self.send_head(said.status, said.head | {"Connection": "close"})
-            self.send(h11.Data(said.body))
+            with suppress(h11.LocalProtocolError):  # the response to HEAD has no body
+                self.send(h11.Data(said.body))
         except (ClientGone, TimeoutError):
             pass
 

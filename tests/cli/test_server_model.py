@@ -180,6 +180,16 @@ def test_progress_of_a_long_prompt_is_shown():
     assert (result.text, result.finish_reason, result.metrics.output_tokens) == ("Yes.", "stop", 1)
 
 
+def test_events_of_other_servers_are_read():
+    """Some servers end lines with CRLF (sse-starlette), and some write no space after the colon."""
+    yes = event("Yes.").replace(b"data: ", b"data:")
+    end = event("", finish_reason="stop") + b"data: [DONE]\n\n"
+    with answering((yes + end).replace(b"\n", b"\r\n")) as url:
+        answer = ServerModel(url, "", None, {}).ask([said("x")], {})
+        assert [part.text for part in answer] == ["Yes."]
+        assert answer.result().error is None
+
+
 def test_no_note_about_tokens_left_without_the_length_of_a_slot():
     """Only some servers report the length, as `max_model_len`."""
     with answering(event("Yes."), event("", finish_reason="stop")) as url:

@@ -313,6 +313,36 @@ def test_slots_are_saved_when_the_model_is_unloaded(tmp_path):
         assert (turn.metrics.cached_tokens, turn.metrics.cached_from) == (80, "disk")
 
 
+def test_reload_damages_no_files_of_the_model_before(tmp_path, monkeypatch):
+    """Regression: a search that outlived `reload` took the files of the model before for damaged ones, and
+    deleted them."""
+    folder = tmp_path / "slots"
+    options = {"slots": 1, "max_len": 256, "chunk": 32, "slot_cache": str(folder)}
+    with Engine.load("demo", **options) as demo:
+        demo.submit(tokens(80), SHORT).result()
+    with Engine.load("demo", **options) as demo, slow_folder(folder, "open") as slow:
+        monkeypatch.setattr(disk_prefix_cache, "PATIENCE_S", 0.1)
+        with demo.serving():
+            turn = demo.submit([*tokens(80), 1], SHORT)
+            assert slow.is_asked.wait(60)
+            turn.cancel()
+        demo.reload(make_checkpoint(tmp_path / "other"))
+        monkeypatch.undo()
+        slow.answer()
+    assert len(files(folder)) == 1
+
+
+def test_fault_in_a_search_is_a_miss(parts, saved, monkeypatch, caplog):
+    def broken(folder, key):
+        raise KeyError("of ours")
+
+    monkeypatch.setattr(SlotFolder, "names", broken)
+    with engine(parts, saved[0]) as restarted:
+        result = restarted.submit(saved[1], SHORT).result()
+    assert (result.finish_reason, result.metrics.cached_tokens) == ("length", 0)
+    assert "in broken" in caplog.text
+
+
 def test_request_without_prefix_cache_is_neither_saved_nor_restored(parts, saved):
     folder, prompt = saved
     before = files(folder)

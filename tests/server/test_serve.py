@@ -464,6 +464,7 @@ def test_absolute_target(server):
     own = (f"{server.address}/v1/models", "HTTP://LOCALHOST/v1/models?x=1")
     for target in (*own, "http://[::1]:80/v1/models/demo"):
         assert ask(target) == ask(target, "evil.example") == (200, ""), target
+    assert ask(f"{server.address}/watch?model=no") == (404, "model_not_found"), "the query counts"
     for host in ("evil.example", "127.0.0.1@evil.example", "localhost.evil.example:8000"):
         assert ask(f"http://{host}/v1/models") == (403, "host_not_allowed"), host
     for target in ("*", "http://[/v1/models", "http://@/v1/models", "http:///v1/models"):
@@ -520,6 +521,7 @@ def test_two_lengths_are_refused(server, order):
     ("said", "status"),
     [
         ("GET /" + "x" * 70_000, 400),
+        ("HEAD x HTTP/1.1\nHost: localhost\n\n", 400),  # its error has no body
         (f"POST {CHAT} HTTP/1.0\nContent-Length: 5000000\nContent-Type: application/json\n\n", 413),
         (
             f"POST {CHAT} HTTP/1.1\nHost: elsewhere.example\nConnection: close\nContent-Length: 900000\n\n",
