@@ -80,6 +80,7 @@ CHAT_FIELDS = FIELDS | {
     "chat_template_kwargs": Field(dict, {}),
     "reasoning_effort": Field(),
 }
+LENGTHS = ("max_tokens", "max_completion_tokens")
 # Passed to `SamplingParams` unchanged and validated there
 PLAIN = ("temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos")
 PLAIN += ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -122,7 +123,7 @@ def parse_request(request: BodyReader, is_chat: bool) -> ParsedRequest:
     if values["return_progress"] and not values["stream"]:
         words = "return_progress is given without stream; set stream to true"
         raise invalid("return_progress", words)
-    lengths = [read_length(request, name) for name in ("max_tokens", "max_completion_tokens")]
+    lengths = [read_length(request, name) for name in LENGTHS if name in request.fields]
     top = read_top(values) if is_chat else read_logprobs(request)
     grammar_field, grammar = read_grammar(request)
     parsed = parsed._replace(
@@ -174,12 +175,14 @@ def read_settings(request: BodyReader, bias: dict) -> dict[str, Any]:
 def read_grammar(request: BodyReader) -> tuple[str, dict[str, Any]]:
     """Return the field that contains the grammar, and the grammar as an argument for `SamplingParams`."""
     found = [(name, {GUIDED[name]: value}) for name, value in request.some([*GUIDED]).items()]
-    structured = request.inner("structured_outputs")
-    for name, value in structured.some([*STRUCTURED]).items():
-        found.append(("structured_outputs", {STRUCTURED[name]: value}))
-    structured.reject_unknown()
+    if "structured_outputs" in request.fields:
+        structured = request.inner("structured_outputs")
+        for name, value in structured.some([*STRUCTURED]).items():
+            found.append(("structured_outputs", {STRUCTURED[name]: value}))
+        structured.reject_unknown()
     # A schema is either enforced or refused, so `strict` has no effect
-    if form := read_form(request, "response_format", "json_schema"):
+    has_form = "response_format" in request.fields
+    if has_form and (form := read_form(request, "response_format", "json_schema")):
         found.append(("response_format", form))
     if len(found) > 1:
         names = f"response_format, {', '.join(GUIDED)} and the fields of structured_outputs"
