@@ -158,8 +158,12 @@ class Dialogue:
         if not line.startswith('"""'):
             return line
         lines = [line[3:]]
-        while not lines[-1].endswith('"""'):
-            lines.append(self.read("... "))
+        try:
+            while not lines[-1].endswith('"""'):
+                lines.append(self.read("... "))
+        except EOFError:
+            why = 'the input ended before the closing """, so this question is not asked'
+            raise ValueError(why) from None
         return "\n".join(lines)[:-3].strip("\n")
 
     def handle_line(self, line: str) -> None:
@@ -207,6 +211,7 @@ class Dialogue:
             self.say(f"{rest} is written")
         elif command == "/load":
             self.talk = Conversation.load(rest)
+            self.waiting = ""
             self.say(f"continues after {len(self.talk.turns) // 2} questions")
         elif command in ("/bye", "/exit", "/quit"):
             raise EOFError
@@ -228,12 +233,12 @@ class Dialogue:
         self.say(" ".join(words))
 
     def retry(self) -> None:
-        """Ask the last question again. If that fails, keep the previous answer."""
+        """Ask the last question again. If that fails or is interrupted, keep the previous answer."""
         turns = list(self.talk.turns)
         question = self.waiting or self.talk.pop_newest()
         try:
             self.ask(question)
-        except ValueError:
+        except BaseException:
             self.talk.turns = turns
             raise
 

@@ -93,6 +93,12 @@ def test_several_lines_are_one_question(engine):
     assert said.count("... ") == 2 and len(dialogue.talk.turns) == 2
 
 
+def test_input_that_ends_inside_a_question(engine):
+    """Regression: the question was silently lost."""
+    dialogue, said = talk(engine, '"""Count', "from 3")
+    assert 'nanobatch: the input ended before the closing """' in said and not dialogue.talk.turns
+
+
 def test_a_file_goes_with_a_question(engine, tmp_path, monkeypatch):
     """`@notes.txt` in a question inserts the file before it, and other words with @ are left alone."""
     monkeypatch.chdir(tmp_path)
@@ -115,6 +121,15 @@ def test_a_conversation_that_was_saved_goes_on(engine, tmp_path):
     after, said = talk(engine, f"/load {file}", "And then?")
     assert after.talk.messages() == before.talk.messages()
     assert "continues after 1 question" in said
+
+
+def test_a_loaded_conversation_has_no_waiting_question(engine, tmp_path):
+    """Regression: `/drop` asked a question of the conversation that was left."""
+    file = tmp_path / "talk.json"
+    lines = ("Why batch?", f"/save {file}", "word " * 400, f"/load {file}", "/drop")
+    dialogue, said = talk(engine, *lines)
+    assert "forgotten: 'Why batch?'" in said and said.count("a slot holds 160") == 1
+    assert dialogue.waiting == "" and not dialogue.talk.turns
 
 
 @pytest.mark.parametrize(
@@ -157,15 +172,16 @@ def test_retry_asks_the_last_question_again(engine):
     assert questions == ["Count from 3 to 5.", "And back?"] and said.count("[read ") == 3
 
 
-def test_failed_retry_keeps_the_answer(engine, monkeypatch):
-    """If the engine rejects the repeated question, the old answer is kept."""
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_failed_retry_keeps_the_answer(engine, monkeypatch, error):
+    """If the repeated question is rejected, or stopped before its answer begins, the old answer is kept."""
     typed = iter(["Count from 3 to 5.", "/retry"])
     dialogue = Dialogue(EngineModel(engine, SHORT), lambda asked: next(typed), lambda text: None)
     with engine.serving():
         dialogue.handle_line(next(typed))
         before = dialogue.talk.messages()
-        monkeypatch.setattr(engine, "submit", lambda *_: (_ for _ in ()).throw(ValueError("no")))
-        with pytest.raises(ValueError, match="no"):
+        monkeypatch.setattr(engine, "submit", lambda *_: (_ for _ in ()).throw(error("no")))
+        with pytest.raises(error, match="no"):
             dialogue.handle_line("/retry")
     assert dialogue.talk.messages() == before
 
