@@ -110,6 +110,10 @@ WAYS: dict[str, dict[str, Any]] = {
 OF_STATES = ("checkpoint", "fork")  # only for models with states
 
 
+class Failed(Exception):
+    """A request or a process failed, so nothing can be compared."""
+
+
 class Case(NamedTuple):
     question: str
     setting: str
@@ -186,7 +190,7 @@ def is_supported(engine: Engine, sampling: SamplingParams) -> bool:
 def ended(handle: Handle) -> Bits:
     error = handle.result().error
     if error:
-        raise RuntimeError(f"a request failed: {error}")
+        raise Failed(f"a request failed: {error}")
     return Bits.from_handle(handle)
 
 
@@ -349,7 +353,7 @@ def compare_threads(args: argparse.Namespace, asked: Sequence[Case]) -> Tally:
         environment = os.environ | {"NANOBATCH_THREADS": threads}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
         if done.returncode:
-            raise RuntimeError(f"the process with {threads} threads exited with {done.returncode}")
+            raise Failed(f"the process with {threads} threads exited with {done.returncode}")
         for ask, again in zip(asked, pickle.loads(done.stdout), strict=True):
             tally = tally.add(ask, ask.alone, again)
     return tally
@@ -481,7 +485,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         out = sys.stderr if args.json else sys.stdout
         found = verify(args, lambda text: print(text, file=out, flush=True))
-    except ValueError as error:
+    except (ValueError, Failed) as error:
         cli.say(one_line(error))
         return 2
     print(json.dumps(found, indent=1) if args.json else "\n".join(shown(found)))

@@ -181,6 +181,15 @@ def test_other_threads_are_other_processes(capsys, count_only, monkeypatch):
     assert "3 answers" in capsys.readouterr().out
 
 
+def test_a_killed_process_is_one_line(capsys, count_only, monkeypatch):
+    """Regression: the program ended with a traceback."""
+    killed = "import os; os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(installation, "start", lambda program: [sys.executable, "-c", killed])
+    assert verify.main(["--ways", "threads"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"nanobatch: the process with {verify.THREADS[0]} threads exited with -9"
+
+
 def test_incomparable_ways_are_skipped(capsys, count_only, monkeypatch):
     """A way that cannot run is skipped, for example if widened weights do not fit into memory."""
     load = verify.Engine.load
