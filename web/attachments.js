@@ -13,7 +13,7 @@ export class Attachments {
   // slot. `say`: shows a message; its second argument is the error, if any.
   constructor(place, { counted, limit, say }) {
     Object.assign(this, { place, counted, limit, say });
-    this.files = []; // {name, text, tokens, total}; files that were put back have no counts
+    this.files = []; // {name, text, tokens}; files that were put back have no count
     this.work = Promise.resolve(); // resolves when all files are counted
     this.waiting = 0; // number of files being counted
     this.isRefused = false; // true if a file was refused
@@ -44,8 +44,8 @@ export class Attachments {
     let before;
     let total;
     try {
-      before = this.files.at(-1)?.total ?? (await this.counted(this.files));
-      total = await this.counted([...this.files, { name: file.name, text }]);
+      const wanted = [this.files, [...this.files, { name: file.name, text }]];
+      [before, total] = await Promise.all(wanted.map((files) => this.counted(files)));
     } catch (error) {
       const why = error.status === 400 ? "does not fit" : "is not attached"; // 400 means longer than a slot
       error.message = `${file.name} ${why}: ${error.message}.`;
@@ -57,7 +57,7 @@ export class Attachments {
       const whole = `with the conversation that makes ${said(total)}, and a slot holds ${said(limit)}, answer included`;
       throw new Error(`${file.name} has ${count(tokens, "token")}; ${whole}: begin anew, or take a shorter file.`);
     }
-    this.files.push({ name: file.name, text, tokens, total });
+    this.files.push({ name: file.name, text, tokens });
   }
 
   // Remove and return all files.

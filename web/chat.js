@@ -58,6 +58,8 @@ export class Chat {
     this.left = null; // AbortController of the running answer
     this.isLeft = false; // the page is being closed or hidden
     this.edited = null; // the turn whose question is being edited
+    this.replaced = []; // the turns that the running question replaces; they return if it is refused
+    this.at = 0; // their place among the turns
     this.list = new TalkList(this.parts, { open: (id) => this.#open(id), closed: (id) => this.#close(id) });
     this.files = new Attachments(this.parts.files, {
       counted: (files) => this.#count(files),
@@ -134,7 +136,8 @@ export class Chat {
       await this.files.work;
       if (this.files.isRefused) return; // the question probably needs the file
     }
-    if (this.edited) this.#replace();
+    const { text, files } = this.unsent;
+    if (this.edited && (text || files.length)) this.#replace(this.turns.indexOf(this.edited));
     this.waiting = joined(this.waiting, { text: this.parts.box.value, files: this.files.take() });
     this.parts.box.value = "";
     this.#ask();
@@ -173,7 +176,9 @@ export class Chat {
 
   again() {
     this.#edit(null);
-    this.waiting = this.#takeBack();
+    const { question: text, files } = this.turns.at(-1);
+    this.#replace(this.turns.length - 1);
+    this.waiting = { text, files };
     this.#ask();
   }
 
@@ -195,22 +200,30 @@ export class Chat {
 
   // Edit a turn's question in the box. Sending it replaces this turn and all later ones.
   #edit(turn) {
-    const { box, note } = this.parts;
+    const { box } = this.parts;
     if (turn || this.edited) {
       box.value = turn?.question ?? "";
       this.files.put(turn?.files ?? []);
     }
-    this.edited = turn;
-    const index = this.turns.indexOf(turn);
-    this.turns.forEach(({ element }, i) => element.classList.toggle("edited", turn && i >= index));
-    write(note, turn ? "Edit the question and send it: it takes the place of what is faint above. Esc leaves it." : "");
+    this.#mark(turn);
     if (turn) box.focus();
   }
 
-  #replace() {
+  // Mark the turns that the question in the box will replace: this one and all later ones, or none for null.
+  #mark(turn) {
+    this.edited = turn;
+    const index = this.turns.indexOf(turn);
+    this.turns.forEach(({ element }, i) => element.classList.toggle("edited", turn && i >= index));
+    const how = "Edit the question and send it: it takes the place of what is faint above. Esc leaves it.";
+    write(this.parts.note, turn ? how : "");
+  }
+
+  // Remove the turns from this index on. They are gone once the answer to the next question begins.
+  #replace(first) {
     this.stop();
-    const first = this.turns.indexOf(this.edited);
-    for (const { element } of this.turns.splice(first)) element.remove();
+    this.at = first;
+    this.replaced.unshift(...this.turns.splice(first));
+    for (const { element } of this.replaced) element.remove();
     this.edited = null;
     write(this.parts.note, "");
     this.#show(false);
@@ -255,6 +268,7 @@ export class Chat {
     this.talk = talk;
     this.kept = "";
     this.turns = [];
+    this.replaced = [];
     this.parts.log.replaceChildren();
     for (const kept of turns) {
       const turn = this.#begin(kept);
@@ -264,9 +278,9 @@ export class Chat {
       write(turn.figures, kept.facts);
       this.#draw(turn);
     }
-    const { log, note } = this.parts;
+    const { log } = this.parts;
     log.scrollTop = log.scrollHeight;
-    write(note, "");
+    this.#mark(null);
     this.#show(false);
     this.list.current = talk.id;
     this.list.draw();
@@ -317,7 +331,7 @@ export class Chat {
 
   // Return the conversation in its stored form. `broken`: the note on an answer that is still running.
   #body(broken) {
-    const turns = this.turns.map((turn) => ({
+    const turns = this.turns.toSpliced(this.at, 0, ...this.replaced).map((turn) => ({
       question: turn.question,
       files: turn.files,
       content: turn.content.text,
@@ -409,9 +423,14 @@ export class Chat {
       turn.reason = signal.aborted ? "stopped" : `broken off: ${error.message}`;
     }
     this.left = null;
-    if (!this.turns.includes(turn)) this.#show(); // another conversation was opened
-    else if (turn.error && !turn.tokens) this.#refuse(turn.error);
+    const isEmpty = turn.error && !turn.tokens;
+    if (!this.turns.includes(turn)) {
+      // Another conversation was opened, or another question replaces this one
+      if (isEmpty) this.replaced = this.replaced.filter((each) => each !== turn);
+      this.#show();
+    } else if (isEmpty) this.#refuse(turn.error);
     else {
+      this.replaced = [];
       this.#end(turn);
       this.#keep();
     }
@@ -458,6 +477,7 @@ export class Chat {
       turn.tokens += 1; // approximate, since a piece may have several tokens; the last event has the exact count
       turn.last = performance.now();
       turn.first ??= turn.last;
+      if (this.turns.includes(turn)) this.replaced = [];
     }
     turn.reason ||= choices[0]?.finish_reason;
     if (usage) Object.assign(turn, { tokens: usage.completion_tokens, about: "" });
@@ -499,10 +519,18 @@ export class Chat {
     this.#draw(turn);
   }
 
-  // Put a refused question back into the box and say why.
+  // Put a refused question back into the box and say why. What it was to replace returns, and is marked again.
   #refuse({ name, message, code, status }) {
-    const { note } = this.parts;
+    const { log, note } = this.parts;
     this.#putBack(this.#takeBack());
+    const [first = null] = this.replaced;
+    for (const turn of this.replaced) {
+      this.turns.push(turn);
+      log.append(turn.element);
+      this.#draw(turn);
+    }
+    this.replaced = [];
+    this.#mark(this.turns.includes(this.edited) ? this.edited : first);
     this.#show(code === "context_length_exceeded");
     let why = name === "TypeError" ? `The server does not answer: ${message}.` : message;
     if (name === "AbortError") why = "";
@@ -510,6 +538,6 @@ export class Chat {
       why = "The server wants its API key before it answers: type it above.";
       this.wantKey(this, why);
     }
-    write(note, why);
+    if (why) write(note, why);
   }
 }

@@ -208,7 +208,7 @@ export class TalkList {
     const isOther = kept && kept.version !== talk.version;
     if (isOther) talk.id = nameAnew();
     const first = body.turns[0];
-    const title = kept?.title ?? shorten((first.question || first.files[0].name).replace(/\s+/g, " "), TITLE);
+    const title = kept?.title ?? shorten((first.question || (first.files[0]?.name ?? "")).replace(/\s+/g, " "), TITLE);
     const version = nameAnew();
     const text = JSON.stringify({ title, version, at: Date.now(), ...body });
     const why = this.shelf.put(talk.id, text);

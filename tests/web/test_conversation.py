@@ -334,6 +334,9 @@ def test_a_saved_conversation_is_opened(talks, tmp_path):
     said.save(str(tmp_path / "talk.json"))
     (tmp_path / "other.json").write_text('{"messages": [{"role": "user", "content": "Who?"}]}')
     (tmp_path / "none.json").write_text("{")
+    unnamed = Conversation()
+    unnamed.add("", "Hello.")
+    unnamed.save(str(tmp_path / "unnamed.json"))
     tab = talks()
     say(tab, "say: one")
 
@@ -346,6 +349,8 @@ def test_a_saved_conversation_is_opened(talks, tmp_path):
         chosen(name)
         shows(tab, "[data-chat-part=note]", f"{name} is not a conversation")
         assert why in part(tab, "note").inner_text()
+    chosen("unnamed.json")  # an empty question used to be an error
+    shows(tab, ".turn > .reply", "Hello.")
     chosen("talk.json")
     until(tab, "document.querySelectorAll('.turn').length === 2")
     assert part(tab, "note").inner_text() == "" and part(tab, "system").input_value() == "Be short."
@@ -358,7 +363,8 @@ def test_a_saved_conversation_is_opened(talks, tmp_path):
         {"role": "user", "content": "say: well"},
     ]
     part(tab, "talks").locator("summary").click()
-    assert tab.locator(".talks .title").all_inner_texts() == ["Who?", "say: one"]
+    titles = ["Who?", "without a title", "say: one"]
+    assert tab.locator(".talks .title").all_inner_texts() == titles
 
 
 DROPS = """([name, text, andSend]) => {
@@ -419,6 +425,19 @@ def test_a_dropped_file_is_attached(talks, parrots):
     assert tab.locator(".files .attached").all_inner_texts() == ["notes.txt×"]
     say(tab, "say: two")
     assert sent(tab)[-1]["messages"][0]["content"] == fenced.replace("one", "two")
+
+
+def test_a_file_is_counted_in_the_open_conversation(talks):
+    """Regression: after a file that was attached in another conversation, the number was negative."""
+    tab = talks()
+    say(tab, "say: " + "a" * 200)
+    tab.evaluate(DROPS, ["one.txt", "a" * 40])
+    shows(tab, ".files", "one.txt, ")
+    part(tab, "anew").click()
+    tab.evaluate(DROPS, ["two.txt", "a" * 40])
+    shows(tab, ".files", "two.txt, ")
+    tokens = int(re.search(r"two.txt, (\S+) tokens", part(tab, "files").inner_text())[1])
+    assert 40 < tokens < 80, "a letter is a token"
 
 
 def test_the_heading_is_the_model(talks, parrots):
@@ -506,6 +525,39 @@ def test_an_edited_question_replaces_what_followed(talks):
     say(tab, "say: 2")
     assert [m["content"] for m in sent(tab)[-1]["messages"]] == ["say: one", "one", "say: 2"]
     assert tab.locator(".turn").count() == 2 and part(tab, "note").inner_text() == ""
+
+
+def test_a_refused_question_replaces_nothing(talks):
+    """Regression: after an edited question, or one asked again, was refused, the earlier answers were lost."""
+    tab = talks()
+    for text in ("one", "two", "three"):
+        say(tab, f"say: {text}")
+    refusal = {"status": 503, "json": {"error": {"message": "The server is full."}}}
+    tab.route("**/v1/chat/completions", lambda asked: asked.fulfill(**refusal))
+    tab.locator(".turn .asked .tab").nth(1).click()
+    say(tab, "say: 2")
+    shows(tab, "[data-chat-part=note]", "The server is full")
+    assert tab.locator(".turn").count() == 3 and tab.locator(".edited").count() == 2
+    assert part(tab, "box").input_value() == "say: 2"
+    tab.unroute("**/v1/chat/completions")
+    part(tab, "box").press("Enter")  # it still replaces them
+    until(tab, f"{STOPPED} && document.querySelectorAll('.turn').length === 2")
+    assert [m["content"] for m in sent(tab)[-1]["messages"]] == ["say: one", "one", "say: 2"]
+    tab.route("**/v1/chat/completions", lambda asked: asked.fulfill(**refusal))
+    part(tab, "again").click()
+    shows(tab, "[data-chat-part=note]", "The server is full")
+    assert part(tab, "box").input_value() == "say: 2"
+    part(tab, "box").press("Escape")
+    assert part(tab, "box").input_value() == "" and tab.locator(".edited").count() == 0
+    assert tab.locator(".turn > .reply").all_inner_texts() == ["one", "2"]
+    tab.unroute("**/v1/chat/completions")
+    tab.route("**/v1/chat/completions", lambda asked: None)  # never answered
+    part(tab, "again").click()
+    tab.reload()
+    until(tab, "document.querySelectorAll('.turn').length === 3")
+    assert [t.strip() for t in tab.locator(".turn > .reply").all_inner_texts()] == ["one", "2", ""]
+    assert facts(tab).startswith("broken off")
+    tab.said.clear()  # the browser's own messages about refusals
 
 
 def test_a_saved_conversation_loads_in_the_terminal(talks, tmp_path):
