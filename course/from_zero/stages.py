@@ -93,14 +93,14 @@ and cut qk into q and k again""",
                 "llama.forward",
                 """Look up the tokens (`model.table.embed`), let them run through all layers
                 (`model.layers`), and return the states of those in `logits_at` (after `model.norm`). The
-                docstring names what a layer calls. A layer's RoPE is that of its kind:
-                `model.kinds[layer.kind]`.""",
+                docstring names what a layer calls. For each kind in `model.kinds`, `rope_at(kind, positions)`
+                is its RoPE, and `ATTENTION[model.attention](kind, model.config.H, windows)` the operation
+                that `attend` wants; a layer's are those of number `layer.kind`.""",
                 (
                     "A layer adds twice to x: what attention found, and what the MLP makes of it. "
                     "Before each of them comes a norm, and what is added goes to the x before the norm.",
-                    "Positions: those of all windows, concatenated. `rope_at(kind, positions)` is "
-                    "the RoPE of a kind of layer, and `ATTENTION[model.attention](kind, model.config.H, windows)` "
-                    "knows what its tokens see; a layer's kind is number `layer.kind` of `model.kinds`. "
+                    "Positions: those of all windows, concatenated. Before the loop, make two lists, `ropes` "
+                    "and `operations`, with an entry for each kind; a layer indexes them by `layer.kind`. "
                     "`only(x, logits_at)` keeps the rows that yield a token: once, before the last norm, is enough.",
                     """x = model.table.embed(ids)
 for layer in model.layers:

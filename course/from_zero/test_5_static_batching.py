@@ -128,12 +128,13 @@ def test_every_pass_is_started():
 
 @pytest.mark.about("_sample")
 def test_logprobs():
-    """A request that asks for log probabilities gets them."""
-    logprobs = run(new_runner(), [Prefill(2, ids_of(), 0, emits=True)], logprobs=2)
-    assert [*logprobs] == [(2, 0)], "by slot and index"
-    likeliest, value = logprobs[2, 0].top[0]
-    assert text_of([likeliest]) == parts(SUM)[0]
-    assert value == logprobs[2, 0].logprob
+    """Each request that asks for log probabilities gets its own."""
+    both = [Prefill(2, ids_of(SUM), 0, emits=True), Prefill(0, ids_of(COUNT), 0, emits=True)]
+    logprobs = run(new_runner(), both, logprobs=2)
+    assert {*logprobs} == {(2, 0), (0, 0)}, "by slot and index"
+    likeliest = {slot: text_of([output.top[0][0]]) for (slot, _), output in logprobs.items()}
+    assert likeliest == {2: parts(SUM)[0], 0: parts(COUNT)[0]}, "the likeliest token of each slot"
+    assert logprobs[2, 0].top[0][1] == logprobs[2, 0].logprob
 
 
 def test_answers_in_batches():

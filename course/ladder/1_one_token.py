@@ -24,9 +24,9 @@ things besides the model:
   for each step, and throws it away. The next rung asks what that costs.
 - The places of the tokens whose next token is wanted. Here that is the last one.
 
-For each of these tokens it yields a *state*: a few hundred numbers that represent what the model
-has understood so far. The model's *head* compares a state with every token of the vocabulary. That
-gives the scores.
+For each of these tokens it yields a *state*: about two hundred numbers that represent what the
+model has understood so far. The model's *head* compares a state with every token of the vocabulary.
+That gives the scores.
 
 Putting a list of tokens through the model, all side by side, is called a *prefill*. On this rung
 every step is a prefill that computes all tokens of the list: look at the column of tokens computed.

@@ -125,8 +125,9 @@ def main() -> None:
             kind = "decode" if sequence.answer else "prefill"
             cells[sequence.number - 1] = (kind, sequence.number)
         timeline.step(cells)
-        copied = max(copied, sum(sequence.length for sequence in running))
         tokens = step(slab, running, free)
+        # `read` copies whole pages
+        copied = max(copied, PAGE * sum(len(sequence.table) for sequence in running))
         pairs = zip(running, tokens, strict=True)
         running = [sequence for sequence, token in pairs if commit(sequence, token, free)]
     seconds = time.perf_counter() - began

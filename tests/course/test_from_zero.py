@@ -177,6 +177,29 @@ MISTAKES = [
         "New rows are written where",
     ),
     Mistake("pages.PagedWindow.read", "array(table)", "array(sorted(table))", "in their order"),
+    Mistake(
+        "llama.attention",
+        "sums.transpose(0, 2, 1, 3)",
+        "sums",
+        "are not brought back to (B, L, H, Dh)",
+    ),
+    Mistake(
+        "llama.forward",
+        "layer.mlp(layer.mlp_norm(x))",
+        "layer.mlp(x)",
+        "the logits (check two norms",
+    ),
+    Mistake(  # as `cut` does it, whose last part is what is left
+        "llama.Formula.run",
+        "size = group.B * window.L",
+        "size = window.L * (group.B if len(window.groups) == 1 else 1)",
+        "Several windows share a pass",
+    ),
+    Mistake(
+        "runner.Runner._sample", "in slots]", "in sorted(rows)]", "likeliest token of each slot"
+    ),
+    Mistake("sched.Scheduler.plan", "each.request.planned += 1", "pass", "but none is planned"),
+    Mistake("sched.Scheduler._cut", "min(left, self.chunk)", "left", "and may have 1 to 4"),
     Mistake("lookup.draft", "len(text) - 3", "len(text) - 2", "newest two"),
     Mistake(
         "lookup.draft", "range(len(text) - 3, -1, -1)", "range(len(text) - 2)", "last occurred"

@@ -36,6 +36,18 @@ def check_that_the_cache_pays(said: str, prompts: list[int], results: list[Resul
     assert columns in ([(str(none), "")], [(str(none), str(cached))]), (columns, none, cached)
 
 
+def check_that_whole_pages_are_copied(said: str, prompts: list[int], results: list[Result]) -> None:
+    """Check the most rows that a step copies: those of all pages in use, of 32 rows each."""
+    lengths = [
+        (prompt, len(result.tokens)) for prompt, result in zip(prompts, results, strict=True)
+    ]
+    rows = [
+        sum(-(-(prompt + step) // 32) * 32 for prompt, tokens in lengths if step < tokens)
+        for step in range(max(tokens for _, tokens in lengths))
+    ]
+    assert f"a step copies up to {max(rows)} rows in each layer" in said
+
+
 def test_rung_piped_into_head():
     read, write = os.pipe()
     os.close(read)
@@ -75,8 +87,11 @@ def test_rung_equals_the_engine(path, engine, tmp_path):
     pictures = re.findall(r"slot \d  (\S+)", ast.get_docstring(ast.parse(path.read_text())))
     assert all(f"  {picture}\n" in said for picture in pictures), "the text shows another picture"
     # These columns are counts, so they are exact even on a busy machine
+    prompts = [len(engine.text.ask(prompt)) for prompt, _, _ in answers]
     if path.stem in ("1_one_token", "2_cache"):
-        check_that_the_cache_pays(said, [len(engine.text.ask(p)) for p, _, _ in answers], results)
+        check_that_the_cache_pays(said, prompts, results)
+    if path.stem == "6_pages":
+        check_that_whole_pages_are_copied(said, prompts, results)
     figures = re.findall(r"(\d+) (?:steps|tokens computed) for (\d+) .*\([\d.]+ s\)", said)
     assert figures and all(int(tokens) > 0 for _, tokens in figures)
     if path.stem in (

@@ -99,13 +99,19 @@ class Story(Replay):
             f"step {plan.step} has {plan.tokens} tokens, and may have {most}"
         )
         for chunk in plan.chunks:
-            assert 0 < chunk.tokens <= self.sched.chunk
+            assert 0 < chunk.tokens <= self.sched.chunk, (
+                f"step {plan.step}: {name(chunk.request)} has a chunk of {chunk.tokens} tokens, and may "
+                f"have 1 to {self.sched.chunk}"
+            )
         assert plan.waiting or not plan.blocked, (
             f"step {plan.step}: slots {plan.blocked} are blocked, though nobody waits"
         )
         said = {}
         for request, slot, *_, draft in plan.emitters:
             index = request.planned - 1 - len(draft)
+            assert index >= 0, (
+                f"step {plan.step}: {name(request)} yields a token, but none is planned"
+            )
             is_right = True
             said[slot] = []
             for i, drafted in enumerate((*draft, None)):
