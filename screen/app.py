@@ -776,7 +776,8 @@ class Screen(App):
         """Run a script such as "static burst24 step60". With `screenshot`, take it and quit."""
         state = self.state
         self.session.stays = not (script or self.strip)  # a user may type while the model loads
-        await self.until(lambda: state.view.stage != "loading")
+        client = self.session.client
+        await self.until(lambda: state.view.stage != "loading" or client.asleep)
         if state.view.stage == "failed":
             if self._screenshot:
                 self.exit()
@@ -802,7 +803,8 @@ class Screen(App):
             return self.session.settled
         if view.paused:  # a paused engine never finishes
             return True
-        return self.session.settled if word == "wait" else not view.engine.draining_to
+        is_draining = view.engine and view.engine.draining_to
+        return self.session.settled if word == "wait" else not is_draining
 
     async def take_picture(self) -> None:
         """Take the screenshot and quit. The file is written at exit."""

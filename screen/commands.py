@@ -482,6 +482,8 @@ class PlainLog:
             end = f"{call.status} {call.reason}: {call.message}".rstrip(": ")
             self.write(" ".join(f"{call.client} {call.route} → {end}".split()))
         if view.engine is None:
+            self.write_lines(fault.message for fault in state.faults[self._faults :])
+            self._faults = len(state.faults)
             return
         self._collect_events(view.engine)
         for period in state.periods:
@@ -509,10 +511,12 @@ class PlainLog:
     def _collect_events(self, engine: Snapshot) -> None:
         """Collect the events of an engine: requests, policies, faults."""
         state = self.session.state
-        if state.view.epoch != self._epoch:  # another engine: do not report its earlier events
+        if state.view.epoch != self._epoch:  # another engine
             self._epoch = state.view.epoch
-            self._told = {r.id: r for r in (*engine.requests, *engine.ended)}
-            engine = replace(engine, ended=(), steps=())
+            self._told = {}
+            if not state.view.is_new:  # do not report its earlier events
+                self._told = {r.id: r for r in (*engine.requests, *engine.ended)}
+                engine = replace(engine, ended=(), steps=())
         for r in (*engine.requests, *engine.ended):
             if not is_mute(r):
                 self._late += news_of(r, self._told.get(r.id))
@@ -550,7 +554,7 @@ class PlainLog:
 
     def _write_pages(self) -> None:
         """Write pages once the engine has run their commands."""
-        while self._asked and self.session.handled:
+        while self._asked and self.session.handled and self.session.state.view.engine:
             self.write_lines(self._asked.pop(0).in_log(self.session.state))
 
     def write_lines(self, lines: Iterable[str]) -> None:
@@ -608,7 +612,7 @@ def run_plain(
             if idle and not listening:
                 print(f"nanobatch: {NO_WORK}", file=sys.stderr)
                 return 2
-            if state.view.stage != "ready":
+            if not (state.view.stage == "ready" or session.client.asleep):
                 continue
             # A line of a script waits until everything before it has finished
             while lines and (session.settled or not script):

@@ -52,6 +52,7 @@ class EngineClient:
     """
 
     own: Collection[int]  # open requests of this screen
+    asleep = ""  # non-empty if a watched server has to load the model first, which a prompt causes
 
     def __init__(self) -> None:
         self.posted = 0  # number of commands so far

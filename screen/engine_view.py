@@ -82,6 +82,7 @@ class View(NamedTuple):
     answers: Mapping[int, AnswerRef] = {}  # question number -> the request that answers it
     temperature: float = 0.0  # the model's default
     epoch: int = 0  # changes with the watched engine, because another one counts from 1 again
+    is_new: bool = False  # the watched engine was loaded while this screen watched
     gone_s: float | None = None  # seconds since the server went away
     experimenting: bool = False
     record: ExperimentRecord | None = None  # record of the running or the last experiment

@@ -17,11 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
 from base.installation import command
-from base.validation import read_whole, shown
+from base.validation import printable, read_whole, shown
 from cli.chat_model import REMEDY, Outgrown
 from cli.http_client import base_of, read_events, refusal, request, why
 from engine import watch_frames
@@ -41,6 +42,10 @@ SENDERS = 64  # maximum number of requests in flight; others wait in this client
 
 class Loading(ValueError):
     """The server has not loaded its model yet."""
+
+
+class NotLoaded(Loading):
+    """The server loads this model at its next request."""
 
 
 def address_of(text: str) -> tuple[str, int]:
@@ -68,7 +73,7 @@ class RemoteEngineClient(EngineClient):
         self._models: tuple[str, ...] = ()  # names of the server's models
         self._model = ""  # the watched model, once the server has named it
         self._stream_line: socket.socket | None = None  # the connection of the frames
-        self._is_switching = False  # reconnecting to another model
+        self._is_switching = False  # another model was chosen since the last `_connect`
         self._epoch = 0
         self._lost_at: float | None = None  # when the server went away
         self._asks: queue.Queue[tuple[Ask, int]] = queue.Queue()
@@ -122,21 +127,28 @@ class RemoteEngineClient(EngineClient):
                 raise ConnectionError("it has ended")
             except Exception as error:  # keep the thread alive and retry
                 if not self._is_switching:
-                    self._lose(why(error))
+                    words = clean(why(error).removeprefix(f"--watch {self.url}: "))
+                    (self._sleep if isinstance(error, NotLoaded) else self._lose)(words)
             events = None
-            if self._is_switching:
-                self._is_switching = False
-                continue
-            self._ending.wait(RETRY_S)
+            if not self._is_switching:
+                self._ending.wait(RETRY_S)
 
     def _connect(self) -> Iterator[watch_frames.Frame]:
         """Connect, check that the server is a nanobatch of this version, and return its frames."""
-        query = f"?model={quote(self._model)}" if self._model else ""
+        with self._lock:
+            self._is_switching = False
+            self._over.clear()  # engines number their requests independently
+            query = f"?model={quote(self._model)}" if self._model else ""
         answer = self._request("GET", f"/watch{query}", self._key, SILENT_S)
         self._stream_line = answer.line
         if answer.status != 200:
+            words, code = refusal(answer)
             error = Loading if answer.status == 503 else ValueError
-            raise error(f"--watch {self.url}: {refusal(answer)[0]}")
+            if code == "not_loaded":
+                error = NotLoaded
+                if clean(words) != self.asleep:
+                    self._models = self._names()
+            raise error(f"--watch {self.url}: {words}")
         events = read_events(answer)
         hello = next(events, {})
         is_ours = isinstance(hello, dict) and isinstance(hello.get("model"), str)
@@ -145,6 +157,8 @@ class RemoteEngineClient(EngineClient):
                 f"--watch {self.url}: not a nanobatch server, or one of another version"
             )
         with self._lock:
+            if self._is_switching:
+                raise ConnectionError("another model was chosen in the meantime")
             self._is_fresh = True
             names = hello.get("models")
             if isinstance(names, list) and all(isinstance(name, str) for name in names):
@@ -161,6 +175,12 @@ class RemoteEngineClient(EngineClient):
         receiver = watch_frames.Receiver()
         return (receiver.unpack(event) for event in events)
 
+    def _names(self) -> tuple[str, ...]:
+        """Ask for the names of the models, because a refusal does not contain them."""
+        with self._request("GET", "/health", "", SILENT_S) as answer:
+            found = json.loads(answer.read(2**20))
+        return tuple(dict(found.get("models", {})))[:MODELS]
+
     def _receive_frame(self, frame: watch_frames.Frame) -> None:
         with self._lock:
             if self._is_fresh:
@@ -168,6 +188,8 @@ class RemoteEngineClient(EngineClient):
                 self._lost_at = None
                 self._frame = None
                 self._epoch += 1
+                self.update_view(is_new=bool(self.asleep))
+                self.asleep = ""
             self._frame = watch_frames.join_frames(self._frame, frame)
             self._over += (request.id for request in frame.engine.ended)
             self._came.notify_all()
@@ -176,14 +198,27 @@ class RemoteEngineClient(EngineClient):
     def _lose(self, reason: str) -> None:
         """Record that the server is gone. Called every second, to update the seconds shown."""
         with self._lock:
+            self.asleep = ""
             if self._frame is None:
-                words = clean(reason.removeprefix(f"--watch {self.url}: "))
-                self.update_view(done=(f"asking {self.url}", words))
+                self.update_view(done=(f"asking {self.url}", reason))
             elif self._lost_at is None:
                 self._lost_at = time.monotonic()
                 self.fault(f"{self.url} is gone: {reason}; trying again")
             else:
                 self.update_view()
+
+    def _sleep(self, reason: str) -> None:
+        """Record that the model is not loaded. The last view stays until a request loads it."""
+        with self._came:
+            if reason == self.asleep:
+                return
+            self.asleep = reason
+            self._lost_at = None
+            if self._frame is None:
+                self.update_view(done=(f"asking {self.url}", reason))
+            else:
+                self.fault(reason)
+            self._came.notify_all()
 
     def _request(
         self, method: str, path: str, key: str, patience: float, body: str | None = None
@@ -206,7 +241,8 @@ class RemoteEngineClient(EngineClient):
             if len(self._models) < 2:
                 return super().watch_model(name)
             if not name:
-                at = self._models.index(self._model) if self._model in self._models else -1
+                # Before the first frame, the server would show its first model
+                at = self._models.index(self._model) if self._model in self._models else 0
                 name = self._models[(at + 1) % len(self._models)]
             elif name not in self._models:
                 raise ValueError(
@@ -239,7 +275,7 @@ class RemoteEngineClient(EngineClient):
         while True:
             ask, cancels = self._asks.get()
             with self._came:  # wait, because a loading server refuses requests
-                self._came.wait_for(lambda: self._known.stage == "ready")
+                self._came.wait_for(lambda: self._known.stage == "ready" or self.asleep)
             try:
                 if cancels == self._cancels:
                     self._stream(ask, cancels)
@@ -280,12 +316,26 @@ class RemoteEngineClient(EngineClient):
             if "no chat template" not in words:
                 raise ValueError(words)
             self.update_view(has_chat=False)
-        number = int(answer.getheader("X-Request-Id").split("-")[1])
+        with answer.line, answer:
+            self._read_stream(ask, cancels, answer)
+
+    def _read_stream(self, ask: Ask, cancels: int, answer: http.client.HTTPResponse) -> None:
+        events = read_events(answer)
+        id = answer.getheader("X-Request-Id")
+        if not id:  # the stream began while the model was being loaded
+            first = next(events, {"error": {"message": "the server has ended the stream"}})
+            if "error" in first:
+                raise ValueError(printable(first["error"]["message"]))
+            id = first["id"]
+            events = chain((first,), events)
+        number = int(id.split("-")[1])
         self.own[number] = answer.line
+        with self._came:  # until its frames arrive, the view shows another engine's requests
+            self._came.wait_for(lambda: not self.asleep, SILENT_S)
         self.note_answer(ask, number)
         text = ""
         try:
-            for event in read_events(answer):
+            for event in events:
                 if cancels != self._cancels:
                     break
                 for choice in event.get("choices", ()):
@@ -299,7 +349,5 @@ class RemoteEngineClient(EngineClient):
             if self._is_blind:
                 self.note_answer(ask, number, text, True)
             self.own.pop(number, None)
-            answer.close()
-            answer.line.close()
         with self._came:
             self._came.wait_for(lambda: number in self._over or self._lost_at is not None, SILENT_S)

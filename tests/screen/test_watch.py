@@ -2,6 +2,7 @@
 (`--watch`)."""
 
 import copy
+import http.client
 import json
 import math
 import operator
@@ -27,7 +28,7 @@ from engine import watch_frames
 from engine.server_snapshot import RequestRecord, ServerView
 from nanobatch import SamplingParams
 from screen.app import panes_of
-from screen.commands import Session
+from screen.commands import PlainLog, Session, run_plain
 from screen.draw import answers, status, style
 from screen.engine_client import LocalEngineClient
 from screen.engine_view import View
@@ -295,6 +296,66 @@ def test_a_prompt_waits_for_a_loading_server(engine):
             api.close()
     assert [(r.prompt, bool(r.text)) for r in it.state.ended] == [("Hello", True)]
     assert not it.state.faults
+
+
+@pytest.fixture(scope="module")
+def unloaded():
+    with Server("--model", "a=demo", "--model", "b=demo", "--slots", "2") as server:
+        yield server
+
+
+def test_a_watched_server_loads_its_models_on_demand(unloaded, monkeypatch):
+    """Regression: a prompt waited until the model was loaded, which only a prompt causes. A model that was
+    not loaded was shown as a lost server."""
+    said = "is not loaded; its next request loads it"
+    with watching(unloaded) as it:
+        it.sees(lambda state: state.view.done[-1:] == (f"a {said}",))
+        assert it.session.obey("/model") == "b is watched from here on"
+        it.sees(lambda state: state.view.done[-1:] == (f"b {said}",))
+    with watching(unloaded) as it:
+        lines = []
+        assert run_plain(it.session, "burst1", lines.append) == 0
+        assert any(re.search(r"r1 ends \(\w+\): \d+ tokens", line) for line in lines), lines
+    with watching(unloaded) as it:
+        it.sees(lambda state: state.model.startswith("a @"))
+        it.session.obey("/model b")
+        fault = it.sees(lambda state: state.faults and state.faults[-1])
+        assert fault.message == f"b {said}" and it.state.view.gone_s is None
+        # The header is missing if the stream begins while the model is being loaded
+        monkeypatch.setattr(http.client.HTTPResponse, "getheader", lambda self, name: None)
+        it.session.obey("Count from 3 to 7.")
+        it.sees(lambda state: it.session.settled and state.model.startswith("b @"))
+        assert it.answer("Count from 3 to 7.") == "3, 4, 5, 6, 7." and it.state.faults == [fault]
+
+
+def test_a_prompt_refused_before_the_first_frame_is_logged():
+    session = Session(RemoteEngineClient("http://127.0.0.1:1"), State(), MENU)
+    lines = []
+    log = PlainLog(session, lines.append)
+    session.client.fault("not fired: a cannot be loaded")
+    log.refresh()
+    assert lines[-1] == "not fired: a cannot be loaded"
+
+
+def test_a_model_can_be_chosen_during_a_reconnect(unloaded):
+    """Regression: the server's answer to the previous choice replaced the newer one."""
+    for name in "ab":
+        unloaded.complete(model=name)
+    with watching(unloaded) as it:
+        it.sees(lambda state: state.model.startswith("b @"))
+        request, paths = it.client._request, []
+
+        def choose(method, path, *more):
+            paths.append(path)
+            answer = request(method, path, *more)
+            if len(paths) == 1:
+                it.session.obey("/model b")
+            return answer
+
+        it.client._request = choose
+        it.session.obey("/model a")
+        it.sees(lambda state: len(paths) == 2 and state.view.epoch == 2)
+        assert paths[1] == "/watch?model=b" and it.state.model.startswith("b @")
 
 
 def test_a_watched_view_is_complete(server):
