@@ -68,7 +68,7 @@ class Shape:
     def attend(self, windows: list[Window], q: mx.array, k: mx.array, v: mx.array) -> np.ndarray:
         form = "c" if windows[0].slab is self.slabs[0] else "formula"
         attention = llama.ATTENTION[form](self.kind, self.H, windows)
-        layer = SimpleNamespace(index=0, kind=0)
+        layer = SimpleNamespace(slab_index=0, kind=0)
         return np.array(llama.attend(layer, q, k, v, windows, attention))
 
 
@@ -92,7 +92,7 @@ def test_a_sink_joins_the_softmax_and_takes_no_value():
     rng = np.random.default_rng(1)
     q, k, v = (rng.normal(0, 1, (50, n, 8)).astype(np.float32) for n in (4, 2, 2))
     attention = llama.ATTENTION["c"](kind, 4, [window := Window(slab, [0], [0], 50)])
-    ours = llama.attend(SimpleNamespace(index=0), *map(mx.array, (q, k, v)), [window], attention)
+    ours = llama.attend(SimpleNamespace(slab_index=0), *map(mx.array, (q, k, v)), [window], attention)
     for token in (0, 29, 49):
         seen = slice(max(0, token - 29), token + 1)
         for head in range(4):
@@ -110,7 +110,7 @@ def test_a_nan_stays_in_its_sequence(dtype):
     q = mx.ones((22, 4, 16))
     k = mx.ones((22, 2, 16))
     k[7] = mx.nan
-    layer = SimpleNamespace(index=0, kind=0)
+    layer = SimpleNamespace(slab_index=0, kind=0)
     kind = AttentionType(None, None, None, None, None)
     attention = llama.ATTENTION["c"](kind, 4, windows)
     sums = np.array(llama.attend(layer, q, k, k * 0, windows, attention))
