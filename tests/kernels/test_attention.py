@@ -92,7 +92,9 @@ def test_a_sink_joins_the_softmax_and_takes_no_value():
     rng = np.random.default_rng(1)
     q, k, v = (rng.normal(0, 1, (50, n, 8)).astype(np.float32) for n in (4, 2, 2))
     attention = llama.ATTENTION["c"](kind, 4, [window := Window(slab, [0], [0], 50)])
-    ours = llama.attend(SimpleNamespace(slab_index=0), *map(mx.array, (q, k, v)), [window], attention)
+    ours = llama.attend(
+        SimpleNamespace(slab_index=0), *map(mx.array, (q, k, v)), [window], attention
+    )
     for token in (0, 29, 49):
         seen = slice(max(0, token - 29), token + 1)
         for head in range(4):
