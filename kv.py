@@ -95,7 +95,7 @@ class Slab:
         return [self.arrays[-1][:1, :1, :1]]
 
     def narrowed(self, new: mx.array) -> mx.array:
-        """Cast keys and values to the slab's dtype, if it is another. Numbers outside its range become NaN.
+        """Cast keys and values to the slab's dtype, if it differs. Numbers outside its range become NaN.
 
         subtle: float16 ends at 65,504, and larger numbers would become infinite. An infinite key
         may get the weight 0, and then the overflow would go unnoticed. A NaN spreads to the logits,
@@ -116,7 +116,8 @@ class Slab:
 
         Checking the last layer is enough. A token's key there is computed from its keys and values in
         all earlier layers, and from those of all earlier tokens. If one of them is not finite, neither
-        is that key. (Except an infinite key with the weight 0, where `narrowed` casts nothing.)
+        is that key. The exception: where `narrowed` casts nothing, an infinite key with the weight 0 goes
+        unnoticed.
         """
         rows = self.arrays[-1][slot, :, start:stop]  # (2 Hkv, rows, Dh)
         return (rows * 0).sum()

@@ -16,11 +16,10 @@ already decoding never wait for more than a chunk of it.
 
 A step is planned, run and committed: plan -> run -> commit. `plan` returns a frozen `Plan`; the
 engine runs it on the device; `commit` takes the sampled tokens. The engine may plan step N+1 before
-it has committed step N (run-ahead, or async scheduling). So a request has two separate counters of
-tokens: *planned* and *committed*. (A third, *proven*, says how many of its rows are finite.) The end of
-an answer is seen one step late (unless `max_tokens` ends it, which is known in advance). By then the
-next step has been planned. It runs the ended sequence once more, as a *ghost*, and that token is
-dropped.
+it has committed step N (run-ahead, or async scheduling). So a request has two separate counters:
+how many tokens are *planned*, and how many are *committed*. The end of an answer is seen one step
+late (unless `max_tokens` ends it, which is known in advance). By then the next step has been
+planned. It runs the ended sequence once more, as a *ghost*, and that token is dropped.
 
 A decode may have *draft* tokens (speculative decoding, `prompt_lookup.py`). Each adds a row, and
 each row yields a token. `commit` accepts draft tokens up to the first that differs from the token
@@ -128,7 +127,8 @@ class Scheduler:
             step=self.steps,
             at=now,
             admitted=tuple(self._admitted),
-            scrubs=self._scrubs(running),  # after `_chunks`: the last owner's unproven rows
+            # after `_chunks`, which starts new owners: the last owner's unproven rows are zeroed
+            scrubs=self._scrubs(running),
             chunks=tuple(chunks),
             decodes=tuple(decodes),
             held=tuple(held),
@@ -242,9 +242,8 @@ class Scheduler:
         unread = {request: self._tokens_left(request) for request in requests}
         reserved = min(left - left // 2, self.chunk, unread[oldest])
         chunks: list[Chunk] = []
-        trails = [
-            oldest.prefix.trail
-        ]  # of the prompts that this step reads, the oldest in any case
+        # Of the prompts that this step reads. The oldest is always one of them
+        trails = [oldest.prefix.trail]
         for request in sorted(requests, key=unread.__getitem__):
             want = self._want(request, chunks)
             if request is oldest:

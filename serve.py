@@ -207,7 +207,9 @@ def serve(server: APIServer, args: argparse.Namespace) -> int:
     try:
         found = args.models or find_models()
         if len(found) > 1:
-            say(f"{server.address} answers 503 while the files of {len(found)} models are read")
+            say(
+                f"reading the files of {len(found)} models; {server.address} answers 503 until then"
+            )
             models = open_pool(server, args, found)
         else:
             engine = open_one(server, args, *next(iter(found.items())))
@@ -240,7 +242,7 @@ def find_models() -> dict[str, str]:
 
 def open_one(server: APIServer, args: argparse.Namespace, name: str, model: str) -> Engine:
     """Serve one model, which is loaded at start."""
-    say(f"{server.address} answers 503 while {name} is being loaded")
+    say(f"loading {name}; {server.address} answers 503 until then")
     own = options_of(args, name, model)
     engine = load(own, report=lambda stage: say(stage, is_last=False), embeds=own.embeddings)
     loop = engine.serving()

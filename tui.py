@@ -312,7 +312,10 @@ def run_screen(args: argparse.Namespace, session: Session) -> tuple[int, str]:
     if app.return_code is None and not BROWSER:
         cli.say("the screen stopped because of a bug in it")
         code = 1
-    for block in session.state.tracebacks[-5:]:
+    # A planted fault was shown, and is not a fault of ours
+    planted = f"{fault_injection.Planted.__name__}: "
+    faults = [block for block in session.state.tracebacks if planted not in block.splitlines()[-1]]
+    for block in faults[-5:]:
         cli.say(block)
     if session.state.periods and not (args.screenshot or BROWSER):
         print("\n".join(farewell(session.state, shutil.get_terminal_size().columns)))

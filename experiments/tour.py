@@ -414,7 +414,7 @@ def draw(state: State, on: Canvas) -> None:
     draw_answers(told, on)
     on.say(told.verdict, on.accent, True)
     if told.place:  # never shortened, because users copy it
-        pen = on.pen().put(f" {told.place}", bold=True).put("   by hand:", on.muted)
+        pen = on.pen().put(f" {told.place}", bold=True).put("   try it:", on.muted)
         for i, pressed in enumerate(told.pressed):
             if pen.width + cell_len(pressed) + 2 > on.width:
                 pen = on.pen()

@@ -116,8 +116,8 @@ def _download(repo: str) -> Path:
                 )
             )
         except OSError:
-            why = "is not a folder here, not in the cache, and could not be downloaded: check the network"
-            why += f" ({one_line(error, 200)})"
+            why = f"is not a folder here, not in the cache, and could not be downloaded ({one_line(error, 200)}): "
+            why += "check the network, or name a folder or a GGUF file (`ask.py --list` shows those here)"
     raise ModelError(f"{shown(repo, 100)} {why}.")
 
 

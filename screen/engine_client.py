@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nanobatch import Engine
     from server.app import APIServer
 
-OTHER_RUNS = "another experiment is running; X ends it"
+OTHER_RUNS = "another experiment is running, {}; X ends it"
 DRAIN_S = 20.0  # seconds for clients' open requests to finish at shutdown
 
 
@@ -463,7 +463,7 @@ class LocalEngineClient(EngineClient):
         cancelled.
         """
         if self._experiment and not self._experiment.takes_in(experiment):
-            self.fault(OTHER_RUNS)
+            self.fault(OTHER_RUNS.format(self._experiment.record.name))
             return
         self.loop.resume()
         self._end_slow_once()

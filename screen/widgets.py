@@ -147,7 +147,7 @@ class PromptBox(TextArea):
             compact=True,
             highlight_cursor_line=False,
             soft_wrap=False,
-            placeholder="i leads in, Enter fires, ctrl+j breaks the line, Esc leads out",
+            placeholder="i to type, Enter to fire, ctrl+j for a new line, Esc to leave",
         )
         self.cursor_blink = False
         self.earlier = earlier

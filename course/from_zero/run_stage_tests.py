@@ -94,10 +94,12 @@ def run(
         found, is_whole = read_results(results, key)
         if is_whole:
             return found
-        output.seek(max(0, output.tell() - MOST_TEXT))
-        said = output.read(MOST_TEXT).decode(errors="replace")
+        output.seek(
+            max(0, output.tell() - 16 * MOST_TEXT)
+        )  # a stack of long paths, innermost first
+        said = output.read(16 * MOST_TEXT).decode(errors="replace")
     if not found or found[-1].outcome != "begun":
-        found.append(Check("the end", "begun", "The checks run to their end.", said))
+        found.append(Check("the end", "begun", "The checks run to their end.", said[-MOST_TEXT:]))
     text = f"{why_ended(code, seconds)}\n{where(said, folder) or found[-1].text}"
     return [*found[:-1], found[-1]._replace(outcome="failed", text=text)]
 

@@ -95,7 +95,7 @@ and cut qk into q and k again""",
                 (`model.layers`), and return the states of those in `logits_at` (after `model.norm`). The
                 docstring names what a layer calls. For each kind in `model.kinds`, `rope_at(kind, positions)`
                 is its RoPE, and `ATTENTION[model.attention](kind, model.config.H, windows)` the operation
-                that `attend` wants; a layer's are those of number `layer.kind`.""",
+                that `attend` wants; a layer uses those with index `layer.kind`.""",
                 (
                     "A layer adds twice to x: what attention found, and what the MLP makes of it. "
                     "Before each of them comes a norm, and what is added goes to the x before the norm.",

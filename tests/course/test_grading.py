@@ -11,7 +11,7 @@ from long_forms import long_form
 from processes import run
 
 from course import overlay
-from course.from_zero import grade, start
+from course.from_zero import grade, run_stage_tests, start
 from course.from_zero.stages import STAGES, tasks
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,8 @@ Scheduler._allot = flood""",
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_cheat_has_no_points(cheat, tmp_path):
+def test_cheat_has_no_points(cheat, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_stage_tests, "MOST_TEXT", 1000)  # as if the paths in a stack were long
     folder = full_book(tmp_path / "carl")
     with (folder / "sched.py").open("a") as file:
         file.write(f"\nScheduler._allot = lambda *_: []\n{CHEATS[cheat]}\n")

@@ -147,5 +147,5 @@ def test_without_a_network_a_line_says_so(tiny, cache, monkeypatch, is_begun):
     meet(monkeypatch, "http://127.0.0.1:9")
     with pytest.raises(ModelError) as caught:
         model_finder.find("owner/tiny")
-    assert "could not be downloaded: check the network" in str(caught.value)
+    assert "check the network, or name a folder" in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400

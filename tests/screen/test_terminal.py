@@ -188,6 +188,12 @@ def test_a_script_draws_its_picture_on_no_terminal(model, tmp_path):
     assert "step 60" in text and "paused" in text and "blocked" in text
 
 
+def test_a_planted_fault_is_not_printed_at_the_end(model, tmp_path):
+    options = ["--script", "break=step wait", "--screenshot", tmp_path / "picture.svg"]
+    done = run(ROOT / "tui.py", "--model", model, *options, cwd="/")
+    assert done.returncode == 0 and "Traceback" not in done.stderr + done.stdout, done.stderr
+
+
 def test_ask_prints_no_escape_sequence(model):
     evil = "\x1b]0;title\x07 \x9b31m red \u202e"
     options = ["--max-tokens", "200", "--ignore-eos"]

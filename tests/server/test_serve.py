@@ -676,7 +676,7 @@ def test_taken_port_is_one_line(server):
 
 def test_first_signal_drains_and_second_ends_streams():
     with Server() as server:
-        assert server.says("answers 503 while demo is being loaded") and server.says("reading")
+        assert server.says("loading demo; ") and server.says("reading")
         line = server.line().post(CHAT, say("Tell me a long story.", stream=True, **LONG))
         line.until(b'"content":"')
         server.process.send_signal(signal.SIGTERM)
