@@ -353,7 +353,9 @@ def compare_threads(args: argparse.Namespace, asked: Sequence[Case]) -> Tally:
         environment = os.environ | {"NANOBATCH_THREADS": threads}
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
         if done.returncode:
-            raise Failed(f"the process with NANOBATCH_THREADS={threads} exited with {done.returncode}")
+            raise Failed(
+                f"the process with NANOBATCH_THREADS={threads} exited with {done.returncode}"
+            )
         for ask, again in zip(asked, pickle.loads(done.stdout), strict=True):
             tally = tally.add(ask, ask.alone, again)
     return tally

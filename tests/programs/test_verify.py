@@ -187,7 +187,9 @@ def test_a_killed_process_is_one_line(capsys, count_only, monkeypatch):
     monkeypatch.setattr(installation, "start", lambda program: [sys.executable, "-c", killed])
     assert verify.main(["--ways", "threads"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"nanobatch: the process with NANOBATCH_THREADS={verify.THREADS[0]} exited with -9"
+    assert (
+        line == f"nanobatch: the process with NANOBATCH_THREADS={verify.THREADS[0]} exited with -9"
+    )
 
 
 def test_incomparable_ways_are_skipped(capsys, count_only, monkeypatch):
