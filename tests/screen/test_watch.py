@@ -12,18 +12,22 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 from screen_stage import Show, Stage, drawn, like_golden, plain, show
 from servers import CHAT, COMPLETIONS, ROOT, Line, Server, free_ports
+from waiting import wait_for
 
 import tui
+from cli.chat_model import REMEDY
 from engine import watch_frames
 from engine.server_snapshot import RequestRecord, ServerView
 from nanobatch import SamplingParams
@@ -35,6 +39,7 @@ from screen.engine_view import View
 from screen.pages import http_requests, request_details
 from screen.remote_client import RemoteEngineClient
 from screen.state import State
+from screen.workload import Ask
 from server.app import APIServer
 from server.http import Options
 from tui import MENU
@@ -298,7 +303,7 @@ def test_a_prompt_waits_for_a_loading_server(engine):
     assert not it.state.faults
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def unloaded():
     with Server("--model", "a=demo", "--model", "b=demo", "--slots", "2") as server:
         yield server
@@ -326,6 +331,95 @@ def test_a_watched_server_loads_its_models_on_demand(unloaded, monkeypatch):
         it.session.obey("Count from 3 to 7.")
         it.sees(lambda state: it.session.settled and state.model.startswith("b @"))
         assert it.answer("Count from 3 to 7.") == "3, 4, 5, 6, 7." and it.state.faults == [fault]
+
+
+@contextmanager
+def answering(reply):
+    """Yield a server that answers each request with `reply(path)`, a status and a body. Without a reply, its
+    models `a` and `b` are not loaded."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            name = self.path.partition("model=")[2] or "a"
+            words = f"{name} is not loaded; its next request loads it"
+            asleep = 503, sse(error={"message": words, "code": "not_loaded"})[6:]
+            health = 200, b'{"models": {"a": "on disk", "b": "on disk"}}'
+            status, body = reply(self.path) or (health if self.path == "/health" else asleep)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *more):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield SimpleNamespace(address=f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+
+
+def sse(**fields) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def test_pages_of_unloaded_models_are_answered_in_a_log(monkeypatch):
+    """Regression: they were dropped without a word, and the log did not say that the newly chosen model is not
+    loaded."""
+    typed = ["/totals", "/model b", "/totals", "/help"]
+    monkeypatch.setattr("screen.commands.read_lines", lambda rest: (b"", typed, False))
+    lines = []
+    with answering(lambda path: None) as server, watching(server) as it:
+        assert run_plain(it.session, "", lines.append) == 0
+    a, b = (f"{name} is not loaded; its next request loads it" for name in "ab")
+    assert lines[:3] == [f"loading: asking {server.address}", a, a]
+    assert lines[3:6] == ["b is watched from here on", b, b] and len(lines) > 20
+
+
+def test_the_last_frame_of_an_unloaded_model_is_not_awaited(stage):
+    """Regression: requests in the last frame kept the session busy for ever. Regression: an engine loaded long
+    ago was taken for a new one if the model watched before it was not loaded."""
+    stage.obey("/burst 2")
+    engine = stage.turns(3).engine.snapshot()
+    frame = watch_frames.Frame(False, 0, 0.0, engine, canned_server())
+    hello = {"protocol": watch_frames.PROTOCOL, "model": "b", "models": ["a", "b"], "texts": True}
+    stream = sse(**hello) + f"data: {watch_frames.Sender(True).pack(frame)}\n\n".encode()
+    streams = [stream]
+    lines = []
+
+    def reply(path):
+        return (200, streams.pop()) if path == "/watch?model=b" and streams else None
+
+    with answering(reply) as server, watching(server) as it:
+        it.sees(lambda state: it.client.asleep.startswith("a "))
+        it.session.obey("/model b")
+        log = PlainLog(it.session, lines.append)
+        wait_for(lambda: log.refresh() or it.client.asleep.startswith("b "))
+        log.refresh()
+        assert it.state.view.busy and it.session.settled and not it.state.view.is_new
+    assert lines[-1].endswith("b is not loaded; its next request loads it")
+    assert not any("r1 waits" in line for line in lines), lines
+
+
+def test_a_refusal_after_loading_counts_like_one_before():
+    """Regression: once the stream had begun, a model without a chat template got no plain prompt, and a
+    conversation that is too long could not be shortened with /drop."""
+    plain_only = {"message": "this model has no chat template; give it plain text"}
+    too_long = {"message": "too long", "code": "context_length_exceeded"}
+    replies = {"/v1/chat/completions": plain_only, "/v1/completions": too_long}
+
+    def reply(path):
+        return path in replies and (200, b": loading a\n\n" + sse(error=replies[path]))
+
+    talk = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user")]
+    with answering(reply) as server, watching(server) as it:
+        it.client.fire([Ask("Hi", 8, 0.0, 1, question=1, messages=talk)])
+        fault = it.sees(lambda state: state.faults and state.faults[-1])
+        assert fault.message == f"too long; {REMEDY}" and not it.state.view.has_chat
 
 
 def test_a_prompt_refused_before_the_first_frame_is_logged():
