@@ -63,10 +63,15 @@ def read_events(
 def refusal(answer: http.client.HTTPResponse) -> tuple[str, str]:
     """Return the message and the code of a refused request; the code is empty if there is none."""
     try:
-        error = json.loads(answer.read(2**16))["error"]
-        return printable(error["message"]), error.get("code") or ""
+        return error_in(json.loads(answer.read(2**16)))
     except (ValueError, LookupError, TypeError, AttributeError):
         return printable(f"{answer.status} {answer.reason}"), ""
+
+
+def error_in(data: Any) -> tuple[str, str]:
+    """Return the message and the code of an error, which is a body or an event."""
+    error = data["error"]
+    return printable(error["message"]), error.get("code") or ""
 
 
 def why(error: BaseException) -> str:

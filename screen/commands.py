@@ -94,9 +94,19 @@ class Session:
         return self.state.view.handled == self.client.posted
 
     @property
+    def takes_prompts(self) -> bool:
+        """True if a model is loaded, or a prompt would load it."""
+        return self.state.view.stage == "ready" or bool(self.client.asleep)
+
+    @property
+    def busy(self) -> bool:
+        """True if the engine works. The last view of an unloaded model may still show requests."""
+        return self.state.view.busy and not self.client.asleep
+
+    @property
     def settled(self) -> bool:
         """True if every command has run and nothing is left to do."""
-        return self.handled and not self.state.view.busy and not self.state.view.stepping
+        return self.handled and not self.busy and not self.state.view.stepping
 
     @property
     def coming(self) -> View:
@@ -467,6 +477,7 @@ class PlainLog:
         self._late: list[tuple[float, str]] = []
         self._told_to = 0.0  # end of the last busy period that was written
         self._policy = ""
+        self._asleep = ""  # why the model is not loaded, as last written
         self._epoch = 0
         self._asked: list[Page] = []  # pages to be written
 
@@ -476,14 +487,20 @@ class PlainLog:
         if not self.session.refresh():
             return
         view = state.view
+        asleep = self.session.client.asleep
         for stage in view.done[len(before.done) :]:
-            self.write(f"loading: {stage}")
+            if stage != asleep:
+                self.write(f"loading: {stage}")
         for call in view.server.ended if view.server else ():
             end = f"{call.status} {call.reason}: {call.message}".rstrip(": ")
             self.write(" ".join(f"{call.client} {call.route} → {end}".split()))
         if view.engine is None:
+            if asleep != self._asleep:  # with an engine, this is a fault in the view
+                self._asleep = asleep
+                self.write_lines([asleep] if asleep else ())
             self.write_lines(fault.message for fault in state.faults[self._faults :])
             self._faults = len(state.faults)
+            self._write_pages()
             return
         self._collect_events(view.engine)
         for period in state.periods:
@@ -492,7 +509,7 @@ class PlainLog:
                 self._late.append((period.ended, said))
                 self._told_to = period.ended
         last = state.history[-1] if state.history else None
-        if view.busy and view.engine.planned > (last.step if last else 0):
+        if self.session.busy and view.engine.planned > (last.step if last else 0):
             # Events after the start of the step in flight are written when it has ended
             self.flush(last.view.began if last else 0.0)
         else:
@@ -553,9 +570,14 @@ class PlainLog:
             self._write_pages()
 
     def _write_pages(self) -> None:
-        """Write pages once the engine has run their commands."""
-        while self._asked and self.session.handled and self.session.state.view.engine:
-            self.write_lines(self._asked.pop(0).in_log(self.session.state))
+        """Write pages once the engine has run their commands, or say that there is none."""
+        session = self.session
+        while self._asked and session.handled:
+            page = self._asked.pop(0)
+            if session.state.view.engine or page.is_early:
+                self.write_lines(page.in_log(session.state))
+            else:
+                self.write(session.client.asleep or "no engine yet")
 
     def write_lines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -612,16 +634,14 @@ def run_plain(
             if idle and not listening:
                 print(f"nanobatch: {NO_WORK}", file=sys.stderr)
                 return 2
-            if not (state.view.stage == "ready" or session.client.asleep):
-                continue
             # A line of a script waits until everything before it has finished
-            while lines and (session.settled or not script):
+            while session.takes_prompts and lines and (session.settled or not script):
                 log.refresh()
                 line = lines.popleft()
                 if line.split()[0] in ("/quit", "/exit"):
                     return 0
                 log.obey(line)
-            if session.settled and not (lines or listening or stays):
+            if session.takes_prompts and session.settled and not (lines or listening or stays):
                 return 0
     finally:
         session.client.drain()

@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from base.installation import command
-from base.validation import printable, read_whole, shown
+from base.validation import read_whole, shown
 from cli.chat_model import REMEDY, Outgrown
-from cli.http_client import base_of, read_events, refusal, request, why
+from cli.http_client import base_of, error_in, read_events, refusal, request, why
 from engine import watch_frames
 from screen.draw.style import clean
 from screen.engine_client import EngineClient
@@ -210,7 +210,7 @@ class RemoteEngineClient(EngineClient):
     def _sleep(self, reason: str) -> None:
         """Record that the model is not loaded. The last view stays until a request loads it."""
         with self._came:
-            if reason == self.asleep:
+            if self._is_switching or reason == self.asleep:
                 return
             self.asleep = reason
             self._lost_at = None
@@ -250,6 +250,7 @@ class RemoteEngineClient(EngineClient):
                 )
             self._model = name
             self._is_switching = True
+            self.asleep = ""  # that was about another model
         with suppress(OSError):
             self._stream_line.shutdown(socket.SHUT_RDWR)
         return name
@@ -308,28 +309,33 @@ class RemoteEngineClient(EngineClient):
         }
         for route, prompt in routes.items():
             answer = self._request("POST", route, self._ask_key, 60, json.dumps(body | prompt))
-            if answer.status == 200:
-                break
-            words, code = refusal(answer)
+            with answer.line, answer:
+                if answer.status != 200:
+                    words, code = refusal(answer)
+                else:
+                    events = read_events(answer)
+                    id = answer.getheader("X-Request-Id")
+                    first = {}
+                    if not id:  # the stream began while the model was being loaded
+                        first = next(
+                            events, {"error": {"message": "the server has ended the stream"}}
+                        )
+                        id = first.get("id")
+                    if "error" not in first:
+                        number = int(id.split("-")[1])
+                        self.own[number] = answer.line
+                        return self._read_stream(ask, cancels, number, chain((first,), events))
+                    words, code = error_in(first)
             if code == "context_length_exceeded" and len(ask.messages) > 2:
                 raise Outgrown(f"{words}; {REMEDY}")
             if "no chat template" not in words:
-                raise ValueError(words)
+                break
             self.update_view(has_chat=False)
-        with answer.line, answer:
-            self._read_stream(ask, cancels, answer)
+        raise ValueError(words)
 
-    def _read_stream(self, ask: Ask, cancels: int, answer: http.client.HTTPResponse) -> None:
-        events = read_events(answer)
-        id = answer.getheader("X-Request-Id")
-        if not id:  # the stream began while the model was being loaded
-            first = next(events, {"error": {"message": "the server has ended the stream"}})
-            if "error" in first:
-                raise ValueError(printable(first["error"]["message"]))
-            id = first["id"]
-            events = chain((first,), events)
-        number = int(id.split("-")[1])
-        self.own[number] = answer.line
+    def _read_stream(
+        self, ask: Ask, cancels: int, number: int, events: Iterator[dict[str, Any]]
+    ) -> None:
         with self._came:  # until its frames arrive, the view shows another engine's requests
             self._came.wait_for(lambda: not self.asleep, SILENT_S)
         self.note_answer(ask, number)
