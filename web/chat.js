@@ -60,6 +60,7 @@ export class Chat {
     this.edited = null; // the turn whose question is being edited
     this.replaced = []; // the turns that the running question replaces; they return if it is refused
     this.at = 0; // their place among the turns
+    this.refused = null; // the turn whose question was asked again and refused
     this.list = new TalkList(this.parts, { open: (id) => this.#open(id), closed: (id) => this.#close(id) });
     this.files = new Attachments(this.parts.files, {
       counted: (files) => this.#count(files),
@@ -112,10 +113,10 @@ export class Chat {
     });
   }
 
-  // Use a key that the user entered, and send the question in the box again.
+  // Use a key that the user entered, and send the refused question again.
   useKey(key) {
     this.key = key;
-    this.send();
+    this.#retry();
   }
 
   // The turns that are sent to the model.
@@ -149,8 +150,10 @@ export class Chat {
 
   // Cancel editing a question, or stop the answer.
   escape() {
-    if (this.edited) this.#edit(null);
-    else this.stop();
+    if (!this.edited) return this.stop();
+    this.parts.box.value = "";
+    this.files.put([]);
+    this.#mark(null);
   }
 
   // Save the conversation as a file for `/load` of `ask.py --chat`.
@@ -174,12 +177,14 @@ export class Chat {
     this.parts.pick.click();
   }
 
+  // Ask the last question again. The box keeps its text.
   again() {
-    this.#edit(null);
-    const { question: text, files } = this.turns.at(-1);
+    const turn = this.turns.at(-1);
+    const { question: text, files } = turn;
+    if (!text && !files.length) return write(this.parts.note, "The last question is empty.");
     this.#replace(this.turns.length - 1);
     this.waiting = { text, files };
-    this.#ask();
+    this.#ask(turn);
   }
 
   anew() {
@@ -195,18 +200,22 @@ export class Chat {
       write(turn.figures, "left out: the model no longer sees this question and its answer");
     }
     this.#show(false);
-    this.send();
+    this.#retry();
+  }
+
+  // Send the refused question again: the one that was asked again, or the one in the box.
+  #retry() {
+    if (this.refused && this.refused === this.turns.at(-1)) this.again();
+    else this.send();
   }
 
   // Edit a turn's question in the box. Sending it replaces this turn and all later ones.
   #edit(turn) {
     const { box } = this.parts;
-    if (turn || this.edited) {
-      box.value = turn?.question ?? "";
-      this.files.put(turn?.files ?? []);
-    }
+    box.value = turn.question;
+    this.files.put([...turn.files]);
     this.#mark(turn);
-    if (turn) box.focus();
+    box.focus();
   }
 
   // Mark the turns that the question in the box will replace: this one and all later ones, or none for null.
@@ -224,8 +233,7 @@ export class Chat {
     this.at = first;
     this.replaced.unshift(...this.turns.splice(first));
     for (const { element } of this.replaced) element.remove();
-    this.edited = null;
-    write(this.parts.note, "");
+    this.#mark(null);
     this.#show(false);
   }
 
@@ -257,7 +265,7 @@ export class Chat {
 
   // Save and leave the conversation before another one is opened. A waiting question returns to the box.
   #leave() {
-    this.#edit(null);
+    this.#mark(null);
     this.#putBack(NOTHING);
     this.#keep("stopped: another conversation was opened");
     this.stop();
@@ -310,7 +318,6 @@ export class Chat {
   #close(id) {
     if (id !== this.talk.id) return;
     this.stop();
-    this.#edit(null);
     this.#goOnWith({ id: nameAnew(), version: "" }, []);
   }
 
@@ -392,13 +399,14 @@ export class Chat {
 
   // --- one question
 
-  // Send the waiting question unless an answer is running.
-  async #ask() {
+  // Send the waiting question unless an answer is running. `repeated`: the turn whose question is asked again.
+  async #ask(repeated = null) {
     const { text, files } = this.waiting;
     const waits = [...files.map(({ name }) => name), text].filter(Boolean).join(", ");
     write(this.parts.waiting, this.left && waits ? `waits for the answer above (Esc stops that): ${waits}` : "");
     if (!waits || this.left) return;
     this.waiting = NOTHING;
+    this.refused = null;
     const system = this.parts.system.value.trim();
     const messages = system ? [{ role: "system", content: system }] : [];
     messages.push(...this.told.flatMap(messagesOf), { role: "user", content: withFiles(text, files) });
@@ -428,7 +436,7 @@ export class Chat {
       // Another conversation was opened, or another question replaces this one
       if (isEmpty) this.replaced = this.replaced.filter((each) => each !== turn);
       this.#show();
-    } else if (isEmpty) this.#refuse(turn.error);
+    } else if (isEmpty) this.#refuse(turn.error, repeated);
     else {
       this.replaced = [];
       this.#end(turn);
@@ -520,10 +528,13 @@ export class Chat {
   }
 
   // Put a refused question back into the box and say why. What it was to replace returns, and is marked again.
-  #refuse({ name, message, code, status }) {
+  // A question that was asked again returns with its turn, so it is not put into the box.
+  #refuse({ name, message, code, status }, repeated) {
     const { log, note } = this.parts;
-    this.#putBack(this.#takeBack());
-    const [first = null] = this.replaced;
+    const question = this.#takeBack();
+    this.#putBack(repeated ? NOTHING : question);
+    this.refused = repeated;
+    const first = repeated ? null : (this.replaced[0] ?? null);
     for (const turn of this.replaced) {
       this.turns.push(turn);
       log.append(turn.element);
@@ -538,6 +549,6 @@ export class Chat {
       why = "The server wants its API key before it answers: type it above.";
       this.wantKey(this, why);
     }
-    if (why) write(note, why);
+    write(note, `${why} ${note.textContent}`.trim());
   }
 }

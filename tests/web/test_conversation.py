@@ -422,6 +422,10 @@ def test_a_dropped_file_is_attached(talks, parrots):
     tab.reload()
     until(tab, "document.querySelectorAll('.turn').length === 1")
     tab.locator(".asked .tab").click()
+    tab.evaluate(DROPS, ["more.txt", "more"])
+    shows(tab, ".files", "more.txt, ")
+    part(tab, "box").press("Escape")  # the stored question stays as it was
+    tab.locator(".asked .tab").click()
     assert tab.locator(".files .attached").all_inner_texts() == ["notes.txt×"]
     say(tab, "say: two")
     assert sent(tab)[-1]["messages"][0]["content"] == fenced.replace("one", "two")
@@ -527,13 +531,18 @@ def test_an_edited_question_replaces_what_followed(talks):
     assert tab.locator(".turn").count() == 2 and part(tab, "note").inner_text() == ""
 
 
+def refuse(tab, status: int, message: str) -> None:
+    """Let the page's questions be refused."""
+    answer = {"status": status, "json": {"error": {"message": message}}}
+    tab.route("**/v1/chat/completions", lambda asked: asked.fulfill(**answer))
+
+
 def test_a_refused_question_replaces_nothing(talks):
     """Regression: after an edited question, or one asked again, was refused, the earlier answers were lost."""
     tab = talks()
     for text in ("one", "two", "three"):
         say(tab, f"say: {text}")
-    refusal = {"status": 503, "json": {"error": {"message": "The server is full."}}}
-    tab.route("**/v1/chat/completions", lambda asked: asked.fulfill(**refusal))
+    refuse(tab, 503, "The server is full.")
     tab.locator(".turn .asked .tab").nth(1).click()
     say(tab, "say: 2")
     shows(tab, "[data-chat-part=note]", "The server is full")
@@ -543,11 +552,9 @@ def test_a_refused_question_replaces_nothing(talks):
     part(tab, "box").press("Enter")  # it still replaces them
     until(tab, f"{STOPPED} && document.querySelectorAll('.turn').length === 2")
     assert [m["content"] for m in sent(tab)[-1]["messages"]] == ["say: one", "one", "say: 2"]
-    tab.route("**/v1/chat/completions", lambda asked: asked.fulfill(**refusal))
+    refuse(tab, 503, "The server is full.")
     part(tab, "again").click()
     shows(tab, "[data-chat-part=note]", "The server is full")
-    assert part(tab, "box").input_value() == "say: 2"
-    part(tab, "box").press("Escape")
     assert part(tab, "box").input_value() == "" and tab.locator(".edited").count() == 0
     assert tab.locator(".turn > .reply").all_inner_texts() == ["one", "2"]
     tab.unroute("**/v1/chat/completions")
@@ -558,6 +565,47 @@ def test_a_refused_question_replaces_nothing(talks):
     assert [t.strip() for t in tab.locator(".turn > .reply").all_inner_texts()] == ["one", "2", ""]
     assert facts(tab).startswith("broken off")
     tab.said.clear()  # the browser's own messages about refusals
+
+
+def test_a_refusal_keeps_what_was_typed(talks):
+    """Regression: a question asked again was put before the text in the box when it was refused, and the
+    next try deleted both. A refused new wording was deleted with the conversation that it was for."""
+    tab = talks()
+    box, note, again = part(tab, "box"), part(tab, "note"), part(tab, "again")
+    say(tab, "say: one")
+    box.fill("my long draft")
+    for status, message, said in ((503, "It is full.", "is full"), (401, "No key.", "API key")):
+        refuse(tab, status, message)
+        again.click()
+        shows(tab, "[data-chat-part=note]", said)
+        assert box.input_value() == "my long draft" and tab.locator(".edited").count() == 0
+        assert tab.locator(".turn > .reply").all_inner_texts() == ["one"]
+    tab.unroute("**/v1/chat/completions")
+    give(tab, "hush")  # asks the refused question, not the draft
+    until(tab, f"{STOPPED} && !document.querySelector('[data-chat-part=note]').textContent")
+    assert box.input_value() == "my long draft" and tab.locator(".turn").count() == 1
+    assert [m["content"] for m in sent(tab)[-1]["messages"]] == ["say: one"]
+    refuse(tab, 401, "No key.")
+    tab.locator(".turn .asked .tab").click()
+    say(tab, "say: 1")
+    assert "API key" in note.inner_text() and note.inner_text().endswith("Esc leaves it.")
+    part(tab, "anew").click()
+    assert box.input_value() == "say: 1" and tab.locator(".turn").count() == 0
+    tab.said.clear()  # the browser's own messages about refusals
+
+
+def test_an_empty_question_is_not_asked_again(talks):
+    """Regression: the page removed it with its answer, and sent nothing."""
+    tab = talks()
+    messages = [{"role": "user", "content": ""}, {"role": "assistant", "content": "Yes?"}]
+    file = {"name": "a.json", "mimeType": "application/json"}
+    part(tab, "file").set_input_files(
+        file | {"buffer": json.dumps({"messages": messages}).encode()}
+    )
+    shows(tab, ".turn > .reply", "Yes?")
+    part(tab, "again").click()
+    assert tab.locator(".turn > .reply").all_inner_texts() == ["Yes?"]
+    assert part(tab, "note").inner_text() == "The last question is empty."
 
 
 def test_a_saved_conversation_loads_in_the_terminal(talks, tmp_path):
