@@ -267,9 +267,9 @@ def open_pool(server: APIServer, args: argparse.Namespace, found: dict[str, str]
     def read_facts(name: str) -> ModelFacts:
         each = own[name]
         asked = cli.engine_options(each) | {"slots": each.slots or 4, "usual_len": 8192}
-        found = ModelFacts.from_files(each.model, asked, memory)
-        advised(found.place)  # raises ValueError if its settings are wrong
-        return found
+        fact = ModelFacts.from_files(each.model, asked, memory)
+        advised(fact.place)  # raises ValueError if its settings are wrong
+        return fact
 
     facts = {}
     for name in own:

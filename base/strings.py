@@ -5,7 +5,8 @@ from typing import Any
 
 
 def json_or_none(text: str) -> Any:
-    """Parse JSON, in whose strings a model may write line breaks. Return None if it is invalid."""
+    """Parse JSON; allow control characters in strings, which small models write. Return None if it is
+    invalid."""
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):

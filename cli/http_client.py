@@ -53,7 +53,7 @@ def read_events(
     while line := answer.readline(LINE):
         if line.startswith(b":"):
             note(printable(line[1:].decode(errors="replace").strip()))
-        elif line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+        elif line.startswith(b"data:") and (data := line[5:].strip()) not in (b"", b"[DONE]"):
             try:
                 yield json.loads(data)
             except RecursionError:

@@ -377,7 +377,7 @@ def call_of(id: str, function: BodyReader, field: str = "arguments") -> dict:
     would end the conversation."""
     arguments = function.get(field)
     if isinstance(arguments, str):
-        parsed = json_or_none(arguments or "{}")
+        parsed = {} if arguments.strip() in ("", "null") else json_or_none(arguments)
         arguments = parsed if isinstance(parsed, dict) else {"arguments": arguments}
     if not isinstance(arguments, dict):
         raise function.bad(field, "an object, or JSON of one")

@@ -56,10 +56,10 @@ SLOW_AFTER_S = 5.0  # a send buffer full this long marks a client as slow
 # Unsent bytes of all slow clients; over this limit the client with the most is disconnected
 MAX_UNSENT_BYTES = 2**25
 LINGER_S = 2.0  # a refused client that is still sending has this long to read the error
-# Seconds of silence before a stream gets a comment, in any case. For as long after an event it also gets the
-# progress of its prompt in comments, each `PROGRESS_S`
+# Seconds of silence before any stream gets a comment. While a prompt waits or is read, comments with its progress
+# come earlier: after a tenth of the time since the last event
 PING_S = 10.0
-PROGRESS_S = 0.4  # seconds of silence before a stream gets the progress of its prompt
+PROGRESS_S = 0.4  # minimum seconds of silence before a stream gets the progress of its prompt
 PING = b": ping\n\n"
 # Errors of `accept` when resources are exhausted
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -213,8 +213,8 @@ class HTTPRequest:
         """Write progress or a ping to a silent stream, because proxies close silent connections and users want
         to see that something happens.
 
-        Comments are frequent only for the first seconds: Go's best-known client, go-openai, gives up after 300
-        lines without an event.
+        Comments become less frequent: Go's best-known client, go-openai, gives up after 300 lines without an
+        event, which are 22 minutes.
         """
         if self._wrote is None or self.connection.is_blocked:
             return
@@ -225,7 +225,7 @@ class HTTPRequest:
         is_event = not said.startswith(b":")  # the client asked for progress in events
         if silence > PING_S:
             self.push(said or PING)
-        elif said and (is_event or now - self._told <= PING_S):
+        elif said and (is_event or silence > (now - self._told) / 10):
             self.push(said)
 
 

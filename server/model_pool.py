@@ -352,9 +352,11 @@ class ModelPool:
             served = self._served(model, engine, loop)
             self.on_load(served)
         except BaseException as error:
-            self._fail(model, error)
-            if engine:
-                engine.close()
+            try:
+                self._fail(model, error)
+            finally:
+                if engine:
+                    engine.close()
             return
         with self._changed:
             model.stage = ""
@@ -375,6 +377,7 @@ class ModelPool:
         refusal = APIError(503, without_folders(words), "model_not_loaded", Retry_After="30")
         with self._changed:
             model.stage = ""
+            model.is_checked = False
             self._refuse([ticket for ticket in self._line if ticket.model is model], refusal)
         self._say(words)
 
@@ -384,9 +387,11 @@ class ModelPool:
             model.served = None
             model.is_leaving = False
         served.engine.on_commit = None
-        with suppress(RuntimeError):
-            served.engine.release()  # saves the slots, and frees the weights immediately
-        served.engine.close()
+        try:
+            with suppress(RuntimeError):
+                served.engine.release()  # saves the slots, and frees the weights immediately
+        finally:
+            served.engine.close()
         self._say(f"{model.name} is unloaded: {why}")
 
     def _served(self, model: PooledModel, engine: Engine, loop: Loop) -> ServedModel:

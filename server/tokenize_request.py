@@ -36,11 +36,12 @@ class TokenizedRequest(NamedTuple):
     protocol: type[ProtocolAdapter]
     request: ParsedRequest
     choices: list[tuple[Prompt, SamplingParams]]  # `n` entries for each prompt
+    composed: Mapping[str, Any] | None = None  # the grammar of reasoning, tool calls and answer
 
     @property
     def grammar(self) -> Mapping[str, Any] | None:
-        """The request's grammar, the same for all prompts."""
-        return self.choices[0][1].grammar
+        """The grammar to compile, the same for all prompts. The settings have the client's own."""
+        return self.composed or self.choices[0][1].grammar
 
     @property
     def is_embedding(self) -> bool:
@@ -63,8 +64,9 @@ def tokenize(
             room = min(engine.sched.max_len - len(tokens.ids), most_tokens(request))
             most = request.max_tokens or served.max_tokens or room
             settings = served.defaults | request.settings | {"max_tokens": min(most, room)}
-            if grammar := grammar_of(engine, request, tokens):
-                settings["grammar"] = grammar
+            composed = composed_grammar(engine, request, tokens)
+            if request.must_call:
+                settings["grammar"] = composed
             for _ in range(request.n):
                 asked.choices.append((tokens, SamplingParams(**settings)))
                 # The same seed would make all choices identical
@@ -79,7 +81,7 @@ def tokenize(
             )
     except ValueError as error:
         raise asked.refusal_of(error) from None
-    return asked
+    return asked._replace(composed=composed)
 
 
 def refusal_of(error: ValueError | RuntimeError, request: ParsedRequest) -> APIError:
@@ -98,12 +100,14 @@ def refusal_of(error: ValueError | RuntimeError, request: ParsedRequest) -> APIE
     return invalid(params.get(subject), str(error))
 
 
-def grammar_of(engine: Engine, parsed: ParsedRequest, prompt: Prompt) -> Mapping[str, Any] | None:
-    """Return the grammar of an answer, or None. Required tool calls, or an answer with optional tool
-    calls or after reasoning, are compiled together. Any other grammar is returned as it was given."""
+def composed_grammar(
+    engine: Engine, parsed: ParsedRequest, prompt: Prompt
+) -> Mapping[str, Any] | None:
+    """Return the grammar of required tool calls, or of an answer with optional tool calls or after reasoning.
+    Return None if the request has no grammar, or if its own is enough."""
     given = parsed.settings.get("grammar")
     if not parsed.chat or not (given or parsed.must_call):
-        return given
+        return None
     output_format = engine.text.output_format
     tools, answer = parsed.must_call, None
     if not tools:
@@ -111,12 +115,12 @@ def grammar_of(engine: Engine, parsed: ParsedRequest, prompt: Prompt) -> Mapping
         if kind == "json":
             schema = json_or_none(source)
             if not isinstance(schema, dict):
-                return given
+                return None
             tools, answer = parsed.chat.tools, as_json(schema)
         else:
             answer = f"%lark {{\n{as_lark(kind, source)}\n}}"  # its names are its own
         if not (tools or output_format.reasoning):
-            return given
+            return None
     text = tool_call_grammar(
         output_format,
         tools,

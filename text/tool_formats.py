@@ -307,7 +307,7 @@ def tagged_rule(
     """Write the rule of a call in tags.
 
     Arguments come in the order of the schema. For a string, only enumerated values or a pattern are
-    enforced.
+    enforced, and no pattern if it may be null.
 
     `value`: adds the rule for a text of this form, and returns its name.
     """
@@ -361,8 +361,9 @@ def form_of(schema: Mapping[str, Any]) -> str:
 
 def as_regex(pattern: str) -> str:
     """Write a pattern in the grammar's notation, on one line."""
-    pattern = pattern.replace("\\\n", "\n").replace("\n", r"\n")
-    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern) + "/"
+    changed = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    found = re.sub(r"\\.|/|\n", lambda m: changed.get(m[0], m[0]), pattern, flags=re.DOTALL)
+    return f"/{found}/"
 
 
 def alone(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -382,13 +383,11 @@ def as_json(schema: Mapping[str, Any]) -> str:
 
 def as_lark(kind: str, source: str | Sequence[str]) -> str:
     """Translate a grammar of `SamplingParams` into Lark's notation, unless it is a JSON schema."""
-    if kind == "regex":
-        return f"start: {as_regex(source)}"
-    if kind == "choice":
+    if not isinstance(source, str):
         choices = [json.dumps(choice, ensure_ascii=False) for choice in source]
         # A terminal is one automaton. In a rule, each choice would be an alternative to track.
         return f"start: CHOICE\nCHOICE: {' | '.join(choices)}"
-    return source
+    return f"start: {as_regex(source)}" if kind == "regex" else source
 
 
 # --- JSON schemas of arguments --------------------------------------------------------------------

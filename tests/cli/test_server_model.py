@@ -181,10 +181,11 @@ def test_progress_of_a_long_prompt_is_shown():
 
 
 def test_events_of_other_servers_are_read():
-    """Some servers end lines with CRLF (sse-starlette), and some write no space after the colon."""
+    """Some servers end lines with CRLF (sse-starlette), and some write no space after the colon. Regression:
+    an event without data ended the answer."""
     yes = event("Yes.").replace(b"data: ", b"data:")
     end = event("", finish_reason="stop") + b"data: [DONE]\n\n"
-    with answering((yes + end).replace(b"\n", b"\r\n")) as url:
+    with answering((b"data:\n\n" + yes + end).replace(b"\n", b"\r\n")) as url:
         answer = ServerModel(url, "", None, {}).ask([said("x")], {})
         assert [part.text for part in answer] == ["Yes."]
         assert answer.result().error is None

@@ -38,7 +38,9 @@ class FakeEngine:
         self._gone = gone
 
     def release(self):
-        """Do nothing. A real engine saves its slots and frees its weights."""
+        """A real engine saves its slots and frees its weights."""
+        if self.name == "full":
+            raise OSError(28, "No space left on device")
 
     def close(self):
         self._gone.append(self.name)
@@ -151,7 +153,8 @@ def test_the_busy_model_that_leaves_stays_the_same(pools):
     waits = pool.ask("c")
     wait_for(lambda: pool.pool.named("a").is_leaving)
     pool.end(first)
-    time.sleep(0.1)
+    with pool.pool._changed:
+        pool.pool._next()
     assert pool.pool.named("a").is_leaving and not isinstance(pool.ask("b"), Ticket)
     pool.end(second)
     wait_for(lambda: waits.is_over)
@@ -196,6 +199,23 @@ def test_a_model_with_wrong_settings_is_closed_and_refused(pools, monkeypatch):
     assert pool.wait("a").served and pool.gone == ["wrong"]
 
 
+def test_no_engine_stays_open_on_a_full_disk(pools, monkeypatch):
+    """Regression: an engine stayed in memory if the log could not be written, or its slots not be saved."""
+
+    def advised(folder):
+        if folder.name == "wrong":
+            raise ValueError("temperature must be at least 0, not -1")
+
+    def say(line):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model_pool, "advised", advised)
+    pool = pools({"wrong": 1, "full": 8, "a": 8}, 8, say=say)
+    for name in ("wrong", "full", "a"):
+        pool.end(pool.wait(name))
+    assert pool.gone == ["wrong", "full"]
+
+
 def test_a_log_on_a_full_disk_stops_no_loading(pools):
     def say(line):
         raise OSError(28, "No space left on device")
@@ -211,6 +231,22 @@ def test_a_spoilt_model_unloads_no_other(pools):
     pool = pools({"broken": 8, "a": 1}, 8)
     pool.end(pool.wait("a"))
     assert pool.wait("broken").refusal and pool.states()["a"] == "loaded"
+
+
+def test_files_are_checked_again_after_loading_failed(pools):
+    """Regression: the next request for a model whose loading had failed unloaded the others at once."""
+    checked = []
+
+    def check(model):
+        checked.append(model.name)
+        if len(checked) == 2:
+            raise ValueError("the header is cut")
+
+    pool = pools({"broken": 8, "a": 1}, 8, check=check)
+    for _ in range(2):
+        pool.end(pool.wait("a"))
+        assert pool.wait("broken").refusal
+    assert pool.gone == ["a"] and pool.states()["a"] == "loaded"
 
 
 def test_a_model_larger_than_the_memory_is_refused_at_once(pools):

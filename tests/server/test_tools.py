@@ -440,7 +440,11 @@ def test_reasoning_before_a_forced_answer():
         for fields in ONLY_FIVE:  # its reasoning never ends
             message = server.ask(CHAT, ask | fields).json["choices"][0]["message"]
             assert message["content"] == "" and len(message["reasoning_content"]) > 5
-        for wrong in ({"guided_choice": [5]}, {"guided_regex": "(a"}, {"guided_json": "[]"}):
+        # Regression: the limit of 32,768 characters was applied to the translation, too
+        choices = [f"{number:04}" for number in range(4000)]
+        assert server.ask(CHAT, ask | {"guided_choice": choices}).status == 200
+        large = {"guided_choice": choices * 3}
+        for wrong in ({"guided_choice": [5]}, {"guided_regex": "(a"}, {"guided_json": "[]"}, large):
             reply = server.ask(CHAT, ask | wrong)
             assert (reply.status, reply.error["param"]) == (400, *wrong), reply.body
 

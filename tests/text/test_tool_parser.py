@@ -994,6 +994,7 @@ def test_grammar_of_any_kind_after_reasoning(output_format):
     for kind, source, text in (
         ("choice", ('é "no"\n', "yes"), 'é "no"\n'),
         ("regex", "[0-9]{2}/\n[}]?", "17/\n}"),
+        ("regex", "\\\\\n/\\/\\\n", "\\\n//\n"),
         ("lark", 'start: reasoning SPACE\nreasoning: "a" // }\nSPACE: /[}{]/', "a}"),
     ):
         answer = f"%lark {{\n{as_lark(kind, source)}\n}}"
